@@ -1,0 +1,44 @@
+"""Folds a tensor of any number of dims to (outer, channel, inner) without a copy. Knows no ranks and no statistics."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory. All tensors of one batch-norm call are folded by the layout of its input.
+
+    (N, C, H, W) contiguous                   -> (N, C, H*W)
+    (N, C, H, W) in channels_last             -> (N*H*W, C, 1)
+    (N, H, W, C) contiguous, channel_dim = 3  -> (N*H*W, C, 1)
+    """
+
+    channel_dim: int  # 0 <= channel_dim < ndim
+    channel_innermost: bool  # memory runs over the channels first although they are not the last dim (channels_last)
+
+    @classmethod
+    def of(cls, tensor: Tensor, channel_dim: int) -> Layout:
+        """The layout in which `tensor`, when it is dense, folds without a copy."""
+        channel_innermost = not tensor.is_contiguous() and tensor.stride(channel_dim) == 1
+        return cls(channel_dim, channel_innermost)
+
+    def dense(self, tensor: Tensor) -> Tensor:
+        """`tensor` itself where it can be folded as a view, else a copy of it that can."""
+        if not self.channel_innermost:
+            return tensor.contiguous()
+        channel_at_end = tensor.movedim(self.channel_dim, -1)
+        if channel_at_end.is_contiguous():
+            return tensor
+        return channel_at_end.contiguous().movedim(-1, self.channel_dim)
+
+    def fold(self, tensor: Tensor) -> Tensor:
+        """The same values, contiguous, as (outer, channel, inner): a view when `tensor` is dense in this layout."""
+        tensor = self.dense(tensor)
+        channel_dim = self.channel_dim
+        if self.channel_innermost:
+            tensor, channel_dim = tensor.movedim(channel_dim, -1), tensor.ndim - 1
+        shape = tensor.shape
+        return tensor.view(math.prod(shape[:channel_dim]), shape[channel_dim], math.prod(shape[channel_dim + 1 :]))
