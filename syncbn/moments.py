@@ -1,0 +1,83 @@
+"""Channel mathematics in float64: sums -> mean, variance -> coefficients of the kernels. Knows no ranks, no layout.
+
+C channels, n values of a channel over all ranks. Everything here has C elements or one, so its cost does not depend on
+the batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Moments(NamedTuple):
+    """Statistics of the whole batch, float64."""
+
+    mean: Tensor  # (C,)
+    var: Tensor  # (C,) biased
+    num_values: Tensor  # () n, values per channel
+
+
+def from_sums(sums: Tensor) -> Moments:
+    """mean = S / n and var = max(0, Q / n - mean^2) of the packed sums (S, Q, n), shape (2C + 1,).
+
+    n = 0 gives mean 0 and var 0. The clamp removes the negative rounding residue of constant channels and lets NaN
+    through.
+    """
+    num_channels = sums.numel() // 2
+    num_values = sums[-1]
+    sums_per_value = sums[:-1] / num_values.clamp(min=1)
+    mean, mean_square = sums_per_value[:num_channels], sums_per_value[num_channels:]
+    return Moments(mean, (mean_square - mean * mean).clamp(min=0), num_values)
+
+
+def inverse_std(var: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(var + eps)."""
+    return (var + eps).rsqrt()
+
+
+def split_mean(mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """mean = center + rest: center in `dtype`, so that a kernel loses nothing in x - center; rest float64."""
+    center = mean.to(dtype)
+    return center, mean - center
+
+
+def output_coefficients(
+    rest: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """scale, shift of y = (x - center) * scale + shift, equal to (x - mean) * invstd * weight + bias."""
+    scale = invstd if weight is None else invstd * weight
+    shift = -rest * scale if bias is None else bias - rest * scale
+    return scale, shift
+
+
+def input_gradient_coefficients(
+    rest: Tensor, invstd: Tensor, weight: Tensor | None, mean_dy: Tensor, mean_dy_xmu: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """a, b, c of grad_input = dy * a + (x - center) * b + c.
+
+    Equal to (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight.
+    """
+    a = invstd if weight is None else invstd * weight
+    b = -a * invstd.square() * mean_dy_xmu
+    return a, b, -a * mean_dy - b * rest
+
+
+@torch.no_grad()
+def update_running_stats(running_mean: Tensor, running_var: Tensor, moments: Moments, momentum: float | Tensor) -> None:
+    """running = (1 - momentum) * running + momentum * statistic, in place, rounded once to the buffer's own dtype.
+
+    running_var takes the unbiased variance, var * n / (n - 1). No values at all (n = 0) change nothing, one value per
+    channel (n = 1) leaves
+    running_var as it is: both without reading n on the host.
+    """
+    mean, var, num_values = moments
+    unbiased_var = var * (num_values / (num_values - 1).clamp(min=1))
+    for running, statistic, enough in (
+        (running_mean, mean, num_values > 0),
+        (running_var, unbiased_var, num_values > 1),
+    ):
+        moved = (1 - momentum) * running.to(torch.float64) + momentum * statistic
+        running.copy_(torch.where(enough, moved, running))
