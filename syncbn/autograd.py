@@ -1,0 +1,146 @@
+"""The autograd Function of training. Each way: kernels, one all-reduce, channel mathematics, kernels.
+
+Symbols: W ranks; C channels; n_r values per channel on rank r; n = sum_r n_r; x, y, dy of any shape with C channels in
+    `channel_dim`.
+
+    forward   mean = sum_r sum x / n                    var = max(0, sum_r sum x^2 / n - mean^2)
+              y = (x - mean) / sqrt(var + eps) * weight + bias (+ residual) (then relu)
+    backward  mean_dy = sum_r sum dy / n                mean_dy_xmu = sum_r sum dy * (x - mean) / n
+              grad_input = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight grad_weight = sum dy *
+              (x - mean) * invstd,  grad_bias = sum dy    (this rank's sums: DistributedDataParallel averages them)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from syncbn import collectives, moments
+from syncbn.kernels import reference as kernels
+from syncbn.layout import Layout
+
+
+class SyncBatchNormFunction(torch.autograd.Function):
+    """(x, weight, bias, residual, channel_dim, eps, relu, group) -> y and, not differentiable, mean, var, n in float64.
+
+    x and residual are dense in the layout of x and of one dtype; `group` is None when there is nothing to synchronise.
+
+    Saved for backward: x, weight, mean, var, n, and y when relu is fused. Collectives: one all_reduce of 2C + 1 float64
+        in forward, one of 2C in backward; none when `group` is None. Backward issues its
+    all_reduce whatever needs_input_grad says: another rank may need the sums.
+    """
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        channel_dim: int,
+        eps: float,
+        relu: bool,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        with record_function("syncbn.forward"):
+            layout = Layout.of(x, channel_dim)
+            folded = layout.fold(x)
+            sums = collectives.all_reduce_counted_sums(
+                kernels.channel_sums(folded), folded.shape[0] * folded.shape[2], group
+            )
+            mean, var, num_values = moments.from_sums(sums)
+            collectives.require_two_values(num_values, x.shape)
+            center, rest = moments.split_mean(mean, compute_dtype(x))
+            scale, shift = moments.output_coefficients(rest, moments.inverse_std(var, eps), weight, bias)
+            y = torch.empty_like(x)
+            kernels.normalize(
+                folded,
+                center,
+                scale.to(center.dtype),
+                shift.to(center.dtype),
+                None if residual is None else layout.fold(residual),
+                relu,
+                layout.fold(y),
+            )
+        return y, mean, var, num_values
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, weight, bias, _, ctx.channel_dim, ctx.eps, relu, ctx.group = inputs
+        y, mean, var, num_values = output
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(mean, var, num_values)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, mean, var, num_values, y if relu else None)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        x, weight, mean, var, num_values, y = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, needs_residual, *_ = ctx.needs_input_grad
+        with record_function("syncbn.backward"):
+            dy = torch.zeros_like(x) if grad_output is None else grad_output
+            dy = Layout.of(x, ctx.channel_dim).dense(dy)
+            invstd = moments.inverse_std(var, ctx.eps)
+            sums = sum_dy, sum_dy_xmu = gradient_sums(dy, x, y, mean, ctx.channel_dim)
+            mean_sums = collectives.all_reduce_sums(sums, ctx.group) / num_values.clamp(min=1)
+            grad_x = grad_residual = None
+            if needs_x or needs_residual:
+                grad_x, grad_residual = input_gradient(
+                    dy, x, y, mean, invstd, weight, mean_sums, ctx.channel_dim, needs_residual
+                )
+            grad_weight = (sum_dy_xmu * invstd).to(weight.dtype) if needs_weight else None
+            grad_bias = sum_dy.to(ctx.bias_dtype) if needs_bias else None
+        return grad_x, grad_weight, grad_bias, grad_residual, None, None, None, None
+
+
+def gradient_sums(dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:
+    """This rank's sum dy and sum dy * (x - mean), float64 (C,); of dy behind the relu when its output `y` is given.
+
+    dy, x and y are dense in one layout; `mean` is float64.
+    """
+    layout = Layout.of(x, channel_dim)
+    center, rest = moments.split_mean(mean, compute_dtype(x))
+    folded_y = None if y is None else layout.fold(y)
+    sum_dy, sum_dy_xmc = kernels.gradient_sums(layout.fold(dy), layout.fold(x), center, folded_y)
+    return sum_dy, sum_dy_xmc - rest * sum_dy
+
+
+def input_gradient(
+    dy: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    mean_sums: Tensor,
+    channel_dim: int,
+    needs_residual: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """grad_input and, where needed, grad_residual. `mean_sums` packs mean_dy and mean_dy_xmu: float64 (2C,)."""
+    layout = Layout.of(x, channel_dim)
+    center, rest = moments.split_mean(mean, compute_dtype(x))
+    mean_dy, mean_dy_xmu = mean_sums.chunk(2)
+    coefficients = moments.input_gradient_coefficients(rest, invstd, weight, mean_dy, mean_dy_xmu)
+    a, b, c = (coefficient.to(center.dtype) for coefficient in coefficients)
+    grad_x = torch.empty_like(x)
+    grad_residual = torch.empty_like(x) if needs_residual and y is not None else None
+    kernels.input_gradient(
+        layout.fold(dy),
+        layout.fold(x),
+        center,
+        a,
+        b,
+        c,
+        None if y is None else layout.fold(y),
+        layout.fold(grad_x),
+        None if grad_residual is None else layout.fold(grad_residual),
+    )
+    return grad_x, dy if needs_residual and y is None else grad_residual
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which single values are computed: float32, or float64 for float64 values."""
+    return torch.promote_types(x.dtype, torch.float32)

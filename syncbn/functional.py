@@ -1,0 +1,327 @@
+"""The functional forms, and the one border where a user's arguments are checked.
+
+Every check is made before anything is sent or changed, and a fault of one rank is raised on all (see collectives.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from syncbn import autograd, collectives, groups, moments
+from syncbn.layout import Layout
+
+if TYPE_CHECKING:
+    from syncbn.groups import ProcessGroupLike
+
+__all__ = ["batch_norm_backward", "sync_batch_norm"]
+
+SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def sync_batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float | Tensor = 0.1,
+    eps: float = 1e-5,
+    process_group: ProcessGroupLike = None,
+    *,
+    channel_dim: int = 1,
+    z: Tensor | None = None,
+    fuse_relu: bool = False,
+) -> Tensor:
+    r"""Batch norm over the values of all ranks of a process group: F.batch_norm's argument order, and its result for
+    the concatenated batch.
+
+        y = (x - mean) / sqrt(var + eps) * weight + bias  (+ z)  (then relu)
+
+    With `training`, mean and var (biased) are taken per channel over every dim but `channel_dim` and over all ranks,
+    and the running statistics
+    move in place: running = (1 - momentum) * running + momentum * statistic, with the unbiased variance. Otherwise mean
+        and var are the running
+    statistics and nothing is communicated: F.batch_norm itself. Ioffe & Szegedy 2015, https://arxiv.org/abs/1502.03167.
+
+    One all_reduce of 8 * (2C + 1) bytes in forward and one of 16 * C bytes in backward; none with one rank or no
+    process group. Every rank of the group must make the same calls in the same order. The gradients of weight and bias
+    are this rank's share; their sum over the ranks is the full batch's (DistributedDataParallel averages them).
+
+    Args:
+        input: (N, C, ...) or, with `channel_dim=-1`, (N, ..., C); 2 or more dims; float16, bfloat16, float32 or
+            float64. N and the other sizes but C may differ between ranks, and be 0. While weight or bias requires grad,
+            `requires_grad` of the input may differ too; when neither does, it must agree on all ranks, else backward
+            waits for a rank that never comes.
+        running_mean, running_var: (C,), any float dtype, both or neither. An all-empty batch leaves them as they are.
+        weight, bias: (C,), any float dtype, each optional.
+        training: synchronise, and normalise by the statistics of this batch.
+        momentum: weight of this batch's statistics, a number or a 0-d tensor.
+        eps: added to the variance, > 0.
+        process_group: None (the default group), a ProcessGroup, an int (consecutive ranks per group), "node" or a 1-D
+            DeviceMesh.
+        channel_dim: the dim of the channels; negative counts from the right.
+        z: residual of the input's shape, added before the relu; another float dtype is first converted to the input's.
+        fuse_relu: apply relu last.
+
+    Returns:
+        Tensor of the input's shape, dtype and memory format.
+
+    Raises:
+        ValueError, TypeError: a bad argument, before any buffer is changed. On CPU in eager mode a fault of any rank is
+            raised on every rank with the faulty ranks' numbers (when running_mean, weight or bias gives C; else the
+            faulty rank raises alone). One value per channel in the whole group is a ValueError too, on every rank; on a
+            GPU and in compiled graphs it leaves running_var as it is.
+
+    >>> x = torch.tensor([[1.0, 10.0], [3.0, 30.0]])  # (N, C) on the only rank
+    >>> sync_batch_norm(x, None, None, training=True)
+    tensor([[-1.0000, -1.0000],
+            [ 1.0000,  1.0000]])
+    """
+    if training:
+        group = groups.resolve(groups.specification(process_group))
+        num_channels = next((len(given) for given in (running_mean, weight, bias) if given is not None), None)
+        return train(
+            input,
+            running_mean,
+            running_var,
+            weight,
+            bias,
+            momentum,
+            eps,
+            group,
+            channel_dim,
+            z,
+            fuse_relu,
+            num_channels,
+        )
+    if running_mean is None or running_var is None:
+        raise ValueError("running_mean must be defined in evaluation mode, and running_var; or pass training=True")
+    return evaluate(input, running_mean, running_var, weight, bias, eps, channel_dim, z, fuse_relu, len(running_mean))
+
+
+def train(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float | Tensor,
+    eps: float,
+    group: dist.ProcessGroup | None,
+    channel_dim: int,
+    z: Tensor | None,
+    fuse_relu: bool,
+    num_channels: int | None,
+    check_input_dim: Callable[[Tensor], Any] | None = None,
+) -> Tensor:
+    """`sync_batch_norm` in training, over a resolved group; None synchronises nothing.
+
+    `num_channels` is what every rank expects, so that a faulty rank can join the collective; `check_input_dim` is
+    torch's check of a numbered layer.
+    """
+    try:
+        _check_input(input, channel_dim, num_channels, check_input_dim)
+        _check_channels(
+            input.shape, channel_dim, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias
+        )
+        _check_residual(input, z)
+        _check_statistics(running_mean, running_var, momentum, eps)
+    except (TypeError, ValueError) as error:
+        if num_channels is None:
+            raise
+        owner = next((given for given in (running_mean, weight, bias, input) if isinstance(given, Tensor)), None)
+        device = torch.device("cpu") if owner is None else owner.device
+        collectives.raise_on_all_ranks(error, num_channels, device, group)
+
+    channel_dim %= input.ndim
+    x = Layout.of(input, channel_dim).dense(input)
+    residual = None if z is None else z.to(input.dtype)
+    y: Tensor
+    y, *statistics = autograd.SyncBatchNormFunction.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, residual, channel_dim, eps, fuse_relu, group
+    )
+    if running_mean is not None and running_var is not None:
+        moments.update_running_stats(running_mean, running_var, moments.Moments(*statistics), momentum)
+    return y
+
+
+def evaluate(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    channel_dim: int,
+    z: Tensor | None,
+    fuse_relu: bool,
+    num_channels: int | None,
+    check_input_dim: Callable[[Tensor], Any] | None = None,
+) -> Tensor:
+    """F.batch_norm, then + z, then relu; of this rank's batch without running statistics. Communicates nothing."""
+    _check_input(input, channel_dim, num_channels, check_input_dim)
+    _check_channels(
+        input.shape, channel_dim, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias
+    )
+    _check_residual(input, z)
+    channel_dim %= input.ndim
+    per_channel = (running_mean, running_var, weight, bias)
+    if any(given is not None and given.dtype != input.dtype for given in per_channel):
+        # F.batch_norm takes parameters of the input's dtype, or all in float32 beside a lower one.
+        dtype = autograd.compute_dtype(input)
+        running_mean, running_var, weight, bias = (None if given is None else given.to(dtype) for given in per_channel)
+    x = input if channel_dim == 1 else Layout(channel_dim, channel_innermost=False).fold(input)
+    y = F.batch_norm(x, running_mean, running_var, weight, bias, training=running_mean is None, eps=eps)
+    if channel_dim != 1:
+        y = y.view_as(input)
+    if z is not None:
+        y = y + z.to(input.dtype)
+    return F.relu(y) if fuse_relu else y
+
+
+def batch_norm_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None = None,
+    process_group: ProcessGroupLike = None,
+    *,
+    channel_dim: int = 1,
+    training: bool = True,
+    output_mask: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    r"""The closed form of batch norm's gradient, for those who write their backward by hand.
+
+        mean_dy = sum dy / n                      mean_dy_xmu = sum dy * (x - mean) / n             (sums over all
+        ranks) grad_input = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight grad_weight = sum dy
+        * (x - mean) * invstd        grad_bias = sum dy                        (sums over this rank)
+
+    One all_reduce of 8 * (2C + 1) bytes in training (mean_dy, mean_dy_xmu and n together), none with one rank or no
+    process group. With `training=False` the statistics are constants: grad_input = dy * invstd * weight, and nothing is
+    communicated.
+
+    Args:
+        grad_output, input: dy and x of one shape, (N, C, ...) or as `channel_dim` says; float16, bfloat16, float32 or
+            float64.
+        mean, invstd: (C,), of the whole batch; in training the same on all ranks. invstd = 1 / sqrt(biased var + eps).
+        weight: (C,) or None for 1.
+        process_group, channel_dim: as in `sync_batch_norm`.
+        training: False where the statistics did not depend on the input.
+        output_mask: which of the three gradients to compute; the others are None. The all_reduce happens whatever it
+            says.
+
+    Returns:
+        (grad_input, grad_weight, grad_bias): the input's shape and dtype; (C,) twice in the dtype of weight, without
+        weight in float32 (float64 for float64 input). The result carries no graph: differentiate `sync_batch_norm` for
+        a second derivative.
+
+    Raises:
+        ValueError, TypeError: a bad argument; on CPU in eager mode on every rank, as in `sync_batch_norm`, when mean
+            gives C.
+    """
+    group = groups.resolve(groups.specification(process_group)) if training else None
+    try:
+        _check_input(input, channel_dim, None, None)
+        _check_like_input("grad_output", grad_output, input)
+        _check_channels(input.shape, channel_dim, mean=mean, invstd=invstd, weight=weight)
+    except (TypeError, ValueError) as error:
+        if not isinstance(mean, Tensor) or mean.ndim != 1:
+            raise
+        collectives.raise_on_all_ranks(error, len(mean), mean.device, group)
+
+    needs_input, needs_weight, needs_bias = output_mask
+    channel_dim %= input.ndim
+    layout = Layout.of(input, channel_dim)
+    with torch.no_grad():
+        x, dy = layout.dense(input), layout.dense(grad_output.to(input.dtype))
+        mean, invstd = mean.to(torch.float64), invstd.to(torch.float64)
+        sums = sum_dy, sum_dy_xmu = autograd.gradient_sums(dy, x, None, mean, channel_dim)
+        num_channels = len(mean)
+        mean_sums = sums[0].new_zeros(2 * num_channels)
+        if training:
+            packed = collectives.all_reduce_counted_sums(sums, input.numel() // num_channels, group)
+            mean_sums = packed[:-1] / packed[-1].clamp(min=1)
+        grad_input = grad_weight = grad_bias = None
+        if needs_input:
+            grad_input, _ = autograd.input_gradient(dy, x, None, mean, invstd, weight, mean_sums, channel_dim, False)
+        dtype = autograd.compute_dtype(input) if weight is None else weight.dtype
+        if needs_weight:
+            grad_weight = (sum_dy_xmu * invstd).to(dtype)
+        if needs_bias:
+            grad_bias = sum_dy.to(dtype)
+    return grad_input, grad_weight, grad_bias
+
+
+def _check_input(
+    input: Tensor, channel_dim: int, num_channels: int | None, check_input_dim: Callable[[Tensor], Any] | None
+) -> None:
+    if not isinstance(input, Tensor):
+        raise TypeError(f"expected a Tensor as input, got {type(input).__name__}")
+    if hasattr(input, "device_mesh"):
+        raise TypeError("the input is a DTensor, expected this rank's values as a plain tensor: pass input.to_local()")
+    if input.dtype not in SUPPORTED_DTYPES:
+        raise TypeError(f"expected a float16, bfloat16, float32 or float64 input, got {input.dtype}; convert it first")
+    if check_input_dim is not None:
+        check_input_dim(input)
+    if input.ndim < 2:
+        raise ValueError(f"expected at least 2D input (got {input.ndim}D input of shape {tuple(input.shape)})")
+    if not -input.ndim <= channel_dim < input.ndim:
+        raise ValueError(f"channel_dim={channel_dim} does not exist in an input of shape {tuple(input.shape)}")
+    if num_channels is not None and input.shape[channel_dim] != num_channels:
+        raise ValueError(
+            f"expected {num_channels} channels in dim {channel_dim} of the input, got {input.shape[channel_dim]} "
+            f"(shape {tuple(input.shape)}); correct num_features, channel_last or channel_dim"
+        )
+
+
+def _check_channels(shape: torch.Size, channel_dim: int, **per_channel: Tensor | None) -> None:
+    num_channels = shape[channel_dim]
+    for name, given in per_channel.items():
+        if given is not None and given.shape != (num_channels,):
+            raise ValueError(
+                f"{name} should contain {num_channels} elements not {given.numel()}: expected shape ({num_channels},), "
+                f"got {tuple(given.shape)}, for an input of shape {tuple(shape)} with the channels in dim {channel_dim}"
+            )
+
+
+def _check_residual(input: Tensor, z: Tensor | None) -> None:
+    if z is not None:
+        _check_like_input("z", z, input)
+
+
+def _check_like_input(name: str, given: Tensor, input: Tensor) -> None:
+    if not isinstance(given, Tensor) or given.dtype not in SUPPORTED_DTYPES:
+        raise TypeError(f"expected {name} to be a float tensor, got {getattr(given, 'dtype', type(given).__name__)}")
+    if given.shape != input.shape:
+        raise ValueError(
+            f"expected {name} of the input's shape {tuple(input.shape)}, got {tuple(given.shape)}; expand() it first"
+        )
+
+
+def _check_statistics(
+    running_mean: Tensor | None, running_var: Tensor | None, momentum: float | Tensor, eps: float
+) -> None:
+    if (running_mean is None) != (running_var is None):
+        raise ValueError("running_mean and running_var must either both be None or neither be None")
+    check_momentum(momentum)
+    check_eps(eps)
+
+
+def check_momentum(momentum: float | Tensor) -> None:
+    """**Raises** TypeError unless `momentum` is a number or a tensor."""
+    if isinstance(momentum, bool) or not isinstance(momentum, (int, float, Tensor)):
+        raise TypeError(f"momentum must be a number, got {momentum!r} of type {type(momentum).__name__}")
+
+
+def check_eps(eps: float) -> None:
+    """**Raises** ValueError unless `eps` is a positive number."""
+    if not eps > 0:
+        raise ValueError(f"batch_norm eps must be positive during training, but got {eps}")
