@@ -1,0 +1,209 @@
+"""The layer: parameters and buffers of nn.BatchNorm, statistics of all ranks."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from syncbn import functional, groups
+
+if TYPE_CHECKING:
+    from syncbn.groups import ProcessGroupLike, Specification
+
+
+class SyncBatchNorm(_BatchNorm):
+    r"""Batch norm whose batch is that of all ranks of a process group.
+
+        y = (x - mean) / sqrt(var + eps) * weight + bias  (+ z)  (then relu)
+
+    In training mean and var run, per channel, over every dim but the channels' and over all ranks: W ranks compute what
+    one rank would with the concatenated batch (Ioffe & Szegedy 2015, https://arxiv.org/abs/1502.03167, with apex's
+    arguments). In evaluation the layer is F.batch_norm with the running statistics, and communicates nothing; with
+    `track_running_stats=False` it then normalises this rank's batch alone.
+
+    Parameters, buffers and state_dict are those of nn.BatchNorm: weight and bias (num_features,); running_mean,
+    running_var (num_features,) and num_batches_tracked (). The running statistics are the same, bit by bit, on all
+    ranks.
+
+    Args:
+        num_features: channels C of the input, > 0.
+        eps: added to the variance, > 0.
+        momentum: weight of a batch in the running statistics, running = (1 - momentum) * running + momentum *
+            statistic; None for the average of all batches so far.
+        affine: learn weight and bias.
+        track_running_stats: keep running statistics, and use them in evaluation.
+        process_group: the ranks to synchronise: None (the default group, looked up at each call), a ProcessGroup, an
+            int (that many consecutive ranks per group), "node" (the ranks of one host) or a 1-D DeviceMesh. An int or
+            "node" makes groups in this constructor when torch.distributed is initialised, else in the first training
+            forward: a collective of ALL ranks of the default group.
+        channel_last: the channels are the last dim, not dim 1.
+        fuse_relu: apply relu to the output, in the same pass.
+        bias: with `affine`, learn bias too.
+        device, dtype: of parameters and buffers.
+
+    Raises:
+        ValueError, TypeError: an argument outside its domain.
+    """
+
+    channel_last: bool = False
+    fuse_relu: bool = False
+    # Ranks that the last training step in eager mode synchronised; None before the first.
+    _synchronised_ranks: int | None = None
+    _process_group: Specification = None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: ProcessGroupLike = None,
+        *,
+        channel_last: bool = False,
+        fuse_relu: bool = False,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if num_features < 1:
+            raise ValueError(f"num_features must be positive, got {num_features}")
+        functional.check_eps(eps)
+        if momentum is not None:
+            functional.check_momentum(momentum)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        if not bias:
+            self.register_parameter("bias", None)
+        self.process_group = process_group
+        self.channel_last = channel_last
+        self.fuse_relu = fuse_relu
+        groups.prepare(self.process_group)
+
+    @property
+    def process_group(self) -> Specification:
+        """The ranks to synchronise, as said: None, an int, "node", a DeviceMesh; `groups.Ranks` for a ProcessGroup."""
+        return self._process_group
+
+    @process_group.setter
+    def process_group(self, process_group: ProcessGroupLike) -> None:
+        self._process_group = groups.specification(process_group)
+
+    def reset_parameters(self) -> None:
+        """weight 1, bias 0, running_mean 0, running_var 1, num_batches_tracked 0."""
+        self.reset_running_stats()
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        """Normalise `input`; in training over all ranks of the group, which must call their layers in the same order.
+
+        Args:
+            input: (N, C, ...), or (N, ..., C) with `channel_last`; 2 or more dims, the numbered classes as in torch;
+                any N, which may differ between ranks and be 0. float16, bfloat16, float32 or float64.
+            z: residual of the input's shape, added before the relu.
+
+        Returns:
+            Tensor of the input's shape, dtype and memory format.
+
+        Raises:
+            ValueError, TypeError: a bad argument; on CPU in eager mode a fault of any rank is raised on every rank,
+                with the faulty ranks' numbers. Buffers are not changed then.
+
+        With no process group, or one rank, the batch is this rank's. With one value per channel over all ranks:
+        ValueError, as F.batch_norm.
+        """
+        check_input_dim = self._check_input_dim if _has_rank_check(type(self)) else None
+        channel_dim = -1 if self.channel_last else 1
+        if not self.training:
+            return functional.evaluate(
+                input,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                self.eps,
+                channel_dim,
+                z,
+                self.fuse_relu,
+                self.num_features,
+                check_input_dim,
+            )
+
+        group = None
+        if getattr(self, "_is_replica", False):
+            _warn_in_data_parallel()
+        else:
+            group = groups.resolve(self.process_group)
+        counter = self.num_batches_tracked if self.track_running_stats else None
+        momentum: float | Tensor
+        if self.momentum is not None:
+            momentum = self.momentum
+        else:  # the average of all batches, without reading the counter on the host
+            momentum = 0.0 if counter is None else 1.0 / (counter + 1).to(torch.float64)
+        output = functional.train(
+            input,
+            self.running_mean if self.track_running_stats else None,
+            self.running_var if self.track_running_stats else None,
+            self.weight,
+            self.bias,
+            momentum,
+            self.eps,
+            group,
+            channel_dim,
+            z,
+            self.fuse_relu,
+            self.num_features,
+            check_input_dim,
+        )
+        if counter is not None:
+            counter.add_(1)
+        if not torch.compiler.is_compiling():
+            self._synchronised_ranks = 1 if group is None else group.size()
+        return output
+
+    def extra_repr(self) -> str:
+        """nn.BatchNorm's line and, where they are not the default, the arguments that it does not have."""
+        ours = {"process_group": None, "channel_last": False, "fuse_relu": False}
+        theirs: str = super().extra_repr()  # type: ignore[no-untyped-call]
+        return theirs + "".join(
+            f", {name}={getattr(self, name)!r}" for name, default in ours.items() if getattr(self, name) != default
+        )
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
+        """`convert_syncbn_model` under torch's name."""
+        from syncbn.convert import convert_syncbn_model
+
+        return convert_syncbn_model(module, process_group)
+
+
+class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
+    """SyncBatchNorm for (N, C) or (N, C, L); it is an nn.BatchNorm1d too."""
+
+
+class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
+    """SyncBatchNorm for (N, C, H, W), or (N, H, W, C) with channel_last; it is an nn.BatchNorm2d too."""
+
+
+class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
+    """SyncBatchNorm for (N, C, D, H, W), or (N, D, H, W, C) with channel_last; it is an nn.BatchNorm3d too."""
+
+
+def _has_rank_check(layer_class: type[SyncBatchNorm]) -> bool:
+    return layer_class._check_input_dim is not _BatchNorm._check_input_dim
+
+
+@functools.cache
+def _warn_in_data_parallel() -> None:
+    warnings.warn(
+        "syncbn is not synchronising: the layer runs in a replica of nn.DataParallel, which has threads but no ranks. "
+        "Use DistributedDataParallel, launched by torchrun.",
+        stacklevel=2,
+    )

@@ -1,0 +1,92 @@
+"""The table of a model's synchronised layers: what each sends, and whether it really synchronised."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import nn
+
+from syncbn import groups
+from syncbn.layer import SyncBatchNorm
+
+BYTES_PER_NUMBER = 8  # float64
+
+
+class LayerSummary(NamedTuple):
+    """One synchronised layer. Its fields are the columns of the table, in order."""
+
+    layer: str  # name in the model
+    kind: str  # class
+    channels: int  # C
+    group_size: int  # ranks; 1 without a process group
+    forward_bytes: int  # sent per training step: 8 * (2C + 1), 0 in a group of one
+    backward_bytes: int  # 8 * 2C, 0 in a group of one
+    last_step: str  # whether the last training step synchronised
+
+
+class Summary(tuple[LayerSummary, ...]):
+    """The rows that `summary` returns; printed, a table with a line of totals."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "no synchronised layers: call syncbn.convert_syncbn_model(model)"
+        header = ("layer", "class", "channels", "group size", "bytes forward", "bytes backward", "last step")
+        total = (
+            "total",
+            "",
+            "",
+            "",
+            sum(row.forward_bytes for row in self),
+            sum(row.backward_bytes for row in self),
+            "",
+        )
+        rows = [tuple(map(str, row)) for row in (header, *self, total)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        rule = "  ".join("-" * width for width in widths)
+        return "\n".join((lines[0], rule, *lines[1:-1], rule, lines[-1]))
+
+    __repr__ = __str__
+
+
+def summary(model: nn.Module) -> Summary:
+    """A printable table of the synchronised layers of `model`, one row a layer. Communicates nothing.
+
+    Columns: name; class; channels; ranks of its group; bytes it sends per training step forward and backward; and
+        whether it really synchronised in its last training step, over how many ranks. That is recorded in eager mode
+        only: a layer in a module that torch.compile has wrapped says "compiled".
+    """
+    compiled = {part for module in model.modules() if _is_compiled(module) for part in module.modules()}
+    return Summary(
+        _row(name or "(the model)", layer, layer in compiled)
+        for name, layer in model.named_modules()
+        if isinstance(layer, SyncBatchNorm)
+    )
+
+
+def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
+    group_size = groups.size(layer.process_group)
+    numbers = 2 * layer.num_features if group_size > 1 else 0
+    if compiled:
+        last_step = "compiled"
+    elif layer._synchronised_ranks is None:
+        last_step = "none yet"
+    elif layer._synchronised_ranks == 1:
+        last_step = "not synchronised"
+    else:
+        last_step = f"synchronised over {layer._synchronised_ranks} ranks"
+    return LayerSummary(
+        name,
+        type(layer).__name__,
+        layer.num_features,
+        group_size,
+        forward_bytes=BYTES_PER_NUMBER * (numbers + 1) if numbers else 0,
+        backward_bytes=BYTES_PER_NUMBER * numbers,
+        last_step=last_step,
+    )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # torch.compile(module) returns a wrapper that holds the module as _orig_mod; module.compile() sets
+    # _compiled_call_impl.
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
