@@ -1,0 +1,102 @@
+"""A fault of one rank is raised on every rank, with the faulty rank's number, and loses nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from voting import Ranks
+
+import syncbn
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="no rank reads the mark on a GPU: the faulty rank raises alone"
+)
+
+GOOD = torch.arange(24.0).view(2, 3, 4)
+
+# A bad first argument, what every rank raises, and what it says. The nearest good argument is GOOD.
+FAULTS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "channels": (lambda: GOOD.movedim(1, -1), ValueError, r"expected 3 channels in dim 1 of the input, got 4"),
+    "dims": (lambda: GOOD[0, 0], ValueError, r"expected at least 2D input \(got 1D input"),
+    "integer": (lambda: GOOD.int(), TypeError, "expected a float16, bfloat16, float32 or float64 input, got torch.int32"),
+    "complex": (lambda: GOOD.to(torch.complex64), TypeError, "got torch.complex64"),
+    "not a tensor": (lambda: GOOD.tolist(), TypeError, "expected a Tensor as input, got list"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("affine", [True, False])
+def test_bad_input_on_one_rank(ranks: Ranks, fault: str, affine: bool) -> None:
+    make, error, text = FAULTS[fault]
+    layer = syncbn.SyncBatchNorm(3, affine=affine, track_running_stats=affine)
+    before = copy.deepcopy(layer.state_dict())
+    faulty = ranks.size - 1
+    with pytest.raises(error, match=rf"^rank {faulty}: .*{text}"):
+        layer(make() if ranks.rank == faulty else GOOD)
+    for name, buffer in layer.state_dict().items():
+        assert torch.equal(buffer, before[name]), name
+    layer(GOOD)  # the group goes on
+    dist.barrier()
+
+
+def test_z_of_another_shape(ranks: Ranks) -> None:
+    layer = syncbn.SyncBatchNorm(3)
+    layer(GOOD, GOOD)
+    with pytest.raises(ValueError, match=r"rank 0: expected z of the input's shape \(2, 3, 4\), got \(2, 3, 1\)"):
+        layer(GOOD, GOOD[:, :, :1] if ranks.rank == 0 else GOOD)
+
+
+def test_rank_check_of_the_numbered_layers(ranks: Ranks) -> None:
+    layer = syncbn.SyncBatchNorm2d(3)
+    with pytest.raises(ValueError, match=r"rank 1: expected 4D input \(got 3D input\)"):
+        layer(GOOD if ranks.rank == 1 else GOOD[..., None])
+
+
+def test_every_faulty_rank_is_named(ranks: Ranks) -> None:
+    layer = syncbn.SyncBatchNorm(3)
+    everyone = ", ".join(map(str, range(ranks.size)))
+    with pytest.raises(ValueError, match=rf"^rank {everyone}: expected 3 channels in dim 1 of the input, got 2"):
+        layer(torch.randn(2, 2))
+    with pytest.raises(ValueError, match=r"rank 0: .*got 5.*\nrank 1: .*got 6"):
+        layer(torch.randn(2, 5 + ranks.rank))
+
+
+def test_functional_form_knows_the_channels_from_its_tensors(ranks: Ranks) -> None:
+    x = GOOD if ranks.rank else GOOD.movedim(1, -1)
+    with pytest.raises(ValueError, match=r"rank 0: .*expected 3 channels in dim 1 of the input, got 4"):
+        syncbn.functional.sync_batch_norm(x, None, None, torch.ones(3), training=True)
+    with pytest.raises(ValueError, match=r"rank 0: grad_output|rank 0: expected grad_output of the input's shape"):
+        syncbn.functional.batch_norm_backward(x, GOOD, torch.zeros(3), torch.ones(3))
+
+
+def test_one_value_in_the_whole_group(ranks: Ranks) -> None:
+    """F.batch_norm's error on every rank, also on those without a value; two values are enough."""
+    layer = syncbn.SyncBatchNorm(3)
+    before = copy.deepcopy(layer.state_dict())
+    share = 1 if ranks.rank == 0 else 0
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training, got 1 over all ranks"):
+        layer(torch.randn(share, 3))
+    for name, buffer in layer.state_dict().items():
+        assert torch.equal(buffer, before[name]), name
+    layer(torch.randn(2 * share, 3))
+    assert layer.num_batches_tracked == 1
+
+
+def test_dtensor_input(ranks: Ranks) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    layer = syncbn.SyncBatchNorm(3)
+
+    def global_input() -> Tensor:
+        return DTensor.from_local(GOOD, mesh, [Shard(0)])
+
+    with pytest.raises(TypeError, match=r"the input is a DTensor.*pass input.to_local\(\)"):
+        layer(global_input())
+    layer(global_input().to_local())

@@ -1,0 +1,184 @@
+"""Specifications become the right groups on every rank, and survive copies, pickles and a re-made default group."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from voting import Ranks, World
+
+import syncbn
+from syncbn import groups
+
+
+def ranks_that_share(layer: syncbn.SyncBatchNorm, ranks: Ranks) -> list[int]:
+    """The ranks whose inputs enter the running mean: rank r sends 10^r, so the digits of n * mean name them."""
+    layer.train()
+    layer.reset_running_stats()
+    layer.momentum = 1.0
+    x = torch.full((2, layer.num_features), 10.0**ranks.rank, dtype=torch.float64, device=ranks.device)
+    layer(x)
+    mean = layer.running_mean[0].item()
+    for size in range(1, ranks.size + 1):
+        digits = f"{mean * size:.3f}"[:-4]
+        if set(digits) <= {"0", "1"} and digits.count("1") == size and abs(mean * size - int(digits)) < 1e-3:
+            return [rank for rank, digit in enumerate(reversed(digits)) if digit == "1"]
+    raise AssertionError(f"mean {mean} is of no group")
+
+
+def layer_of(process_group: object, ranks: Ranks) -> syncbn.SyncBatchNorm:
+    return syncbn.SyncBatchNorm(2, process_group=process_group, dtype=torch.float64, device=ranks.device)
+
+
+def test_each_kind_of_specification(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    everyone = list(range(ranks.size))
+    assert ranks_that_share(layer_of(None, ranks), ranks) == everyone
+    assert ranks_that_share(layer_of(dist.group.WORLD, ranks), ranks) == everyone
+    assert ranks_that_share(layer_of(ranks.size, ranks), ranks) == everyone
+    assert ranks_that_share(layer_of(1, ranks), ranks) == [ranks.rank]
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    assert ranks_that_share(layer_of(mesh, ranks), ranks) == everyone
+    assert ranks_that_share(layer_of("node", ranks), ranks) == everyone  # torchrun sets LOCAL_WORLD_SIZE
+    if ranks.size == 4:
+        pair = [0, 1] if ranks.rank < 2 else [2, 3]
+        assert ranks_that_share(layer_of(2, ranks), ranks) == pair
+        assert ranks_that_share(layer_of(syncbn.create_syncbn_process_group(2), ranks), ranks) == pair
+        own = [dist.new_group([0, 3]), dist.new_group([1, 2])][ranks.rank in (1, 2)]
+        assert ranks_that_share(layer_of(own, ranks), ranks) == ([0, 3] if ranks.rank in (0, 3) else [1, 2])
+        grid = init_device_mesh(ranks.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+        assert ranks_that_share(layer_of(grid["shard"], ranks), ranks) == pair
+        with pytest.raises(ValueError, match=r"DeviceMesh of 2 dims, expected 1.*replicate"):
+            layer_of(grid, ranks)
+
+
+def test_node_of_two_ranks(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    if ranks.size != 4:
+        pytest.skip("two hosts of two ranks")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", str(ranks.rank % 2))
+    groups._made.clear()
+    layer = layer_of("node", ranks)
+    assert ranks_that_share(layer, ranks) == ([0, 1] if ranks.rank < 2 else [2, 3])
+    assert groups.size("node") == 2
+    groups._made.clear()
+
+
+def test_node_needs_its_variable_on_every_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unset on one rank only, it is an error on all: the others would wait in new_group."""
+    if ranks.rank == 1:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    groups._made.clear()
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE.*on rank 1 it is None"):
+        layer_of("node", ranks)
+    dist.barrier()
+
+
+def test_sizes_that_do_not_divide(ranks: Ranks) -> None:
+    for make in (lambda size: layer_of(size, ranks), syncbn.create_syncbn_process_group):
+        with pytest.raises(ValueError, match=rf"{ranks.size} ranks do not divide into groups of {ranks.size + 1}"):
+            make(ranks.size + 1)
+    assert syncbn.create_syncbn_process_group(ranks.size) is dist.group.WORLD
+    assert syncbn.create_syncbn_process_group(0) is None
+
+
+def test_group_without_this_rank(ranks: Ranks) -> None:
+    others = dist.new_group([0])
+    if ranks.rank == 0:
+        layer_of(others, ranks)
+    else:
+        with pytest.raises(ValueError, match="this rank is not in process_group"):
+            layer_of(others, ranks)
+
+
+def test_groups_are_made_once(ranks: Ranks) -> None:
+    assert groups.existing(1) is None or groups.existing(1).size() == 1
+    first = layer_of(1, ranks)
+    made = groups.existing(first.process_group)
+    layer_of(1, ranks)
+    assert groups.existing(1) is made
+
+
+def test_copies_pickles_and_saves(ranks: Ranks) -> None:
+    """deepcopy shares the handle; pickle drops it, and an existing group of the same ranks is found again."""
+    group = dist.new_group(list(range(ranks.size)))
+    model = nn.Sequential(layer_of(group, ranks), layer_of(ranks.size, ranks))
+    copied = copy.deepcopy(model)
+    assert copied[0].process_group.group() is group
+    pickled = pickle.loads(pickle.dumps(model))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for other in (copied, pickled, loaded):
+        assert ranks_that_share(other[0], ranks) == list(range(ranks.size))
+        assert ranks_that_share(other[1], ranks) == list(range(ranks.size))
+    text = pickle.dumps(groups.Ranks((0, 97)))
+    with pytest.raises(RuntimeError, match=r"global ranks \[0, 97\], and no such group exists here"):
+        pickle.loads(text).group()
+
+
+def test_a_new_default_group_makes_new_groups(ranks: Ranks) -> None:
+    import voting
+
+    layer = layer_of(1, ranks)
+    everyone = layer_of(None, ranks)
+    old = groups.existing(layer.process_group)
+    del old
+    world: World | None = voting.world
+    assert world is not None
+    world.leave()
+    world.enter()
+    assert groups.existing(layer.process_group) is None
+    assert ranks_that_share(everyone, ranks) == list(range(ranks.size))
+    assert ranks_that_share(layer, ranks) == [ranks.rank]
+
+
+def test_summary(ranks: Ranks) -> None:
+    model = nn.Sequential(
+        layer_of(None, ranks), layer_of(1, ranks), torch.compile(layer_of(None, ranks), backend="eager")
+    )
+    row, alone, compiled = syncbn.summary(model)
+    assert row == ("0", "SyncBatchNorm", 2, ranks.size, 8 * 5, 8 * 4, "none yet")
+    assert alone == ("1", "SyncBatchNorm", 2, 1, 0, 0, "none yet")
+    assert compiled.last_step == "compiled"
+    model[:2](torch.randn(3, 2, dtype=torch.float64, device=ranks.device))
+    row, alone, _ = syncbn.summary(model)
+    assert row.last_step == f"synchronised over {ranks.size} ranks"
+    assert alone.last_step == "not synchronised"
+    assert f"synchronised over {ranks.size} ranks" in str(syncbn.summary(model))
+
+
+def test_specification_before_init_process_group(ranks: Ranks) -> None:
+    """An int given without a process group becomes a group in the first training forward."""
+    import voting
+
+    world = voting.world
+    assert world is not None
+    world.leave()
+    layer = layer_of(1, ranks)
+    world_layer = layer_of(ranks.size, ranks)
+    world.enter()
+    assert groups.existing(1) is None
+    assert ranks_that_share(layer, ranks) == [ranks.rank]
+    assert ranks_that_share(world_layer, ranks) == list(range(ranks.size))
+
+
+def test_groups_cannot_be_made_inside_a_compiled_graph(ranks: Ranks) -> None:
+    import voting
+
+    world = voting.world
+    assert world is not None
+    world.leave()
+    layer = layer_of(1, ranks)
+    world.enter()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"convert the layers after torch.distributed.init_process_group\(\)"):
+        compiled(torch.randn(3, 2, dtype=torch.float64, device=ranks.device))
+    assert "LOCAL_RANK" in os.environ

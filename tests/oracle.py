@@ -1,0 +1,80 @@
+"""What every test compares with: batch norm of the whole batch on one process, in float64, from the definition."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Result(NamedTuple):
+    """Forward and backward of one training step."""
+
+    output: Tensor
+    grad_input: Tensor
+    grad_weight: Tensor | None
+    grad_bias: Tensor | None
+    grad_z: Tensor | None
+    running_mean: Tensor
+    running_var: Tensor
+    gradient_scale: float  # max |dy * weight * invstd|: with few values grad_input is a small difference of such terms
+
+
+def full_batch(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    z: Tensor | None = None,
+    relu: bool = False,
+    eps: float = 1e-5,
+    momentum: float = 0.1,
+    channel_dim: int = 1,
+) -> Result:
+    """One step from running_mean 0, running_var 1; gradients by autograd of the two-pass formula."""
+    x, weight, bias, z = (
+        None if given is None else given.detach().double().requires_grad_() for given in (x, weight, bias, z)
+    )
+    dims = [dim for dim in range(x.ndim) if dim != channel_dim % x.ndim]
+    shape = [-1 if dim == channel_dim % x.ndim else 1 for dim in range(x.ndim)]
+    mean = x.mean(dims, keepdim=True)
+    var = (x - mean).square().mean(dims, keepdim=True)
+    scale = 1 / (var + eps).sqrt()
+    if weight is not None:
+        scale = scale * weight.view(shape)
+    y = (x - mean) * scale
+    if bias is not None:
+        y = y + bias.view(shape)
+    if z is not None:
+        y = y + z
+    if relu:
+        y = y.relu()
+    y.backward(dy.double())
+    num_values = x.numel() // mean.numel()
+    unbiased = var.flatten() * num_values / (num_values - 1)
+    return Result(
+        y.detach(),
+        x.grad,
+        None if weight is None else weight.grad,
+        None if bias is None else bias.grad,
+        None if z is None else z.grad,
+        momentum * mean.detach().flatten(),
+        (1 - momentum) + momentum * unbiased.detach(),
+        (dy.double() * scale).abs().max().item() if dy.numel() else 0.0,
+    )
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """max |a - b| / max |b|: the measure of every accuracy promise; 0 for empty tensors, NaN never passes."""
+    if not expected.numel():
+        return 0.0
+    return ((actual.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
+
+
+def within_one_rounding(actual: Tensor, expected: Tensor, scale: float) -> bool:
+    """`actual` is `expected` rounded once to its dtype, but for 1e-6 of `scale` (the float32 arithmetic before)."""
+    expected = expected.double()
+    finfo = torch.finfo(actual.dtype)
+    rounding = finfo.eps / 2 * expected.abs().clamp(min=finfo.smallest_normal)
+    return bool(((actual.double() - expected).abs() <= rounding + 1e-6 * scale).all())

@@ -1,0 +1,163 @@
+"""A pytest plugin for tests that run on several ranks at once: what fails on one rank fails on all, and disturbs no other test.
+
+Without it a rank that fails before a collective leaves its peers waiting there; they would pair with that rank's NEXT test,
+and the wrong test would fail. So every phase of every test ends in a vote over a store that torchrun provides. A failing
+rank first destroys its process group, whereupon peers that wait in a collective wake with an error; then all ranks write
+their outcome, read all others', and raise the same AssertionError; then all make a new process group.
+
+    torchrun --standalone --nproc-per-node 2 -m pytest -p voting ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import traceback
+from collections.abc import Generator, Iterator
+from datetime import timedelta
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=30)
+VOTE_TIMEOUT = timedelta(seconds=60)  # longer than a collective's: a rank that waits in one still comes to vote
+
+
+class Ranks(NamedTuple):
+    """This process among its peers."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def slices(self, sizes: list[int]) -> slice:
+        """This rank's part of a batch that is split into `sizes`, one a rank."""
+        start = sum(sizes[: self.rank])
+        return slice(start, start + sizes[self.rank])
+
+    def even(self, batch: int) -> slice:
+        """This rank's part of a batch that every rank has the same share of."""
+        assert batch % self.size == 0
+        return self.slices([batch // self.size] * self.size)
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of `tensor` over all ranks."""
+        total = tensor.detach().clone()
+        dist.all_reduce(total)
+        return total
+
+
+class World:
+    """The store for votes, and a process group that can be made anew."""
+
+    def __init__(self) -> None:
+        self.store, rank, size = next(dist.rendezvous("env://"))
+        self.store.set_timeout(VOTE_TIMEOUT)
+        num_gpus = torch.cuda.device_count()
+        self.backend = "nccl" if num_gpus >= size else "gloo"  # nccl refuses two ranks on one GPU
+        device = torch.device("cuda", rank % num_gpus) if num_gpus else torch.device("cpu")
+        if num_gpus:
+            torch.cuda.set_device(device)
+        self.ranks = Ranks(rank, size, device)
+        self.num_groups = 0
+        self.num_votes = 0
+
+    def enter(self) -> None:
+        """Make the default process group."""
+        self.num_groups += 1
+        dist.init_process_group(
+            self.backend,
+            store=dist.PrefixStore(f"group {self.num_groups}", self.store),
+            rank=self.ranks.rank,
+            world_size=self.ranks.size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+
+    def leave(self) -> None:
+        """Destroy it and all its subgroups, if a failing rank has not yet."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def exchange(self, outcome: str) -> list[str]:
+        """Every rank's outcome of the same vote."""
+        self.num_votes += 1
+        prefix = f"vote {self.num_votes}"
+        self.store.set(f"{prefix} rank {self.ranks.rank}", outcome)
+        return [self.store.get(f"{prefix} rank {rank}").decode() for rank in range(self.ranks.size)]
+
+
+world: World | None = None
+
+
+def release_locals(error: BaseException) -> None:
+    """Drop what the frames below `error` hold.
+
+    gloo closes its connections, which wakes the peers, only when the last reference to a group goes, and each autograd
+    graph in the test's frames holds one.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        with contextlib.suppress(RuntimeError):  # still running
+            frame.clear()
+        frame.f_locals  # noqa: B018  # before Python 3.13 a snapshot of the locals, which this refreshes
+    gc.collect()
+
+
+@contextlib.contextmanager
+def vote() -> Iterator[None]:
+    """Fail the body on every rank when it fails on one."""
+    assert world is not None
+    error: BaseException | None = None
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as caught:  # pytest's own outcomes derive from BaseException
+        error = caught
+    passed = error is None or isinstance(error, pytest.skip.Exception)
+    if not passed:
+        release_locals(error)
+        world.leave()
+    outcomes = world.exchange("" if passed else f"{type(error).__name__}: {error}")
+    if any(outcomes):
+        world.leave()
+        world.enter()
+        failures = [f"rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes) if outcome]
+        raise AssertionError("\n".join(failures)) from error
+    if error is not None:
+        raise error
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, object, object]:
+    with vote():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    with vote():
+        return (yield)
+
+
+def pytest_sessionstart() -> None:
+    global world
+    if "RANK" not in os.environ:
+        raise pytest.UsageError("these tests run on several ranks: torchrun --standalone --nproc-per-node 2 -m pytest ...")
+    world = World()
+    world.enter()
+
+
+def pytest_sessionfinish() -> None:
+    if world is not None:
+        world.exchange("")  # the store lives with torchrun, but let nobody leave while another still reads a vote
+        world.leave()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Ranks:
+    """This process among its peers."""
+    assert world is not None
+    return world.ranks
