@@ -5,6 +5,7 @@ Every check is made before anything is sent or changed, and a fault of one rank 
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -127,9 +128,15 @@ def train(
     torch's check of a numbered layer.
     """
     try:
-        _check_input(input, channel_dim, num_channels, check_input_dim)
+        _check_input(input, channel_dim, check_input_dim)
         _check_channels(
-            input.shape, channel_dim, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias
+            input.shape,
+            channel_dim,
+            num_channels,
+            running_mean=running_mean,
+            running_var=running_var,
+            weight=weight,
+            bias=bias,
         )
         _check_residual(input, z)
         _check_statistics(running_mean, running_var, momentum, eps)
@@ -166,9 +173,15 @@ def evaluate(
     check_input_dim: Callable[[Tensor], Any] | None = None,
 ) -> Tensor:
     """F.batch_norm, then + z, then relu; of this rank's batch without running statistics. Communicates nothing."""
-    _check_input(input, channel_dim, num_channels, check_input_dim)
+    _check_input(input, channel_dim, check_input_dim)
     _check_channels(
-        input.shape, channel_dim, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias
+        input.shape,
+        channel_dim,
+        num_channels,
+        running_mean=running_mean,
+        running_var=running_var,
+        weight=weight,
+        bias=bias,
     )
     _check_residual(input, z)
     channel_dim %= input.ndim
@@ -200,9 +213,9 @@ def batch_norm_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     r"""The closed form of batch norm's gradient, for those who write their backward by hand.
 
-        mean_dy = sum dy / n                      mean_dy_xmu = sum dy * (x - mean) / n             (sums over all
-        ranks) grad_input = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight grad_weight = sum dy
-        * (x - mean) * invstd        grad_bias = sum dy                        (sums over this rank)
+        mean_dy    = sum dy / n        mean_dy_xmu = sum dy * (x - mean) / n                  (sums over all ranks)
+        grad_input = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight
+        grad_bias  = sum dy            grad_weight = sum dy * (x - mean) * invstd             (sums over this rank)
 
     One all_reduce of 8 * (2C + 1) bytes in training (mean_dy, mean_dy_xmu and n together), none with one rank or no
     process group. With `training=False` the statistics are constants: grad_input = dy * invstd * weight, and nothing is
@@ -229,9 +242,9 @@ def batch_norm_backward(
     """
     group = groups.resolve(groups.specification(process_group)) if training else None
     try:
-        _check_input(input, channel_dim, None, None)
+        _check_input(input, channel_dim, None)
         _check_like_input("grad_output", grad_output, input)
-        _check_channels(input.shape, channel_dim, mean=mean, invstd=invstd, weight=weight)
+        _check_channels(input.shape, channel_dim, None, mean=mean, invstd=invstd, weight=weight)
     except (TypeError, ValueError) as error:
         if not isinstance(mean, Tensor) or mean.ndim != 1:
             raise
@@ -244,14 +257,19 @@ def batch_norm_backward(
         x, dy = layout.dense(input), layout.dense(grad_output.to(input.dtype))
         mean, invstd = mean.to(torch.float64), invstd.to(torch.float64)
         sums = sum_dy, sum_dy_xmu = autograd.gradient_sums(dy, x, None, mean, channel_dim)
-        num_channels = len(mean)
-        mean_sums = sums[0].new_zeros(2 * num_channels)
-        if training:
-            packed = collectives.all_reduce_counted_sums(sums, input.numel() // num_channels, group)
-            mean_sums = packed[:-1] / packed[-1].clamp(min=1)
         grad_input = grad_weight = grad_bias = None
-        if needs_input:
-            grad_input, _ = autograd.input_gradient(dy, x, None, mean, invstd, weight, mean_sums, channel_dim, False)
+        if training:
+            packed = collectives.all_reduce_counted_sums(sums, input.numel() // len(mean), group)
+            mean_sums = packed[:-1] / packed[-1].clamp(min=1)
+            if needs_input:
+                grad_input, _ = autograd.input_gradient(
+                    dy, x, None, mean, invstd, weight, mean_sums, channel_dim, needs_residual=False
+                )
+        elif needs_input:
+            scale = invstd if weight is None else invstd * weight
+            inner_dims = (1,) * (input.ndim - channel_dim - 1)
+            grad_input = dy * scale.to(autograd.compute_dtype(input)).view(-1, *inner_dims)
+            grad_input = grad_input.to(input.dtype)
         dtype = autograd.compute_dtype(input) if weight is None else weight.dtype
         if needs_weight:
             grad_weight = (sum_dy_xmu * invstd).to(dtype)
@@ -260,9 +278,7 @@ def batch_norm_backward(
     return grad_input, grad_weight, grad_bias
 
 
-def _check_input(
-    input: Tensor, channel_dim: int, num_channels: int | None, check_input_dim: Callable[[Tensor], Any] | None
-) -> None:
+def _check_input(input: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor], Any] | None) -> None:
     if not isinstance(input, Tensor):
         raise TypeError(f"expected a Tensor as input, got {type(input).__name__}")
     if hasattr(input, "device_mesh"):
@@ -275,21 +291,27 @@ def _check_input(
         raise ValueError(f"expected at least 2D input (got {input.ndim}D input of shape {tuple(input.shape)})")
     if not -input.ndim <= channel_dim < input.ndim:
         raise ValueError(f"channel_dim={channel_dim} does not exist in an input of shape {tuple(input.shape)}")
-    if num_channels is not None and input.shape[channel_dim] != num_channels:
-        raise ValueError(
-            f"expected {num_channels} channels in dim {channel_dim} of the input, got {input.shape[channel_dim]} "
-            f"(shape {tuple(input.shape)}); correct num_features, channel_last or channel_dim"
-        )
 
 
-def _check_channels(shape: torch.Size, channel_dim: int, **per_channel: Tensor | None) -> None:
-    num_channels = shape[channel_dim]
+def _check_channels(
+    shape: torch.Size, channel_dim: int, num_channels: int | None, **per_channel: Tensor | None
+) -> None:
+    actual = shape[channel_dim]
     for name, given in per_channel.items():
-        if given is not None and given.shape != (num_channels,):
-            raise ValueError(
-                f"{name} should contain {num_channels} elements not {given.numel()}: expected shape ({num_channels},), "
-                f"got {tuple(given.shape)}, for an input of shape {tuple(shape)} with the channels in dim {channel_dim}"
-            )
+        if given is not None and given.shape != (actual,):
+            expected = f"expected shape ({actual},), got {tuple(given.shape)}"
+            if given.ndim == 1:
+                expected = _channels_expected(len(given), shape, channel_dim)
+            raise ValueError(f"{name} should contain {actual} elements not {given.numel()}: {expected}")
+    if num_channels is not None and actual != num_channels:
+        raise ValueError(_channels_expected(num_channels, shape, channel_dim))
+
+
+def _channels_expected(num_channels: int, shape: torch.Size, channel_dim: int) -> str:
+    return (
+        f"expected {num_channels} channels in dim {channel_dim} of the input, got {shape[channel_dim]} "
+        f"(input shape {tuple(shape)}); correct num_features, channel_last or channel_dim"
+    )
 
 
 def _check_residual(input: Tensor, z: Tensor | None) -> None:
@@ -317,11 +339,17 @@ def _check_statistics(
 
 def check_momentum(momentum: float | Tensor) -> None:
     """**Raises** TypeError unless `momentum` is a number or a tensor."""
-    if isinstance(momentum, bool) or not isinstance(momentum, (int, float, Tensor)):
-        raise TypeError(f"momentum must be a number, got {momentum!r} of type {type(momentum).__name__}")
+    if not isinstance(momentum, Tensor):
+        _check_number("momentum", momentum)
 
 
 def check_eps(eps: float) -> None:
-    """**Raises** ValueError unless `eps` is a positive number."""
+    """**Raises** TypeError unless `eps` is a number, ValueError unless it is positive."""
+    _check_number("eps", eps)
     if not eps > 0:
         raise ValueError(f"batch_norm eps must be positive during training, but got {eps}")
+
+
+def _check_number(name: str, number: float) -> None:
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {number!r} of type {type(number).__name__}")

@@ -1,4 +1,4 @@
-"""Inputs on which batch norm's formulas lose digits, and the errors of a formula on them. Also used by scripts/accuracy.py."""
+"""Inputs on which batch norm's formulas lose digits, and the errors on them; scripts/accuracy.py prints them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HARD_INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean 10, std 1e-4": lambda x: 10 + 1e-4 * x,
 }
 
-# (input, running_mean, running_var, weight, bias, training=True) -> output; an autograd graph and the statistics in place
+# (input, running_mean, running_var, weight, bias, training=True) -> output with a graph; statistics move in place
 BatchNormFunction = Callable[..., Tensor]
 
 
@@ -43,7 +43,7 @@ def errors_of_one_step(
     num_ranks: int = 1,
     device: torch.device | str = "cpu",
 ) -> Errors:
-    """One training step of `batch_norm` on this rank's samples. Gradients of weight and bias are summed over the ranks."""
+    """One step of `batch_norm` on this rank's samples. Gradients of weight and bias are summed over the ranks."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(2, *SHAPE, generator=generator, dtype=torch.float64)
     x, dy = HARD_INPUTS[case](noise[0]).to(dtype), noise[1].to(dtype)

@@ -1,9 +1,9 @@
-"""A pytest plugin for tests that run on several ranks at once: what fails on one rank fails on all, and disturbs no other test.
+"""A pytest plugin for tests on several ranks: what fails on one rank fails on all, and disturbs no other test.
 
-Without it a rank that fails before a collective leaves its peers waiting there; they would pair with that rank's NEXT test,
-and the wrong test would fail. So every phase of every test ends in a vote over a store that torchrun provides. A failing
-rank first destroys its process group, whereupon peers that wait in a collective wake with an error; then all ranks write
-their outcome, read all others', and raise the same AssertionError; then all make a new process group.
+Without it a rank that fails before a collective leaves its peers waiting there; they would pair with that rank's NEXT
+test, and the wrong test would fail. So every phase of every test ends in a vote over a store that torchrun provides. A
+failing rank first destroys its process group, whereupon peers that wait in a collective wake with an error; then all
+ranks write their outcome, read all others', and raise the same AssertionError; then all make a new process group.
 
     torchrun --standalone --nproc-per-node 2 -m pytest -p voting ...
 """
@@ -145,7 +145,9 @@ def pytest_runtest_call() -> Generator[None, object, object]:
 def pytest_sessionstart() -> None:
     global world
     if "RANK" not in os.environ:
-        raise pytest.UsageError("these tests run on several ranks: torchrun --standalone --nproc-per-node 2 -m pytest ...")
+        raise pytest.UsageError(
+            "these tests run on several ranks: torchrun --standalone --nproc-per-node 2 -m pytest ..."
+        )
     world = World()
     world.enter()
 

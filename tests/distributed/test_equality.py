@@ -34,7 +34,7 @@ def check_step(
     eps: float = 1e-5,
     seed: int = 0,
 ) -> None:
-    """One step on ranks that hold `sizes` samples each; every rank knows the whole batch and compares its slice."""
+    """One step on ranks with `sizes` samples; every rank knows the whole batch, and compares its slice."""
     generator = torch.Generator().manual_seed(seed)
     shape = (sum(sizes), *rest)
 
@@ -148,7 +148,7 @@ def test_parameters_of_another_dtype(ranks: Ranks, parameter_dtype: torch.dtype)
 
 
 def test_empty_rank(ranks: Ranks) -> None:
-    """A rank without samples neither hangs its peers nor shifts their statistics; its own gradients are empty or zero."""
+    """A rank without samples neither hangs its peers nor shifts their statistics; its own gradients are empty or 0."""
     for empty in range(ranks.size):
         sizes = [0 if rank == empty else 3 for rank in range(ranks.size)]
         check_step(ranks, sizes, (4, 5), torch.float64, residual=True, relu=True)
@@ -205,7 +205,7 @@ def test_nan_and_inf_are_those_of_the_concatenated_batch(ranks: Ranks, bad: floa
 
 
 def test_several_steps(ranks: Ranks) -> None:
-    """Momentum, and None for the average of all batches, over three steps of different sizes; buffers stay where they are."""
+    """Momentum, and None for the average of all batches, over steps of different sizes; buffers stay in place."""
     for momentum in (0.3, None):
         torch.manual_seed(0)
         plain = torch.nn.BatchNorm1d(3, momentum=momentum, dtype=torch.float64)
@@ -323,7 +323,7 @@ def steps(draw: st.DrawFn, num_ranks: int) -> dict[str, object]:
 
 
 def test_drawn_steps(ranks: Ranks) -> None:
-    """hypothesis draws the same steps on all ranks (derandomize), and a step that fails on one rank fails on all (vote)."""
+    """hypothesis draws the same steps on all ranks (derandomize); a step that fails on one fails on all (vote)."""
     counter = itertools.count()
 
     # Not shrunk: every failing example costs the ranks a new process group.

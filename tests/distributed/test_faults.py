@@ -23,7 +23,11 @@ GOOD = torch.arange(24.0).view(2, 3, 4)
 FAULTS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "channels": (lambda: GOOD.movedim(1, -1), ValueError, r"expected 3 channels in dim 1 of the input, got 4"),
     "dims": (lambda: GOOD[0, 0], ValueError, r"expected at least 2D input \(got 1D input"),
-    "integer": (lambda: GOOD.int(), TypeError, "expected a float16, bfloat16, float32 or float64 input, got torch.int32"),
+    "integer": (
+        lambda: GOOD.int(),
+        TypeError,
+        "expected a float16, bfloat16, float32 or float64 input, got torch.int32",
+    ),
     "complex": (lambda: GOOD.to(torch.complex64), TypeError, "got torch.complex64"),
     "not a tensor": (lambda: GOOD.tolist(), TypeError, "expected a Tensor as input, got list"),
 }
@@ -60,7 +64,7 @@ def test_rank_check_of_the_numbered_layers(ranks: Ranks) -> None:
 def test_every_faulty_rank_is_named(ranks: Ranks) -> None:
     layer = syncbn.SyncBatchNorm(3)
     everyone = ", ".join(map(str, range(ranks.size)))
-    with pytest.raises(ValueError, match=rf"^rank {everyone}: expected 3 channels in dim 1 of the input, got 2"):
+    with pytest.raises(ValueError, match=rf"^rank {everyone}: .*expected 3 channels in dim 1 of the input, got 2"):
         layer(torch.randn(2, 2))
     with pytest.raises(ValueError, match=r"rank 0: .*got 5.*\nrank 1: .*got 6"):
         layer(torch.randn(2, 5 + ranks.rank))

@@ -75,7 +75,7 @@ def test_node_needs_its_variable_on_every_rank(ranks: Ranks, monkeypatch: pytest
     if ranks.rank == 1:
         monkeypatch.delenv("LOCAL_WORLD_SIZE")
     groups._made.clear()
-    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE.*on rank 1 it is None"):
+    with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE.*on rank 1 it is None"):
         layer_of("node", ranks)
     dist.barrier()
 

@@ -117,6 +117,8 @@ def test_profiler_ranges_hold_the_all_reduce(ranks: Ranks) -> None:
         assert any("allreduce" in event.name for event in inside), name
 
 
-def _within(event: torch.autograd.profiler_util.FunctionEvent, outer: torch.autograd.profiler_util.FunctionEvent) -> bool:
+def _within(
+    event: torch.autograd.profiler_util.FunctionEvent, outer: torch.autograd.profiler_util.FunctionEvent
+) -> bool:
     parent = event.cpu_parent
     return parent is not None and (parent is outer or _within(parent, outer))

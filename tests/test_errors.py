@@ -1,0 +1,114 @@
+"""Each rejected argument beside its nearest accepted neighbour; messages carry the values and torch's own words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import GroupMember
+
+import syncbn
+from syncbn.functional import sync_batch_norm
+from syncbn.groups import ranks_per_host
+
+X = torch.randn(4, 3, 5)
+
+
+def function(**changed: object) -> object:
+    arguments = {"input": X, "running_mean": torch.zeros(3), "running_var": torch.ones(3), "training": True} | changed
+    return sync_batch_norm(**arguments)
+
+
+def layer(**changed: object) -> syncbn.SyncBatchNorm:
+    return syncbn.SyncBatchNorm(**({"num_features": 3} | changed))
+
+
+# ruff: noqa: E501 - a table, one row a case
+# what fails, the nearest that does not, the error, its words
+CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], str]] = [
+    (lambda: layer(num_features=0), lambda: layer(num_features=1), ValueError, "num_features must be positive, got 0"),
+    (lambda: layer(num_features=-2), lambda: layer(), ValueError, "num_features must be positive, got -2"),
+    (lambda: layer(eps=0), lambda: layer(eps=1e-30), ValueError, "eps must be positive during training, but got 0"),
+    (lambda: layer(eps=float("nan")), lambda: layer(eps=1), ValueError, "eps must be positive during training, but got nan"),
+    (lambda: layer(eps="1"), lambda: layer(eps=0.1), TypeError, "eps must be a number, got '1' of type str"),
+    (lambda: layer(momentum="0.1"), lambda: layer(momentum=None), TypeError, "momentum must be a number, got '0.1' of type str"),
+    (lambda: layer(momentum=True), lambda: layer(momentum=1), TypeError, "momentum must be a number, got True"),
+    (lambda: layer(process_group=0), lambda: layer(process_group=1), ValueError, "process_group=0: an int is the number of ranks"),
+    (lambda: layer(process_group=True), lambda: layer(process_group=1), TypeError, "got True of type bool"),
+    (lambda: layer(process_group="host"), lambda: layer(process_group="node"), TypeError, "\"node\" or a 1-D DeviceMesh, got 'host'"),
+    (lambda: layer(process_group=GroupMember.NON_GROUP_MEMBER), layer, ValueError, "this rank is not in process_group"),
+    (lambda: layer(process_group=[0, 1]), lambda: layer(process_group=2), TypeError, "got [0, 1] of type list"),
+    (lambda: layer()(X[0, 0]), lambda: layer()(X[:, :, 0]), ValueError, "expected at least 2D input (got 1D input"),
+    (lambda: layer(channel_last=True)(X), lambda: layer(channel_last=True)(X.mT), ValueError, "expected 3 channels in dim -1 of the input, got 5"),
+    (lambda: layer()(X.numpy()), lambda: layer()(X), TypeError, "expected a Tensor as input, got ndarray"),
+    (lambda: layer()(X.int()), lambda: layer()(X.bfloat16()), TypeError, "got torch.int32"),
+    (lambda: layer().eval()(X.int()), lambda: layer().eval()(X), TypeError, "got torch.int32"),
+    (lambda: layer()(X, X[:1]), lambda: layer()(X, X), ValueError, "expected z of the input's shape (4, 3, 5), got (1, 3, 5)"),
+    (lambda: layer().eval()(X, X[:1]), lambda: layer().eval()(X, X), ValueError, "expected z of the input's shape"),
+    (lambda: layer()(X, 1.0), lambda: layer()(X, None), TypeError, "expected z to be a float tensor, got float"),
+    (lambda: layer()(X, X.int()), lambda: layer()(X, X.half()), TypeError, "expected z to be a float tensor, got torch.int32"),
+    (lambda: layer()(X[:1, :, :1]), lambda: layer()(X[:1, :, :2]), ValueError, "Expected more than 1 value per channel when training"),
+    (lambda: function(running_mean=torch.zeros(4)), function, ValueError, "running_mean should contain 3 elements not 4"),
+    (lambda: function(weight=torch.zeros(3, 1)), lambda: function(weight=torch.zeros(3)), ValueError, "expected shape (3,), got (3, 1)"),
+    (lambda: function(running_var=None), lambda: function(running_mean=None, running_var=None), ValueError, "must either both be None or neither be None"),
+    (lambda: function(training=False, running_mean=None, running_var=None), lambda: function(training=False), ValueError, "running_mean must be defined in evaluation mode"),
+    (lambda: function(eps=-1.0), lambda: function(eps=1.0), ValueError, "eps must be positive during training, but got -1.0"),
+    (lambda: function(momentum="x"), lambda: function(momentum=torch.tensor(0.5)), TypeError, "momentum must be a number"),
+    (lambda: function(channel_dim=3), lambda: function(channel_dim=-2), ValueError, "channel_dim=3 does not exist in an input of shape (4, 3, 5)"),
+    (lambda: syncbn.create_syncbn_process_group(2), lambda: syncbn.create_syncbn_process_group(0), RuntimeError, "needs torch.distributed.init_process_group() first"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("bad", "good", "error", "words"), CASES, ids=[case[3] for case in CASES])
+def test_rejected_beside_accepted(
+    bad: Callable[[], object], good: Callable[[], object], error: type[Exception], words: str
+) -> None:
+    good()
+    with pytest.raises(error, match=re.escape(words)):
+        bad()
+
+
+def test_torch_says_the_same_words() -> None:
+    """Whoever searches for torch's message finds ours too."""
+    plain = torch.nn.BatchNorm2d(3)
+    same = [
+        (lambda module: module(X[0]), "expected 4D input (got 2D input)"),
+        (lambda module: module(torch.randn(1, 3, 1, 1)), "Expected more than 1 value per channel when training"),
+    ]
+    for call, words in same:
+        for module in (plain, syncbn.SyncBatchNorm2d(3)):
+            with pytest.raises(ValueError, match=re.escape(words)):
+                call(module)
+
+
+def test_an_error_changes_nothing() -> None:
+    module = layer(momentum=None)
+    module(X)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    for bad in (X[:, :2], X.int(), X[:1, :, :1]):
+        with pytest.raises((ValueError, TypeError)):
+            module(bad)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_node_rejects_what_is_not_consecutive_hosts() -> None:
+    assert ranks_per_host([("2", "0"), ("2", "1"), ("2", "0"), ("2", "1")]) == 2
+    assert ranks_per_host([("2", None)] * 4) == 2
+    for told, words in (
+        ([("2", "0"), (None, "1")], "on rank 1 it is None"),
+        ([("x", "0")], "on rank 0 it is 'x'"),
+        ([("0", "0")], "on rank 0 it is '0'"),
+        ([("2", "0"), ("1", "0")], "the same on every host; it is [1, 2]"),
+        ([("2", "0"), ("2", "1"), ("2", "0")], "divide WORLD_SIZE; they are 2 and 3"),
+        ([("2", "0"), ("2", "0"), ("2", "1"), ("2", "1")], "rank 1 has LOCAL_RANK 0, expected 1"),
+    ):
+        with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE.*" + re.escape(words)):
+            ranks_per_host(told)
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    layer(momentum=np.float32(0.1), eps=np.float64(1e-5))(X)

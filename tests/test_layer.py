@@ -1,0 +1,255 @@
+"""The layer on one process against nn.BatchNorm: every option, training and evaluation, state, memory."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import syncbn
+from syncbn import groups, layer
+
+NUMBERED = [
+    (nn.BatchNorm1d, syncbn.SyncBatchNorm1d, (4, 3)),
+    (nn.BatchNorm1d, syncbn.SyncBatchNorm1d, (4, 3, 5)),
+    (nn.BatchNorm2d, syncbn.SyncBatchNorm2d, (4, 3, 5, 2)),
+    (nn.BatchNorm3d, syncbn.SyncBatchNorm3d, (4, 3, 5, 2, 2)),
+]
+
+
+@pytest.mark.parametrize(("plain_class", "sync_class", "shape"), NUMBERED)
+def test_classes(plain_class: type[nn.Module], sync_class: type[nn.Module], shape: tuple[int, ...]) -> None:
+    layer = sync_class(3)
+    assert isinstance(layer, plain_class)
+    assert isinstance(layer, _BatchNorm)
+    assert not isinstance(layer, nn.SyncBatchNorm)  # DistributedDataParallel refuses that class on CPU
+    assert list(layer.state_dict()) == list(plain_class(3).state_dict())
+    layer(torch.randn(shape))
+    with pytest.raises(ValueError, match=r"expected .*D input"):
+        layer(torch.randn(2, 3, 2, 2, 2, 2))
+
+
+OPTIONS = {
+    "affine": [True, False],
+    "bias": [True, False],
+    "track_running_stats": [True, False],
+    "momentum": [0.1, None],
+    "eps": [1e-5, 0.1],
+}
+
+
+@pytest.mark.parametrize("options", [dict(zip(OPTIONS, o, strict=True)) for o in itertools.product(*OPTIONS.values())])
+def test_training_and_evaluation_equal_torch(options: dict[str, object]) -> None:
+    bias = options.pop("bias")
+    plain, layer = nn.BatchNorm2d(3, **options), syncbn.SyncBatchNorm2d(3, bias=bias, **options)
+    if options["affine"]:
+        nn.init.uniform_(plain.weight)
+        layer.weight.data.copy_(plain.weight)
+        if bias:
+            nn.init.uniform_(plain.bias)
+            layer.bias.data.copy_(plain.bias)
+        else:
+            assert layer.bias is None
+    for _ in range(3):
+        x = torch.randn(4, 3, 5, 5)
+        torch.testing.assert_close(layer(x), plain(x))
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(layer.get_buffer(name), buffer)
+        buffer.copy_(layer.get_buffer(name))
+    plain.eval()
+    layer.eval()
+    assert torch.equal(layer(x), plain(x))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("fuse_relu", [True, False])
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 5), (4, 3, 5, 2), (4, 3, 5, 2, 2), (4, 3, 2, 2, 2, 2)], ids=str)
+def test_channel_last_residual_relu(shape: tuple[int, ...], residual: bool, fuse_relu: bool, training: bool) -> None:
+    plain = nn.BatchNorm2d(3).train(training)
+    layer = syncbn.SyncBatchNorm(3, channel_last=True, fuse_relu=fuse_relu).train(training)
+    for one in (plain, layer):
+        nn.init.constant_(one.running_mean, 0.3)
+    x, z, dy = torch.randn(3, *shape)
+    a, b = (x.clone().requires_grad_() for _ in range(2))
+    expected = F.batch_norm(a, plain.running_mean, plain.running_var, plain.weight, plain.bias, training)
+    expected = expected + z if residual else expected
+    expected = expected.relu() if fuse_relu else expected
+    expected.backward(dy)
+    b = x.movedim(1, -1).contiguous().requires_grad_()
+    y = layer(b, z.movedim(1, -1) if residual else None)
+    y.backward(dy.movedim(1, -1))
+    torch.testing.assert_close(y.movedim(-1, 1), expected)
+    torch.testing.assert_close(b.grad.movedim(-1, 1), a.grad, rtol=1e-5, atol=1e-5)
+    assert y.is_contiguous()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_memory_format_is_kept(training: bool) -> None:
+    for shape, memory_format in (((2, 3, 4, 5), torch.channels_last), ((2, 3, 4, 5, 6), torch.channels_last_3d)):
+        x = torch.randn(shape).to(memory_format=memory_format).requires_grad_()
+        y = syncbn.SyncBatchNorm(3).train(training)(x)
+        y.sum().backward()
+        assert y.is_contiguous(memory_format=memory_format)
+        assert x.grad.is_contiguous(memory_format=memory_format)
+
+
+@pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("layer_dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+def test_any_float_dtypes_mix(input_dtype: torch.dtype, layer_dtype: torch.dtype, training: bool) -> None:
+    """The output has the input's dtype, a gradient its tensor's, a buffer the one its owner gave it."""
+    layer = syncbn.SyncBatchNorm(3, dtype=layer_dtype).train(training)
+    x = torch.randn(5, 3, dtype=input_dtype, requires_grad=True)
+    z = torch.randn(5, 3, dtype=torch.float32, requires_grad=True)
+    y = layer(x, z)
+    y.sum().backward()
+    assert (y.dtype, x.grad.dtype, z.grad.dtype) == (input_dtype, input_dtype, torch.float32)
+    assert {tensor.dtype for tensor in (*layer.parameters(), layer.running_mean, layer.running_var)} == {layer_dtype}
+    assert layer.weight.grad.dtype == layer_dtype
+    expected = F.batch_norm(x.double(), None if training else torch.zeros(3).double(), None if training else torch.ones(3).double(), training=training) + z  # fmt: skip  # noqa: E501
+    torch.testing.assert_close(y.double(), expected, rtol=torch.finfo(input_dtype).eps * 2, atol=1e-2 if input_dtype.itemsize == 2 else 1e-5)  # fmt: skip  # noqa: E501
+
+
+def test_autocast() -> None:
+    """As nn.BatchNorm: the input's dtype goes through, the statistics are float32's."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), syncbn.SyncBatchNorm2d(4))
+    plain = nn.Sequential(copy.deepcopy(model[0]), nn.BatchNorm2d(4))
+    x = torch.randn(6, 3, 5, 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, expected = model(x), plain(x)
+    assert y.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(y, expected)
+    y.float().square().sum().backward()
+    torch.testing.assert_close(model[1].running_var, plain[1].running_var)
+    assert model[1].weight.grad.dtype == torch.float32
+
+
+def saved_bytes(layer: nn.Module, *inputs: torch.Tensor) -> list[int]:
+    saved: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(*inputs)
+    return saved
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_saved_for_backward(dtype: torch.dtype, memory_format: torch.memory_format) -> None:
+    """The input once, the output when relu is fused, and vectors of C numbers."""
+    x = torch.randn(8, 4, 16, 16, dtype=dtype).to(memory_format=memory_format).requires_grad_()
+    z = torch.randn_like(x)
+    small = 4 * 8  # C float64
+    for options, inputs, expected in (({}, (x,), 1), ({}, (x, z), 1), ({"fuse_relu": True}, (x, z), 2)):
+        saved = saved_bytes(syncbn.SyncBatchNorm(4, **options), *inputs)
+        large = [nbytes for nbytes in saved if nbytes > small]
+        assert large == [x.nbytes] * expected
+        assert len(saved) - len(large) <= 4  # weight, mean, var, n
+
+
+def test_in_place_relu_behind_the_layer() -> None:
+    """The output is a tensor of its own, not a view: an in-place operation on it costs no copy and no error."""
+    for channel_last in (False, True):
+        layer = syncbn.SyncBatchNorm(3, channel_last=channel_last)
+        x = torch.randn(4, 3, 3, requires_grad=True)
+        y = layer(x)
+        assert y._base is None
+        y.relu_().sum().backward()
+        expected = x.detach().clone().requires_grad_()
+        syncbn.SyncBatchNorm(3, channel_last=channel_last)(expected).relu().sum().backward()
+        assert torch.equal(x.grad, expected.grad)
+
+
+def test_input_changed_in_place_is_noticed() -> None:
+    x = torch.randn(4, 3)
+    y = syncbn.SyncBatchNorm(3)(x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_no_grad_and_inference_mode() -> None:
+    layer = syncbn.SyncBatchNorm(3)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert not layer(torch.randn(4, 3)).requires_grad
+    assert layer.num_batches_tracked == 2
+
+
+def test_cumulative_average_is_the_average() -> None:
+    layer = syncbn.SyncBatchNorm(2, momentum=None, dtype=torch.float64)
+    batches = torch.randn(5, 7, 2, dtype=torch.float64)
+    for batch in batches:
+        layer(batch)
+    torch.testing.assert_close(layer.running_mean, batches.mean((0, 1)))
+    torch.testing.assert_close(layer.running_var, batches.var(1).mean(0))
+
+
+def test_statistics_switched_off_later() -> None:
+    """As nn.BatchNorm: buffers stay as they are and evaluation uses them."""
+    layer = syncbn.SyncBatchNorm(2)
+    layer.track_running_stats = False
+    layer(torch.randn(5, 2))
+    assert layer.num_batches_tracked == 0
+    assert torch.equal(layer.running_mean, torch.zeros(2))
+    torch.testing.assert_close(layer.eval()(torch.ones(1, 2)), torch.ones(1, 2), rtol=1e-5, atol=1e-5)
+
+
+def test_meta_device() -> None:
+    with torch.device("meta"):
+        layer = syncbn.SyncBatchNorm2d(3)
+    assert layer.weight.is_meta
+    layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    x = torch.randn(2, 3, 4, 4)
+    torch.testing.assert_close(layer(x), nn.BatchNorm2d(3)(x))
+
+
+def test_repr_names_what_is_not_default() -> None:
+    assert "process_group" not in repr(syncbn.SyncBatchNorm(3))
+    text = repr(syncbn.SyncBatchNorm(3, process_group="node", channel_last=True, fuse_relu=True))
+    assert text.endswith("process_group='node', channel_last=True, fuse_relu=True)")
+
+
+def test_one_warning_when_launched_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = syncbn.SyncBatchNorm(3)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    groups._warn_if_launched_on_several_ranks.cache_clear()
+    with pytest.warns(UserWarning, match=r"not synchronising: WORLD_SIZE is 4 .*init_process_group\(\)"):
+        layer(torch.randn(4, 3))
+    layer(torch.randn(4, 3))  # once: a second warning would be an error here
+    layer.eval()(torch.randn(4, 3))
+    groups._warn_if_launched_on_several_ranks.cache_clear()
+
+
+def test_one_warning_in_a_data_parallel_replica() -> None:
+    original = syncbn.SyncBatchNorm(3)
+    replica = original._replicate_for_data_parallel()
+    for name, tensor in (*original.named_parameters(), *original.named_buffers()):
+        setattr(replica, name, tensor.detach().clone())  # as torch.nn.parallel.replicate does, which needs GPUs
+    layer._warn_in_data_parallel.cache_clear()
+    with pytest.warns(UserWarning, match=r"not synchronising: .*nn.DataParallel.*DistributedDataParallel"):
+        replica(torch.randn(4, 3))
+    replica(torch.randn(4, 3))
+
+
+def test_bit_equal_evaluation_under_checkpoint_both_ways() -> None:
+    plain, layer = nn.BatchNorm2d(3), syncbn.SyncBatchNorm2d(3)
+    plain(torch.randn(4, 3, 2, 2))
+    layer.load_state_dict(plain.state_dict())
+    x = torch.randn(4, 3, 2, 2)
+    assert torch.equal(layer.eval()(x), plain.eval()(x))
+    layer.train()(x)
+    plain.load_state_dict(layer.state_dict())
+    assert torch.equal(layer.eval()(x), plain(x))
+    assert not math.isnan(plain.running_var.sum())

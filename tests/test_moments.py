@@ -1,0 +1,74 @@
+"""The channel mathematics, without tensors of values: sums in, statistics and coefficients out."""
+
+import torch
+
+from syncbn import moments
+from syncbn.moments import Moments
+
+
+def packed(values: torch.Tensor) -> torch.Tensor:
+    """S, Q, n of (n, C) values."""
+    return torch.cat([values.sum(0), values.square().sum(0), torch.tensor([len(values)], dtype=torch.float64)])
+
+
+def test_from_sums() -> None:
+    values = torch.randn(7, 3, dtype=torch.float64)
+    mean, var, num_values = moments.from_sums(packed(values))
+    torch.testing.assert_close(mean, values.mean(0))
+    torch.testing.assert_close(var, values.var(0, correction=0))
+    assert num_values == 7
+
+
+def test_no_values_give_no_nan() -> None:
+    mean, var, num_values = moments.from_sums(torch.zeros(7, dtype=torch.float64))
+    assert torch.equal(mean, torch.zeros(3, dtype=torch.float64))
+    assert torch.equal(var, torch.zeros(3, dtype=torch.float64))
+    assert num_values == 0
+
+
+def test_variance_is_clamped_but_nan_passes() -> None:
+    """S^2 > n * Q happens by rounding alone; clamping must not hide a NaN."""
+    sums = torch.tensor([3.0, 3.0, 3.0 - 1e-12, float("nan"), 3.0], dtype=torch.float64)
+    _, var, _ = moments.from_sums(sums)
+    assert var[0] == 0
+    assert var[1].isnan()
+
+
+def test_the_split_mean_is_exact() -> None:
+    mean = torch.tensor([1e4 + 1 / 3], dtype=torch.float64)
+    center, rest = moments.split_mean(mean, torch.float32)
+    assert center.dtype == torch.float32
+    assert center.double() + rest == mean
+    assert rest.abs() < 1e-3
+
+
+def test_output_coefficients_fold_the_rest_in() -> None:
+    x, mean = torch.randn(2, 5, 3, dtype=torch.float64)
+    mean = mean[0]
+    weight, bias, invstd = torch.rand(3, 3, dtype=torch.float64)
+    center, rest = moments.split_mean(mean, torch.float32)
+    scale, shift = moments.output_coefficients(rest, invstd, weight, bias)
+    torch.testing.assert_close((x - center) * scale + shift, (x - mean) * invstd * weight + bias)
+    scale, shift = moments.output_coefficients(rest, invstd, None, None)
+    torch.testing.assert_close((x - center) * scale + shift, (x - mean) * invstd)
+
+
+def test_input_gradient_coefficients_are_the_formula() -> None:
+    dy, x = torch.randn(2, 5, 3, dtype=torch.float64)
+    mean, invstd, weight, mean_dy, mean_dy_xmu = torch.rand(5, 3, dtype=torch.float64)
+    center, rest = moments.split_mean(mean, torch.float32)
+    a, b, c = moments.input_gradient_coefficients(rest, invstd, weight, mean_dy, mean_dy_xmu)
+    expected = (dy - mean_dy - (x - mean) * invstd**2 * mean_dy_xmu) * invstd * weight
+    torch.testing.assert_close(dy * a + (x - center) * b + c, expected)
+
+
+def test_running_stats() -> None:
+    """Moved in place, rounded once to the buffer's dtype; n = 1 leaves the variance, n = 0 leaves both."""
+    statistics = torch.tensor([3.0], dtype=torch.float64), torch.tensor([2.0], dtype=torch.float64)
+    for num_values, mean, var in ((5, 0.75, 0.75 + 0.25 * 2 * 5 / 4), (1, 0.75, 1.0), (0, 0.0, 1.0)):
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+            running_mean, running_var = torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype)
+            n = torch.tensor(float(num_values), dtype=torch.float64)
+            moments.update_running_stats(running_mean, running_var, Moments(*statistics, n), 0.25)
+            assert torch.equal(running_mean, torch.tensor([mean], dtype=torch.float64).to(dtype))
+            assert torch.equal(running_var, torch.tensor([var], dtype=torch.float64).to(dtype))

@@ -1,0 +1,54 @@
+"""What importing the package does, and what it offers."""
+
+import doctest
+import importlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import syncbn
+
+IMPORTED_ONLY_WHERE_NEEDED = (
+    "triton",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.fsdp",
+    "numpy.testing",
+    "rich",
+)
+
+
+def modules_loaded_by(statement: str) -> set[str]:
+    """Of the modules that `import torch` does not load."""
+    code = f"import torch, sys; before = set(sys.modules); {statement}; print(*set(sys.modules) - before)"
+    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+
+
+def test_import_loads_nothing_heavy() -> None:
+    loaded = modules_loaded_by("import syncbn")
+    assert "syncbn.layer" in loaded
+    assert not loaded & set(IMPORTED_ONLY_WHERE_NEEDED)
+    assert not [name for name in loaded if not name.startswith("syncbn")], "modules that torch did not load already"
+
+
+def test_the_check_above_can_fail() -> None:
+    assert "torch._dynamo" in modules_loaded_by("import torch._dynamo")
+
+
+def test_the_public_table() -> None:
+    names = {name for name in vars(syncbn) if not name.startswith("_")}
+    rooms = {module.name for module in pkgutil.iter_modules(syncbn.__path__)}
+    assert names - rooms == {
+        "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d",
+        "convert_syncbn_model", "revert_syncbn_model", "create_syncbn_process_group",
+    }  # fmt: skip
+    assert callable(syncbn.summary)
+
+
+@pytest.mark.parametrize("name", ["functional", "convert"])
+def test_examples_in_docstrings(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"syncbn.{name}"))
+    assert result.attempted > 0
+    assert result.failed == 0

@@ -1,0 +1,52 @@
+"""The tour: from one tensor to one trained model. Read this first; it needs one process and a second."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import syncbn
+
+
+def test_the_tour() -> None:
+    torch.manual_seed(0)
+
+    # 1. A function with F.batch_norm's arguments. One process is a group of one: the result is F.batch_norm's.
+    x = torch.randn(8, 3, 5, 5)  # (N, C, H, W)
+    running_mean, running_var = torch.zeros(3), torch.ones(3)
+    y = syncbn.functional.sync_batch_norm(x, running_mean, running_var, training=True)
+    torch.testing.assert_close(y, F.batch_norm(x, None, None, training=True))
+    torch.testing.assert_close(running_mean, 0.1 * x.mean((0, 2, 3)))
+
+    # 2. A layer with nn.BatchNorm's parameters, buffers and state_dict, and apex's extras: channels last, + z, relu.
+    layer = syncbn.SyncBatchNorm(3, channel_last=True, fuse_relu=True)
+    plain = nn.BatchNorm2d(3)
+    layer.load_state_dict(plain.state_dict())
+    z = torch.randn(8, 5, 5, 3)  # (N, H, W, C)
+    fused = layer(x.movedim(1, -1), z)
+    torch.testing.assert_close(fused, F.relu(plain(x).movedim(1, -1) + z))
+
+    # 3. One line for a model of your own, and one line back.
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 2))
+    batch_norm = model[1]
+    assert syncbn.convert_syncbn_model(model) is model
+    assert type(batch_norm) is syncbn.SyncBatchNorm2d
+    assert isinstance(batch_norm, nn.BatchNorm2d)
+    print(syncbn.summary(model))
+
+    # 4. Train it. (Under torchrun wrap it in DistributedDataParallel: that is the only other line.)
+    labels = torch.arange(8) % 2
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(20):
+        loss = F.cross_entropy(model(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 4
+
+    # 5. Evaluation is plain batch norm with the running statistics; the reverted model gives the same numbers.
+    expected = model.eval()(x)
+    syncbn.revert_syncbn_model(model)
+    assert type(model[1]) is nn.BatchNorm2d
+    assert torch.equal(model(x), expected)

@@ -1,0 +1,85 @@
+"""The plugin for distributed tests: a failure on one rank fails exactly that test, on all ranks, and hangs nothing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+CASES = """
+import pytest, torch, torch.distributed as dist, syncbn
+
+def all_reduce():
+    dist.all_reduce(torch.ones(1))
+
+def test_before(ranks): all_reduce()
+
+def test_one_rank_fails_before_a_collective(ranks):
+    assert ranks.rank != 1, "only here"
+    all_reduce()
+
+def test_between(ranks): all_reduce()
+
+def test_one_rank_fails_with_a_graph_alive(ranks):
+    y = syncbn.SyncBatchNorm(3)(torch.randn(2, 3, requires_grad=True))
+    assert ranks.rank != 0, "only here"
+    y.sum().backward()
+
+@pytest.fixture
+def broken(ranks):
+    assert ranks.rank != 0, "only here"
+
+def test_one_rank_fails_in_a_fixture(broken): all_reduce()
+
+def test_after(ranks): all_reduce()
+
+@pytest.mark.skip(reason="skipped everywhere")
+def test_skipped(ranks): all_reduce()
+"""
+
+
+def test_a_failure_on_one_rank_is_a_failure_on_all(tmp_path: Path) -> None:
+    (tmp_path / "test_cases.py").write_text(CASES)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    logs = tmp_path / "logs"
+    command = [
+        *launch,
+        "--log-dir",
+        str(logs),
+        "--redirects",
+        "3",
+        "-m",
+        "pytest",
+        "-p",
+        "voting",
+        "-rA",
+        str(tmp_path),
+    ]
+    start = time.monotonic()
+    result = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=100, check=False)
+    seconds = time.monotonic() - start
+    outputs = [path.read_text() for path in sorted(logs.rglob("stdout.log"))]
+    assert result.returncode != 0
+    assert len(outputs) == 2
+    for output in outputs:
+        outcomes = {name: outcome for outcome, name in re.findall(r"^(\w+) \S*::(\w+)", output, re.MULTILINE)}
+        assert outcomes == {
+            "test_before": "PASSED",
+            "test_one_rank_fails_before_a_collective": "FAILED",
+            "test_between": "PASSED",
+            "test_one_rank_fails_with_a_graph_alive": "FAILED",
+            "test_one_rank_fails_in_a_fixture": "ERROR",
+            "test_after": "PASSED",
+        }
+        assert "1 skipped" in output
+        assert "rank 1: AssertionError: only here" in output
+        assert "rank 0: AssertionError: only here" in output
+    assert seconds < 60, "peers of a failing rank waited for a time-out"
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
