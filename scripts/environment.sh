@@ -1,0 +1,27 @@
+# Sourced by the other scripts: prepare_environment EXTRA... puts a Python with syncbn and these extras of pyproject.toml first on PATH.
+# That is .venv in the project, made on first use; or the current interpreter when it has torch and pip reaches no index.
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks share the cores
+
+prepare_environment() {
+    local extras wanted
+    extras=$(IFS=,; echo "$*")
+    wanted="$extras $(cat pyproject.toml scripts/constraints.txt scripts/environment.sh | cksum)"
+    if [[ ! -x .venv/bin/python ]]; then
+        python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "syncbn needs Python 3.11 or newer; python3 is $(python3 --version 2>&1)" >&2; exit 1; }
+        if python3 -c 'import torch' 2>/dev/null && ! python3 -m pip download --quiet --no-deps --retries 0 --timeout 5 --dest "$(mktemp -d)" setuptools >/dev/null 2>&1; then
+            export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+            return
+        fi
+        echo "Making .venv (once; this downloads PyTorch)" >&2
+        python3 -m venv .venv
+    fi
+    export PATH="$PWD/.venv/bin:$PATH"
+    if ! grep -qxF "$wanted" .venv/prepared 2>/dev/null; then
+        echo "Installing syncbn[$extras]" >&2
+        python -m pip install --quiet --disable-pip-version-check --constraint scripts/constraints.txt setuptools
+        python -m pip install --quiet --disable-pip-version-check --constraint scripts/constraints.txt --no-build-isolation --editable ".[$extras]"
+        echo "$wanted" >>.venv/prepared
+    fi
+}

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# All tests: on 2, 3 and 4 ranks under torchrun, then on one process. Ends with pytest's summary.
+#   --quick    the essential part, under 3 minutes: 2 ranks, and no test that starts other programs
+# Other arguments go to pytest, as in: scripts/test.sh -k voting
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+prepare_environment test
+
+rank_counts=(2 3 4)
+one_process=()
+if [[ "${1:-}" == --quick ]]; then
+    shift
+    rank_counts=(2)
+    one_process=(--ignore tests/test_examples.py --ignore tests/test_voting.py)
+fi
+
+status=0
+for count in "${rank_counts[@]}"; do
+    echo "== $count ranks"
+    PYTHONPATH="tests${PYTHONPATH:+:$PYTHONPATH}" python -m torch.distributed.run --standalone --nproc-per-node "$count" \
+        --local-ranks-filter 0 -m pytest -p voting tests/distributed "$@" || status=1
+done
+echo "== one process"
+python -m pytest tests --ignore tests/distributed "${one_process[@]}" "$@" || { [[ $? == 5 ]] || status=1; } # 5: the arguments select no test of this part
+exit $status
