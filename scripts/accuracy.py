@@ -2,7 +2,7 @@
 
     python scripts/accuracy.py
 
-syncbn sums x and x^2 in float64. Beside it: the same formula with float32 sums, E[x^2] - mean^2, which several libraries
+syncbn sums x and x^2 in float64. Beside it: the same formula with float32 sums, E[x^2] - mean^2, which other libraries
 use; and F.batch_norm.
 """
 
