@@ -40,16 +40,14 @@ def sync_batch_norm(
     z: Tensor | None = None,
     fuse_relu: bool = False,
 ) -> Tensor:
-    r"""Batch norm over the values of all ranks of a process group: F.batch_norm's argument order, and its result for
-    the concatenated batch.
+    r"""Batch norm over all ranks of a process group: F.batch_norm's arguments, and its result for the whole batch.
 
         y = (x - mean) / sqrt(var + eps) * weight + bias  (+ z)  (then relu)
 
     With `training`, mean and var (biased) are taken per channel over every dim but `channel_dim` and over all ranks,
-    and the running statistics
-    move in place: running = (1 - momentum) * running + momentum * statistic, with the unbiased variance. Otherwise mean
-        and var are the running
-    statistics and nothing is communicated: F.batch_norm itself. Ioffe & Szegedy 2015, https://arxiv.org/abs/1502.03167.
+    and the running statistics move in place: running = (1 - momentum) * running + momentum * statistic, with the
+    unbiased variance. Otherwise mean and var are the running statistics and nothing is communicated: F.batch_norm
+    itself. Ioffe & Szegedy 2015, https://arxiv.org/abs/1502.03167.
 
     One all_reduce of 8 * (2C + 1) bytes in forward and one of 16 * C bytes in backward; none with one rank or no
     process group. Every rank of the group must make the same calls in the same order. The gradients of weight and bias
@@ -87,7 +85,7 @@ def sync_batch_norm(
     """
     if training:
         group = groups.resolve(groups.specification(process_group))
-        num_channels = next((len(given) for given in (running_mean, weight, bias) if given is not None), None)
+        num_channels = next((given.numel() for given in (running_mean, weight, bias) if given is not None), None)
         return train(
             input,
             running_mean,
@@ -104,7 +102,7 @@ def sync_batch_norm(
         )
     if running_mean is None or running_var is None:
         raise ValueError("running_mean must be defined in evaluation mode, and running_var; or pass training=True")
-    return evaluate(input, running_mean, running_var, weight, bias, eps, channel_dim, z, fuse_relu, len(running_mean))
+    return evaluate(input, running_mean, running_var, weight, bias, eps, channel_dim, z, fuse_relu, None)
 
 
 def train(
@@ -128,18 +126,9 @@ def train(
     torch's check of a numbered layer.
     """
     try:
-        _check_input(input, channel_dim, check_input_dim)
-        _check_channels(
-            input.shape,
-            channel_dim,
-            num_channels,
-            running_mean=running_mean,
-            running_var=running_var,
-            weight=weight,
-            bias=bias,
-        )
-        _check_residual(input, z)
-        _check_statistics(running_mean, running_var, momentum, eps)
+        _check_arguments(input, running_mean, running_var, weight, bias, channel_dim, z, num_channels, check_input_dim)
+        check_momentum(momentum)
+        check_eps(eps)
     except (TypeError, ValueError) as error:
         if num_channels is None:
             raise
@@ -173,17 +162,7 @@ def evaluate(
     check_input_dim: Callable[[Tensor], Any] | None = None,
 ) -> Tensor:
     """F.batch_norm, then + z, then relu; of this rank's batch without running statistics. Communicates nothing."""
-    _check_input(input, channel_dim, check_input_dim)
-    _check_channels(
-        input.shape,
-        channel_dim,
-        num_channels,
-        running_mean=running_mean,
-        running_var=running_var,
-        weight=weight,
-        bias=bias,
-    )
-    _check_residual(input, z)
+    _check_arguments(input, running_mean, running_var, weight, bias, channel_dim, z, num_channels, check_input_dim)
     channel_dim %= input.ndim
     per_channel = (running_mean, running_var, weight, bias)
     if any(given is not None and given.dtype != input.dtype for given in per_channel):
@@ -244,7 +223,7 @@ def batch_norm_backward(
     try:
         _check_input(input, channel_dim, None)
         _check_like_input("grad_output", grad_output, input)
-        _check_channels(input.shape, channel_dim, None, mean=mean, invstd=invstd, weight=weight)
+        _check_channels(input.shape, channel_dim, None, {"mean": mean, "invstd": invstd, "weight": weight})
     except (TypeError, ValueError) as error:
         if not isinstance(mean, Tensor) or mean.ndim != 1:
             raise
@@ -278,6 +257,26 @@ def batch_norm_backward(
     return grad_input, grad_weight, grad_bias
 
 
+def _check_arguments(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    channel_dim: int,
+    z: Tensor | None,
+    num_channels: int | None,
+    check_input_dim: Callable[[Tensor], Any] | None,
+) -> None:
+    _check_input(input, channel_dim, check_input_dim)
+    per_channel = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
+    _check_channels(input.shape, channel_dim, num_channels, per_channel)
+    if (running_mean is None) != (running_var is None):
+        raise ValueError("running_mean and running_var must either both be None or neither be None")
+    if z is not None:
+        _check_like_input("z", z, input)
+
+
 def _check_input(input: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor], Any] | None) -> None:
     if not isinstance(input, Tensor):
         raise TypeError(f"expected a Tensor as input, got {type(input).__name__}")
@@ -294,7 +293,7 @@ def _check_input(input: Tensor, channel_dim: int, check_input_dim: Callable[[Ten
 
 
 def _check_channels(
-    shape: torch.Size, channel_dim: int, num_channels: int | None, **per_channel: Tensor | None
+    shape: torch.Size, channel_dim: int, num_channels: int | None, per_channel: dict[str, Tensor | None]
 ) -> None:
     actual = shape[channel_dim]
     for name, given in per_channel.items():
@@ -314,11 +313,6 @@ def _channels_expected(num_channels: int, shape: torch.Size, channel_dim: int) -
     )
 
 
-def _check_residual(input: Tensor, z: Tensor | None) -> None:
-    if z is not None:
-        _check_like_input("z", z, input)
-
-
 def _check_like_input(name: str, given: Tensor, input: Tensor) -> None:
     if not isinstance(given, Tensor) or given.dtype not in SUPPORTED_DTYPES:
         raise TypeError(f"expected {name} to be a float tensor, got {getattr(given, 'dtype', type(given).__name__)}")
@@ -326,15 +320,6 @@ def _check_like_input(name: str, given: Tensor, input: Tensor) -> None:
         raise ValueError(
             f"expected {name} of the input's shape {tuple(input.shape)}, got {tuple(given.shape)}; expand() it first"
         )
-
-
-def _check_statistics(
-    running_mean: Tensor | None, running_var: Tensor | None, momentum: float | Tensor, eps: float
-) -> None:
-    if (running_mean is None) != (running_var is None):
-        raise ValueError("running_mean and running_var must either both be None or neither be None")
-    check_momentum(momentum)
-    check_eps(eps)
 
 
 def check_momentum(momentum: float | Tensor) -> None:
