@@ -164,6 +164,7 @@ def test_in_place_relu_behind_the_layer() -> None:
         x = torch.randn(4, 3, 3, requires_grad=True)
         y = layer(x)
         assert y._base is None
+        assert channel_last or syncbn.SyncBatchNorm(3).eval()(x)._base is None
         y.relu_().sum().backward()
         expected = x.detach().clone().requires_grad_()
         syncbn.SyncBatchNorm(3, channel_last=channel_last)(expected).relu().sum().backward()

@@ -124,6 +124,18 @@ def test_copies_pickles_and_saves(ranks: Ranks) -> None:
         pickle.loads(text).group()
 
 
+def test_a_converted_torch_layer_keeps_its_group(ranks: Ranks) -> None:
+    """nn.SyncBatchNorm holds a handle, which cannot be pickled; converted it can, reverted it has the handle again."""
+    group = dist.new_group(list(range(ranks.size)))
+    layer = nn.SyncBatchNorm(2, process_group=group, dtype=torch.float64, device=ranks.device)
+    syncbn.convert_syncbn_model(layer)
+    assert layer.process_group.group() is group
+    assert ranks_that_share(pickle.loads(pickle.dumps(layer)), ranks) == list(range(ranks.size))
+    assert syncbn.revert_syncbn_model(layer).process_group is group
+    syncbn.convert_syncbn_model(layer, process_group=1)  # said here, it overrides the layer's own
+    assert ranks_that_share(layer, ranks) == [ranks.rank]
+
+
 def test_a_new_default_group_makes_new_groups(ranks: Ranks) -> None:
     import voting
 

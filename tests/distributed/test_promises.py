@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accuracy_cases import HARD_INPUTS, errors_of_one_step
+from oracle import full_batch, relative_error
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from voting import Ranks
@@ -55,6 +56,32 @@ def test_backward_communicates_whatever_needs_a_gradient(ranks: Ranks) -> None:
     assert count_collectives(ranks, layer, x) == (1, 1)
     layer.requires_grad_(False)
     assert count_collectives(ranks, layer, x.requires_grad_()) == (1, 1)
+
+
+class DropGradient(torch.autograd.Function):
+    """The identity, whose backward says that there is no gradient."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad_output: torch.Tensor) -> None:
+        return None
+
+
+def test_a_rank_without_a_gradient_still_communicates(ranks: Ranks) -> None:
+    """Autograd then calls backward with None; the others wait for this rank's zeros."""
+    layer = syncbn.SyncBatchNorm(3, dtype=torch.float64, device=ranks.device)
+    torch.manual_seed(0)
+    x = torch.randn(2 * ranks.size, 3, dtype=torch.float64, device=ranks.device)
+    mine = ranks.even(len(x))
+    my_x = x[mine].requires_grad_()
+    y = layer(my_x)
+    (DropGradient.apply(y) if ranks.rank == 0 else y).sin().sum().backward()
+    dy = torch.cos(full_batch(x, x).output)
+    dy[:2] = 0
+    assert relative_error(my_x.grad, full_batch(x, dy).grad_input[mine]) < 1e-12
 
 
 def test_functional_backward_is_one_collective(ranks: Ranks) -> None:
