@@ -4,4 +4,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment examples
-exec python -m torch.distributed.run --standalone --nproc-per-node 2 examples/digits.py "$@"
+python -m torch.distributed.run --standalone --nproc-per-node 2 examples/digits.py "$@"

@@ -8,10 +8,14 @@ prepare_environment() {
     local extras wanted
     extras=$(IFS=,; echo "$*")
     wanted="$extras $(cat pyproject.toml scripts/constraints.txt scripts/environment.sh | cksum)"
-    if [[ ! -x .venv/bin/python ]]; then
-        python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "syncbn needs Python 3.11 or newer; python3 is $(python3 --version 2>&1)" >&2; exit 1; }
-        if python3 -c 'import torch' 2>/dev/null && ! python3 -m pip download --quiet --no-deps --retries 0 --timeout 5 --dest "$(mktemp -d)" setuptools >/dev/null 2>&1; then
+    if [[ ! -x .venv/bin/pip ]]; then
+        python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+            echo "syncbn needs Python 3.11 or newer; python3 is $(python3 --version 2>&1)" >&2
+            exit 1
+        }
+        if python3 -c 'import torch' 2>/dev/null && ! pip_reaches_an_index; then
             export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+            python() { python3 "$@"; }
             return
         fi
         echo "Making .venv (once; this downloads PyTorch)" >&2
@@ -20,8 +24,16 @@ prepare_environment() {
     export PATH="$PWD/.venv/bin:$PATH"
     if ! grep -qxF "$wanted" .venv/prepared 2>/dev/null; then
         echo "Installing syncbn[$extras]" >&2
-        python -m pip install --quiet --disable-pip-version-check --constraint scripts/constraints.txt setuptools
-        python -m pip install --quiet --disable-pip-version-check --constraint scripts/constraints.txt --no-build-isolation --editable ".[$extras]"
+        install_pinned setuptools
+        install_pinned --no-build-isolation --editable ".[$extras]"
         echo "$wanted" >>.venv/prepared
     fi
+}
+
+pip_reaches_an_index() {
+    python3 -m pip download --quiet --no-deps --retries 0 --timeout 5 --dest "$(mktemp -d)" setuptools >/dev/null 2>&1
+}
+
+install_pinned() {
+    python -m pip install --quiet --disable-pip-version-check --constraint scripts/constraints.txt "$@"
 }

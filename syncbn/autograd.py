@@ -1,13 +1,13 @@
 """The autograd Function of training. Each way: kernels, one all-reduce, channel mathematics, kernels.
 
-Symbols: W ranks; C channels; n_r values per channel on rank r; n = sum_r n_r; x, y, dy of any shape with C channels in
-    `channel_dim`.
+Symbols: C channels; n values per channel over all ranks r; x, y, dy of any shape with C channels in `channel_dim`.
 
     forward   mean = sum_r sum x / n                    var = max(0, sum_r sum x^2 / n - mean^2)
               y = (x - mean) / sqrt(var + eps) * weight + bias (+ residual) (then relu)
     backward  mean_dy = sum_r sum dy / n                mean_dy_xmu = sum_r sum dy * (x - mean) / n
-              grad_input = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight grad_weight = sum dy *
-              (x - mean) * invstd,  grad_bias = sum dy    (this rank's sums: DistributedDataParallel averages them)
+              grad_input = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight
+              grad_weight = sum dy * (x - mean) * invstd,  grad_bias = sum dy
+                            (sums over this rank: DistributedDataParallel averages them)
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class SyncBatchNormFunction(torch.autograd.Function):
 
     x and residual are dense in the layout of x and of one dtype; `group` is None when there is nothing to synchronise.
 
-    Saved for backward: x, weight, mean, var, n, and y when relu is fused. Collectives: one all_reduce of 2C + 1 float64
-        in forward, one of 2C in backward; none when `group` is None. Backward issues its
-    all_reduce whatever needs_input_grad says: another rank may need the sums.
+    Saved for backward: x, weight, mean, var, n, and y when relu is fused.
+    Collectives: one all_reduce of 2C + 1 float64 in forward, one of 2C in backward (two with create_graph=True); none
+    when `group` is None. Backward issues its all_reduce whatever needs_input_grad says: another rank may need the sums.
     """
 
     @staticmethod
@@ -82,6 +82,12 @@ class SyncBatchNormFunction(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, needs_residual, *_ = ctx.needs_input_grad
         with record_function("syncbn.backward"):
             dy = torch.zeros_like(x) if grad_output is None else grad_output
+            if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
+                gradients = differentiable_gradients(
+                    dy, x, y, weight, ctx.bias_dtype, num_values, ctx.channel_dim, ctx.eps, ctx.group
+                )
+                needed = zip(gradients, ctx.needs_input_grad[:4], strict=True)
+                return *(gradient if needs else None for gradient, needs in needed), None, None, None, None
             dy = Layout.of(x, ctx.channel_dim).dense(dy)
             invstd = moments.inverse_std(var, ctx.eps)
             sums = sum_dy, sum_dy_xmu = gradient_sums(dy, x, y, mean, ctx.channel_dim)
@@ -94,6 +100,44 @@ class SyncBatchNormFunction(torch.autograd.Function):
             grad_weight = (sum_dy_xmu * invstd).to(weight.dtype) if needs_weight else None
             grad_bias = sum_dy.to(ctx.bias_dtype) if needs_bias else None
         return grad_x, grad_weight, grad_bias, grad_residual, None, None, None, None
+
+
+def differentiable_gradients(
+    dy: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    weight: Tensor | None,
+    bias_dtype: torch.dtype | None,
+    num_values: Tensor,
+    channel_dim: int,
+    eps: float,
+    group: dist.ProcessGroup | None,
+) -> tuple[Tensor | None, ...]:
+    """grad_input, grad_weight, grad_bias, grad_residual as a graph of dy, x and weight, for a second derivative.
+
+    The mean and the variance are computed again from x, with the all_reduce as part of the graph: two in all.
+    """
+    layout = Layout.of(x, channel_dim)
+    wide_x, wide_dy = (layout.fold(given).to(torch.float64) for given in (x, dy))
+    if y is not None:
+        wide_dy = wide_dy.masked_fill(layout.fold(y) <= 0, 0)
+
+    def mean_over_ranks(first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+        packed = torch.cat((first.sum((0, 2)), second.sum((0, 2))))
+        return (collectives.differentiable_all_reduce(packed, group) / num_values.clamp(min=1)).chunk(2)
+
+    mean, mean_square = mean_over_ranks(wide_x, wide_x.square())
+    invstd = moments.inverse_std((mean_square - mean.square()).clamp(min=0), eps)
+    xmu = wide_x - mean[:, None]
+    mean_dy, mean_dy_xmu = mean_over_ranks(wide_dy, wide_dy * xmu)
+    scale = invstd if weight is None else invstd * weight
+    wide_grad_x = (wide_dy - mean_dy[:, None] - xmu * (invstd.square() * mean_dy_xmu)[:, None]) * scale[:, None]
+    return (
+        layout.unfold(wide_grad_x, x.shape).to(x.dtype),
+        None if weight is None else ((wide_dy * xmu).sum((0, 2)) * invstd).to(weight.dtype),
+        None if bias_dtype is None else wide_dy.sum((0, 2)).to(bias_dtype),
+        layout.unfold(wide_dy, x.shape).to(x.dtype),
+    )
 
 
 def gradient_sums(dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:

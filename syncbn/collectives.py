@@ -9,18 +9,20 @@ W ranks; C channels; n_r values per channel on rank r.
 
 All numbers are float64: sums about zero, so that uneven and empty ranks need no special case. Each pass is exactly one
 all_reduce when the group has two or more ranks, and none otherwise (`group` is None). A rank whose arguments are bad
-cannot compute its sums but must not leave
-the others waiting: it joins the forward all_reduce with zeros and n_r = NaN, which every rank sees in the total.
+cannot compute its sums but must not leave the others waiting: it joins the forward all_reduce with zeros and n_r = NaN,
+which every rank sees in the total.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+TEXT_BYTES = 4096
 
 
 def all_reduce_sums(sums: tuple[Tensor, ...], group: dist.ProcessGroup | None) -> Tensor:
@@ -29,6 +31,23 @@ def all_reduce_sums(sums: tuple[Tensor, ...], group: dist.ProcessGroup | None) -
     if group is not None:
         dist.all_reduce(packed, group=group)
     return packed
+
+
+def differentiable_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum of `tensor` over the ranks, as a node of the graph; its gradient is the sum of all ranks' gradients."""
+    total: Tensor = tensor if group is None else _AllReduce.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_reduce_sums((tensor,), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None]:
+        return differentiable_all_reduce(grad_total, ctx.group), None
 
 
 def all_reduce_counted_sums(sums: tuple[Tensor, ...], num_values: int, group: dist.ProcessGroup | None) -> Tensor:
@@ -73,12 +92,21 @@ def _can_read(tensor: Tensor) -> bool:
 
 def _exchange_faults(error: Exception | None, group: dist.ProcessGroup) -> NoReturn:
     """Every rank tells its error or None; all raise the first faulty rank's type with every faulty rank's text."""
-    errors: list[Exception | None] = [None] * group.size()
-    dist.all_gather_object(errors, error, group=group)
-    ranks_by_text: dict[str, list[int]] = {}
-    for group_rank, fault in enumerate(errors):
-        if fault is not None:
-            ranks_by_text.setdefault(str(fault), []).append(dist.get_global_rank(group, group_rank))
-    lines = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_by_text.items()]
-    first = next(fault for fault in errors if fault is not None)
-    raise type(first)("\n".join(lines)) from error
+    told = all_gather_text("" if error is None else f"{type(error).__name__}: {error}", group)
+    ranks_by_fault: dict[str, list[str]] = {}
+    for group_rank, fault in enumerate(told):
+        if fault:
+            ranks_by_fault.setdefault(fault, []).append(str(dist.get_global_rank(group, group_rank)))
+    lines = [f"rank {', '.join(ranks)}: {fault.partition(': ')[2]}" for fault, ranks in ranks_by_fault.items()]
+    error_class = TypeError if next(iter(ranks_by_fault)).startswith("TypeError") else ValueError
+    raise error_class("\n".join(lines)) from error
+
+
+def all_gather_text(text: str, group: dist.ProcessGroup) -> list[str]:
+    """Every rank's text, cut at 4096 bytes: one all_gather. (torch's all_gather_object needs NumPy.)"""
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
+    encoded = text.encode()[:TEXT_BYTES]
+    mine = torch.tensor(list(encoded.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    return [bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in everyone]

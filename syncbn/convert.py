@@ -31,7 +31,7 @@ SYNCHRONISED_CLASS: dict[type[nn.Module], type[SyncBatchNorm]] = {
 }
 
 # What a conversion adds to a layer's own attributes, and a revert takes away.
-ADDED = ("_original_class", "_process_group", "channel_last", "_synchronised_ranks")
+ADDED = ("_original_class", "_process_group", "channel_last", "fuse_relu", "_synchronised_ranks")
 
 
 def convert_syncbn_model(
@@ -52,7 +52,9 @@ def convert_syncbn_model(
 
     Raises:
         ValueError, TypeError: a bad `process_group`.
-        RuntimeError: a layer is wrapped by FSDP2. The model is not changed then.
+        RuntimeError: a layer is wrapped by FSDP2.
+
+    After an error the model is as it was.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
     >>> type(convert_syncbn_model(model)[1]).__name__
@@ -60,9 +62,11 @@ def convert_syncbn_model(
     """
     layers, left_alone = _select(model)
     spec = groups.specification(process_group)
+    # An nn.SyncBatchNorm holds its group itself, which could be neither copied nor pickled.
+    specs = [groups.specification(vars(layer).get("process_group")) if spec is None else spec for layer in layers]
     groups.prepare(spec)
-    for layer in layers:
-        _convert(layer, spec, channel_last)
+    for layer, own_spec in zip(layers, specs, strict=True):
+        _convert(layer, own_spec, channel_last)
     if left_alone:
         warnings.warn("syncbn left these layers unsynchronised: " + "; ".join(left_alone), stacklevel=2)
     return model
@@ -74,14 +78,22 @@ def revert_syncbn_model(model: AnyModule) -> AnyModule:
     Statistics and parameters are those that training left. Layers that were built as syncbn layers have no original
     class and stay.
     """
-    for layer in model.modules():
-        if isinstance(layer, SyncBatchNorm) and "_original_class" in vars(layer):
-            original_class, spec = vars(layer)["_original_class"], layer.process_group
-            for name in ADDED:
-                vars(layer).pop(name, None)
-            layer.__class__ = original_class
-            if original_class is nn.SyncBatchNorm:
-                vars(layer)["process_group"] = None if spec is None else groups.existing(spec)
+    converted = [
+        layer for layer in model.modules() if isinstance(layer, SyncBatchNorm) and "_original_class" in vars(layer)
+    ]
+    # An nn.SyncBatchNorm holds its group itself. Looking it up may raise, so it comes before any change.
+    own_groups = {
+        layer: None if layer.process_group is None else groups.existing(layer.process_group)
+        for layer in converted
+        if vars(layer)["_original_class"] is nn.SyncBatchNorm
+    }
+    for layer in converted:
+        original_class = vars(layer)["_original_class"]
+        for name in ADDED:
+            vars(layer).pop(name, None)
+        layer.__class__ = original_class
+        if layer in own_groups:
+            vars(layer)["process_group"] = own_groups[layer]
     return model
 
 
@@ -109,13 +121,12 @@ def _select(model: nn.Module) -> tuple[list[_BatchNorm], list[str]]:
 
 
 def _convert(layer: _BatchNorm, spec: Specification, channel_last: bool) -> None:
-    # An nn.SyncBatchNorm holds its group itself, which could be neither copied nor pickled.
-    own_group = vars(layer).pop("process_group", None)
     original_class = type(layer)
+    vars(layer).pop("process_group", None)
     layer.__class__ = SYNCHRONISED_CLASS[original_class]
     assert isinstance(layer, SyncBatchNorm)
     vars(layer)["_original_class"] = original_class
-    layer.process_group = own_group if spec is None else spec
+    layer.process_group = spec
     layer.channel_last = channel_last
 
 

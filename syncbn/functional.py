@@ -74,9 +74,10 @@ def sync_batch_norm(
 
     Raises:
         ValueError, TypeError: a bad argument, before any buffer is changed. On CPU in eager mode a fault of any rank is
-            raised on every rank with the faulty ranks' numbers (when running_mean, weight or bias gives C; else the
-            faulty rank raises alone). One value per channel in the whole group is a ValueError too, on every rank; on a
-            GPU and in compiled graphs it leaves running_var as it is.
+            raised on every rank with the faulty ranks' numbers, as long as most of running_mean, running_var, weight,
+            bias and the input agree on C (without a per-channel argument the faulty rank raises alone). One value per
+            channel in the whole group is a ValueError too, on every rank; on a GPU and in compiled graphs it leaves
+            running_var as it is.
 
     >>> x = torch.tensor([[1.0, 10.0], [3.0, 30.0]])  # (N, C) on the only rank
     >>> sync_batch_norm(x, None, None, training=True)
@@ -85,7 +86,6 @@ def sync_batch_norm(
     """
     if training:
         group = groups.resolve(groups.specification(process_group))
-        num_channels = next((given.numel() for given in (running_mean, weight, bias) if given is not None), None)
         return train(
             input,
             running_mean,
@@ -98,7 +98,7 @@ def sync_batch_norm(
             channel_dim,
             z,
             fuse_relu,
-            num_channels,
+            num_channels=None,
         )
     if running_mean is None or running_var is None:
         raise ValueError("running_mean must be defined in evaluation mode, and running_var; or pass training=True")
@@ -122,8 +122,8 @@ def train(
 ) -> Tensor:
     """`sync_batch_norm` in training, over a resolved group; None synchronises nothing.
 
-    `num_channels` is what every rank expects, so that a faulty rank can join the collective; `check_input_dim` is
-    torch's check of a numbered layer.
+    `num_channels` is the layer's, None when only the arguments tell; `check_input_dim` is torch's check of a numbered
+    layer.
     """
     try:
         _check_arguments(input, running_mean, running_var, weight, bias, channel_dim, z, num_channels, check_input_dim)
@@ -131,9 +131,10 @@ def train(
         check_eps(eps)
     except (TypeError, ValueError) as error:
         if num_channels is None:
+            num_channels = _likely_channels(input, channel_dim, running_mean, running_var, weight, bias)
+        if num_channels is None:
             raise
-        owner = next((given for given in (running_mean, weight, bias, input) if isinstance(given, Tensor)), None)
-        device = torch.device("cpu") if owner is None else owner.device
+        device = _device_of(running_mean, running_var, weight, bias, input)
         collectives.raise_on_all_ranks(error, num_channels, device, group)
 
     channel_dim %= input.ndim
@@ -221,15 +222,19 @@ def batch_norm_backward(
     """
     group = groups.resolve(groups.specification(process_group)) if training else None
     try:
+        needs_input, needs_weight, needs_bias = output_mask
         _check_input(input, channel_dim, None)
         _check_like_input("grad_output", grad_output, input)
-        _check_channels(input.shape, channel_dim, None, {"mean": mean, "invstd": invstd, "weight": weight})
+        for name, given in (("mean", mean), ("invstd", invstd)):
+            if given is None:
+                raise TypeError(f"expected {name} to be a Tensor of shape ({input.shape[channel_dim]},), got None")
+        _check_channels(input, channel_dim, None, {"mean": mean, "invstd": invstd, "weight": weight})
     except (TypeError, ValueError) as error:
-        if not isinstance(mean, Tensor) or mean.ndim != 1:
+        num_channels = _likely_channels(input, channel_dim, mean, invstd, weight)
+        if num_channels is None:
             raise
-        collectives.raise_on_all_ranks(error, len(mean), mean.device, group)
+        collectives.raise_on_all_ranks(error, num_channels, _device_of(mean, invstd, weight, input), group)
 
-    needs_input, needs_weight, needs_bias = output_mask
     channel_dim %= input.ndim
     layout = Layout.of(input, channel_dim)
     with torch.no_grad():
@@ -270,7 +275,7 @@ def _check_arguments(
 ) -> None:
     _check_input(input, channel_dim, check_input_dim)
     per_channel = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    _check_channels(input.shape, channel_dim, num_channels, per_channel)
+    _check_channels(input, channel_dim, num_channels, per_channel)
     if (running_mean is None) != (running_var is None):
         raise ValueError("running_mean and running_var must either both be None or neither be None")
     if z is not None:
@@ -293,24 +298,39 @@ def _check_input(input: Tensor, channel_dim: int, check_input_dim: Callable[[Ten
 
 
 def _check_channels(
-    shape: torch.Size, channel_dim: int, num_channels: int | None, per_channel: dict[str, Tensor | None]
+    input: Tensor, channel_dim: int, num_channels: int | None, per_channel: dict[str, Tensor | None]
 ) -> None:
-    actual = shape[channel_dim]
+    actual, shape = input.shape[channel_dim], tuple(input.shape)
     for name, given in per_channel.items():
-        if given is not None and given.shape != (actual,):
-            expected = f"expected shape ({actual},), got {tuple(given.shape)}"
-            if given.ndim == 1:
-                expected = _channels_expected(len(given), shape, channel_dim)
-            raise ValueError(f"{name} should contain {actual} elements not {given.numel()}: {expected}")
+        if given is None:
+            continue
+        if not isinstance(given, Tensor):
+            raise TypeError(f"expected {name} to be a Tensor of shape ({actual},), got {type(given).__name__}")
+        if given.shape != (actual,):
+            raise ValueError(
+                f"expected {given.numel()} channels in dim {channel_dim} of the input, got {actual} (input shape "
+                f"{shape}): {name} should contain {actual} elements not {given.numel()}, shape ({actual},) not "
+                f"{tuple(given.shape)}; correct num_features, channel_last or channel_dim"
+            )
+        if given.device != input.device:
+            raise ValueError(f"the input is on {input.device} but {name} on {given.device}; move one with .to(device)")
     if num_channels is not None and actual != num_channels:
-        raise ValueError(_channels_expected(num_channels, shape, channel_dim))
+        raise ValueError(
+            f"expected {num_channels} channels in dim {channel_dim} of the input, got {actual} (input shape {shape}); "
+            "correct num_features, channel_last or channel_dim"
+        )
 
 
-def _channels_expected(num_channels: int, shape: torch.Size, channel_dim: int) -> str:
-    return (
-        f"expected {num_channels} channels in dim {channel_dim} of the input, got {shape[channel_dim]} "
-        f"(input shape {tuple(shape)}); correct num_features, channel_last or channel_dim"
-    )
+def _likely_channels(input: Tensor, channel_dim: int, *per_channel: Tensor | None) -> int | None:
+    """What most arguments say that C is, for when one is wrong; None when no per-channel tensor says anything."""
+    said = [given.numel() for given in per_channel if isinstance(given, Tensor)]
+    if said and isinstance(input, Tensor) and -input.ndim <= channel_dim < input.ndim:
+        said.append(input.shape[channel_dim])
+    return max(said, key=said.count, default=None)  # the first of equals: a per-channel tensor's
+
+
+def _device_of(*given: Tensor | None) -> torch.device:
+    return next((tensor.device for tensor in given if isinstance(tensor, Tensor)), torch.device("cpu"))
 
 
 def _check_like_input(name: str, given: Tensor, input: Tensor) -> None:
@@ -320,6 +340,8 @@ def _check_like_input(name: str, given: Tensor, input: Tensor) -> None:
         raise ValueError(
             f"expected {name} of the input's shape {tuple(input.shape)}, got {tuple(given.shape)}; expand() it first"
         )
+    if given.device != input.device:
+        raise ValueError(f"the input is on {input.device} but {name} on {given.device}; move one with .to(device)")
 
 
 def check_momentum(momentum: float | Tensor) -> None:

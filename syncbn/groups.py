@@ -16,14 +16,17 @@ made once per default group by `prepare`.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+
+from syncbn.collectives import all_gather_text
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,9 +34,9 @@ if TYPE_CHECKING:
     Specification: TypeAlias = "int | str | Ranks | DeviceMesh | None"  # what a layer keeps
     ProcessGroupLike: TypeAlias = "dist.ProcessGroup | Specification"  # what a user may say
 
-# Default group -> {int or "node": this rank's group}. A re-made default group starts with nothing made, and the old
-# entry goes with the old group.
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[int | str, dist.ProcessGroup]] = WeakKeyDictionary()
+# Default group -> {int or "node": this rank's group, or None for the default group itself}. A re-made default group
+# starts with nothing made, and the old entry goes with the old group.
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[int | str, dist.ProcessGroup | None]] = WeakKeyDictionary()
 
 
 class Ranks:
@@ -53,9 +56,13 @@ class Ranks:
         return f"ranks {list(self.ranks)}"
 
     def group(self) -> dist.ProcessGroup:
-        """The handle; after unpickling the oldest group of exactly these ranks. **Raises** RuntimeError without one."""
-        if self.handle is None:
-            self.handle = next((group for group in _existing_groups() if _ranks_of(group) == self.ranks), None)
+        """The handle; after unpickling, or when its group was destroyed, the oldest group of exactly these ranks.
+
+        **Raises** RuntimeError when there is none.
+        """
+        existing = _existing_groups()
+        if self.handle not in existing:
+            self.handle = next((group for group in existing if _ranks_of(group) == self.ranks), None)
         if self.handle is None:
             raise RuntimeError(
                 f"this layer was loaded with a process group of the global {self}, and no such group exists here. Make "
@@ -105,8 +112,8 @@ def prepare(spec: Specification) -> None:
     if isinstance(spec, (int, str)) and default_group is not None:
         made = _made.setdefault(default_group, {})
         if spec not in made:
-            ranks_per_group = spec if isinstance(spec, int) else _ranks_per_host()
-            made[spec] = _consecutive_group(ranks_per_group, default_group)
+            ranks_per_group = spec if isinstance(spec, int) else _ranks_per_host(default_group)
+            made[spec] = _consecutive_group(ranks_per_group, default_group.size())
 
 
 def resolve(spec: Specification) -> dist.ProcessGroup | None:
@@ -138,7 +145,8 @@ def existing(spec: Specification) -> dist.ProcessGroup | None:
     if spec is None or default_group is None:
         return default_group
     if isinstance(spec, (int, str)):
-        return _made.get(default_group, {}).get(spec)
+        made = _made.get(default_group, {})
+        return (made[spec] or default_group) if spec in made else None
     return spec.group() if isinstance(spec, Ranks) else spec.get_group()
 
 
@@ -148,6 +156,8 @@ def size(spec: Specification) -> int:
         return 1
     if isinstance(spec, int):
         return spec
+    if isinstance(spec, Ranks):
+        return len(spec.ranks)
     group = existing(spec)
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if group is None else group.size()
 
@@ -162,6 +172,8 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
     """
     if group_size == 0:
         return None
+    if group_size < 0:
+        raise ValueError(f"group_size must not be negative, got {group_size}")
     if dist.group.WORLD is None:
         raise RuntimeError("create_syncbn_process_group needs torch.distributed.init_process_group() first")
     spec = specification(group_size)
@@ -194,21 +206,20 @@ def ranks_per_host(told: Sequence[tuple[str | None, str | None]]) -> int:
     return size
 
 
-def _ranks_per_host() -> int:
-    told: list[tuple[str | None, str | None]] = [(None, None)] * dist.get_world_size()
-    dist.all_gather_object(told, (os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK")))
-    return ranks_per_host(told)
+def _ranks_per_host(default_group: dist.ProcessGroup) -> int:
+    mine = (os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK"))
+    told = all_gather_text(json.dumps(mine), default_group)
+    return ranks_per_host([json.loads(text) for text in told])
 
 
-def _consecutive_group(ranks_per_group: int, default_group: dist.ProcessGroup) -> dist.ProcessGroup:
-    world_size = default_group.size()
+def _consecutive_group(ranks_per_group: int, world_size: int) -> dist.ProcessGroup | None:
     if world_size % ranks_per_group:
         raise ValueError(
             f"the number of ranks must be a multiple of the group size: {world_size} ranks do not divide into groups "
             f"of {ranks_per_group}"
         )
     if ranks_per_group == world_size:
-        return default_group
+        return None
     group: dist.ProcessGroup
     group, _ = dist.new_subgroups(ranks_per_group)  # type: ignore[no-untyped-call]
     return group
@@ -218,9 +229,9 @@ def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def _existing_groups() -> list[dist.ProcessGroup]:
-    # torch has no public list of the groups that exist.
-    return list(dist.distributed_c10d._world.pg_map)
+def _existing_groups() -> Collection[dist.ProcessGroup]:
+    # torch has no public list of the groups that exist, oldest first.
+    return dist.distributed_c10d._world.pg_map.keys()
 
 
 def _is_device_mesh(candidate: object) -> TypeGuard[DeviceMesh]:

@@ -93,6 +93,11 @@ class SyncBatchNorm(_BatchNorm):
     def process_group(self, process_group: ProcessGroupLike) -> None:
         self._process_group = groups.specification(process_group)
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = vars(self).copy()
+        state.pop("_synchronised_ranks", None)  # of this process, not of a copy elsewhere
+        return state
+
     def reset_parameters(self) -> None:
         """weight 1, bias 0, running_mean 0, running_var 1, num_batches_tracked 0."""
         self.reset_running_stats()
@@ -119,7 +124,7 @@ class SyncBatchNorm(_BatchNorm):
         With no process group, or one rank, the batch is this rank's. With one value per channel over all ranks:
         ValueError, as F.batch_norm.
         """
-        check_input_dim = self._check_input_dim if _has_rank_check(type(self)) else None
+        check_input_dim = self._check_input_dim if _checks_input_dim(type(self)) else None
         channel_dim = -1 if self.channel_last else 1
         if not self.training:
             return functional.evaluate(
@@ -196,7 +201,7 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """SyncBatchNorm for (N, C, D, H, W), or (N, D, H, W, C) with channel_last; it is an nn.BatchNorm3d too."""
 
 
-def _has_rank_check(layer_class: type[SyncBatchNorm]) -> bool:
+def _checks_input_dim(layer_class: type[SyncBatchNorm]) -> bool:
     return layer_class._check_input_dim is not _BatchNorm._check_input_dim
 
 

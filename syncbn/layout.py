@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -42,3 +43,10 @@ class Layout(NamedTuple):
             tensor, channel_dim = tensor.movedim(channel_dim, -1), tensor.ndim - 1
         shape = tensor.shape
         return tensor.view(math.prod(shape[:channel_dim]), shape[channel_dim], math.prod(shape[channel_dim + 1 :]))
+
+    def unfold(self, folded: Tensor, shape: torch.Size) -> Tensor:
+        """A view of `folded` in the `shape` that was folded."""
+        if not self.channel_innermost:
+            return folded.view(shape)
+        others = shape[: self.channel_dim] + shape[self.channel_dim + 1 :]
+        return folded.view(*others, shape[self.channel_dim]).movedim(-1, self.channel_dim)

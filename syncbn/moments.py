@@ -70,8 +70,7 @@ def update_running_stats(running_mean: Tensor, running_var: Tensor, moments: Mom
     """running = (1 - momentum) * running + momentum * statistic, in place, rounded once to the buffer's own dtype.
 
     running_var takes the unbiased variance, var * n / (n - 1). No values at all (n = 0) change nothing, one value per
-    channel (n = 1) leaves
-    running_var as it is: both without reading n on the host.
+    channel (n = 1) leaves running_var as it is: both without reading n on the host.
     """
     mean, var, num_values = moments
     unbiased_var = var * (num_values / (num_values - 1).clamp(min=1))

@@ -60,7 +60,7 @@ def test_tensorflow() -> None:
 MISMATCHES = {
     "grad_output": ({"grad_output": torch.zeros(6, 4, 3)}, r"grad_output of the input's shape \(6, 4, 2\), got \(6, 4, 3\)"),
     "mean": ({"mean": torch.zeros(5)}, r"mean should contain 4 elements not 5"),
-    "invstd": ({"invstd": torch.zeros(4, 1)}, r"invstd should contain 4 elements not 4: expected shape \(4,\), got \(4, 1\)"),
+    "invstd": ({"invstd": torch.zeros(4, 1)}, r"invstd should contain 4 elements not 4, shape \(4,\) not \(4, 1\)"),
     "weight": ({"weight": torch.zeros(3)}, r"weight should contain 4 elements not 3"),
     "input": ({"input": torch.zeros(6)}, r"expected at least 2D input \(got 1D input"),
 }  # fmt: skip
@@ -151,3 +151,20 @@ def test_without_weight_gradients_are_float32_or_more() -> None:
         _, grad_weight, grad_bias = batch_norm_backward(dy, x, *statistics(x))
         assert grad_weight.dtype == grad_bias.dtype == expected
         assert not grad_weight.requires_grad
+
+
+@pytest.mark.parametrize("fuse_relu", [False, True])
+@pytest.mark.parametrize("channel_dim", [1, -1])
+def test_gradcheck_and_gradgradcheck(fuse_relu: bool, channel_dim: int) -> None:
+    """Numerical first and second derivatives of the layer on one process."""
+    torch.manual_seed(0)
+    x, z = (torch.randn(3, 2, 2, dtype=torch.float64).requires_grad_() for _ in range(2))
+    weight, bias = (torch.randn(2, dtype=torch.float64).requires_grad_() for _ in range(2))
+
+    def function(x: Tensor, weight: Tensor, bias: Tensor, z: Tensor) -> Tensor:
+        return sync_batch_norm(
+            x, None, None, weight, bias, training=True, channel_dim=channel_dim, z=z, fuse_relu=fuse_relu
+        )
+
+    assert torch.autograd.gradcheck(function, (x, weight, bias, z))
+    assert torch.autograd.gradgradcheck(function, (x, weight, bias, z))

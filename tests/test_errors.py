@@ -11,7 +11,7 @@ import torch
 from torch.distributed import GroupMember
 
 import syncbn
-from syncbn.functional import sync_batch_norm
+from syncbn.functional import batch_norm_backward, sync_batch_norm
 from syncbn.groups import ranks_per_host
 
 X = torch.randn(4, 3, 5)
@@ -52,7 +52,12 @@ CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], s
     (lambda: layer()(X, X.int()), lambda: layer()(X, X.half()), TypeError, "expected z to be a float tensor, got torch.int32"),
     (lambda: layer()(X[:1, :, :1]), lambda: layer()(X[:1, :, :2]), ValueError, "Expected more than 1 value per channel when training"),
     (lambda: function(running_mean=torch.zeros(4)), function, ValueError, "running_mean should contain 3 elements not 4"),
-    (lambda: function(weight=torch.zeros(3, 1)), lambda: function(weight=torch.zeros(3)), ValueError, "expected shape (3,), got (3, 1)"),
+    (lambda: function(weight=torch.zeros(3, 1)), lambda: function(weight=torch.zeros(3)), ValueError, "weight should contain 3 elements not 3, shape (3,) not (3, 1)"),
+    (lambda: function(weight=[1.0, 1.0, 1.0]), lambda: function(weight=torch.ones(3)), TypeError, "expected weight to be a Tensor of shape (3,), got list"),
+    (lambda: layer()(X.to("meta")), lambda: layer()(X), ValueError, "the input is on meta but running_mean on cpu; move one with .to(device)"),
+    (lambda: layer(affine=False, track_running_stats=False)(X, X.to("meta")), lambda: layer()(X, X), ValueError, "the input is on cpu but z on meta"),
+    (lambda: batch_norm_backward(X, X, torch.zeros(3), None), lambda: batch_norm_backward(X, X, torch.zeros(3), torch.ones(3)), TypeError, "expected invstd to be a Tensor of shape (3,), got None"),
+    (lambda: syncbn.create_syncbn_process_group(-1), lambda: syncbn.create_syncbn_process_group(0), ValueError, "group_size must not be negative, got -1"),
     (lambda: function(running_var=None), lambda: function(running_mean=None, running_var=None), ValueError, "must either both be None or neither be None"),
     (lambda: function(training=False, running_mean=None, running_var=None), lambda: function(training=False), ValueError, "running_mean must be defined in evaluation mode"),
     (lambda: function(eps=-1.0), lambda: function(eps=1.0), ValueError, "eps must be positive during training, but got -1.0"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import pickle
 
 import pytest
@@ -37,7 +36,7 @@ def layer_of(process_group: object, ranks: Ranks) -> syncbn.SyncBatchNorm:
     return syncbn.SyncBatchNorm(2, process_group=process_group, dtype=torch.float64, device=ranks.device)
 
 
-def test_each_kind_of_specification(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_specification(ranks: Ranks) -> None:
     everyone = list(range(ranks.size))
     assert ranks_that_share(layer_of(None, ranks), ranks) == everyone
     assert ranks_that_share(layer_of(dist.group.WORLD, ranks), ranks) == everyone
@@ -98,7 +97,6 @@ def test_group_without_this_rank(ranks: Ranks) -> None:
 
 
 def test_groups_are_made_once(ranks: Ranks) -> None:
-    assert groups.existing(1) is None or groups.existing(1).size() == 1
     first = layer_of(1, ranks)
     made = groups.existing(first.process_group)
     layer_of(1, ranks)
@@ -119,9 +117,31 @@ def test_copies_pickles_and_saves(ranks: Ranks) -> None:
     for other in (copied, pickled, loaded):
         assert ranks_that_share(other[0], ranks) == list(range(ranks.size))
         assert ranks_that_share(other[1], ranks) == list(range(ranks.size))
-    text = pickle.dumps(groups.Ranks((0, 97)))
+    assert syncbn.summary(pickled)[0].last_step == f"synchronised over {ranks.size} ranks"
+    assert syncbn.summary(pickle.loads(pickle.dumps(pickled)))[0].last_step == "none yet"
+
+
+def test_a_group_that_does_not_exist_here(ranks: Ranks) -> None:
+    layer = layer_of(None, ranks)
+    layer.process_group = pickle.loads(pickle.dumps(groups.Ranks((0, 97))))
     with pytest.raises(RuntimeError, match=r"global ranks \[0, 97\], and no such group exists here"):
-        pickle.loads(text).group()
+        ranks_that_share(layer, ranks)
+    assert syncbn.summary(layer)[0].group_size == 2
+    layer.eval()(torch.zeros(1, 2, dtype=torch.float64, device=ranks.device))
+
+
+def test_a_conversion_or_revert_that_fails_changes_nothing(ranks: Ranks) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.SyncBatchNorm(2))
+    model[1].process_group = dist.GroupMember.NON_GROUP_MEMBER
+    with pytest.raises(ValueError, match="this rank is not in process_group"):
+        syncbn.convert_syncbn_model(model)
+    assert [type(layer) for layer in model] == [nn.BatchNorm1d, nn.SyncBatchNorm]
+    model[1].process_group = None
+    syncbn.convert_syncbn_model(model)
+    model[1].process_group = groups.Ranks((0, 97))
+    with pytest.raises(RuntimeError, match="no such group exists here"):
+        syncbn.revert_syncbn_model(model)
+    assert [type(layer) for layer in model] == [syncbn.SyncBatchNorm1d, syncbn.SyncBatchNorm]
 
 
 def test_a_converted_torch_layer_keeps_its_group(ranks: Ranks) -> None:
@@ -140,15 +160,17 @@ def test_a_new_default_group_makes_new_groups(ranks: Ranks) -> None:
     import voting
 
     layer = layer_of(1, ranks)
-    everyone = layer_of(None, ranks)
-    old = groups.existing(layer.process_group)
-    del old
+    everyone = [layer_of(None, ranks), layer_of(ranks.size, ranks), layer_of(dist.group.WORLD, ranks)]
     world: World | None = voting.world
     assert world is not None
     world.leave()
     world.enter()
     assert groups.existing(layer.process_group) is None
-    assert ranks_that_share(everyone, ranks) == list(range(ranks.size))
+    for one in everyone:
+        assert ranks_that_share(one, ranks) == list(range(ranks.size))
+        assert groups.existing(one.process_group) is dist.group.WORLD
+    # A value that is its own key would never be released.
+    assert all(group is not default for default, made in groups._made.items() for group in made.values())
     assert ranks_that_share(layer, ranks) == [ranks.rank]
 
 
@@ -193,4 +215,3 @@ def test_groups_cannot_be_made_inside_a_compiled_graph(ranks: Ranks) -> None:
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match=r"convert the layers after torch.distributed.init_process_group\(\)"):
         compiled(torch.randn(3, 2, dtype=torch.float64, device=ranks.device))
-    assert "LOCAL_RANK" in os.environ
