@@ -91,14 +91,15 @@ class SyncBatchNormFunction(torch.autograd.Function):
             dy = Layout.of(x, ctx.channel_dim).dense(dy)
             invstd = moments.inverse_std(var, ctx.eps)
             sums = sum_dy, sum_dy_xmu = gradient_sums(dy, x, y, mean, ctx.channel_dim)
+            # Before the all_reduce: Inductor (torch 2.13) lays the sums into the payload, and the total replaces them.
+            grad_weight = (sum_dy_xmu * invstd).to(weight.dtype) if needs_weight else None
+            grad_bias = sum_dy.to(ctx.bias_dtype) if needs_bias else None
             mean_sums = collectives.all_reduce_sums(sums, ctx.group) / num_values.clamp(min=1)
             grad_x = grad_residual = None
             if needs_x or needs_residual:
                 grad_x, grad_residual = input_gradient(
                     dy, x, y, mean, invstd, weight, mean_sums, ctx.channel_dim, needs_residual
                 )
-            grad_weight = (sum_dy_xmu * invstd).to(weight.dtype) if needs_weight else None
-            grad_bias = sum_dy.to(ctx.bias_dtype) if needs_bias else None
         return grad_x, grad_weight, grad_bias, grad_residual, None, None, None, None
 
 

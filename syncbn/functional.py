@@ -241,7 +241,10 @@ def batch_norm_backward(
         x, dy = layout.dense(input), layout.dense(grad_output.to(input.dtype))
         mean, invstd = mean.to(torch.float64), invstd.to(torch.float64)
         sums = sum_dy, sum_dy_xmu = autograd.gradient_sums(dy, x, None, mean, channel_dim)
-        grad_input = grad_weight = grad_bias = None
+        dtype = autograd.compute_dtype(input) if weight is None else weight.dtype
+        grad_weight = (sum_dy_xmu * invstd).to(dtype) if needs_weight else None
+        grad_bias = sum_dy.to(dtype) if needs_bias else None
+        grad_input = None
         if training:
             packed = collectives.all_reduce_counted_sums(sums, input.numel() // len(mean), group)
             mean_sums = packed[:-1] / packed[-1].clamp(min=1)
@@ -254,11 +257,6 @@ def batch_norm_backward(
             inner_dims = (1,) * (input.ndim - channel_dim - 1)
             grad_input = dy * scale.to(autograd.compute_dtype(input)).view(-1, *inner_dims)
             grad_input = grad_input.to(input.dtype)
-        dtype = autograd.compute_dtype(input) if weight is None else weight.dtype
-        if needs_weight:
-            grad_weight = (sum_dy_xmu * invstd).to(dtype)
-        if needs_bias:
-            grad_bias = sum_dy.to(dtype)
     return grad_input, grad_weight, grad_bias
 
 
