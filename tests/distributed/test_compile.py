@@ -19,7 +19,7 @@ import syncbn
 
 # Dynamo and Inductor use what torch itself deprecates (torch 2.13, November 2026).
 pytestmark = [
-    pytest.mark.skipif(os.environ.get("WORLD_SIZE") != "2", reason="slow to compile on every rank; nothing depends on W"),
+    pytest.mark.skipif(os.environ.get("WORLD_SIZE") != "2", reason="slow, and nothing in it depends on W"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
