@@ -23,11 +23,15 @@ from syncbn import collectives, moments
 from syncbn.kernels import reference as kernels
 from syncbn.layout import Layout
 
+NO_GRADIENTS = (None,) * 5  # of num_values, channel_dim, eps, relu, group
+
 
 class SyncBatchNormFunction(torch.autograd.Function):
-    """(x, weight, bias, residual, channel_dim, eps, relu, group) -> y and, not differentiable, mean, var, n in float64.
+    """(x, weight, bias, residual, num_values, channel_dim, eps, relu, group) -> y, mean, var, n.
 
-    x and residual are dense in the layout of x and of one dtype; `group` is None when there is nothing to synchronise.
+    x and residual are dense in the layout of x and of one dtype; num_values () is how many values of a channel of x
+    count, where it is not all of them, and the others are 0; `group` is None when there is nothing to synchronise.
+    mean (C,), var (C,) and n () are float64 and not differentiable.
 
     Saved for backward: x, weight, mean, var, n, and y when relu is fused.
     Collectives: one all_reduce of 2C + 1 float64 in forward, one of 2C in backward (two with create_graph=True); none
@@ -40,6 +44,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         residual: Tensor | None,
+        num_values: Tensor | None,
         channel_dim: int,
         eps: float,
         relu: bool,
@@ -48,11 +53,10 @@ class SyncBatchNormFunction(torch.autograd.Function):
         with record_function("syncbn.forward"):
             layout = Layout.of(x, channel_dim)
             folded = layout.fold(x)
-            sums = collectives.all_reduce_counted_sums(
-                kernels.channel_sums(folded), folded.shape[0] * folded.shape[2], group
-            )
-            mean, var, num_values = moments.from_sums(sums)
-            collectives.require_two_values(num_values, x.shape)
+            own_values = folded.shape[0] * folded.shape[2] if num_values is None else num_values
+            sums = collectives.all_reduce_counted_sums(kernels.channel_sums(folded), own_values, group)
+            mean, var, total_values = moments.from_sums(sums)
+            collectives.require_two_values(total_values, x.shape)
             center, rest = moments.split_mean(mean, compute_dtype(x))
             scale, shift = moments.output_coefficients(rest, moments.inverse_std(var, eps), weight, bias)
             y = torch.empty_like(x)
@@ -65,11 +69,11 @@ class SyncBatchNormFunction(torch.autograd.Function):
                 relu,
                 layout.fold(y),
             )
-        return y, mean, var, num_values
+        return y, mean, var, total_values
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, weight, bias, _, ctx.channel_dim, ctx.eps, relu, ctx.group = inputs
+        x, weight, bias, _, _, ctx.channel_dim, ctx.eps, relu, ctx.group = inputs
         y, mean, var, num_values = output
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(mean, var, num_values)
@@ -87,7 +91,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
                     dy, x, y, weight, ctx.bias_dtype, num_values, ctx.channel_dim, ctx.eps, ctx.group
                 )
                 needed = zip(gradients, ctx.needs_input_grad[:4], strict=True)
-                return *(gradient if needs else None for gradient, needs in needed), None, None, None, None
+                return *(gradient if needs else None for gradient, needs in needed), *NO_GRADIENTS
             dy = Layout.of(x, ctx.channel_dim).dense(dy)
             invstd = moments.inverse_std(var, ctx.eps)
             sums = sum_dy, sum_dy_xmu = gradient_sums(dy, x, y, mean, ctx.channel_dim)
@@ -100,7 +104,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
                 grad_x, grad_residual = input_gradient(
                     dy, x, y, mean, invstd, weight, mean_sums, ctx.channel_dim, needs_residual
                 )
-        return grad_x, grad_weight, grad_bias, grad_residual, None, None, None, None
+        return grad_x, grad_weight, grad_bias, grad_residual, *NO_GRADIENTS
 
 
 def differentiable_gradients(

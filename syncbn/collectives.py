@@ -21,15 +21,27 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 TEXT_BYTES = 4096
 
 
 def all_reduce_sums(sums: tuple[Tensor, ...], group: dist.ProcessGroup | None) -> Tensor:
     """The sums over all ranks of the backward payload: `sums`, each float64 (C,), packed in one tensor."""
-    packed = torch.cat(sums)
-    if group is not None:
-        dist.all_reduce(packed, group=group)
+    return _all_reduce(torch.cat(sums), group)
+
+
+def _all_reduce(packed: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum of `packed`, which it may overwrite, over the ranks."""
+    if group is None:
+        return packed
+    if not torch.compiler.is_compiling() and _get_current_dispatch_mode() is not None:
+        # A mode such as selective checkpointing's can save only what an operator returns: dist.all_reduce returns
+        # nothing. https://github.com/pytorch/pytorch/blob/main/torch/distributed/_functional_collectives.py
+        operators = torch.ops._c10d_functional
+        total: Tensor = operators.wait_tensor(operators.all_reduce(packed, "sum", group.group_name))
+        return total
+    dist.all_reduce(packed, group=group)
     return packed
 
 
@@ -41,22 +53,33 @@ def differentiable_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         return all_reduce_sums((tensor,), group)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, dist.ProcessGroup], output: Tensor) -> None:
+        _, ctx.group = inputs
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None]:
         return differentiable_all_reduce(grad_total, ctx.group), None
 
 
-def all_reduce_counted_sums(sums: tuple[Tensor, ...], num_values: int, group: dist.ProcessGroup | None) -> Tensor:
+def all_reduce_counted_sums(
+    sums: tuple[Tensor, ...], num_values: int | Tensor, group: dist.ProcessGroup | None
+) -> Tensor:
     """The sums over all ranks of the forward payload: `sums`, each float64 (C,), then this rank's values per channel.
+
+    `num_values` is an int, or a tensor () that is never read on the host.
 
     **Raises** on every rank what any rank reports through `raise_on_all_ranks`. The total is read on CPU in eager mode
     only: on a GPU that would stop the host, in a compiled graph it would split the graph.
     """
-    packed = all_reduce_sums((*sums, sums[0].new_full((1,), num_values)), group)
+    if isinstance(num_values, Tensor):
+        count = num_values.to(torch.float64).view(1)
+    else:
+        count = sums[0].new_full((1,), num_values)
+    packed = all_reduce_sums((*sums, count), group)
     if group is not None and _can_read(packed) and math.isnan(packed[-1]):
         _exchange_faults(None, group)
     return packed
@@ -82,7 +105,7 @@ def raise_on_all_ranks(
         raise error
     payload = torch.zeros(2 * num_channels + 1, dtype=torch.float64, device=device)
     payload[-1] = math.nan
-    dist.all_reduce(payload, group=group)
+    _all_reduce(payload, group)
     _exchange_faults(error, group)
 
 

@@ -5,6 +5,7 @@ Every check is made before anything is sent or changed, and a fault of one rank 
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ def sync_batch_norm(
     channel_dim: int = 1,
     z: Tensor | None = None,
     fuse_relu: bool = False,
+    mask: Tensor | None = None,
 ) -> Tensor:
     r"""Batch norm over all ranks of a process group: F.batch_norm's arguments, and its result for the whole batch.
 
@@ -68,9 +70,14 @@ def sync_batch_norm(
         channel_dim: the dim of the channels; negative counts from the right.
         z: residual of the input's shape, added before the relu; another float dtype is first converted to the input's.
         fuse_relu: apply relu last.
+        mask: bool, which values of the input count: (N,), or the input's shape without the channels' dim, where sizes
+            of 1 stand for all. The others enter no sum, whatever they hold; outputs and gradients there are 0.
 
     Returns:
         Tensor of the input's shape, dtype and memory format.
+
+    In a forward that runs inside a backward, as activation checkpointing's recompute does, the running statistics do
+    not move: they did in the first.
 
     Raises:
         ValueError, TypeError: a bad argument, before any buffer is changed. On CPU in eager mode a fault of any rank is
@@ -98,11 +105,12 @@ def sync_batch_norm(
             channel_dim,
             z,
             fuse_relu,
+            mask,
             num_channels=None,
         )
     if running_mean is None or running_var is None:
         raise ValueError("running_mean must be defined in evaluation mode, and running_var; or pass training=True")
-    return evaluate(input, running_mean, running_var, weight, bias, eps, channel_dim, z, fuse_relu, None)
+    return evaluate(input, running_mean, running_var, weight, bias, eps, channel_dim, z, fuse_relu, mask, None)
 
 
 def train(
@@ -117,6 +125,7 @@ def train(
     channel_dim: int,
     z: Tensor | None,
     fuse_relu: bool,
+    mask: Tensor | None,
     num_channels: int | None,
     check_input_dim: Callable[[Tensor], Any] | None = None,
 ) -> Tensor:
@@ -126,7 +135,9 @@ def train(
     layer.
     """
     try:
-        _check_arguments(input, running_mean, running_var, weight, bias, channel_dim, z, num_channels, check_input_dim)
+        _check_arguments(
+            input, running_mean, running_var, weight, bias, channel_dim, z, mask, num_channels, check_input_dim
+        )
         check_momentum(momentum)
         check_eps(eps)
     except (TypeError, ValueError) as error:
@@ -138,15 +149,28 @@ def train(
         collectives.raise_on_all_ranks(error, num_channels, device, group)
 
     channel_dim %= input.ndim
-    x = Layout.of(input, channel_dim).dense(input)
+    x, num_values = input, None
+    if mask is not None:
+        mask, num_values = _with_channels(mask, input, channel_dim)
+        x = torch.where(mask, input, 0)
+    x = Layout.of(x, channel_dim).dense(x)
     residual = None if z is None else z.to(input.dtype)
     y: Tensor
     y, *statistics = autograd.SyncBatchNormFunction.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, residual, channel_dim, eps, fuse_relu, group
+        x, weight, bias, residual, num_values, channel_dim, eps, fuse_relu, group
     )
-    if running_mean is not None and running_var is not None:
+    if running_mean is not None and running_var is not None and not inside_backward():
         moments.update_running_stats(running_mean, running_var, moments.Moments(*statistics), momentum)
-    return y
+    # Gradients at False places become 0 here on their way in, and in the other torch.where on their way out.
+    return y if mask is None else torch.where(mask, y, 0)
+
+
+def inside_backward() -> bool:
+    """Whether this is called during a backward, as by the recompute of activation checkpointing.
+
+    In a compiled graph that is never so: it recomputes values, not the writes to buffers.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def evaluate(
@@ -159,24 +183,36 @@ def evaluate(
     channel_dim: int,
     z: Tensor | None,
     fuse_relu: bool,
+    mask: Tensor | None,
     num_channels: int | None,
     check_input_dim: Callable[[Tensor], Any] | None = None,
 ) -> Tensor:
     """F.batch_norm, then + z, then relu; of this rank's batch without running statistics. Communicates nothing."""
-    _check_arguments(input, running_mean, running_var, weight, bias, channel_dim, z, num_channels, check_input_dim)
+    _check_arguments(
+        input, running_mean, running_var, weight, bias, channel_dim, z, mask, num_channels, check_input_dim
+    )
+    if mask is not None and running_mean is None:  # the statistics of what counts in this rank's batch
+        return train(input, None, None, weight, bias, 0.0, eps, None, channel_dim, z, fuse_relu, mask, num_channels)
     channel_dim %= input.ndim
+    x = input
+    if mask is not None:
+        mask, _ = _with_channels(mask, input, channel_dim)
+        x = torch.where(mask, input, 0)
     per_channel = (running_mean, running_var, weight, bias)
     if any(given is not None and given.dtype != input.dtype for given in per_channel):
         # F.batch_norm takes parameters of the input's dtype, or all in float32 beside a lower one.
         dtype = autograd.compute_dtype(input)
         running_mean, running_var, weight, bias = (None if given is None else given.to(dtype) for given in per_channel)
-    x = input if channel_dim == 1 else Layout(channel_dim, channel_innermost=False).fold(input)
+    if channel_dim != 1:
+        x = Layout(channel_dim, channel_innermost=False).fold(x)
     y = F.batch_norm(x, running_mean, running_var, weight, bias, training=running_mean is None, eps=eps)
     if channel_dim != 1:
         y = y.view_as(input)
     if z is not None:
         y = y + z.to(input.dtype)
-    return F.relu(y) if fuse_relu else y
+    if fuse_relu:
+        y = F.relu(y)
+    return y if mask is None else torch.where(mask, y, 0)
 
 
 def batch_norm_backward(
@@ -268,6 +304,7 @@ def _check_arguments(
     bias: Tensor | None,
     channel_dim: int,
     z: Tensor | None,
+    mask: Tensor | None,
     num_channels: int | None,
     check_input_dim: Callable[[Tensor], Any] | None,
 ) -> None:
@@ -278,6 +315,8 @@ def _check_arguments(
         raise ValueError("running_mean and running_var must either both be None or neither be None")
     if z is not None:
         _check_like_input("z", z, input)
+    if mask is not None:
+        _check_mask(mask, input, channel_dim)
 
 
 def _check_input(input: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor], Any] | None) -> None:
@@ -340,6 +379,31 @@ def _check_like_input(name: str, given: Tensor, input: Tensor) -> None:
         )
     if given.device != input.device:
         raise ValueError(f"the input is on {input.device} but {name} on {given.device}; move one with .to(device)")
+
+
+def _check_mask(mask: Tensor, input: Tensor, channel_dim: int) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = getattr(mask, "dtype", type(mask).__name__)
+        raise TypeError(f"expected mask to be a bool tensor, True where a value counts, got {got}; use mask != 0")
+    wanted = list(input.shape)
+    del wanted[channel_dim]
+    sizes_fit = all(size in (1, other) for size, other in zip(mask.shape, wanted, strict=False))
+    if mask.ndim not in (1, len(wanted)) or not sizes_fit:
+        raise ValueError(
+            f"expected mask of shape {tuple(wanted)}, which is the input's {tuple(input.shape)} without the channels' "
+            f"dim, with sizes of 1 where all values share it, or ({wanted[0]},); got {tuple(mask.shape)}"
+        )
+    if mask.device != input.device:
+        raise ValueError(f"the input is on {input.device} but mask on {mask.device}; move one with .to(device)")
+
+
+def _with_channels(mask: Tensor, input: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:
+    """`mask` as a view that broadcasts to the input's shape, and how many values of a channel it counts: int64 ()."""
+    if mask.ndim == 1:
+        mask = mask.view(-1, *(1,) * (input.ndim - 2))
+    mask = mask.unsqueeze(channel_dim)
+    num_shared = math.prod(size for dim, size in enumerate(input.shape) if dim != channel_dim and mask.shape[dim] == 1)
+    return mask, mask.sum() * num_shared
 
 
 def check_momentum(momentum: float | Tensor) -> None:

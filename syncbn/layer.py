@@ -106,13 +106,15 @@ class SyncBatchNorm(_BatchNorm):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, z: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Normalise `input`; in training over all ranks of the group, which must call their layers in the same order.
 
         Args:
             input: (N, C, ...), or (N, ..., C) with `channel_last`; 2 or more dims, the numbered classes as in torch;
                 any N, which may differ between ranks and be 0. float16, bfloat16, float32 or float64.
             z: residual of the input's shape, added before the relu.
+            mask: bool, which values count: (N,), or the input's shape without the channels' dim, where sizes of 1 stand
+                for all. The others enter no sum, whatever they hold; outputs and gradients there are 0.
 
         Returns:
             Tensor of the input's shape, dtype and memory format.
@@ -122,7 +124,8 @@ class SyncBatchNorm(_BatchNorm):
                 with the faulty ranks' numbers. Buffers are not changed then.
 
         With no process group, or one rank, the batch is this rank's. With one value per channel over all ranks:
-        ValueError, as F.batch_norm.
+        ValueError, as F.batch_norm. In a forward inside a backward, as activation checkpointing's recompute, the
+        running statistics do not move.
         """
         check_input_dim = self._check_input_dim if _checks_input_dim(type(self)) else None
         channel_dim = -1 if self.channel_last else 1
@@ -137,6 +140,7 @@ class SyncBatchNorm(_BatchNorm):
                 channel_dim,
                 z,
                 self.fuse_relu,
+                mask,
                 self.num_features,
                 check_input_dim,
             )
@@ -164,10 +168,11 @@ class SyncBatchNorm(_BatchNorm):
             channel_dim,
             z,
             self.fuse_relu,
+            mask,
             self.num_features,
             check_input_dim,
         )
-        if counter is not None:
+        if counter is not None and not functional.inside_backward():
             counter.add_(1)
         if not torch.compiler.is_compiling():
             self._synchronised_ranks = 1 if group is None else group.size()

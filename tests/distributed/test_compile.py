@@ -142,6 +142,23 @@ def test_bf16_autocast(ranks: Ranks) -> None:
     torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_masks(ranks: Ranks, backend: str) -> None:
+    """No shape depends on the mask's values, so nothing breaks the graph."""
+    layer = syncbn.SyncBatchNorm2d(1, fuse_relu=True).to(ranks.device)
+    other = copy.deepcopy(layer)
+    compiled = torch.compile(other, backend=backend, fullgraph=True)
+    for seed in range(2):
+        x, y = (own_input(ranks).requires_grad_() for _ in range(2))
+        mask = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(seed)).to(ranks.device) < 0.5
+        expected, actual = layer(x, mask=mask), compiled(y, mask=mask)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        expected.sin().sum().backward()
+        actual.sin().sum().backward()
+        torch.testing.assert_close(y.grad, x.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dict(other.named_buffers()), dict(layer.named_buffers()))
+
+
 def test_dynamic_batch_sizes_compile_twice(ranks: Ranks) -> None:
     """Once for the first size and once for any size."""
     counter = CompileCounter()

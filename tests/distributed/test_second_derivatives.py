@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from oracle import relative_error
 from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
 from torch.distributed.tensor.debug import CommDebugMode
 from voting import Ranks
 
@@ -80,3 +84,112 @@ def test_two_collectives_in_backward_and_none_more_without(ranks: Ranks) -> None
         with CommDebugMode() as backward:
             torch.autograd.grad(y.pow(3).sum(), x, create_graph=create_graph)
         assert backward.get_total_counts() == expected
+
+
+class Slice(torch.autograd.Function):
+    """This rank's rows of a tensor that all ranks hold; `rows` are all ranks' row numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, rows: slice) -> Tensor:
+        ctx.rows, ctx.num_rows = rows, len(whole)
+        return whole[rows].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return Gather.apply(grad, ctx.rows, ctx.num_rows), None
+
+
+class Gather(torch.autograd.Function):
+    """All ranks' rows, on every rank: the adjoint of Slice, as Slice is of it."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, rows: slice, num_rows: int) -> Tensor:
+        ctx.rows = rows
+        whole = own.new_zeros(num_rows, *own.shape[1:])
+        whole[rows] = own
+        dist.all_reduce(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return Slice.apply(grad, ctx.rows), None, None
+
+
+class Copy(torch.autograd.Function):
+    """A parameter that all ranks hold and each uses in its own part: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return Sum.apply(grad)
+
+
+class Sum(torch.autograd.Function):
+    """The adjoint of Copy."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return Copy.apply(grad)
+
+
+@pytest.mark.parametrize("check", [gradcheck, gradgradcheck])
+@pytest.mark.parametrize("variant", ["plain", "weight and bias", "relu and residual"])
+def test_replicated_function(ranks: Ranks, check: Callable[..., bool], variant: str) -> None:
+    """Numerical derivatives of the function whose every rank holds all inputs and all outputs.
+
+    Run per rank on its own input these checks would fail for a correct layer: a rank's input moves all ranks' outputs.
+    """
+    sizes = [2, 3, 1, 0][: ranks.size]
+    rows = ranks.slices(sizes)
+    options = VARIANTS[variant]
+    torch.manual_seed(0)  # the same on all ranks, as the directions that gradgradcheck draws
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64).to(ranks.device).requires_grad_()
+
+    inputs = {"x": draw(sum(sizes), 2, 2), "weight": draw(2), "bias": draw(2), "z": draw(sum(sizes), 2, 2)}
+    names = [name for name in inputs if name == "x" or options.get(name)]
+
+    def replicated(*given: Tensor) -> Tensor:
+        own = {
+            name: (Slice.apply(one, rows) if name in "xz" else Copy.apply(one))
+            for name, one in zip(names, given, strict=True)
+        }
+        y = sync_batch_norm(
+            own["x"],
+            None,
+            None,
+            own.get("weight"),
+            own.get("bias"),
+            training=True,
+            z=own.get("z"),
+            fuse_relu="fuse_relu" in options,
+        )
+        return Gather.apply(y, rows, sum(sizes))
+
+    assert check(replicated, [inputs[name] for name in names])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
+@pytest.mark.skipif(os.environ.get("WORLD_SIZE") != "2", reason="slow, and nothing in it depends on W")
+def test_compiled_graphs_refuse_a_second_derivative(ranks: Ranks) -> None:
+    """As for every module under aot_autograd: torch's error, not wrong numbers."""
+    torch._dynamo.reset()
+    x = torch.randn(4, 3, device=ranks.device, requires_grad=True)
+
+    def normalize(x: Tensor) -> Tensor:
+        return sync_batch_norm(x, None, None, training=True)
+
+    y = torch.compile(normalize, backend="aot_eager", fullgraph=True)(x)
+    (first,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"torch.compile with aot_autograd does not currently support double backw"):
+        first.square().sum().backward()

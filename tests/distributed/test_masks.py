@@ -1,0 +1,194 @@
+"""A mask says which values count: all else enters no sum, whatever it holds (pytorch#70529)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from oracle import Result, full_batch
+from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from voting import Ranks
+
+import syncbn
+from syncbn.functional import sync_batch_norm
+
+# (N,) keeps or drops whole samples; (N, H, W) single values; sizes of 1 are shared.
+MASK_SHAPES = {"samples": (0,), "values": (0, 1, 2), "rows": (0, 1), "columns shared by all samples": (2,)}
+SIZES = (3, 4, 5)  # N per rank, H, W
+CHANNELS = 3
+
+
+def draw_mask(kind: str, rank: int) -> Tensor:
+    """Of one rank, as its user gives it; of rank 0 nothing counts."""
+    shape = [size if dim in MASK_SHAPES[kind] else 1 for dim, size in enumerate(SIZES)]
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(rank)) < 0.6
+    mask.view(-1)[:2] = torch.tensor([True, False])
+    if rank == 0:
+        mask.fill_(False)
+    return mask.view(-1) if kind == "samples" else mask
+
+
+def whole_mask(kind: str, ranks: Ranks) -> Tensor:
+    """(N, H, W) of all ranks."""
+    masks = [draw_mask(kind, rank) for rank in range(ranks.size)]
+    return torch.cat([(mask.view(-1, 1, 1) if kind == "samples" else mask).expand(SIZES) for mask in masks])
+
+
+def of_valid(tensor: Tensor | None, mask: Tensor) -> Tensor | None:
+    """(N, C, H, W) -> (M, C), the M values that count."""
+    return None if tensor is None else tensor.movedim(1, -1)[mask]
+
+
+def spread(valid: Tensor, mask: Tensor) -> Tensor:
+    """(M, C) -> (N, C, H, W), zero where nothing counts."""
+    tensor = valid.new_zeros(*mask.shape, valid.shape[1])
+    tensor[mask] = valid
+    return tensor.movedim(-1, 1)
+
+
+def draw(ranks: Ranks, mask: Tensor, poison: float) -> Tensor:
+    """(N, C, H, W) of all ranks with `poison` where nothing counts."""
+    x = 3 * torch.randn(SIZES[0] * ranks.size, CHANNELS, *SIZES[1:], dtype=torch.float64) + 2
+    return x.masked_fill(~mask[:, None], poison)
+
+
+def check(
+    ranks: Ranks, actual: dict[str, Tensor | None], whole: Result, mask: Tensor, channel_last: bool = False
+) -> None:
+    """This rank's tensors against those of the values that count, spread out again."""
+    mine = ranks.even(len(mask))
+    for name in ("output", "grad_input", "grad_z"):
+        if actual[name] is None:
+            continue
+        expected = spread(getattr(whole, name), mask)[mine].to(ranks.device)
+        got = actual[name].movedim(-1, 1) if channel_last else actual[name]
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+        assert not got.movedim(1, -1)[~mask[mine].to(ranks.device)].any(), name
+
+
+@pytest.mark.parametrize("kind", MASK_SHAPES)
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last format", "channel_last"])
+def test_equals_batch_norm_of_the_values_that_count(
+    ranks: Ranks, kind: str, poison: float, fused: bool, layout: str
+) -> None:
+    """NaN and inf stand wherever nothing counts, in the gradient of the output too."""
+    torch.manual_seed(0)
+    mask = whole_mask(kind, ranks)
+    x, dy = draw(ranks, mask, poison), draw(ranks, mask, poison)
+    z = draw(ranks, mask, poison) if fused else None
+    weight, bias = torch.randn(2, CHANNELS, dtype=torch.float64)
+    whole = full_batch(of_valid(x, mask), of_valid(dy, mask), weight, bias, of_valid(z, mask), relu=fused)
+
+    channel_last = layout == "channel_last"
+    layer = syncbn.SyncBatchNorm(CHANNELS, channel_last=channel_last, fuse_relu=fused, dtype=torch.float64)
+    layer.to(ranks.device).load_state_dict({"weight": weight, "bias": bias}, strict=False)
+    mine = ranks.even(len(x))
+
+    def own(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        tensor = tensor[mine].to(ranks.device)
+        if channel_last:
+            return tensor.movedim(1, -1).contiguous()
+        return tensor.contiguous(memory_format=torch.channels_last) if "format" in layout else tensor
+
+    my_x, my_z = own(x).requires_grad_(), own(z)
+    my_z = None if my_z is None else my_z.requires_grad_()
+    with CommDebugMode() as forward:
+        y = layer(my_x, my_z, mask=draw_mask(kind, ranks.rank).to(ranks.device))
+    with CommDebugMode() as backward:
+        y.backward(own(dy))
+    assert (forward.get_total_counts(), backward.get_total_counts()) == (1, 1)
+    assert y.stride() == my_x.stride()
+    actual = {"output": y, "grad_input": my_x.grad, "grad_z": None if z is None else my_z.grad}
+    check(ranks, actual, whole, mask, channel_last)
+    for name, expected in (("grad_weight", layer.weight.grad), ("grad_bias", layer.bias.grad)):
+        torch.testing.assert_close(ranks.total(expected).cpu(), getattr(whole, name), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(layer.running_mean.cpu(), whole.running_mean)
+    torch.testing.assert_close(layer.running_var.cpu(), whole.running_var)
+
+
+@pytest.mark.parametrize("track_running_stats", [True, False])
+@pytest.mark.parametrize("fused", [False, True])
+def test_evaluation(ranks: Ranks, track_running_stats: bool, fused: bool) -> None:
+    """By the running statistics, or without them by what counts in this rank's batch; nothing is communicated."""
+    torch.manual_seed(ranks.rank)
+    layer = syncbn.SyncBatchNorm(CHANNELS, track_running_stats=track_running_stats, fuse_relu=fused).double().eval()
+    layer.to(ranks.device)
+    x, z = torch.randn(2, *SIZES[:1], CHANNELS, *SIZES[1:], dtype=torch.float64, device=ranks.device)
+    mask = draw_mask("values", 1).to(ranks.device)
+    x[~mask[:, None].expand_as(x)] = math.nan
+    z[~mask[:, None].expand_as(z)] = math.inf
+    x.requires_grad_()
+    with CommDebugMode() as mode:
+        y = layer(x, z, mask=mask)
+        y.backward(torch.full_like(y, math.nan).masked_fill(mask[:, None], 2.0))
+    assert mode.get_total_counts() == 0
+    weight_grad, grad = layer.weight.grad, x.grad
+    layer.weight.grad = None
+    valid = of_valid(x, mask).detach().requires_grad_()
+    expected = layer(valid, of_valid(z, mask))
+    expected.backward(torch.full_like(expected, 2.0))
+    torch.testing.assert_close(y, spread(expected, mask))
+    torch.testing.assert_close(grad, spread(valid.grad, mask))
+    torch.testing.assert_close(weight_grad, layer.weight.grad)
+
+
+def test_nothing_counts_on_any_rank(ranks: Ranks) -> None:
+    """As an all-empty step: only num_batches_tracked moves."""
+    layer = syncbn.SyncBatchNorm(CHANNELS, device=ranks.device)
+    x = torch.full((2, CHANNELS, 4), math.nan, device=ranks.device, requires_grad=True)
+    y = layer(x, mask=torch.zeros(2, dtype=torch.bool, device=ranks.device))
+    y.backward(torch.full_like(y, math.nan))
+    for zero in (y, x.grad, layer.weight.grad, layer.bias.grad, layer.running_mean, layer.running_var - 1):
+        assert not zero.any()
+    assert layer.num_batches_tracked == 1
+
+
+def test_second_derivative(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    mask = whole_mask("values", ranks)
+    x = draw(ranks, mask, math.nan)
+
+    def penalty_gradient(x: Tensor, mask: Tensor | None) -> Tensor:
+        x = x.clone().requires_grad_()
+        y = sync_batch_norm(x, None, None, training=True, mask=mask)
+        (first,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    valid = of_valid(x, mask).requires_grad_()
+    y = torch.nn.functional.batch_norm(valid, None, None, training=True)
+    (first,) = torch.autograd.grad(y.pow(3).sum(), valid, create_graph=True)
+    (expected,) = torch.autograd.grad(first.square().sum(), valid)
+    mine = ranks.even(len(x))
+    actual = penalty_gradient(x[mine].to(ranks.device), draw_mask("values", ranks.rank).to(ranks.device))
+    torch.testing.assert_close(actual.cpu(), spread(expected, mask)[mine], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(2), "expected mask to be a bool tensor, True where a value counts, got torch.float32"),
+        ([True, False], "got list"),
+        (torch.ones(3, dtype=torch.bool), r"expected mask of shape \(2, 4\), which is the input's \(2, 3, 4\) without"),
+        (torch.ones(2, 3, 4, dtype=torch.bool), r"got \(2, 3, 4\)"),
+        (torch.ones(2, 3, dtype=torch.bool), r"got \(2, 3\)"),
+        (torch.ones(2, dtype=torch.bool, device="meta"), "the input is on .* but mask on meta"),
+    ],
+)
+def test_a_bad_mask_on_one_rank_raises_on_all(ranks: Ranks, mask: object, message: str) -> None:
+    layer = syncbn.SyncBatchNorm(3, device=ranks.device)
+    x = torch.randn(2, 3, 4, device=ranks.device)
+    good = torch.ones(2, dtype=torch.bool, device=ranks.device)
+    if isinstance(mask, Tensor) and mask.device.type == "cpu":
+        mask = mask.to(ranks.device)
+    bad = ranks.rank == ranks.size - 1
+    if ranks.device.type != "cpu" and not bad:
+        return
+    with pytest.raises((TypeError, ValueError), match=rf"rank {ranks.size - 1}: .*{message}"):
+        layer(x, mask=mask if bad else good)
+    assert layer.num_batches_tracked == 0
