@@ -5,7 +5,6 @@ Every check is made before anything is sent or changed, and a fault of one rank 
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -398,12 +397,13 @@ def _check_mask(mask: Tensor, input: Tensor, channel_dim: int) -> None:
 
 
 def _with_channels(mask: Tensor, input: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:
-    """`mask` as a view that broadcasts to the input's shape, and how many values of a channel it counts: int64 ()."""
+    """`mask` as a view of the input's shape with one channel, and how many values it counts: int64 ()."""
     if mask.ndim == 1:
         mask = mask.view(-1, *(1,) * (input.ndim - 2))
-    mask = mask.unsqueeze(channel_dim)
-    num_shared = math.prod(size for dim, size in enumerate(input.shape) if dim != channel_dim and mask.shape[dim] == 1)
-    return mask, mask.sum() * num_shared
+    shape = list(input.shape)
+    shape[channel_dim] = 1
+    mask = mask.unsqueeze(channel_dim).expand(shape)
+    return mask, mask.sum()
 
 
 def check_momentum(momentum: float | Tensor) -> None:
