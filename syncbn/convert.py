@@ -8,27 +8,21 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
 from syncbn import groups
-from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
+from syncbn.layer import SyncBatchNorm
+from syncbn.subclasses import OURS, synchronised_class
 
 if TYPE_CHECKING:
     from syncbn.groups import ProcessGroupLike, Specification
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
-
-SYNCHRONISED_CLASS: dict[type[nn.Module], type[SyncBatchNorm]] = {
-    nn.BatchNorm1d: SyncBatchNorm1d,
-    nn.BatchNorm2d: SyncBatchNorm2d,
-    nn.BatchNorm3d: SyncBatchNorm3d,
-    nn.SyncBatchNorm: SyncBatchNorm,
-}
 
 # What a conversion adds to a layer's own attributes, and a revert takes away.
 ADDED = ("_original_class", "_process_group", "channel_last", "fuse_relu", "_synchronised_ranks")
@@ -37,11 +31,12 @@ ADDED = ("_original_class", "_process_group", "channel_last", "fuse_relu", "_syn
 def convert_syncbn_model(
     model: AnyModule, process_group: ProcessGroupLike = None, channel_last: bool = False
 ) -> AnyModule:
-    """Make each nn.BatchNorm1d/2d/3d and nn.SyncBatchNorm of `model` a synchronised layer, in place; return `model`.
+    """Make each batch-norm layer of `model` a synchronised layer, in place, and return `model`.
 
-    The name is apex's. Only the class of a layer changes, and only when it is exactly one of these four. Other
-    subclasses of BatchNorm, parametrized layers and lazy layers that have not seen an input are left alone and named in
-    one warning. Converting again changes nothing.
+    The name is apex's. Only the class of a layer changes: nn.BatchNorm1d/2d/3d and nn.SyncBatchNorm become ours, a
+    subclass becomes a class that keeps its behaviour and gains synchronisation (see subclasses.py), a parametrization
+    stays, a lazy layer is synchronised from its first forward. Subclasses of nn.SyncBatchNorm are left alone and named
+    in one warning. Converting again changes nothing.
 
     Args:
         model: any module, also a single batch-norm layer. Convert before wrapping it:
@@ -68,7 +63,11 @@ def convert_syncbn_model(
     for layer, own_spec in zip(layers, specs, strict=True):
         _convert(layer, own_spec, channel_last)
     if left_alone:
-        warnings.warn("syncbn left these layers unsynchronised: " + "; ".join(left_alone), stacklevel=2)
+        warnings.warn(
+            f"syncbn left {', '.join(left_alone)} as they are: a subclass of nn.SyncBatchNorm has communication of its "
+            "own. Derive it from nn.BatchNorm1d, 2d or 3d.",
+            stacklevel=2,
+        )
     return model
 
 
@@ -89,16 +88,18 @@ def revert_syncbn_model(model: AnyModule) -> AnyModule:
     }
     for layer in converted:
         original_class = vars(layer)["_original_class"]
+        if issubclass(original_class, LazyModuleMixin) and not isinstance(layer, LazyModuleMixin):
+            original_class = original_class.cls_to_become
         for name in ADDED:
             vars(layer).pop(name, None)
-        layer.__class__ = original_class
+        _set_class(layer, original_class)
         if layer in own_groups:
             vars(layer)["process_group"] = own_groups[layer]
     return model
 
 
 def _select(model: nn.Module) -> tuple[list[_BatchNorm], list[str]]:
-    """The layers to convert, and for each batch norm that is left alone its name and the reason."""
+    """The layers to convert, and the name and class of each that is left alone."""
     layers: list[_BatchNorm] = []
     left_alone: list[str] = []
     for name, module in model.named_modules():
@@ -108,26 +109,37 @@ def _select(model: nn.Module) -> tuple[list[_BatchNorm], list[str]]:
             raise RuntimeError(
                 f"{name!r} is already wrapped by fully_shard; call convert_syncbn_model before fully_shard"
             )
-        label = f"{name or 'the model itself'} ({type(module).__name__})"
-        if type(module) in SYNCHRONISED_CLASS:
-            layers.append(module)
-        elif any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
-            left_alone.append(f"{label}: lazy, convert it after its first forward")
-        elif is_parametrized(module):
-            left_alone.append(f"{label}: parametrized, convert it before registering the parametrization")
+        original_class = _class_of(module)
+        if issubclass(original_class, nn.SyncBatchNorm) and original_class not in OURS:
+            left_alone.append(f"{name or 'the model itself'} ({original_class.__name__})")
         else:
-            left_alone.append(f"{label}: a subclass whose own behaviour would be lost")
+            layers.append(module)
     return layers, left_alone
 
 
 def _convert(layer: _BatchNorm, spec: Specification, channel_last: bool) -> None:
-    original_class = type(layer)
+    original_class = _class_of(layer)
     vars(layer).pop("process_group", None)
-    layer.__class__ = SYNCHRONISED_CLASS[original_class]
+    _set_class(layer, synchronised_class(original_class))
     assert isinstance(layer, SyncBatchNorm)
     vars(layer)["_original_class"] = original_class
     layer.process_group = spec
     layer.channel_last = channel_last
+
+
+def _class_of(layer: nn.Module) -> type[Any]:
+    """The layer's class, without the one that torch.nn.utils.parametrize makes for each layer on top of it."""
+    return type(layer).__bases__[0] if is_parametrized(layer) else type(layer)
+
+
+def _set_class(layer: nn.Module, new_class: type[nn.Module]) -> None:
+    """Exchange `_class_of(layer)`; the class on top of it is made again on top of the new one."""
+    if is_parametrized(layer):
+        namespace = {
+            name: value for name, value in vars(type(layer)).items() if name not in ("__dict__", "__weakref__")
+        }
+        new_class = type(f"Parametrized{new_class.__name__}", (new_class,), namespace)
+    layer.__class__ = new_class
 
 
 def _is_fsdp(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,7 +129,6 @@ class SyncBatchNorm(_BatchNorm):
         running statistics do not move.
         """
         check_input_dim = self._check_input_dim if _checks_input_dim(type(self)) else None
-        channel_dim = -1 if self.channel_last else 1
         if not self.training:
             return functional.evaluate(
                 input,
@@ -137,7 +137,7 @@ class SyncBatchNorm(_BatchNorm):
                 self.weight,
                 self.bias,
                 self.eps,
-                channel_dim,
+                -1 if self.channel_last else 1,
                 z,
                 self.fuse_relu,
                 mask,
@@ -145,18 +145,13 @@ class SyncBatchNorm(_BatchNorm):
                 check_input_dim,
             )
 
-        group = None
-        if getattr(self, "_is_replica", False):
-            _warn_in_data_parallel()
-        else:
-            group = groups.resolve(self.process_group)
         counter = self.num_batches_tracked if self.track_running_stats else None
         momentum: float | Tensor
         if self.momentum is not None:
             momentum = self.momentum
         else:  # the average of all batches, without reading the counter on the host
             momentum = 0.0 if counter is None else 1.0 / (counter + 1).to(torch.float64)
-        output = functional.train(
+        output = self.normalize(
             input,
             self.running_mean if self.track_running_stats else None,
             self.running_var if self.track_running_stats else None,
@@ -164,16 +159,49 @@ class SyncBatchNorm(_BatchNorm):
             self.bias,
             momentum,
             self.eps,
+            z,
+            mask,
+            check_input_dim,
+        )
+        if counter is not None and not functional.inside_backward():
+            counter.add_(1)
+        return output
+
+    def normalize(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        momentum: float | Tensor,
+        eps: float,
+        z: Tensor | None = None,
+        mask: Tensor | None = None,
+        check_input_dim: Callable[[Tensor], Any] | None = None,
+    ) -> Tensor:
+        """F.batch_norm(training=True) of these arguments over all ranks of this layer's group."""
+        group = None
+        if getattr(self, "_is_replica", False):
+            _warn_in_data_parallel()
+        else:
+            group = groups.resolve(self.process_group)
+        output = functional.train(
+            input,
+            running_mean,
+            running_var,
+            weight,
+            bias,
+            momentum,
+            eps,
             group,
-            channel_dim,
+            -1 if self.channel_last else 1,
             z,
             self.fuse_relu,
             mask,
             self.num_features,
             check_input_dim,
         )
-        if counter is not None and not functional.inside_backward():
-            counter.add_(1)
         if not torch.compiler.is_compiling():
             self._synchronised_ranks = 1 if group is None else group.size()
         return output

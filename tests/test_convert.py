@@ -7,8 +7,10 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
+from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d, OnlyAttributes, OwnMathematics, Positive
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrize
 
 import syncbn
 
@@ -84,35 +86,126 @@ def test_copies_and_pickles_of_converted_layers() -> None:
         assert type(syncbn.revert_syncbn_model(other)[0]) is nn.BatchNorm1d
 
 
-class OwnForward(nn.BatchNorm2d):
-    """A BatchNorm with a behaviour of its own."""
+class SubclassOfSyncBatchNorm(nn.SyncBatchNorm):
+    """With communication of its own."""
 
 
 def test_what_is_left_alone_is_named_in_one_warning() -> None:
     model = nn.ModuleDict(
-        {
-            "own": OwnForward(3),
-            "parametrized": parametrizations.weight_norm(nn.BatchNorm2d(3), dim=None),
-            "lazy": nn.LazyBatchNorm2d(),
-            "instance": nn.InstanceNorm2d(3),
-            "plain": nn.BatchNorm2d(3),
-        }
+        {"a": SubclassOfSyncBatchNorm(3), "instance": nn.InstanceNorm2d(3), "plain": nn.BatchNorm2d(3)}
     )
     classes = {name: type(module) for name, module in model.items()}
-    with pytest.warns(UserWarning, match="left these layers unsynchronised") as warned:
+    with pytest.warns(
+        UserWarning, match=r"left a \(SubclassOfSyncBatchNorm\) as they are: .* Derive it from"
+    ) as warned:
         syncbn.convert_syncbn_model(model)
     assert len(warned) == 1
-    text = str(warned[0].message)
-    assert "own (OwnForward): a subclass whose own behaviour would be lost" in text
-    assert "parametrized (ParametrizedBatchNorm2d): parametrized" in text
-    assert "lazy (LazyBatchNorm2d): lazy, convert it after its first forward" in text
-    assert "instance" not in text
-    changed = [name for name, module in model.items() if type(module) is not classes[name]]
-    assert changed == ["plain"]
-    model["lazy"](torch.randn(2, 3, 2, 2))
-    with pytest.warns(UserWarning, match="own"):
-        syncbn.convert_syncbn_model(model)
-    assert type(model["lazy"]) is syncbn.SyncBatchNorm2d
+    assert [name for name, module in model.items() if type(module) is not classes[name]] == ["plain"]
+
+
+def parametrized(layer: nn.Module) -> nn.Module:
+    return parametrize.register_parametrization(layer, "weight", Positive())
+
+
+SUBCLASSES = {
+    "timm's": lambda: BatchNormAct2d(3),
+    "timm's, momentum None": lambda: BatchNormAct2d(3, momentum=None),
+    "calls super": lambda: CallsSuper2d(3),
+    "only attributes": lambda: OnlyAttributes(3),
+    "parametrized": lambda: parametrized(nn.BatchNorm2d(3)),
+    "parametrized subclass": lambda: parametrized(BatchNormAct2d(3)),
+}
+
+
+@pytest.mark.parametrize("kind", SUBCLASSES)
+def test_subclasses_keep_their_behaviour(kind: str) -> None:
+    """Training, evaluation, copies, and a revert after which nothing reminds of the conversion."""
+    torch.manual_seed(0)
+    plain = SUBCLASSES[kind]()
+    layer = copy.deepcopy(plain)
+    before, original = dict(vars(layer)), type(layer)
+    assert syncbn.convert_syncbn_model(layer) is layer
+    assert isinstance(layer, syncbn.SyncBatchNorm)
+    copies = [copy.deepcopy(layer)]
+    if "parametrized" not in kind:  # which torch refuses to pickle
+        assert isinstance(layer, original)
+        copies.append(pickle.loads(pickle.dumps(layer)))
+        assert type(copies[1]) is type(layer)
+    for x in torch.randn(2, 4, 3, 2, 2):
+        expected = plain(x)
+        for one in (layer, *copies):
+            torch.testing.assert_close(one(x), expected)
+    assert layer._synchronised_ranks == 1
+    torch.testing.assert_close(layer.state_dict(), plain.state_dict())
+    assert torch.equal(layer.eval()(x), copy.deepcopy(layer)(x))
+    torch.testing.assert_close(layer(x), plain.eval()(x))
+    syncbn.revert_syncbn_model(layer)
+    assert type(layer).__name__ == original.__name__
+    assert vars(layer).keys() == before.keys()
+    assert not isinstance(layer, syncbn.SyncBatchNorm)
+    torch.testing.assert_close(layer(x), plain(x))
+
+
+def test_a_subclass_of_a_converted_subclass() -> None:
+    syncbn.convert_syncbn_model(CallsSuper2d(3))
+    layer = syncbn.convert_syncbn_model(type("Child", (CallsSuper2d,), {"note": 1})(3))
+    torch.testing.assert_close(
+        layer(torch.tensor([1.0, 3.0]).view(2, 1, 1, 1).expand(2, 3, 1, 1), times=3.0).amax(),
+        torch.tensor(3.0),
+        rtol=1e-4,
+        atol=0,
+    )
+    assert layer.note == 1
+
+
+def test_frozen_statistics_of_a_subclass_stay_frozen() -> None:
+    class Frozen(nn.BatchNorm2d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+
+    layer = syncbn.convert_syncbn_model(Frozen(3))
+    x = torch.randn(4, 3, 2, 2)
+    torch.testing.assert_close(layer(x), x, rtol=1e-4, atol=1e-4)
+    assert syncbn.summary(layer)[0].last_step == "not synchronised"
+
+
+def test_a_forward_that_cannot_be_synchronised_says_so_once() -> None:
+    model = nn.Sequential(*[syncbn.convert_syncbn_model(OwnMathematics(3)) for _ in range(2)])
+    with pytest.warns(
+        UserWarning, match=r"not synchronising: OwnMathematics.forward calls neither super\(\)"
+    ) as warned:
+        model(torch.randn(4, 3, 2, 2))
+    assert len(warned) == 1
+
+
+def test_parametrizations_come_and_go_around_a_conversion() -> None:
+    layer = syncbn.convert_syncbn_model(parametrized(nn.BatchNorm2d(3)))
+    assert parametrize.is_parametrized(layer, "weight")
+    assert torch.equal(layer.weight, torch.full((3,), torch.e))
+    parametrize.remove_parametrizations(layer, "weight")
+    assert type(layer) is syncbn.SyncBatchNorm2d
+    parametrized(layer)
+    syncbn.revert_syncbn_model(layer)
+    assert isinstance(layer, nn.BatchNorm2d)
+    assert not isinstance(layer, syncbn.SyncBatchNorm)
+    assert parametrize.is_parametrized(layer, "weight")
+    parametrize.remove_parametrizations(layer, "weight")
+    assert type(layer) is nn.BatchNorm2d
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_a_lazy_layer_is_synchronised_from_its_first_forward() -> None:
+    layer = syncbn.convert_syncbn_model(nn.LazyBatchNorm2d(momentum=0.2))
+    syncbn.revert_syncbn_model(layer)
+    assert type(layer) is nn.LazyBatchNorm2d
+    syncbn.convert_syncbn_model(layer, process_group=1)
+    assert isinstance(layer, nn.LazyBatchNorm2d)
+    layer(torch.randn(4, 3, 2, 2))
+    assert type(layer) is syncbn.SyncBatchNorm2d
+    assert layer.process_group == layer._synchronised_ranks == 1
+    assert (layer.num_features, layer.momentum) == (3, 0.2)
+    syncbn.revert_syncbn_model(layer)
+    assert type(layer) is nn.BatchNorm2d
 
 
 def test_a_layer_that_fsdp2_wraps_raises_and_nothing_changes() -> None:

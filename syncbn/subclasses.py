@@ -1,0 +1,123 @@
+"""The synchronised class of each BatchNorm class: ours for torch's own, and for a subclass one that is made from it.
+
+A made class stands before the original and before ours, so that everything the original defines stays:
+
+    SyncX -> X -> ... -> SyncBatchNorm2d -> SyncBatchNorm -> nn.BatchNorm2d -> ...
+
+X's `super().forward(...)` lands in ours. Where X calls F.batch_norm itself, a TorchFunctionMode around its forward
+    answers with the batch norm of all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.overrides import TorchFunctionMode
+
+from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
+
+OURS: dict[type[nn.Module], type[SyncBatchNorm]] = {
+    nn.BatchNorm1d: SyncBatchNorm1d,
+    nn.BatchNorm2d: SyncBatchNorm2d,
+    nn.BatchNorm3d: SyncBatchNorm3d,
+    nn.SyncBatchNorm: SyncBatchNorm,
+}
+
+_classes = dict(OURS)  # and those made so far
+
+
+def synchronised_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
+    """The class that an instance of `original` gets: a subclass of it, but for nn.SyncBatchNorm, and of ours."""
+    if original not in _classes:
+        _classes[original] = _make_class(original)
+    return _classes[original]
+
+
+def _make_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
+    namespace: dict[str, Any] = {"__doc__": original.__doc__, "__module__": original.__module__, "original": original}
+    if (
+        issubclass(original, LazyModuleMixin) and original.cls_to_become is not None
+    ):  # the first forward makes it a layer of this class
+        ours = namespace["cls_to_become"] = synchronised_class(original.cls_to_become)
+    else:
+        ours = next((OURS[base] for base in original.__mro__ if base in OURS), SyncBatchNorm)
+    mixin = _Made if original.forward is _BatchNorm.forward else _KeepsForward
+    return type(f"Sync{original.__name__}", (mixin, original, ours), namespace)
+
+
+if TYPE_CHECKING:
+    _Beside = SyncBatchNorm  # what a mixin may count on: every made class derives from it too
+else:
+    _Beside = object
+
+
+class _Made(_Beside):
+    """What every made class has: a way to copy and pickle, since its name leads nowhere."""
+
+    original: type[nn.Module]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _empty_instance, (self.original,), self.__getstate__()
+
+
+class _KeepsForward(_Made):
+    """For an original with a forward of its own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with _SynchroniseBatchNorm(self):
+            output = super().forward(*args, **kwargs)
+        if self.training and self._synchronised_ranks is None and not torch.compiler.is_compiling():
+            _warn_of_own_mathematics(self.original.__qualname__)
+        return output
+
+
+class _SynchroniseBatchNorm(TorchFunctionMode):
+    """Within the context F.batch_norm(training=True) of a layer in training is over all ranks of its group."""
+
+    def __init__(self, layer: SyncBatchNorm) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.batch_norm and self.layer.training:
+            func = functools.partial(_batch_norm, self.layer)
+        return func(*args, **(kwargs or {}))
+
+
+def _batch_norm(
+    layer: SyncBatchNorm,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if training:
+        return layer.normalize(input, running_mean, running_var, weight, bias, momentum, eps)
+    if not torch.compiler.is_compiling():
+        layer._synchronised_ranks = 1  # frozen statistics, as the original wants it
+    return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _empty_instance(original: type[nn.Module]) -> SyncBatchNorm:
+    made = synchronised_class(original)
+    return made.__new__(made)
+
+
+@functools.cache
+def _warn_of_own_mathematics(name: str) -> None:
+    warnings.warn(
+        f"syncbn is not synchronising: {name}.forward calls neither super().forward nor F.batch_norm. "
+        "Let it call one of them, or syncbn.functional.sync_batch_norm.",
+        stacklevel=3,
+    )

@@ -1,0 +1,65 @@
+"""Subclasses of BatchNorm as users write them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class BatchNormAct2d(nn.BatchNorm2d):
+    """As timm's: batch norm by F.batch_norm, then dropout and activation."""
+
+    def __init__(self, num_features: int, drop: float = 0.0, **options: object) -> None:
+        super().__init__(num_features, **options)
+        self.drop, self.act = nn.Dropout(drop), nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        use_batch = self.training or self.running_mean is None
+        tracks = not self.training or self.track_running_stats
+        x = F.batch_norm(
+            x,
+            self.running_mean if tracks else None,
+            self.running_var if tracks else None,
+            self.weight,
+            self.bias,
+            use_batch,
+            factor,
+            self.eps,
+        )
+        return self.act(self.drop(x))
+
+
+class CallsSuper2d(nn.BatchNorm2d):
+    """A forward around the one it inherits."""
+
+    def forward(self, x: torch.Tensor, times: float = 2.0) -> torch.Tensor:
+        return times * super().forward(x)
+
+
+class OnlyAttributes(torch.nn.modules.batchnorm._BatchNorm):
+    """No forward, no numbered parent."""
+
+    note = "mine"
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        assert input.ndim == 4
+
+
+class OwnMathematics(nn.BatchNorm2d):
+    """Nothing of it can be synchronised."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - x.mean((0, 2, 3), keepdim=True)) / x.std((0, 2, 3), keepdim=True)
+
+
+class Positive(nn.Module):
+    """A parametrization."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.exp()
