@@ -12,7 +12,8 @@ Symbols: C channels; n values per channel over all ranks r; x, y, dy of any shap
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,24 +52,12 @@ class SyncBatchNormFunction(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         with record_function("syncbn.forward"):
-            layout = Layout.of(x, channel_dim)
-            folded = layout.fold(x)
+            folded = Layout.of(x, channel_dim).fold(x)
             own_values = folded.shape[0] * folded.shape[2] if num_values is None else num_values
             sums = collectives.all_reduce_counted_sums(kernels.channel_sums(folded), own_values, group)
             mean, var, total_values = moments.from_sums(sums)
             collectives.require_two_values(total_values, x.shape)
-            center, rest = moments.split_mean(mean, compute_dtype(x))
-            scale, shift = moments.output_coefficients(rest, moments.inverse_std(var, eps), weight, bias)
-            y = torch.empty_like(x)
-            kernels.normalize(
-                folded,
-                center,
-                scale.to(center.dtype),
-                shift.to(center.dtype),
-                None if residual is None else layout.fold(residual),
-                relu,
-                layout.fold(y),
-            )
+            y = normalize(x, mean, var, weight, bias, residual, channel_dim, eps, relu)
         return y, mean, var, total_values
 
     @staticmethod
@@ -87,9 +76,8 @@ class SyncBatchNormFunction(torch.autograd.Function):
         with record_function("syncbn.backward"):
             dy = torch.zeros_like(x) if grad_output is None else grad_output
             if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
-                gradients = differentiable_gradients(
-                    dy, x, y, weight, ctx.bias_dtype, num_values, ctx.channel_dim, ctx.eps, ctx.group
-                )
+                step = Step(dy, x, y, weight, ctx.bias_dtype, num_values)
+                (gradients,) = differentiable_gradients([step], ctx.channel_dim, ctx.eps, ctx.group)
                 needed = zip(gradients, ctx.needs_input_grad[:4], strict=True)
                 return *(gradient if needs else None for gradient, needs in needed), *NO_GRADIENTS
             dy = Layout.of(x, ctx.channel_dim).dense(dy)
@@ -107,42 +95,88 @@ class SyncBatchNormFunction(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, grad_residual, *NO_GRADIENTS
 
 
+class Step(NamedTuple):
+    """What the differentiable gradients of one input need; `y` with a fused relu only."""
+
+    dy: Tensor
+    x: Tensor
+    y: Tensor | None
+    weight: Tensor | None
+    bias_dtype: torch.dtype | None
+    num_values: Tensor
+
+
 def differentiable_gradients(
-    dy: Tensor,
+    steps: list[Step], channel_dim: int, eps: float, group: dist.ProcessGroup | None
+) -> list[tuple[Tensor | None, ...]]:
+    """For each step grad_input, grad_weight, grad_bias, grad_residual as a graph of dy, x and weight.
+
+    For a second derivative. Mean and variance are computed again from x, with the all_reduce as part of the graph: two
+    in all, whatever the number of steps.
+    """
+    layouts = [Layout.of(step.x, channel_dim % step.x.ndim) for step in steps]
+    wide_xs = [layout.fold(step.x).to(torch.float64) for layout, step in zip(layouts, steps, strict=True)]
+    wide_dys = []
+    for layout, step in zip(layouts, steps, strict=True):
+        wide_dy = layout.fold(step.dy).to(torch.float64)
+        wide_dys.append(wide_dy if step.y is None else wide_dy.masked_fill(layout.fold(step.y) <= 0, 0))
+
+    def means_over_ranks(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        packed = [torch.cat((first.sum((0, 2)), second.sum((0, 2)))) for first, second in pairs]
+        totals = collectives.differentiable_all_reduce(torch.cat(packed), group)
+        for total, step in zip(torch.split(totals, [one.numel() for one in packed]), steps, strict=True):
+            first, second = (total / step.num_values.clamp(min=1)).chunk(2)
+            yield first, second
+
+    invstds, xmus = [], []
+    pairs = [(wide_x, wide_x.square()) for wide_x in wide_xs]
+    for wide_x, (mean, mean_square) in zip(wide_xs, means_over_ranks(pairs), strict=True):
+        invstds.append(moments.inverse_std((mean_square - mean.square()).clamp(min=0), eps))
+        xmus.append(wide_x - mean[:, None])
+
+    gradients: list[tuple[Tensor | None, ...]] = []
+    pairs = [(wide_dy, wide_dy * xmu) for wide_dy, xmu in zip(wide_dys, xmus, strict=True)]
+    for step, layout, wide_dy, xmu, invstd, (mean_dy, mean_dy_xmu) in zip(
+        steps, layouts, wide_dys, xmus, invstds, means_over_ranks(pairs), strict=True
+    ):
+        scale = invstd if step.weight is None else invstd * step.weight
+        wide_grad_x = (wide_dy - mean_dy[:, None] - xmu * (invstd.square() * mean_dy_xmu)[:, None]) * scale[:, None]
+        grad_x, grad_residual = (layout.unfold(wide, step.x.shape).to(step.x.dtype) for wide in (wide_grad_x, wide_dy))
+        grad_weight = grad_bias = None
+        if step.weight is not None:
+            grad_weight = ((wide_dy * xmu).sum((0, 2)) * invstd).to(step.weight.dtype)
+        if step.bias_dtype is not None:
+            grad_bias = wide_dy.sum((0, 2)).to(step.bias_dtype)
+        gradients.append((grad_x, grad_weight, grad_bias, grad_residual))
+    return gradients
+
+
+def normalize(
     x: Tensor,
-    y: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
     weight: Tensor | None,
-    bias_dtype: torch.dtype | None,
-    num_values: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
     channel_dim: int,
     eps: float,
-    group: dist.ProcessGroup | None,
-) -> tuple[Tensor | None, ...]:
-    """grad_input, grad_weight, grad_bias, grad_residual as a graph of dy, x and weight, for a second derivative.
-
-    The mean and the variance are computed again from x, with the all_reduce as part of the graph: two in all.
-    """
+    relu: bool,
+) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias (+ residual) (then relu). x and residual are dense in one layout."""
     layout = Layout.of(x, channel_dim)
-    wide_x, wide_dy = (layout.fold(given).to(torch.float64) for given in (x, dy))
-    if y is not None:
-        wide_dy = wide_dy.masked_fill(layout.fold(y) <= 0, 0)
-
-    def mean_over_ranks(first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
-        packed = torch.cat((first.sum((0, 2)), second.sum((0, 2))))
-        return (collectives.differentiable_all_reduce(packed, group) / num_values.clamp(min=1)).chunk(2)
-
-    mean, mean_square = mean_over_ranks(wide_x, wide_x.square())
-    invstd = moments.inverse_std((mean_square - mean.square()).clamp(min=0), eps)
-    xmu = wide_x - mean[:, None]
-    mean_dy, mean_dy_xmu = mean_over_ranks(wide_dy, wide_dy * xmu)
-    scale = invstd if weight is None else invstd * weight
-    wide_grad_x = (wide_dy - mean_dy[:, None] - xmu * (invstd.square() * mean_dy_xmu)[:, None]) * scale[:, None]
-    return (
-        layout.unfold(wide_grad_x, x.shape).to(x.dtype),
-        None if weight is None else ((wide_dy * xmu).sum((0, 2)) * invstd).to(weight.dtype),
-        None if bias_dtype is None else wide_dy.sum((0, 2)).to(bias_dtype),
-        layout.unfold(wide_dy, x.shape).to(x.dtype),
+    center, rest = moments.split_mean(mean, compute_dtype(x))
+    scale, shift = moments.output_coefficients(rest, moments.inverse_std(var, eps), weight, bias)
+    y = torch.empty_like(x)
+    kernels.normalize(
+        layout.fold(x),
+        center,
+        scale.to(center.dtype),
+        shift.to(center.dtype),
+        None if residual is None else layout.fold(residual),
+        relu,
+        layout.fold(y),
     )
+    return y
 
 
 def gradient_sums(dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:

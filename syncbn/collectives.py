@@ -95,15 +95,17 @@ def require_two_values(num_values: Tensor, input_shape: torch.Size) -> None:
 
 
 def raise_on_all_ranks(
-    error: Exception, num_channels: int, device: torch.device, group: dist.ProcessGroup | None
+    error: Exception, num_channels: int, device: torch.device, group: dist.ProcessGroup | None, num_inputs: int = 1
 ) -> NoReturn:
     """Join the forward all_reduce of `num_channels` channels as a faulty rank, then raise `error` on every rank.
+
+    `num_channels` is the sum over `num_inputs` inputs that share the all_reduce.
 
     On a GPU and in compiled graphs, where no rank reads the mark, `error` is raised on this rank alone.
     """
     if group is None or device.type != "cpu" or torch.compiler.is_compiling():
         raise error
-    payload = torch.zeros(2 * num_channels + 1, dtype=torch.float64, device=device)
+    payload = torch.zeros(2 * num_channels + num_inputs, dtype=torch.float64, device=device)
     payload[-1] = math.nan
     _all_reduce(payload, group)
     _exchange_faults(error, group)

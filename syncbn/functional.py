@@ -6,7 +6,7 @@ Every check is made before anything is sent or changed, and a fault of one rank 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,13 +14,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from syncbn import autograd, collectives, groups, moments
+from syncbn import autograd, collectives, groups, many, moments
 from syncbn.layout import Layout
 
 if TYPE_CHECKING:
     from syncbn.groups import ProcessGroupLike
 
-__all__ = ["batch_norm_backward", "sync_batch_norm"]
+__all__ = ["batch_norm_backward", "sync_batch_norm", "sync_batch_norm_many"]
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -112,6 +112,82 @@ def sync_batch_norm(
     return evaluate(input, running_mean, running_var, weight, bias, eps, channel_dim, z, fuse_relu, mask, None)
 
 
+def sync_batch_norm_many(
+    inputs: Sequence[Tensor],
+    running_means: Sequence[Tensor | None] | None = None,
+    running_vars: Sequence[Tensor | None] | None = None,
+    weights: Sequence[Tensor | None] | None = None,
+    biases: Sequence[Tensor | None] | None = None,
+    training: bool = True,
+    momentum: float | Tensor = 0.1,
+    eps: float = 1e-5,
+    process_group: ProcessGroupLike = None,
+    *,
+    channel_dim: int = 1,
+) -> list[Tensor]:
+    r"""`sync_batch_norm` of each of k independent inputs, with one all_reduce for all of them each way.
+
+    For detection heads over several pyramid levels, siamese views and the like: equal to k calls, each input with
+    statistics, buffers and parameters of its own. The all_reduces carry the sum of k calls' bytes: latency is what is
+    saved. None in evaluation, with one rank or no process group. Every rank must pass as many inputs.
+
+    Args:
+        inputs: k tensors as `sync_batch_norm` takes them, on one device; their shapes and channels may differ.
+        running_means, running_vars, weights, biases: k tensors (C,) or None each; None for none at all.
+        training, momentum, eps, process_group, channel_dim: as in `sync_batch_norm`, for all inputs.
+
+    Returns:
+        k tensors of the inputs' shapes, dtypes and memory formats.
+
+    Raises:
+        ValueError, TypeError: as `sync_batch_norm`, with the index of the input.
+
+    >>> levels = [torch.tensor([[1.0], [3.0]]), torch.tensor([[10.0, 0.0], [30.0, 0.0]])]
+    >>> sync_batch_norm_many(levels)[1]
+    tensor([[-1.0000,  0.0000],
+            [ 1.0000,  0.0000]])
+    """
+    roles = {"running_means": running_means, "running_vars": running_vars, "weights": weights, "biases": biases}
+    for name, given in roles.items():
+        if given is not None and len(given) != len(inputs):
+            raise ValueError(f"expected {len(inputs)} {name}, one for each input, got {len(given)}")
+    if not inputs:
+        return []
+    means, variances, scales, shifts = (given or [None] * len(inputs) for given in roles.values())
+    of_inputs = list(zip(inputs, means, variances, scales, shifts, strict=True))
+    if not training:
+        return [sync_batch_norm(*of_input, eps=eps, channel_dim=channel_dim) for of_input in of_inputs]
+
+    group = groups.resolve(groups.specification(process_group))
+    at_fault = "inputs[0]"
+    try:
+        for index, (x, mean, var, weight, bias) in enumerate(of_inputs):
+            at_fault = f"inputs[{index}]"
+            _check_arguments(x, mean, var, weight, bias, channel_dim, None, None, None, None)
+            if x.device != inputs[0].device:
+                raise ValueError(f"the input is on {x.device} but inputs[0] on {inputs[0].device}; move one")
+        at_fault = "all inputs"
+        check_momentum(momentum)
+        check_eps(eps)
+    except (TypeError, ValueError) as fault:
+        error = type(fault)(f"{at_fault}: {fault}")
+        channels = [_likely_channels(x, channel_dim, *per_channel) for x, *per_channel in of_inputs]
+        known_channels = [num for num in channels if num is not None]
+        if len(known_channels) < len(inputs):
+            raise error from fault
+        device = _device_of(*means, *variances, *scales, *shifts, *inputs)
+        collectives.raise_on_all_ranks(error, sum(known_channels), device, group, len(inputs))
+
+    xs = [Layout.of(x, channel_dim % x.ndim).dense(x) for x in inputs]
+    output = many.SyncBatchNormManyFunction.apply(  # type: ignore[no-untyped-call]
+        channel_dim, eps, group, len(inputs), *xs, *scales, *shifts
+    )
+    ys, *statistics = many.by_role(output, len(inputs))
+    for running_mean, running_var, *of_input in zip(means, variances, *statistics, strict=True):
+        _move_running_stats(running_mean, running_var, moments.Moments(*of_input), momentum)
+    return list(ys)
+
+
 def train(
     input: Tensor,
     running_mean: Tensor | None,
@@ -158,10 +234,16 @@ def train(
     y, *statistics = autograd.SyncBatchNormFunction.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, residual, num_values, channel_dim, eps, fuse_relu, group
     )
-    if running_mean is not None and running_var is not None and not inside_backward():
-        moments.update_running_stats(running_mean, running_var, moments.Moments(*statistics), momentum)
+    _move_running_stats(running_mean, running_var, moments.Moments(*statistics), momentum)
     # Gradients at False places become 0 here on their way in, and in the other torch.where on their way out.
     return y if mask is None else torch.where(mask, y, 0)
+
+
+def _move_running_stats(
+    running_mean: Tensor | None, running_var: Tensor | None, statistics: moments.Moments, momentum: float | Tensor
+) -> None:
+    if running_mean is not None and running_var is not None and not inside_backward():
+        moments.update_running_stats(running_mean, running_var, statistics, momentum)
 
 
 def inside_backward() -> bool:

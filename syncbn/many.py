@@ -1,0 +1,118 @@
+"""The autograd Function of several independent inputs whose sums share one all-reduce each way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from syncbn import autograd, collectives, moments
+from syncbn.kernels import reference as kernels
+from syncbn.layout import Layout
+
+
+class SyncBatchNormManyFunction(torch.autograd.Function):
+    """(channel_dim, eps, group, k, *xs, *weights, *biases) -> (*ys, *means, *vars, *ns), k of each.
+
+    What `SyncBatchNormFunction` is for one input, without residual, relu and mask; xs are dense.
+
+    Saved for backward: x, weight, mean, var, n of each input.
+    Collectives: one all_reduce of sum(2C + 1) float64 in forward, one of sum(2C) in backward (two with
+    create_graph=True); none when `group` is None.
+    """
+
+    @staticmethod
+    def forward(
+        channel_dim: int, eps: float, group: dist.ProcessGroup | None, num_inputs: int, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        xs, weights, biases = by_role(tensors, num_inputs)
+        with record_function("syncbn.forward"):
+            packed: list[Tensor] = []
+            for x in xs:
+                folded = Layout.of(x, channel_dim % x.ndim).fold(x)
+                own_values = folded.shape[0] * folded.shape[2]
+                packed += (
+                    *kernels.channel_sums(folded),
+                    torch.full((1,), own_values, dtype=torch.float64, device=x.device),
+                )
+            total = collectives.all_reduce_counted_sums(tuple(packed[:-1]), packed[-1], group)
+            payloads = [2 * x.shape[channel_dim] + 1 for x in xs]
+            statistics = [moments.from_sums(sums) for sums in torch.split(total, payloads)]
+            ys = []
+            for x, weight, bias, (mean, var, num_values) in zip(xs, weights, biases, statistics, strict=True):
+                collectives.require_two_values(num_values, x.shape)
+                ys.append(autograd.normalize(x, mean, var, weight, bias, None, channel_dim % x.ndim, eps, relu=False))
+        return *ys, *_transposed(statistics)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.channel_dim, ctx.eps, ctx.group, ctx.num_inputs, *tensors = inputs
+        xs, weights, biases = by_role(tensors, ctx.num_inputs)
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
+        statistics = output[ctx.num_inputs :]
+        ctx.mark_non_differentiable(*statistics)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*xs, *weights, *statistics)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        xs, weights, means, variances, counts = by_role(ctx.saved_tensors, ctx.num_inputs)
+        with record_function("syncbn.backward"):
+            steps = [
+                autograd.Step(torch.zeros_like(x) if dy is None else dy, x, None, weight, bias_dtype, num_values)
+                for dy, x, weight, bias_dtype, num_values in zip(
+                    grad_outputs[: ctx.num_inputs], xs, weights, ctx.bias_dtypes, counts, strict=True
+                )
+            ]
+            if torch.is_grad_enabled():
+                gradients = autograd.differentiable_gradients(steps, ctx.channel_dim, ctx.eps, ctx.group)
+            else:
+                gradients = _gradients(steps, means, variances, ctx.channel_dim, ctx.eps, ctx.group)
+        needed = zip(_transposed([one[:3] for one in gradients]), ctx.needs_input_grad[4:], strict=True)
+        return None, None, None, None, *(gradient if needs else None for gradient, needs in needed)
+
+
+def _gradients(
+    steps: list[autograd.Step],
+    means: tuple[Tensor, ...],
+    variances: tuple[Tensor, ...],
+    channel_dim: int,
+    eps: float,
+    group: dist.ProcessGroup | None,
+) -> list[tuple[Tensor | None, ...]]:
+    """For each step grad_input, grad_weight, grad_bias."""
+    dims = [channel_dim % step.x.ndim for step in steps]
+    dys = [Layout.of(step.x, dim).dense(step.dy) for step, dim in zip(steps, dims, strict=True)]
+    invstds = [moments.inverse_std(var, eps) for var in variances]
+    sums: list[Tensor] = []
+    of_parameters = []  # before the all_reduce, as in SyncBatchNormFunction
+    for step, dy, mean, invstd, dim in zip(steps, dys, means, invstds, dims, strict=True):
+        sum_dy, sum_dy_xmu = autograd.gradient_sums(dy, step.x, None, mean, dim)
+        sums += (sum_dy, sum_dy_xmu)
+        grad_weight = None if step.weight is None else (sum_dy_xmu * invstd).to(step.weight.dtype)
+        of_parameters.append((grad_weight, None if step.bias_dtype is None else sum_dy.to(step.bias_dtype)))
+    totals = torch.split(collectives.all_reduce_sums(tuple(sums), group), [2 * len(mean) for mean in means])
+    gradients: list[tuple[Tensor | None, ...]] = []
+    for step, dy, mean, invstd, dim, total, of_parameter in zip(
+        steps, dys, means, invstds, dims, totals, of_parameters, strict=True
+    ):
+        mean_sums = total / step.num_values.clamp(min=1)
+        grad_x, _ = autograd.input_gradient(
+            dy, step.x, None, mean, invstd, step.weight, mean_sums, dim, needs_residual=False
+        )
+        gradients.append((grad_x, *of_parameter))
+    return gradients
+
+
+def by_role(tensors: Sequence[Any], num_inputs: int) -> list[tuple[Any, ...]]:
+    """(a1, ..., ak, b1, ..., bk, ...) -> [(a1, ..., ak), (b1, ..., bk), ...]."""
+    return [tuple(tensors[start : start + num_inputs]) for start in range(0, len(tensors), num_inputs)]
+
+
+def _transposed(of_inputs: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+    """[(a1, b1), ..., (ak, bk)] -> (a1, ..., ak, b1, ..., bk)."""
+    return tuple(one for role in zip(*of_inputs, strict=True) for one in role)
