@@ -112,7 +112,8 @@ def raise_on_all_ranks(
 
 
 def _can_read(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    # A subclass such as FakeTensor may have no values.
+    return tensor.device.type == "cpu" and type(tensor) is Tensor and not torch.compiler.is_compiling()
 
 
 def _exchange_faults(error: Exception | None, group: dist.ProcessGroup) -> NoReturn:

@@ -1,0 +1,77 @@
+"""Nothing on the path of a GPU reads a value on the host or has a shape that depends on one (pytorch#78549, #78656).
+
+Fake tensors have no values: whatever asks for one raises. On them the code takes the path of CUDA tensors.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from voting import Ranks
+
+import syncbn
+from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_norm_many
+
+OPTIONS = {
+    "plain": {},
+    "momentum None": {"momentum": None},
+    "relu": {"fuse_relu": True},
+    "channel_last": {"channel_last": True},
+    "no statistics": {"track_running_stats": False, "affine": False},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_training_step(ranks: Ranks, name: str, masked: bool) -> None:
+    with FakeTensorMode():
+        layer = syncbn.SyncBatchNorm(4, **OPTIONS[name])
+        x, z = (torch.randn(2, 4, 4, 4, requires_grad=True) for _ in range(2))
+        y = layer(x, z, torch.ones(2, 4, 4, dtype=torch.bool) if masked else None)
+        (first,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+        first.square().sum().backward()
+        assert x.grad.shape == x.shape
+        layer(x, z).sum().backward()
+
+
+def test_functional_forms(ranks: Ranks) -> None:
+    with FakeTensorMode():
+        x = torch.randn(2, 3, 4, requires_grad=True)
+        ys = sync_batch_norm_many([x, x[..., 0]], [torch.zeros(3), None], [torch.ones(3), None])
+        sum(y.sum() for y in ys).backward()
+        batch_norm_backward(x.detach(), x.detach(), torch.zeros(3), torch.ones(3))
+        sync_batch_norm(x, None, None, training=True)
+
+
+def test_this_check_can_fail(ranks: Ranks) -> None:
+    with FakeTensorMode(), pytest.raises(DataDependentOutputException):
+        torch.ones(1).item()
+
+
+def test_export_of_a_training_step(ranks: Ranks) -> None:
+    """torch.export takes no Python that depends on values either; the graph holds the one all_reduce."""
+    layer = syncbn.SyncBatchNorm2d(3)
+    program = torch.export.export(layer, (torch.randn(2, 3, 4, 4),))
+    assert sum("all_reduce" in str(node.target) for node in program.graph.nodes) == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_training_step_in_a_cuda_graph(ranks: Ranks) -> None:
+    """Captured once, replayed on other values: the gradient is that of an eager step."""
+    layer = syncbn.SyncBatchNorm2d(3, process_group=1, device="cuda")
+    static_x = torch.randn(4, 3, 8, 8, device="cuda", requires_grad=True)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            torch.autograd.grad(layer(static_x).pow(3).sum(), static_x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (static_gradient,) = torch.autograd.grad(layer(static_x).pow(3).sum(), static_x)
+    x = torch.randn_like(static_x).requires_grad_()
+    with torch.no_grad():
+        static_x.copy_(x)
+    graph.replay()
+    torch.testing.assert_close(static_gradient, torch.autograd.grad(layer(x).pow(3).sum(), x)[0])
