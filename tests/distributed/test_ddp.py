@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 from voting import Ranks
 
 import syncbn
@@ -63,6 +65,82 @@ def test_training_equals_one_process(ranks: Ranks, broadcast_buffers: bool, memo
     for name, expected in alone.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], expected, rtol=1e-11, atol=1e-11, msg=name)
     assert all(row.last_step == f"synchronised over {ranks.size} ranks" for row in syncbn.summary(ddp))
+
+
+@pytest.mark.parametrize(
+    "options", [{"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}], ids=str
+)
+def test_options_of_ddp(ranks: Ranks, options: dict[str, bool]) -> None:
+    x, labels = data(ranks)
+    alone = small_model().to(ranks.device)
+    train(alone, x, labels)
+    model = syncbn.convert_syncbn_model(small_model()).to(ranks.device)
+    mine = ranks.even(x.shape[1])
+    train(DistributedDataParallel(model, **options), x[:, mine], labels[:, mine])
+    for name, expected in alone.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], expected, rtol=1e-11, atol=1e-11, msg=name)
+
+
+class WithUnusedBranch(nn.Module):
+    """Two heads, of which a step uses the one it is told; the layers before them are shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = small_model(), nn.ModuleList(nn.BatchNorm1d(5).double() for _ in range(2))
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        return self.heads[self.step % 2](self.body(x))
+
+
+def test_a_branch_that_a_step_leaves_out(ranks: Ranks) -> None:
+    x, labels = data(ranks)
+    alone, model = WithUnusedBranch().to(ranks.device), syncbn.convert_syncbn_model(WithUnusedBranch())
+    train(alone, x, labels)
+    mine = ranks.even(x.shape[1])
+    ddp = DistributedDataParallel(model.to(ranks.device), find_unused_parameters=True)
+    train(ddp, x[:, mine], labels[:, mine])
+    for name, expected in alone.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], expected, rtol=1e-11, atol=1e-11, msg=name)
+
+
+def test_accumulation_under_no_sync(ranks: Ranks) -> None:
+    """Five micro-batches, one step; the parameters' gradients are averaged once, the statistics are of each."""
+    x, labels = data(ranks)
+    alone, model = small_model().to(ranks.device), syncbn.convert_syncbn_model(small_model()).to(ranks.device)
+    for images, targets in zip(x, labels, strict=True):
+        F.cross_entropy(alone(images), targets).backward()
+    ddp = DistributedDataParallel(model)
+    mine = ranks.even(x.shape[1])
+    for step, (images, targets) in enumerate(zip(x[:, mine], labels[:, mine], strict=True)):
+        with ddp.no_sync() if step < STEPS - 1 else contextlib.nullcontext():
+            F.cross_entropy(ddp(images), targets).backward()
+    for name, expected in alone.named_parameters():
+        actual = model.get_parameter(name).grad
+        torch.testing.assert_close(actual, expected.grad, rtol=1e-11, atol=1e-11, msg=name)
+    for name, expected in alone.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), expected, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="DDP's mixed precision records events, which CPUs lack")
+def test_mixed_precision_of_ddp(ranks: Ranks) -> None:
+    """Parameters in bfloat16 while they compute, running statistics in float32: they lie near those of float32."""
+    x, labels = data(ranks)
+    x = x.float()
+    alone = small_model().float().to(ranks.device)
+    losses = train(alone, x, labels)
+    model = syncbn.convert_syncbn_model(small_model()).float().to(ranks.device)
+    precision = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
+    mine = ranks.even(x.shape[1])
+    ddp = DistributedDataParallel(model, mixed_precision=precision)
+    own_losses = train(ddp, x[:, mine], labels[:, mine])
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32, torch.int64}
+    mean_losses = ranks.total(torch.tensor(own_losses, device=ranks.device)) / ranks.size
+    torch.testing.assert_close(mean_losses.tolist(), losses, rtol=0, atol=0.05)
+    for name, expected in alone.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), expected, rtol=0.05, atol=0.05, msg=name)
 
 
 def test_local_batch_norm_does_not(ranks: Ranks) -> None:
