@@ -16,6 +16,7 @@ which every rank sees in the total.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -25,16 +26,22 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 TEXT_BYTES = 4096
 
+# What syncbn.join does before each all_reduce while its body runs: it tells the ranks that have no more data the length
+# of what comes, and whether its last number is a count, which a faulty rank marks.
+announce: Callable[[int, bool], None] | None = None
+
 
 def all_reduce_sums(sums: tuple[Tensor, ...], group: dist.ProcessGroup | None) -> Tensor:
     """The sums over all ranks of the backward payload: `sums`, each float64 (C,), packed in one tensor."""
     return _all_reduce(torch.cat(sums), group)
 
 
-def _all_reduce(packed: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of `packed`, which it may overwrite, over the ranks."""
+def _all_reduce(packed: Tensor, group: dist.ProcessGroup | None, counted: bool = False) -> Tensor:
+    """The sum of `packed`, which it may overwrite, over the ranks; `counted` when its last number is a count."""
     if group is None:
         return packed
+    if announce is not None:
+        announce(len(packed), counted)
     if not torch.compiler.is_compiling() and _get_current_dispatch_mode() is not None:
         # A mode such as selective checkpointing's can save only what an operator returns: dist.all_reduce returns
         # nothing. https://github.com/pytorch/pytorch/blob/main/torch/distributed/_functional_collectives.py
@@ -79,7 +86,7 @@ def all_reduce_counted_sums(
         count = num_values.to(torch.float64).view(1)
     else:
         count = sums[0].new_full((1,), num_values)
-    packed = all_reduce_sums((*sums, count), group)
+    packed = _all_reduce(torch.cat((*sums, count)), group, counted=True)
     if group is not None and _can_read(packed) and math.isnan(packed[-1]):
         _exchange_faults(None, group)
     return packed
@@ -107,7 +114,7 @@ def raise_on_all_ranks(
         raise error
     payload = torch.zeros(2 * num_channels + num_inputs, dtype=torch.float64, device=device)
     payload[-1] = math.nan
-    _all_reduce(payload, group)
+    _all_reduce(payload, group, counted=True)
     _exchange_faults(error, group)
 
 

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 # starts with nothing made, and the old entry goes with the old group.
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[int | str, dist.ProcessGroup | None]] = WeakKeyDictionary()
 
+# While the body of syncbn.join runs: its group, which stands for every group of all ranks.
+joined: dist.ProcessGroup | None = None
+
 
 class Ranks:
     """A ProcessGroup as its global ranks and a handle that deepcopy shares and pickle drops, to be looked up again."""
@@ -136,7 +139,16 @@ def resolve(spec: Specification) -> dist.ProcessGroup | None:
         prepare(spec)
         group = existing(spec)
         assert group is not None
-    return group if group.size() > 1 else None
+    if group.size() == 1:
+        return None
+    if joined is None:
+        return group
+    if group.size() < joined.size():
+        raise ValueError(
+            f"inside syncbn.join every layer must synchronise over all {joined.size()} ranks, not over {group.size()} "
+            f"(process_group={spec!r}); set process_group=None"
+        )
+    return joined
 
 
 def existing(spec: Specification) -> dist.ProcessGroup | None:

@@ -56,7 +56,7 @@ def summary(model: nn.Module) -> Summary:
         whether it really synchronised in its last training step, over how many ranks. That is recorded in eager mode
         only: a layer in a module that torch.compile has wrapped says "compiled".
     """
-    compiled = {part for module in model.modules() if _is_compiled(module) for part in module.modules()}
+    compiled = {part for module in model.modules() if is_compiled(module) for part in module.modules()}
     return Summary(
         _row(name or "(the model)", layer, layer in compiled)
         for name, layer in model.named_modules()
@@ -86,7 +86,8 @@ def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
     )
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has wrapped this module."""
     # torch.compile(module) returns a wrapper that holds the module as _orig_mod; module.compile() sets
     # _compiled_call_impl.
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 
 import pytest
 import torch
@@ -12,15 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch_names import BROADCAST_BUFFERS
 from voting import Ranks
 
 import syncbn
 
 STEPS, SHARE = 5, 2
-
-# torch 2.13 renamed the argument and warns of the old name.
-arguments = inspect.signature(DistributedDataParallel.__init__).parameters
-BROADCAST_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in arguments else "broadcast_buffers"
 
 
 def small_model() -> nn.Module:
