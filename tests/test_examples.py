@@ -57,6 +57,18 @@ def test_digits_on_one_process(tmp_path: Path) -> None:
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10]), "it does not learn"
 
 
+def test_wgan_gp_on_two_ranks(tmp_path: Path) -> None:
+    """The penalty's second derivatives are one process's; a few steps already bring the samples nearer to digits."""
+    run(*TORCHRUN, EXAMPLES / "wgan_gp.py", "--steps", 30, "--output", tmp_path)
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["ranks"] == 2
+    assert metrics["distance of the critic's gradients from one process"] < 1e-12
+    kinds = ("a real one", "a generated one", "a random image")
+    real, generated, random = (metrics[f"nearest real digit, from {kind}"] for kind in kinds)
+    assert real < generated < 0.8 * random
+    assert (tmp_path / "samples.png").stat().st_size > 10_000
+
+
 def test_digits_explains_its_options() -> None:
     text = run(sys.executable, EXAMPLES / "digits.py", "--help")
     for option in (

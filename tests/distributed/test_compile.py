@@ -8,10 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from voting import Ranks
 
@@ -104,6 +106,22 @@ def test_channels_last(ranks: Ranks) -> None:
         ranks,
         lambda model: torch.compile(model.to(memory_format=torch.channels_last), backend="inductor", fullgraph=True),
         own_input(ranks).to(memory_format=torch.channels_last),
+    )
+
+
+@pytest.mark.parametrize("kind", ["int", "group", "mesh"])
+def test_process_groups(ranks: Ranks, kind: str) -> None:
+    """What a layer keeps of each is looked up inside the graph."""
+    groups = {
+        "int": lambda: 2,
+        "group": dist.new_group,
+        "mesh": lambda: init_device_mesh(ranks.device.type, (2,), mesh_dim_names=("all",))["all"],
+    }
+    check_equal_to_eager(
+        ranks,
+        lambda model: torch.compile(model, backend="aot_eager", fullgraph=True),
+        own_input(ranks),
+        process_group=groups[kind](),
     )
 
 

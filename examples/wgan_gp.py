@@ -1,0 +1,262 @@
+"""A WGAN-GP on real handwritten digits whose gradient penalty goes through synchronised batch norm.
+
+The critic f is trained on -mean f(real) + mean f(fake) + lambda * mean (|df / dx| - 1)^2 at points x between real and
+fake images (Gulrajani et al. 2017, https://arxiv.org/abs/1704.00028). The last term is a gradient inside the loss, so
+its own gradient is a second derivative: of the batch over all ranks, since the critic has batch norm. The first steps
+are also computed by one process with the whole batch; the largest difference of its critic's gradients is printed.
+
+    torchrun --standalone --nproc-per-node 2 examples/wgan_gp.py        two ranks: nccl when each has a GPU, else gloo
+    python examples/wgan_gp.py                                          one process
+    torchrun --standalone --nproc-per-node 2 examples/wgan_gp.py --steps 10        a few seconds
+
+Writes samples.png (real digits above generated ones) and metrics.json to --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import syncbn
+
+NUM_LATENT = 16  # numbers that a digit is generated from
+CRITIC_STEPS = 3  # per step of the generator
+PENALTY = 10.0  # lambda
+CHECKED_STEPS = 3  # compared with one process
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The knobs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300, help="of the generator (default %(default)s)")
+    parser.add_argument("--images-per-rank", type=int, default=8, help="per rank and step (default %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of Adam (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, noise and batches (default %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/wgan_gp"), help="folder to write (default %(default)s)"
+    )
+    return parser.parse_args()
+
+
+def build_generator() -> nn.Module:
+    """(N, 16) noise -> (N, 1, 8, 8) images in [0, 1]."""
+    return nn.Sequential(
+        nn.Linear(NUM_LATENT, 64 * 4, bias=False),
+        nn.BatchNorm1d(64 * 4),
+        nn.ReLU(),
+        nn.Unflatten(1, (64, 2, 2)),
+        nn.ConvTranspose2d(64, 32, 4, 2, padding=1, bias=False),  # (N, 32, 4, 4)
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.ConvTranspose2d(32, 1, 4, 2, padding=1),  # (N, 1, 8, 8)
+        nn.Sigmoid(),
+    )
+
+
+def build_critic() -> nn.Module:
+    """(N, 1, 8, 8) images -> (N,) scores."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 4, 2, padding=1, bias=False),  # (N, 32, 4, 4)
+        nn.BatchNorm2d(32),
+        nn.LeakyReLU(0.2),
+        nn.Conv2d(32, 64, 3, padding=1, bias=False),  # (N, 64, 4, 4)
+        nn.BatchNorm2d(64),
+        nn.LeakyReLU(0.2),
+        nn.Conv2d(64, 1, 4),
+        nn.Flatten(0),
+    )
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module that DistributedDataParallel holds."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def scores(critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of real, fake and in-between images (N, 1, 8, 8), and the latter themselves; `mix` (N, 1, 1, 1) in [0, 1).
+
+    All three go in one batch: the slope in between is to be that of the very function which scores real and fake.
+    """
+    between = torch.lerp(real, fake.detach(), mix).requires_grad_()
+    real_scores, fake_scores, between_scores = critic(torch.cat((real, fake, between))).chunk(3)
+    return real_scores, fake_scores, between_scores, between
+
+
+def critic_loss(critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> Tensor:
+    """The critic's, with the penalty."""
+    real_scores, fake_scores, between_scores, between = scores(critic, real, fake, mix)
+    (slope,) = torch.autograd.grad(between_scores.sum(), between, create_graph=True)
+    penalty = (slope.flatten(1).norm(dim=1) - 1).square().mean()
+    return fake_scores.mean() - real_scores.mean() + PENALTY * penalty
+
+
+def rank() -> int:
+    """Of this process."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def choose_device() -> torch.device:
+    """Join the process group that torchrun describes, if it does; a GPU of one's own, or the CPU."""
+    local_ranks, local_rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    own_gpu = torch.cuda.device_count() >= local_ranks
+    device = torch.device("cuda", local_rank) if own_gpu else torch.device("cpu")
+    if own_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if own_gpu else "gloo")
+    return device
+
+
+def wrap(model: nn.Module, device: torch.device) -> nn.Module:
+    """Synchronised and data-parallel; in float64, so that a comparison shows roundings only."""
+    model = syncbn.convert_syncbn_model(model).to(device, torch.float64)
+    return DistributedDataParallel(model) if dist.is_initialized() else model
+
+
+class Draws:
+    """The images and noise of a whole batch, the same on every rank, of which each takes its slice."""
+
+    def __init__(self, images: Tensor, per_rank: int, seed: int) -> None:
+        self.images, self.batch = images, per_rank * world_size()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def real(self) -> Tensor:
+        """(batch, 1, 8, 8)."""
+        return self.images[torch.randint(len(self.images), (self.batch,), generator=self.generator)]
+
+    def noise(self) -> Tensor:
+        """(batch, 16)."""
+        return torch.randn(self.batch, NUM_LATENT, generator=self.generator, dtype=torch.float64).to(self.images.device)
+
+    def mix(self) -> Tensor:
+        """(batch, 1, 1, 1) in [0, 1)."""
+        return torch.rand(self.batch, 1, 1, 1, generator=self.generator, dtype=torch.float64).to(self.images.device)
+
+
+def own(whole: Tensor) -> Tensor:
+    """This rank's slice of a batch."""
+    return whole.chunk(world_size())[rank()]
+
+
+def distance_from_one_process(critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> float:
+    """max |a - b| / max |b| of the critic's gradients: a on W ranks, b on one process with the whole batch."""
+    alone = copy.deepcopy(unwrap(critic))
+    syncbn.revert_syncbn_model(alone)
+    critic_loss(alone, real, fake, mix).backward()
+    critic.zero_grad()
+    critic_loss(critic, own(real), own(fake), own(mix)).backward()
+    pairs = [(ours.grad, its.grad) for ours, its in zip(critic.parameters(), alone.parameters(), strict=True)]
+    return max(((ours - its).abs().max() / its.abs().max()).item() for ours, its in pairs)
+
+
+def train(arguments: argparse.Namespace, images: Tensor, console: Console) -> tuple[nn.Module, float]:
+    """The generator, and the largest distance from one process in the first steps."""
+    torch.manual_seed(arguments.seed)
+    generator, critic = (wrap(model, images.device) for model in (build_generator(), build_critic()))
+    generator_optimizer, critic_optimizer = (
+        torch.optim.Adam(model.parameters(), lr=arguments.learning_rate, betas=(0.5, 0.9))
+        for model in (generator, critic)
+    )
+    draws = Draws(images, arguments.images_per_rank, arguments.seed)
+    distance = 0.0
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, disable=rank() != 0) as progress:
+        task = progress.add_task("training", total=arguments.steps)
+        for step in range(arguments.steps):
+            for _ in range(CRITIC_STEPS):
+                real, mix, noise = draws.real(), draws.mix(), draws.noise()
+                with torch.no_grad():
+                    fake = generator(own(noise))
+                if step < CHECKED_STEPS:
+                    everyones = [torch.empty_like(fake) for _ in range(world_size())]
+                    dist.all_gather(everyones, fake) if dist.is_initialized() else everyones[0].copy_(fake)
+                    distance = max(distance, distance_from_one_process(critic, real, torch.cat(everyones), mix))
+                critic_optimizer.zero_grad()
+                loss = critic_loss(critic, own(real), fake, own(mix))
+                loss.backward()
+                critic_optimizer.step()
+            generator_optimizer.zero_grad()
+            fake = generator(own(draws.noise()))
+            _, fake_scores, *_ = scores(unwrap(critic), own(draws.real()), fake, own(draws.mix()))
+            (-fake_scores.mean()).backward()
+            generator_optimizer.step()
+            progress.update(task, advance=1, description=f"critic's loss {loss.item():.3f}")
+    return generator, distance
+
+
+def nearest_real(samples: Tensor, images: Tensor) -> float:
+    """Mean Euclidean distance of a sample to the nearest image that is not itself."""
+    distances = torch.cdist(samples.flatten(1), images.flatten(1))
+    return distances.masked_fill(distances == 0, torch.inf).amin(1).mean().item()
+
+
+def picture(real: Tensor, fake: Tensor, path: Path) -> None:
+    """Two blocks of images: real above, generated below."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, blocks = plt.subplots(2, 1, figsize=(8, 4.4), layout="constrained")
+    for axes, title, images in zip(blocks, ("real", "generated"), (real, fake), strict=True):
+        rows = [torch.cat(list(nn.functional.pad(row, (1, 1, 1, 1))), 1) for row in images.squeeze(1).split(16)]
+        axes.imshow(torch.cat(rows).cpu(), cmap="gray_r")
+        axes.set(title=title, xticks=[], yticks=[])
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Train, compare, draw."""
+    arguments = parse_arguments()
+    device = choose_device()
+    console = Console()
+    try:
+        digits = torch.tensor(load_digits().images / 16, dtype=torch.float64, device=device).unsqueeze(1)
+        generator, distance = train(arguments, digits, console)
+        if rank() == 0:
+            with torch.no_grad():
+                noise = torch.randn(64, NUM_LATENT, dtype=torch.float64, device=device)
+                samples = unwrap(generator).eval()(noise)
+            metrics = {
+                "ranks": world_size(),
+                "steps": arguments.steps,
+                "distance of the critic's gradients from one process": distance,
+                "nearest real digit, from a generated one": nearest_real(samples, digits),
+                "nearest real digit, from a real one": nearest_real(digits[:64], digits),
+                "nearest real digit, from a random image": nearest_real(torch.rand_like(samples), digits),
+            }
+            arguments.output.mkdir(parents=True, exist_ok=True)
+            (arguments.output / "metrics.json").write_text(json.dumps(metrics, indent=1))
+            picture(digits[:64], samples, arguments.output / "samples.png")
+            for name, value in metrics.items():
+                console.print(f"{name}: {value:.3g}")
+            console.print(f"wrote {arguments.output / 'samples.png'}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
