@@ -52,24 +52,28 @@ class Levels:
         return [sync_batch_norm(*one, training=training, momentum=0.2) for one in of_each]
 
 
-def check_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
+def check_equal(ranks: Ranks, actual: list[Tensor], expected: list[Tensor]) -> None:
+    """Bit for bit on two ranks; with more, gloo's order of summing depends on the place in the payload."""
     for one, other in zip(actual, expected, strict=True):
-        assert torch.equal(one, other)
+        if ranks.size == 2:
+            assert torch.equal(one, other)
+        else:
+            torch.testing.assert_close(one, other)
         assert one.stride() == other.stride()
         assert one.dtype == other.dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_equals_separate_calls_bit_for_bit(ranks: Ranks, dtype: torch.dtype) -> None:
+def test_equals_separate_calls(ranks: Ranks, dtype: torch.dtype) -> None:
     one, other = Levels(ranks, dtype), Levels(ranks, dtype)
     with CommDebugMode() as forward:
         together = one.together()
     apart = other.apart()
-    check_bits(together, apart)
-    check_bits(one.buffers(), other.buffers())
+    check_equal(ranks, together, apart)
+    check_equal(ranks, one.buffers(), other.buffers())
     with CommDebugMode() as backward:
         gradients = torch.autograd.grad(together, one.leaves(), one.grads)
-    check_bits(gradients, torch.autograd.grad(apart, other.leaves(), other.grads))
+    check_equal(ranks, gradients, torch.autograd.grad(apart, other.leaves(), other.grads))
     assert (forward.get_total_counts(), backward.get_total_counts()) == (1, 1)
 
 
@@ -82,14 +86,14 @@ def test_an_output_that_no_loss_uses(ranks: Ranks) -> None:
     torch.autograd.backward(
         outputs, [grad if index == used else torch.zeros_like(grad) for index, grad in enumerate(other.grads)]
     )
-    check_bits([leaf.grad for leaf in one.leaves()], [leaf.grad for leaf in other.leaves()])
+    check_equal(ranks, [leaf.grad for leaf in one.leaves()], [leaf.grad for leaf in other.leaves()])
 
 
 def test_evaluation(ranks: Ranks) -> None:
     one = Levels(ranks)
     one.means[3], one.variances[3] = torch.ones(2, 3, device=ranks.device)
     with CommDebugMode() as mode:
-        check_bits(one.together(training=False), one.apart(training=False))
+        check_equal(ranks, one.together(training=False), one.apart(training=False))
     assert mode.get_total_counts() == 0
 
 
@@ -113,7 +117,7 @@ def test_channels_last_dim_and_no_parameters(ranks: Ranks) -> None:
     generator = torch.Generator().manual_seed(ranks.rank)
     inputs = [torch.randn(2, *shape, generator=generator).to(ranks.device) for shape in ((3, 4), (5,), (2, 2, 6))]
     expected = [sync_batch_norm(x, None, None, training=True, channel_dim=-1) for x in inputs]
-    check_bits(sync_batch_norm_many(inputs, channel_dim=-1), expected)
+    check_equal(ranks, sync_batch_norm_many(inputs, channel_dim=-1), expected)
     assert sync_batch_norm_many([]) == []
 
 
