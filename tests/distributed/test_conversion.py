@@ -100,6 +100,16 @@ def test_one_collective_each_way(ranks: Ranks, kind: str) -> None:
         assert (forward.total, backward.total) == (expected, expected)
 
 
+def test_evaluation_without_running_statistics_is_local(ranks: Ranks) -> None:
+    original = BatchNormAct2d(3, track_running_stats=False).to(ranks.device).eval()
+    layer = syncbn.convert_syncbn_model(copy.deepcopy(original))
+    torch.manual_seed(ranks.rank)
+    x = torch.randn(2, 3, 4, 4, device=ranks.device)
+    with CountCollectives() as collectives:
+        assert torch.equal(layer(x), original(x))
+    assert collectives.total == 0
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo and Inductor use what torch itself deprecates
 @pytest.mark.skipif(os.environ.get("WORLD_SIZE") != "2", reason="slow, and nothing in it depends on W")
 @pytest.mark.parametrize(

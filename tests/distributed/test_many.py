@@ -44,7 +44,7 @@ class Levels:
 
     def together(self, **options: object) -> list[Tensor]:
         return sync_batch_norm_many(
-            self.inputs, self.means, self.variances, self.weights, self.biases, momentum=0.2, **options
+            self.inputs, self.means, self.variances, self.weights, self.biases, **{"momentum": 0.2, **options}
         )
 
     def apart(self, training: bool = True) -> list[Tensor]:
@@ -125,6 +125,8 @@ def test_channels_last_dim_and_no_parameters(ranks: Ranks) -> None:
     ("change", "message"),
     [
         ({"weights": 1}, r"inputs\[1\]: .*weight should contain 1 elements not 7"),
+        ({"device": 2}, r"inputs\[2\]: the input is on meta but inputs\[0\] on (cpu|cuda:\d); move one"),
+        ({"momentum": 1}, r"all inputs: momentum must be a number, got '0.1'"),
         ({"inputs": 3}, r"inputs\[3\]: expected a float16, bfloat16, float32 or float64 input, got torch.int64"),
     ],
 )
@@ -135,11 +137,22 @@ def test_a_fault_on_one_rank_is_raised_on_all(ranks: Ranks, change: dict[str, in
         return
     if bad and "weights" in change:
         levels.weights[1] = torch.ones(7, device=ranks.device)
-    elif bad:
+    elif bad and "device" in change:
+        for tensors in (levels.inputs, levels.weights, levels.means, levels.variances):
+            tensors[2] = tensors[2].to("meta")
+    elif bad and "inputs" in change:
         levels.inputs[3] = torch.ones(SHAPES[3], dtype=torch.int64, device=ranks.device)
     with pytest.raises((TypeError, ValueError), match=rf"rank {ranks.size - 1}: {message}"):
-        levels.together()
-    assert all(not mean.any() for mean in levels.means if mean is not None)
+        levels.together(**({"momentum": "0.1"} if bad and "momentum" in change else {}))
+    assert all(not mean.any() for mean in levels.means if mean is not None and not mean.is_meta)
+
+
+def test_one_value_per_channel(ranks: Ranks) -> None:
+    if ranks.device.type != "cpu":
+        pytest.skip("would stop the host to read the count")
+    inputs = [torch.randn(4, 3), torch.randn(1 if ranks.rank == 0 else 0, 3)]
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training, got 1 over all ranks"):
+        sync_batch_norm_many(inputs)
 
 
 def test_lists_of_different_lengths(ranks: Ranks) -> None:

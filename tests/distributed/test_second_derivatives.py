@@ -38,8 +38,8 @@ def penalty_gradients(batch_norm: Callable[..., Tensor], x: Tensor, *given: Tens
     leaves = [None if one is None else one.clone().requires_grad_() for one in (x, *given)]
     wanted = [leaf for leaf in leaves if leaf is not None]
     y = batch_norm(*leaves)
-    # cube: a loss whose second derivative in y is not constant
-    first = torch.autograd.grad(y.pow(3).sum(), wanted, create_graph=True)
+    # A loss whose second derivative in y is not constant, and whose first is not 0 where a relu gave 0.
+    first = torch.autograd.grad((y + 1).pow(3).sum(), wanted, create_graph=True)
     penalty = sum(gradient.square().sum() if gradient.shape == x.shape else gradient.sum() for gradient in first)
     return list(torch.autograd.grad(penalty, wanted))
 
