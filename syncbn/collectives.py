@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 TEXT_BYTES = 4096
 
@@ -40,9 +40,11 @@ def _all_reduce(packed: Tensor, group: dist.ProcessGroup | None, counted: bool =
     """The sum of `packed`, which it may overwrite, over the ranks; `counted` when its last number is a count."""
     if group is None:
         return packed
+    mode = None if torch.compiler.is_compiling() else _get_current_dispatch_mode()
     if announce is not None:
+        _require_that_it_runs(mode)
         announce(len(packed), counted)
-    if not torch.compiler.is_compiling() and _get_current_dispatch_mode() is not None:
+    if mode is not None:
         # A mode such as selective checkpointing's can save only what an operator returns: dist.all_reduce returns
         # nothing. https://github.com/pytorch/pytorch/blob/main/torch/distributed/_functional_collectives.py
         operators = torch.ops._c10d_functional
@@ -50,6 +52,14 @@ def _all_reduce(packed: Tensor, group: dist.ProcessGroup | None, counted: bool =
         return total
     dist.all_reduce(packed, group=group)
     return packed
+
+
+def _require_that_it_runs(mode: TorchDispatchMode | None) -> None:
+    """**Raises** RuntimeError where an all_reduce may be announced and then not run."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError("inside syncbn.join nothing may be compiled: leave out torch.compile")
+    if type(mode).__module__ == "torch.utils.checkpoint":
+        raise RuntimeError("inside syncbn.join checkpointing may not be selective: leave out context_fn")
 
 
 def differentiable_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -92,11 +102,11 @@ def all_reduce_counted_sums(
     return packed
 
 
-def require_two_values(num_values: Tensor, input_shape: torch.Size) -> None:
+def require_two_values(num_values: Tensor, input_shape: torch.Size, at_fault: str = "") -> None:
     """F.batch_norm's ValueError when the whole group has one value per channel; read on CPU in eager mode only."""
     if _can_read(num_values) and num_values == 1:
         raise ValueError(
-            "Expected more than 1 value per channel when training, got 1 over all ranks "
+            f"{at_fault}Expected more than 1 value per channel when training, got 1 over all ranks "
             f"(input size on this rank {tuple(input_shape)}). Use a larger batch or eval()."
         )
 
@@ -137,7 +147,7 @@ def _exchange_faults(error: Exception | None, group: dist.ProcessGroup) -> NoRet
 
 def all_gather_text(text: str, group: dist.ProcessGroup) -> list[str]:
     """Every rank's text, cut at 4096 bytes: one all_gather. (torch's all_gather_object needs NumPy.)"""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
     encoded = text.encode()[:TEXT_BYTES]
     mine = torch.tensor(list(encoded.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8, device=device)
     everyone = [torch.empty_like(mine) for _ in range(group.size())]

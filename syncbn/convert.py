@@ -10,6 +10,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -17,7 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from syncbn import groups
 from syncbn.layer import SyncBatchNorm
-from syncbn.subclasses import OURS, synchronised_class
+from syncbn.subclasses import synchronised_class
 
 if TYPE_CHECKING:
     from syncbn.groups import ProcessGroupLike, Specification
@@ -35,8 +36,9 @@ def convert_syncbn_model(
 
     The name is apex's. Only the class of a layer changes: nn.BatchNorm1d/2d/3d and nn.SyncBatchNorm become ours, a
     subclass becomes a class that keeps its behaviour and gains synchronisation (see subclasses.py), a parametrization
-    stays, a lazy layer is synchronised from its first forward. Subclasses of nn.SyncBatchNorm are left alone and named
-    in one warning. Converting again changes nothing.
+    stays, a lazy layer is synchronised from its first forward. Converting again changes nothing. What cannot be
+    converted is left alone and named in one warning: subclasses of nn.SyncBatchNorm, scripted layers, and layers that
+    have an attribute of a name that ours need.
 
     Args:
         model: any module, also a single batch-norm layer. Convert before wrapping it:
@@ -46,7 +48,8 @@ def convert_syncbn_model(
         channel_last: the layers' inputs have the channels in the last dim.
 
     Raises:
-        ValueError, TypeError: a bad `process_group`.
+        ValueError, TypeError: a bad `process_group`; not a module; `channel_last` with a lazy layer, which counts
+            channels in dim 1.
         RuntimeError: a layer is wrapped by FSDP2.
 
     After an error the model is as it was.
@@ -55,19 +58,19 @@ def convert_syncbn_model(
     >>> type(convert_syncbn_model(model)[1]).__name__
     'SyncBatchNorm2d'
     """
-    layers, left_alone = _select(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected an nn.Module to convert, got {type(model).__name__}")
+    layers, left_alone = _select(model, channel_last)
     spec = groups.specification(process_group)
     # An nn.SyncBatchNorm holds its group itself, which could be neither copied nor pickled.
     specs = [groups.specification(vars(layer).get("process_group")) if spec is None else spec for layer in layers]
+    for layer in layers:
+        synchronised_class(_class_of(layer))
     groups.prepare(spec)
     for layer, own_spec in zip(layers, specs, strict=True):
         _convert(layer, own_spec, channel_last)
     if left_alone:
-        warnings.warn(
-            f"syncbn left {', '.join(left_alone)} as they are: a subclass of nn.SyncBatchNorm has communication of its "
-            "own. Derive it from nn.BatchNorm1d, 2d or 3d.",
-            stacklevel=2,
-        )
+        warnings.warn("syncbn left as it is, not synchronised: " + "; ".join(left_alone), stacklevel=2)
     return model
 
 
@@ -76,10 +79,14 @@ def revert_syncbn_model(model: AnyModule) -> AnyModule:
 
     Statistics and parameters are those that training left. Layers that were built as syncbn layers have no original
     class and stay.
+
+    **Raises** RuntimeError when a layer is wrapped by FSDP2.
     """
-    converted = [
-        layer for layer in model.modules() if isinstance(layer, SyncBatchNorm) and "_original_class" in vars(layer)
-    ]
+    converted = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, SyncBatchNorm) and "_original_class" in vars(layer):
+            _require_no_fsdp(name, layer, "revert_syncbn_model")
+            converted.append(layer)
     # An nn.SyncBatchNorm holds its group itself. Looking it up may raise, so it comes before any change.
     own_groups = {
         layer: None if layer.process_group is None else groups.existing(layer.process_group)
@@ -98,23 +105,34 @@ def revert_syncbn_model(model: AnyModule) -> AnyModule:
     return model
 
 
-def _select(model: nn.Module) -> tuple[list[_BatchNorm], list[str]]:
-    """The layers to convert, and the name and class of each that is left alone."""
+def _select(model: nn.Module, channel_last: bool) -> tuple[list[_BatchNorm], list[str]]:
+    """The layers to convert; and those to leave alone: name, class and reason of each."""
     layers: list[_BatchNorm] = []
     left_alone: list[str] = []
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in module.original_name:
+            left_alone.append(f"{name or 'the model'} ({module.original_name}): it is scripted, convert it before")
         if not isinstance(module, _BatchNorm) or isinstance(module, SyncBatchNorm):
             continue
-        if _is_fsdp(module):
-            raise RuntimeError(
-                f"{name!r} is already wrapped by fully_shard; call convert_syncbn_model before fully_shard"
-            )
-        original_class = _class_of(module)
-        if issubclass(original_class, nn.SyncBatchNorm) and original_class not in OURS:
-            left_alone.append(f"{name or 'the model itself'} ({original_class.__name__})")
+        _require_no_fsdp(name, module, "convert_syncbn_model")
+        if channel_last and isinstance(module, LazyModuleMixin):
+            raise ValueError(f"{name!r} is lazy and counts channels in dim 1; run a forward before channel_last=True")
+        reason = _reason_to_leave_alone(module)
+        if reason:
+            left_alone.append(f"{name or 'the model'} ({_class_of(module).__name__}): {reason}")
         else:
             layers.append(module)
     return layers, left_alone
+
+
+def _reason_to_leave_alone(layer: _BatchNorm) -> str | None:
+    original_class = _class_of(layer)
+    if original_class is nn.SyncBatchNorm:
+        return None
+    if issubclass(original_class, nn.SyncBatchNorm):
+        return "a subclass of nn.SyncBatchNorm communicates by itself, derive it from nn.BatchNorm1d, 2d or 3d"
+    taken = [name for name in ("process_group", *ADDED) if hasattr(layer, name)]
+    return f"it has attributes that ours need, rename {', '.join(taken)}" if taken else None
 
 
 def _convert(layer: _BatchNorm, spec: Specification, channel_last: bool) -> None:
@@ -142,6 +160,8 @@ def _set_class(layer: nn.Module, new_class: type[nn.Module]) -> None:
     layer.__class__ = new_class
 
 
-def _is_fsdp(module: nn.Module) -> bool:
+def _require_no_fsdp(name: str, module: nn.Module, caller: str) -> None:
+    """**Raises** RuntimeError when fully_shard has put a class of its own on the module."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, and nobody can have wrapped a module without it
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+    if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+        raise RuntimeError(f"{name!r} is already wrapped by fully_shard; call {caller} before fully_shard")

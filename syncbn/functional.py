@@ -5,8 +5,9 @@ Every check is made before anything is sent or changed, and a fault of one rank 
 
 from __future__ import annotations
 
+import itertools
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,8 +58,8 @@ def sync_batch_norm(
     Args:
         input: (N, C, ...) or, with `channel_dim=-1`, (N, ..., C); 2 or more dims; float16, bfloat16, float32 or
             float64. N and the other sizes but C may differ between ranks, and be 0. While weight or bias requires grad,
-            `requires_grad` of the input may differ too; when neither does, it must agree on all ranks, else backward
-            waits for a rank that never comes.
+            `requires_grad` of the input may differ too; when neither does, and for second derivatives, it must agree on
+            all ranks, else backward waits for a rank that never comes.
         running_mean, running_var: (C,), any float dtype, both or neither. An all-empty batch leaves them as they are.
         weight, bias: (C,), any float dtype, each optional.
         training: synchronise, and normalise by the statistics of this batch.
@@ -107,17 +108,16 @@ def sync_batch_norm(
             mask,
             num_channels=None,
         )
-    if running_mean is None or running_var is None:
-        raise ValueError("running_mean must be defined in evaluation mode, and running_var; or pass training=True")
+    _require_running_stats(running_mean, running_var)
     return evaluate(input, running_mean, running_var, weight, bias, eps, channel_dim, z, fuse_relu, mask, None)
 
 
 def sync_batch_norm_many(
-    inputs: Sequence[Tensor],
-    running_means: Sequence[Tensor | None] | None = None,
-    running_vars: Sequence[Tensor | None] | None = None,
-    weights: Sequence[Tensor | None] | None = None,
-    biases: Sequence[Tensor | None] | None = None,
+    inputs: Iterable[Tensor],
+    running_means: Iterable[Tensor | None] | None = None,
+    running_vars: Iterable[Tensor | None] | None = None,
+    weights: Iterable[Tensor | None] | None = None,
+    biases: Iterable[Tensor | None] | None = None,
     training: bool = True,
     momentum: float | Tensor = 0.1,
     eps: float = 1e-5,
@@ -140,48 +140,57 @@ def sync_batch_norm_many(
         k tensors of the inputs' shapes, dtypes and memory formats.
 
     Raises:
-        ValueError, TypeError: as `sync_batch_norm`, with the index of the input.
+        ValueError, TypeError: as `sync_batch_norm`, with the index of the input. (A number of inputs that differs
+            between ranks cannot be told: gloo aborts.)
 
     >>> levels = [torch.tensor([[1.0], [3.0]]), torch.tensor([[10.0, 0.0], [30.0, 0.0]])]
     >>> sync_batch_norm_many(levels)[1]
     tensor([[-1.0000,  0.0000],
             [ 1.0000,  0.0000]])
     """
-    roles = {"running_means": running_means, "running_vars": running_vars, "weights": weights, "biases": biases}
-    for name, given in roles.items():
-        if given is not None and len(given) != len(inputs):
-            raise ValueError(f"expected {len(inputs)} {name}, one for each input, got {len(given)}")
-    if not inputs:
-        return []
-    means, variances, scales, shifts = (given or [None] * len(inputs) for given in roles.values())
-    of_inputs = list(zip(inputs, means, variances, scales, shifts, strict=True))
-    if not training:
-        return [sync_batch_norm(*of_input, eps=eps, channel_dim=channel_dim) for of_input in of_inputs]
-
-    group = groups.resolve(groups.specification(process_group))
-    at_fault = "inputs[0]"
+    given = {"running_means": running_means, "running_vars": running_vars, "weights": weights, "biases": biases}
+    inputs = _as_list("inputs", inputs)
+    roles = {name: [None] * len(inputs) if one is None else _as_list(name, one) for name, one in given.items()}
+    group = groups.resolve(groups.specification(process_group)) if training else None
+    faulty, at_fault = None, ""
     try:
-        for index, (x, mean, var, weight, bias) in enumerate(of_inputs):
-            at_fault = f"inputs[{index}]"
+        for name, role in roles.items():
+            if len(role) != len(inputs):
+                raise ValueError(f"expected {len(inputs)} {name}, one for each input, got {len(role)}")
+        for index, (x, mean, var, weight, bias) in enumerate(zip(inputs, *roles.values(), strict=True)):
+            faulty, at_fault = index, f"inputs[{index}]: "
             _check_arguments(x, mean, var, weight, bias, channel_dim, None, None, None, None)
             if x.device != inputs[0].device:
                 raise ValueError(f"the input is on {x.device} but inputs[0] on {inputs[0].device}; move one")
-        at_fault = "all inputs"
+            if not training:
+                _require_running_stats(mean, var)
+        faulty, at_fault = None, ""
         check_momentum(momentum)
         check_eps(eps)
     except (TypeError, ValueError) as fault:
-        error = type(fault)(f"{at_fault}: {fault}")
-        channels = [_likely_channels(x, channel_dim, *per_channel) for x, *per_channel in of_inputs]
-        known_channels = [num for num in channels if num is not None]
-        if len(known_channels) < len(inputs):
+        error = type(fault)(at_fault + str(fault))
+        channels = []
+        for index, (x, *per_channel) in enumerate(itertools.zip_longest(inputs, *roles.values())):
+            likely = _likely_channels(x, channel_dim, *per_channel)
+            channels.append(_channels_of(x, channel_dim) if likely is None and index != faulty else likely)
+        known = [num for num in channels[: len(inputs)] if num is not None]
+        if not training or len(known) < len(inputs):
             raise error from fault
-        device = _device_of(*means, *variances, *scales, *shifts, *inputs)
-        collectives.raise_on_all_ranks(error, sum(known_channels), device, group, len(inputs))
+        device = _device_of(*itertools.chain(*roles.values()), *inputs)
+        collectives.raise_on_all_ranks(error, sum(known), device, group, len(inputs))
 
+    if not inputs:
+        return []
+    means, variances, scales, shifts = roles.values()
+    if not training:
+        of_inputs = zip(inputs, means, variances, scales, shifts, strict=True)
+        return [sync_batch_norm(*of_input, eps=eps, channel_dim=channel_dim) for of_input in of_inputs]
     xs = [Layout.of(x, channel_dim % x.ndim).dense(x) for x in inputs]
-    output = many.SyncBatchNormManyFunction.apply(  # type: ignore[no-untyped-call]
-        channel_dim, eps, group, len(inputs), *xs, *scales, *shifts
-    )
+    apply: Callable[..., tuple[Tensor, ...]] = many.SyncBatchNormManyFunction.apply
+    if torch.compiler.is_compiling() and not _builds_graph(*inputs, *scales, *shifts):
+        # Without gradients Dynamo (torch 2.13) hands a forward with *args a context, which it does not take.
+        apply = many.SyncBatchNormManyFunction.forward
+    output = apply(channel_dim, eps, group, len(inputs), *xs, *scales, *shifts)
     ys, *statistics = many.by_role(output, len(inputs))
     for running_mean, running_var, *of_input in zip(means, variances, *statistics, strict=True):
         _move_running_stats(running_mean, running_var, moments.Moments(*of_input), momentum)
@@ -215,7 +224,7 @@ def train(
         )
         check_momentum(momentum)
         check_eps(eps)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # of whatever class a subclass's _check_input_dim raises
         if num_channels is None:
             num_channels = _likely_channels(input, channel_dim, running_mean, running_var, weight, bias)
         if num_channels is None:
@@ -239,11 +248,21 @@ def train(
     return y if mask is None else torch.where(mask, y, 0)
 
 
+def _as_list(name: str, given: Iterable[Any]) -> list[Any]:
+    if isinstance(given, Tensor):
+        raise TypeError(f"expected {name} to be a list of tensors, got one tensor; use {name}.unbind()")
+    return list(given)
+
+
+def _builds_graph(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
 def _move_running_stats(
     running_mean: Tensor | None, running_var: Tensor | None, statistics: moments.Moments, momentum: float | Tensor
 ) -> None:
-    if running_mean is not None and running_var is not None and not inside_backward():
-        moments.update_running_stats(running_mean, running_var, statistics, momentum)
+    if running_mean is not None and running_var is not None:
+        moments.update_running_stats(running_mean, running_var, statistics, momentum, moves=not inside_backward())
 
 
 def inside_backward() -> bool:
@@ -252,6 +271,24 @@ def inside_backward() -> bool:
     In a compiled graph that is never so: it recomputes values, not the writes to buffers.
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def local_batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """F.batch_norm, which is not called by that name because subclasses.py makes it mean that of all ranks."""
+    if training and input.numel() == input.shape[1]:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
+    return torch.batch_norm(
+        input, weight, bias, running_mean, running_var, training, momentum, eps, torch.backends.cudnn.enabled
+    )
 
 
 def evaluate(
@@ -286,7 +323,7 @@ def evaluate(
         running_mean, running_var, weight, bias = (None if given is None else given.to(dtype) for given in per_channel)
     if channel_dim != 1:
         x = Layout(channel_dim, channel_innermost=False).fold(x)
-    y = F.batch_norm(x, running_mean, running_var, weight, bias, training=running_mean is None, eps=eps)
+    y = local_batch_norm(x, running_mean, running_var, weight, bias, running_mean is None, 0.0, eps)
     if channel_dim != 1:
         y = y.view_as(input)
     if z is not None:
@@ -363,7 +400,7 @@ def batch_norm_backward(
         grad_bias = sum_dy.to(dtype) if needs_bias else None
         grad_input = None
         if training:
-            packed = collectives.all_reduce_counted_sums(sums, input.numel() // len(mean), group)
+            packed = collectives.all_reduce_counted_sums(sums, input.numel() // max(len(mean), 1), group)
             mean_sums = packed[:-1] / packed[-1].clamp(min=1)
             if needs_input:
                 grad_input, _ = autograd.input_gradient(
@@ -400,6 +437,11 @@ def _check_arguments(
         _check_mask(mask, input, channel_dim)
 
 
+def _require_running_stats(running_mean: Tensor | None, running_var: Tensor | None) -> None:
+    if running_mean is None or running_var is None:
+        raise ValueError("running_mean must be defined in evaluation mode, and running_var; or pass training=True")
+
+
 def _check_input(input: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor], Any] | None) -> None:
     if not isinstance(input, Tensor):
         raise TypeError(f"expected a Tensor as input, got {type(input).__name__}")
@@ -407,10 +449,14 @@ def _check_input(input: Tensor, channel_dim: int, check_input_dim: Callable[[Ten
         raise TypeError("the input is a DTensor, expected this rank's values as a plain tensor: pass input.to_local()")
     if input.dtype not in SUPPORTED_DTYPES:
         raise TypeError(f"expected a float16, bfloat16, float32 or float64 input, got {input.dtype}; convert it first")
+    if input.layout != torch.strided:
+        raise TypeError(f"expected a dense input, got layout {input.layout}; use input.to_dense()")
     if check_input_dim is not None:
         check_input_dim(input)
     if input.ndim < 2:
         raise ValueError(f"expected at least 2D input (got {input.ndim}D input of shape {tuple(input.shape)})")
+    if not isinstance(channel_dim, int):
+        raise TypeError(f"channel_dim must be an int, got {channel_dim!r}")
     if not -input.ndim <= channel_dim < input.ndim:
         raise ValueError(f"channel_dim={channel_dim} does not exist in an input of shape {tuple(input.shape)}")
 
@@ -442,9 +488,15 @@ def _check_channels(
 def _likely_channels(input: Tensor, channel_dim: int, *per_channel: Tensor | None) -> int | None:
     """What most arguments say that C is, for when one is wrong; None when no per-channel tensor says anything."""
     said = [given.numel() for given in per_channel if isinstance(given, Tensor)]
-    if said and isinstance(input, Tensor) and -input.ndim <= channel_dim < input.ndim:
-        said.append(input.shape[channel_dim])
+    if said and (channels := _channels_of(input, channel_dim)) is not None:
+        said.append(channels)
     return max(said, key=said.count, default=None)  # the first of equals: a per-channel tensor's
+
+
+def _channels_of(input: Tensor, channel_dim: int) -> int | None:
+    if isinstance(input, Tensor) and isinstance(channel_dim, int) and -input.ndim <= channel_dim < input.ndim:
+        return input.shape[channel_dim]
+    return None
 
 
 def _device_of(*given: Tensor | None) -> torch.device:
@@ -453,7 +505,9 @@ def _device_of(*given: Tensor | None) -> torch.device:
 
 def _check_like_input(name: str, given: Tensor, input: Tensor) -> None:
     if not isinstance(given, Tensor) or given.dtype not in SUPPORTED_DTYPES:
-        raise TypeError(f"expected {name} to be a float tensor, got {getattr(given, 'dtype', type(given).__name__)}")
+        got = getattr(given, "dtype", type(given).__name__)
+        hint = f"; a mask is passed as mask=, not as {name}" if got is torch.bool else ""
+        raise TypeError(f"expected {name} to be a float tensor, got {got}{hint}")
     if given.shape != input.shape:
         raise ValueError(
             f"expected {name} of the input's shape {tuple(input.shape)}, got {tuple(given.shape)}; expand() it first"
@@ -463,12 +517,14 @@ def _check_like_input(name: str, given: Tensor, input: Tensor) -> None:
 
 
 def _check_mask(mask: Tensor, input: Tensor, channel_dim: int) -> None:
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        got = getattr(mask, "dtype", type(mask).__name__)
-        raise TypeError(f"expected mask to be a bool tensor, True where a value counts, got {got}; use mask != 0")
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"expected mask to be a bool tensor, got {type(mask).__name__}; use torch.as_tensor(mask)")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"expected mask to be bool, True where a value counts, got {mask.dtype}; use mask != 0")
     wanted = list(input.shape)
     del wanted[channel_dim]
-    sizes_fit = all(size in (1, other) for size, other in zip(mask.shape, wanted, strict=False))
+    # Not `in`, which is False for a static and an equal dynamic size under Dynamo.
+    sizes_fit = all(size == 1 or size == other for size, other in zip(mask.shape, wanted, strict=False))
     if mask.ndim not in (1, len(wanted)) or not sizes_fit:
         raise ValueError(
             f"expected mask of shape {tuple(wanted)}, which is the input's {tuple(input.shape)} without the channels' "
@@ -489,9 +545,11 @@ def _with_channels(mask: Tensor, input: Tensor, channel_dim: int) -> tuple[Tenso
 
 
 def check_momentum(momentum: float | Tensor) -> None:
-    """**Raises** TypeError unless `momentum` is a number or a tensor."""
+    """**Raises** TypeError unless `momentum` is a number or a tensor, ValueError for a tensor of several numbers."""
     if not isinstance(momentum, Tensor):
         _check_number("momentum", momentum)
+    elif momentum.numel() != 1:
+        raise ValueError(f"momentum must be one number, got a tensor of shape {tuple(momentum.shape)}")
 
 
 def check_eps(eps: float) -> None:

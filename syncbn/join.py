@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn import collectives, groups
@@ -61,6 +62,10 @@ def join(ddp_model: DistributedDataParallel, *, divide_by_initial_world_size: bo
         ValueError: the model or one of its layers works on a part of the ranks.
         RuntimeError: inside another `join`; or another rank left its body with an exception, whose text this has. The
             rank itself raises the exception as it was.
+
+    Forward and backward of a step belong inside, and nothing may be compiled or selectively checkpointed there. The
+    model and the ranks' optimizers and schedulers have made different numbers of steps: of those, only the model agrees
+    afterwards.
 
     An exception between the forward of the model and the end of its backward reaches the ranks that are finished only
     when the process of the failing rank ends: Join waits there for the gradients.
@@ -102,13 +107,22 @@ class _Session:
     @contextlib.contextmanager
     def announcing(self) -> Iterator[None]:
         """Within, the layers and the model announce what they are going to do."""
-        hook = self.model.register_forward_pre_hook(self.announce_step, prepend=True)
+        hooks = (
+            self.model.register_forward_pre_hook(self.announce_step, prepend=True),
+            register_module_forward_pre_hook(self.refuse_other_model),
+        )
         collectives.announce, groups.joined = self.announce_all_reduce, self.group
         try:
             yield
         finally:
             collectives.announce = groups.joined = None
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
+
+    def refuse_other_model(self, module: nn.Module, _: Any) -> None:
+        """A hook before the forward of any module. A finished rank does not answer another model's collectives."""
+        if isinstance(module, DistributedDataParallel) and module is not self.model:
+            raise RuntimeError("syncbn.join joins one model, and here runs a second DistributedDataParallel")
 
     def announce_step(self, *_: Any) -> None:
         """A hook before the forward of the model."""
@@ -122,7 +136,7 @@ class _Session:
     def agree(self, own: int) -> int:
         """What the ranks do next, of which `own` is this rank's. **Raises** RuntimeError when another rank failed."""
         self.num_announced += own != FINISHED
-        header = torch.tensor([own])
+        header = torch.tensor([own], device="cpu")
         dist.all_reduce(header, dist.ReduceOp.MAX, group=self.header_group)
         agreed = int(header)
         if agreed == FAILED and own != FAILED:
@@ -180,7 +194,7 @@ class _Session:
 
     def take_buffers_of_a_rank_that_ran_to_the_end(self) -> None:
         """Of the one that announced most."""
-        key = torch.tensor([self.num_announced * dist.get_world_size() + dist.get_rank()])
+        key = torch.tensor([self.num_announced * dist.get_world_size() + dist.get_rank()], device="cpu")
         dist.all_reduce(key, dist.ReduceOp.MAX, group=self.header_group)
         source = int(key) % dist.get_world_size()
         for layer in self.model.modules():
@@ -190,7 +204,7 @@ class _Session:
 
     def close(self) -> None:
         """Give the groups back."""
-        for group in {self.group, self.header_group}:
+        for group in dict.fromkeys((self.group, self.header_group)):  # in one order on all ranks
             dist.destroy_process_group(group)
 
 
@@ -208,10 +222,11 @@ class _Join(Join):
 
 
 def _check(ddp_model: nn.Module) -> None:
-    if not isinstance(ddp_model, DistributedDataParallel) or any(map(is_compiled, ddp_model.modules())):
-        raise TypeError(
-            f"syncbn.join needs a DistributedDataParallel without compiled modules, got {type(ddp_model).__name__}"
-        )
+    if not isinstance(ddp_model, DistributedDataParallel):
+        raise TypeError(f"syncbn.join needs one DistributedDataParallel, got {type(ddp_model).__name__}")
+    compiled = ", ".join(name or "the model" for name, module in ddp_model.named_modules() if is_compiled(module))
+    if compiled:
+        raise TypeError(f"syncbn.join needs a model without compiled modules, but compiled are: {compiled}")
     if groups.joined is not None:
         raise RuntimeError("syncbn.join cannot be entered inside syncbn.join")
     num_ranks = dist.get_world_size()

@@ -151,7 +151,7 @@ class SyncBatchNorm(_BatchNorm):
             momentum = self.momentum
         else:  # the average of all batches, without reading the counter on the host
             momentum = 0.0 if counter is None else 1.0 / (counter + 1).to(torch.float64)
-        output = self.normalize(
+        output = self._syncbn_train(
             input,
             self.running_mean if self.track_running_stats else None,
             self.running_var if self.track_running_stats else None,
@@ -159,15 +159,18 @@ class SyncBatchNorm(_BatchNorm):
             self.bias,
             momentum,
             self.eps,
+            -1 if self.channel_last else 1,
             z,
+            self.fuse_relu,
             mask,
+            self.num_features,
             check_input_dim,
         )
         if counter is not None and not functional.inside_backward():
             counter.add_(1)
         return output
 
-    def normalize(
+    def _syncbn_train(
         self,
         input: Tensor,
         running_mean: Tensor | None,
@@ -176,8 +179,11 @@ class SyncBatchNorm(_BatchNorm):
         bias: Tensor | None,
         momentum: float | Tensor,
         eps: float,
+        channel_dim: int = 1,
         z: Tensor | None = None,
+        fuse_relu: bool = False,
         mask: Tensor | None = None,
+        num_channels: int | None = None,
         check_input_dim: Callable[[Tensor], Any] | None = None,
     ) -> Tensor:
         """F.batch_norm(training=True) of these arguments over all ranks of this layer's group."""
@@ -195,11 +201,11 @@ class SyncBatchNorm(_BatchNorm):
             momentum,
             eps,
             group,
-            -1 if self.channel_last else 1,
+            channel_dim,
             z,
-            self.fuse_relu,
+            fuse_relu,
             mask,
-            self.num_features,
+            num_channels,
             check_input_dim,
         )
         if not torch.compiler.is_compiling():

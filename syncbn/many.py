@@ -43,8 +43,9 @@ class SyncBatchNormManyFunction(torch.autograd.Function):
             payloads = [2 * x.shape[channel_dim] + 1 for x in xs]
             statistics = [moments.from_sums(sums) for sums in torch.split(total, payloads)]
             ys = []
-            for x, weight, bias, (mean, var, num_values) in zip(xs, weights, biases, statistics, strict=True):
-                collectives.require_two_values(num_values, x.shape)
+            of_inputs = zip(xs, weights, biases, statistics, strict=True)
+            for index, (x, weight, bias, (mean, var, num_values)) in enumerate(of_inputs):
+                collectives.require_two_values(num_values, x.shape, at_fault=f"inputs[{index}]: ")
                 ys.append(autograd.normalize(x, mean, var, weight, bias, None, channel_dim % x.ndim, eps, relu=False))
         return *ys, *_transposed(statistics)
 

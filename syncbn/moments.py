@@ -66,11 +66,14 @@ def input_gradient_coefficients(
 
 
 @torch.no_grad()
-def update_running_stats(running_mean: Tensor, running_var: Tensor, moments: Moments, momentum: float | Tensor) -> None:
+def update_running_stats(
+    running_mean: Tensor, running_var: Tensor, moments: Moments, momentum: float | Tensor, moves: bool
+) -> None:
     """running = (1 - momentum) * running + momentum * statistic, in place, rounded once to the buffer's own dtype.
 
     running_var takes the unbiased variance, var * n / (n - 1). No values at all (n = 0) change nothing, one value per
-    channel (n = 1) leaves running_var as it is: both without reading n on the host.
+    channel (n = 1) leaves running_var as it is: both without reading n on the host. With `moves` False nothing changes
+    although the same operators run, whose results selective checkpointing finds by counting.
     """
     mean, var, num_values = moments
     unbiased_var = var * (num_values / (num_values - 1).clamp(min=1))
@@ -79,4 +82,6 @@ def update_running_stats(running_mean: Tensor, running_var: Tensor, moments: Mom
         (running_var, unbiased_var, num_values > 1),
     ):
         moved = (1 - momentum) * running.to(torch.float64) + momentum * statistic
-        running.copy_(torch.where(enough, moved, running))
+        moved = torch.where(enough, moved, running)
+        if moves:
+            running.copy_(moved)

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
+from syncbn import functional
 from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 
 OURS: dict[type[nn.Module], type[SyncBatchNorm]] = {
@@ -41,7 +42,11 @@ def synchronised_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
 
 
 def _make_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
-    namespace: dict[str, Any] = {"__doc__": original.__doc__, "__module__": original.__module__, "original": original}
+    namespace: dict[str, Any] = {
+        "__doc__": original.__doc__,
+        "__module__": original.__module__,
+        "_syncbn_original": original,
+    }
     if (
         issubclass(original, LazyModuleMixin) and original.cls_to_become is not None
     ):  # the first forward makes it a layer of this class
@@ -61,10 +66,10 @@ else:
 class _Made(_Beside):
     """What every made class has: a way to copy and pickle, since its name leads nowhere."""
 
-    original: type[nn.Module]
+    _syncbn_original: type[nn.Module]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _empty_instance, (self.original,), self.__getstate__()
+        return _empty_instance, (self._syncbn_original,), self.__getstate__()
 
 
 class _KeepsForward(_Made):
@@ -74,7 +79,7 @@ class _KeepsForward(_Made):
         with _SynchroniseBatchNorm(self):
             output = super().forward(*args, **kwargs)
         if self.training and self._synchronised_ranks is None and not torch.compiler.is_compiling():
-            _warn_of_own_mathematics(self.original.__qualname__)
+            _warn_of_own_mathematics(self._syncbn_original.__qualname__)
         return output
 
 
@@ -86,7 +91,7 @@ class _SynchroniseBatchNorm(TorchFunctionMode):
         self.layer = layer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.batch_norm and self.layer.training:
+        if func is F.batch_norm:
             func = functools.partial(_batch_norm, self.layer)
         return func(*args, **(kwargs or {}))
 
@@ -102,11 +107,11 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    if training:
-        return layer.normalize(input, running_mean, running_var, weight, bias, momentum, eps)
-    if not torch.compiler.is_compiling():
+    if training and layer.training:
+        return layer._syncbn_train(input, running_mean, running_var, weight, bias, momentum, eps)
+    if layer.training and not torch.compiler.is_compiling():
         layer._synchronised_ranks = 1  # frozen statistics, as the original wants it
-    return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    return functional.local_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 def _empty_instance(original: type[nn.Module]) -> SyncBatchNorm:

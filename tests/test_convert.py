@@ -90,17 +90,23 @@ class SubclassOfSyncBatchNorm(nn.SyncBatchNorm):
     """With communication of its own."""
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is")
 def test_what_is_left_alone_is_named_in_one_warning() -> None:
-    model = nn.ModuleDict(
-        {"a": SubclassOfSyncBatchNorm(3), "instance": nn.InstanceNorm2d(3), "plain": nn.BatchNorm2d(3)}
-    )
+    model = nn.ModuleDict({"a": SubclassOfSyncBatchNorm(3), "b": BatchNormAct2d(3)})
+    model["c"] = torch.jit.script(nn.BatchNorm2d(3))
+    model["instance"], model["plain"] = nn.InstanceNorm2d(3), nn.BatchNorm2d(3)
+    model["b"].channel_last = "mine"
     classes = {name: type(module) for name, module in model.items()}
     with pytest.warns(
-        UserWarning, match=r"left a \(SubclassOfSyncBatchNorm\) as they are: .* Derive it from"
+        UserWarning,
+        match=r"not synchronised: a \(SubclassOfSyncBatchNorm\): .* derive it from .*; "
+        r"b \(BatchNormAct2d\): .* rename channel_last; c \(BatchNorm2d\): it is scripted",
     ) as warned:
         syncbn.convert_syncbn_model(model)
     assert len(warned) == 1
     assert [name for name, module in model.items() if type(module) is not classes[name]] == ["plain"]
+    syncbn.revert_syncbn_model(model)
+    assert model["b"].channel_last == "mine"
 
 
 def parametrized(layer: nn.Module) -> nn.Module:
@@ -156,6 +162,40 @@ def test_a_subclass_of_a_converted_subclass() -> None:
         atol=0,
     )
     assert layer.note == 1
+
+
+class Ghost2d(nn.BatchNorm2d):
+    """Each of two parts of the batch is normalised by itself; its names are ones that ours might have taken."""
+
+    original = "mine"
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        return x / 255
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.normalize(x).view(len(x) // 2, -1, *x.shape[2:])
+        weight, bias = self.weight.repeat(2), self.bias.repeat(2)
+        return F.batch_norm(parts, None, None, weight, bias, True, 0.1, self.eps).view_as(x)
+
+
+def test_a_forward_that_normalises_other_channels() -> None:
+    plain, x = Ghost2d(3), 255 * torch.randn(4, 3, 2, 2)
+    layer = syncbn.convert_syncbn_model(copy.deepcopy(plain), channel_last=True)
+    torch.testing.assert_close(copy.deepcopy(layer)(x), plain(x))
+
+
+def test_an_error_leaves_the_model_as_it_was() -> None:
+    class NoHeirs(nn.BatchNorm2d):
+        def __init_subclass__(cls) -> None:
+            raise RuntimeError("no heirs")
+
+    lazy = nn.Sequential(nn.BatchNorm2d(3), nn.LazyBatchNorm2d())
+    with pytest.raises(ValueError, match="'1' is lazy and counts channels in dim 1"):
+        syncbn.convert_syncbn_model(lazy, channel_last=True)
+    final = nn.Sequential(nn.BatchNorm2d(3), NoHeirs(3))
+    with pytest.raises(RuntimeError, match="no heirs"):
+        syncbn.convert_syncbn_model(final)
+    assert type(lazy[0]) is type(final[0]) is nn.BatchNorm2d
 
 
 def test_frozen_statistics_of_a_subclass_stay_frozen() -> None:

@@ -69,6 +69,6 @@ def test_running_stats() -> None:
         for dtype in (torch.bfloat16, torch.float32, torch.float64):
             running_mean, running_var = torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype)
             n = torch.tensor(float(num_values), dtype=torch.float64)
-            moments.update_running_stats(running_mean, running_var, Moments(*statistics, n), 0.25)
+            moments.update_running_stats(running_mean, running_var, Moments(*statistics, n), 0.25, moves=True)
             assert torch.equal(running_mean, torch.tensor([mean], dtype=torch.float64).to(dtype))
             assert torch.equal(running_var, torch.tensor([var], dtype=torch.float64).to(dtype))

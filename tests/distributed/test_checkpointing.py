@@ -98,6 +98,40 @@ def test_selective_checkpointing_saves_the_all_reduces(ranks: Ranks) -> None:
     check_like_unchecked(ranks, SELECTIVE, recomputed=0)
 
 
+class AddsAfterwards(nn.Module):
+    """Additions behind a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.linear = syncbn.SyncBatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        for _ in range(3):
+            x = x + self.linear(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("operator", ["add", "mul", "_to_copy", "where"])
+def test_any_operator_may_be_saved(ranks: Ranks, operator: str) -> None:
+    """torch finds a saved result by counting: each operator must run as often in the recompute as at first."""
+
+    def save(context: object, called: object, *_: object, **__: object) -> CheckpointPolicy:
+        is_chosen = called.overloadpacket is getattr(torch.ops.aten, operator)
+        return CheckpointPolicy.MUST_SAVE if is_chosen else CheckpointPolicy.PREFER_RECOMPUTE
+
+    plain = AddsAfterwards().to(ranks.device)
+    inner = copy.deepcopy(plain)
+    context_fn = partial(create_selective_checkpoint_contexts, save)
+    checkpointed = Checkpointed(inner, use_reentrant=False, context_fn=context_fn)
+    generator = torch.Generator().manual_seed(ranks.rank)
+    for x in torch.randn(2, 5, 4, generator=generator).to(ranks.device):
+        assert torch.equal(step(checkpointed, x)[0], step(plain, x)[0])
+    for name, expected in plain.state_dict().items():
+        assert torch.equal(inner.get_buffer(name) if "running" in name else inner.state_dict()[name], expected), name
+
+
 def test_checkpoint_inside_fsdp2(ranks: Ranks) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

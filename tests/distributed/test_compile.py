@@ -177,6 +177,16 @@ def test_masks(ranks: Ranks, backend: str) -> None:
     torch.testing.assert_close(dict(other.named_buffers()), dict(layer.named_buffers()))
 
 
+def test_masks_of_dynamic_sizes(ranks: Ranks) -> None:
+    """The size of x is a symbol, that of the mask, seen for the first time, a number."""
+    layer = syncbn.SyncBatchNorm1d(3, device=ranks.device)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for length in (7, 9):
+        compiled(torch.randn(4, 3, length, device=ranks.device))
+    x, mask = torch.randn(4, 3, 5, device=ranks.device), torch.rand(4, 5, device=ranks.device) > 0.3
+    torch.testing.assert_close(compiled(x, mask=mask), layer(x, mask=mask))
+
+
 def test_dynamic_batch_sizes_compile_twice(ranks: Ranks) -> None:
     """Once for the first size and once for any size."""
     counter = CompileCounter()

@@ -101,13 +101,29 @@ def test_one_collective_each_way(ranks: Ranks, kind: str) -> None:
 
 
 def test_evaluation_without_running_statistics_is_local(ranks: Ranks) -> None:
-    original = BatchNormAct2d(3, track_running_stats=False).to(ranks.device).eval()
-    layer = syncbn.convert_syncbn_model(copy.deepcopy(original))
-    torch.manual_seed(ranks.rank)
-    x = torch.randn(2, 3, 4, 4, device=ranks.device)
-    with CountCollectives() as collectives:
-        assert torch.equal(layer(x), original(x))
-    assert collectives.total == 0
+    """Also of a part of a subclass that trains."""
+
+    class WithAuxiliary(BatchNormAct2d):
+        def __init__(self, auxiliary: nn.Module) -> None:
+            super().__init__(3)
+            self.auxiliary = auxiliary
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.auxiliary(x) if x.ndim == 4 else super().forward(x[0])
+
+    for part in BatchNormAct2d, nn.BatchNorm2d:
+        original = part(3, track_running_stats=False).to(ranks.device).eval()
+        layer = syncbn.convert_syncbn_model(copy.deepcopy(original))
+        whole = syncbn.convert_syncbn_model(WithAuxiliary(copy.deepcopy(original)).to(ranks.device))
+        torch.manual_seed(ranks.rank)
+        x = torch.randn(2, 3, 4, 4, device=ranks.device)
+        whole(x[None])
+        assert whole._synchronised_ranks == ranks.size
+        with CountCollectives() as collectives:
+            assert torch.equal(layer(x), original(x))
+            assert torch.equal(whole(x), original(x))
+        assert collectives.total == 0
+        assert whole._synchronised_ranks == ranks.size
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo and Inductor use what torch itself deprecates

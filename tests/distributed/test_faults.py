@@ -31,6 +31,7 @@ FAULTS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "expected a float16, bfloat16, float32 or float64 input, got torch.int32",
     ),
     "complex": (lambda: GOOD.to(torch.complex64), TypeError, "got torch.complex64"),
+    "sparse": (lambda: GOOD.to_sparse(), TypeError, "expected a dense input, got layout torch.sparse_coo"),
     "not a tensor": (lambda: GOOD.tolist(), TypeError, "expected a Tensor as input, got list"),
 }
 
@@ -61,6 +62,25 @@ def test_rank_check_of_the_numbered_layers(ranks: Ranks) -> None:
     layer = syncbn.SyncBatchNorm2d(3)
     with pytest.raises(ValueError, match=r"rank 1: expected 4D input \(got 3D input\)"):
         layer(GOOD if ranks.rank == 1 else GOOD[..., None])
+
+
+def test_a_rank_check_of_ones_own(ranks: Ranks) -> None:
+    """Whatever class of exception it raises."""
+
+    class Own(torch.nn.modules.batchnorm._BatchNorm):
+        def _check_input_dim(self, input: Tensor) -> None:
+            assert input.ndim == 3, "my own words"
+
+    with pytest.raises(ValueError, match="rank 1: my own words"):
+        syncbn.convert_syncbn_model(Own(3))(GOOD[..., None] if ranks.rank == 1 else GOOD)
+
+
+@pytest.mark.parametrize("channel_dim", [1.0, "1", 3])
+def test_channel_dim_that_is_none(ranks: Ranks, channel_dim: object) -> None:
+    with pytest.raises((TypeError, ValueError), match="rank 0: channel_dim"):
+        syncbn.functional.sync_batch_norm(
+            GOOD, None, None, torch.ones(3), training=True, channel_dim=channel_dim if ranks.rank == 0 else 1
+        )
 
 
 def test_every_faulty_rank_is_named(ranks: Ranks) -> None:

@@ -133,6 +133,10 @@ def test_converting_afterwards_is_refused(ranks: Ranks) -> None:
     fully_shard(layer, mesh=init_device_mesh(ranks.device.type, (ranks.size,)))
     with pytest.raises(RuntimeError, match="call convert_syncbn_model before fully_shard"):
         syncbn.convert_syncbn_model(nn.Sequential(layer))
+    layer = syncbn.convert_syncbn_model(nn.BatchNorm2d(4).to(ranks.device))
+    fully_shard(layer, mesh=init_device_mesh(ranks.device.type, (ranks.size,)))
+    with pytest.raises(RuntimeError, match="call revert_syncbn_model before fully_shard"):
+        syncbn.revert_syncbn_model(nn.Sequential(layer))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # FSDP1 is deprecated

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from counting import CountCollectives
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch_names import BROADCAST_BUFFERS
 from voting import Ranks
 
@@ -225,19 +227,66 @@ def test_a_bad_batch_is_raised_on_every_rank_that_has_one(ranks: Ranks) -> None:
 
 def test_what_cannot_be_joined_is_refused_on_entry(ranks: Ranks) -> None:
     ddp, _ = make_ddp(ranks)
-    with pytest.raises(TypeError, match="without compiled modules, got Sequential"), syncbn.join(small_model()):
+    with (
+        pytest.raises(TypeError, match="needs one DistributedDataParallel, got Sequential"),
+        syncbn.join(small_model()),
+    ):
         pass
     inner = copy.deepcopy(ddp.module)
     inner[1].compile(backend="eager")
-    compiled = [torch.compile(ddp, backend="eager"), DistributedDataParallel(inner)]
-    for model in compiled:
-        with pytest.raises(TypeError, match="without compiled modules"), syncbn.join(model):
-            pass
+    with (
+        pytest.raises(TypeError, match="one DistributedDataParallel, got Opt"),
+        syncbn.join(torch.compile(ddp, backend="eager")),
+    ):
+        pass
+    with pytest.raises(TypeError, match=r"compiled are: module\.1"), syncbn.join(DistributedDataParallel(inner)):
+        pass
     with pytest.raises(RuntimeError, match="cannot be entered inside"), syncbn.join(ddp), syncbn.join(ddp):
         pass
     ddp.module[4].process_group = 1
     with pytest.raises(ValueError, match=r"all \d ranks, but not so: module.4 over 1"), syncbn.join(ddp):
         pass
+
+
+def run_second_model(model: nn.Module, second: nn.Module, x: Tensor) -> None:
+    second(x)
+
+
+def run_compiled(model: nn.Module, second: nn.Module, x: Tensor) -> None:
+    torch._dynamo.reset()
+    torch.compile(model, backend="eager", fullgraph=True)(x)
+
+
+def run_selectively_checkpointed(model: nn.Module, second: nn.Module, x: Tensor) -> None:
+    def recompute(*_: object, **__: object) -> CheckpointPolicy:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    context_fn = partial(create_selective_checkpoint_contexts, recompute)
+    checkpoint(model, x, use_reentrant=False, context_fn=context_fn)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
+@pytest.mark.filterwarnings("ignore:Using .torch.compile.module.. when there are global hooks")
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (run_second_model, "joins one model, and here runs a second"),
+        (run_compiled, "nothing may be compiled"),
+        (run_selectively_checkpointed, "checkpointing may not be selective"),
+    ],
+)
+def test_what_cannot_be_joined_is_refused_inside(
+    ranks: Ranks, run: Callable[[nn.Module, nn.Module, Tensor], None], message: str
+) -> None:
+    """Before the ranks that are finished wait for it."""
+    (ddp, _), (second, _) = make_ddp(ranks), make_ddp(ranks)
+
+    def body() -> None:
+        if ranks.rank == 0:
+            run(ddp.module, second, batches(0, ranks)[0][0])
+
+    with pytest.raises(Exception, match=message), syncbn.join(ddp):
+        body()
 
 
 def test_a_call_over_a_part_of_the_ranks_inside_is_refused(ranks: Ranks) -> None:

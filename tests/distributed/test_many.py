@@ -95,6 +95,8 @@ def test_evaluation(ranks: Ranks) -> None:
     with CommDebugMode() as mode:
         check_equal(ranks, one.together(training=False), one.apart(training=False))
     assert mode.get_total_counts() == 0
+    with pytest.raises(ValueError, match=r"inputs\[0\]: running_mean must be defined in evaluation mode"):
+        sync_batch_norm_many(one.inputs, training=False)
 
 
 def test_second_derivative(ranks: Ranks) -> None:
@@ -126,7 +128,9 @@ def test_channels_last_dim_and_no_parameters(ranks: Ranks) -> None:
     [
         ({"weights": 1}, r"inputs\[1\]: .*weight should contain 1 elements not 7"),
         ({"device": 2}, r"inputs\[2\]: the input is on meta but inputs\[0\] on (cpu|cuda:\d); move one"),
-        ({"momentum": 1}, r"all inputs: momentum must be a number, got '0.1'"),
+        ({"momentum": 1}, r"momentum must be a number, got '0.1'"),
+        ({"length": 4}, "expected 5 running_means, one for each input, got 4"),
+        ({"without": 0}, r"inputs\[0\]: .*weight should contain 3 elements not 7"),
         ({"inputs": 3}, r"inputs\[3\]: expected a float16, bfloat16, float32 or float64 input, got torch.int64"),
     ],
 )
@@ -140,6 +144,12 @@ def test_a_fault_on_one_rank_is_raised_on_all(ranks: Ranks, change: dict[str, in
     elif bad and "device" in change:
         for tensors in (levels.inputs, levels.weights, levels.means, levels.variances):
             tensors[2] = tensors[2].to("meta")
+    elif bad and "length" in change:
+        levels.means.pop()
+    elif "without" in change:  # the other inputs alone say how many channels they have
+        levels.weights[1:] = levels.biases[1:] = levels.means[1:] = levels.variances[1:] = [None] * 4
+        if bad:
+            levels.weights[0] = torch.ones(7, device=ranks.device)
     elif bad and "inputs" in change:
         levels.inputs[3] = torch.ones(SHAPES[3], dtype=torch.int64, device=ranks.device)
     with pytest.raises((TypeError, ValueError), match=rf"rank {ranks.size - 1}: {message}"):
@@ -151,7 +161,7 @@ def test_one_value_per_channel(ranks: Ranks) -> None:
     if ranks.device.type != "cpu":
         pytest.skip("would stop the host to read the count")
     inputs = [torch.randn(4, 3), torch.randn(1 if ranks.rank == 0 else 0, 3)]
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training, got 1 over all ranks"):
+    with pytest.raises(ValueError, match=r"inputs\[1\]: Expected more than 1 value per channel when training, got 1"):
         sync_batch_norm_many(inputs)
 
 
@@ -160,6 +170,10 @@ def test_lists_of_different_lengths(ranks: Ranks) -> None:
     levels.weights.pop()
     with pytest.raises(ValueError, match="expected 5 weights, one for each input, got 4"):
         levels.together()
+    with pytest.raises(
+        TypeError, match=r"expected running_means to be a list of tensors, got one tensor; use .*unbind"
+    ):
+        sync_batch_norm_many(levels.inputs[:2], torch.zeros(2, 3))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
@@ -176,3 +190,5 @@ def test_compiles(ranks: Ranks) -> None:
     for leaf, twin in zip(one.leaves(), other.leaves(), strict=True):
         torch.testing.assert_close(leaf.grad, twin.grad)
     torch.testing.assert_close(one.buffers(), other.buffers())
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(one.inputs), sync_batch_norm_many(one.inputs))

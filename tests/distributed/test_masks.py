@@ -172,7 +172,7 @@ def test_second_derivative(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (torch.ones(2), "expected mask to be a bool tensor, True where a value counts, got torch.float32"),
+        (torch.ones(2), "expected mask to be bool, True where a value counts, got torch.float32"),
         ([True, False], "got list"),
         (torch.ones(3, dtype=torch.bool), r"expected mask of shape \(2, 4\), which is the input's \(2, 3, 4\) without"),
         (torch.ones(2, 3, 4, dtype=torch.bool), r"got \(2, 3, 4\)"),
