@@ -1,13 +1,12 @@
-# Sourced by the other scripts: prepare_environment EXTRA... puts a Python with syncbn and these extras of pyproject.toml first on PATH.
+# Sourced by the other scripts: prepare_environment puts a Python with syncbn and all extras of pyproject.toml first on PATH.
 # That is .venv in the project, made on first use; or the current interpreter when it has torch and pip reaches no index.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks share the cores
 
 prepare_environment() {
-    local extras wanted
-    extras=$(IFS=,; echo "$*")
-    wanted="$extras $(cat pyproject.toml scripts/constraints.txt scripts/environment.sh | cksum)"
+    local wanted
+    wanted=$(cat pyproject.toml scripts/constraints.txt scripts/environment.sh syncbn/kernels/{build.py,*.cpp,*.h} | cksum)
     if [[ ! -x .venv/bin/pip ]]; then
         python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
             echo "syncbn needs Python 3.11 or newer; python3 is $(python3 --version 2>&1)" >&2
@@ -23,10 +22,10 @@ prepare_environment() {
     fi
     export PATH="$PWD/.venv/bin:$PATH"
     if ! grep -qxF "$wanted" .venv/prepared 2>/dev/null; then
-        echo "Installing syncbn[$extras]" >&2
-        install_pinned setuptools
-        install_pinned --no-build-isolation --editable ".[$extras]"
-        echo "$wanted" >>.venv/prepared
+        echo "Installing syncbn" >&2
+        install_pinned setuptools torch # which the C++ kernels are built with
+        install_pinned --no-build-isolation --editable ".[check,test]"
+        echo "$wanted" >.venv/prepared
     fi
 }
 

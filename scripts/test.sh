@@ -4,7 +4,7 @@
 # Other arguments go to pytest, as in: scripts/test.sh -k voting
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-prepare_environment test
+prepare_environment
 
 rank_counts=(2 3 4)
 one_process=()

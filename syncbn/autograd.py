@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from syncbn import collectives, moments
-from syncbn.kernels import reference as kernels
+from syncbn import collectives, kernels, moments
 from syncbn.layout import Layout
 
 NO_GRADIENTS = (None,) * 5  # of num_values, channel_dim, eps, relu, group
@@ -52,12 +51,12 @@ class SyncBatchNormFunction(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         with record_function("syncbn.forward"):
-            folded = Layout.of(x, channel_dim).fold(x)
-            own_values = folded.shape[0] * folded.shape[2] if num_values is None else num_values
-            sums = collectives.all_reduce_counted_sums(kernels.channel_sums(folded), own_values, group)
-            mean, var, total_values = moments.from_sums(sums)
+            packed = channel_sums(x, channel_dim)
+            if num_values is not None:
+                packed = torch.cat((packed[:-1], num_values.to(torch.float64).view(1)))
+            mean, var, total_values = moments.from_sums(collectives.all_reduce_counted_sums(packed, group))
             collectives.require_two_values(total_values, x.shape)
-            y = normalize(x, mean, var, weight, bias, residual, channel_dim, eps, relu)
+            y = normalize(x, mean, moments.inverse_std(var, eps), weight, bias, residual, channel_dim, relu)
         return y, mean, var, total_values
 
     @staticmethod
@@ -82,15 +81,15 @@ class SyncBatchNormFunction(torch.autograd.Function):
                 return *(gradient if needs else None for gradient, needs in needed), *NO_GRADIENTS
             dy = Layout.of(x, ctx.channel_dim).dense(dy)
             invstd = moments.inverse_std(var, ctx.eps)
-            sums = sum_dy, sum_dy_xmu = gradient_sums(dy, x, y, mean, ctx.channel_dim)
-            # Before the all_reduce: Inductor (torch 2.13) lays the sums into the payload, and the total replaces them.
-            grad_weight = (sum_dy_xmu * invstd).to(weight.dtype) if needs_weight else None
-            grad_bias = sum_dy.to(ctx.bias_dtype) if needs_bias else None
-            mean_sums = collectives.all_reduce_sums(sums, ctx.group) / num_values.clamp(min=1)
+            sums = gradient_sums(dy, x, y, mean, ctx.channel_dim)
+            grad_weight, grad_bias = parameter_gradients(
+                sums, invstd, weight.dtype if needs_weight else None, ctx.bias_dtype if needs_bias else None
+            )
+            sums = collectives.all_reduce_sums(sums, ctx.group)
             grad_x = grad_residual = None
             if needs_x or needs_residual:
                 grad_x, grad_residual = input_gradient(
-                    dy, x, y, mean, invstd, weight, mean_sums, ctx.channel_dim, needs_residual
+                    dy, x, y, mean, invstd, weight, sums, num_values, ctx.channel_dim, needs_residual
                 )
         return grad_x, grad_weight, grad_bias, grad_residual, *NO_GRADIENTS
 
@@ -151,44 +150,50 @@ def differentiable_gradients(
     return gradients
 
 
+def channel_sums(x: Tensor, channel_dim: int) -> Tensor:
+    """This rank's forward payload, float64 (2C + 1,): sum x, sum x^2, and how many values a channel has."""
+    sums: Tensor = kernels.serving(x).channel_sums(Layout.of(x, channel_dim).fold(x))
+    return sums
+
+
 def normalize(
     x: Tensor,
     mean: Tensor,
-    var: Tensor,
+    invstd: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
     channel_dim: int,
-    eps: float,
     relu: bool,
 ) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias (+ residual) (then relu). x and residual are dense in one layout."""
-    layout = Layout.of(x, channel_dim)
-    center, rest = moments.split_mean(mean, compute_dtype(x))
-    scale, shift = moments.output_coefficients(rest, moments.inverse_std(var, eps), weight, bias)
+    """(x - mean) * invstd * weight + bias (+ residual) (then relu). x and residual are dense in one layout."""
+    fold = Layout.of(x, channel_dim).fold
     y = torch.empty_like(x)
-    kernels.normalize(
-        layout.fold(x),
-        center,
-        scale.to(center.dtype),
-        shift.to(center.dtype),
-        None if residual is None else layout.fold(residual),
-        relu,
-        layout.fold(y),
-    )
+    folded_residual = None if residual is None else fold(residual)
+    kernels.serving(x).normalize(fold(x), mean, invstd, weight, bias, folded_residual, relu, fold(y))
     return y
 
 
-def gradient_sums(dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:
-    """This rank's sum dy and sum dy * (x - mean), float64 (C,); of dy behind the relu when its output `y` is given.
+def gradient_sums(dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, channel_dim: int) -> Tensor:
+    """This rank's backward payload, float64 (2C,): sum dy, sum dy * (x - mean), of dy behind a relu that gave `y`.
 
     dy, x and y are dense in one layout; `mean` is float64.
     """
-    layout = Layout.of(x, channel_dim)
-    center, rest = moments.split_mean(mean, compute_dtype(x))
-    folded_y = None if y is None else layout.fold(y)
-    sum_dy, sum_dy_xmc = kernels.gradient_sums(layout.fold(dy), layout.fold(x), center, folded_y)
-    return sum_dy, sum_dy_xmc - rest * sum_dy
+    fold = Layout.of(x, channel_dim).fold
+    sums: Tensor = kernels.serving(x).gradient_sums(fold(dy), fold(x), None if y is None else fold(y), mean)
+    return sums
+
+
+def parameter_gradients(
+    sums: Tensor, invstd: Tensor, weight_dtype: torch.dtype | None, bias_dtype: torch.dtype | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """grad_weight and grad_bias of this rank's `sums`, each in its dtype, or None without one.
+
+    They share no memory with `sums`, which the all_reduce overwrites.
+    """
+    sum_dy, sum_dy_xmu = sums.chunk(2)
+    grad_weight = None if weight_dtype is None else (sum_dy_xmu * invstd).to(weight_dtype)
+    return grad_weight, None if bias_dtype is None else sum_dy.to(bias_dtype, copy=True)
 
 
 def input_gradient(
@@ -198,28 +203,26 @@ def input_gradient(
     mean: Tensor,
     invstd: Tensor,
     weight: Tensor | None,
-    mean_sums: Tensor,
+    sums: Tensor,
+    num_values: Tensor,
     channel_dim: int,
     needs_residual: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """grad_input and, where needed, grad_residual. `mean_sums` packs mean_dy and mean_dy_xmu: float64 (2C,)."""
-    layout = Layout.of(x, channel_dim)
-    center, rest = moments.split_mean(mean, compute_dtype(x))
-    mean_dy, mean_dy_xmu = mean_sums.chunk(2)
-    coefficients = moments.input_gradient_coefficients(rest, invstd, weight, mean_dy, mean_dy_xmu)
-    a, b, c = (coefficient.to(center.dtype) for coefficient in coefficients)
+    """grad_input and, where needed, grad_residual; `sums` is the backward payload over all ranks."""
+    fold = Layout.of(x, channel_dim).fold
     grad_x = torch.empty_like(x)
     grad_residual = torch.empty_like(x) if needs_residual and y is not None else None
-    kernels.input_gradient(
-        layout.fold(dy),
-        layout.fold(x),
-        center,
-        a,
-        b,
-        c,
-        None if y is None else layout.fold(y),
-        layout.fold(grad_x),
-        None if grad_residual is None else layout.fold(grad_residual),
+    kernels.serving(x).input_gradient(
+        fold(dy),
+        fold(x),
+        None if y is None else fold(y),
+        mean,
+        invstd,
+        weight,
+        sums,
+        num_values,
+        fold(grad_x),
+        None if grad_residual is None else fold(grad_residual),
     )
     return grad_x, dy if needs_residual and y is None else grad_residual
 

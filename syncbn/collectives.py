@@ -31,9 +31,9 @@ TEXT_BYTES = 4096
 announce: Callable[[int, bool], None] | None = None
 
 
-def all_reduce_sums(sums: tuple[Tensor, ...], group: dist.ProcessGroup | None) -> Tensor:
-    """The sums over all ranks of the backward payload: `sums`, each float64 (C,), packed in one tensor."""
-    return _all_reduce(torch.cat(sums), group)
+def all_reduce_sums(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sums over all ranks of the backward payload, float64 (2C,), which may be overwritten."""
+    return _all_reduce(sums, group)
 
 
 def _all_reduce(packed: Tensor, group: dist.ProcessGroup | None, counted: bool = False) -> Tensor:
@@ -71,7 +71,7 @@ def differentiable_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_reduce_sums((tensor,), group)
+        return all_reduce_sums(tensor.clone(), group)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, dist.ProcessGroup], output: Tensor) -> None:
@@ -82,21 +82,13 @@ class _AllReduce(torch.autograd.Function):
         return differentiable_all_reduce(grad_total, ctx.group), None
 
 
-def all_reduce_counted_sums(
-    sums: tuple[Tensor, ...], num_values: int | Tensor, group: dist.ProcessGroup | None
-) -> Tensor:
-    """The sums over all ranks of the forward payload: `sums`, each float64 (C,), then this rank's values per channel.
-
-    `num_values` is an int, or a tensor () that is never read on the host.
+def all_reduce_counted_sums(packed: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sums over all ranks of the forward payload, float64 (2C + 1,), which may be overwritten.
 
     **Raises** on every rank what any rank reports through `raise_on_all_ranks`. The total is read on CPU in eager mode
     only: on a GPU that would stop the host, in a compiled graph it would split the graph.
     """
-    if isinstance(num_values, Tensor):
-        count = num_values.to(torch.float64).view(1)
-    else:
-        count = sums[0].new_full((1,), num_values)
-    packed = _all_reduce(torch.cat((*sums, count)), group, counted=True)
+    packed = _all_reduce(packed, group, counted=True)
     if group is not None and _can_read(packed) and math.isnan(packed[-1]):
         _exchange_faults(None, group)
     return packed

@@ -394,17 +394,18 @@ def batch_norm_backward(
     with torch.no_grad():
         x, dy = layout.dense(input), layout.dense(grad_output.to(input.dtype))
         mean, invstd = mean.to(torch.float64), invstd.to(torch.float64)
-        sums = sum_dy, sum_dy_xmu = autograd.gradient_sums(dy, x, None, mean, channel_dim)
+        sums = autograd.gradient_sums(dy, x, None, mean, channel_dim)
         dtype = autograd.compute_dtype(input) if weight is None else weight.dtype
-        grad_weight = (sum_dy_xmu * invstd).to(dtype) if needs_weight else None
-        grad_bias = sum_dy.to(dtype) if needs_bias else None
+        grad_weight, grad_bias = autograd.parameter_gradients(
+            sums, invstd, dtype if needs_weight else None, dtype if needs_bias else None
+        )
         grad_input = None
         if training:
-            packed = collectives.all_reduce_counted_sums(sums, input.numel() // max(len(mean), 1), group)
-            mean_sums = packed[:-1] / packed[-1].clamp(min=1)
+            num_values = sums.new_full((1,), input.numel() // max(len(mean), 1))
+            packed = collectives.all_reduce_counted_sums(torch.cat((sums, num_values)), group)
             if needs_input:
                 grad_input, _ = autograd.input_gradient(
-                    dy, x, None, mean, invstd, weight, mean_sums, channel_dim, needs_residual=False
+                    dy, x, None, mean, invstd, weight, packed[:-1], packed[-1], channel_dim, needs_residual=False
                 )
         elif needs_input:
             scale = invstd if weight is None else invstd * weight

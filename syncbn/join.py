@@ -180,12 +180,12 @@ class _Session:
 
     def give_zeros(self, length: int, counted: int) -> None:
         """Take part in an all_reduce with nothing."""
-        zeros = torch.zeros(length - counted, dtype=torch.float64, device=self.device)
+        zeros = torch.zeros(length, dtype=torch.float64, device=self.device)
         if counted:
             with contextlib.suppress(TypeError, ValueError):  # a fault that the ranks with data raise
-                collectives.all_reduce_counted_sums((zeros,), 0, self.group)
+                collectives.all_reduce_counted_sums(zeros, self.group)
         else:
-            collectives.all_reduce_sums((zeros,), self.group)
+            collectives.all_reduce_sums(zeros, self.group)
 
     def wait_for_next_step(self) -> None:
         """Until the others begin a step or all are finished. **Raises** what the thread raised."""

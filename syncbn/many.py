@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from syncbn import autograd, collectives, moments
-from syncbn.kernels import reference as kernels
 from syncbn.layout import Layout
 
 
@@ -31,22 +30,15 @@ class SyncBatchNormManyFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         xs, weights, biases = by_role(tensors, num_inputs)
         with record_function("syncbn.forward"):
-            packed: list[Tensor] = []
-            for x in xs:
-                folded = Layout.of(x, channel_dim % x.ndim).fold(x)
-                own_values = folded.shape[0] * folded.shape[2]
-                packed += (
-                    *kernels.channel_sums(folded),
-                    torch.full((1,), own_values, dtype=torch.float64, device=x.device),
-                )
-            total = collectives.all_reduce_counted_sums(tuple(packed[:-1]), packed[-1], group)
-            payloads = [2 * x.shape[channel_dim] + 1 for x in xs]
-            statistics = [moments.from_sums(sums) for sums in torch.split(total, payloads)]
+            packed = [autograd.channel_sums(x, channel_dim % x.ndim) for x in xs]
+            total = collectives.all_reduce_counted_sums(torch.cat(packed), group)
+            statistics = [moments.from_sums(sums) for sums in torch.split(total, [one.numel() for one in packed])]
             ys = []
             of_inputs = zip(xs, weights, biases, statistics, strict=True)
             for index, (x, weight, bias, (mean, var, num_values)) in enumerate(of_inputs):
                 collectives.require_two_values(num_values, x.shape, at_fault=f"inputs[{index}]: ")
-                ys.append(autograd.normalize(x, mean, var, weight, bias, None, channel_dim % x.ndim, eps, relu=False))
+                invstd = moments.inverse_std(var, eps)
+                ys.append(autograd.normalize(x, mean, invstd, weight, bias, None, channel_dim % x.ndim, relu=False))
         return *ys, *_transposed(statistics)
 
     @staticmethod
@@ -89,21 +81,18 @@ def _gradients(
     dims = [channel_dim % step.x.ndim for step in steps]
     dys = [Layout.of(step.x, dim).dense(step.dy) for step, dim in zip(steps, dims, strict=True)]
     invstds = [moments.inverse_std(var, eps) for var in variances]
-    sums: list[Tensor] = []
-    of_parameters = []  # before the all_reduce, as in SyncBatchNormFunction
+    sums, of_parameters = [], []
     for step, dy, mean, invstd, dim in zip(steps, dys, means, invstds, dims, strict=True):
-        sum_dy, sum_dy_xmu = autograd.gradient_sums(dy, step.x, None, mean, dim)
-        sums += (sum_dy, sum_dy_xmu)
-        grad_weight = None if step.weight is None else (sum_dy_xmu * invstd).to(step.weight.dtype)
-        of_parameters.append((grad_weight, None if step.bias_dtype is None else sum_dy.to(step.bias_dtype)))
-    totals = torch.split(collectives.all_reduce_sums(tuple(sums), group), [2 * len(mean) for mean in means])
+        sums.append(autograd.gradient_sums(dy, step.x, None, mean, dim))
+        weight_dtype = None if step.weight is None else step.weight.dtype
+        of_parameters.append(autograd.parameter_gradients(sums[-1], invstd, weight_dtype, step.bias_dtype))
+    totals = torch.split(collectives.all_reduce_sums(torch.cat(sums), group), [2 * len(mean) for mean in means])
     gradients: list[tuple[Tensor | None, ...]] = []
     for step, dy, mean, invstd, dim, total, of_parameter in zip(
         steps, dys, means, invstds, dims, totals, of_parameters, strict=True
     ):
-        mean_sums = total / step.num_values.clamp(min=1)
         grad_x, _ = autograd.input_gradient(
-            dy, step.x, None, mean, invstd, step.weight, mean_sums, dim, needs_residual=False
+            dy, step.x, None, mean, invstd, step.weight, total, step.num_values, dim, needs_residual=False
         )
         gradients.append((grad_x, *of_parameter))
     return gradients

@@ -1,4 +1,4 @@
-"""Channel mathematics in float64: sums -> mean, variance -> coefficients of the kernels. Knows no ranks, no layout.
+"""Channel mathematics in float64: sums -> mean, variance -> running statistics. Knows no ranks, no layout.
 
 C channels, n values of a channel over all ranks. Everything here has C elements or one, so its cost does not depend on
 the batch.
@@ -36,33 +36,6 @@ def from_sums(sums: Tensor) -> Moments:
 def inverse_std(var: Tensor, eps: float) -> Tensor:
     """1 / sqrt(var + eps)."""
     return (var + eps).rsqrt()
-
-
-def split_mean(mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """mean = center + rest: center in `dtype`, so that a kernel loses nothing in x - center; rest float64."""
-    center = mean.to(dtype)
-    return center, mean - center
-
-
-def output_coefficients(
-    rest: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """scale, shift of y = (x - center) * scale + shift, equal to (x - mean) * invstd * weight + bias."""
-    scale = invstd if weight is None else invstd * weight
-    shift = -rest * scale if bias is None else bias - rest * scale
-    return scale, shift
-
-
-def input_gradient_coefficients(
-    rest: Tensor, invstd: Tensor, weight: Tensor | None, mean_dy: Tensor, mean_dy_xmu: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """a, b, c of grad_input = dy * a + (x - center) * b + c.
-
-    Equal to (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight.
-    """
-    a = invstd if weight is None else invstd * weight
-    b = -a * invstd.square() * mean_dy_xmu
-    return a, b, -a * mean_dy - b * rest
 
 
 @torch.no_grad()

@@ -34,34 +34,6 @@ def test_variance_is_clamped_but_nan_passes() -> None:
     assert var[1].isnan()
 
 
-def test_the_split_mean_is_exact() -> None:
-    mean = torch.tensor([1e4 + 1 / 3], dtype=torch.float64)
-    center, rest = moments.split_mean(mean, torch.float32)
-    assert center.dtype == torch.float32
-    assert center.double() + rest == mean
-    assert rest.abs() < 1e-3
-
-
-def test_output_coefficients_fold_the_rest_in() -> None:
-    x, mean = torch.randn(2, 5, 3, dtype=torch.float64)
-    mean = mean[0]
-    weight, bias, invstd = torch.rand(3, 3, dtype=torch.float64)
-    center, rest = moments.split_mean(mean, torch.float32)
-    scale, shift = moments.output_coefficients(rest, invstd, weight, bias)
-    torch.testing.assert_close((x - center) * scale + shift, (x - mean) * invstd * weight + bias)
-    scale, shift = moments.output_coefficients(rest, invstd, None, None)
-    torch.testing.assert_close((x - center) * scale + shift, (x - mean) * invstd)
-
-
-def test_input_gradient_coefficients_are_the_formula() -> None:
-    dy, x = torch.randn(2, 5, 3, dtype=torch.float64)
-    mean, invstd, weight, mean_dy, mean_dy_xmu = torch.rand(5, 3, dtype=torch.float64)
-    center, rest = moments.split_mean(mean, torch.float32)
-    a, b, c = moments.input_gradient_coefficients(rest, invstd, weight, mean_dy, mean_dy_xmu)
-    expected = (dy - mean_dy - (x - mean) * invstd**2 * mean_dy_xmu) * invstd * weight
-    torch.testing.assert_close(dy * a + (x - center) * b + c, expected)
-
-
 def test_running_stats() -> None:
     """Moved in place, rounded once to the buffer's dtype; n = 1 leaves the variance, n = 0 leaves both."""
     statistics = torch.tensor([3.0], dtype=torch.float64), torch.tensor([2.0], dtype=torch.float64)

@@ -1,0 +1,367 @@
+// The loops over contiguous memory, for vectors of WIDTH bytes and scalars T in memory. cpu.cpp includes this file once
+// for each instruction set, within a namespace; hence no include guard and no other include.
+//
+// Sums are made in vectors of doubles, maps in vectors of the compute type: double for double, else float.
+
+constexpr int64_t WIDE = WIDTH / sizeof(double);  // doubles in a vector
+constexpr int64_t CACHE_LINE = 64;                // bytes
+
+template <typename Scalar, int64_t count>
+struct VectorOf {
+  typedef Scalar type __attribute__((vector_size(count * sizeof(Scalar)), aligned(sizeof(Scalar)), may_alias));
+};
+template <typename Scalar, int64_t count>
+using Vector = typename VectorOf<Scalar, count>::type;
+
+using Doubles = Vector<double, WIDE>;
+
+template <typename To, typename From>
+inline To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+// Vectors in memory of each scalar type: `count` of them from an address, and back.
+
+template <int64_t count>
+inline Vector<double, count> read(const double* from) {
+  return *reinterpret_cast<const Vector<double, count>*>(from);
+}
+
+template <int64_t count>
+inline Vector<float, count> read(const float* from) {
+  return *reinterpret_cast<const Vector<float, count>*>(from);
+}
+
+template <int64_t count>
+inline Vector<float, count> read(const BFloat16* from) {
+  auto bits = *reinterpret_cast<const Vector<uint16_t, count>*>(from);
+  return bits_as<Vector<float, count>>(__builtin_convertvector(bits, Vector<uint32_t, count>) << 16);
+}
+
+template <int64_t count>
+inline Vector<float, count> read(const Half* from) {
+  auto bits = __builtin_convertvector(*reinterpret_cast<const Vector<uint16_t, count>*>(from), Vector<uint32_t, count>);
+  auto magnitude = bits & 0x7fff;
+  // 2^112 is the difference of the exponents' biases; the product is exact, also of a subnormal.
+  auto finite = bits_as<Vector<uint32_t, count>>(bits_as<Vector<float, count>>(magnitude << 13) * 0x1p112f);
+  auto value = magnitude >= 0x7c00 ? (magnitude << 13) | 0x7f800000 : finite;
+  return bits_as<Vector<float, count>>(value | (bits & 0x8000) << 16);
+}
+
+template <int64_t count>
+inline void write(double* to, Vector<double, count> values) {
+  *reinterpret_cast<Vector<double, count>*>(to) = values;
+}
+
+template <int64_t count>
+inline void write(float* to, Vector<float, count> values) {
+  *reinterpret_cast<Vector<float, count>*>(to) = values;
+}
+
+template <int64_t count>
+inline void write(BFloat16* to, Vector<float, count> values) {
+  auto bits = bits_as<Vector<uint32_t, count>>(values);
+  auto rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to nearest, ties to even
+  rounded = (bits & 0x7fffffff) > 0x7f800000 ? (bits & 0) + 0x7fc0 : rounded;
+  *reinterpret_cast<Vector<uint16_t, count>*>(to) = __builtin_convertvector(rounded, Vector<uint16_t, count>);
+}
+
+template <int64_t count>
+inline void write(Half* to, Vector<float, count> values) {
+  auto bits = bits_as<Vector<uint32_t, count>>(values);
+  auto magnitude = bits & 0x7fffffff;
+  auto normal = ((magnitude + 0xfff + (magnitude >> 13 & 1)) >> 13) - (112 << 10);  // to nearest, ties to even
+  // Beside 0.5 the last bit of a float is worth 2^-24, as that of a subnormal half.
+  auto subnormal = bits_as<Vector<uint32_t, count>>(bits_as<Vector<float, count>>(magnitude) + 0.5f) - 0x3f000000;
+  auto rounded = magnitude < 0x38800000 ? subnormal : normal;
+  rounded = magnitude >= 0x47800000 ? (bits & 0) + 0x7c00 : rounded;
+  rounded = magnitude > 0x7f800000 ? (bits & 0) + 0x7e00 : rounded;
+  rounded |= bits >> 16 & 0x8000;
+  *reinterpret_cast<Vector<uint16_t, count>*>(to) = __builtin_convertvector(rounded, Vector<uint16_t, count>);
+}
+
+
+// How a loop body touches memory: whole vectors, or the `count` scalars that are left, padded with zeros.
+
+struct Whole {
+  template <typename T>
+  Doubles doubles(const T* from) const {
+    return __builtin_convertvector(read<WIDE>(from), Doubles);
+  }
+  template <int64_t lanes, typename T>
+  auto values(const T* from) const {
+    return read<lanes>(from);
+  }
+  template <int64_t lanes, typename T, typename V>
+  void set(T* to, V values) const {
+    write<lanes>(to, values);
+  }
+};
+
+struct Tail {  // of values of which there is a vector before
+  int64_t count;
+
+  template <typename T>
+  Doubles doubles(const T* from) const {
+    Doubles values = __builtin_convertvector(read<WIDE>(from + count - WIDE), Doubles);
+    Vector<int64_t, WIDE> lane;
+    for (int64_t index = 0; index < WIDE; ++index) lane[index] = index;
+    return lane >= WIDE - count ? values : Doubles{};
+  }
+};
+
+struct Part {
+  int64_t count;
+
+  template <int64_t lanes, typename T>
+  auto values(const T* from) const {
+    T padded[lanes] = {};
+    std::memcpy(padded, from, count * sizeof(T));
+    return read<lanes>(padded);
+  }
+  template <typename T>
+  Doubles doubles(const T* from) const {
+    return __builtin_convertvector(values<WIDE>(from), Doubles);
+  }
+  template <int64_t lanes, typename T, typename V>
+  void set(T* to, V values) const {
+    T padded[lanes];
+    write<lanes>(padded, values);
+    std::memcpy(to, padded, count * sizeof(T));
+  }
+};
+
+// What is done to a value may depend on numbers of its channel. A run has one channel, a row one in each column.
+
+template <typename V, int64_t num, typename Number>
+inline void numbers_of_channel(const Number* const (&of_channels)[num], int64_t channel, V (&numbers)[num]) {
+  for (int64_t index = 0; index < num; ++index) numbers[index] = of_channels[index][channel] - V{};
+}
+
+template <typename V, int64_t num, typename Number>
+inline void numbers_of_columns(const Number* const (&of_columns)[num], int64_t column, V (&numbers)[num]) {
+  for (int64_t index = 0; index < num; ++index) numbers[index] = read<sizeof(V) / sizeof(Number)>(of_columns[index] + column);
+}
+
+// Terms of two sums.
+
+template <typename T>
+struct Squares {  // x, x^2
+  const T* x;
+  const double* numbers[1];
+
+  void prefetch(int64_t index) const { __builtin_prefetch(x + index); }
+
+  template <typename Memory>
+  void add(Memory memory, int64_t index, const Doubles (&)[1], Doubles& first, Doubles& second) const {
+    Doubles value = memory.doubles(x + index);
+    first += value;
+    second += value * value;
+  }
+};
+
+template <typename T>
+struct Products {  // dy, dy * (x - center), of dy behind the relu
+  const T *dy, *x, *y;
+  const double* numbers[1];  // center
+
+  void prefetch(int64_t index) const {
+    __builtin_prefetch(dy + index);
+    __builtin_prefetch(x + index);
+    if (y) __builtin_prefetch(y + index);
+  }
+
+  template <typename Memory>
+  void add(Memory memory, int64_t index, const Doubles (&numbers)[1], Doubles& first, Doubles& second) const {
+    Doubles gradient = memory.doubles(dy + index);
+    if (y) gradient = memory.doubles(y + index) <= 0 ? Doubles{} : gradient;
+    first += gradient;
+    second += gradient * (memory.doubles(x + index) - numbers[0]);
+  }
+};
+
+// Adds a run to two sums, lane by lane.
+template <typename Term>
+void add_run(const Term& term, int64_t channel, int64_t start, int64_t length, double* first, double* second) {
+  constexpr int64_t CHAINS = 4;  // independent additions, to hide their latency
+  Doubles numbers[1], firsts[CHAINS] = {}, seconds[CHAINS] = {};
+  numbers_of_channel(term.numbers, channel, numbers);
+  int64_t i = 0;
+  for (; i + CHAINS * WIDE <= length; i += CHAINS * WIDE)
+    for (int64_t chain = 0; chain < CHAINS; ++chain)
+      term.add(Whole{}, start + i + chain * WIDE, numbers, firsts[chain], seconds[chain]);
+  for (; i + WIDE <= length; i += WIDE) term.add(Whole{}, start + i, numbers, firsts[0], seconds[0]);
+  if (i < length) term.add(Tail{length - i}, start + i, numbers, firsts[1], seconds[1]);
+  write<WIDE>(first, read<WIDE>(first) + ((firsts[0] + firsts[1]) + (firsts[2] + firsts[3])));
+  write<WIDE>(second, read<WIDE>(second) + ((seconds[0] + seconds[1]) + (seconds[2] + seconds[3])));
+}
+
+// Adds rows to the two sums of each column, which are padded to whole vectors. Processors foresee the way along one row,
+// not that along several, so what follows these rows in memory is fetched meanwhile.
+template <int64_t count, typename Term>
+void add_rows(const Term& term, int64_t start, int64_t length, double* first, double* second) {
+  int64_t ahead = start + std::max(count * length, FETCHED_AHEAD);
+  auto add_column = [&](auto memory, int64_t column) {
+    Doubles numbers[1], firsts = read<WIDE>(first + column), seconds = read<WIDE>(second + column);
+    numbers_of_columns(term.numbers, column, numbers);
+    for (int64_t index = 0; index < count * WIDE; index += CACHE_LINE / int64_t(sizeof(*term.x)))
+      term.prefetch(ahead + column * count + index);
+    for (int64_t row = 0; row < count; ++row)
+      term.add(memory, start + row * length + column, numbers, firsts, seconds);
+    write<WIDE>(first + column, firsts);
+    write<WIDE>(second + column, seconds);
+  };
+  int64_t column = 0;
+  for (; column + WIDE <= length; column += WIDE) add_column(Whole{}, column);
+  if (column < length) add_column(Part{length - column}, column);
+}
+
+template <typename Term>
+void sum_runs(Sizes sizes, const Term& term, double* sums) {
+  int64_t channels = sizes.channels, outer_of_part = part_of(sizes.columns());
+  int64_t num_parts = (sizes.outer + outer_of_part - 1) / outer_of_part;
+  std::vector<double> parts(num_parts * channels * 2 * WIDE);
+  auto add_channels = [&](int64_t part, int64_t first_channel, int64_t last_channel) {
+    for (int64_t outer = part * outer_of_part; outer < std::min(sizes.outer, (part + 1) * outer_of_part); ++outer)
+      for (int64_t channel = first_channel; channel < last_channel; ++channel) {
+        double* of_channel = &parts[(part * channels + channel) * 2 * WIDE];
+        int64_t start = (outer * channels + channel) * sizes.inner;
+        add_run(term, channel, start, sizes.inner, of_channel, of_channel + WIDE);
+      }
+  };
+  parallel(num_parts * channels, outer_of_part * sizes.inner, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin / channels; part * channels < end; ++part)
+      add_channels(part, std::max(begin - part * channels, int64_t(0)), std::min(end - part * channels, channels));
+  });
+  const double* lane = parts.data();
+  for (int64_t run = 0; run < num_parts * channels; ++run)
+    for (int64_t which = 0; which < 2; ++which)
+      for (int64_t index = 0; index < WIDE; ++index) sums[which * channels + run % channels] += *lane++;
+}
+
+template <typename Term>
+void sum_rows(Sizes sizes, const Term& term, double* sums) {
+  int64_t length = sizes.long_row(), rows = sizes.long_rows();
+  int64_t padded = (length + PADDING - 1) / PADDING * PADDING;
+  int64_t rows_of_part = part_of(length);
+  int64_t num_parts = (rows + rows_of_part - 1) / rows_of_part + 1;  // the last is of the short rows that are left
+  std::vector<double> parts(num_parts * 2 * padded);
+  parallel(num_parts, rows_of_part * length, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) {
+      double *first = &parts[part * 2 * padded], *second = first + padded;
+      if (part == num_parts - 1) {
+        for (int64_t index = rows * length; index < sizes.numel(); index += sizes.columns())
+          add_rows<1>(term, index, sizes.columns(), first, second);
+        continue;
+      }
+      int64_t row = part * rows_of_part, last = std::min(rows, row + rows_of_part);
+      for (; row + ROWS_AT_ONCE <= last; row += ROWS_AT_ONCE)
+        add_rows<ROWS_AT_ONCE>(term, row * length, length, first, second);
+      for (; row < last; ++row) add_rows<1>(term, row * length, length, first, second);
+    }
+  });
+  for (int64_t part = 0; part < 2 * num_parts; ++part) {
+    const double* of_column = &parts[part * padded];
+    for (int64_t row = 0; row < sizes.rows_in_one(); ++row)
+      for (int64_t channel = 0; channel < sizes.channels; ++channel)
+        for (int64_t index = 0; index < sizes.inner; ++index) sums[part % 2 * sizes.channels + channel] += *of_column++;
+  }
+}
+
+// Adds the sums of each channel to `sums`, (2, channels).
+template <typename Term>
+void sum(Sizes sizes, const Term& term, double* sums) {
+  if (sizes.in_runs())
+    sum_runs(sizes, term, sums);
+  else
+    sum_rows(sizes, term, sums);
+}
+
+// Maps.
+
+template <typename T>
+struct Normalize {
+  using Number = Compute<T>;
+  static constexpr int64_t LANES = WIDTH / sizeof(Number), NUMBERS = 3;
+  using Values = Vector<Number, LANES>;
+  const T *x, *residual;
+  bool relu;
+  T* y;
+  const Number* numbers[NUMBERS];  // center, scale, shift
+
+  template <typename Memory>
+  void apply(Memory memory, int64_t index, const Values (&numbers)[NUMBERS]) const {
+    auto [center, scale, shift] = numbers;
+    Values value = (memory.template values<LANES>(x + index) - center) * scale + shift;
+    if (residual) value += memory.template values<LANES>(residual + index);
+    if (relu) value = value <= 0 ? Values{} : value;
+    memory.template set<LANES>(y + index, value);
+  }
+};
+
+template <typename T>
+struct InputGradient {
+  using Number = Compute<T>;
+  static constexpr int64_t LANES = WIDTH / sizeof(Number), NUMBERS = 4;
+  using Values = Vector<Number, LANES>;
+  const T *dy, *x, *y;
+  T *grad_x, *grad_residual;
+  const Number* numbers[NUMBERS];  // center, a, b, c
+
+  template <typename Memory>
+  void apply(Memory memory, int64_t index, const Values (&numbers)[NUMBERS]) const {
+    auto [center, a, b, c] = numbers;
+    Values gradient = memory.template values<LANES>(dy + index);
+    if (y) gradient = memory.template values<LANES>(y + index) <= 0 ? Values{} : gradient;
+    if (grad_residual) memory.template set<LANES>(grad_residual + index, gradient);
+    Values value = memory.template values<LANES>(x + index) - center;
+    memory.template set<LANES>(grad_x + index, gradient * a + value * b + c);
+  }
+};
+
+// A map may be applied twice to a value, so the last vector of a run or row ends where the run or row ends.
+
+template <typename Map>
+void map_run(const Map& map, int64_t channel, int64_t start, int64_t length) {
+  typename Map::Values numbers[Map::NUMBERS];
+  numbers_of_channel(map.numbers, channel, numbers);
+  int64_t i = 0;
+  for (; i + Map::LANES <= length; i += Map::LANES) map.apply(Whole{}, start + i, numbers);
+  if (i < length) map.apply(Whole{}, start + length - Map::LANES, numbers);
+}
+
+template <typename Map>
+void map_row(const Map& map, int64_t start, int64_t length) {
+  auto map_column = [&](auto memory, int64_t column) {
+    typename Map::Values numbers[Map::NUMBERS];
+    numbers_of_columns(map.numbers, column, numbers);
+    map.apply(memory, start + column, numbers);
+  };
+  int64_t column = 0;
+  for (; column + Map::LANES <= length; column += Map::LANES) map_column(Whole{}, column);
+  if (column == length) return;
+  if (length >= Map::LANES)
+    map_column(Whole{}, length - Map::LANES);
+  else
+    map_column(Part{length}, 0);
+}
+
+template <typename Map>
+void apply(Sizes sizes, const Map& map) {
+  int64_t length = sizes.long_row(), rows = sizes.long_rows();
+  if (sizes.in_runs()) {
+    parallel(sizes.outer * sizes.channels, sizes.inner, [&](int64_t begin, int64_t end) {
+      for (int64_t run = begin; run < end; ++run)
+        map_run(map, run % sizes.channels, run * sizes.inner, sizes.inner);
+    });
+    return;
+  }
+  parallel(rows, length, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) map_row(map, row * length, length);
+  });
+  for (int64_t index = rows * length; index < sizes.numel(); index += sizes.columns())
+    map_row(map, index, sizes.columns());
+}
