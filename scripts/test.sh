@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All tests: on 2, 3 and 4 ranks under torchrun, then on one process. Ends with pytest's summary.
+# All tests: on 2, 3 (with the reference kernels) and 4 ranks, then on one process. Ends with pytest's summary.
 #   --quick    the essential part, under 3 minutes: 2 ranks, and no test that starts other programs
 # Other arguments go to pytest, as in: scripts/test.sh -k voting
 set -euo pipefail
@@ -17,7 +17,9 @@ fi
 status=0
 for count in "${rank_counts[@]}"; do
     echo "== $count ranks"
-    PYTHONPATH="tests${PYTHONPATH:+:$PYTHONPATH}" python -m torch.distributed.run --standalone --nproc-per-node "$count" \
+    kernels=${SYNCBN_KERNELS-}
+    [[ $count != 3 ]] || kernels=reference
+    env ${kernels:+SYNCBN_KERNELS=$kernels} PYTHONPATH="tests${PYTHONPATH:+:$PYTHONPATH}" python -m torch.distributed.run --standalone --nproc-per-node "$count" \
         --local-ranks-filter 0 -m pytest -p voting tests/distributed "$@" || status=1
 done
 echo "== one process"

@@ -240,9 +240,7 @@ def train(
     x = Layout.of(x, channel_dim).dense(x)
     residual = None if z is None else z.to(input.dtype)
     y: Tensor
-    y, *statistics = autograd.SyncBatchNormFunction.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, residual, num_values, channel_dim, eps, fuse_relu, group
-    )
+    y, *statistics = autograd.apply(x, weight, bias, residual, num_values, channel_dim, eps, fuse_relu, group)
     _move_running_stats(running_mean, running_var, moments.Moments(*statistics), momentum)
     # Gradients at False places become 0 here on their way in, and in the other torch.where on their way out.
     return y if mask is None else torch.where(mask, y, 0)

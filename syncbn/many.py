@@ -8,18 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from syncbn import autograd, collectives, moments
 from syncbn.layout import Layout
 
 
 class SyncBatchNormManyFunction(torch.autograd.Function):
-    """(channel_dim, eps, group, k, *xs, *weights, *biases) -> (*ys, *means, *vars, *ns), k of each.
+    """(channel_dim, eps, group, k, *xs, *weights, *biases) -> (*ys, *means, *vars, *invstds, *ns), k of each.
 
     What `SyncBatchNormFunction` is for one input, without residual, relu and mask; xs are dense.
 
-    Saved for backward: x, weight, mean, var, n of each input.
+    Saved for backward: x, weight, mean, invstd, n of each input.
     Collectives: one all_reduce of sum(2C + 1) float64 in forward, one of sum(2C) in backward (two with
     create_graph=True); none when `group` is None.
     """
@@ -29,15 +28,14 @@ class SyncBatchNormManyFunction(torch.autograd.Function):
         channel_dim: int, eps: float, group: dist.ProcessGroup | None, num_inputs: int, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         xs, weights, biases = by_role(tensors, num_inputs)
-        with record_function("syncbn.forward"):
+        with autograd.profiled("syncbn.forward"):
             packed = [autograd.channel_sums(x, channel_dim % x.ndim) for x in xs]
             total = collectives.all_reduce_counted_sums(torch.cat(packed), group)
-            statistics = [moments.from_sums(sums) for sums in torch.split(total, [one.numel() for one in packed])]
+            statistics = [moments.from_sums(sums, eps) for sums in torch.split(total, [one.numel() for one in packed])]
             ys = []
             of_inputs = zip(xs, weights, biases, statistics, strict=True)
-            for index, (x, weight, bias, (mean, var, num_values)) in enumerate(of_inputs):
+            for index, (x, weight, bias, (mean, _, invstd, num_values)) in enumerate(of_inputs):
                 collectives.require_two_values(num_values, x.shape, at_fault=f"inputs[{index}]: ")
-                invstd = moments.inverse_std(var, eps)
                 ys.append(autograd.normalize(x, mean, invstd, weight, bias, None, channel_dim % x.ndim, relu=False))
         return *ys, *_transposed(statistics)
 
@@ -49,12 +47,13 @@ class SyncBatchNormManyFunction(torch.autograd.Function):
         statistics = output[ctx.num_inputs :]
         ctx.mark_non_differentiable(*statistics)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*xs, *weights, *statistics)
+        means, _, invstds, counts = by_role(statistics, ctx.num_inputs)
+        ctx.save_for_backward(*xs, *weights, *means, *invstds, *counts)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        xs, weights, means, variances, counts = by_role(ctx.saved_tensors, ctx.num_inputs)
-        with record_function("syncbn.backward"):
+        xs, weights, means, invstds, counts = by_role(ctx.saved_tensors, ctx.num_inputs)
+        with autograd.profiled("syncbn.backward"):
             steps = [
                 autograd.Step(torch.zeros_like(x) if dy is None else dy, x, None, weight, bias_dtype, num_values)
                 for dy, x, weight, bias_dtype, num_values in zip(
@@ -64,7 +63,7 @@ class SyncBatchNormManyFunction(torch.autograd.Function):
             if torch.is_grad_enabled():
                 gradients = autograd.differentiable_gradients(steps, ctx.channel_dim, ctx.eps, ctx.group)
             else:
-                gradients = _gradients(steps, means, variances, ctx.channel_dim, ctx.eps, ctx.group)
+                gradients = _gradients(steps, means, invstds, ctx.channel_dim, ctx.group)
         needed = zip(_transposed([one[:3] for one in gradients]), ctx.needs_input_grad[4:], strict=True)
         return None, None, None, None, *(gradient if needs else None for gradient, needs in needed)
 
@@ -72,15 +71,13 @@ class SyncBatchNormManyFunction(torch.autograd.Function):
 def _gradients(
     steps: list[autograd.Step],
     means: tuple[Tensor, ...],
-    variances: tuple[Tensor, ...],
+    invstds: tuple[Tensor, ...],
     channel_dim: int,
-    eps: float,
     group: dist.ProcessGroup | None,
 ) -> list[tuple[Tensor | None, ...]]:
     """For each step grad_input, grad_weight, grad_bias."""
     dims = [channel_dim % step.x.ndim for step in steps]
     dys = [Layout.of(step.x, dim).dense(step.dy) for step, dim in zip(steps, dims, strict=True)]
-    invstds = [moments.inverse_std(var, eps) for var in variances]
     sums, of_parameters = [], []
     for step, dy, mean, invstd, dim in zip(steps, dys, means, invstds, dims, strict=True):
         sums.append(autograd.gradient_sums(dy, step.x, None, mean, dim))

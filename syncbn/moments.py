@@ -11,26 +11,32 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from syncbn import kernels
+
 
 class Moments(NamedTuple):
     """Statistics of the whole batch, float64."""
 
     mean: Tensor  # (C,)
     var: Tensor  # (C,) biased
+    invstd: Tensor  # (C,) 1 / sqrt(var + eps)
     num_values: Tensor  # () n, values per channel
 
 
-def from_sums(sums: Tensor) -> Moments:
+def from_sums(sums: Tensor, eps: float) -> Moments:
     """mean = S / n and var = max(0, Q / n - mean^2) of the packed sums (S, Q, n), shape (2C + 1,).
 
     n = 0 gives mean 0 and var 0. The clamp removes the negative rounding residue of constant channels and lets NaN
     through.
     """
-    num_channels = sums.numel() // 2
     num_values = sums[-1]
+    if kernels.serving(sums) is kernels.cpu:
+        return Moments(*kernels.cpu.moments(sums, eps), num_values)
+    num_channels = sums.numel() // 2
     sums_per_value = sums[:-1] / num_values.clamp(min=1)
     mean, mean_square = sums_per_value[:num_channels], sums_per_value[num_channels:]
-    return Moments(mean, (mean_square - mean * mean).clamp(min=0), num_values)
+    var = (mean_square - mean * mean).clamp(min=0)
+    return Moments(mean, var, inverse_std(var, eps), num_values)
 
 
 def inverse_std(var: Tensor, eps: float) -> Tensor:
@@ -48,7 +54,11 @@ def update_running_stats(
     channel (n = 1) leaves running_var as it is: both without reading n on the host. With `moves` False nothing changes
     although the same operators run, whose results selective checkpointing finds by counting.
     """
-    mean, var, num_values = moments
+    mean, var, _, num_values = moments
+    if kernels.serving(running_mean) is kernels.cpu and not isinstance(momentum, Tensor):
+        if moves:  # one operator, which has no result to save
+            kernels.cpu.update_running_stats(running_mean, running_var, mean, var, num_values, momentum)
+        return
     unbiased_var = var * (num_values / (num_values - 1).clamp(min=1))
     for running, statistic, enough in (
         (running_mean, mean, num_values > 0),

@@ -187,6 +187,8 @@ X = torch.randn(4, 3, 5)
 MEAN = torch.zeros(3, dtype=torch.float64)
 N = torch.tensor(20.0, dtype=torch.float64)
 CALLS = {
+    "moments": (torch.cat((MEAN, MEAN + 1, N.view(1))), EPS),
+    "update_running_stats": (torch.zeros(3), torch.ones(3), MEAN, MEAN + 1, N, 0.1),
     "channel_sums": (X,),
     "normalize": (X, MEAN, MEAN, torch.ones(3), None, X, True, X.clone()),
     "gradient_sums": (X, X, X, MEAN),
@@ -221,7 +223,7 @@ def test_operators_check_their_tensors(name: str) -> None:
             tried += 1
             with pytest.raises(RuntimeError, match="expected"):
                 operator(*good[:index], other, *good[index + 1 :])
-    assert tried >= 3
+    assert tried >= 2
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,18 @@ double to_double(Half number) {
   return baseline::read<2>(two)[0];
 }
 
+// Rounded once, as torch rounds a double.
+template <typename T>
+T from_double(double number) {
+  if constexpr (std::is_same_v<T, double>) {
+    return number;
+  } else {
+    T rounded[2];
+    baseline::write<2>(rounded, baseline::Vector<float, 2>{float(number), 0});
+    return rounded[0];
+  }
+}
+
 // Per-channel numbers of any float dtype.
 std::vector<double> numbers_of(const Tensor& tensor, int64_t count, const char* name) {
   STD_TORCH_CHECK(tensor.is_cpu() && tensor.is_contiguous() && tensor.numel() == count, "expected ", name, " of ", count,
@@ -300,9 +312,51 @@ void input_gradient(Tensor dy, Tensor x, std::optional<Tensor> y, Tensor mean, T
   });
 }
 
+// mean, var and 1 / sqrt(var + eps) of the packed sums.
+std::tuple<Tensor, Tensor, Tensor> moments(Tensor sums, double eps) {
+  int64_t channels = sums.numel() / 2;
+  const double* packed = doubles_of(sums, 2 * channels + 1, "sums");
+  double count = std::max(1.0, packed[2 * channels]);
+  Tensor mean = torch::stable::empty({channels}, ScalarType::Double), var = torch::stable::empty_like(mean),
+         invstd = torch::stable::empty_like(mean);
+  auto *means = mutable_data_of<double>(mean), *vars = mutable_data_of<double>(var),
+       *invstds = mutable_data_of<double>(invstd);
+  for (int64_t channel = 0; channel < channels; ++channel) {
+    means[channel] = packed[channel] / count;
+    double spread = packed[channels + channel] / count - means[channel] * means[channel];
+    vars[channel] = spread < 0 ? 0 : spread;  // NaN stays
+    invstds[channel] = 1 / std::sqrt(vars[channel] + eps);
+  }
+  return {mean, var, invstd};
+}
+
+void move_towards(Tensor running, const std::vector<double>& statistic, double momentum) {
+  auto old = numbers_of(running, statistic.size(), "running statistics");
+  with_dtype(running, [&](auto zero) {
+    auto* data = mutable_data_of<decltype(zero)>(running);
+    for (size_t index = 0; index < statistic.size(); ++index)
+      data[index] = from_double<decltype(zero)>((1 - momentum) * old[index] + momentum * statistic[index]);
+  });
+}
+
+void update_running_stats(Tensor running_mean, Tensor running_var, Tensor mean, Tensor var, Tensor num_values,
+                          double momentum) {
+  double count = *doubles_of(num_values, 1, "num_values");
+  int64_t channels = mean.numel();
+  const double *means = doubles_of(mean, channels, "mean"), *vars = doubles_of(var, channels, "var");
+  std::vector<double> unbiased(vars, vars + channels);
+  for (double& one : unbiased) one *= count / (count - 1);
+  if (count > 0) move_towards(running_mean, {means, means + channels}, momentum);
+  if (count > 1) move_towards(running_var, unbiased, momentum);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(syncbn, library) {
+  library.def("moments(Tensor sums, float eps) -> (Tensor, Tensor, Tensor)");
+  library.def(
+      "update_running_stats(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor mean, Tensor var, "
+      "Tensor num_values, float momentum) -> ()");
   library.def("channel_sums(Tensor x) -> Tensor");
   library.def(
       "normalize(Tensor x, Tensor mean, Tensor invstd, Tensor? weight, Tensor? bias, Tensor? residual, bool relu, "
@@ -314,6 +368,8 @@ STABLE_TORCH_LIBRARY(syncbn, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, library) {
+  library.impl("moments", TORCH_BOX(&moments));
+  library.impl("update_running_stats", TORCH_BOX(&update_running_stats));
   library.impl("channel_sums", TORCH_BOX(&channel_sums));
   library.impl("normalize", TORCH_BOX(&normalize));
   library.impl("gradient_sums", TORCH_BOX(&gradient_sums));

@@ -30,6 +30,19 @@ def why_not() -> str | None:
     return None
 
 
+def moments(sums: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """mean, var and 1 / sqrt(var + eps) of packed sums, as syncbn/moments.py computes them."""
+    mean, var, invstd = torch.ops.syncbn.moments.default(sums, eps)
+    return mean, var, invstd
+
+
+def update_running_stats(
+    running_mean: Tensor, running_var: Tensor, mean: Tensor, var: Tensor, num_values: Tensor, momentum: float
+) -> None:
+    """As syncbn/moments.py does it."""
+    torch.ops.syncbn.update_running_stats.default(running_mean, running_var, mean, var, num_values, momentum)
+
+
 def channel_sums(x: Tensor) -> Tensor:
     sums: Tensor = torch.ops.syncbn.channel_sums.default(x)
     return sums
@@ -69,6 +82,8 @@ def input_gradient(
 
 
 FAKES = {
+    "moments": lambda sums, eps: [sums.new_empty(sums.numel() // 2) for _ in range(3)],
+    "update_running_stats": lambda *_: None,
     "channel_sums": lambda x: x.new_empty(2 * x.shape[1] + 1, dtype=torch.float64),
     "normalize": lambda *_: None,
     "gradient_sums": lambda dy, x, y, mean: x.new_empty(2 * x.shape[1], dtype=torch.float64),
