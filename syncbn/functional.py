@@ -320,7 +320,8 @@ def evaluate(
         dtype = autograd.compute_dtype(input)
         running_mean, running_var, weight, bias = (None if given is None else given.to(dtype) for given in per_channel)
     if channel_dim != 1:
-        x = Layout(channel_dim, channel_innermost=False).fold(x)
+        x = x.contiguous()
+        x = Layout.of(x, channel_dim).fold(x)
     y = local_batch_norm(x, running_mean, running_var, weight, bias, running_mean is None, 0.0, eps)
     if channel_dim != 1:
         y = y.view_as(input)

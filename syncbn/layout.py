@@ -19,12 +19,17 @@ class Layout(NamedTuple):
 
     channel_dim: int  # 0 <= channel_dim < ndim
     channel_innermost: bool  # memory runs over the channels first although they are not the last dim (channels_last)
+    sizes: tuple[int, int, int]  # outer, channel, inner
 
     @classmethod
     def of(cls, tensor: Tensor, channel_dim: int) -> Layout:
         """The layout in which `tensor`, when it is dense, folds without a copy."""
-        channel_innermost = not tensor.is_contiguous() and tensor.stride(channel_dim) == 1
-        return cls(channel_dim, channel_innermost)
+        shape = tensor.shape
+        channels = shape[channel_dim]
+        if not tensor.is_contiguous() and tensor.stride(channel_dim) == 1:
+            others = math.prod(shape[:channel_dim]) * math.prod(shape[channel_dim + 1 :])
+            return cls(channel_dim, True, (others, channels, 1))
+        return cls(channel_dim, False, (math.prod(shape[:channel_dim]), channels, math.prod(shape[channel_dim + 1 :])))
 
     def dense(self, tensor: Tensor) -> Tensor:
         """`tensor` itself where it can be folded as a view, else a copy of it that can."""
@@ -38,11 +43,9 @@ class Layout(NamedTuple):
     def fold(self, tensor: Tensor) -> Tensor:
         """The same values, contiguous, as (outer, channel, inner): a view when `tensor` is dense in this layout."""
         tensor = self.dense(tensor)
-        channel_dim = self.channel_dim
         if self.channel_innermost:
-            tensor, channel_dim = tensor.movedim(channel_dim, -1), tensor.ndim - 1
-        shape = tensor.shape
-        return tensor.view(math.prod(shape[:channel_dim]), shape[channel_dim], math.prod(shape[channel_dim + 1 :]))
+            tensor = tensor.movedim(self.channel_dim, -1)
+        return tensor.view(self.sizes)
 
     def unfold(self, folded: Tensor, shape: torch.Size) -> Tensor:
         """A view of `folded` in the `shape` that was folded."""

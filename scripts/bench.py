@@ -1,0 +1,376 @@
+"""Time batch norm beside its peers and beside the limit that memory sets, in one run.
+
+    python scripts/bench.py                                                one process: nothing is synchronised
+    torchrun --standalone --nproc-per-node 2 scripts/bench.py              two ranks, a process group between them
+    torchrun --standalone --nproc-per-node 2 scripts/bench.py --shapes 32x64x56x56 --dtypes float32 --rounds 50
+
+Each round runs every peer once, in turn; a time is the median over the rounds of the slowest rank's, its spread half
+the distance between the quartiles. Only ratios within one run mean anything. Prints a table a case, and writes
+bench.json, bench.csv and bench.png to --output.
+
+    syncbn               the layer; over all ranks, or over this one when there is one
+    nn.BatchNorm         not synchronised: what a rank does without any of this
+    hand-written         torch operations and a differentiable all_reduce, as people write it
+    nn.SyncBatchNorm     on GPUs
+    limit                what moves the same bytes with the same allocations: x.sum(), x.clone(), a dot product, an add
+    two all_reduces      of the same payloads, and nothing else
+
+"fused" adds a residual and a relu to each, "compiled" is torch.compile of the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
+
+import syncbn
+
+SHAPES = "32x64x56x56 32x256x28x28 64x256x56x56 8x64x32x32 8x512x7x7 256x1024 4x32x16x32x32 16x197x384"
+DTYPES = "float32 bfloat16 float16 float64"
+WARM_UP = 3  # rounds
+
+
+class Case(NamedTuple):
+    """One input."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    channels_last: bool  # in memory, or, with three dims, in the shape
+
+    @property
+    def channel_dim(self) -> int:
+        return 2 if self.channels_last and len(self.shape) == 3 else 1
+
+    @property
+    def name(self) -> str:
+        layout = "channels last" if self.channels_last else "contiguous"
+        return f"{'x'.join(map(str, self.shape))} {str(self.dtype).removeprefix('torch.')} {layout}"
+
+
+class Times(NamedTuple):
+    """Milliseconds."""
+
+    forward: float
+    backward: float
+    both: float
+    spread: float  # of both
+
+
+Peer = Callable[[Tensor, Tensor], Tensor]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The knobs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES.split(), help="NxCx...; NxLxC with three sizes")
+    parser.add_argument("--dtypes", nargs="+", default=DTYPES.split(), help="(default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=30, help="of each case (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="per rank (default %(default)s)")
+    parser.add_argument("--compiled", action="store_true", help="also under torch.compile")
+    parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder (default %(default)s)")
+    return parser.parse_args()
+
+
+def cases(shapes: list[str], dtypes: list[str]) -> list[Case]:
+    """Each shape in each dtype; those of images in both memory formats, (N, L, C) with the channels at the end."""
+    found = []
+    for shape in (tuple(map(int, text.split("x"))) for text in shapes):
+        layouts = {2: [False], 3: [True]}.get(len(shape), [False, True])
+        found += [Case(shape, getattr(torch, dtype), layout) for layout in layouts for dtype in dtypes]
+    return found
+
+
+class HandWritten(nn.Module):
+    """What one writes without a library: sums, a differentiable all_reduce, and autograd does the rest."""
+
+    def __init__(self, channels: int, channel_dim: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+        self.channel_dim = channel_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        dims = [dim for dim in range(x.ndim) if dim != self.channel_dim]
+        wide = x.float() if x.dtype.itemsize < 4 else x
+        count = wide.new_full((1,), x.numel() / len(self.weight))
+        sums = torch.cat((wide.sum(dims), wide.square().sum(dims), count))
+        if dist.is_initialized():
+            sums = all_reduce(sums, "sum", dist.group.WORLD)
+        mean, mean_square = (sums[:-1] / sums[-1]).chunk(2)
+        var = mean_square - mean.square()
+        with torch.no_grad():
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), 0.1)
+            self.running_var.lerp_((var * sums[-1] / (sums[-1] - 1)).to(self.running_var.dtype), 0.1)
+        shape = [-1 if dim == self.channel_dim else 1 for dim in range(x.ndim)]
+        scale = self.weight * (var + 1e-5).rsqrt()
+        return ((wide - mean.view(shape)) * scale.view(shape) + self.bias.view(shape)).to(x.dtype)
+
+
+class ChannelsAtEnd(nn.Module):
+    """Batch norm of (N, L, C) by one that wants (N, C, L)."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.mT).mT
+
+
+def make_peers(case: Case, device: torch.device, compiled: bool) -> dict[str, Peer]:
+    """Name -> (x, z) -> y, with parameters of its own."""
+    channels = case.shape[case.channel_dim]
+    at_end = case.channel_dim != 1
+
+    def plain(norm: nn.Module) -> nn.Module:
+        return ChannelsAtEnd(norm) if at_end else norm
+
+    torch_class = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[len(case.shape)]
+    peers: dict[str, Peer] = {}
+    ours = [syncbn.SyncBatchNorm(channels, channel_last=at_end, fuse_relu=fused).to(device) for fused in (False, True)]
+    peers["syncbn"] = lambda x, z: ours[0](x)
+    peers["syncbn fused"] = lambda x, z: ours[1](x, z)
+    norms = {"nn.BatchNorm": plain(torch_class(channels)), "hand-written": HandWritten(channels, case.channel_dim)}
+    if device.type == "cuda" and dist.is_initialized():
+        norms["nn.SyncBatchNorm"] = plain(nn.SyncBatchNorm(channels))
+    for name, norm in norms.items():
+        norm.to(device)
+        peers[name] = lambda x, z, norm=norm: norm(x)
+        peers[f"{name} fused"] = lambda x, z, norm=norm: F.relu(norm(x) + z)
+    if compiled:
+        peers |= {f"{name} compiled": torch.compile(peer) for name, peer in peers.items()}
+    return peers
+
+
+def draw(case: Case, device: torch.device) -> list[Tensor]:
+    """x, z and dy."""
+    values = [torch.randn(case.shape, device=device).to(case.dtype) for _ in range(3)]
+    if case.channels_last and len(case.shape) > 3:
+        memory_format = torch.channels_last if len(case.shape) == 4 else torch.channels_last_3d
+        values = [value.contiguous(memory_format=memory_format) for value in values]
+    return [values[0].requires_grad_(), values[1].requires_grad_(), values[2]]
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_step(peer: Peer, x: Tensor, z: Tensor, dy: Tensor) -> tuple[float, float]:
+    """Milliseconds of forward and backward, all gradients included."""
+    synchronize(x.device)
+    if dist.is_initialized():
+        dist.barrier()
+    start = time.perf_counter()
+    y = peer(x, z)
+    synchronize(x.device)
+    middle = time.perf_counter()
+    y.backward(dy)
+    synchronize(x.device)
+    end = time.perf_counter()
+    x.grad = z.grad = None
+    return 1e3 * (middle - start), 1e3 * (end - middle)
+
+
+def time_limit(x: Tensor, dy: Tensor) -> tuple[float, float]:
+    """Milliseconds of what moves the bytes of a forward, and those of a backward."""
+    flat, flat_dy = ((one.movedim(1, -1) if not one.is_contiguous() else one).detach().reshape(-1) for one in (x, dy))
+    synchronize(x.device)
+    start = time.perf_counter()
+    flat.sum()
+    flat.clone()
+    synchronize(x.device)
+    middle = time.perf_counter()
+    torch.dot(flat_dy, flat)
+    torch.add(flat_dy, flat)
+    synchronize(x.device)
+    return 1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)
+
+
+def time_all_reduces(channels: int, device: torch.device) -> tuple[float, float]:
+    """Milliseconds of the two bare all_reduces."""
+    times = []
+    for length in (2 * channels + 1, 2 * channels):
+        payload = torch.zeros(length, dtype=torch.float64, device=device)
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(payload)
+        synchronize(device)
+        times.append(1e3 * (time.perf_counter() - start))
+    return times[0], times[1]
+
+
+def run_case(
+    case: Case, device: torch.device, rounds: int, compiled: bool
+) -> tuple[dict[str, Times], dict[str, float]]:
+    """The times of each peer; and the bytes that plain and fused syncbn save for backward, per byte of the input."""
+    x, z, dy = draw(case, device)
+    peers = make_peers(case, device, compiled)
+    samples: dict[str, list[tuple[float, float]]] = {}
+    for index in range(WARM_UP + rounds):
+        for name, peer in peers.items():
+            sample = time_step(peer, x, z, dy)
+            if index >= WARM_UP:
+                samples.setdefault(name, []).append(sample)
+        if index >= WARM_UP:
+            samples.setdefault("limit", []).append(time_limit(x, dy))
+            if dist.is_initialized():
+                times = time_all_reduces(case.shape[case.channel_dim], device)
+                samples.setdefault("two all_reduces", []).append(times)
+    saved = {name: saved_bytes(peers[name], x, z) / (x.numel() * x.itemsize) for name in ("syncbn", "syncbn fused")}
+    return {name: summarize(slowest_rank(own)) for name, own in samples.items()}, saved
+
+
+def slowest_rank(samples: list[tuple[float, float]]) -> Tensor:
+    """(rounds, 2), the maximum over the ranks."""
+    times = torch.tensor(samples, dtype=torch.float64)
+    if dist.is_initialized():
+        times = times.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+    return times.cpu()
+
+
+def summarize(times: Tensor) -> Times:
+    forward, backward = times.median(0).values.tolist()
+    both = times.sum(1)
+    low, middle, high = both.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=both.dtype)).tolist()
+    return Times(forward, backward, middle, (high - low) / 2)
+
+
+def saved_bytes(peer: Peer, x: Tensor, z: Tensor) -> int:
+    """Of all memory that backward holds on to."""
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        peer(x, z)
+    return sum(storages.values())
+
+
+def import_seconds() -> dict[str, float]:
+    """Medians over fresh processes."""
+    seconds: dict[str, float] = {}
+    for statement in ("import torch", "import torch, syncbn"):
+        code = f"import time; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
+        runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, check=True) for _ in range(5)]
+        seconds[statement] = statistics.median(float(run.stdout) for run in runs)
+    return seconds
+
+
+def describe(threads: int) -> dict[str, object]:
+    """Where and how this was measured."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "command": " ".join(sys.argv),
+        "ranks": dist.get_world_size() if dist.is_initialized() else 1,
+        "threads": threads,
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else processor_name(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "syncbn": syncbn.kernels.available(),
+    }
+
+
+def processor_name() -> str:
+    """As Linux says it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+
+
+def show(console: Console, case: Case, times: dict[str, Times], saved: dict[str, float]) -> None:
+    """A table."""
+    table = Table(title=case.name, title_justify="left")
+    for column in ("peer", "forward ms", "backward ms", "both ms", "+-", "both / syncbn"):
+        table.add_column(column, justify="left" if column == "peer" else "right")
+    for name, one in times.items():
+        ours = times["syncbn fused" if "fused" in name else "syncbn"].both
+        numbers = [f"{number:.3f}" for number in (one.forward, one.backward, one.both, one.spread)]
+        table.add_row(name, *numbers, f"{one.both / ours:.2f}")
+    console.print(table)
+    console.print("saved for backward / input: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in saved.items()))
+
+
+def write(output: Path, about: dict[str, object], results: dict[str, dict[str, Times]]) -> None:
+    """bench.json, bench.csv and bench.png."""
+    import matplotlib.pyplot as plt
+
+    output.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {"case": case, "peer": peer, **one._asdict()} for case, times in results.items() for peer, one in times.items()
+    ]
+    (output / "bench.json").write_text(json.dumps({"about": about, "times": rows}, indent=1))
+    with (output / "bench.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.3 * len(results)), layout="constrained")
+    names = list(results)
+    for offset, kind in ((-0.2, ""), (0.2, " fused")):
+        ratios = [times[f"nn.BatchNorm{kind}"].both / times[f"syncbn{kind}"].both for times in results.values()]
+        places = [index + offset for index in range(len(names))]
+        axes.barh(places, ratios, height=0.38, label=f"nn.BatchNorm{kind} / syncbn{kind}")
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"ratio of times, forward + backward, {about['ranks']} ranks x {about['threads']} threads")
+    axes.legend()
+    figure.savefig(output / "bench.png", dpi=120)
+
+
+def main() -> None:
+    """All cases; rank 0 prints and writes."""
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    console = Console(quiet=not first, width=110)
+    about = describe(arguments.threads)
+    if first:
+        about |= import_seconds()
+    for key, value in about.items():
+        console.print(f"{key}: {value}", highlight=False)
+    results = {}
+    for case in cases(arguments.shapes, arguments.dtypes):
+        results[case.name], saved = run_case(case, device, arguments.rounds, arguments.compiled)
+        show(console, case, results[case.name], saved)
+    if first:
+        write(arguments.output, about, results)
+        console.print(f"wrote {arguments.output}/bench.json, bench.csv and bench.png")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
