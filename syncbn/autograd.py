@@ -53,12 +53,24 @@ class SyncBatchNormFunction(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         with profiled("syncbn.forward"):
-            packed = channel_sums(x, channel_dim)
+            fold = Layout.of(x, channel_dim).fold
+            folded, served = fold(x), kernels.serving(x)
+            packed = served.channel_sums(folded)
             if num_values is not None:
                 packed = torch.cat((packed[:-1], num_values.to(torch.float64).view(1)))
             statistics = moments.from_sums(collectives.all_reduce_counted_sums(packed, group), eps)
             collectives.require_two_values(statistics.num_values, x.shape)
-            y = normalize(x, statistics.mean, statistics.invstd, weight, bias, residual, channel_dim, relu)
+            y = torch.empty_like(x)
+            served.normalize(
+                folded,
+                statistics.mean,
+                statistics.invstd,
+                weight,
+                bias,
+                None if residual is None else fold(residual),
+                relu,
+                fold(y),
+            )
         return y, *statistics
 
     @staticmethod
@@ -81,17 +93,15 @@ class SyncBatchNormFunction(torch.autograd.Function):
                 (gradients,) = differentiable_gradients([step], ctx.channel_dim, ctx.eps, ctx.group)
                 needed = zip(gradients, ctx.needs_input_grad[:4], strict=True)
                 return *(gradient if needs else None for gradient, needs in needed), *NO_GRADIENTS
-            dy = Layout.of(x, ctx.channel_dim).dense(dy)
-            sums = gradient_sums(dy, x, y, mean, ctx.channel_dim)
+            gradient = Gradient(dy, x, y, mean, ctx.channel_dim)
+            sums = gradient.sums()
             grad_weight, grad_bias = parameter_gradients(
                 sums, invstd, weight.dtype if needs_weight else None, ctx.bias_dtype if needs_bias else None
             )
             sums = collectives.all_reduce_sums(sums, ctx.group)
             grad_x = grad_residual = None
             if needs_x or needs_residual:
-                grad_x, grad_residual = input_gradient(
-                    dy, x, y, mean, invstd, weight, sums, num_values, ctx.channel_dim, needs_residual
-                )
+                grad_x, grad_residual = gradient.of_input(invstd, weight, sums, num_values, needs_residual)
         return grad_x, grad_weight, grad_bias, grad_residual, *NO_GRADIENTS
 
 
@@ -178,38 +188,30 @@ def differentiable_gradients(
     return gradients
 
 
-def channel_sums(x: Tensor, channel_dim: int) -> Tensor:
-    """This rank's forward payload, float64 (2C + 1,): sum x, sum x^2, and how many values a channel has."""
-    sums: Tensor = kernels.serving(x).channel_sums(Layout.of(x, channel_dim).fold(x))
-    return sums
+class Gradient:
+    """The two kernels of backward for one input x: dy behind a relu that gave `y`; mean float64 (C,)."""
 
+    def __init__(self, dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, channel_dim: int) -> None:
+        self.layout = Layout.of(x, channel_dim)
+        self.dy, self.x, self.mean = self.layout.dense(dy), x, mean
+        self.folded = [None if one is None else self.layout.fold(one) for one in (self.dy, x, y)]
+        self.kernels = kernels.serving(x)
 
-def normalize(
-    x: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    channel_dim: int,
-    relu: bool,
-) -> Tensor:
-    """(x - mean) * invstd * weight + bias (+ residual) (then relu). x and residual are dense in one layout."""
-    fold = Layout.of(x, channel_dim).fold
-    y = torch.empty_like(x)
-    folded_residual = None if residual is None else fold(residual)
-    kernels.serving(x).normalize(fold(x), mean, invstd, weight, bias, folded_residual, relu, fold(y))
-    return y
+    def sums(self) -> Tensor:
+        """This rank's backward payload, float64 (2C,): sum dy, sum dy * (x - mean)."""
+        sums: Tensor = self.kernels.gradient_sums(*self.folded, self.mean)
+        return sums
 
-
-def gradient_sums(dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, channel_dim: int) -> Tensor:
-    """This rank's backward payload, float64 (2C,): sum dy, sum dy * (x - mean), of dy behind a relu that gave `y`.
-
-    dy, x and y are dense in one layout; `mean` is float64.
-    """
-    fold = Layout.of(x, channel_dim).fold
-    sums: Tensor = kernels.serving(x).gradient_sums(fold(dy), fold(x), None if y is None else fold(y), mean)
-    return sums
+    def of_input(
+        self, invstd: Tensor, weight: Tensor | None, sums: Tensor, num_values: Tensor, needs_residual: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """grad_input and, where needed, grad_residual; `sums` is the payload of all ranks."""
+        grad_x = torch.empty_like(self.x)
+        has_relu = self.folded[2] is not None
+        grad_residual = torch.empty_like(self.x) if needs_residual and has_relu else None
+        outs = (None if one is None else self.layout.fold(one) for one in (grad_x, grad_residual))
+        self.kernels.input_gradient(*self.folded, self.mean, invstd, weight, sums, num_values, *outs)
+        return grad_x, self.dy if needs_residual and not has_relu else grad_residual
 
 
 def parameter_gradients(
@@ -222,37 +224,6 @@ def parameter_gradients(
     sum_dy, sum_dy_xmu = sums.chunk(2)
     grad_weight = None if weight_dtype is None else (sum_dy_xmu * invstd).to(weight_dtype)
     return grad_weight, None if bias_dtype is None else sum_dy.to(bias_dtype, copy=True)
-
-
-def input_gradient(
-    dy: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    weight: Tensor | None,
-    sums: Tensor,
-    num_values: Tensor,
-    channel_dim: int,
-    needs_residual: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """grad_input and, where needed, grad_residual; `sums` is the backward payload over all ranks."""
-    fold = Layout.of(x, channel_dim).fold
-    grad_x = torch.empty_like(x)
-    grad_residual = torch.empty_like(x) if needs_residual and y is not None else None
-    kernels.serving(x).input_gradient(
-        fold(dy),
-        fold(x),
-        None if y is None else fold(y),
-        mean,
-        invstd,
-        weight,
-        sums,
-        num_values,
-        fold(grad_x),
-        None if grad_residual is None else fold(grad_residual),
-    )
-    return grad_x, dy if needs_residual and y is None else grad_residual
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -96,7 +96,7 @@ def all_reduce_counted_sums(packed: Tensor, group: dist.ProcessGroup | None) -> 
 
 def require_two_values(num_values: Tensor, input_shape: torch.Size, at_fault: str = "") -> None:
     """F.batch_norm's ValueError when the whole group has one value per channel; read on CPU in eager mode only."""
-    if _can_read(num_values) and num_values == 1:
+    if _can_read(num_values) and num_values.item() == 1:
         raise ValueError(
             f"{at_fault}Expected more than 1 value per channel when training, got 1 over all ranks "
             f"(input size on this rank {tuple(input_shape)}). Use a larger batch or eval()."

@@ -393,7 +393,8 @@ def batch_norm_backward(
     with torch.no_grad():
         x, dy = layout.dense(input), layout.dense(grad_output.to(input.dtype))
         mean, invstd = mean.to(torch.float64), invstd.to(torch.float64)
-        sums = autograd.gradient_sums(dy, x, None, mean, channel_dim)
+        gradient = autograd.Gradient(dy, x, None, mean, channel_dim)
+        sums = gradient.sums()
         dtype = autograd.compute_dtype(input) if weight is None else weight.dtype
         grad_weight, grad_bias = autograd.parameter_gradients(
             sums, invstd, dtype if needs_weight else None, dtype if needs_bias else None
@@ -403,9 +404,7 @@ def batch_norm_backward(
             num_values = sums.new_full((1,), input.numel() // max(len(mean), 1))
             packed = collectives.all_reduce_counted_sums(torch.cat((sums, num_values)), group)
             if needs_input:
-                grad_input, _ = autograd.input_gradient(
-                    dy, x, None, mean, invstd, weight, packed[:-1], packed[-1], channel_dim, needs_residual=False
-                )
+                grad_input, _ = gradient.of_input(invstd, weight, packed[:-1], packed[-1])
         elif needs_input:
             scale = invstd if weight is None else invstd * weight
             inner_dims = (1,) * (input.ndim - channel_dim - 1)

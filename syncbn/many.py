@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncbn import autograd, collectives, moments
+from syncbn import autograd, collectives, kernels, moments
 from syncbn.layout import Layout
 
 
@@ -29,14 +29,15 @@ class SyncBatchNormManyFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         xs, weights, biases = by_role(tensors, num_inputs)
         with autograd.profiled("syncbn.forward"):
-            packed = [autograd.channel_sums(x, channel_dim % x.ndim) for x in xs]
+            folds = [Layout.of(x, channel_dim % x.ndim).fold for x in xs]
+            packed = [kernels.serving(x).channel_sums(fold(x)) for x, fold in zip(xs, folds, strict=True)]
             total = collectives.all_reduce_counted_sums(torch.cat(packed), group)
             statistics = [moments.from_sums(sums, eps) for sums in torch.split(total, [one.numel() for one in packed])]
-            ys = []
-            of_inputs = zip(xs, weights, biases, statistics, strict=True)
-            for index, (x, weight, bias, (mean, _, invstd, num_values)) in enumerate(of_inputs):
+            ys = [torch.empty_like(x) for x in xs]
+            of_inputs = zip(xs, ys, folds, weights, biases, statistics, strict=True)
+            for index, (x, y, fold, weight, bias, (mean, _, invstd, num_values)) in enumerate(of_inputs):
                 collectives.require_two_values(num_values, x.shape, at_fault=f"inputs[{index}]: ")
-                ys.append(autograd.normalize(x, mean, invstd, weight, bias, None, channel_dim % x.ndim, relu=False))
+                kernels.serving(x).normalize(fold(x), mean, invstd, weight, bias, None, False, fold(y))
         return *ys, *_transposed(statistics)
 
     @staticmethod
@@ -76,21 +77,20 @@ def _gradients(
     group: dist.ProcessGroup | None,
 ) -> list[tuple[Tensor | None, ...]]:
     """For each step grad_input, grad_weight, grad_bias."""
-    dims = [channel_dim % step.x.ndim for step in steps]
-    dys = [Layout.of(step.x, dim).dense(step.dy) for step, dim in zip(steps, dims, strict=True)]
-    sums, of_parameters = [], []
-    for step, dy, mean, invstd, dim in zip(steps, dys, means, invstds, dims, strict=True):
-        sums.append(autograd.gradient_sums(dy, step.x, None, mean, dim))
-        weight_dtype = None if step.weight is None else step.weight.dtype
-        of_parameters.append(autograd.parameter_gradients(sums[-1], invstd, weight_dtype, step.bias_dtype))
-    totals = torch.split(collectives.all_reduce_sums(torch.cat(sums), group), [2 * len(mean) for mean in means])
+    each = [
+        autograd.Gradient(step.dy, step.x, None, mean, channel_dim % step.x.ndim)
+        for step, mean in zip(steps, means, strict=True)
+    ]
+    sums = [one.sums() for one in each]
+    of_parameters = [
+        autograd.parameter_gradients(own, invstd, None if step.weight is None else step.weight.dtype, step.bias_dtype)
+        for own, invstd, step in zip(sums, invstds, steps, strict=True)
+    ]
+    totals = torch.split(collectives.all_reduce_sums(torch.cat(sums), group), [len(own) for own in sums])
     gradients: list[tuple[Tensor | None, ...]] = []
-    for step, dy, mean, invstd, dim, total, of_parameter in zip(
-        steps, dys, means, invstds, dims, totals, of_parameters, strict=True
-    ):
-        grad_x, _ = autograd.input_gradient(
-            dy, step.x, None, mean, invstd, step.weight, total, step.num_values, dim, needs_residual=False
-        )
+    of_inputs = zip(each, steps, invstds, totals, of_parameters, strict=True)
+    for gradient, step, invstd, total, of_parameter in of_inputs:
+        grad_x, _ = gradient.of_input(invstd, step.weight, total, step.num_values)
         gradients.append((grad_x, *of_parameter))
     return gradients
 
