@@ -18,6 +18,7 @@
 #include <optional>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -267,7 +268,10 @@ Tensor gradient_sums(Tensor dy, Tensor x, std::optional<Tensor> y, Tensor mean) 
   check_like(x, dy, "dy");
   if (y) check_like(x, *y, "y");
   const double* means = doubles_of(mean, channels, "mean");
-  auto centers = sizes.spread<double>({means, means + channels});
+  std::vector<double> center(means, means + channels);
+  if (x.scalar_type() != ScalarType::Double)
+    for (double& one : center) one = float(one);
+  auto centers = sizes.spread<double>(center);
   Tensor sums = torch::stable::empty({2 * channels}, ScalarType::Double);
   auto* packed = mutable_data_of<double>(sums);
   std::fill_n(packed, 2 * channels, 0.0);
@@ -276,6 +280,8 @@ Tensor gradient_sums(Tensor dy, Tensor x, std::optional<Tensor> y, Tensor mean) 
     WITH_BEST_INSTRUCTIONS(
         SET::sum(sizes, SET::Products<T>{data_of<T>(dy), data_of<T>(x), data_of<T>(y), {centers.data()}}, packed));
   });
+  for (int64_t channel = 0; channel < channels; ++channel)
+    packed[channels + channel] -= (means[channel] - center[channel]) * packed[channel];
   return sums;
 }
 

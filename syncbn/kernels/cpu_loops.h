@@ -14,6 +14,10 @@ template <typename Scalar, int64_t count>
 using Vector = typename VectorOf<Scalar, count>::type;
 
 using Doubles = Vector<double, WIDE>;
+using Floats = Vector<float, 2 * WIDE>;
+struct Halves {
+  Vector<float, WIDE> low, high;
+};
 
 template <typename To, typename From>
 inline To bits_as(From from) {
@@ -146,10 +150,17 @@ inline void numbers_of_columns(const Number* const (&of_columns)[num], int64_t c
   for (int64_t index = 0; index < num; ++index) numbers[index] = read<sizeof(V) / sizeof(Number)>(of_columns[index] + column);
 }
 
-// Terms of two sums.
+// Terms of two sums. Numbers of 16 bits are first added in float, a few at a time, which is fast; their squares are exact
+// there, and what the sums lose is far below the rounding of the numbers.
+
+constexpr int64_t FEW = 8;
+
+template <typename T>
+constexpr bool IS_SHORT = sizeof(T) == 2;
 
 template <typename T>
 struct Squares {  // x, x^2
+  using Scalar = T;
   const T* x;
   const double* numbers[1];
 
@@ -161,10 +172,17 @@ struct Squares {  // x, x^2
     first += value;
     second += value * value;
   }
+
+  void add_floats(int64_t index, Floats, Floats& first, Floats& second) const {
+    Floats value = read<2 * WIDE>(x + index);
+    first += value;
+    second += value * value;
+  }
 };
 
 template <typename T>
-struct Products {  // dy, dy * (x - center), of dy behind the relu
+struct Products {  // dy, dy * (x - center), of dy behind the relu; the center is a float but for double
+  using Scalar = T;
   const T *dy, *x, *y;
   const double* numbers[1];  // center
 
@@ -181,7 +199,20 @@ struct Products {  // dy, dy * (x - center), of dy behind the relu
     first += gradient;
     second += gradient * (memory.doubles(x + index) - numbers[0]);
   }
+
+  void add_floats(int64_t index, Floats center, Floats& first, Floats& second) const {
+    Floats gradient = read<2 * WIDE>(dy + index);
+    if (y) gradient = read<2 * WIDE>(y + index) <= 0 ? Floats{} : gradient;
+    first += gradient;
+    second += gradient * (read<2 * WIDE>(x + index) - center);
+  }
 };
+
+inline void add_halves(Floats sums, Doubles& low, Doubles& high) {
+  auto halves = bits_as<Halves>(sums);
+  low += __builtin_convertvector(halves.low, Doubles);
+  high += __builtin_convertvector(halves.high, Doubles);
+}
 
 // Adds a run to two sums, lane by lane.
 template <typename Term>
@@ -190,6 +221,14 @@ void add_run(const Term& term, int64_t channel, int64_t start, int64_t length, d
   Doubles numbers[1], firsts[CHAINS] = {}, seconds[CHAINS] = {};
   numbers_of_channel(term.numbers, channel, numbers);
   int64_t i = 0;
+  if constexpr (IS_SHORT<typename Term::Scalar>)
+    for (; i + FEW * 2 * WIDE <= length; i += FEW * 2 * WIDE) {
+      Floats few_firsts = {}, few_seconds = {}, number = float(term.numbers[0][channel]) - Floats{};
+      for (int64_t index = 0; index < FEW; ++index)
+        term.add_floats(start + i + index * 2 * WIDE, number, few_firsts, few_seconds);
+      add_halves(few_firsts, firsts[0], firsts[1]);
+      add_halves(few_seconds, seconds[0], seconds[1]);
+    }
   for (; i + CHAINS * WIDE <= length; i += CHAINS * WIDE)
     for (int64_t chain = 0; chain < CHAINS; ++chain)
       term.add(Whole{}, start + i + chain * WIDE, numbers, firsts[chain], seconds[chain]);
@@ -204,17 +243,36 @@ void add_run(const Term& term, int64_t channel, int64_t start, int64_t length, d
 template <int64_t count, typename Term>
 void add_rows(const Term& term, int64_t start, int64_t length, double* first, double* second) {
   int64_t ahead = start + std::max(count * length, FETCHED_AHEAD);
+  auto fetch = [&](int64_t column, int64_t values) {
+    for (int64_t index = 0; index < values; index += CACHE_LINE / int64_t(sizeof(*term.x)))
+      term.prefetch(ahead + column * count + index);
+  };
+  auto add_short_column = [&](auto column) {
+    fetch(column, count * 2 * WIDE);
+    Floats firsts = {}, seconds = {};
+    auto number = bits_as<Floats>(Halves{
+        __builtin_convertvector(read<WIDE>(term.numbers[0] + column), decltype(Halves::low)),
+        __builtin_convertvector(read<WIDE>(term.numbers[0] + column + WIDE), decltype(Halves::low))});
+    for (int64_t row = 0; row < count; ++row) term.add_floats(start + row * length + column, number, firsts, seconds);
+    for (auto [sums, few] : {std::pair{first + column, firsts}, std::pair{second + column, seconds}}) {
+      Doubles low = read<WIDE>(sums), high = read<WIDE>(sums + WIDE);
+      add_halves(few, low, high);
+      write<WIDE>(sums, low);
+      write<WIDE>(sums + WIDE, high);
+    }
+  };
   auto add_column = [&](auto memory, int64_t column) {
     Doubles numbers[1], firsts = read<WIDE>(first + column), seconds = read<WIDE>(second + column);
     numbers_of_columns(term.numbers, column, numbers);
-    for (int64_t index = 0; index < count * WIDE; index += CACHE_LINE / int64_t(sizeof(*term.x)))
-      term.prefetch(ahead + column * count + index);
+    fetch(column, count * WIDE);
     for (int64_t row = 0; row < count; ++row)
       term.add(memory, start + row * length + column, numbers, firsts, seconds);
     write<WIDE>(first + column, firsts);
     write<WIDE>(second + column, seconds);
   };
   int64_t column = 0;
+  if constexpr (IS_SHORT<typename Term::Scalar> && count > 1)
+    for (; column + 2 * WIDE <= length; column += 2 * WIDE) add_short_column(column);
   for (; column + WIDE <= length; column += WIDE) add_column(Whole{}, column);
   if (column < length) add_column(Part{length - column}, column);
 }

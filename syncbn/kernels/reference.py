@@ -2,8 +2,8 @@
 
 O, C, I: outer, channel and inner size. Tensors over values have shape (O, C, I), are contiguous and of one dtype.
     Numbers of channels have shape (C,): mean, invstd and sums in float64, weight and bias in any float dtype.
-    Reductions return float64. Maps compute single values in float32, or in float64 for float64 values, and write into
-    `out`.
+    Reductions add in float64, values of 16 bits at first in float32 if that is faster. Maps compute single values in
+    float32, or in float64 for float64 values, and write into `out`.
 """
 
 from __future__ import annotations
