@@ -168,3 +168,17 @@ def test_gradcheck_and_gradgradcheck(fuse_relu: bool, channel_dim: int) -> None:
 
     assert torch.autograd.gradcheck(function, (x, weight, bias, z))
     assert torch.autograd.gradgradcheck(function, (x, weight, bias, z))
+
+
+def test_per_channel_tensors_may_be_strided() -> None:
+    """As columns of a table are."""
+    x = torch.randn(6, 3, 4)
+    strided = torch.rand(4, 6)[:, ::2]
+    whole = strided.clone()
+    results = []
+    for mean, var, weight, bias in (strided, whole):
+        results.append(sync_batch_norm(x, mean, var, weight, bias, training=True))
+        results.append(batch_norm_backward(x, x, mean.double(), var.double(), weight)[0])
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[1], results[3])
+    assert torch.equal(strided, whole)

@@ -204,6 +204,20 @@ CALLS = {
 
 
 @needs_operators
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_other_instructions(capability: str) -> None:
+    """The tests of this file, on the instruction sets that a better processor would leave out."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", "not instructions and not reference"],
+        env=os.environ | {"ATEN_CPU_CAPABILITY": capability},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout
+
+
+@needs_operators
 @pytest.mark.parametrize("name", CALLS)
 def test_operators_pass_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.syncbn, name).default, CALLS[name])

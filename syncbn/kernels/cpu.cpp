@@ -15,7 +15,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <cstdlib>
 #include <optional>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -37,10 +39,10 @@ using Compute = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 constexpr int64_t GRAIN = 32768;      // values that are worth the start of a thread
 constexpr int64_t SHORTEST_RUN = 32;  // values
-constexpr int64_t LONG_ROW = 64;     // values, so that what is left behind whole vectors counts little
+constexpr int64_t LONG_ROW = 64;      // values, so that what is left behind whole vectors counts little
 constexpr int64_t PADDING = 16;       // numbers, as many as the widest vector has
 constexpr int64_t ROWS_AT_ONCE = 4;
-constexpr int64_t FETCHED_AHEAD = 2048;  // values
+constexpr int64_t FETCHED_AHEAD = 2048;  // values, at least
 
 struct Sizes {
   int64_t outer, channels, inner;
@@ -102,9 +104,13 @@ namespace avx512 {
 
 enum class Instructions { BASELINE, AVX2, AVX512 };
 
+// The best that the processor has, or what torch's own variable asks for.
 Instructions best_instructions() {
+  const char* asked = std::getenv("ATEN_CPU_CAPABILITY");
+  std::string_view capability = asked ? asked : "";
+  if (capability == "default") return Instructions::BASELINE;
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+  if (capability != "avx2" && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl"))
     return Instructions::AVX512;
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Instructions::AVX2;
@@ -163,7 +169,7 @@ double to_double(Half number) {
   return baseline::read<2>(two)[0];
 }
 
-// Rounded once, as torch rounds a double.
+// Rounded by way of float, as torch rounds a double.
 template <typename T>
 T from_double(double number) {
   if constexpr (std::is_same_v<T, double>) {
@@ -175,14 +181,14 @@ T from_double(double number) {
   }
 }
 
-// Per-channel numbers of any float dtype.
+// Per-channel numbers of a user: any float dtype, any stride.
 std::vector<double> numbers_of(const Tensor& tensor, int64_t count, const char* name) {
-  STD_TORCH_CHECK(tensor.is_cpu() && tensor.is_contiguous() && tensor.numel() == count, "expected ", name, " of ", count,
-                  " contiguous numbers on the CPU, got ", tensor.numel());
+  STD_TORCH_CHECK(tensor.is_cpu() && tensor.dim() == 1 && tensor.numel() == count, "expected ", name, " of ", count,
+                  " numbers on the CPU, got ", tensor.numel());
   std::vector<double> numbers(count);
   with_dtype(tensor, [&](auto zero) {
     auto* data = static_cast<const decltype(zero)*>(tensor.const_data_ptr());
-    for (int64_t index = 0; index < count; ++index) numbers[index] = to_double(data[index]);
+    for (int64_t index = 0; index < count; ++index) numbers[index] = to_double(data[index * tensor.stride(0)]);
   });
   return numbers;
 }
@@ -341,7 +347,8 @@ void move_towards(Tensor running, const std::vector<double>& statistic, double m
   with_dtype(running, [&](auto zero) {
     auto* data = mutable_data_of<decltype(zero)>(running);
     for (size_t index = 0; index < statistic.size(); ++index)
-      data[index] = from_double<decltype(zero)>((1 - momentum) * old[index] + momentum * statistic[index]);
+      data[index * running.stride(0)] =
+          from_double<decltype(zero)>((1 - momentum) * old[index] + momentum * statistic[index]);
   });
 }
 

@@ -87,8 +87,7 @@ inline void write(Half* to, Vector<float, count> values) {
   *reinterpret_cast<Vector<uint16_t, count>*>(to) = __builtin_convertvector(rounded, Vector<uint16_t, count>);
 }
 
-
-// How a loop body touches memory: whole vectors, or the `count` scalars that are left, padded with zeros.
+// How a loop body touches memory: whole vectors; or the `count` scalars that are left, padded with zeros.
 
 struct Whole {
   template <typename T>
@@ -147,7 +146,8 @@ inline void numbers_of_channel(const Number* const (&of_channels)[num], int64_t 
 
 template <typename V, int64_t num, typename Number>
 inline void numbers_of_columns(const Number* const (&of_columns)[num], int64_t column, V (&numbers)[num]) {
-  for (int64_t index = 0; index < num; ++index) numbers[index] = read<sizeof(V) / sizeof(Number)>(of_columns[index] + column);
+  for (int64_t index = 0; index < num; ++index)
+    numbers[index] = read<sizeof(V) / sizeof(Number)>(of_columns[index] + column);
 }
 
 // Terms of two sums. Numbers of 16 bits are first added in float, a few at a time, which is fast; their squares are exact
@@ -309,7 +309,7 @@ void sum_rows(Sizes sizes, const Term& term, double* sums) {
   std::vector<double> parts(num_parts * 2 * padded);
   parallel(num_parts, rows_of_part * length, [&](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end; ++part) {
-      double *first = &parts[part * 2 * padded], *second = first + padded;
+      double *first = parts.data() + part * 2 * padded, *second = first + padded;
       if (part == num_parts - 1) {
         for (int64_t index = rows * length; index < sizes.numel(); index += sizes.columns())
           add_rows<1>(term, index, sizes.columns(), first, second);
@@ -322,7 +322,7 @@ void sum_rows(Sizes sizes, const Term& term, double* sums) {
     }
   });
   for (int64_t part = 0; part < 2 * num_parts; ++part) {
-    const double* of_column = &parts[part * padded];
+    const double* of_column = parts.data() + part * padded;
     for (int64_t row = 0; row < sizes.rows_in_one(); ++row)
       for (int64_t channel = 0; channel < sizes.channels; ++channel)
         for (int64_t index = 0; index < sizes.inner; ++index) sums[part % 2 * sizes.channels + channel] += *of_column++;
