@@ -147,14 +147,17 @@ def make_peers(case: Case, device: torch.device, compiled: bool) -> dict[str, Pe
 
     torch_class = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[len(case.shape)]
     peers: dict[str, Peer] = {}
-    ours = [syncbn.SyncBatchNorm(channels, channel_last=at_end, fuse_relu=fused).to(device) for fused in (False, True)]
+    of_parameters = {"device": device, "dtype": torch.promote_types(case.dtype, torch.float32)}
+    ours = [
+        syncbn.SyncBatchNorm(channels, channel_last=at_end, fuse_relu=fused, **of_parameters) for fused in (False, True)
+    ]
     peers["syncbn"] = lambda x, z: ours[0](x)
     peers["syncbn fused"] = lambda x, z: ours[1](x, z)
     norms = {"nn.BatchNorm": plain(torch_class(channels)), "hand-written": HandWritten(channels, case.channel_dim)}
     if device.type == "cuda" and dist.is_initialized():
         norms["nn.SyncBatchNorm"] = plain(nn.SyncBatchNorm(channels))
     for name, norm in norms.items():
-        norm.to(device)
+        norm.to(**of_parameters)
         peers[name] = lambda x, z, norm=norm: norm(x)
         peers[f"{name} fused"] = lambda x, z, norm=norm: F.relu(norm(x) + z)
     if compiled:

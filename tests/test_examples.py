@@ -1,4 +1,4 @@
-"""Every example runs with tiny settings, launched as its docstring says, and its final numbers are right."""
+"""Examples and the benchmark run with tiny settings, launched as their docstrings say, and what they write is right."""
 
 from __future__ import annotations
 
@@ -67,6 +67,23 @@ def test_wgan_gp_on_two_ranks(tmp_path: Path) -> None:
     real, generated, random = (metrics[f"nearest real digit, from {kind}"] for kind in kinds)
     assert real < generated < 0.8 * random
     assert (tmp_path / "samples.png").stat().st_size > 10_000
+
+
+def test_bench_on_two_ranks(tmp_path: Path) -> None:
+    shapes = ["4x8x6x6", "16x8", "2x4x3x4x4", "2x7x12"]
+    run(*TORCHRUN, EXAMPLES.parent / "scripts" / "bench.py", "--rounds", 2, "--output", tmp_path, "--shapes", *shapes)
+    results = json.loads((tmp_path / "bench.json").read_text())
+    assert results["about"]["ranks"] == 2
+    times = {(row["case"], row["peer"]): row for row in results["times"]}
+    cases = {case for case, _ in times}
+    assert len(cases) == (2 + 1 + 2 + 1) * 4  # layouts of each shape, times dtypes
+    for case in cases:
+        assert 0 < times[case, "limit"]["both"] < times[case, "syncbn"]["both"]
+        assert {"syncbn fused", "nn.BatchNorm", "hand-written fused", "two all_reduces"} <= {
+            peer for other, peer in times if other == case
+        }
+    assert (tmp_path / "bench.csv").read_text().count("\n") == 1 + len(times)
+    assert (tmp_path / "bench.png").stat().st_size > 10_000
 
 
 def test_digits_explains_its_options() -> None:
