@@ -1,12 +1,8 @@
-"""The functional forms, and the one border where a user's arguments are checked.
-
-Every check is made before anything is sent or changed, and a fault of one rank is raised on all (see collectives.py).
-"""
+"""The functional forms, and the border where a fault in one rank's arguments is raised on all (see collectives.py)."""
 
 from __future__ import annotations
 
 import itertools
-import numbers
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +11,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from syncbn import autograd, collectives, groups, many, moments
+from syncbn import arguments, autograd, collectives, groups, many, moments
 from syncbn.layout import Layout
 
 if TYPE_CHECKING:
     from syncbn.groups import ProcessGroupLike
 
 __all__ = ["batch_norm_backward", "sync_batch_norm", "sync_batch_norm_many"]
-
-SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def sync_batch_norm(
@@ -108,7 +102,7 @@ def sync_batch_norm(
             mask,
             num_channels=None,
         )
-    _require_running_stats(running_mean, running_var)
+    arguments.require_running_stats(running_mean, running_var)
     return evaluate(input, running_mean, running_var, weight, bias, eps, channel_dim, z, fuse_relu, mask, None)
 
 
@@ -149,8 +143,8 @@ def sync_batch_norm_many(
             [ 1.0000,  0.0000]])
     """
     given = {"running_means": running_means, "running_vars": running_vars, "weights": weights, "biases": biases}
-    inputs = _as_list("inputs", inputs)
-    roles = {name: [None] * len(inputs) if one is None else _as_list(name, one) for name, one in given.items()}
+    inputs = arguments.as_list("inputs", inputs)
+    roles = {name: [None] * len(inputs) if one is None else arguments.as_list(name, one) for name, one in given.items()}
     group = groups.resolve(groups.specification(process_group)) if training else None
     faulty, at_fault = None, ""
     try:
@@ -159,24 +153,24 @@ def sync_batch_norm_many(
                 raise ValueError(f"expected {len(inputs)} {name}, one for each input, got {len(role)}")
         for index, (x, mean, var, weight, bias) in enumerate(zip(inputs, *roles.values(), strict=True)):
             faulty, at_fault = index, f"inputs[{index}]: "
-            _check_arguments(x, mean, var, weight, bias, channel_dim, None, None, None, None)
+            arguments.check_all(x, mean, var, weight, bias, channel_dim, None, None, None, None)
             if x.device != inputs[0].device:
                 raise ValueError(f"the input is on {x.device} but inputs[0] on {inputs[0].device}; move one")
             if not training:
-                _require_running_stats(mean, var)
+                arguments.require_running_stats(mean, var)
         faulty, at_fault = None, ""
-        check_momentum(momentum)
-        check_eps(eps)
+        arguments.check_momentum(momentum)
+        arguments.check_eps(eps)
     except (TypeError, ValueError) as fault:
         error = type(fault)(at_fault + str(fault))
         channels = []
         for index, (x, *per_channel) in enumerate(itertools.zip_longest(inputs, *roles.values())):
-            likely = _likely_channels(x, channel_dim, *per_channel)
-            channels.append(_channels_of(x, channel_dim) if likely is None and index != faulty else likely)
+            likely = arguments.likely_channels(x, channel_dim, *per_channel)
+            channels.append(arguments.channels_of(x, channel_dim) if likely is None and index != faulty else likely)
         known = [num for num in channels[: len(inputs)] if num is not None]
         if not training or len(known) < len(inputs):
             raise error from fault
-        device = _device_of(*itertools.chain(*roles.values()), *inputs)
+        device = arguments.device_of(*itertools.chain(*roles.values()), *inputs)
         collectives.raise_on_all_ranks(error, sum(known), device, group, len(inputs))
 
     if not inputs:
@@ -219,17 +213,17 @@ def train(
     layer.
     """
     try:
-        _check_arguments(
+        arguments.check_all(
             input, running_mean, running_var, weight, bias, channel_dim, z, mask, num_channels, check_input_dim
         )
-        check_momentum(momentum)
-        check_eps(eps)
+        arguments.check_momentum(momentum)
+        arguments.check_eps(eps)
     except Exception as error:  # of whatever class a subclass's _check_input_dim raises
         if num_channels is None:
-            num_channels = _likely_channels(input, channel_dim, running_mean, running_var, weight, bias)
+            num_channels = arguments.likely_channels(input, channel_dim, running_mean, running_var, weight, bias)
         if num_channels is None:
             raise
-        device = _device_of(running_mean, running_var, weight, bias, input)
+        device = arguments.device_of(running_mean, running_var, weight, bias, input)
         collectives.raise_on_all_ranks(error, num_channels, device, group)
 
     channel_dim %= input.ndim
@@ -244,12 +238,6 @@ def train(
     _move_running_stats(running_mean, running_var, moments.Moments(*statistics), momentum)
     # Gradients at False places become 0 here on their way in, and in the other torch.where on their way out.
     return y if mask is None else torch.where(mask, y, 0)
-
-
-def _as_list(name: str, given: Iterable[Any]) -> list[Any]:
-    if isinstance(given, Tensor):
-        raise TypeError(f"expected {name} to be a list of tensors, got one tensor; use {name}.unbind()")
-    return list(given)
 
 
 def _builds_graph(*tensors: Tensor | None) -> bool:
@@ -304,7 +292,7 @@ def evaluate(
     check_input_dim: Callable[[Tensor], Any] | None = None,
 ) -> Tensor:
     """F.batch_norm, then + z, then relu; of this rank's batch without running statistics. Communicates nothing."""
-    _check_arguments(
+    arguments.check_all(
         input, running_mean, running_var, weight, bias, channel_dim, z, mask, num_channels, check_input_dim
     )
     if mask is not None and running_mean is None:  # the statistics of what counts in this rank's batch
@@ -376,23 +364,23 @@ def batch_norm_backward(
     group = groups.resolve(groups.specification(process_group)) if training else None
     try:
         needs_input, needs_weight, needs_bias = output_mask
-        _check_input(input, channel_dim, None)
-        _check_like_input("grad_output", grad_output, input)
+        arguments.check_input(input, channel_dim, None)
+        arguments.check_like_input("grad_output", grad_output, input)
         for name, given in (("mean", mean), ("invstd", invstd)):
             if given is None:
                 raise TypeError(f"expected {name} to be a Tensor of shape ({input.shape[channel_dim]},), got None")
-        _check_channels(input, channel_dim, None, {"mean": mean, "invstd": invstd, "weight": weight})
+        arguments.check_channels(input, channel_dim, None, {"mean": mean, "invstd": invstd, "weight": weight})
     except (TypeError, ValueError) as error:
-        num_channels = _likely_channels(input, channel_dim, mean, invstd, weight)
+        num_channels = arguments.likely_channels(input, channel_dim, mean, invstd, weight)
         if num_channels is None:
             raise
-        collectives.raise_on_all_ranks(error, num_channels, _device_of(mean, invstd, weight, input), group)
+        collectives.raise_on_all_ranks(error, num_channels, arguments.device_of(mean, invstd, weight, input), group)
 
     channel_dim %= input.ndim
     layout = Layout.of(input, channel_dim)
     with torch.no_grad():
         x, dy = layout.dense(input), layout.dense(grad_output.to(input.dtype))
-        mean, invstd = mean.to(torch.float64), invstd.to(torch.float64)
+        mean, invstd = mean.to(torch.float64).contiguous(), invstd.to(torch.float64).contiguous()
         gradient = autograd.Gradient(dy, x, None, mean, channel_dim)
         sums = gradient.sums()
         dtype = autograd.compute_dtype(input) if weight is None else weight.dtype
@@ -413,126 +401,6 @@ def batch_norm_backward(
     return grad_input, grad_weight, grad_bias
 
 
-def _check_arguments(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    channel_dim: int,
-    z: Tensor | None,
-    mask: Tensor | None,
-    num_channels: int | None,
-    check_input_dim: Callable[[Tensor], Any] | None,
-) -> None:
-    _check_input(input, channel_dim, check_input_dim)
-    per_channel = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    _check_channels(input, channel_dim, num_channels, per_channel)
-    if (running_mean is None) != (running_var is None):
-        raise ValueError("running_mean and running_var must either both be None or neither be None")
-    if z is not None:
-        _check_like_input("z", z, input)
-    if mask is not None:
-        _check_mask(mask, input, channel_dim)
-
-
-def _require_running_stats(running_mean: Tensor | None, running_var: Tensor | None) -> None:
-    if running_mean is None or running_var is None:
-        raise ValueError("running_mean must be defined in evaluation mode, and running_var; or pass training=True")
-
-
-def _check_input(input: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor], Any] | None) -> None:
-    if not isinstance(input, Tensor):
-        raise TypeError(f"expected a Tensor as input, got {type(input).__name__}")
-    if hasattr(input, "device_mesh"):
-        raise TypeError("the input is a DTensor, expected this rank's values as a plain tensor: pass input.to_local()")
-    if input.dtype not in SUPPORTED_DTYPES:
-        raise TypeError(f"expected a float16, bfloat16, float32 or float64 input, got {input.dtype}; convert it first")
-    if input.layout != torch.strided:
-        raise TypeError(f"expected a dense input, got layout {input.layout}; use input.to_dense()")
-    if check_input_dim is not None:
-        check_input_dim(input)
-    if input.ndim < 2:
-        raise ValueError(f"expected at least 2D input (got {input.ndim}D input of shape {tuple(input.shape)})")
-    if not isinstance(channel_dim, int):
-        raise TypeError(f"channel_dim must be an int, got {channel_dim!r}")
-    if not -input.ndim <= channel_dim < input.ndim:
-        raise ValueError(f"channel_dim={channel_dim} does not exist in an input of shape {tuple(input.shape)}")
-
-
-def _check_channels(
-    input: Tensor, channel_dim: int, num_channels: int | None, per_channel: dict[str, Tensor | None]
-) -> None:
-    actual, shape = input.shape[channel_dim], tuple(input.shape)
-    for name, given in per_channel.items():
-        if given is None:
-            continue
-        if not isinstance(given, Tensor):
-            raise TypeError(f"expected {name} to be a Tensor of shape ({actual},), got {type(given).__name__}")
-        if given.shape != (actual,):
-            raise ValueError(
-                f"expected {given.numel()} channels in dim {channel_dim} of the input, got {actual} (input shape "
-                f"{shape}): {name} should contain {actual} elements not {given.numel()}, shape ({actual},) not "
-                f"{tuple(given.shape)}; correct num_features, channel_last or channel_dim"
-            )
-        if given.device != input.device:
-            raise ValueError(f"the input is on {input.device} but {name} on {given.device}; move one with .to(device)")
-    if num_channels is not None and actual != num_channels:
-        raise ValueError(
-            f"expected {num_channels} channels in dim {channel_dim} of the input, got {actual} (input shape {shape}); "
-            "correct num_features, channel_last or channel_dim"
-        )
-
-
-def _likely_channels(input: Tensor, channel_dim: int, *per_channel: Tensor | None) -> int | None:
-    """What most arguments say that C is, for when one is wrong; None when no per-channel tensor says anything."""
-    said = [given.numel() for given in per_channel if isinstance(given, Tensor)]
-    if said and (channels := _channels_of(input, channel_dim)) is not None:
-        said.append(channels)
-    return max(said, key=said.count, default=None)  # the first of equals: a per-channel tensor's
-
-
-def _channels_of(input: Tensor, channel_dim: int) -> int | None:
-    if isinstance(input, Tensor) and isinstance(channel_dim, int) and -input.ndim <= channel_dim < input.ndim:
-        return input.shape[channel_dim]
-    return None
-
-
-def _device_of(*given: Tensor | None) -> torch.device:
-    return next((tensor.device for tensor in given if isinstance(tensor, Tensor)), torch.device("cpu"))
-
-
-def _check_like_input(name: str, given: Tensor, input: Tensor) -> None:
-    if not isinstance(given, Tensor) or given.dtype not in SUPPORTED_DTYPES:
-        got = getattr(given, "dtype", type(given).__name__)
-        hint = f"; a mask is passed as mask=, not as {name}" if got is torch.bool else ""
-        raise TypeError(f"expected {name} to be a float tensor, got {got}{hint}")
-    if given.shape != input.shape:
-        raise ValueError(
-            f"expected {name} of the input's shape {tuple(input.shape)}, got {tuple(given.shape)}; expand() it first"
-        )
-    if given.device != input.device:
-        raise ValueError(f"the input is on {input.device} but {name} on {given.device}; move one with .to(device)")
-
-
-def _check_mask(mask: Tensor, input: Tensor, channel_dim: int) -> None:
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"expected mask to be a bool tensor, got {type(mask).__name__}; use torch.as_tensor(mask)")
-    if mask.dtype != torch.bool:
-        raise TypeError(f"expected mask to be bool, True where a value counts, got {mask.dtype}; use mask != 0")
-    wanted = list(input.shape)
-    del wanted[channel_dim]
-    # Not `in`, which is False for a static and an equal dynamic size under Dynamo.
-    sizes_fit = all(size == 1 or size == other for size, other in zip(mask.shape, wanted, strict=False))
-    if mask.ndim not in (1, len(wanted)) or not sizes_fit:
-        raise ValueError(
-            f"expected mask of shape {tuple(wanted)}, which is the input's {tuple(input.shape)} without the channels' "
-            f"dim, with sizes of 1 where all values share it, or ({wanted[0]},); got {tuple(mask.shape)}"
-        )
-    if mask.device != input.device:
-        raise ValueError(f"the input is on {input.device} but mask on {mask.device}; move one with .to(device)")
-
-
 def _with_channels(mask: Tensor, input: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:
     """`mask` as a view of the input's shape with one channel, and how many values it counts: int64 ()."""
     if mask.ndim == 1:
@@ -541,23 +409,3 @@ def _with_channels(mask: Tensor, input: Tensor, channel_dim: int) -> tuple[Tenso
     shape[channel_dim] = 1
     mask = mask.unsqueeze(channel_dim).expand(shape)
     return mask, mask.sum()
-
-
-def check_momentum(momentum: float | Tensor) -> None:
-    """**Raises** TypeError unless `momentum` is a number or a tensor, ValueError for a tensor of several numbers."""
-    if not isinstance(momentum, Tensor):
-        _check_number("momentum", momentum)
-    elif momentum.numel() != 1:
-        raise ValueError(f"momentum must be one number, got a tensor of shape {tuple(momentum.shape)}")
-
-
-def check_eps(eps: float) -> None:
-    """**Raises** TypeError unless `eps` is a number, ValueError unless it is positive."""
-    _check_number("eps", eps)
-    if not eps > 0:
-        raise ValueError(f"batch_norm eps must be positive during training, but got {eps}")
-
-
-def _check_number(name: str, number: float) -> None:
-    if isinstance(number, bool) or not isinstance(number, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {number!r} of type {type(number).__name__}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import functional, groups
+from syncbn import arguments, functional, groups
 
 if TYPE_CHECKING:
     from syncbn.groups import ProcessGroupLike, Specification
@@ -74,9 +74,9 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         if num_features < 1:
             raise ValueError(f"num_features must be positive, got {num_features}")
-        functional.check_eps(eps)
+        arguments.check_eps(eps)
         if momentum is not None:
-            functional.check_momentum(momentum)
+            arguments.check_momentum(momentum)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if not bias:
             self.register_parameter("bias", None)

@@ -31,7 +31,8 @@ def from_sums(sums: Tensor, eps: float) -> Moments:
     """
     num_values = sums[-1]
     if kernels.serving(sums) is kernels.cpu:
-        return Moments(*kernels.cpu.moments(sums, eps), num_values)
+        mean, var, invstd = kernels.cpu.moments(sums, eps)
+        return Moments(mean, var, invstd, num_values)
     num_channels = sums.numel() // 2
     sums_per_value = sums[:-1] / num_values.clamp(min=1)
     mean, mean_square = sums_per_value[:num_channels], sums_per_value[num_channels:]

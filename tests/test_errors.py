@@ -62,6 +62,7 @@ CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], s
     (lambda: function(training=False, running_mean=None, running_var=None), lambda: function(training=False), ValueError, "running_mean must be defined in evaluation mode"),
     (lambda: function(eps=-1.0), lambda: function(eps=1.0), ValueError, "eps must be positive during training, but got -1.0"),
     (lambda: function(momentum="x"), lambda: function(momentum=torch.tensor(0.5)), TypeError, "momentum must be a number"),
+    (lambda: function(weight=torch.ones(3).int()), lambda: function(weight=torch.ones(3).half()), TypeError, "expected weight to be a float tensor, got torch.int32; convert it first"),
     (lambda: function(momentum=torch.ones(2)), lambda: function(momentum=torch.ones(1)), ValueError, "momentum must be one number, got a tensor of shape (2,)"),
     (lambda: layer()(X, X > 0), lambda: layer()(X, mask=X[:, 0] > 0), TypeError, "got torch.bool; a mask is passed as mask=, not as z"),
     (lambda: layer()(X, mask=[True] * 4), lambda: layer()(X, mask=torch.as_tensor([True] * 4)), TypeError, "expected mask to be a bool tensor, got list; use torch.as_tensor(mask)"),

@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import importlib.machinery
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 FILES = [Path(__file__).with_name(f"_cpu{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES]
 
@@ -30,55 +30,9 @@ def why_not() -> str | None:
     return None
 
 
-def moments(sums: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """mean, var and 1 / sqrt(var + eps) of packed sums, as syncbn/moments.py computes them."""
-    mean, var, invstd = torch.ops.syncbn.moments.default(sums, eps)
-    return mean, var, invstd
-
-
-def update_running_stats(
-    running_mean: Tensor, running_var: Tensor, mean: Tensor, var: Tensor, num_values: Tensor, momentum: float
-) -> None:
-    """As syncbn/moments.py does it."""
-    torch.ops.syncbn.update_running_stats.default(running_mean, running_var, mean, var, num_values, momentum)
-
-
-def channel_sums(x: Tensor) -> Tensor:
-    sums: Tensor = torch.ops.syncbn.channel_sums.default(x)
-    return sums
-
-
-def normalize(
-    x: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    relu: bool,
-    out: Tensor,
-) -> None:
-    torch.ops.syncbn.normalize.default(x, mean, invstd, weight, bias, residual, relu, out)
-
-
-def gradient_sums(dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor) -> Tensor:
-    sums: Tensor = torch.ops.syncbn.gradient_sums.default(dy, x, y, mean)
-    return sums
-
-
-def input_gradient(
-    dy: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    weight: Tensor | None,
-    sums: Tensor,
-    num_values: Tensor,
-    out: Tensor,
-    residual_out: Tensor | None,
-) -> None:
-    torch.ops.syncbn.input_gradient.default(dy, x, y, mean, invstd, weight, sums, num_values, out, residual_out)
+def __getattr__(name: str) -> Any:
+    """The operators, under the names and with the arguments of reference.py; and those for moments.py."""
+    return getattr(torch.ops.syncbn, name).default
 
 
 FAKES = {
