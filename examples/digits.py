@@ -271,18 +271,23 @@ def plot(trainers: list[Trainer], path: Path) -> None:
     plt.close(figure)
 
 
-def main() -> None:
+def job(arguments: argparse.Namespace, device: torch.device) -> None:
     """Train three ways and report."""
+    console = Console()
+    start = time.monotonic()
+    trainers = train(arguments, device, console)
+    if rank() == 0:
+        report(trainers, arguments, time.monotonic() - start, console)
+
+
+def main() -> None:
+    """Run the job between the making and the end of the process group, which no model may outlive."""
     arguments = parse_arguments()
     if arguments.images_per_rank < 2:
         sys.exit("--images-per-rank must be at least 2: local batch norm cannot normalise one value per channel")
     device = choose_device()
-    console = Console()
     try:
-        start = time.monotonic()
-        trainers = train(arguments, device, console)
-        if rank() == 0:
-            report(trainers, arguments, time.monotonic() - start, console)
+        job(arguments, device)
     except KeyboardInterrupt:
         sys.exit("interrupted")
     finally:

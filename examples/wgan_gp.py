@@ -225,32 +225,37 @@ def picture(real: Tensor, fake: Tensor, path: Path) -> None:
     plt.close(figure)
 
 
-def main() -> None:
+def job(arguments: argparse.Namespace, device: torch.device) -> None:
     """Train, compare, draw."""
+    console = Console()
+    digits = torch.tensor(load_digits().images / 16, dtype=torch.float64, device=device).unsqueeze(1)
+    generator, distance = train(arguments, digits, console)
+    if rank() == 0:
+        with torch.no_grad():
+            noise = torch.randn(64, NUM_LATENT, dtype=torch.float64, device=device)
+            samples = unwrap(generator).eval()(noise)
+        metrics = {
+            "ranks": world_size(),
+            "steps": arguments.steps,
+            "distance of the critic's gradients from one process": distance,
+            "nearest real digit, from a generated one": nearest_real(samples, digits),
+            "nearest real digit, from a real one": nearest_real(digits[:64], digits),
+            "nearest real digit, from a random image": nearest_real(torch.rand_like(samples), digits),
+        }
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        (arguments.output / "metrics.json").write_text(json.dumps(metrics, indent=1))
+        picture(digits[:64], samples, arguments.output / "samples.png")
+        for name, value in metrics.items():
+            console.print(f"{name}: {value:.3g}")
+        console.print(f"wrote {arguments.output / 'samples.png'}")
+
+
+def main() -> None:
+    """Run the job between the making and the end of the process group, which no model may outlive."""
     arguments = parse_arguments()
     device = choose_device()
-    console = Console()
     try:
-        digits = torch.tensor(load_digits().images / 16, dtype=torch.float64, device=device).unsqueeze(1)
-        generator, distance = train(arguments, digits, console)
-        if rank() == 0:
-            with torch.no_grad():
-                noise = torch.randn(64, NUM_LATENT, dtype=torch.float64, device=device)
-                samples = unwrap(generator).eval()(noise)
-            metrics = {
-                "ranks": world_size(),
-                "steps": arguments.steps,
-                "distance of the critic's gradients from one process": distance,
-                "nearest real digit, from a generated one": nearest_real(samples, digits),
-                "nearest real digit, from a real one": nearest_real(digits[:64], digits),
-                "nearest real digit, from a random image": nearest_real(torch.rand_like(samples), digits),
-            }
-            arguments.output.mkdir(parents=True, exist_ok=True)
-            (arguments.output / "metrics.json").write_text(json.dumps(metrics, indent=1))
-            picture(digits[:64], samples, arguments.output / "samples.png")
-            for name, value in metrics.items():
-                console.print(f"{name}: {value:.3g}")
-            console.print(f"wrote {arguments.output / 'samples.png'}")
+        job(arguments, device)
     except KeyboardInterrupt:
         sys.exit("interrupted")
     finally:

@@ -15,6 +15,8 @@ which every rank sees in the total.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -23,6 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+# The default arguments in this module hold the world's group if there is one when it is first imported, as
+# DistributedDataParallel does. destroy_process_group would then leave gloo's threads running, and one that still has a
+# tensor of Python's to free when the interpreter ends aborts the process (pytorch#190489). So: before there is a group.
+with contextlib.suppress(OSError):  # it makes a temporary folder
+    importlib.import_module("torch.distributed.nn.functional")
 
 TEXT_BYTES = 4096
 
