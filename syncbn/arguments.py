@@ -152,7 +152,7 @@ def check_eps(eps: float) -> None:
 
 
 def _check_number(name: str, number: float) -> None:
-    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+    if type(number) is not float and (isinstance(number, bool) or not isinstance(number, numbers.Real)):
         raise TypeError(f"{name} must be a number, got {number!r} of type {type(number).__name__}")
 
 

@@ -23,19 +23,19 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from syncbn import collectives, kernels, moments
-from syncbn.layout import Layout
+from syncbn.layout import Layout, laid_out_as
 
 NO_GRADIENTS = (None,) * 5  # of num_values, channel_dim, eps, relu, group
 
 
 class SyncBatchNormFunction(torch.autograd.Function):
-    """(x, weight, bias, residual, num_values, channel_dim, eps, relu, group) -> y, mean, var, invstd, n.
+    """(x, weight, bias, residual, num_values, channel_dim, eps, relu, group) -> y, statistics.
 
-    x and residual are dense in the layout of x and of one dtype; num_values () is how many values of a channel of x
+    x is dense; residual has its dtype and lies as it does; num_values () is how many values of a channel of x
     count, where it is not all of them, and the others are 0; `group` is None when there is nothing to synchronise.
-    mean (C,), var (C,), invstd (C,) and n () are float64 and not differentiable.
+    The statistics of all ranks, mean, var and n packed as in moments.py, are not differentiable.
 
-    Saved for backward: x, weight, mean, invstd, n, and y when relu is fused.
+    Saved for backward: x, weight, the statistics, and y when relu is fused.
     Collectives: one all_reduce of 2C + 1 float64 in forward, one of 2C in backward (two with create_graph=True); none
     when `group` is None. Backward issues its all_reduce whatever needs_input_grad says: another rank may need the sums.
     """
@@ -51,57 +51,58 @@ class SyncBatchNormFunction(torch.autograd.Function):
         eps: float,
         relu: bool,
         group: dist.ProcessGroup | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         with profiled("syncbn.forward"):
-            fold = Layout.of(x, channel_dim).fold
-            folded, served = fold(x), kernels.serving(x)
-            packed = served.channel_sums(folded)
+            served = kernels.serving(x)
+            sums = served.channel_sums(x, channel_dim)
             if num_values is not None:
-                packed = torch.cat((packed[:-1], num_values.to(torch.float64).view(1)))
-            statistics = moments.from_sums(collectives.all_reduce_counted_sums(packed, group), eps)
-            collectives.require_two_values(statistics.num_values, x.shape)
-            y = torch.empty_like(x)
-            served.normalize(
-                folded,
-                statistics.mean,
-                statistics.invstd,
-                weight,
-                bias,
-                None if residual is None else fold(residual),
-                relu,
-                fold(y),
-            )
-        return y, *statistics
+                sums = torch.cat((sums[:-1], num_values.to(torch.float64).view(1)))
+            sums = collectives.all_reduce_counted_sums(sums, group)
+            if num_values is not None or x.numel() <= x.shape[channel_dim]:  # else this rank alone has two
+                collectives.require_two_values(sums[-1], x.shape)
+            output: tuple[Tensor, Tensor] = served.normalize(x, channel_dim, sums, eps, weight, bias, residual, relu)
+        return output
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, weight, bias, _, _, ctx.channel_dim, ctx.eps, relu, ctx.group = inputs
-        y, mean, var, invstd, num_values = output
+        y, statistics = output
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.mark_non_differentiable(mean, var, invstd, num_values)
+        ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, mean, invstd, num_values, y if relu else None)
+        ctx.save_for_backward(x, weight, statistics, y if relu else None)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        x, weight, mean, invstd, num_values, y = ctx.saved_tensors
+        x, weight, statistics, y = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_residual, *_ = ctx.needs_input_grad
         with profiled("syncbn.backward"):
             dy = torch.zeros_like(x) if grad_output is None else grad_output
             if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
-                step = Step(dy, x, y, weight, ctx.bias_dtype, num_values)
+                step = Step(dy, x, y, weight, ctx.bias_dtype, statistics[-1])
                 (gradients,) = differentiable_gradients([step], ctx.channel_dim, ctx.eps, ctx.group)
                 needed = zip(gradients, ctx.needs_input_grad[:4], strict=True)
                 return *(gradient if needs else None for gradient, needs in needed), *NO_GRADIENTS
-            gradient = Gradient(dy, x, y, mean, ctx.channel_dim)
-            sums = gradient.sums()
-            grad_weight, grad_bias = parameter_gradients(
-                sums, invstd, weight.dtype if needs_weight else None, ctx.bias_dtype if needs_bias else None
+            served, dy = kernels.serving(x), laid_out_as(x, dy, ctx.channel_dim)
+            sums, grad_weight, grad_bias = served.gradient_sums(
+                dy,
+                x,
+                y,
+                ctx.channel_dim,
+                statistics,
+                ctx.eps,
+                weight.dtype if needs_weight else None,
+                ctx.bias_dtype if needs_bias else None,
             )
             sums = collectives.all_reduce_sums(sums, ctx.group)
             grad_x = grad_residual = None
             if needs_x or needs_residual:
-                grad_x, grad_residual = gradient.of_input(invstd, weight, sums, num_values, needs_residual)
+                of_residual = needs_residual and y is not None
+                grad_x, grad_residual = served.input_gradient(
+                    dy, x, y, ctx.channel_dim, statistics, ctx.eps, weight, sums, of_residual
+                )
+                if needs_residual and y is None:
+                    grad_residual = dy
         return grad_x, grad_weight, grad_bias, grad_residual, *NO_GRADIENTS
 
 
@@ -186,44 +187,6 @@ def differentiable_gradients(
             grad_bias = wide_dy.sum((0, 2)).to(step.bias_dtype)
         gradients.append((grad_x, grad_weight, grad_bias, grad_residual))
     return gradients
-
-
-class Gradient:
-    """The two kernels of backward for one input x: dy behind a relu that gave `y`; mean float64 (C,)."""
-
-    def __init__(self, dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, channel_dim: int) -> None:
-        self.layout = Layout.of(x, channel_dim)
-        self.dy, self.x, self.mean = self.layout.dense(dy), x, mean
-        self.folded = [None if one is None else self.layout.fold(one) for one in (self.dy, x, y)]
-        self.kernels = kernels.serving(x)
-
-    def sums(self) -> Tensor:
-        """This rank's backward payload, float64 (2C,): sum dy, sum dy * (x - mean)."""
-        sums: Tensor = self.kernels.gradient_sums(*self.folded, self.mean)
-        return sums
-
-    def of_input(
-        self, invstd: Tensor, weight: Tensor | None, sums: Tensor, num_values: Tensor, needs_residual: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """grad_input and, where needed, grad_residual; `sums` is the payload of all ranks."""
-        grad_x = torch.empty_like(self.x)
-        has_relu = self.folded[2] is not None
-        grad_residual = torch.empty_like(self.x) if needs_residual and has_relu else None
-        outs = (None if one is None else self.layout.fold(one) for one in (grad_x, grad_residual))
-        self.kernels.input_gradient(*self.folded, self.mean, invstd, weight, sums, num_values, *outs)
-        return grad_x, self.dy if needs_residual and not has_relu else grad_residual
-
-
-def parameter_gradients(
-    sums: Tensor, invstd: Tensor, weight_dtype: torch.dtype | None, bias_dtype: torch.dtype | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """grad_weight and grad_bias of this rank's `sums`, each in its dtype, or None without one.
-
-    They share no memory with `sums`, which the all_reduce overwrites.
-    """
-    sum_dy, sum_dy_xmu = sums.chunk(2)
-    grad_weight = None if weight_dtype is None else (sum_dy_xmu * invstd).to(weight_dtype)
-    return grad_weight, None if bias_dtype is None else sum_dy.to(bias_dtype, copy=True)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from syncbn import arguments, autograd, collectives, groups, many, moments
-from syncbn.layout import Layout
+from syncbn import arguments, autograd, collectives, groups, kernels, many, moments
+from syncbn.layout import Layout, dense, laid_out_as
 
 if TYPE_CHECKING:
     from syncbn.groups import ProcessGroupLike
@@ -179,15 +179,15 @@ def sync_batch_norm_many(
     if not training:
         of_inputs = zip(inputs, means, variances, scales, shifts, strict=True)
         return [sync_batch_norm(*of_input, eps=eps, channel_dim=channel_dim) for of_input in of_inputs]
-    xs = [Layout.of(x, channel_dim % x.ndim).dense(x) for x in inputs]
+    xs = [dense(x, channel_dim % x.ndim) for x in inputs]
     apply: Callable[..., tuple[Tensor, ...]] = many.SyncBatchNormManyFunction.apply
     if torch.compiler.is_compiling() and not _builds_graph(*inputs, *scales, *shifts):
         # Without gradients Dynamo (torch 2.13) hands a forward with *args a context, which it does not take.
         apply = many.SyncBatchNormManyFunction.forward
     output = apply(channel_dim, eps, group, len(inputs), *xs, *scales, *shifts)
-    ys, *statistics = many.by_role(output, len(inputs))
-    for running_mean, running_var, *of_input in zip(means, variances, *statistics, strict=True):
-        _move_running_stats(running_mean, running_var, moments.Moments(*of_input), momentum)
+    ys, statistics = many.by_role(output, len(inputs))
+    for of_input in zip(means, variances, statistics, strict=True):
+        _move_running_stats(*of_input, momentum)
     return list(ys)
 
 
@@ -231,11 +231,10 @@ def train(
     if mask is not None:
         mask, num_values = _with_channels(mask, input, channel_dim)
         x = torch.where(mask, input, 0)
-    x = Layout.of(x, channel_dim).dense(x)
-    residual = None if z is None else z.to(input.dtype)
-    y: Tensor
-    y, *statistics = autograd.apply(x, weight, bias, residual, num_values, channel_dim, eps, fuse_relu, group)
-    _move_running_stats(running_mean, running_var, moments.Moments(*statistics), momentum)
+    x = dense(x, channel_dim)
+    residual = None if z is None else laid_out_as(x, z.to(input.dtype), channel_dim)
+    y, statistics = autograd.apply(x, weight, bias, residual, num_values, channel_dim, eps, fuse_relu, group)
+    _move_running_stats(running_mean, running_var, statistics, momentum)
     # Gradients at False places become 0 here on their way in, and in the other torch.where on their way out.
     return y if mask is None else torch.where(mask, y, 0)
 
@@ -245,10 +244,16 @@ def _builds_graph(*tensors: Tensor | None) -> bool:
 
 
 def _move_running_stats(
-    running_mean: Tensor | None, running_var: Tensor | None, statistics: moments.Moments, momentum: float | Tensor
+    running_mean: Tensor | None, running_var: Tensor | None, statistics: Tensor, momentum: float | Tensor
 ) -> None:
-    if running_mean is not None and running_var is not None:
-        moments.update_running_stats(running_mean, running_var, statistics, momentum, moves=not inside_backward())
+    if running_mean is None or running_var is None:
+        return
+    moves = not inside_backward()
+    if kernels.serving(running_mean) is kernels.cpu and not isinstance(momentum, Tensor):
+        if moves:  # one operator, which has no result to save
+            kernels.cpu.update_running_stats(running_mean, running_var, statistics, momentum)
+    else:
+        moments.update_running_stats(running_mean, running_var, statistics, momentum, moves)
 
 
 def inside_backward() -> bool:
@@ -377,22 +382,25 @@ def batch_norm_backward(
         collectives.raise_on_all_ranks(error, num_channels, arguments.device_of(mean, invstd, weight, input), group)
 
     channel_dim %= input.ndim
-    layout = Layout.of(input, channel_dim)
     with torch.no_grad():
-        x, dy = layout.dense(input), layout.dense(grad_output.to(input.dtype))
-        mean, invstd = mean.to(torch.float64).contiguous(), invstd.to(torch.float64).contiguous()
-        gradient = autograd.Gradient(dy, x, None, mean, channel_dim)
-        sums = gradient.sums()
+        x = dense(input, channel_dim)
+        dy = laid_out_as(x, grad_output.to(x.dtype), channel_dim)
+        mean, invstd = mean.to(torch.float64), invstd.to(torch.float64)
+        num_values = mean.new_full((1,), x.numel() // max(len(mean), 1))
+        statistics = torch.cat((mean, invstd.square().reciprocal(), num_values))  # var, beside an eps of 0
+        served = kernels.serving(x)
         dtype = autograd.compute_dtype(input) if weight is None else weight.dtype
-        grad_weight, grad_bias = autograd.parameter_gradients(
-            sums, invstd, dtype if needs_weight else None, dtype if needs_bias else None
+        sums, grad_weight, grad_bias = served.gradient_sums(
+            dy, x, None, channel_dim, statistics, 0.0, dtype if needs_weight else None, dtype if needs_bias else None
         )
         grad_input = None
         if training:
-            num_values = sums.new_full((1,), input.numel() // max(len(mean), 1))
             packed = collectives.all_reduce_counted_sums(torch.cat((sums, num_values)), group)
             if needs_input:
-                grad_input, _ = gradient.of_input(invstd, weight, packed[:-1], packed[-1])
+                statistics[-1:] = packed[-1:]
+                grad_input, _ = served.input_gradient(
+                    dy, x, None, channel_dim, statistics, 0.0, weight, packed[:-1], of_residual=False
+                )
         elif needs_input:
             scale = invstd if weight is None else invstd * weight
             inner_dims = (1,) * (input.ndim - channel_dim - 1)

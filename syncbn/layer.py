@@ -56,6 +56,7 @@ class SyncBatchNorm(_BatchNorm):
     # Ranks that the last training step in eager mode synchronised; None before the first.
     _synchronised_ranks: int | None = None
     _process_group: Specification = None
+    _is_replica: bool = False  # nn.DataParallel sets it in its copies
 
     def __init__(
         self,
@@ -188,7 +189,7 @@ class SyncBatchNorm(_BatchNorm):
     ) -> Tensor:
         """F.batch_norm(training=True) of these arguments over all ranks of this layer's group."""
         group = None
-        if getattr(self, "_is_replica", False):
+        if self._is_replica:
             _warn_in_data_parallel()
         else:
             group = groups.resolve(self.process_group)
@@ -208,8 +209,9 @@ class SyncBatchNorm(_BatchNorm):
             num_channels,
             check_input_dim,
         )
-        if not torch.compiler.is_compiling():
-            self._synchronised_ranks = 1 if group is None else group.size()
+        ranks = 1 if group is None else group.size()
+        if not torch.compiler.is_compiling() and self._synchronised_ranks != ranks:
+            self._synchronised_ranks = ranks
         return output
 
     def extra_repr(self) -> str:

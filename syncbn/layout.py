@@ -53,3 +53,15 @@ class Layout(NamedTuple):
             return folded.view(shape)
         others = shape[: self.channel_dim] + shape[self.channel_dim + 1 :]
         return folded.view(*others, shape[self.channel_dim]).movedim(-1, self.channel_dim)
+
+
+def dense(tensor: Tensor, channel_dim: int) -> Tensor:
+    """`tensor`, or a copy, without gaps: contiguous or with the channels innermost."""
+    return tensor if tensor.is_contiguous() else Layout.of(tensor, channel_dim).dense(tensor)
+
+
+def laid_out_as(x: Tensor, tensor: Tensor, channel_dim: int) -> Tensor:
+    """`tensor`, of the shape of the dense x, or a copy that lies in memory as x does."""
+    if tensor.is_contiguous() and x.is_contiguous():
+        return tensor
+    return Layout.of(x, channel_dim).dense(tensor)

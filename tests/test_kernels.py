@@ -54,6 +54,17 @@ def draw(num: int, sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     return list(torch.randn(num, *sizes, dtype=torch.float64).to(dtype))
 
 
+def packed_statistics(mean: Tensor, invstd: Tensor, num_values: float = 1.0) -> Tensor:
+    """Such that an eps of 0 gives that invstd."""
+    return torch.cat((mean, invstd**-2, torch.tensor([num_values], dtype=torch.float64)))
+
+
+def sums_of(mean: Tensor, invstd: Tensor, num_values: float = 8.0) -> Tensor:
+    """What channel_sums gives for such values, again beside an eps of 0."""
+    mean_square = invstd**-2 + mean.square()
+    return torch.cat((mean * num_values, mean_square * num_values, torch.tensor([num_values], dtype=torch.float64)))
+
+
 def of_channels(num: int, num_channels: int) -> list[Tensor]:
     torch.manual_seed(1)
     return list(torch.randn(num, num_channels, dtype=torch.float64).tanh())
@@ -78,7 +89,7 @@ def sums_close(actual: Tensor, first: Tensor, second: Tensor, dtype: torch.dtype
 def test_channel_sums(kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     (x,) = draw(1, sizes, dtype)
     wide = x.double()
-    sums = kernels.channel_sums(x)
+    sums = kernels.channel_sums(x, 1)
     sums_close(sums[:-1], wide, wide.square(), dtype)
     assert sums[-1] == sizes[0] * sizes[2]
 
@@ -90,8 +101,10 @@ def test_normalize(
 ) -> None:
     x, z = draw(2, sizes, dtype)
     mean, invstd, weight, bias = of_channels(4, sizes[1])
-    out = torch.empty_like(x)
-    kernels.normalize(x, mean, invstd, weight.float(), bias.bfloat16(), z if residual else None, relu, out)
+    invstd = invstd.abs()
+    sums = sums_of(mean, invstd)
+    out, statistics = kernels.normalize(x, 1, sums, 0.0, weight.float(), bias.bfloat16(), z if residual else None, relu)
+    torch.testing.assert_close(statistics, packed_statistics(mean, invstd, 8.0), rtol=1e-12, atol=1e-12)
     expected = (x.double() - mean[:, None]) * (invstd * weight.float())[:, None] + bias.bfloat16()[:, None]
     expected = expected + z.double() if residual else expected
     close(out, expected.relu() if relu else expected)
@@ -101,13 +114,14 @@ def test_nothing_is_lost_beside_a_large_mean(kernels: ModuleType) -> None:
     """x - mean must be exact: a float32 mean of 1e4 is wrong by up to 5e-4."""
     x = 1e4 + torch.randn(50, 3, 1)
     mean, dy = x.double().mean((0, 2)), torch.randn(50, 3, 1)
-    one, out = torch.ones(3, dtype=torch.float64), torch.empty_like(x)
     xmu = x.double() - mean[:, None]
-    kernels.normalize(x, mean, one, None, None, None, False, out)
-    close(out, xmu)
-    sums = kernels.gradient_sums(dy, x, None, mean)
+    out, statistics = kernels.normalize(x, 1, kernels.channel_sums(x, 1), 1.0, None, None, None, False)
+    invstd = (xmu.square().mean((0, 2)) + 1).rsqrt()
+    close(out, xmu * invstd[:, None])
+    statistics[3:6] = 0  # beside an eps of 1: invstd 1
+    sums, _, _ = kernels.gradient_sums(dy, x, None, 1, statistics, 1.0, None, None)
     torch.testing.assert_close(sums[3:], (dy.double() * xmu).sum((0, 2)), rtol=1e-12, atol=1e-12)
-    kernels.input_gradient(dy, x, None, mean, one, None, sums, torch.tensor(50.0, dtype=torch.float64), out, None)
+    out, _ = kernels.input_gradient(dy, x, None, 1, statistics, 1.0, None, sums, False)
     mean_dy, mean_dy_xmu = (sums / 50).chunk(2)
     close(out, dy.double() - mean_dy[:, None] - xmu * mean_dy_xmu[:, None])
 
@@ -115,10 +129,18 @@ def test_nothing_is_lost_beside_a_large_mean(kernels: ModuleType) -> None:
 @pytest.mark.parametrize("relu", [False, True])
 def test_gradient_sums(kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype, relu: bool) -> None:
     dy, x, y = draw(3, sizes, dtype)
-    (mean,) = of_channels(1, sizes[1])
-    sums = kernels.gradient_sums(dy, x, y if relu else None, mean)
+    mean, invstd = of_channels(2, sizes[1])
+    statistics = packed_statistics(mean, invstd.abs())
+    sums, grad_weight, grad_bias = kernels.gradient_sums(
+        dy, x, y if relu else None, 1, statistics, 0.0, torch.float64, torch.bfloat16
+    )
     wide = dy.double() * (y > 0) if relu else dy.double()
     sums_close(sums, wide, wide * (x.double() - mean[:, None]), dtype)
+    sum_dy, sum_dy_xmu = sums.chunk(2)
+    torch.testing.assert_close(grad_weight, sum_dy_xmu * invstd.abs(), rtol=1e-14, atol=0)
+    assert torch.equal(grad_bias, sum_dy.bfloat16())
+    assert grad_bias.data_ptr() != sums.data_ptr() or not sums.numel()
+    assert kernels.gradient_sums(dy, x, None, 1, statistics, 0.0, None, None)[1:] == (None, None)
 
 
 @pytest.mark.parametrize(("relu", "residual"), [(False, False), (True, False), (True, True)])
@@ -133,25 +155,26 @@ def test_input_gradient(
 ) -> None:
     dy, x, y = draw(3, sizes, dtype)
     mean, invstd, weight, first, second = of_channels(5, sizes[1])
-    out, residual_out = torch.empty_like(x), torch.empty_like(x) if residual else None
-    sums, count = torch.cat((first, second)), torch.tensor(num_values, dtype=torch.float64)
-    kernels.input_gradient(dy, x, y if relu else None, mean, invstd, weight, sums, count, out, residual_out)
+    invstd = invstd.abs()
+    sums, statistics = torch.cat((first, second)), packed_statistics(mean, invstd, num_values)
+    out, residual_out = kernels.input_gradient(dy, x, y if relu else None, 1, statistics, 0.0, weight, sums, residual)
     mean_dy, mean_dy_xmu = (sums / max(num_values, 1.0)).chunk(2)
     wide = dy.double() * (y > 0) if relu else dy.double()
     xmu = x.double() - mean[:, None]
     expected = (wide - mean_dy[:, None] - xmu * (invstd.square() * mean_dy_xmu)[:, None]) * (invstd * weight)[:, None]
     close(out, expected)
+    assert (residual_out is not None) == residual
     if residual_out is not None:
         assert torch.equal(residual_out.double(), wide)
 
 
 def test_the_relu_mask_stops_nan_gradients_and_passes_nan_outputs(kernels: ModuleType) -> None:
     """As torch's relu: where the output is 0 a NaN in dy does not pass; where it is NaN, dy does."""
-    nan, zero = float("nan"), torch.zeros(1, dtype=torch.float64)
+    nan, statistics = float("nan"), torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)
     dy, y = torch.tensor([nan, 2.0, 3.0]).view(1, 1, 3), torch.tensor([0.0, nan, 1.0]).view(1, 1, 3)
-    assert kernels.gradient_sums(dy, torch.zeros_like(dy), y, zero)[0] == 5.0
-    out = torch.empty_like(y)
-    kernels.normalize(y - 1, zero, zero + 1, None, None, None, True, out)
+    sums, _, _ = kernels.gradient_sums(dy, torch.zeros_like(dy), y, 1, statistics, 0.0, None, None)
+    assert sums[0] == 5.0
+    out, _ = kernels.normalize(y - 1, 1, statistics, 0.0, None, None, None, True)
     torch.testing.assert_close(out.flatten(), torch.tensor([0.0, nan, 0.0]), equal_nan=True)
 
 
@@ -159,9 +182,9 @@ def test_the_relu_mask_stops_nan_gradients_and_passes_nan_outputs(kernels: Modul
 def test_every_16_bit_number(kernels: ModuleType, dtype: torch.dtype) -> None:
     """Read and written unchanged, infinities and subnormals too; and rounded as torch rounds."""
     numbers = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).view(1, 1, -1)
-    zero, one, out = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64), torch.empty_like(numbers)
+    sums = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)
     for factor in (1.0, 1.2345, 3e-5, 40.0):
-        kernels.normalize(numbers, zero, one, torch.tensor([factor]), None, None, False, out)
+        out, _ = kernels.normalize(numbers, 1, sums, 0.0, torch.tensor([factor]), None, None, False)
         expected = (numbers.float() * factor).to(dtype)
         assert torch.equal(out.isnan(), expected.isnan())
         assert torch.equal(out.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
@@ -172,13 +195,14 @@ def test_results_do_not_depend_on_the_number_of_threads(kernels: ModuleType, siz
     if kernels is reference:
         pytest.skip("torch's sums do")
     dy, x = draw(2, sizes, torch.float32)
-    mean, invstd = of_channels(2, sizes[1])
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        out = torch.empty_like(x)
-        kernels.normalize(x, mean, invstd, None, None, None, False, out)
-        results.append((kernels.channel_sums(x), kernels.gradient_sums(dy, x, None, mean), out))
+        sums = kernels.channel_sums(x, 1)
+        out, statistics = kernels.normalize(x, 1, sums, EPS, None, None, None, False)
+        of_dy, _, _ = kernels.gradient_sums(dy, x, None, 1, statistics, EPS, None, None)
+        grad_x, _ = kernels.input_gradient(dy, x, None, 1, statistics, EPS, None, of_dy, False)
+        results.append((sums, out, statistics, of_dy, grad_x))
     for other in results[1:]:
         assert all(map(torch.equal, other, results[0]))
 
@@ -191,15 +215,14 @@ def test_unwritten_memory_is_nan() -> None:
 
 needs_operators = pytest.mark.skipif(cpu.why_not() is not None, reason=str(cpu.why_not()))
 X = torch.randn(4, 3, 5)
-MEAN = torch.zeros(3, dtype=torch.float64)
-N = torch.tensor(20.0, dtype=torch.float64)
+ONES = torch.ones(3)
+STATISTICS = torch.ones(2 * 3 + 1, dtype=torch.float64)
 CALLS = {
-    "moments": (torch.cat((MEAN, MEAN + 1, N.view(1))), EPS),
-    "update_running_stats": (torch.zeros(3), torch.ones(3), MEAN, MEAN + 1, N, 0.1),
-    "channel_sums": (X,),
-    "normalize": (X, MEAN, MEAN, torch.ones(3), None, X, True, X.clone()),
-    "gradient_sums": (X, X, X, MEAN),
-    "input_gradient": (X, X, X, MEAN, MEAN, torch.ones(3), torch.cat((MEAN, MEAN)), N, X.clone(), X.clone()),
+    "channel_sums": (X, 1),
+    "normalize": (X, 1, STATISTICS, EPS, ONES, None, X, True),
+    "gradient_sums": (X, X, X, 1, STATISTICS, EPS, torch.float32, None),
+    "input_gradient": (X, X, X, 1, STATISTICS, EPS, ONES, STATISTICS[1:].clone(), True),
+    "update_running_stats": (ONES.clone(), ONES.clone(), STATISTICS, 0.1),
 }
 
 
@@ -235,10 +258,15 @@ def test_operators_check_their_tensors(name: str) -> None:
             continue
         bad = [argument.to(torch.int32)]
         if argument.ndim == 3:
-            bad += [argument.mT.contiguous().mT, argument[:, :, :, None]]
-        if argument.ndim and name != "channel_sums":
+            bad += [
+                argument.permute(1, 2, 0).contiguous().permute(2, 0, 1),
+                argument[:, :, :, None].expand(-1, -1, -1, 2),
+            ]
+            if name != "channel_sums":  # the only one whose input need not be like another
+                bad += [argument.mT.contiguous().mT, argument[:, :, :, None], torch.cat((argument, argument))]
+        elif name != "update_running_stats" or argument is not STATISTICS:
             bad.append(torch.cat((argument, argument)))
-        if argument is MEAN:
+        if argument.dtype == torch.float64:
             bad.append(argument.float())
         for other in bad:
             tried += 1

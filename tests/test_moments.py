@@ -1,21 +1,28 @@
 """The channel mathematics, without tensors of values: sums in, statistics out; by torch operations and in C++."""
 
-from types import ModuleType
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
-from syncbn import kernels, moments
-from syncbn.moments import Moments
+from syncbn import moments
+from syncbn.kernels import cpu
 
 EPS = 1e-5
 
 
-@pytest.fixture(params=[kernels.reference, kernels.cpu], ids=lambda module: module.__name__, autouse=True)
-def kernel_module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    if request.param is kernels.cpu and kernels.cpu.why_not():
-        pytest.skip(kernels.cpu.why_not())
-    monkeypatch.setattr(kernels, "serving", lambda _: request.param)
+def from_sums_in_cpp(sums: Tensor) -> Tensor:
+    """What normalize makes of the sums, beside an input of as many channels."""
+    _, statistics = cpu.normalize(torch.zeros(1, sums.numel() // 2), 1, sums, EPS, None, None, None, False)
+    return statistics
+
+
+needs_operators = pytest.mark.skipif(cpu.why_not() is not None, reason=str(cpu.why_not()))
+
+
+@pytest.fixture(params=[moments.from_sums, pytest.param(from_sums_in_cpp, marks=needs_operators)])
+def from_sums(request: pytest.FixtureRequest) -> Callable[[Tensor], Tensor]:
     return request.param
 
 
@@ -24,38 +31,42 @@ def packed(values: torch.Tensor) -> torch.Tensor:
     return torch.cat([values.sum(0), values.square().sum(0), torch.tensor([len(values)], dtype=torch.float64)])
 
 
-def test_from_sums() -> None:
+def test_from_sums(from_sums: Callable[[Tensor], Tensor]) -> None:
     values = torch.randn(7, 3, dtype=torch.float64)
-    mean, var, invstd, num_values = moments.from_sums(packed(values), EPS)
-    torch.testing.assert_close(mean, values.mean(0))
-    torch.testing.assert_close(var, values.var(0, correction=0))
-    torch.testing.assert_close(invstd, (values.var(0, correction=0) + EPS).rsqrt())
+    expected = torch.cat((values.mean(0), values.var(0, correction=0), torch.tensor([7.0], dtype=torch.float64)))
+    torch.testing.assert_close(from_sums(packed(values)), expected)
+
+
+def test_unpack() -> None:
+    statistics = torch.tensor([1.0, 2.0, 3.0, 4.0, 7.0], dtype=torch.float64)
+    mean, invstd, num_values = moments.unpack(statistics, EPS)
+    assert torch.equal(mean, statistics[:2])
+    torch.testing.assert_close(invstd, 1 / (statistics[2:4] + EPS).sqrt())
     assert num_values == 7
 
 
-def test_no_values_give_no_nan() -> None:
-    mean, var, invstd, num_values = moments.from_sums(torch.zeros(7, dtype=torch.float64), EPS)
-    assert torch.equal(mean, torch.zeros(3, dtype=torch.float64))
-    assert torch.equal(var, torch.zeros(3, dtype=torch.float64))
-    assert (invstd.isfinite()).all()
-    assert num_values == 0
+def test_no_values_give_no_nan(from_sums: Callable[[Tensor], Tensor]) -> None:
+    assert torch.equal(from_sums(torch.zeros(7, dtype=torch.float64)), torch.zeros(7, dtype=torch.float64))
 
 
-def test_variance_is_clamped_but_nan_passes() -> None:
+def test_variance_is_clamped_but_nan_passes(from_sums: Callable[[Tensor], Tensor]) -> None:
     """S^2 > n * Q happens by rounding alone; clamping must not hide a NaN."""
     sums = torch.tensor([3.0, 3.0, 3.0 - 1e-12, float("nan"), 3.0], dtype=torch.float64)
-    _, var, *_ = moments.from_sums(sums, EPS)
+    var = from_sums(sums)[2:4]
     assert var[0] == 0
     assert var[1].isnan()
 
 
-def test_running_stats() -> None:
+@pytest.mark.parametrize(
+    "update",
+    [moments.update_running_stats, pytest.param(lambda *a: cpu.update_running_stats(*a), marks=needs_operators)],
+)
+def test_running_stats(update: Callable[..., None]) -> None:
     """Moved in place, rounded once to the buffer's dtype; n = 1 leaves the variance, n = 0 leaves both."""
-    statistics = torch.tensor([3.0], dtype=torch.float64), torch.tensor([2.0], dtype=torch.float64)
     for num_values, mean, var in ((5, 0.75, 0.75 + 0.25 * 2 * 5 / 4), (1, 0.75, 1.0), (0, 0.0, 1.0)):
         for dtype in (torch.bfloat16, torch.float32, torch.float64):
             running_mean, running_var = torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype)
-            n = torch.tensor(float(num_values), dtype=torch.float64)
-            moments.update_running_stats(running_mean, running_var, Moments(*statistics, None, n), 0.25, moves=True)
+            statistics = torch.tensor([3.0, 2.0, float(num_values)], dtype=torch.float64)
+            update(running_mean, running_var, statistics, 0.25)
             assert torch.equal(running_mean, torch.tensor([mean], dtype=torch.float64).to(dtype))
             assert torch.equal(running_var, torch.tensor([var], dtype=torch.float64).to(dtype))

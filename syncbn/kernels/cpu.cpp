@@ -186,11 +186,21 @@ std::vector<double> numbers_of(const Tensor& tensor, int64_t count, const char* 
   STD_TORCH_CHECK(tensor.is_cpu() && tensor.dim() == 1 && tensor.numel() == count, "expected ", name, " of ", count,
                   " numbers on the CPU, got ", tensor.numel());
   std::vector<double> numbers(count);
+  const int64_t stride = tensor.stride(0);
   with_dtype(tensor, [&](auto zero) {
     auto* data = static_cast<const decltype(zero)*>(tensor.const_data_ptr());
-    for (int64_t index = 0; index < count; ++index) numbers[index] = to_double(data[index * tensor.stride(0)]);
+    for (int64_t index = 0; index < count; ++index) numbers[index] = to_double(data[index * stride]);
   });
   return numbers;
+}
+
+void set_numbers(Tensor& tensor, const std::vector<double>& numbers) {
+  const int64_t stride = tensor.stride(0);
+  with_dtype(tensor, [&](auto zero) {
+    auto* data = static_cast<decltype(zero)*>(tensor.mutable_data_ptr());
+    for (size_t index = 0; index < numbers.size(); ++index)
+      data[index * stride] = from_double<decltype(zero)>(numbers[index]);
+  });
 }
 
 const double* doubles_of(const Tensor& tensor, int64_t count, const char* name) {
@@ -200,17 +210,53 @@ const double* doubles_of(const Tensor& tensor, int64_t count, const char* name) 
   return static_cast<const double*>(tensor.const_data_ptr());
 }
 
-Sizes sizes_of(const Tensor& x) {
-  STD_TORCH_CHECK(x.is_cpu() && x.is_contiguous() && x.dim() == 3,
-                  "expected a contiguous input (outer, channel, inner) on the CPU");
-  return {x.size(0), x.size(1), x.size(2)};
-}
+// How an input lies in memory, and that tensors of its shape lie so too; see layout.py.
+struct Layout {
+  const Tensor& x;
+  int64_t channel_dim;
+  bool channels_innermost;
 
-void check_like(const Tensor& x, const Tensor& other, const char* name) {
-  STD_TORCH_CHECK(other.is_cpu() && other.is_contiguous() && other.scalar_type() == x.scalar_type() &&
-                      std::ranges::equal(other.sizes(), x.sizes()),
-                  "expected ", name, " with the dtype, sizes and layout of the input");
-}
+  Layout(const Tensor& x, int64_t channel_dim)
+      : x(x), channel_dim(channel_dim), channels_innermost(!x.is_contiguous()) {
+    STD_TORCH_CHECK(0 <= channel_dim && channel_dim < x.dim(), "expected channel_dim of the input, got ", channel_dim);
+    STD_TORCH_CHECK(x.is_cpu() && is_dense(x), "expected an input on the CPU, contiguous or with the channels innermost");
+  }
+
+  bool is_dense(const Tensor& tensor) const {
+    if (!channels_innermost) return tensor.is_contiguous();
+    int64_t stride = 1;
+    auto follows = [&](int64_t dim) {
+      bool lies_here = tensor.size(dim) == 1 || tensor.stride(dim) == stride;
+      stride *= tensor.size(dim);
+      return lies_here;
+    };
+    bool dense = follows(channel_dim);
+    for (int64_t dim = tensor.dim() - 1; dim >= 0; --dim) dense &= dim == channel_dim || follows(dim);
+    return dense;
+  }
+
+  void check(const Tensor& other, const char* name) const {
+    STD_TORCH_CHECK(other.is_cpu() && other.scalar_type() == x.scalar_type() &&
+                        std::ranges::equal(other.sizes(), x.sizes()) && is_dense(other),
+                    "expected ", name, " with the dtype, sizes and layout of the input");
+  }
+  void check(const std::optional<Tensor>& other, const char* name) const {
+    if (other) check(*other, name);
+  }
+
+  Tensor empty() const {
+    Tensor other = torch::stable::empty_like(x);
+    check(other, "memory");
+    return other;
+  }
+
+  Sizes sizes() const {
+    Sizes sizes{1, x.size(channel_dim), 1};
+    for (int64_t dim = 0; dim < x.dim(); ++dim)
+      if (dim != channel_dim) (channels_innermost || dim < channel_dim ? sizes.outer : sizes.inner) *= x.size(dim);
+    return sizes;
+  }
+};
 
 template <typename T>
 const T* data_of(const std::optional<Tensor>& tensor) {
@@ -226,11 +272,13 @@ std::vector<double> weights_of(const std::optional<Tensor>& weight, int64_t chan
   return weight ? numbers_of(*weight, channels, "weight") : std::vector<double>(channels, 1.0);
 }
 
-// The operators.
+Tensor empty_doubles(int64_t count) { return torch::stable::empty({count}, ScalarType::Double); }
 
-Tensor channel_sums(Tensor x) {
-  Sizes sizes = sizes_of(x);
-  Tensor sums = torch::stable::empty({2 * sizes.channels + 1}, ScalarType::Double);
+// The operators: what they compute is said in reference.py.
+
+Tensor channel_sums(Tensor x, int64_t channel_dim) {
+  Sizes sizes = Layout(x, channel_dim).sizes();
+  Tensor sums = empty_doubles(2 * sizes.channels + 1);
   auto* packed = mutable_data_of<double>(sums);
   std::fill_n(packed, 2 * sizes.channels, 0.0);
   packed[2 * sizes.channels] = sizes.outer * sizes.inner;
@@ -242,43 +290,72 @@ Tensor channel_sums(Tensor x) {
   return sums;
 }
 
-void normalize(Tensor x, Tensor mean, Tensor invstd, std::optional<Tensor> weight, std::optional<Tensor> bias,
-               std::optional<Tensor> residual, bool relu, Tensor out) {
-  Sizes sizes = sizes_of(x);
+// mean, var and their n of a packed tensor; see moments.py.
+struct Statistics {
+  const double *means, *vars;
+  double num_values, eps;
+
+  Statistics(const Tensor& packed, int64_t channels, double eps)
+      : means(doubles_of(packed, 2 * channels + 1, "statistics")),
+        vars(means + channels),
+        num_values(means[2 * channels]),
+        eps(eps) {}
+
+  double invstd(int64_t channel) const { return 1 / std::sqrt(vars[channel] + eps); }
+};
+
+std::tuple<Tensor, Tensor> normalize(Tensor x, int64_t channel_dim, Tensor sums, double eps,
+                                     std::optional<Tensor> weight, std::optional<Tensor> bias,
+                                     std::optional<Tensor> residual, bool relu) {
+  Layout layout(x, channel_dim);
+  layout.check(residual, "residual");
+  Sizes sizes = layout.sizes();
   int64_t channels = sizes.channels;
-  check_like(x, out, "out");
-  if (residual) check_like(x, *residual, "residual");
-  const double *means = doubles_of(mean, channels, "mean"), *invstds = doubles_of(invstd, channels, "invstd");
+  const double* totals = doubles_of(sums, 2 * channels + 1, "sums");
   auto weights = weights_of(weight, channels);
   auto biases = bias ? numbers_of(*bias, channels, "bias") : std::vector<double>(channels);
+  Tensor y = layout.empty(), packed = empty_doubles(2 * channels + 1);
+  auto *means = mutable_data_of<double>(packed), *vars = means + channels;
+  means[2 * channels] = totals[2 * channels];
+  double count = std::max(1.0, totals[2 * channels]);
+  for (int64_t channel = 0; channel < channels; ++channel) {
+    means[channel] = totals[channel] / count;
+    double spread = totals[channels + channel] / count - means[channel] * means[channel];
+    vars[channel] = spread < 0 ? 0 : spread;  // NaN stays
+  }
+  Statistics statistics(packed, channels, eps);
   with_dtype(x, [&](auto zero) {
     using T = decltype(zero);
     using Number = Compute<T>;
     std::vector<double> center(channels), scale(channels), shift(channels);
     for (int64_t channel = 0; channel < channels; ++channel) {
       center[channel] = Number(means[channel]);
-      scale[channel] = weights[channel] * invstds[channel];
+      scale[channel] = weights[channel] * statistics.invstd(channel);
       shift[channel] = biases[channel] - (means[channel] - center[channel]) * scale[channel];
     }
     auto centers = sizes.spread<Number>(center), scales = sizes.spread<Number>(scale),
          shifts = sizes.spread<Number>(shift);
     WITH_BEST_INSTRUCTIONS(
-        SET::apply(sizes, SET::Normalize<T>{data_of<T>(x), data_of<T>(residual), relu, mutable_data_of<T>(out),
+        SET::apply(sizes, SET::Normalize<T>{data_of<T>(x), data_of<T>(residual), relu, mutable_data_of<T>(y),
                                             {centers.data(), scales.data(), shifts.data()}}));
   });
+  return {y, packed};
 }
 
-Tensor gradient_sums(Tensor dy, Tensor x, std::optional<Tensor> y, Tensor mean) {
-  Sizes sizes = sizes_of(x);
+std::tuple<Tensor, std::optional<Tensor>, std::optional<Tensor>> gradient_sums(
+    Tensor dy, Tensor x, std::optional<Tensor> y, int64_t channel_dim, Tensor packed_statistics, double eps,
+    std::optional<ScalarType> weight_dtype, std::optional<ScalarType> bias_dtype) {
+  Layout layout(x, channel_dim);
+  layout.check(dy, "dy");
+  layout.check(y, "y");
+  Sizes sizes = layout.sizes();
   int64_t channels = sizes.channels;
-  check_like(x, dy, "dy");
-  if (y) check_like(x, *y, "y");
-  const double* means = doubles_of(mean, channels, "mean");
-  std::vector<double> center(means, means + channels);
+  Statistics statistics(packed_statistics, channels, eps);
+  std::vector<double> center(statistics.means, statistics.means + channels);
   if (x.scalar_type() != ScalarType::Double)
     for (double& one : center) one = float(one);
   auto centers = sizes.spread<double>(center);
-  Tensor sums = torch::stable::empty({2 * channels}, ScalarType::Double);
+  Tensor sums = empty_doubles(2 * channels);
   auto* packed = mutable_data_of<double>(sums);
   std::fill_n(packed, 2 * channels, 0.0);
   with_dtype(x, [&](auto zero) {
@@ -286,105 +363,93 @@ Tensor gradient_sums(Tensor dy, Tensor x, std::optional<Tensor> y, Tensor mean) 
     WITH_BEST_INSTRUCTIONS(
         SET::sum(sizes, SET::Products<T>{data_of<T>(dy), data_of<T>(x), data_of<T>(y), {centers.data()}}, packed));
   });
-  for (int64_t channel = 0; channel < channels; ++channel)
-    packed[channels + channel] -= (means[channel] - center[channel]) * packed[channel];
-  return sums;
+  std::vector<double> of_weight(channels);
+  for (int64_t channel = 0; channel < channels; ++channel) {
+    packed[channels + channel] -= (statistics.means[channel] - center[channel]) * packed[channel];
+    of_weight[channel] = packed[channels + channel] * statistics.invstd(channel);
+  }
+  auto in_dtype = [&](std::optional<ScalarType> dtype, const std::vector<double>& numbers) -> std::optional<Tensor> {
+    if (!dtype) return std::nullopt;
+    Tensor gradient = torch::stable::empty({channels}, *dtype);
+    set_numbers(gradient, numbers);
+    return gradient;
+  };
+  return {sums, in_dtype(weight_dtype, of_weight), in_dtype(bias_dtype, {packed, packed + channels})};
 }
 
-void input_gradient(Tensor dy, Tensor x, std::optional<Tensor> y, Tensor mean, Tensor invstd,
-                    std::optional<Tensor> weight, Tensor sums, Tensor num_values, Tensor out,
-                    std::optional<Tensor> residual_out) {
-  Sizes sizes = sizes_of(x);
+std::tuple<Tensor, std::optional<Tensor>> input_gradient(Tensor dy, Tensor x, std::optional<Tensor> y,
+                                                         int64_t channel_dim, Tensor packed_statistics, double eps,
+                                                         std::optional<Tensor> weight, Tensor sums, bool of_residual) {
+  Layout layout(x, channel_dim);
+  layout.check(dy, "dy");
+  layout.check(y, "y");
+  Sizes sizes = layout.sizes();
   int64_t channels = sizes.channels;
-  check_like(x, dy, "dy");
-  check_like(x, out, "out");
-  if (y) check_like(x, *y, "y");
-  if (residual_out) check_like(x, *residual_out, "residual_out");
-  const double *means = doubles_of(mean, channels, "mean"), *invstds = doubles_of(invstd, channels, "invstd");
+  Statistics statistics(packed_statistics, channels, eps);
   const double* totals = doubles_of(sums, 2 * channels, "sums");
-  double count = std::max(1.0, *doubles_of(num_values, 1, "num_values"));
+  double count = std::max(1.0, statistics.num_values);
   auto weights = weights_of(weight, channels);
+  Tensor grad_x = layout.empty();
+  std::optional<Tensor> grad_residual;
+  if (of_residual) grad_residual = layout.empty();
   with_dtype(x, [&](auto zero) {
     using T = decltype(zero);
     using Number = Compute<T>;
     std::vector<double> center(channels), a(channels), b(channels), c(channels);
     for (int64_t channel = 0; channel < channels; ++channel) {
       double mean_dy = totals[channel] / count, mean_dy_xmu = totals[channels + channel] / count;
-      center[channel] = Number(means[channel]);
-      a[channel] = weights[channel] * invstds[channel];
-      b[channel] = -a[channel] * invstds[channel] * invstds[channel] * mean_dy_xmu;
-      c[channel] = -a[channel] * mean_dy - b[channel] * (means[channel] - center[channel]);
+      double mean = statistics.means[channel], invstd = statistics.invstd(channel);
+      center[channel] = Number(mean);
+      a[channel] = weights[channel] * invstd;
+      b[channel] = -a[channel] * invstd * invstd * mean_dy_xmu;
+      c[channel] = -a[channel] * mean_dy - b[channel] * (mean - center[channel]);
     }
     auto centers = sizes.spread<Number>(center), as = sizes.spread<Number>(a), bs = sizes.spread<Number>(b),
          cs = sizes.spread<Number>(c);
     WITH_BEST_INSTRUCTIONS(SET::apply(
-        sizes, SET::InputGradient<T>{data_of<T>(dy), data_of<T>(x), data_of<T>(y), mutable_data_of<T>(out),
-                                     mutable_data_of<T>(residual_out),
+        sizes, SET::InputGradient<T>{data_of<T>(dy), data_of<T>(x), data_of<T>(y), mutable_data_of<T>(grad_x),
+                                     mutable_data_of<T>(grad_residual),
                                      {centers.data(), as.data(), bs.data(), cs.data()}}));
   });
+  return {grad_x, grad_residual};
 }
 
-// mean, var and 1 / sqrt(var + eps) of the packed sums.
-std::tuple<Tensor, Tensor, Tensor> moments(Tensor sums, double eps) {
-  int64_t channels = sums.numel() / 2;
-  const double* packed = doubles_of(sums, 2 * channels + 1, "sums");
-  double count = std::max(1.0, packed[2 * channels]);
-  Tensor mean = torch::stable::empty({channels}, ScalarType::Double), var = torch::stable::empty_like(mean),
-         invstd = torch::stable::empty_like(mean);
-  auto *means = mutable_data_of<double>(mean), *vars = mutable_data_of<double>(var),
-       *invstds = mutable_data_of<double>(invstd);
+void update_running_stats(Tensor running_mean, Tensor running_var, Tensor packed_statistics, double momentum) {
+  int64_t channels = packed_statistics.numel() / 2;
+  Statistics statistics(packed_statistics, channels, 0);
+  double count = statistics.num_values;
+  auto means = numbers_of(running_mean, channels, "running_mean");
+  auto vars = numbers_of(running_var, channels, "running_var");
   for (int64_t channel = 0; channel < channels; ++channel) {
-    means[channel] = packed[channel] / count;
-    double spread = packed[channels + channel] / count - means[channel] * means[channel];
-    vars[channel] = spread < 0 ? 0 : spread;  // NaN stays
-    invstds[channel] = 1 / std::sqrt(vars[channel] + eps);
+    means[channel] = (1 - momentum) * means[channel] + momentum * statistics.means[channel];
+    double unbiased_var = statistics.vars[channel] * (count / (count - 1));
+    vars[channel] = (1 - momentum) * vars[channel] + momentum * unbiased_var;
   }
-  return {mean, var, invstd};
-}
-
-void move_towards(Tensor running, const std::vector<double>& statistic, double momentum) {
-  auto old = numbers_of(running, statistic.size(), "running statistics");
-  with_dtype(running, [&](auto zero) {
-    auto* data = mutable_data_of<decltype(zero)>(running);
-    for (size_t index = 0; index < statistic.size(); ++index)
-      data[index * running.stride(0)] =
-          from_double<decltype(zero)>((1 - momentum) * old[index] + momentum * statistic[index]);
-  });
-}
-
-void update_running_stats(Tensor running_mean, Tensor running_var, Tensor mean, Tensor var, Tensor num_values,
-                          double momentum) {
-  double count = *doubles_of(num_values, 1, "num_values");
-  int64_t channels = mean.numel();
-  const double *means = doubles_of(mean, channels, "mean"), *vars = doubles_of(var, channels, "var");
-  std::vector<double> unbiased(vars, vars + channels);
-  for (double& one : unbiased) one *= count / (count - 1);
-  if (count > 0) move_towards(running_mean, {means, means + channels}, momentum);
-  if (count > 1) move_towards(running_var, unbiased, momentum);
+  if (count > 0) set_numbers(running_mean, means);
+  if (count > 1) set_numbers(running_var, vars);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY(syncbn, library) {
-  library.def("moments(Tensor sums, float eps) -> (Tensor, Tensor, Tensor)");
+  library.def("channel_sums(Tensor x, int channel_dim) -> Tensor");
   library.def(
-      "update_running_stats(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor mean, Tensor var, "
-      "Tensor num_values, float momentum) -> ()");
-  library.def("channel_sums(Tensor x) -> Tensor");
+      "normalize(Tensor x, int channel_dim, Tensor sums, float eps, Tensor? weight, Tensor? bias, Tensor? residual, "
+      "bool relu) -> (Tensor, Tensor)");
   library.def(
-      "normalize(Tensor x, Tensor mean, Tensor invstd, Tensor? weight, Tensor? bias, Tensor? residual, bool relu, "
-      "Tensor(a!) out) -> ()");
-  library.def("gradient_sums(Tensor dy, Tensor x, Tensor? y, Tensor mean) -> Tensor");
+      "gradient_sums(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor statistics, float eps, "
+      "ScalarType? weight_dtype, ScalarType? bias_dtype) -> (Tensor, Tensor?, Tensor?)");
   library.def(
-      "input_gradient(Tensor dy, Tensor x, Tensor? y, Tensor mean, Tensor invstd, Tensor? weight, Tensor sums, "
-      "Tensor num_values, Tensor(a!) out, Tensor(b!)? residual_out) -> ()");
+      "input_gradient(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor statistics, float eps, Tensor? weight, "
+      "Tensor sums, bool of_residual) -> (Tensor, Tensor?)");
+  library.def(
+      "update_running_stats(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor statistics, float momentum) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, library) {
-  library.impl("moments", TORCH_BOX(&moments));
-  library.impl("update_running_stats", TORCH_BOX(&update_running_stats));
   library.impl("channel_sums", TORCH_BOX(&channel_sums));
   library.impl("normalize", TORCH_BOX(&normalize));
   library.impl("gradient_sums", TORCH_BOX(&gradient_sums));
   library.impl("input_gradient", TORCH_BOX(&input_gradient));
+  library.impl("update_running_stats", TORCH_BOX(&update_running_stats));
 }

@@ -31,15 +31,18 @@ def why_not() -> str | None:
 
 
 def __getattr__(name: str) -> Any:
-    """The operators, under the names and with the arguments of reference.py; and those for moments.py."""
+    """The operators, under the names and with the arguments of reference.py."""
     return getattr(torch.ops.syncbn, name).default
 
 
+# What the operators return, without values.
 FAKES = {
-    "moments": lambda sums, eps: [sums.new_empty(sums.numel() // 2) for _ in range(3)],
+    "channel_sums": lambda x, channel_dim: x.new_empty(2 * x.shape[channel_dim] + 1, dtype=torch.float64),
+    "normalize": lambda x, channel_dim, sums, *_: (torch.empty_like(x), torch.empty_like(sums)),
+    "gradient_sums": lambda dy, x, y, channel_dim, statistics, eps, *dtypes: (
+        statistics.new_empty(2 * x.shape[channel_dim]),
+        *(None if dtype is None else x.new_empty(x.shape[channel_dim], dtype=dtype) for dtype in dtypes),
+    ),
+    "input_gradient": lambda dy, x, *arguments: (torch.empty_like(x), torch.empty_like(x) if arguments[-1] else None),
     "update_running_stats": lambda *_: None,
-    "channel_sums": lambda x: x.new_empty(2 * x.shape[1] + 1, dtype=torch.float64),
-    "normalize": lambda *_: None,
-    "gradient_sums": lambda dy, x, y, mean: x.new_empty(2 * x.shape[1], dtype=torch.float64),
-    "input_gradient": lambda *_: None,
 }

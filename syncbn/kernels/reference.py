@@ -1,9 +1,10 @@
-"""The four kernels as torch operations: runs on every device and defines what the other kernel modules must compute.
+"""The kernels as torch operations: runs on every device and defines what the other kernel modules must compute.
 
-O, C, I: outer, channel and inner size. Tensors over values have shape (O, C, I), are contiguous and of one dtype.
-    Numbers of channels have shape (C,): mean, invstd and sums in float64, weight and bias in any float dtype.
+C: channels, in dim `channel_dim` >= 0 of the tensors of values: x, and dy, y and the residual, which have the dtype and
+    shape of x and lie in memory as x does, without gaps. Numbers of channels are float64, but for weight and bias (C,)
+    in any float dtype; statistics (2C + 1,) are mean, var and n, see moments.py, and invstd = 1 / sqrt(var + eps).
     Reductions add in float64, values of 16 bits at first in float32 if that is faster. Maps compute single values in
-    float32, or in float64 for float64 values, and write into `out`.
+    float32, or in float64 for float64 values.
 """
 
 from __future__ import annotations
@@ -11,76 +12,109 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from syncbn import moments
+from syncbn.layout import Layout
 
-def channel_sums(x: Tensor) -> Tensor:
-    """sum x and sum x^2 over (O, I), then their number O * I: float64 (2C + 1,)."""
-    wide = x.to(torch.float64)
-    num_values = wide.new_full((1,), x.shape[0] * x.shape[2])
+
+def channel_sums(x: Tensor, channel_dim: int) -> Tensor:
+    """sum x and sum x^2 of each channel, then the number of its values: float64 (2C + 1,)."""
+    wide = Layout.of(x, channel_dim).fold(x).to(torch.float64)
+    num_values = wide.new_full((1,), wide.shape[0] * wide.shape[2])
     return torch.cat((wide.sum((0, 2)), wide.square().sum((0, 2)), num_values))
 
 
 def normalize(
     x: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
+    channel_dim: int,
+    sums: Tensor,
+    eps: float,
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
     relu: bool,
-    out: Tensor,
-) -> None:
-    """out = (x - mean) * invstd * weight + bias (+ residual) (then relu)."""
+) -> tuple[Tensor, Tensor]:
+    """y = (x - mean) * invstd * weight + bias (+ residual) (then relu), by the statistics of all ranks' `sums`.
+
+    Returns y and the statistics.
+    """
+    statistics = moments.from_sums(sums)
+    mean, invstd, _ = moments.unpack(statistics, eps)
     center, rest = _split(mean, x)
     scale = invstd if weight is None else invstd * weight
     shift = -rest * scale if bias is None else bias - rest * scale
-    y = (x.to(center.dtype) - center) * _column(scale, center) + _column(shift, center)
+    layout = Layout.of(x, channel_dim)
+    y = (layout.fold(x).to(center.dtype) - center) * _column(scale, center) + _column(shift, center)
     if residual is not None:
-        y = y + residual
+        y = y + layout.fold(residual)
     if relu:
         y = y.relu()
-    out.copy_(y)
+    return _laid_out(y, x, layout), statistics
 
 
-def gradient_sums(dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor) -> Tensor:
-    """sum dy and sum dy * (x - mean) over (O, I): float64 (2C,); of dy behind the relu when its output `y` is given."""
-    wide_dy = _through_relu(dy, y).to(torch.float64)
-    xmu = x.to(torch.float64) - mean[:, None]
-    return torch.cat((wide_dy.sum((0, 2)), (wide_dy * xmu).sum((0, 2))))
+def gradient_sums(
+    dy: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    channel_dim: int,
+    statistics: Tensor,
+    eps: float,
+    weight_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """sum dy and sum dy * (x - mean) of each channel, (2C,); of dy behind the relu when its output `y` is given.
+
+    Returns them, and what they are to this rank's parameters in their dtypes, or None without a dtype: grad_weight =
+    sum dy * (x - mean) * invstd and grad_bias = sum dy, in memory of their own, as an all_reduce overwrites the sums.
+    """
+    mean, invstd, _ = moments.unpack(statistics, eps)
+    fold = Layout.of(x, channel_dim).fold
+    wide_dy = _through_relu(fold(dy), None if y is None else fold(y)).to(torch.float64)
+    xmu = fold(x).to(torch.float64) - mean[:, None]
+    sum_dy, sum_dy_xmu = wide_dy.sum((0, 2)), (wide_dy * xmu).sum((0, 2))
+    grad_weight = None if weight_dtype is None else (sum_dy_xmu * invstd).to(weight_dtype)
+    return torch.cat((sum_dy, sum_dy_xmu)), grad_weight, None if bias_dtype is None else sum_dy.to(bias_dtype)
 
 
 def input_gradient(
     dy: Tensor,
     x: Tensor,
     y: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
+    channel_dim: int,
+    statistics: Tensor,
+    eps: float,
     weight: Tensor | None,
     sums: Tensor,
-    num_values: Tensor,
-    out: Tensor,
-    residual_out: Tensor | None,
-) -> None:
-    """out = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight.
+    of_residual: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """grad_x = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight.
 
-    mean_dy and mean_dy_xmu are `sums` / `num_values`: what gradient_sums gives, over all ranks, and float64 (). dy is
-    taken behind the relu when its output `y` is given, and written to `residual_out` where that is asked for.
+    mean_dy and mean_dy_xmu are `sums` / n: what gradient_sums gives, over all ranks. dy is taken behind the relu when
+    its output `y` is given; with `of_residual` it is returned too, as the gradient of the residual.
     """
+    mean, invstd, num_values = moments.unpack(statistics, eps)
     center, rest = _split(mean, x)
     mean_dy, mean_dy_xmu = (sums / num_values.clamp(min=1)).chunk(2)
     a = invstd if weight is None else invstd * weight
     b = -a * invstd.square() * mean_dy_xmu
     c = -a * mean_dy - b * rest
-    dy = _through_relu(dy, y)
-    if residual_out is not None:
-        residual_out.copy_(dy)
+    layout = Layout.of(x, channel_dim)
+    dy = _through_relu(layout.fold(dy), None if y is None else layout.fold(y))
     a, b, c = (_column(one, center) for one in (a, b, c))
-    out.copy_(dy.to(center.dtype) * a + (x.to(center.dtype) - center) * b + c)
+    grad_x = dy.to(center.dtype) * a + (layout.fold(x).to(center.dtype) - center) * b + c
+    return _laid_out(grad_x, x, layout), _laid_out(dy, x, layout) if of_residual else None
 
 
 def _split(mean: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """mean = center + rest: center (C, 1) in the dtype of computation, so that x - center is exact; rest float64."""
     center = mean.to(torch.promote_types(x.dtype, torch.float32))
     return center[:, None], mean - center
+
+
+def _laid_out(values: Tensor, x: Tensor, layout: Layout) -> Tensor:
+    """The folded `values` in the shape, dtype and memory format of x; not as a view, which users may not change."""
+    out = torch.empty_like(x)
+    layout.fold(out).copy_(values)
+    return out
 
 
 def _column(numbers: Tensor, center: Tensor) -> Tensor:
