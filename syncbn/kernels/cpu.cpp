@@ -23,6 +23,10 @@
 #include <utility>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 using torch::headeronly::ScalarType;
@@ -41,7 +45,7 @@ constexpr int64_t GRAIN = 32768;      // values that are worth the start of a th
 constexpr int64_t SHORTEST_RUN = 32;  // values
 constexpr int64_t LONG_ROW = 64;      // values, so that what is left behind whole vectors counts little
 constexpr int64_t PADDING = 16;       // numbers, as many as the widest vector has
-constexpr int64_t ROWS_AT_ONCE = 4;
+constexpr int64_t FEW = 8;            // rows or vectors that are added together
 constexpr int64_t FETCHED_AHEAD = 2048;  // values, at least
 
 struct Sizes {
@@ -69,13 +73,18 @@ struct Sizes {
 
 // How many things of `values` each make a part of a sum.
 int64_t part_of(int64_t values) {
-  return std::max<int64_t>(ROWS_AT_ONCE, 2 * GRAIN / std::max<int64_t>(1, values) / ROWS_AT_ONCE * ROWS_AT_ONCE);
+  return std::max<int64_t>(FEW, 2 * GRAIN / std::max<int64_t>(1, values) / FEW * FEW);
 }
 
 template <typename Body>
 void parallel(int64_t count, int64_t values_each, const Body& body) {
   torch::stable::parallel_for(0, count, std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, values_each)), body);
 }
+
+// Into the second cache, as several rows of three tensors do not fit into the first.
+#define FETCH(address) __builtin_prefetch(address, 0, 2)
+// A function that only fetches has no effect in the eyes of GCC, which leaves out calls of it.
+#define INLINED __attribute__((always_inline))
 
 namespace baseline {
 #define WIDTH 16
@@ -85,7 +94,7 @@ namespace baseline {
 
 #if defined(__x86_64__)
 #pragma GCC push_options
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 namespace avx2 {
 #define WIDTH 32
 #include "cpu_loops.h"
@@ -93,7 +102,7 @@ namespace avx2 {
 }  // namespace avx2
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512")
 namespace avx512 {
 #define WIDTH 64
 #include "cpu_loops.h"
@@ -113,7 +122,8 @@ Instructions best_instructions() {
   if (capability != "avx2" && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl"))
     return Instructions::AVX512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Instructions::AVX2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c")) return Instructions::AVX2;
 #endif
   return Instructions::BASELINE;
 }

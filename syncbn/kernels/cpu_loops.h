@@ -45,6 +45,23 @@ inline Vector<float, count> read(const BFloat16* from) {
   return bits_as<Vector<float, count>>(__builtin_convertvector(bits, Vector<uint32_t, count>) << 16);
 }
 
+#if WIDTH > 16  // with F16C
+
+template <int64_t count>
+inline Vector<float, count> read(const Half* from) {
+  if constexpr (count == 4) {
+    return _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  } else if constexpr (count == 8) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  } else {
+#if WIDTH == 64
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#endif
+  }
+}
+
+#else
+
 template <int64_t count>
 inline Vector<float, count> read(const Half* from) {
   auto bits = __builtin_convertvector(*reinterpret_cast<const Vector<uint16_t, count>*>(from), Vector<uint32_t, count>);
@@ -54,6 +71,8 @@ inline Vector<float, count> read(const Half* from) {
   auto value = magnitude >= 0x7c00 ? (magnitude << 13) | 0x7f800000 : finite;
   return bits_as<Vector<float, count>>(value | (bits & 0x8000) << 16);
 }
+
+#endif
 
 template <int64_t count>
 inline void write(double* to, Vector<double, count> values) {
@@ -69,9 +88,25 @@ template <int64_t count>
 inline void write(BFloat16* to, Vector<float, count> values) {
   auto bits = bits_as<Vector<uint32_t, count>>(values);
   auto rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to nearest, ties to even
-  rounded = (bits & 0x7fffffff) > 0x7f800000 ? (bits & 0) + 0x7fc0 : rounded;
+  rounded = values == values ? rounded : (bits & 0) + 0x7fc0;  // NaN
   *reinterpret_cast<Vector<uint16_t, count>*>(to) = __builtin_convertvector(rounded, Vector<uint16_t, count>);
 }
+
+#if WIDTH > 16
+
+template <int64_t count>
+inline void write(Half* to, Vector<float, count> values) {
+  constexpr int ROUNDING = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  if constexpr (count == 8) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(values, ROUNDING));
+  } else {
+#if WIDTH == 64
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(values, ROUNDING));
+#endif
+  }
+}
+
+#else
 
 template <int64_t count>
 inline void write(Half* to, Vector<float, count> values) {
@@ -87,13 +122,11 @@ inline void write(Half* to, Vector<float, count> values) {
   *reinterpret_cast<Vector<uint16_t, count>*>(to) = __builtin_convertvector(rounded, Vector<uint16_t, count>);
 }
 
+#endif
+
 // How a loop body touches memory: whole vectors; or the `count` scalars that are left, padded with zeros.
 
 struct Whole {
-  template <typename T>
-  Doubles doubles(const T* from) const {
-    return __builtin_convertvector(read<WIDE>(from), Doubles);
-  }
   template <int64_t lanes, typename T>
   auto values(const T* from) const {
     return read<lanes>(from);
@@ -107,12 +140,11 @@ struct Whole {
 struct Tail {  // of values of which there is a vector before
   int64_t count;
 
-  template <typename T>
-  Doubles doubles(const T* from) const {
-    Doubles values = __builtin_convertvector(read<WIDE>(from + count - WIDE), Doubles);
-    Vector<int64_t, WIDE> lane;
-    for (int64_t index = 0; index < WIDE; ++index) lane[index] = index;
-    return lane >= WIDE - count ? values : Doubles{};
+  template <int64_t lanes, typename T>
+  auto values(const T* from) const {
+    auto values = read<lanes>(from + count - lanes);
+    for (int64_t lane = 0; lane < lanes - count; ++lane) values[lane] = 0;
+    return values;
   }
 };
 
@@ -124,10 +156,6 @@ struct Part {
     T padded[lanes] = {};
     std::memcpy(padded, from, count * sizeof(T));
     return read<lanes>(padded);
-  }
-  template <typename T>
-  Doubles doubles(const T* from) const {
-    return __builtin_convertvector(values<WIDE>(from), Doubles);
   }
   template <int64_t lanes, typename T, typename V>
   void set(T* to, V values) const {
@@ -153,8 +181,6 @@ inline void numbers_of_columns(const Number* const (&of_columns)[num], int64_t c
 // Terms of two sums. Numbers of 16 bits are first added in float, a few at a time, which is fast; their squares are exact
 // there, and what the sums lose is far below the rounding of the numbers.
 
-constexpr int64_t FEW = 8;
-
 template <typename T>
 constexpr bool IS_SHORT = sizeof(T) == 2;
 
@@ -164,11 +190,11 @@ struct Squares {  // x, x^2
   const T* x;
   const double* numbers[1];
 
-  void prefetch(int64_t index) const { __builtin_prefetch(x + index); }
+  INLINED void prefetch(int64_t index) const { FETCH(x + index); }
 
   template <typename Memory>
   void add(Memory memory, int64_t index, const Doubles (&)[1], Doubles& first, Doubles& second) const {
-    Doubles value = memory.doubles(x + index);
+    auto value = __builtin_convertvector(memory.template values<WIDE>(x + index), Doubles);
     first += value;
     second += value * value;
   }
@@ -186,18 +212,19 @@ struct Products {  // dy, dy * (x - center), of dy behind the relu; the center i
   const T *dy, *x, *y;
   const double* numbers[1];  // center
 
-  void prefetch(int64_t index) const {
-    __builtin_prefetch(dy + index);
-    __builtin_prefetch(x + index);
-    if (y) __builtin_prefetch(y + index);
+  INLINED void prefetch(int64_t index) const {
+    FETCH(dy + index);
+    FETCH(x + index);
+    if (y) FETCH(y + index);
   }
 
   template <typename Memory>
   void add(Memory memory, int64_t index, const Doubles (&numbers)[1], Doubles& first, Doubles& second) const {
-    Doubles gradient = memory.doubles(dy + index);
-    if (y) gradient = memory.doubles(y + index) <= 0 ? Doubles{} : gradient;
+    auto passed = memory.template values<WIDE>(dy + index);
+    if (y) passed = memory.template values<WIDE>(y + index) <= 0 ? decltype(passed){} : passed;
+    auto gradient = __builtin_convertvector(passed, Doubles);
     first += gradient;
-    second += gradient * (memory.doubles(x + index) - numbers[0]);
+    second += gradient * (__builtin_convertvector(memory.template values<WIDE>(x + index), Doubles) - numbers[0]);
   }
 
   void add_floats(int64_t index, Floats center, Floats& first, Floats& second) const {
@@ -243,7 +270,7 @@ void add_run(const Term& term, int64_t channel, int64_t start, int64_t length, d
 template <int64_t count, typename Term>
 void add_rows(const Term& term, int64_t start, int64_t length, double* first, double* second) {
   int64_t ahead = start + std::max(count * length, FETCHED_AHEAD);
-  auto fetch = [&](int64_t column, int64_t values) {
+  auto fetch = [&](int64_t column, int64_t values) INLINED {
     for (int64_t index = 0; index < values; index += CACHE_LINE / int64_t(sizeof(*term.x)))
       term.prefetch(ahead + column * count + index);
   };
@@ -316,8 +343,8 @@ void sum_rows(Sizes sizes, const Term& term, double* sums) {
         continue;
       }
       int64_t row = part * rows_of_part, last = std::min(rows, row + rows_of_part);
-      for (; row + ROWS_AT_ONCE <= last; row += ROWS_AT_ONCE)
-        add_rows<ROWS_AT_ONCE>(term, row * length, length, first, second);
+      constexpr int64_t AT_ONCE = IS_SHORT<typename Term::Scalar> ? FEW : FEW / 2;
+      for (; row + AT_ONCE <= last; row += AT_ONCE) add_rows<AT_ONCE>(term, row * length, length, first, second);
       for (; row < last; ++row) add_rows<1>(term, row * length, length, first, second);
     }
   });
