@@ -349,16 +349,22 @@ def write(output: Path, about: dict[str, object], results: dict[str, dict[str, T
     figure.savefig(output / "bench.png", dpi=120)
 
 
-def main() -> None:
-    """All cases; rank 0 prints and writes."""
-    arguments = parse_arguments()
-    torch.set_num_threads(arguments.threads)
+def choose_device(threads: int) -> torch.device:
+    """Join the process group that torchrun describes, if it does; a GPU, or `threads` of the CPU."""
+    torch.set_num_threads(threads)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def main() -> None:
+    """All cases; rank 0 prints and writes."""
+    arguments = parse_arguments()
+    device = choose_device(arguments.threads)
     first = not dist.is_initialized() or dist.get_rank() == 0
     console = Console(quiet=not first, width=110)
     about = describe(arguments.threads)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from syncbn import groups
+from syncbn import groups, kernels
 from syncbn.layer import SyncBatchNorm
 
 BYTES_PER_NUMBER = 8  # float64
@@ -25,7 +25,7 @@ class LayerSummary(NamedTuple):
 
 
 class Summary(tuple[LayerSummary, ...]):
-    """The rows that `summary` returns; printed, a table with a line of totals."""
+    """The rows that `summary` returns; printed, a table with a line of totals and one about the kernels."""
 
     def __str__(self) -> str:
         if not self:
@@ -44,7 +44,7 @@ class Summary(tuple[LayerSummary, ...]):
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         rule = "  ".join("-" * width for width in widths)
-        return "\n".join((lines[0], rule, *lines[1:-1], rule, lines[-1]))
+        return "\n".join((lines[0], rule, *lines[1:-1], rule, lines[-1], f"kernels: {kernels.available()}"))
 
     __repr__ = __str__
 

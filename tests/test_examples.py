@@ -86,6 +86,17 @@ def test_bench_on_two_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "bench.png").stat().st_size > 10_000
 
 
+def test_bench_steps_on_two_ranks(tmp_path: Path) -> None:
+    script, models = EXAMPLES.parent / "scripts" / "bench_steps.py", ("resnet", "segmentation", "block")
+    settings = ("--rounds", 1, "--scale", 0.15, "--channels-last")
+    run(*TORCHRUN, script, "--models", *models, *settings, "--output", tmp_path)
+    results = json.loads((tmp_path / "steps.json").read_text())
+    assert results["about"]["ranks"] == 2
+    for model in models:
+        assert results["times"][model].keys() == {"nn.BatchNorm", "syncbn", "hand-written"}
+        assert all(0 < one["forward"] < one["both"] for one in results["times"][model].values())
+
+
 def test_digits_explains_its_options() -> None:
     text = run(sys.executable, EXAMPLES / "digits.py", "--help")
     for option in (

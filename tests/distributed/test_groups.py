@@ -186,7 +186,9 @@ def test_summary(ranks: Ranks) -> None:
     row, alone, _ = syncbn.summary(model)
     assert row.last_step == f"synchronised over {ranks.size} ranks"
     assert alone.last_step == "not synchronised"
-    assert f"synchronised over {ranks.size} ranks" in str(syncbn.summary(model))
+    printed = str(syncbn.summary(model))
+    assert f"synchronised over {ranks.size} ranks" in printed
+    assert printed.endswith(f"\nkernels: {syncbn.kernels.available()}")
 
 
 def test_specification_before_init_process_group(ranks: Ranks) -> None:
