@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from syncbn import collectives, kernels, moments
-from syncbn.layout import Layout, laid_out_as
+from syncbn.layout import Layout, dense, laid_out_as
 
 NO_GRADIENTS = (None,) * 5  # of num_values, channel_dim, eps, relu, group
 
@@ -83,7 +83,9 @@ class SyncBatchNormFunction(torch.autograd.Function):
                 (gradients,) = differentiable_gradients([step], ctx.channel_dim, ctx.eps, ctx.group)
                 needed = zip(gradients, ctx.needs_input_grad[:4], strict=True)
                 return *(gradient if needs else None for gradient, needs in needed), *NO_GRADIENTS
-            served, dy = kernels.serving(x), laid_out_as(x, dy, ctx.channel_dim)
+            served, x = kernels.serving(x), dense(x, ctx.channel_dim)  # saved_tensors_hooks may have moved x and y
+            dy = laid_out_as(x, dy, ctx.channel_dim)
+            y = None if y is None else laid_out_as(x, y, ctx.channel_dim)
             sums, grad_weight, grad_bias = served.gradient_sums(
                 dy,
                 x,

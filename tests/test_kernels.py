@@ -190,6 +190,18 @@ def test_every_16_bit_number(kernels: ModuleType, dtype: torch.dtype) -> None:
         assert torch.equal(out.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
 
 
+@pytest.mark.parametrize("sizes", [(4, 1, 20000), (1000, 80, 1)], ids=str)
+@pytest.mark.parametrize(("dtype", "large"), [(torch.float16, 2046), (torch.bfloat16, 254)], ids=str)
+def test_squares_of_16_bits_lose_nothing(
+    kernels: ModuleType, dtype: torch.dtype, large: int, sizes: tuple[int, int, int]
+) -> None:
+    """Beside a mean of many standard deviations the variance is what little the squares differ by."""
+    torch.manual_seed(0)
+    x = torch.randint(large, large + 2, sizes).to(dtype)
+    wide = x.double()
+    assert torch.equal(kernels.channel_sums(x, 1)[sizes[1] : -1], wide.square().sum((0, 2)))
+
+
 @pytest.mark.parametrize("sizes", [(40, 70, 49), (5000, 24, 1), (300, 300, 1), (1, 3, 200_000)], ids=str)
 def test_results_do_not_depend_on_the_number_of_threads(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
     if kernels is reference:

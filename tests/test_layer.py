@@ -143,6 +143,23 @@ def saved_bytes(layer: nn.Module, *inputs: torch.Tensor) -> list[int]:
     return saved
 
 
+def test_saved_tensors_may_come_back_in_another_layout() -> None:
+    """As from hooks that keep them elsewhere."""
+    x = torch.randn(4, 3, 5, 5, requires_grad=True)
+    gradients = []
+    for unpack in (
+        lambda kept: kept,
+        lambda kept: kept.to(memory_format=torch.channels_last) if kept.ndim == 4 else kept,
+    ):
+        layer = syncbn.SyncBatchNorm(3, fuse_relu=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, unpack):
+            layer(x).square().sum().backward()
+        gradients.append((x.grad, layer.weight.grad))
+        x.grad = None
+    for ours, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_saved_for_backward(dtype: torch.dtype, memory_format: torch.memory_format) -> None:

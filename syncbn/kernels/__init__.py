@@ -1,4 +1,4 @@
-"""The four kernels that touch whole tensors: two reductions and two maps over (outer, channel, inner).
+"""The four kernels that touch whole tensors: two reductions and two maps.
 
 Every kernel module in this folder offers the same four functions; `reference` defines what they compute.
 """

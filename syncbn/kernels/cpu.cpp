@@ -23,7 +23,8 @@
 #include <utility>
 #include <vector>
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(__clang__)  // which has no such pragma
+#define GCC_TARGETS
 #include <immintrin.h>
 #endif
 
@@ -45,7 +46,6 @@ constexpr int64_t GRAIN = 32768;      // values that are worth the start of a th
 constexpr int64_t SHORTEST_RUN = 32;  // values
 constexpr int64_t LONG_ROW = 64;      // values, so that what is left behind whole vectors counts little
 constexpr int64_t PADDING = 16;       // numbers, as many as the widest vector has
-constexpr int64_t FEW = 8;            // rows or vectors that are added together
 constexpr int64_t FETCHED_AHEAD = 2048;  // values, at least
 
 struct Sizes {
@@ -73,7 +73,8 @@ struct Sizes {
 
 // How many things of `values` each make a part of a sum.
 int64_t part_of(int64_t values) {
-  return std::max<int64_t>(FEW, 2 * GRAIN / std::max<int64_t>(1, values) / FEW * FEW);
+  constexpr int64_t MULTIPLE_OF = 8;  // as many as are added together
+  return std::max(MULTIPLE_OF, 2 * GRAIN / std::max<int64_t>(1, values) / MULTIPLE_OF * MULTIPLE_OF);
 }
 
 template <typename Body>
@@ -92,7 +93,7 @@ namespace baseline {
 #undef WIDTH
 }  // namespace baseline
 
-#if defined(__x86_64__)
+#if defined(GCC_TARGETS)
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 namespace avx2 {
@@ -118,7 +119,7 @@ Instructions best_instructions() {
   const char* asked = std::getenv("ATEN_CPU_CAPABILITY");
   std::string_view capability = asked ? asked : "";
   if (capability == "default") return Instructions::BASELINE;
-#if defined(__x86_64__)
+#if defined(GCC_TARGETS)
   if (capability != "avx2" && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl"))
     return Instructions::AVX512;
@@ -131,7 +132,7 @@ Instructions best_instructions() {
 const Instructions instructions = best_instructions();
 
 // Runs a statement in which SET is the namespace of the best instructions.
-#if defined(__x86_64__)
+#if defined(GCC_TARGETS)
 #define WITH_BEST_INSTRUCTIONS(...)                                            \
   do {                                                                         \
     if (instructions == Instructions::AVX512) {                                \
@@ -375,7 +376,8 @@ std::tuple<Tensor, std::optional<Tensor>, std::optional<Tensor>> gradient_sums(
   });
   std::vector<double> of_weight(channels);
   for (int64_t channel = 0; channel < channels; ++channel) {
-    packed[channels + channel] -= (statistics.means[channel] - center[channel]) * packed[channel];
+    double rest = statistics.means[channel] - center[channel];
+    if (rest != 0) packed[channels + channel] -= rest * packed[channel];  // 0 times an infinite sum is NaN
     of_weight[channel] = packed[channels + channel] * statistics.invstd(channel);
   }
   auto in_dtype = [&](std::optional<ScalarType> dtype, const std::vector<double>& numbers) -> std::optional<Tensor> {

@@ -1,4 +1,4 @@
-"""The four kernels for CPU tensors, in C++ (cpu.cpp), where the installation could build them.
+"""The kernels and the update of running statistics for CPU tensors, in C++ (cpu.cpp), where it could be built.
 
 They are torch operators without a gradient of their own: only for use inside an autograd.Function.
 """

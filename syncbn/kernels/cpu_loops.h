@@ -124,7 +124,9 @@ inline void write(Half* to, Vector<float, count> values) {
 
 #endif
 
-// How a loop body touches memory: whole vectors; or the `count` scalars that are left, padded with zeros.
+// How a loop body touches memory: whole vectors; or the `count` scalars that are left, read as if zeros followed.
+
+static_assert(SHORTEST_RUN >= WIDTH / int64_t(sizeof(float)) && PADDING >= WIDTH / int64_t(sizeof(float)));
 
 struct Whole {
   template <int64_t lanes, typename T>
@@ -178,11 +180,13 @@ inline void numbers_of_columns(const Number* const (&of_columns)[num], int64_t c
     numbers[index] = read<sizeof(V) / sizeof(Number)>(of_columns[index] + column);
 }
 
-// Terms of two sums. Numbers of 16 bits are first added in float, a few at a time, which is fast; their squares are exact
-// there, and what the sums lose is far below the rounding of the numbers.
+// Terms of two sums. Numbers of 16 bits are first added in float, which is fast, and as FEW at a time as keep the sum of
+// their squares exact while they are of one magnitude: a square has 16 bits (BFloat16) or 22 (Half), a float 24.
 
 template <typename T>
 constexpr bool IS_SHORT = sizeof(T) == 2;
+template <typename T>
+constexpr int64_t FEW = std::is_same_v<T, BFloat16> ? 8 : 4;
 
 template <typename T>
 struct Squares {  // x, x^2
@@ -248,10 +252,10 @@ void add_run(const Term& term, int64_t channel, int64_t start, int64_t length, d
   Doubles numbers[1], firsts[CHAINS] = {}, seconds[CHAINS] = {};
   numbers_of_channel(term.numbers, channel, numbers);
   int64_t i = 0;
-  if constexpr (IS_SHORT<typename Term::Scalar>)
-    for (; i + FEW * 2 * WIDE <= length; i += FEW * 2 * WIDE) {
+  if constexpr (constexpr int64_t few = FEW<typename Term::Scalar>; IS_SHORT<typename Term::Scalar>)
+    for (; i + few * 2 * WIDE <= length; i += few * 2 * WIDE) {
       Floats few_firsts = {}, few_seconds = {}, number = float(term.numbers[0][channel]) - Floats{};
-      for (int64_t index = 0; index < FEW; ++index)
+      for (int64_t index = 0; index < few; ++index)
         term.add_floats(start + i + index * 2 * WIDE, number, few_firsts, few_seconds);
       add_halves(few_firsts, firsts[0], firsts[1]);
       add_halves(few_seconds, seconds[0], seconds[1]);
@@ -274,7 +278,7 @@ void add_rows(const Term& term, int64_t start, int64_t length, double* first, do
     for (int64_t index = 0; index < values; index += CACHE_LINE / int64_t(sizeof(*term.x)))
       term.prefetch(ahead + column * count + index);
   };
-  auto add_short_column = [&](auto column) {
+  auto add_short_column = [&](auto column) {  // generic, so that it is not made for other scalars
     fetch(column, count * 2 * WIDE);
     Floats firsts = {}, seconds = {};
     auto number = bits_as<Floats>(Halves{
@@ -343,8 +347,8 @@ void sum_rows(Sizes sizes, const Term& term, double* sums) {
         continue;
       }
       int64_t row = part * rows_of_part, last = std::min(rows, row + rows_of_part);
-      constexpr int64_t AT_ONCE = IS_SHORT<typename Term::Scalar> ? FEW : FEW / 2;
-      for (; row + AT_ONCE <= last; row += AT_ONCE) add_rows<AT_ONCE>(term, row * length, length, first, second);
+      constexpr int64_t few = FEW<typename Term::Scalar>;
+      for (; row + few <= last; row += few) add_rows<few>(term, row * length, length, first, second);
       for (; row < last; ++row) add_rows<1>(term, row * length, length, first, second);
     }
   });
