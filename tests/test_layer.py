@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import syncbn
@@ -143,21 +144,31 @@ def saved_bytes(layer: nn.Module, *inputs: torch.Tensor) -> list[int]:
     return saved
 
 
-def test_saved_tensors_may_come_back_in_another_layout() -> None:
+def with_gaps(tensor: Tensor) -> Tensor:
+    return torch.stack((tensor, tensor), -1)[..., 0]
+
+
+def channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("moved", ["x", "y"])
+@pytest.mark.parametrize("move", [with_gaps, channels_last])
+def test_saved_tensors_may_come_back_in_another_layout(moved: str, move: Callable[[Tensor], Tensor]) -> None:
     """As from hooks that keep them elsewhere."""
-    x = torch.randn(4, 3, 5, 5, requires_grad=True)
-    gradients = []
-    for unpack in (
-        lambda kept: kept,
-        lambda kept: kept.to(memory_format=torch.channels_last) if kept.ndim == 4 else kept,
-    ):
-        layer = syncbn.SyncBatchNorm(3, fuse_relu=True)
-        with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, unpack):
-            layer(x).square().sum().backward()
-        gradients.append((x.grad, layer.weight.grad))
-        x.grad = None
-    for ours, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, expected)
+    x = torch.randn(4, 3, 5, 5)
+
+    def gradients(move: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        saved = itertools.chain("xwsy", itertools.repeat(""))  # x, weight, statistics, y; those of other layers
+        own_x, layer = x.clone().requires_grad_(), syncbn.SyncBatchNorm(3, fuse_relu=True)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda kept: (next(saved), kept), lambda named: move(named[1]) if named[0] == moved else named[1]
+        ):
+            layer(own_x).square().sum().backward()
+        return own_x.grad, layer.weight.grad
+
+    for actual, expected in zip(gradients(move), gradients(lambda kept: kept), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
