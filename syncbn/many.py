@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncbn import autograd, collectives, kernels
-from syncbn.layout import laid_out_as
+from syncbn.layout import dense, laid_out_as
 
 
 class SyncBatchNormManyFunction(torch.autograd.Function):
@@ -52,6 +52,7 @@ class SyncBatchNormManyFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         xs, weights, statistics = by_role(ctx.saved_tensors, ctx.num_inputs)
+        xs = tuple(dense(x, ctx.channel_dim % x.ndim) for x in xs)  # saved_tensors_hooks may have moved them
         with autograd.profiled("syncbn.backward"):
             steps = [
                 autograd.Step(torch.zeros_like(x) if dy is None else dy, x, None, weight, bias_dtype, own[-1])

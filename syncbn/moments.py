@@ -34,6 +34,7 @@ def inverse_std(var: Tensor, eps: float) -> Tensor:
     return (var + eps).rsqrt()
 
 
+@torch.no_grad()
 def update_running_stats(
     running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float | Tensor, moves: bool = True
 ) -> None:
@@ -49,8 +50,7 @@ def update_running_stats(
         (running_mean, mean, num_values > 0),
         (running_var, unbiased_var, num_values > 1),
     ):
-        with torch.no_grad():
-            moved = (1 - momentum) * running.to(torch.float64) + momentum * statistic
-            moved = torch.where(enough, moved, running)
-            if moves:
-                running.copy_(moved)
+        moved = (1 - momentum) * running.to(torch.float64) + momentum * statistic
+        moved = torch.where(enough, moved, running)
+        if moves:
+            running.copy_(moved)

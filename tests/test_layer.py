@@ -171,6 +171,20 @@ def test_saved_tensors_may_come_back_in_another_layout(moved: str, move: Callabl
         torch.testing.assert_close(actual, expected)
 
 
+def test_saved_inputs_may_come_back_with_gaps() -> None:
+    xs = [torch.randn(4, 3, 5, requires_grad=True), torch.randn(2, 3, requires_grad=True)]
+
+    def gradients(move: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda kept: kept, lambda kept: move(kept) if kept.ndim > 1 else kept
+        ):
+            ys = syncbn.functional.sync_batch_norm_many(xs)
+        return list(torch.autograd.grad([y.sin().sum() for y in ys], xs))
+
+    for actual, expected in zip(gradients(with_gaps), gradients(lambda kept: kept), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_saved_for_backward(dtype: torch.dtype, memory_format: torch.memory_format) -> None:

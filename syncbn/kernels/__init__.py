@@ -1,6 +1,7 @@
 """The four kernels that touch whole tensors: two reductions and two maps.
 
-Every kernel module in this folder offers the same four functions; `reference` defines what they compute.
+Every kernel module in this folder offers the same four functions. `reference` defines what they compute, by means of
+the leaves `layout` and `moments`; nothing here imports more of the package.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@
 #include <vector>
 
 #if defined(__x86_64__) && !defined(__clang__)  // which has no such pragma
-#define GCC_TARGETS
+#define GCC_TARGETS                            // instruction sets beside the baseline
 #include <immintrin.h>
 #endif
 
@@ -120,11 +120,11 @@ Instructions best_instructions() {
   std::string_view capability = asked ? asked : "";
   if (capability == "default") return Instructions::BASELINE;
 #if defined(GCC_TARGETS)
-  if (capability != "avx2" && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl"))
+  if (capability != "avx2" && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
     return Instructions::AVX512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("f16c")) return Instructions::AVX2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    return Instructions::AVX2;
 #endif
   return Instructions::BASELINE;
 }
