@@ -78,7 +78,7 @@ def test_bench_on_two_ranks(tmp_path: Path) -> None:
     cases = {case for case, _ in times}
     assert len(cases) == (2 + 1 + 2 + 1) * 4  # layouts of each shape, times dtypes
     for case in cases:
-        assert 0 < times[case, "limit"]["both"] < times[case, "syncbn"]["both"]
+        assert all(row["both"] > row["forward"] > 0 for (other, _), row in times.items() if other == case)
         assert {"syncbn fused", "nn.BatchNorm", "hand-written fused", "two all_reduces"} <= {
             peer for other, peer in times if other == case
         }
