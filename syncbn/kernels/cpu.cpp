@@ -47,6 +47,8 @@ constexpr int64_t SHORTEST_RUN = 32;  // values
 constexpr int64_t LONG_ROW = 64;      // values, so that what is left behind whole vectors counts little
 constexpr int64_t PADDING = 16;       // numbers, as many as the widest vector has
 constexpr int64_t FETCHED_AHEAD = 2048;  // values, at least
+constexpr int64_t LEAST_RUNS = 8;        // of a channel in a part of a sum
+constexpr int64_t LEAST_ROWS = 32;       // in a part of a sum, whose two doubles for each column are half a byte a value
 
 struct Sizes {
   int64_t outer, channels, inner;
@@ -71,10 +73,9 @@ struct Sizes {
   }
 };
 
-// How many things of `values` each make a part of a sum.
-int64_t part_of(int64_t values) {
-  constexpr int64_t MULTIPLE_OF = 8;  // as many as are added together
-  return std::max(MULTIPLE_OF, 2 * GRAIN / std::max<int64_t>(1, values) / MULTIPLE_OF * MULTIPLE_OF);
+// How many things of `values` each make a part of a sum, a multiple of `least`.
+int64_t part_of(int64_t values, int64_t least) {
+  return std::max(least, 2 * GRAIN / std::max<int64_t>(1, values) / least * least);
 }
 
 template <typename Body>
@@ -84,7 +85,7 @@ void parallel(int64_t count, int64_t values_each, const Body& body) {
 
 // Into the second cache, as several rows of three tensors do not fit into the first.
 #define FETCH(address) __builtin_prefetch(address, 0, 2)
-// A function that only fetches has no effect in the eyes of GCC, which leaves out calls of it.
+// What GCC must inline: a function that only fetches, as it leaves out calls of what has no effect; and loops of maps.
 #define INLINED __attribute__((always_inline))
 
 namespace baseline {

@@ -32,7 +32,9 @@ def why_not() -> str | None:
 
 def __getattr__(name: str) -> Any:
     """The operators, under the names and with the arguments of reference.py."""
-    return getattr(torch.ops.syncbn, name).default
+    operator = getattr(torch.ops.syncbn, name).default
+    globals()[name] = operator  # so that it is not asked for again
+    return operator
 
 
 # What the operators return, without values.
