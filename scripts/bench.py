@@ -5,8 +5,11 @@
     torchrun --standalone --nproc-per-node 2 scripts/bench.py --shapes 32x64x56x56 --dtypes float32 --rounds 50
 
 Each round runs every peer twice, in turn, and times the second; a time is the median over the rounds of the slowest
-rank's, its spread half the distance between the quartiles. Only ratios within one run mean anything. Prints a table a
-case, and writes bench.json, bench.csv and bench.png to --output.
+rank's, its spread half the distance between the quartiles; the first call is timed apart. Only ratios within one run
+mean anything. Prints a table a case, and writes bench.json, bench.csv and bench.png to --output.
+
+Memory is per byte of the input: what is saved for backward, and the most that a step has allocated at once. Collectives
+are those of a step, with the bytes that a rank gives to them.
 
     syncbn               the layer; over all ranks, or over this one when there is one
     nn.BatchNorm         not synchronised: what a rank does without any of this
@@ -15,13 +18,14 @@ case, and writes bench.json, bench.csv and bench.png to --output.
     limit                what moves the same bytes with the same allocations: x.sum(), x.clone(), a dot product, an add
     two all_reduces      of the same payloads, and nothing else
 
-"fused" adds a residual and a relu to each, "compiled" is torch.compile of the same.
+"fused" adds a residual and a relu to each, "compiled" is torch.compile of the same (without memory and collectives).
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import os
 import platform
@@ -32,7 +36,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,12 +45,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
+from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import syncbn
 
 SHAPES = "32x64x56x56 32x256x28x28 64x256x56x56 8x64x32x32 8x512x7x7 256x1024 4x32x16x32x32 16x197x384"
 DTYPES = "float32 bfloat16 float16 float64"
 WARM_UP = 3  # rounds
+NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd", "barrier")  # among the operators of torch.distributed
 
 
 class Case(NamedTuple):
@@ -75,7 +82,18 @@ class Times(NamedTuple):
     spread: float  # of both
 
 
+class Needs(NamedTuple):
+    """What a step needs beside time."""
+
+    first_call: float  # milliseconds
+    saved: float  # bytes for backward, per byte of the input
+    peak: float  # bytes at once, per byte of the input
+    collectives: int
+    sent: int  # bytes that a rank gives to the collectives
+
+
 Peer = Callable[[Tensor, Tensor], Tensor]
+Result = tuple[dict[str, Times], dict[str, Needs]]  # of a case, by peer
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -201,13 +219,15 @@ def time_limit(x: Tensor, dy: Tensor) -> tuple[float, float]:
     synchronize(x.device)
     start = time.perf_counter()
     flat.sum()
-    flat.clone()
+    output = flat.clone()
     synchronize(x.device)
     middle = time.perf_counter()
     torch.dot(flat_dy, flat)
     torch.add(flat_dy, flat)
     synchronize(x.device)
-    return 1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)
+    end = time.perf_counter()
+    del output  # not earlier: an output lives until the backward
+    return 1e3 * (middle - start), 1e3 * (end - middle)
 
 
 def time_all_reduces(channels: int, device: torch.device) -> tuple[float, float]:
@@ -223,12 +243,17 @@ def time_all_reduces(channels: int, device: torch.device) -> tuple[float, float]
     return times[0], times[1]
 
 
-def run_case(
-    case: Case, device: torch.device, rounds: int, compiled: bool
-) -> tuple[dict[str, Times], dict[str, float]]:
-    """The times of each peer; and the bytes that plain and fused syncbn save for backward, per byte of the input."""
+def run_case(case: Case, device: torch.device, rounds: int, compiled: bool) -> Result:
+    """The times of each peer, of the limit and of the collectives; and what each peer needs."""
     x, z, dy = draw(case, device)
     peers = make_peers(case, device, compiled)
+    first_calls = {name: sum(time_step(peer, x, z, dy)) for name, peer in peers.items()}
+    needs = {
+        name: Needs(first_calls[name], saved_bytes(peer, x, z) / x.nbytes, peak_bytes(peer, x, z, dy) / x.nbytes,
+                    *count_collectives(peer, x, z, dy))
+        for name, peer in peers.items()
+        if "compiled" not in name
+    }  # fmt: skip
     samples: dict[str, list[tuple[float, float]]] = {}
     for index in range(WARM_UP + rounds):
         for name, peer in peers.items():
@@ -242,8 +267,7 @@ def run_case(
             if dist.is_initialized():
                 times = time_all_reduces(case.shape[case.channel_dim], device)
                 samples.setdefault("two all_reduces", []).append(times)
-    saved = {name: saved_bytes(peers[name], x, z) / (x.numel() * x.itemsize) for name in ("syncbn", "syncbn fused")}
-    return {name: summarize(slowest_rank(own)) for name, own in samples.items()}, saved
+    return {name: summarize(slowest_rank(own)) for name, own in samples.items()}, needs
 
 
 def slowest_rank(samples: list[tuple[float, float]]) -> Tensor:
@@ -267,12 +291,50 @@ def saved_bytes(peer: Peer, x: Tensor, z: Tensor) -> int:
     storages: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()  # of a tensor subclass it has no data_ptr
+        storages[storage._cdata] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         peer(x, z)
     return sum(storages.values())
+
+
+def peak_bytes(peer: Peer, x: Tensor, z: Tensor, dy: Tensor) -> int:
+    """The most that a step has allocated at once."""
+    if x.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        time_step(peer, x, z, dy)
+        return torch.cuda.max_memory_allocated() - before
+    with profile(profile_memory=True) as profiler:
+        time_step(peer, x, z, dy)
+    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in changes))
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts them, and the bytes of their tensors, on every thread of autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.sent = 0
+
+    def __torch_dispatch__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and func._opname not in NO_COLLECTIVES:
+            self.calls += 1
+            tensors = args[0] if isinstance(args[0], list) else [args[0]]
+            self.sent += sum(tensor.nbytes for tensor in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def count_collectives(peer: Peer, x: Tensor, z: Tensor, dy: Tensor) -> tuple[int, int]:
+    """Of a step: how many, and the bytes that this rank gives to them."""
+    with _Collectives() as collectives:
+        peer(x, z).backward(dy)
+    x.grad = z.grad = None
+    return collectives.calls, collectives.sent
 
 
 def import_seconds() -> dict[str, float]:
@@ -309,26 +371,34 @@ def processor_name() -> str:
     return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
-def show(console: Console, case: Case, times: dict[str, Times], saved: dict[str, float]) -> None:
+def show(console: Console, case: Case, times: dict[str, Times], needs: dict[str, Needs]) -> None:
     """A table."""
-    table = Table(title=case.name, title_justify="left")
-    for column in ("peer", "forward ms", "backward ms", "both ms", "+-", "both / syncbn"):
-        table.add_column(column, justify="left" if column == "peer" else "right")
+    console.print(f"\n{case.name}")
+    table = Table("peer")
+    titles = ("forward ms", "backward ms", "both ms", "+-", "both / syncbn")
+    for column in (*titles, "first call", "saved", "peak", "collectives", "bytes"):
+        table.add_column(column, justify="right")
     for name, one in times.items():
         ours = times["syncbn fused" if "fused" in name else "syncbn"].both
-        numbers = [f"{number:.3f}" for number in (one.forward, one.backward, one.both, one.spread)]
-        table.add_row(name, *numbers, f"{one.both / ours:.2f}")
+        numbers = [f"{number:.3f}" for number in one]
+        further = []
+        if name in needs:
+            first_call, saved, peak, collectives, sent = needs[name]
+            further = [f"{first_call:.1f}", f"{saved:.2f}", f"{peak:.2f}", f"{collectives}", f"{sent:,}"]
+        table.add_row(name, *numbers, f"{one.both / ours:.2f}", *further)
     console.print(table)
-    console.print("saved for backward / input: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in saved.items()))
 
 
-def write(output: Path, about: dict[str, object], results: dict[str, dict[str, Times]]) -> None:
+def write(output: Path, about: dict[str, object], results: dict[str, Result]) -> None:
     """bench.json, bench.csv and bench.png."""
     import matplotlib.pyplot as plt
 
     output.mkdir(parents=True, exist_ok=True)
+    nothing = dict.fromkeys(Needs._fields)
     rows = [
-        {"case": case, "peer": peer, **one._asdict()} for case, times in results.items() for peer, one in times.items()
+        {"case": case, "peer": peer} | one._asdict() | (needs[peer]._asdict() if peer in needs else nothing)
+        for case, (times, needs) in results.items()
+        for peer, one in times.items()
     ]
     (output / "bench.json").write_text(json.dumps({"about": about, "times": rows}, indent=1))
     with (output / "bench.csv").open("w", newline="") as file:
@@ -338,7 +408,7 @@ def write(output: Path, about: dict[str, object], results: dict[str, dict[str, T
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.3 * len(results)), layout="constrained")
     names = list(results)
     for offset, kind in ((-0.2, ""), (0.2, " fused")):
-        ratios = [times[f"nn.BatchNorm{kind}"].both / times[f"syncbn{kind}"].both for times in results.values()]
+        ratios = [times[f"nn.BatchNorm{kind}"].both / times[f"syncbn{kind}"].both for times, _ in results.values()]
         places = [index + offset for index in range(len(names))]
         axes.barh(places, ratios, height=0.38, label=f"nn.BatchNorm{kind} / syncbn{kind}")
     axes.axvline(1, color="black", linewidth=1)
@@ -366,7 +436,7 @@ def main() -> None:
     arguments = parse_arguments()
     device = choose_device(arguments.threads)
     first = not dist.is_initialized() or dist.get_rank() == 0
-    console = Console(quiet=not first, width=110)
+    console = Console(quiet=not first, width=140)
     about = describe(arguments.threads)
     if first:
         about |= import_seconds()
@@ -374,8 +444,8 @@ def main() -> None:
         console.print(f"{key}: {value}", highlight=False)
     results = {}
     for case in cases(arguments.shapes, arguments.dtypes):
-        results[case.name], saved = run_case(case, device, arguments.rounds, arguments.compiled)
-        show(console, case, results[case.name], saved)
+        results[case.name] = run_case(case, device, arguments.rounds, arguments.compiled)
+        show(console, case, *results[case.name])
     if first:
         write(arguments.output, about, results)
         console.print(f"wrote {arguments.output}/bench.json, bench.csv and bench.png")

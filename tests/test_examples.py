@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
@@ -82,6 +84,12 @@ def test_bench_on_two_ranks(tmp_path: Path) -> None:
         assert {"syncbn fused", "nn.BatchNorm", "hand-written fused", "two all_reduces"} <= {
             peer for other, peer in times if other == case
         }
+        channels = int(case.split()[0].split("x")[-1 if case.startswith("2x7x12") else 1])
+        ours, torchs = times[case, "syncbn"], times[case, "nn.BatchNorm"]
+        assert (ours["collectives"], ours["sent"]) == (2, 8 * (4 * channels + 1))
+        assert torchs["collectives"] == 0
+        assert ours["peak"] >= 2, "the output and the gradient of the input"
+        assert ours["first_call"] > 0
     assert (tmp_path / "bench.csv").read_text().count("\n") == 1 + len(times)
     assert (tmp_path / "bench.png").stat().st_size > 10_000
 
@@ -95,6 +103,40 @@ def test_bench_steps_on_two_ranks(tmp_path: Path) -> None:
     for model in models:
         assert results["times"][model].keys() == {"nn.BatchNorm", "syncbn", "hand-written"}
         assert all(0 < one["forward"] < one["both"] for one in results["times"][model].values())
+
+
+def test_scaling_counts_and_fits(tmp_path: Path) -> None:
+    script = EXAMPLES.parent / "scripts" / "scaling.py"
+    run(*TORCHRUN, script, "--rounds", 3, "--output", tmp_path)
+    sent = json.loads((tmp_path / "ranks-2.json").read_text())["sent"]
+    # On 2 ranks a ring's all_reduce sends its payload once, and an all_gather too; gloo adds headers.
+    payloads = {"syncbn": 8 * (4 * 256 + 1), "torch": 4 * (4 * 256 + 1), "apex": 4 * 4 * 256}
+    for scheme, payload in payloads.items():
+        assert payload < sent[scheme]["bytes"] < 2 * payload
+    assert sent["torch"]["messages"] < sent["syncbn"]["messages"] < sent["apex"]["messages"]
+
+    latency, bandwidth = 1e-4, 1e9
+    times = [  # as the rings of a network with these constants take
+        {"collective": kind, "ranks": ranks, "bytes": num_bytes, "seconds": messages * latency + moved / bandwidth}
+        for ranks in (2, 4)
+        for num_bytes in (1000, 1_000_000)
+        for kind, messages, moved in (
+            ("all_reduce", 2 * (ranks - 1), 2 * (ranks - 1) / ranks * num_bytes),
+            ("all_gather", ranks - 1, (ranks - 1) * num_bytes),
+        )
+    ]
+    (tmp_path / "ranks-2.json").write_text(json.dumps({"times": times}))
+    run(sys.executable, script, "--output", tmp_path)
+    model = json.loads((tmp_path / "model.json").read_text())
+    assert model["fitted"] == pytest.approx({"latency": latency, "bandwidth": bandwidth})
+    assert max(map(abs, model["relative errors"])) < 1e-9
+    seconds = model["seconds"]
+    last = model["ranks"].index(16384)
+    # 53 layers with two all_reduces each of 28 messages in turn, and twice 8 (4C + 1) bytes of 26,560 channels
+    assert seconds["syncbn, tree"][last] == pytest.approx(53 * 2 * 28 * latency + 2 * 8 * (4 * 26560 + 53) / bandwidth)
+    assert seconds["syncbn, tree"][last] < seconds["torch, tree"][last], "an all_gather's bytes grow with the ranks"
+    assert model["over 5 % from"]["apex, ring"] <= model["over 5 % from"]["syncbn, ring"]
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
 def test_digits_explains_its_options() -> None:
