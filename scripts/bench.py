@@ -14,7 +14,7 @@ are those of a step, with the bytes that a rank gives to them.
     syncbn               the layer; over all ranks, or over this one when there is one
     nn.BatchNorm         not synchronised: what a rank does without any of this
     hand-written         torch operations and a differentiable all_reduce, as people write it
-    nn.SyncBatchNorm     on GPUs
+    nn.SyncBatchNorm     on GPUs, under torchrun; there it and syncbn issue their collectives with one rank too
     limit                what moves the same bytes with the same allocations: x.sum(), x.clone(), a dot product, an add
     two all_reduces      of the same payloads, and nothing else
 
@@ -45,14 +45,17 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
+from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import syncbn
+from syncbn.functional import train
 
 SHAPES = "32x64x56x56 32x256x28x28 64x256x56x56 8x64x32x32 8x512x7x7 256x1024 4x32x16x32x32 16x197x384"
 DTYPES = "float32 bfloat16 float16 float64"
 WARM_UP = 3  # rounds
+L2_BYTES = 2**28  # more than any GPU's cache holds
 NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd", "barrier")  # among the operators of torch.distributed
 
 
@@ -144,6 +147,31 @@ class HandWritten(nn.Module):
         return ((wide - mean.view(shape)) * scale.view(shape) + self.bias.view(shape)).to(x.dtype)
 
 
+class TorchSyncBatchNorm(nn.SyncBatchNorm):
+    """nn.SyncBatchNorm that synchronises with one rank too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        group = dist.group.WORLD
+        of_layer = (self.weight, self.bias, self.running_mean, self.running_var, self.eps, self.momentum)
+        self.num_batches_tracked.add_(1)
+        return TorchFunction.apply(x, *of_layer, group, dist.get_world_size(group))
+
+
+class SyncBatchNorm(syncbn.SyncBatchNorm):
+    """Ours, which on GPUs synchronises with one rank too, for comparison with the former."""
+
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        if x.is_cpu or not dist.is_initialized() or dist.get_world_size() > 1:
+            return super().forward(x, z)
+        self.num_batches_tracked.add_(1)
+        buffers, parameters = (self.running_mean, self.running_var), (self.weight, self.bias)
+        channel_dim = -1 if self.channel_last else 1
+        return train(
+            x, *buffers, *parameters, self.momentum, self.eps, dist.group.WORLD, channel_dim,
+            z, self.fuse_relu, None, self.num_features,
+        )  # fmt: skip
+
+
 class ChannelsAtEnd(nn.Module):
     """Batch norm of (N, L, C) by one that wants (N, C, L)."""
 
@@ -166,14 +194,12 @@ def make_peers(case: Case, device: torch.device, compiled: bool) -> dict[str, Pe
     torch_class = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[len(case.shape)]
     peers: dict[str, Peer] = {}
     of_parameters = {"device": device, "dtype": torch.promote_types(case.dtype, torch.float32)}
-    ours = [
-        syncbn.SyncBatchNorm(channels, channel_last=at_end, fuse_relu=fused, **of_parameters) for fused in (False, True)
-    ]
+    ours = [SyncBatchNorm(channels, channel_last=at_end, fuse_relu=fused, **of_parameters) for fused in (False, True)]
     peers["syncbn"] = lambda x, z: ours[0](x)
     peers["syncbn fused"] = lambda x, z: ours[1](x, z)
     norms = {"nn.BatchNorm": plain(torch_class(channels)), "hand-written": HandWritten(channels, case.channel_dim)}
     if device.type == "cuda" and dist.is_initialized():
-        norms["nn.SyncBatchNorm"] = plain(nn.SyncBatchNorm(channels))
+        norms["nn.SyncBatchNorm"] = plain(TorchSyncBatchNorm(channels))
     for name, norm in norms.items():
         norm.to(**of_parameters)
         peers[name] = lambda x, z, norm=norm: norm(x)
@@ -192,42 +218,59 @@ def draw(case: Case, device: torch.device) -> list[Tensor]:
     return [values[0].requires_grad_(), values[1].requires_grad_(), values[2]]
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+class Stopwatch:
+    """Laps in milliseconds, from when it is made: of this thread on a CPU, of the current stream on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        if self.on_gpu:
+            torch.empty(L2_BYTES, dtype=torch.uint8, device=device).zero_()  # leaves nothing of use in the cache
+            torch.cuda.synchronize(device)
+        if dist.is_initialized():
+            dist.barrier()
+        self.times: list[Any] = []
+        self.lap()
+
+    def lap(self) -> None:
+        if self.on_gpu:
+            self.times.append(torch.cuda.Event(enable_timing=True))
+            self.times[-1].record()
+        else:
+            self.times.append(time.perf_counter())
+
+    def laps(self) -> list[float]:
+        pairs = itertools.pairwise(self.times)
+        if not self.on_gpu:
+            return [1e3 * (end - start) for start, end in pairs]
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in pairs]
 
 
 def time_step(peer: Peer, x: Tensor, z: Tensor, dy: Tensor) -> tuple[float, float]:
     """Milliseconds of forward and backward, all gradients included."""
-    synchronize(x.device)
-    if dist.is_initialized():
-        dist.barrier()
-    start = time.perf_counter()
+    watch = Stopwatch(x.device)
     y = peer(x, z)
-    synchronize(x.device)
-    middle = time.perf_counter()
+    watch.lap()
     y.backward(dy)
-    synchronize(x.device)
-    end = time.perf_counter()
+    watch.lap()
     x.grad = z.grad = None
-    return 1e3 * (middle - start), 1e3 * (end - middle)
+    forward, backward = watch.laps()
+    return forward, backward
 
 
 def time_limit(x: Tensor, dy: Tensor) -> tuple[float, float]:
     """Milliseconds of what moves the bytes of a forward, and those of a backward."""
     flat, flat_dy = ((one.movedim(1, -1) if not one.is_contiguous() else one).detach().reshape(-1) for one in (x, dy))
-    synchronize(x.device)
-    start = time.perf_counter()
+    watch = Stopwatch(x.device)
     flat.sum()
     output = flat.clone()
-    synchronize(x.device)
-    middle = time.perf_counter()
+    watch.lap()
     torch.dot(flat_dy, flat)
     torch.add(flat_dy, flat)
-    synchronize(x.device)
-    end = time.perf_counter()
+    watch.lap()
     del output  # not earlier: an output lives until the backward
-    return 1e3 * (middle - start), 1e3 * (end - middle)
+    forward, backward = watch.laps()
+    return forward, backward
 
 
 def time_all_reduces(channels: int, device: torch.device) -> tuple[float, float]:
@@ -235,11 +278,10 @@ def time_all_reduces(channels: int, device: torch.device) -> tuple[float, float]
     times = []
     for length in (2 * channels + 1, 2 * channels):
         payload = torch.zeros(length, dtype=torch.float64, device=device)
-        dist.barrier()
-        start = time.perf_counter()
+        watch = Stopwatch(device)
         dist.all_reduce(payload)
-        synchronize(device)
-        times.append(1e3 * (time.perf_counter() - start))
+        watch.lap()
+        times += watch.laps()
     return times[0], times[1]
 
 
@@ -420,7 +462,8 @@ def write(output: Path, about: dict[str, object], results: dict[str, Result]) ->
 
 
 def choose_device(threads: int) -> torch.device:
-    """Join the process group that torchrun describes, if it does; a GPU, or `threads` of the CPU."""
+    """A GPU if there is one, else `threads` of the CPU; and join the process group that torchrun describes, if it does."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's
     torch.set_num_threads(threads)
     device = torch.device("cpu")
     if torch.cuda.is_available():

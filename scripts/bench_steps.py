@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench import HandWritten, Times, choose_device, describe, slowest_rank, summarize, synchronize
+from bench import HandWritten, Stopwatch, Times, choose_device, describe, slowest_rank, summarize
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -128,18 +127,15 @@ MODELS: dict[str, tuple[Callable[[Norm], nn.Module], tuple[int, ...]]] = {
 
 def time_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> tuple[float, float]:
     """Milliseconds of forward, and of backward and the optimizer."""
-    synchronize(x.device)
-    if dist.is_initialized():
-        dist.barrier()
-    start = time.perf_counter()
+    watch = Stopwatch(x.device)
     loss = model(x).square().mean()
-    synchronize(x.device)
-    middle = time.perf_counter()
+    watch.lap()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    synchronize(x.device)
-    return 1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)
+    watch.lap()
+    forward, backward = watch.laps()
+    return forward, backward
 
 
 def run_model(name: str, arguments: argparse.Namespace, device: torch.device) -> dict[str, Times]:

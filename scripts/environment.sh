@@ -29,6 +29,11 @@ prepare_environment() {
     fi
 }
 
+# Triton, with which the GPU's kernels run on CPUs too; 1 GB, and for tests only.
+prepare_triton() {
+    [[ ! -x .venv/bin/pip ]] || python -c 'import triton' 2>/dev/null || install_pinned --no-deps triton
+}
+
 pip_reaches_an_index() {
     python3 -m pip download --quiet --no-deps --retries 0 --timeout 5 --dest "$(mktemp -d)" setuptools >/dev/null 2>&1
 }

@@ -248,12 +248,11 @@ def _move_running_stats(
 ) -> None:
     if running_mean is None or running_var is None:
         return
-    moves = not inside_backward()
-    if kernels.serving(running_mean) is kernels.cpu and not isinstance(momentum, Tensor):
-        if moves:  # one operator, which has no result to save
-            kernels.cpu.update_running_stats(running_mean, running_var, statistics, momentum)
-    else:
+    moves, served = not inside_backward(), kernels.serving(running_mean)
+    if served is kernels.reference or isinstance(momentum, Tensor):
         moments.update_running_stats(running_mean, running_var, statistics, momentum, moves)
+    elif moves:  # one operator, which has no result to save
+        served.update_running_stats(running_mean, running_var, statistics, momentum)
 
 
 def inside_backward() -> bool:

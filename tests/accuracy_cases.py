@@ -45,9 +45,9 @@ def errors_of_one_step(
 ) -> Errors:
     """One step of `batch_norm` on this rank's samples. Gradients of weight and bias are summed over the ranks."""
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(2, *SHAPE, generator=generator, dtype=torch.float64)
+    noise = torch.randn(2, *SHAPE, generator=generator, dtype=torch.float64, device="cpu")
     x, dy = HARD_INPUTS[case](noise[0]).to(dtype), noise[1].to(dtype)
-    weight, bias = torch.randn(2, SHAPE[1], generator=generator, dtype=torch.float64).to(dtype)
+    weight, bias = torch.randn(2, SHAPE[1], generator=generator, dtype=torch.float64, device="cpu").to(dtype)
     expected = full_batch(x, dy, weight, bias)
 
     mine = slice(rank, None, num_ranks)

@@ -1,11 +1,18 @@
-"""For every test: one thread, and memory that a kernel leaves unwritten holds NaN."""
+"""For every test: one thread, and memory that a kernel leaves unwritten holds NaN. And each kernel module in turn."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
+import warnings
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
+
+from syncbn.kernels import cpu
 
 
 @pytest.fixture(autouse=True)
@@ -21,3 +28,21 @@ def nan_in_new_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=["reference", "cpu", "triton"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """Each kernel module; within the test new tensors are on its device. Triton's runs on CPUs too, interpreted."""
+    if request.param != "triton":
+        if request.param == "cpu" and cpu.why_not():
+            pytest.skip(str(cpu.why_not()))
+        yield importlib.import_module(f"syncbn.kernels.{request.param}")
+        return
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not (interpreted or torch.cuda.is_available()):
+        pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
+    with torch.device("cpu" if interpreted else "cuda"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, in the interpreter, of infinities
+        yield importlib.import_module("syncbn.kernels.gpu")

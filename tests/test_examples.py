@@ -105,6 +105,17 @@ def test_bench_steps_on_two_ranks(tmp_path: Path) -> None:
         assert all(0 < one["forward"] < one["both"] for one in results["times"][model].values())
 
 
+def test_bench_kernels(tmp_path: Path) -> None:
+    script = EXAMPLES.parent / "scripts" / "bench_kernels.py"
+    run(sys.executable, script, "--shapes", "4x8x6x6", "--rounds", 2, "--output", tmp_path)
+    cases = json.loads((tmp_path / "kernels.json").read_text())["kernels"]
+    assert len(cases) == 2 * 2  # dtypes, layouts
+    for kernels in cases.values():
+        assert kernels["copy"]["share of copy"] == 1
+        assert {"channel_sums", "normalize fused", "gradient_sums", "input_gradient fused"} <= kernels.keys()
+        assert all(one["ms"] > 0 for one in kernels.values())
+
+
 def test_scaling_counts_and_fits(tmp_path: Path) -> None:
     script = EXAMPLES.parent / "scripts" / "scaling.py"
     run(*TORCHRUN, script, "--rounds", 3, "--output", tmp_path)

@@ -9,9 +9,13 @@ from types import ModuleType
 
 import pytest
 import torch
+from accuracy_cases import HARD_INPUTS, errors_of_one_step
 from torch import Tensor
 
+import syncbn
 from syncbn import kernels as all_kernels
+from syncbn import moments
+from syncbn.functional import sync_batch_norm
 from syncbn.kernels import cpu, reference
 
 SIZES = [
@@ -30,13 +34,6 @@ SIZES = [
 ]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EPS = 1e-5
-
-
-@pytest.fixture(params=[reference, cpu], ids=lambda module: module.__name__)
-def kernels(request: pytest.FixtureRequest) -> ModuleType:
-    if request.param is cpu and cpu.why_not():
-        pytest.skip(cpu.why_not())
-    return request.param
 
 
 @pytest.fixture(params=SIZES, ids=str)
@@ -77,20 +74,27 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=eps, atol=32 * min(eps, torch.finfo(torch.float32).eps))
 
 
-def sums_close(actual: Tensor, first: Tensor, second: Tensor, dtype: torch.dtype) -> None:
-    """`actual` packs the sums of the terms `first` and `second`; 16-bit terms may be added in float32 for a while."""
+def sums_close(actual: Tensor, first: Tensor, second: Tensor, dtype: torch.dtype, kernels: ModuleType) -> None:
+    """`actual` packs the sums of the terms `first` and `second`; 16-bit terms, and in Triton those of float32, may be
+    added in float32 for a while."""
     assert actual.dtype == torch.float64
-    allowed = 2.0**-22 if dtype.itemsize == 2 else 1e-14
+    in_float32 = dtype.itemsize == 2 or (dtype == torch.float32 and kernels not in (reference, cpu))
+    allowed = 2.0**-21 if in_float32 else 1e-14
     for sums, terms in zip(actual.chunk(2), (first, second), strict=True):
         error = (sums - terms.sum((0, 2))).abs()
         assert (error <= allowed * terms.abs().sum((0, 2))).all()
+
+
+def truncates(kernels: ModuleType) -> bool:
+    """Triton's interpreter cuts off bits of float32, and subnormals, to make bfloat16; GPUs round."""
+    return kernels not in (reference, cpu) and torch.get_default_device().type == "cpu"
 
 
 def test_channel_sums(kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     (x,) = draw(1, sizes, dtype)
     wide = x.double()
     sums = kernels.channel_sums(x, 1)
-    sums_close(sums[:-1], wide, wide.square(), dtype)
+    sums_close(sums[:-1], wide, wide.square(), dtype, kernels)
     assert sums[-1] == sizes[0] * sizes[2]
 
 
@@ -120,7 +124,8 @@ def test_nothing_is_lost_beside_a_large_mean(kernels: ModuleType) -> None:
     close(out, xmu * invstd[:, None])
     statistics[3:6] = 0  # beside an eps of 1: invstd 1
     sums, _, _ = kernels.gradient_sums(dy, x, None, 1, statistics, 1.0, None, None)
-    torch.testing.assert_close(sums[3:], (dy.double() * xmu).sum((0, 2)), rtol=1e-12, atol=1e-12)
+    tolerance = 1e-12 if kernels in (reference, cpu) else 1e-6  # of differences in float32
+    torch.testing.assert_close(sums[3:], (dy.double() * xmu).sum((0, 2)), rtol=tolerance, atol=tolerance)
     out, _ = kernels.input_gradient(dy, x, None, 1, statistics, 1.0, None, sums, False)
     mean_dy, mean_dy_xmu = (sums / 50).chunk(2)
     close(out, dy.double() - mean_dy[:, None] - xmu * mean_dy_xmu[:, None])
@@ -135,10 +140,10 @@ def test_gradient_sums(kernels: ModuleType, sizes: tuple[int, int, int], dtype: 
         dy, x, y if relu else None, 1, statistics, 0.0, torch.float64, torch.bfloat16
     )
     wide = dy.double() * (y > 0) if relu else dy.double()
-    sums_close(sums, wide, wide * (x.double() - mean[:, None]), dtype)
+    sums_close(sums, wide, wide * (x.double() - mean[:, None]), dtype, kernels)
     sum_dy, sum_dy_xmu = sums.chunk(2)
     torch.testing.assert_close(grad_weight, sum_dy_xmu * invstd.abs(), rtol=1e-14, atol=0)
-    assert torch.equal(grad_bias, sum_dy.bfloat16())
+    torch.testing.assert_close(grad_bias, sum_dy.bfloat16(), rtol=2**-7 if truncates(kernels) else 0, atol=0)
     assert grad_bias.data_ptr() != sums.data_ptr() or not sums.numel()
     assert kernels.gradient_sums(dy, x, None, 1, statistics, 0.0, None, None)[1:] == (None, None)
 
@@ -181,6 +186,8 @@ def test_the_relu_mask_stops_nan_gradients_and_passes_nan_outputs(kernels: Modul
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_16_bit_number(kernels: ModuleType, dtype: torch.dtype) -> None:
     """Read and written unchanged, infinities and subnormals too; and rounded as torch rounds."""
+    if dtype == torch.bfloat16 and truncates(kernels):
+        pytest.skip("the interpreter does not")
     numbers = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).view(1, 1, -1)
     sums = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)
     for factor in (1.0, 1.2345, 3e-5, 40.0):
@@ -198,14 +205,16 @@ def test_squares_of_16_bits_lose_nothing(
     """Beside a mean of many standard deviations the variance is what little the squares differ by."""
     torch.manual_seed(0)
     x = torch.randint(large, large + 2, sizes).to(dtype)
-    wide = x.double()
-    assert torch.equal(kernels.channel_sums(x, 1)[sizes[1] : -1], wide.square().sum((0, 2)))
+    var = moments.from_sums(kernels.channel_sums(x, 1))[sizes[1] : -1]
+    torch.testing.assert_close(var, x.double().var((0, 2), correction=0), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("sizes", [(40, 70, 49), (5000, 24, 1), (300, 300, 1), (1, 3, 200_000)], ids=str)
-def test_results_do_not_depend_on_the_number_of_threads(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
+def test_results_are_the_same_again_and_on_other_threads(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
     if kernels is reference:
-        pytest.skip("torch's sums do")
+        pytest.skip("torch's sums depend on the number of threads")
+    if truncates(kernels) and sizes[2] > 100_000:
+        pytest.skip("the interpreter takes a minute")
     dy, x = draw(2, sizes, torch.float32)
     results = []
     for threads in (1, 2, 3):
@@ -217,6 +226,49 @@ def test_results_do_not_depend_on_the_number_of_threads(kernels: ModuleType, siz
         results.append((sums, out, statistics, of_dy, grad_x))
     for other in results[1:]:
         assert all(map(torch.equal, other, results[0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("size", [2, 7])
+def test_two_steps_of_a_layer(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, channels_last: bool, size: int
+) -> None:
+    """All kernels together, with residual and relu, as torch's layer, add and relu."""
+    monkeypatch.setattr(all_kernels, "serving", lambda x: kernels)
+    torch.manual_seed(0)
+    layer, expected_layer = syncbn.SyncBatchNorm2d(5, fuse_relu=True), torch.nn.BatchNorm2d(5, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(5))
+        layer.bias.copy_(torch.randn(5))
+    expected_layer.load_state_dict(layer.state_dict())
+    for _ in range(2):
+        x, z, dy = torch.randn(3, 6, 5, size, size).to(dtype)
+        if channels_last:
+            x, z, dy = (one.to(memory_format=torch.channels_last) for one in (x, z, dy))
+        x, z = x.requires_grad_(), z.requires_grad_()
+        wide_x, wide_z = x.detach().double().requires_grad_(), z.detach().double().requires_grad_()
+        y = layer(x, z)
+        expected = torch.relu(expected_layer(wide_x) + wide_z)
+        y.backward(dy)
+        expected.backward(dy.double() * (y > 0))  # where a tiny output is rounded to 0 the two relus differ
+        eps = torch.finfo(dtype).eps
+        assert y.stride() == x.stride() == x.grad.stride()
+        torch.testing.assert_close(y.double(), expected, rtol=eps, atol=4 * eps)
+        torch.testing.assert_close(x.grad.double(), wide_x.grad, rtol=4 * eps, atol=16 * eps)
+        torch.testing.assert_close(z.grad.double(), wide_z.grad, rtol=0, atol=0)
+    for name, given in layer.named_parameters():
+        torch.testing.assert_close(given.grad.double(), expected_layer.get_parameter(name).grad, rtol=1e-5, atol=1e-5)
+    for name, buffer in layer.named_buffers():
+        torch.testing.assert_close(buffer.double(), expected_layer.get_buffer(name).double(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", HARD_INPUTS)
+def test_accuracy(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """Where formulas lose digits the float32 errors stay within a few roundings of the float64 result's largest."""
+    monkeypatch.setattr(all_kernels, "serving", lambda x: kernels)
+    errors = errors_of_one_step(case, torch.float32, sync_batch_norm, device=torch.get_default_device())
+    assert max(errors.relative.values()) < 1e-6, errors
 
 
 def test_unwritten_memory_is_nan() -> None:
@@ -243,7 +295,16 @@ CALLS = {
 def test_other_instructions(capability: str) -> None:
     """The tests of this file, on the instruction sets that a better processor would leave out."""
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", "not instructions and not reference"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            __file__,
+            "-k",
+            "not instructions and not reference and not triton",
+        ],
         env=os.environ | {"ATEN_CPU_CAPABILITY": capability},
         capture_output=True,
         text=True,

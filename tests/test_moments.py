@@ -1,29 +1,25 @@
-"""The channel mathematics, without tensors of values: sums in, statistics out; by torch operations and in C++."""
+"""The channel mathematics of every kernel module, without tensors of values: sums in, statistics out."""
 
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
 from syncbn import moments
-from syncbn.kernels import cpu
 
 EPS = 1e-5
 
 
-def from_sums_in_cpp(sums: Tensor) -> Tensor:
+@pytest.fixture
+def from_sums(kernels: ModuleType) -> Callable[[Tensor], Tensor]:
     """What normalize makes of the sums, beside an input of as many channels."""
-    _, statistics = cpu.normalize(torch.zeros(1, sums.numel() // 2), 1, sums, EPS, None, None, None, False)
-    return statistics
 
+    def statistics_of(sums: Tensor) -> Tensor:
+        return kernels.normalize(torch.zeros(1, sums.numel() // 2), 1, sums, EPS, None, None, None, False)[1]
 
-needs_operators = pytest.mark.skipif(cpu.why_not() is not None, reason=str(cpu.why_not()))
-
-
-@pytest.fixture(params=[moments.from_sums, pytest.param(from_sums_in_cpp, marks=needs_operators)])
-def from_sums(request: pytest.FixtureRequest) -> Callable[[Tensor], Tensor]:
-    return request.param
+    return statistics_of
 
 
 def packed(values: torch.Tensor) -> torch.Tensor:
@@ -57,16 +53,12 @@ def test_variance_is_clamped_but_nan_passes(from_sums: Callable[[Tensor], Tensor
     assert var[1].isnan()
 
 
-@pytest.mark.parametrize(
-    "update",
-    [moments.update_running_stats, pytest.param(lambda *a: cpu.update_running_stats(*a), marks=needs_operators)],
-)
-def test_running_stats(update: Callable[..., None]) -> None:
+def test_running_stats(kernels: ModuleType) -> None:
     """Moved in place, rounded once to the buffer's dtype; n = 1 leaves the variance, n = 0 leaves both."""
     for num_values, mean, var in ((5, 0.75, 0.75 + 0.25 * 2 * 5 / 4), (1, 0.75, 1.0), (0, 0.0, 1.0)):
         for dtype in (torch.bfloat16, torch.float32, torch.float64):
             running_mean, running_var = torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype)
             statistics = torch.tensor([3.0, 2.0, float(num_values)], dtype=torch.float64)
-            update(running_mean, running_var, statistics, 0.25)
+            kernels.update_running_stats(running_mean, running_var, statistics, 0.25)
             assert torch.equal(running_mean, torch.tensor([mean], dtype=torch.float64).to(dtype))
             assert torch.equal(running_var, torch.tensor([var], dtype=torch.float64).to(dtype))

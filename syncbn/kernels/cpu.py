@@ -1,6 +1,7 @@
-"""The kernels and the update of running statistics for CPU tensors, in C++ (cpu.cpp), where it could be built.
+"""The kernels for CPU tensors, in C++ (cpu.cpp), where it could be built.
 
-They are torch operators without a gradient of their own: only for use inside an autograd.Function.
+They are torch operators without a gradient of their own: only for use inside an autograd.Function. When they are there
+they are in this module, under the names and with the arguments of reference.py.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib.machinery
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,14 +27,8 @@ def why_not() -> str | None:
         return f"{file.name} does not load: {error}"
     for name, fake in FAKES.items():
         torch.library.register_fake(f"syncbn::{name}")(fake)
+        globals()[name] = getattr(torch.ops.syncbn, name).default
     return None
-
-
-def __getattr__(name: str) -> Any:
-    """The operators, under the names and with the arguments of reference.py."""
-    operator = getattr(torch.ops.syncbn, name).default
-    globals()[name] = operator  # so that it is not asked for again
-    return operator
 
 
 # What the operators return, without values.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from syncbn import moments
 from syncbn.layout import Layout
+from syncbn.moments import update_running_stats as update_running_stats
 
 
 def channel_sums(x: Tensor, channel_dim: int) -> Tensor:

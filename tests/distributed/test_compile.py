@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from voting import Ranks
 
 import syncbn
+from syncbn import kernels
 
 # Dynamo and Inductor use what torch itself deprecates (torch 2.13, November 2026).
 pytestmark = [
@@ -208,6 +209,24 @@ def test_one_all_reduce_each_way(ranks: Ranks) -> None:
     compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=count, bw_compiler=count), fullgraph=True)
     compiled(own_input(ranks).requires_grad_()).sum().backward()
     assert counts == [1, 1]
+
+
+@pytest.mark.skipif(kernels.serving(torch.ones(1)) is kernels.reference, reason=kernels.available())
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs Inductor fuses torch's operations")
+def test_graphs_hold_the_operators(ranks: Ranks) -> None:
+    """What Inductor makes of torch's operations takes several times as long on CPUs."""
+    found: list[set[str]] = []
+
+    def collect(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        found.append({node.target._opname for node in graph.graph.nodes if "syncbn" in str(node.target)})
+        return make_boxed_func(graph.forward)
+
+    layer = syncbn.SyncBatchNorm(1)
+    compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=collect, bw_compiler=collect), fullgraph=True)
+    compiled(own_input(ranks).requires_grad_()).sum().backward()
+    forward, backward = found
+    assert {"channel_sums", "normalize"} <= forward
+    assert {"gradient_sums", "input_gradient"} <= backward
 
 
 def test_compiled_forward_changes_no_python_state(ranks: Ranks) -> None:

@@ -1,0 +1,205 @@
+"""The kernels for CUDA tensors: how they go over a tensor, and their launches. The code is in gpu_kernels.py.
+
+Launches: channel_sums 2, or 1 for a small tensor, normalize 1, gradient_sums 2, input_gradient 1,
+update_running_stats 1. Nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from syncbn.kernels import gpu_kernels
+from syncbn.layout import Layout
+
+SHORTEST_RUN = 32  # columns
+TILE = 4096  # values
+COLUMNS_OF_RUN = 512  # of a tile, at most
+COLUMNS_OF_ROW = 128  # of a tile, at most
+SUMMING_PROGRAMS = 1024  # about as many as run at once on a large GPU
+MAPPING_PROGRAMS = 8192
+CHANNELS = 32  # of a program that has one number a channel
+FUSED = {"enable_fp_fusion": True}  # a * b + c as one operation; Triton 3.9 warns unless told, as its default changes
+
+
+class Plan(NamedTuple):
+    """How a kernel goes over a tensor."""
+
+    grid: tuple[int, int]  # spans, and programs of each, its parts
+    sizes: dict[str, int]  # outer, channels, inner, columns, num_tiles, tiles_of_program
+    constants: dict[str, Any]  # of the kernel, and its warps
+
+    @property
+    def of_parts(self) -> dict[str, int]:
+        """For the kernel that adds the parts."""
+        channels, inner = self.sizes["channels"], self.sizes["inner"]
+        in_runs = self.constants["IN_RUNS"]
+        return {
+            "num_parts": self.grid[1],
+            "width": channels if in_runs else self.sizes["columns"],
+            "inner": 1 if in_runs else inner,
+            "channels": channels,
+        }
+
+
+@functools.cache
+def _plan(sizes: tuple[int, int, int], dtype: torch.dtype, most_programs: int) -> Plan:
+    outer, channels, inner = sizes
+    if outer * inner == 0:
+        outer, inner = 0, 1
+    in_runs = inner >= SHORTEST_RUN
+    columns = channels * inner
+    width = min(triton.next_power_of_2(inner), COLUMNS_OF_RUN) if in_runs else COLUMNS_OF_ROW
+    width = min(width, triton.next_power_of_2(max(1, columns)))
+    height = min(triton.next_power_of_2(max(1, outer)), TILE // width)
+    spans = max(1, channels if in_runs else triton.cdiv(columns, width))
+    num_tiles = triton.cdiv(outer, height) * (triton.cdiv(inner, width) if in_runs else 1)
+    parts = max(1, min(num_tiles, most_programs // spans))
+    tiles_of_program = triton.cdiv(num_tiles, parts)
+    return Plan(
+        (spans, triton.cdiv(num_tiles, max(1, tiles_of_program)) or 1),
+        {
+            "outer": outer,
+            "channels": channels,
+            "inner": inner,
+            "columns": columns,
+            "num_tiles": num_tiles,
+            "tiles_of_program": tiles_of_program,
+        },
+        {
+            "IN_RUNS": in_runs,
+            "ROWS": height,
+            "COLUMNS": width,
+            "INDEX": tl.int32 if outer * columns < 2**31 else tl.int64,
+            "COMPUTE": tl.float64 if dtype == torch.float64 else tl.float32,
+            "num_warps": min(8, max(1, height * width // 512)),
+        }
+        | FUSED,
+    )
+
+
+@functools.cache
+def _two(number: float) -> tuple[float, float]:
+    """Two float32 whose sum is the number, to 48 bits."""
+    high = ctypes.c_float(number).value
+    return high, number - high
+
+
+def _plan_of(x: Tensor, channel_dim: int, most_programs: int) -> Plan:
+    return _plan(Layout.of(x, channel_dim).sizes, x.dtype, most_programs)
+
+
+def channel_sums(x: Tensor, channel_dim: int) -> Tensor:
+    plan = _plan_of(x, channel_dim, SUMMING_PROGRAMS)
+    channels = plan.sizes["channels"]
+    with _device_of(x):
+        parts = _empty_parts(x, plan)
+        gpu_kernels.parts_of_sums[plan.grid](x, None, None, None, parts, **plan.sizes, **plan.constants)
+        if parts.numel() == 2 * channels + 1:  # one part, with one column a channel: the sums themselves
+            return parts
+        sums = _empty_numbers(x, 2 * channels + 1)
+        gpu_kernels.sums[_blocks_of_channels(plan)](parts, sums, **plan.of_parts, CHANNELS=CHANNELS, **FUSED)
+    return sums
+
+
+def normalize(
+    x: Tensor,
+    channel_dim: int,
+    sums: Tensor,
+    eps: float,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    relu: bool,
+) -> tuple[Tensor, Tensor]:
+    plan = _plan_of(x, channel_dim, MAPPING_PROGRAMS)
+    with _device_of(x):
+        y, statistics = torch.empty_like(x), torch.empty_like(sums)
+        gpu_kernels.normalize[plan.grid](
+            x, residual, y, sums, statistics, _dense(weight), _dense(bias), *_two(eps),
+            **plan.sizes, RELU=relu, **plan.constants,
+        )  # fmt: skip
+    return y, statistics
+
+
+def gradient_sums(
+    dy: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    channel_dim: int,
+    statistics: Tensor,
+    eps: float,
+    weight_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    plan = _plan_of(x, channel_dim, SUMMING_PROGRAMS)
+    channels = plan.sizes["channels"]
+    with _device_of(x):
+        parts, sums = _empty_parts(x, plan), _empty_numbers(x, 2 * channels)
+        grad_weight = None if weight_dtype is None else x.new_empty(channels, dtype=weight_dtype)
+        grad_bias = None if bias_dtype is None else x.new_empty(channels, dtype=bias_dtype)
+        gpu_kernels.parts_of_sums[plan.grid](x, dy, y, statistics, parts, **plan.sizes, **plan.constants)
+        gpu_kernels.gradient_sums[_blocks_of_channels(plan)](
+            parts, statistics, sums, grad_weight, grad_bias, *_two(eps),
+            **plan.of_parts, CHANNELS=CHANNELS, COMPUTE=plan.constants["COMPUTE"], **FUSED,
+        )  # fmt: skip
+    return sums, grad_weight, grad_bias
+
+
+def input_gradient(
+    dy: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    channel_dim: int,
+    statistics: Tensor,
+    eps: float,
+    weight: Tensor | None,
+    sums: Tensor,
+    of_residual: bool,
+) -> tuple[Tensor, Tensor | None]:
+    plan = _plan_of(x, channel_dim, MAPPING_PROGRAMS)
+    with _device_of(x):
+        grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x) if of_residual else None
+        gpu_kernels.input_gradient[plan.grid](
+            dy, x, y, grad_x, grad_residual, statistics, sums, _dense(weight), *_two(eps),
+            **plan.sizes, **plan.constants,
+        )  # fmt: skip
+    return grad_x, grad_residual
+
+
+def update_running_stats(running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float) -> None:
+    channels = running_mean.numel()
+    with _device_of(running_mean):
+        gpu_kernels.update_running_stats[(max(1, triton.cdiv(channels, CHANNELS)),)](
+            running_mean, running_var, statistics, *_two(momentum), running_mean.stride(0), running_var.stride(0),
+            channels, CHANNELS=CHANNELS, **FUSED,
+        )  # fmt: skip
+
+
+def _device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Makes the GPU of x the current one, on which Triton launches."""
+    return torch.cuda.device_of(x)  # type: ignore[no-untyped-call]
+
+
+def _empty_parts(x: Tensor, plan: Plan) -> Tensor:
+    """For the parts of the two sums, and the number of a channel's values."""
+    return _empty_numbers(x, 2 * plan.of_parts["width"] * plan.grid[1] + 1)
+
+
+def _empty_numbers(x: Tensor, count: int) -> Tensor:
+    return x.new_empty(count, dtype=torch.float64)
+
+
+def _blocks_of_channels(plan: Plan) -> tuple[int]:
+    return (max(1, triton.cdiv(plan.sizes["channels"], CHANNELS)),)
+
+
+def _dense(of_channels: Tensor | None) -> Tensor | None:
+    return None if of_channels is None else of_channels.contiguous()

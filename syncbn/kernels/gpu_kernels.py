@@ -1,0 +1,319 @@
+"""The Triton code of gpu.py: only what Triton 3.6 has.
+
+A tensor is (outer, channel, inner) numbers in memory: `outer` rows of channels * inner columns. In runs each program
+has the columns of one channel; else it has some neighbouring columns, each with its channel. A program goes over tiles
+of several rows and columns, in an order that depends on the sizes only.
+
+A program adds FEW tiles in float32 before it adds on in float64; of x it adds the differences from a center near the
+mean, as float32 would lose small ones beside a large mean. A second kernel adds what the programs found, always in the
+same order: no addition is atomic, and the same input gives the same bits. Of float64 values all is float64.
+"""
+
+# Triton has types of its own, and reads this source: constants are upper case, branches on them need their else.
+# mypy: ignore-errors
+# ruff: noqa: N803, N806, RET505, SIM108
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FEW = tl.constexpr(16)  # tiles that are added in float32
+
+
+# What a program sees. A number of a channel is one number in a run, else one for each column.
+
+
+@triton.jit
+def _channel(span, channels, inner, IN_RUNS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The channel of the program's values, and whether there is such a channel."""
+    if IN_RUNS:
+        channel = span
+    else:
+        channel = (span * COLUMNS + tl.arange(0, COLUMNS)) // inner
+    return channel, channel < channels
+
+
+@triton.jit
+def _tile(
+    tile, span, outer, columns, inner,
+    IN_RUNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """Where the values of a tile are, (ROWS, COLUMNS), and which exist."""
+    column = tl.arange(0, COLUMNS)
+    if IN_RUNS:
+        tiles_of_row = tl.cdiv(inner, COLUMNS)
+        row_tile = tile // tiles_of_row
+        column += tile % tiles_of_row * COLUMNS
+        exists = column < inner
+        column = span.to(INDEX) * inner + column
+    else:
+        row_tile = tile
+        column = span.to(INDEX) * COLUMNS + column
+        exists = column < columns
+    row = row_tile.to(INDEX) * ROWS + tl.arange(0, ROWS)
+    return row[:, None] * columns + column[None, :], (row < outer)[:, None] & exists[None, :]
+
+
+@triton.jit
+def _values_of_tile(tile, outer, inner, IN_RUNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of a channel in a run, else of a column."""
+    if IN_RUNS:
+        tiles_of_row = tl.cdiv(inner, COLUMNS)
+        rows = tl.minimum(outer - tile // tiles_of_row * ROWS, ROWS)
+        return rows * tl.minimum(inner - tile % tiles_of_row * COLUMNS, COLUMNS)
+    else:
+        return tl.minimum(outer - tile * ROWS, ROWS)
+
+
+@triton.jit
+def _across(numbers, IN_RUNS: tl.constexpr):
+    """Numbers of channels, such that they go with a tile."""
+    if IN_RUNS:
+        return numbers
+    else:
+        return numbers[None, :]
+
+
+@triton.jit
+def _sum(tile, IN_RUNS: tl.constexpr):
+    """Of each channel."""
+    of_columns = tl.sum(tile, 0)
+    if IN_RUNS:
+        return tl.sum(of_columns, 0)
+    else:
+        return of_columns
+
+
+@triton.jit
+def _float64(high, low):
+    """A number that came as two, as Triton passes a Python float as a float32."""
+    return tl.full([], high, tl.float64) + tl.full([], low, tl.float64)
+
+
+@triton.jit
+def _invstd(statistics, channel, exists, channels, eps, eps_rest):
+    var = tl.load(statistics + channels + channel, mask=exists, other=1.0)
+    return 1.0 / tl.sqrt(var + _float64(eps, eps_rest))
+
+
+@triton.jit
+def _number(pointer, channel, exists, default: tl.constexpr):
+    """A parameter of a channel, which may be None."""
+    if pointer is None:
+        return tl.full([], default, tl.float64)
+    else:
+        return tl.load(pointer + channel, mask=exists, other=0.0).to(tl.float64)
+
+
+@triton.jit
+def _store_number(pointer, index, number, exists):
+    """Rounded by way of float32, as torch rounds a float64."""
+    if pointer.dtype.element_ty != tl.float64:
+        number = number.to(tl.float32)
+    tl.store(pointer + index, number, mask=exists)
+
+
+# Sums.
+
+
+@triton.jit
+def parts_of_sums(
+    x, dy, y, statistics, parts, outer, channels, inner, columns, num_tiles, tiles_of_program,
+    IN_RUNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Of x and x^2; or of dy and dy * (x - mean), where dy is given, of dy behind the relu where its output y is.
+
+    parts: (parts, 2, channels in runs, else columns) numbers, and one more, how many values a channel has.
+    """
+    span, part = tl.program_id(0), tl.program_id(1)
+    first_tile = part * tiles_of_program
+    last_tile = tl.minimum(first_tile + tiles_of_program, num_tiles)
+    channel, exists = _channel(span, channels, inner, IN_RUNS, COLUMNS)
+    if dy is None:
+        offsets, mask = _tile(first_tile, span, outer, columns, inner, IN_RUNS, ROWS, COLUMNS, INDEX)
+        values = tl.load(x + offsets, mask=mask, other=0.0).to(COMPUTE)
+        center = _sum(values, IN_RUNS) / tl.maximum(
+            _values_of_tile(first_tile, outer, inner, IN_RUNS, ROWS, COLUMNS), 1
+        )
+        center = tl.where(tl.abs(center) < float("inf"), center, 0.0)  # also NaN
+    else:
+        center = tl.load(statistics + channel, mask=exists, other=0.0).to(COMPUTE)
+
+    first = tl.zeros_like(center).to(tl.float64)
+    second = tl.zeros_like(center).to(tl.float64)
+    num_values = 0
+    for few_tiles in range(first_tile, last_tile, FEW):
+        firsts = tl.zeros((ROWS, COLUMNS), COMPUTE)
+        seconds = tl.zeros((ROWS, COLUMNS), COMPUTE)
+        for tile in range(few_tiles, tl.minimum(few_tiles + FEW, last_tile)):
+            offsets, mask = _tile(tile, span, outer, columns, inner, IN_RUNS, ROWS, COLUMNS, INDEX)
+            num_values += _values_of_tile(tile, outer, inner, IN_RUNS, ROWS, COLUMNS)
+            value = tl.load(x + offsets, mask=mask, other=0.0).to(COMPUTE)
+            difference = tl.where(mask, value - _across(center, IN_RUNS), 0.0)
+            if dy is None:
+                firsts += difference
+                seconds += difference * difference
+            else:
+                gradient = tl.load(dy + offsets, mask=mask, other=0.0).to(COMPUTE)
+                if y is not None:
+                    output = tl.load(y + offsets, mask=mask, other=0.0).to(COMPUTE)
+                    gradient = tl.where(output <= 0, 0.0, gradient)
+                firsts += gradient
+                seconds += gradient * difference
+        first += _sum(firsts.to(tl.float64), IN_RUNS)
+        second += _sum(seconds.to(tl.float64), IN_RUNS)
+
+    if dy is None:  # about zero
+        of_center = center.to(tl.float64) * num_values
+        second += center * (2 * first + of_center)
+        first += of_center
+    if IN_RUNS:
+        column, width = channel, channels
+    else:
+        column, width = span * COLUMNS + tl.arange(0, COLUMNS), columns
+    pair = parts + 2 * part.to(tl.int64) * width
+    tl.store(pair + column, first, mask=exists)
+    tl.store(pair + width + column, second, mask=exists)
+    if (span == 0) & (part == 0):
+        of_channel = tl.full([], outer, tl.float64) * inner
+        tl.store(parts + 2 * tl.num_programs(1).to(tl.int64) * width, of_channel)
+
+
+@triton.jit
+def _total(parts, which: tl.constexpr, channel, exists, num_parts, width, inner, CHANNELS: tl.constexpr):
+    """Of each channel over all parts and its columns, `inner` of them."""
+    PARTS: tl.constexpr = 32
+    total = tl.zeros((PARTS, CHANNELS), tl.float64)
+    for first_part in range(0, num_parts * inner, PARTS):
+        index = first_part + tl.arange(0, PARTS)
+        offsets = (2 * (index // inner) + which).to(tl.int64) * width + index % inner
+        mask = (index < num_parts * inner)[:, None] & exists[None, :]
+        total += tl.load(parts + offsets[:, None] + (channel * inner)[None, :], mask=mask, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def sums(parts, sums, num_parts, width, inner, channels, CHANNELS: tl.constexpr):
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    exists = channel < channels
+    first = _total(parts, 0, channel, exists, num_parts, width, inner, CHANNELS)
+    second = _total(parts, 1, channel, exists, num_parts, width, inner, CHANNELS)
+    tl.store(sums + channel, first, mask=exists)
+    tl.store(sums + channels + channel, second, mask=exists)
+    if tl.program_id(0) == 0:
+        num_values = tl.load(parts + 2 * num_parts.to(tl.int64) * width)
+        tl.store(sums + 2 * channels, num_values)
+
+
+@triton.jit
+def gradient_sums(
+    parts, statistics, sums, grad_weight, grad_bias, eps, eps_rest, num_parts, width, inner, channels,
+    CHANNELS: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    exists = channel < channels
+    sum_dy = _total(parts, 0, channel, exists, num_parts, width, inner, CHANNELS)
+    sum_dy_xmu = _total(parts, 1, channel, exists, num_parts, width, inner, CHANNELS)
+    mean = tl.load(statistics + channel, mask=exists, other=0.0)
+    rest = mean - mean.to(COMPUTE).to(tl.float64)
+    sum_dy_xmu -= tl.where(rest != 0, rest * sum_dy, 0.0)  # 0 times an infinite sum is NaN
+    tl.store(sums + channel, sum_dy, mask=exists)
+    tl.store(sums + channels + channel, sum_dy_xmu, mask=exists)
+    if grad_weight is not None:
+        invstd = _invstd(statistics, channel, exists, channels, eps, eps_rest)
+        _store_number(grad_weight, channel, sum_dy_xmu * invstd, exists)
+    if grad_bias is not None:
+        _store_number(grad_bias, channel, sum_dy, exists)
+
+
+# Maps.
+
+
+@triton.jit
+def normalize(
+    x, residual, y, sums, statistics, weight, bias, eps, eps_rest,
+    outer, channels, inner, columns, num_tiles, tiles_of_program, RELU: tl.constexpr,
+    IN_RUNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    span, part = tl.program_id(0), tl.program_id(1)
+    channel, exists = _channel(span, channels, inner, IN_RUNS, COLUMNS)
+    num_values = tl.load(sums + 2 * channels)
+    count = tl.maximum(num_values, 1.0)
+    mean = tl.load(sums + channel, mask=exists, other=0.0) / count
+    var = tl.load(sums + channels + channel, mask=exists, other=0.0) / count - mean * mean
+    var = tl.where(var < 0, 0.0, var)  # NaN stays
+    if part == 0:  # several columns of a channel store the same
+        tl.store(statistics + channel, mean, mask=exists)
+        tl.store(statistics + channels + channel, var, mask=exists)
+        if span == 0:
+            tl.store(statistics + 2 * channels, num_values)
+    scale = _number(weight, channel, exists, 1.0) / tl.sqrt(var + _float64(eps, eps_rest))
+    center = mean.to(COMPUTE)
+    shift = _number(bias, channel, exists, 0.0) - (mean - center.to(tl.float64)) * scale
+    center, scale, shift = (
+        _across(center, IN_RUNS),
+        _across(scale.to(COMPUTE), IN_RUNS),
+        _across(shift.to(COMPUTE), IN_RUNS),
+    )
+    first_tile = part * tiles_of_program
+    for tile in range(first_tile, tl.minimum(first_tile + tiles_of_program, num_tiles)):
+        offsets, mask = _tile(tile, span, outer, columns, inner, IN_RUNS, ROWS, COLUMNS, INDEX)
+        value = (tl.load(x + offsets, mask=mask, other=0.0).to(COMPUTE) - center) * scale + shift
+        if residual is not None:
+            value += tl.load(residual + offsets, mask=mask, other=0.0).to(COMPUTE)
+        if RELU:
+            value = tl.where(value <= 0, 0.0, value)
+        tl.store(y + offsets, value, mask=mask)
+
+
+@triton.jit
+def input_gradient(
+    dy, x, y, grad_x, grad_residual, statistics, sums, weight, eps, eps_rest,
+    outer, channels, inner, columns, num_tiles, tiles_of_program,
+    IN_RUNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    span, part = tl.program_id(0), tl.program_id(1)
+    channel, exists = _channel(span, channels, inner, IN_RUNS, COLUMNS)
+    count = tl.maximum(tl.load(statistics + 2 * channels), 1.0)
+    mean_dy = tl.load(sums + channel, mask=exists, other=0.0) / count
+    mean_dy_xmu = tl.load(sums + channels + channel, mask=exists, other=0.0) / count
+    mean = tl.load(statistics + channel, mask=exists, other=0.0)
+    invstd = _invstd(statistics, channel, exists, channels, eps, eps_rest)
+    center = mean.to(COMPUTE)
+    a = _number(weight, channel, exists, 1.0) * invstd
+    b = -a * invstd * invstd * mean_dy_xmu
+    c = -a * mean_dy - b * (mean - center.to(tl.float64))
+    center, a = _across(center, IN_RUNS), _across(a.to(COMPUTE), IN_RUNS)
+    b, c = _across(b.to(COMPUTE), IN_RUNS), _across(c.to(COMPUTE), IN_RUNS)
+    first_tile = part * tiles_of_program
+    for tile in range(first_tile, tl.minimum(first_tile + tiles_of_program, num_tiles)):
+        offsets, mask = _tile(tile, span, outer, columns, inner, IN_RUNS, ROWS, COLUMNS, INDEX)
+        gradient = tl.load(dy + offsets, mask=mask, other=0.0).to(COMPUTE)
+        if y is not None:
+            output = tl.load(y + offsets, mask=mask, other=0.0).to(COMPUTE)
+            gradient = tl.where(output <= 0, 0.0, gradient)
+        if grad_residual is not None:
+            tl.store(grad_residual + offsets, gradient, mask=mask)
+        value = tl.load(x + offsets, mask=mask, other=0.0).to(COMPUTE) - center
+        tl.store(grad_x + offsets, gradient * a + value * b + c, mask=mask)
+
+
+@triton.jit
+def update_running_stats(
+    running_mean, running_var, statistics, momentum, momentum_rest, mean_stride, var_stride, channels,
+    CHANNELS: tl.constexpr,
+):  # fmt: skip
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    exists = channel < channels
+    num_values = tl.load(statistics + 2 * channels)
+    share = _float64(momentum, momentum_rest)
+    mean = tl.load(statistics + channel, mask=exists, other=0.0)
+    var = tl.load(statistics + channels + channel, mask=exists, other=0.0)
+    unbiased_var = var * (num_values / tl.maximum(num_values - 1, 1.0))
+    old_mean = tl.load(running_mean + channel * mean_stride, mask=exists, other=0.0).to(tl.float64)
+    old_var = tl.load(running_var + channel * var_stride, mask=exists, other=0.0).to(tl.float64)
+    moved_mean = (1 - share) * old_mean + share * mean
+    moved_var = (1 - share) * old_var + share * unbiased_var
+    _store_number(running_mean, channel * mean_stride, tl.where(num_values > 0, moved_mean, old_mean), exists)
+    _store_number(running_var, channel * var_stride, tl.where(num_values > 1, moved_var, old_var), exists)

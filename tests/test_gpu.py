@@ -1,0 +1,150 @@
+"""What only a GPU can show: launches, no waiting, graphs, streams, devices, more than 2^31 values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import syncbn
+from syncbn import kernels
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+MOST_LAUNCHES = {"forward": 4, "backward": 3}
+
+
+@pytest.fixture(autouse=True)
+def needs_triton() -> None:
+    if "Triton" not in kernels.available():
+        pytest.skip(kernels.available())
+
+
+def step(layer: nn.Module, x: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(layer(x).pow(3).sum(), x)
+    return gradient
+
+
+def launched(call: Callable[[], object]) -> list[str]:
+    """The kernels that a call starts on the GPU, but for copies and memsets."""
+    call()  # compiled before
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    names = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [name for name in names if not name.startswith(("Memcpy", "Memset"))]
+
+
+@pytest.mark.parametrize("shape", [(4, 8, 5, 5), (64, 64, 56, 56)], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_launches(shape: tuple[int, ...], channels_last: bool) -> None:
+    torch.use_deterministic_algorithms(False)  # else torch.empty fills new memory, with kernels of its own
+    x = torch.randn(shape, device="cuda").requires_grad_()
+    if channels_last:
+        x = x.detach().to(memory_format=torch.channels_last).requires_grad_()
+    weight, bias = torch.ones(shape[1], device="cuda").requires_grad_(), torch.zeros(shape[1], device="cuda")
+    running_mean, running_var = torch.zeros_like(bias), torch.ones_like(bias)
+
+    def forward() -> Tensor:
+        return syncbn.functional.sync_batch_norm(x, running_mean, running_var, weight, bias, training=True)
+
+    names = launched(forward)
+    assert 0 < len(names) <= MOST_LAUNCHES["forward"], names
+    y, dy = forward(), torch.randn_like(x)
+    names = launched(lambda: torch.autograd.grad(y, (x, weight), dy, retain_graph=True))
+    assert 0 < len(names) <= MOST_LAUNCHES["backward"], names
+
+
+def test_nothing_waits_for_the_gpu() -> None:
+    layer, x = syncbn.SyncBatchNorm2d(8, device="cuda"), torch.randn(4, 8, 9, 9, device="cuda", requires_grad=True)
+    step(layer, x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(layer, x)
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            x.sum().item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_captured_step() -> None:
+    """A CUDA graph of a whole training step, replayed, moves everything as eager steps do."""
+    layers = [syncbn.SyncBatchNorm2d(8, device="cuda") for _ in range(2)]
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
+    static_x = torch.randn(4, 8, 9, 9, device="cuda")
+
+    def train(index: int) -> None:
+        optimizers[index].zero_grad(set_to_none=False)
+        layers[index](static_x).pow(3).sum().backward()
+        optimizers[index].step()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        train(0)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        train(0)
+    layers[0].load_state_dict(layers[1].state_dict())
+    for _ in range(3):
+        static_x.normal_()
+        graph.replay()
+        train(1)
+    for one, other in zip(layers[0].state_dict().values(), layers[1].state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_two_streams() -> None:
+    layers = [syncbn.SyncBatchNorm2d(64, device="cuda") for _ in range(2)]
+    xs = [torch.randn(16, 64, 40, 40, device="cuda", requires_grad=True) for _ in range(2)]
+    expected = [step(layer, x) for layer, x in zip(layers, xs, strict=True)]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for _ in range(5):
+        gradients = []
+        for stream, layer, x in zip(streams, layers, xs, strict=True):
+            with torch.cuda.stream(stream):
+                gradients.append(step(layer, x))
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, gradients, expected))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_device_that_is_not_the_current_one() -> None:
+    layer = syncbn.SyncBatchNorm2d(8, device="cuda:1")
+    x = torch.randn(4, 8, 9, 9, device="cuda:1", requires_grad=True)
+    assert torch.cuda.current_device() == 0
+    there = step(layer, x)
+    here = step(syncbn.SyncBatchNorm2d(8, device="cuda:0"), x.detach().to("cuda:0").requires_grad_())
+    torch.testing.assert_close(there.cpu(), here.cpu())
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_more_values_than_an_int32_counts(channels_last: bool) -> None:
+    """The last sample lies beyond 2^31 values and is unlike the others."""
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB of free memory")
+    shape = (2**31 // (64 * 1024 * 32) + 1, 64, 1024, 32)
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    x = torch.empty(shape, dtype=torch.bfloat16, device="cuda", memory_format=memory_format).zero_()
+    x[-1] = 3.0
+    assert x.numel() > 2**31
+    served = kernels.serving(x)
+    sums = served.channel_sums(x, 1)
+    values = shape[2] * shape[3]
+    assert sums[:64].eq(3 * values).all()
+    assert sums[64:128].eq(9 * values).all()
+    y, statistics = served.normalize(x, 1, sums, 1e-5, None, None, None, False)
+    mean, invstd = 3 / shape[0], (9 / shape[0] - 9 / shape[0] ** 2 + 1e-5) ** -0.5
+    torch.testing.assert_close(y[-1], torch.full_like(y[-1], (3 - mean) * invstd))
+    torch.testing.assert_close(y[0], torch.full_like(y[0], -mean * invstd))
+    del y
+    of_dy, _, _ = served.gradient_sums(x, x, None, 1, statistics, 1e-5, None, None)
+    torch.testing.assert_close(of_dy[64:], torch.full_like(of_dy[64:], 3 * values * (3 - mean)))
+    grad_x, _ = served.input_gradient(x, x, None, 1, statistics, 1e-5, None, of_dy, False)
+    assert grad_x[-1].isfinite().all()
+    assert grad_x[-1].float().std() == 0
