@@ -289,6 +289,7 @@ def run_case(case: Case, device: torch.device, rounds: int, compiled: bool) -> R
     """The times of each peer, of the limit and of the collectives; and what each peer needs."""
     x, z, dy = draw(case, device)
     peers = make_peers(case, device, compiled)
+    torch.ones(1, requires_grad=True).clone().backward(torch.ones(1))  # imports sympy, the first time
     first_calls = {name: sum(time_step(peer, x, z, dy)) for name, peer in peers.items()}
     needs = {
         name: Needs(first_calls[name], saved_bytes(peer, x, z) / x.nbytes, peak_bytes(peer, x, z, dy) / x.nbytes,
@@ -462,7 +463,7 @@ def write(output: Path, about: dict[str, object], results: dict[str, Result]) ->
 
 
 def choose_device(threads: int) -> torch.device:
-    """A GPU if there is one, else `threads` of the CPU; and join the process group that torchrun describes, if it does."""
+    """A GPU if there is one, else `threads` of the CPU; join the process group that torchrun describes, if it does."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's
     torch.set_num_threads(threads)
     device = torch.device("cpu")
