@@ -39,14 +39,15 @@ ranks() { # number of ranks, arguments
     echo python3 -m torch.distributed.run --standalone --nproc-per-node "$count" "$@"
 }
 tests="-m pytest -q -p voting tests/distributed"
+without_compile="--ignore tests/distributed/test_compile.py" # which has a step of its own
 workers=$(python3 -c 'import xdist' 2>/dev/null && echo "-n 12") # Triton compiles on the CPU
 export PYTHONPATH="tests${PYTHONPATH:+:$PYTHONPATH}"
 
 step kernels yes 110 python3 -m pytest -q $workers tests/test_kernels.py tests/test_moments.py -k triton
-step nccl yes 80 $(ranks "$gpus" --local-ranks-filter 0 $tests)
-step gloo_two_ranks_a_gpu yes 110 $(ranks $((gpus * 2)) --local-ranks-filter 0 $tests)
-step gpu yes 40 python3 -m pytest -q tests/test_gpu.py
-step compile yes 50 $(ranks 1 --local-ranks-filter 0 $tests/test_compile.py)
+step gpu yes 60 python3 -m pytest -q tests/test_gpu.py # nccl too, with one rank
+[[ $gpus == 1 ]] || step nccl yes 80 $(ranks "$gpus" --local-ranks-filter 0 $tests $without_compile)
+step gloo_two_ranks_a_gpu yes 110 $(ranks $((gpus * 2)) --local-ranks-filter 0 $tests $without_compile)
+step compile yes 60 $(ranks 2 --local-ranks-filter 0 $tests/test_compile.py)
 step digits yes 40 $(ranks "$gpus" examples/digits.py --epochs 2 --output "$output/digits")
 step bench no 70 $(ranks 1 scripts/bench.py --shapes 64x64x56x56 64x256x56x56 256x256x28x28 256x2048x7x7 --dtypes float32 bfloat16
     --compiled --rounds 10 --output "$output/bench")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import syncbn
-from syncbn import kernels
+from syncbn import groups, kernels
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 MOST_LAUNCHES = {"forward": 4, "backward": 3}
@@ -58,8 +59,28 @@ def test_launches(shape: tuple[int, ...], channels_last: bool) -> None:
     assert 0 < len(names) <= MOST_LAUNCHES["backward"], names
 
 
-def test_nothing_waits_for_the_gpu() -> None:
-    layer, x = syncbn.SyncBatchNorm2d(8, device="cuda"), torch.randn(4, 8, 9, 9, device="cuda", requires_grad=True)
+@pytest.fixture(params=["no collective", "nccl"])
+def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[nn.Module]]:
+    """Two equal layers; with nccl they synchronise over a group of one rank, which they would leave alone."""
+    if request.param == "nccl":
+        store = dist.HashStore()
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+        monkeypatch.setattr(groups, "resolve", lambda specification: dist.group.WORLD)
+    yield [syncbn.SyncBatchNorm2d(8, device="cuda") for _ in range(2)]
+    if request.param == "nccl":
+        dist.destroy_process_group()
+
+
+def test_one_rank_of_nccl(layers: list[nn.Module]) -> None:
+    x, layer = torch.randn(4, 8, 9, 9, device="cuda", requires_grad=True), nn.BatchNorm2d(8, device="cuda")
+    for own in layers:
+        torch.testing.assert_close(step(own, x), step(layer, x))
+        torch.testing.assert_close(own.running_var, layer.running_var)
+        layer.reset_running_stats()
+
+
+def test_nothing_waits_for_the_gpu(layers: list[nn.Module]) -> None:
+    layer, x = layers[0], torch.randn(4, 8, 9, 9, device="cuda", requires_grad=True)
     step(layer, x)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -70,9 +91,8 @@ def test_nothing_waits_for_the_gpu() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_captured_step() -> None:
+def test_a_captured_step(layers: list[nn.Module]) -> None:
     """A CUDA graph of a whole training step, replayed, moves everything as eager steps do."""
-    layers = [syncbn.SyncBatchNorm2d(8, device="cuda") for _ in range(2)]
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
     static_x = torch.randn(4, 8, 9, 9, device="cuda")
 
