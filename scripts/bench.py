@@ -48,6 +48,7 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import syncbn
 from syncbn.functional import train
@@ -56,6 +57,7 @@ SHAPES = "32x64x56x56 32x256x28x28 64x256x56x56 8x64x32x32 8x512x7x7 256x1024 4x
 DTYPES = "float32 bfloat16 float16 float64"
 WARM_UP = 3  # rounds
 L2_BYTES = 2**28  # more than any GPU's cache holds
+AHEAD_CYCLES = 2_000_000  # about a millisecond, in which Python gets ahead of the GPU: its own time is not measured
 NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd", "barrier")  # among the operators of torch.distributed
 
 
@@ -205,7 +207,8 @@ def make_peers(case: Case, device: torch.device, compiled: bool) -> dict[str, Pe
         peers[name] = lambda x, z, norm=norm: norm(x)
         peers[f"{name} fused"] = lambda x, z, norm=norm: F.relu(norm(x) + z)
     if compiled:
-        peers |= {f"{name} compiled": torch.compile(peer) for name, peer in peers.items()}
+        torch._dynamo.reset()  # of other cases; else Dynamo soon gives up what it has compiled too often, in silence
+        peers |= {f"{name} compiled": torch.compile(peer, dynamic=False) for name, peer in peers.items()}
     return peers
 
 
@@ -224,10 +227,12 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
         if self.on_gpu:
-            torch.empty(L2_BYTES, dtype=torch.uint8, device=device).zero_()  # leaves nothing of use in the cache
             torch.cuda.synchronize(device)
         if dist.is_initialized():
             dist.barrier()
+        if self.on_gpu:
+            torch.empty(L2_BYTES, dtype=torch.uint8, device=device).zero_()  # leaves nothing of use in the cache
+            torch.cuda._sleep(AHEAD_CYCLES)
         self.times: list[Any] = []
         self.lap()
 
@@ -348,10 +353,12 @@ def peak_bytes(peer: Peer, x: Tensor, z: Tensor, dy: Tensor) -> int:
     if x.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        time_step(peer, x, z, dy)
+        peer(x, z).backward(dy)
+        x.grad = z.grad = None
         return torch.cuda.max_memory_allocated() - before
     with profile(profile_memory=True) as profiler:
-        time_step(peer, x, z, dy)
+        peer(x, z).backward(dy)
+        x.grad = z.grad = None
     changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     changes.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate(event.nbytes() for event in changes))
@@ -367,8 +374,8 @@ class _Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional") and func._opname not in NO_COLLECTIVES:
             self.calls += 1
-            tensors = args[0] if isinstance(args[0], list) else [args[0]]
-            self.sent += sum(tensor.nbytes for tensor in tensors)
+            given = args[1] if "allgather" in func._opname else args[0]  # which has its outputs first
+            self.sent += sum(tensor.nbytes for tensor in tree_leaves(given))
         return func(*args, **(kwargs or {}))
 
 

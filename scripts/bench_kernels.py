@@ -42,7 +42,8 @@ def calls_of(case: Case, device: torch.device) -> dict[str, tuple[Callable[[], o
     """Name -> what to call, and how many tensors of the input's size it must read and write."""
     x, z, dy = (tensor.detach() for tensor in draw(case, device))
     dim, channels = case.channel_dim, case.shape[case.channel_dim]
-    weight, bias = torch.ones(channels, device=device), torch.zeros(channels, device=device)
+    of_channels = {"dtype": torch.promote_types(case.dtype, torch.float32), "device": device}
+    weight, bias = torch.ones(channels, **of_channels), torch.zeros(channels, **of_channels)
     served = kernels.serving(x)
     sums = served.channel_sums(x, dim)
     y, packed = served.normalize(x, dim, sums, EPS, weight, bias, z, True)

@@ -16,8 +16,9 @@ The model, for W ranks, n bytes of each, a latency a in seconds and a bandwidth 
     all_reduce    ring 2 (W - 1) (a + n / (W b))      tree 2 log2(W) a + 2 n / b
     all_gather    ring (W - 1) (a + n / b)            tree log2(W) a + (W - 1) n / b
 
-Thakur, Rabenseifner & Gropp 2005, https://doi.org/10.1177/1094342005051521; the tree is pipelined, as nccl's. gloo's
-are rings, so a and b are fitted to the rings, by least squares of relative errors.
+Thakur, Rabenseifner & Gropp 2005, https://doi.org/10.1177/1094342005051521. The tree of the all_reduce is pipelined, as
+nccl's; that of the all_gather is recursive doubling, where nccl has a ring. gloo's are rings, so a and b are fitted to
+the rings, by least squares of relative errors.
 
 Assumed: every rank is there when a collective begins; nothing overlaps it; a and b are the same between all ranks,
 within a host or not, and do not change with their number; a step takes the same time without synchronisation at every
@@ -220,7 +221,11 @@ def model(arguments: argparse.Namespace, console: Console) -> None:
     if not times:
         raise SystemExit(f"no times in {arguments.output}: run this under torchrun first, as --help says")
     fitted, errors = fit(times)
-    network = Network(arguments.latency or fitted.latency, arguments.bandwidth or fitted.bandwidth)
+    if min(fitted) < 0:
+        raise SystemExit(f"the times fit no network ({fitted}): measure them again, on idle machines, with more rounds")
+    network = Network(
+        fitted.latency if arguments.latency is None else arguments.latency, arguments.bandwidth or fitted.bandwidth
+    )
     console.print(
         f"fitted to {len(times)} times: latency {1e6 * fitted.latency:.0f} us, bandwidth {fitted.bandwidth / 1e9:.2f} "
         f"GB/s; relative error: median {errors.abs().median():.0%}, largest {errors.abs().max():.0%}"

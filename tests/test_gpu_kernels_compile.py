@@ -32,7 +32,7 @@ def ptx(kernel: Any, capability: int, *, num_warps: int = 4, enable_fp_fusion: b
     constants, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         argument = arguments[name]
-        if name.isupper() or argument is None:
+        if name.isupper() or argument is None or (type(argument) is int and argument == 1):  # as a launch does
             signature[name], constants[index,] = "constexpr", argument
             continue
         kind = "i64" if isinstance(argument, int) and argument >= 2**31 else "i32"
@@ -64,13 +64,27 @@ def test_kernels_of_values(capability: int, dtype: torch.dtype, sizes: tuple[int
     assert (plan.constants["INDEX"] == tl.int64) == (sizes[0] * sizes[1] * sizes[2] >= 2**31)
     for kernel, own in arguments.items():
         assembly = ptx(kernel, capability, **plan.sizes, **plan.constants, **own)
-        assert "atom" not in assembly, "their order would change results"
+        assert not re.search(r"\b(atom|red)\.", assembly), "their order would change results"
         wide = "v2.b64" if dtype == torch.float64 else "v4.b32"
         assert re.search(rf"ld\.global\.\S*{re.escape(wide)}", assembly), "read piece by piece"
         if kernel is not gpu_kernels.parts_of_sums:
             assert re.search(rf"st\.global\.\S*{re.escape(wide)}", assembly), "written piece by piece"
     of_gradients = {"x": values, "dy": values, "y": values, "statistics": NUMBERS, "parts": NUMBERS}
     ptx(gpu_kernels.parts_of_sums, capability, **plan.sizes, **plan.constants, **of_gradients)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (4, 8, 25), (1, 8, 40), (2**31 + 5, 1, 1), (1, 1, 2**31 + 5)], ids=str)
+def test_sizes_of_one_and_of_more_than_an_int32(sizes: tuple[int, int, int]) -> None:
+    """A launch makes a constant of a size of 1, which is no tensor of Triton's."""
+    plan = gpu._plan(sizes, torch.float32, gpu.SUMMING_PROGRAMS)
+    x, grid = "*fp32", {**plan.sizes, **plan.constants}
+    of_gradients = {"x": x, "dy": x, "y": x, "statistics": NUMBERS, "parts": NUMBERS}
+    ptx(gpu_kernels.parts_of_sums, 90, **(of_gradients | {"dy": None, "y": None, "statistics": None}), **grid)
+    ptx(gpu_kernels.parts_of_sums, 90, **of_gradients, **grid)
+    ptx(gpu_kernels.sums, 90, parts=NUMBERS, sums=NUMBERS, **plan.of_parts, CHANNELS=32)
+    of_maps = {"x": x, "y": x, "statistics": NUMBERS, "sums": NUMBERS, "weight": None} | TWO | grid
+    ptx(gpu_kernels.normalize, 90, residual=None, bias=None, RELU=False, **of_maps)
+    ptx(gpu_kernels.input_gradient, 90, dy=x, grad_x=x, grad_residual=None, **of_maps)
 
 
 @pytest.mark.parametrize("parameter", ["*fp32", "*bf16", "*fp64"])

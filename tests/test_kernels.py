@@ -31,6 +31,7 @@ SIZES = [
     (0, 3, 4),  # an empty rank
     (3, 2, 0),
     (3, 0, 2),
+    (4, 0, 40),
 ]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EPS = 1e-5

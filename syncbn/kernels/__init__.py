@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import os
 from types import ModuleType
 
@@ -23,14 +22,22 @@ def serving(x: Tensor) -> ModuleType:
 
     Tensor subclasses and exported programs get torch's operations, as do compiled graphs on GPUs. On CPUs what Inductor
     makes of those takes 2 to 12 times as long as the operators, which it calls as they are.
+
+    The operators have no gradient. In eager mode only autograd.Functions call them; but Dynamo traces through the
+    forward of a Function when nothing outside requires grad, as in torch.func, and then grad mode stays on.
     """
     if type(x) is not Tensor or torch.compiler.is_exporting():
         return reference
     if x.is_cpu:
-        return cpu if _CPU else reference
+        return cpu if _CPU and not (torch.compiler.is_compiling() and torch.is_grad_enabled()) else reference
     if x.is_cuda and not torch.compiler.is_compiling() and _why_no_triton() is None:
-        return importlib.import_module("syncbn.kernels.gpu")
+        # Outside of the Functions a torch.func transform wraps tensors, which have no memory then.
+        return reference if torch._C._are_functorch_transforms_active() else _gpu()
     return reference
+
+
+def _gpu() -> ModuleType:
+    return importlib.import_module("syncbn.kernels.gpu")
 
 
 def available() -> str:
@@ -51,12 +58,12 @@ _CPU = _WHY_NOT is None
 
 @functools.cache
 def _why_no_triton() -> str | None:
-    """None when kernels in Triton can run on every GPU of this machine, else the reason in a line."""
+    """None when kernels in Triton run on the GPU, which one of them does once, else the reason in a line."""
     if _FORCED:
         return f"SYNCBN_KERNELS={_FORCED}"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    for index in range(torch.cuda.device_count()):
-        if torch.version.hip is None and torch.cuda.get_device_capability(index) < (7, 0):
-            return f"{torch.cuda.get_device_name(index)} has a compute capability below 7.0"
+    try:
+        buffers, statistics = torch.zeros(2, 1, device="cuda"), torch.zeros(3, dtype=torch.float64, device="cuda")
+        _gpu().update_running_stats(*buffers, statistics, 0.1)
+    except Exception as error:  # of whatever class: no triton, no C compiler, a GPU that it does not know
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
     return None

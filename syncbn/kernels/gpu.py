@@ -49,7 +49,7 @@ class Plan(NamedTuple):
         }
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _plan(sizes: tuple[int, int, int], dtype: torch.dtype, most_programs: int) -> Plan:
     outer, channels, inner = sizes
     if outer * inner == 0:
@@ -85,7 +85,7 @@ def _plan(sizes: tuple[int, int, int], dtype: torch.dtype, most_programs: int) -
     )
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _two(number: float) -> tuple[float, float]:
     """Two float32 whose sum is the number, to 48 bits."""
     high = ctypes.c_float(number).value

@@ -40,24 +40,25 @@ def _tile(
     IN_RUNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
     """Where the values of a tile are, (ROWS, COLUMNS), and which exist."""
-    column = tl.arange(0, COLUMNS)
+    tile, span, column = tl.cast(tile, INDEX), tl.cast(span, INDEX), tl.arange(0, COLUMNS)
     if IN_RUNS:
         tiles_of_row = tl.cdiv(inner, COLUMNS)
         row_tile = tile // tiles_of_row
-        column += tile % tiles_of_row * COLUMNS
-        exists = column < inner
-        column = span.to(INDEX) * inner + column
+        column_of_run = tile % tiles_of_row * COLUMNS + column
+        column = span * inner + column_of_run
+        exists = (column_of_run < inner) & (column < columns)
     else:
         row_tile = tile
-        column = span.to(INDEX) * COLUMNS + column
+        column = span * COLUMNS + column
         exists = column < columns
-    row = row_tile.to(INDEX) * ROWS + tl.arange(0, ROWS)
+    row = row_tile * ROWS + tl.arange(0, ROWS)
     return row[:, None] * columns + column[None, :], (row < outer)[:, None] & exists[None, :]
 
 
 @triton.jit
 def _values_of_tile(tile, outer, inner, IN_RUNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of a channel in a run, else of a column."""
+    """How many, int64, of a channel in a run, else of a column."""
+    tile = tl.cast(tile, tl.int64)
     if IN_RUNS:
         tiles_of_row = tl.cdiv(inner, COLUMNS)
         rows = tl.minimum(outer - tile // tiles_of_row * ROWS, ROWS)
@@ -142,7 +143,7 @@ def parts_of_sums(
 
     first = tl.zeros_like(center).to(tl.float64)
     second = tl.zeros_like(center).to(tl.float64)
-    num_values = 0
+    num_values = tl.full([], 0, tl.int64)
     for few_tiles in range(first_tile, last_tile, FEW):
         firsts = tl.zeros((ROWS, COLUMNS), COMPUTE)
         seconds = tl.zeros((ROWS, COLUMNS), COMPUTE)
@@ -172,12 +173,12 @@ def parts_of_sums(
         column, width = channel, channels
     else:
         column, width = span * COLUMNS + tl.arange(0, COLUMNS), columns
-    pair = parts + 2 * part.to(tl.int64) * width
+    pair = parts + 2 * tl.cast(part, tl.int64) * width
     tl.store(pair + column, first, mask=exists)
     tl.store(pair + width + column, second, mask=exists)
     if (span == 0) & (part == 0):
         of_channel = tl.full([], outer, tl.float64) * inner
-        tl.store(parts + 2 * tl.num_programs(1).to(tl.int64) * width, of_channel)
+        tl.store(parts + 2 * tl.cast(tl.num_programs(1), tl.int64) * width, of_channel)
 
 
 @triton.jit
@@ -187,7 +188,7 @@ def _total(parts, which: tl.constexpr, channel, exists, num_parts, width, inner,
     total = tl.zeros((PARTS, CHANNELS), tl.float64)
     for first_part in range(0, num_parts * inner, PARTS):
         index = first_part + tl.arange(0, PARTS)
-        offsets = (2 * (index // inner) + which).to(tl.int64) * width + index % inner
+        offsets = tl.cast(2 * (index // inner) + which, tl.int64) * width + index % inner
         mask = (index < num_parts * inner)[:, None] & exists[None, :]
         total += tl.load(parts + offsets[:, None] + (channel * inner)[None, :], mask=mask, other=0.0)
     return tl.sum(total, 0)
@@ -202,7 +203,7 @@ def sums(parts, sums, num_parts, width, inner, channels, CHANNELS: tl.constexpr)
     tl.store(sums + channel, first, mask=exists)
     tl.store(sums + channels + channel, second, mask=exists)
     if tl.program_id(0) == 0:
-        num_values = tl.load(parts + 2 * num_parts.to(tl.int64) * width)
+        num_values = tl.load(parts + 2 * tl.cast(num_parts, tl.int64) * width)
         tl.store(sums + 2 * channels, num_values)
 
 

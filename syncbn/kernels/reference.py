@@ -3,8 +3,9 @@
 C: channels, in dim `channel_dim` >= 0 of the tensors of values: x, and dy, y and the residual, which have the dtype and
     shape of x and lie in memory as x does, without gaps. Numbers of channels are float64, but for weight and bias (C,)
     in any float dtype; statistics (2C + 1,) are mean, var and n, see moments.py, and invstd = 1 / sqrt(var + eps).
-    Reductions add in float64; values of 16 bits, a few at a time, at first in float32 if that is faster, where squares
-    of bfloat16 values beyond 1.8e19 overflow. Maps compute single values in float32, or in float64 for float64 values.
+    Reductions add in float64; values of 16 bits, a few at a time, at first in float32 if that is faster, and on GPUs
+    float32 values too: squares of values beyond 1.8e19 then overflow, those of values below 1e-19 lose digits. Maps
+    compute single values in float32, or in float64 for float64 values.
 """
 
 from __future__ import annotations

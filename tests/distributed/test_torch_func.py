@@ -50,6 +50,24 @@ def test_grad_and_grad_of_grad(ranks: Ranks) -> None:
     torch.testing.assert_close(second(ours)(x[mine], weight), second(plain)(x, weight)[mine], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled(ranks: Ranks) -> None:
+    """Dynamo then traces through the Function's forward: what it finds there has gradients, or is refused; no zeros."""
+    x, weight = data(ranks)
+    x, weight = x[ranks.even(len(x))], weight.to(ranks.device)
+
+    def gradient(x: Tensor, weight: Tensor, process_group: int | None) -> Tensor:
+        return grad(
+            lambda x: sync_batch_norm(x, None, None, weight, training=True, process_group=process_group).pow(3).sum()
+        )(x)
+
+    sync_batch_norm(x, None, None, training=True, process_group=1)  # makes the groups
+    compiled = torch.compile(gradient, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, weight, 1), gradient(x, weight, 1), rtol=1e-10, atol=1e-10)
+    with pytest.raises(RuntimeError, match="setup_context"):
+        compiled(x, weight, None)
+
+
 def test_vjp(ranks: Ranks) -> None:
     x, weight = data(ranks)
     weight = weight.to(ranks.device)
