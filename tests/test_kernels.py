@@ -365,6 +365,13 @@ def test_the_reference_can_be_forced(value: str | None, code: int, shown: str) -
         assert run.stdout.strip() == all_kernels.available()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
+def test_what_keeps_triton_from_running_is_told_and_not_raised() -> None:
+    reason = all_kernels._why_no_triton()
+    assert reason
+    assert "\n" not in reason
+
+
 def test_which_tensors_the_operators_serve() -> None:
     fast = reference if cpu.why_not() else cpu
     assert all_kernels.serving(torch.ones(2)) is fast
