@@ -11,18 +11,22 @@ With syncbn the loss curve lies on that of one process, to rounding; with local 
     torchrun --standalone --nproc-per-node 2 examples/digits.py --epochs 1 --steps 20        a few seconds
 
 Writes metrics.json (settings, curves, accuracies, distances) and curves.png to --output. The data are scikit-learn's:
-1,797 images of 8 x 8 pixels, inside its wheel.
+1,797 images of 8 x 8 pixels, inside its wheel. Without rich it prints plain lines, and without matplotlib there is no
+picture.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import itertools
 import json
 import os
 import platform
 import sys
 import time
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -30,9 +34,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -41,6 +42,7 @@ import syncbn
 
 NUM_TEST = 297  # images held out; 1,500 to train
 SMOOTHING = 25  # steps per point of the plot
+LINE_EVERY = 50  # steps, without rich
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -169,7 +171,7 @@ def choose_device() -> torch.device:
     return device
 
 
-def train(arguments: argparse.Namespace, device: torch.device, console: Console) -> list[Trainer]:
+def train(arguments: argparse.Namespace, device: torch.device) -> list[Trainer]:
     """All three ways in lockstep, so that an interruption leaves comparable curves."""
     torch.manual_seed(arguments.seed)
     dtype = getattr(torch, arguments.dtype)
@@ -186,16 +188,14 @@ def train(arguments: argparse.Namespace, device: torch.device, console: Console)
     batch = arguments.images_per_rank * world_size()
     num_steps = arguments.steps or len(train_images) // batch
     order = torch.Generator().manual_seed(arguments.seed)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, disable=rank() != 0) as progress:
-        task = progress.add_task("training", total=arguments.epochs * num_steps)
+    with progress_bar(arguments.epochs * num_steps) as advance:
         for epoch in range(arguments.epochs):
             shuffled = torch.randperm(len(train_images), generator=order).to(device)
             for picked in shuffled.split(batch)[:num_steps]:
                 for trainer in trainers:
                     trainer.step(train_images[picked], train_labels[picked])
                 losses = "  ".join(f"{trainer.name} {trainer.losses[-1]:.3f}" for trainer in trainers)
-                progress.update(task, advance=1, description=f"epoch {epoch + 1}/{arguments.epochs}  {losses}")
+                advance(f"epoch {epoch + 1}/{arguments.epochs}  {losses}")
             for trainer in trainers:
                 trainer.evaluate(test_images, test_labels)
     if rank() == 0:
@@ -203,25 +203,56 @@ def train(arguments: argparse.Namespace, device: torch.device, console: Console)
     return trainers
 
 
+@contextlib.contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
+    """Yields what to call after each of `total` steps, with what to show; rank 0 shows it."""
+    if rank() != 0:
+        yield lambda text: None
+        return
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        step = itertools.count(1)
+        yield lambda text: print(text) if next(step) % LINE_EVERY == 0 else None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns) as progress:
+        task = progress.add_task("training", total=total)
+        yield lambda text: progress.update(task, advance=1, description=text)
+
+
+def print_table(title: str, rows: list[tuple[str, ...]]) -> None:
+    """The first row holds the headings."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(title, *("  ".join(cell.rjust(14) for cell in row) for row in rows), sep="\n")
+        return
+    table = Table(title=title)
+    for index, heading in enumerate(rows[0]):
+        table.add_column(heading, justify="right" if index else "left")
+    for row in rows[1:]:
+        table.add_row(*row)
+    Console().print(table)
+
+
 def distance(trainer: Trainer, reference: Trainer) -> float:
     """The largest difference of two loss curves, in units of the loss."""
     return max(abs(a - b) for a, b in zip(trainer.losses, reference.losses, strict=True))
 
 
-def report(trainers: list[Trainer], arguments: argparse.Namespace, seconds: float, console: Console) -> None:
+def report(trainers: list[Trainer], arguments: argparse.Namespace, seconds: float) -> None:
     """Table, JSON and plot; on one rank."""
     device = (
         torch.cuda.get_device_name() if dist.is_initialized() and dist.get_backend() == "nccl" else platform.machine()
     )
-    table = Table(title=f"{world_size()} ranks x {arguments.images_per_rank} images, {arguments.dtype}, {device}")
-    for heading in ("training", "final loss", "test accuracy", "largest distance from one process"):
-        table.add_column(heading, justify="left" if heading == "training" else "right")
+    rows = [("training", "final loss", "test accuracy", "largest distance from one process")]
     for trainer in trainers:
         loss = sum(trainer.losses[-SMOOTHING:]) / len(trainer.losses[-SMOOTHING:])
-        table.add_row(
-            trainer.name, f"{loss:.4f}", f"{trainer.accuracies[-1]:.1%}", f"{distance(trainer, trainers[0]):.1e}"
-        )
-    console.print(table)
+        numbers = f"{loss:.4f}", f"{trainer.accuracies[-1]:.1%}", f"{distance(trainer, trainers[0]):.1e}"
+        rows.append((trainer.name, *numbers))
+    print_table(f"{world_size()} ranks x {arguments.images_per_rank} images, {arguments.dtype}, {device}", rows)
 
     arguments.output.mkdir(parents=True, exist_ok=True)
     metrics = {
@@ -242,8 +273,11 @@ def report(trainers: list[Trainer], arguments: argparse.Namespace, seconds: floa
         },
     }
     (arguments.output / "metrics.json").write_text(json.dumps(metrics, indent=1))
-    plot(trainers, arguments.output / "curves.png")
-    console.print(f"{seconds:.0f} s; wrote {arguments.output / 'metrics.json'} and {arguments.output / 'curves.png'}")
+    try:
+        plot(trainers, arguments.output / "curves.png")
+    except ImportError as error:
+        print(f"no picture: {error}")
+    print(f"{seconds:.0f} s; wrote to {arguments.output}: {', '.join(sorted(os.listdir(arguments.output)))}")
 
 
 def plot(trainers: list[Trainer], path: Path) -> None:
@@ -273,11 +307,10 @@ def plot(trainers: list[Trainer], path: Path) -> None:
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
     """Train three ways and report."""
-    console = Console()
     start = time.monotonic()
-    trainers = train(arguments, device, console)
+    trainers = train(arguments, device)
     if rank() == 0:
-        report(trainers, arguments, time.monotonic() - start, console)
+        report(trainers, arguments, time.monotonic() - start)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ rank's, its spread half the distance between the quartiles; the first call is ti
 mean anything. Prints a table a case, and writes bench.json, bench.csv and bench.png to --output.
 
 Memory is per byte of the input: what is saved for backward, and the most that a step has allocated at once. Collectives
-are those of a step, with the bytes that a rank gives to them.
+are those of a step, with the bytes that a rank gives to them; waits are the host's for a GPU.
 
     syncbn               the layer; over all ranks, or over this one when there is one
     nn.BatchNorm         not synchronised: what a rank does without any of this
@@ -33,6 +33,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -95,6 +96,7 @@ class Needs(NamedTuple):
     peak: float  # bytes at once, per byte of the input
     collectives: int
     sent: int  # bytes that a rank gives to the collectives
+    waits: int  # of the host for a GPU
 
 
 Peer = Callable[[Tensor, Tensor], Tensor]
@@ -298,7 +300,7 @@ def run_case(case: Case, device: torch.device, rounds: int, compiled: bool) -> R
     first_calls = {name: sum(time_step(peer, x, z, dy)) for name, peer in peers.items()}
     needs = {
         name: Needs(first_calls[name], saved_bytes(peer, x, z) / x.nbytes, peak_bytes(peer, x, z, dy) / x.nbytes,
-                    *count_collectives(peer, x, z, dy))
+                    *count_collectives(peer, x, z, dy), count_waits(peer, x, z, dy))
         for name, peer in peers.items()
         if "compiled" not in name
     }  # fmt: skip
@@ -387,6 +389,19 @@ def count_collectives(peer: Peer, x: Tensor, z: Tensor, dy: Tensor) -> tuple[int
     return collectives.calls, collectives.sent
 
 
+def count_waits(peer: Peer, x: Tensor, z: Tensor, dy: Tensor) -> int:
+    """How often a step makes the host wait for the GPU."""
+    if x.is_cpu:
+        return 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        peer(x, z).backward(dy)
+        torch.cuda.set_sync_debug_mode("default")
+    x.grad = z.grad = None
+    return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
+
+
 def import_seconds() -> dict[str, float]:
     """Medians over fresh processes."""
     seconds: dict[str, float] = {}
@@ -426,15 +441,15 @@ def show(console: Console, case: Case, times: dict[str, Times], needs: dict[str,
     console.print(f"\n{case.name}")
     table = Table("peer")
     titles = ("forward ms", "backward ms", "both ms", "+-", "both / syncbn")
-    for column in (*titles, "first call", "saved", "peak", "collectives", "bytes"):
+    for column in (*titles, "first call", "saved", "peak", "collectives", "bytes", "waits"):
         table.add_column(column, justify="right")
     for name, one in times.items():
         ours = times["syncbn fused" if "fused" in name else "syncbn"].both
         numbers = [f"{number:.3f}" for number in one]
         further = []
         if name in needs:
-            first_call, saved, peak, collectives, sent = needs[name]
-            further = [f"{first_call:.1f}", f"{saved:.2f}", f"{peak:.2f}", f"{collectives}", f"{sent:,}"]
+            first_call, saved, peak, collectives, sent, waits = needs[name]
+            further = [f"{first_call:.1f}", f"{saved:.2f}", f"{peak:.2f}", f"{collectives}", f"{sent:,}", f"{waits}"]
         table.add_row(name, *numbers, f"{one.both / ours:.2f}", *further)
     console.print(table)
 
@@ -487,7 +502,7 @@ def main() -> None:
     arguments = parse_arguments()
     device = choose_device(arguments.threads)
     first = not dist.is_initialized() or dist.get_rank() == 0
-    console = Console(quiet=not first, width=140)
+    console = Console(quiet=not first, width=150)
     about = describe(arguments.threads)
     if first:
         about |= import_seconds()

@@ -9,7 +9,7 @@ prepare_environment
 unset TRITON_INTERPRET
 output=${OUT:-runs/gpu}
 mkdir -p "$output"
-needed='hypothesis, matplotlib, pytest_timeout, rich, sklearn, torch, triton'
+needed='hypothesis, pytest_timeout, sklearn, torch, triton' # the benchmarks rich and matplotlib, too
 gpus=$(python3 -c "import $needed; print(torch.cuda.device_count())") || exit
 if [[ $gpus == 0 ]]; then
     echo "torch sees no GPU here; scripts/test.sh is for machines without one" >&2

@@ -39,6 +39,16 @@ def test_digits_on_two_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
+def test_digits_without_rich_and_matplotlib(tmp_path: Path) -> None:
+    code = "import runpy, sys; sys.modules['rich'] = sys.modules['matplotlib'] = None; sys.argv.pop(0)"
+    script = EXAMPLES / "digits.py"
+    settings = (script, "--epochs", 1, "--steps", 50, "--output", tmp_path)
+    output = run(sys.executable, "-c", f"{code}; runpy.run_path({str(script)!r}, run_name='__main__')", *settings)
+    assert "epoch 1/1  one process" in output
+    assert "no picture" in output
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.json"]
+
+
 def test_digits_on_one_process(tmp_path: Path) -> None:
     run(
         sys.executable,
