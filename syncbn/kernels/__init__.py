@@ -7,7 +7,6 @@ the leaves `layout` and `moments`; nothing here imports more of the package.
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 from types import ModuleType
 
@@ -37,7 +36,9 @@ def serving(x: Tensor) -> ModuleType:
 
 
 def _gpu() -> ModuleType:
-    return importlib.import_module("syncbn.kernels.gpu")
+    from syncbn.kernels import gpu  # which imports triton
+
+    return gpu
 
 
 def available() -> str:

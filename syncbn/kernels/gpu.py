@@ -35,18 +35,7 @@ class Plan(NamedTuple):
     grid: tuple[int, int]  # spans, and programs of each, its parts
     sizes: dict[str, int]  # outer, channels, inner, columns, num_tiles, tiles_of_program
     constants: dict[str, Any]  # of the kernel, and its warps
-
-    @property
-    def of_parts(self) -> dict[str, int]:
-        """For the kernel that adds the parts."""
-        channels, inner = self.sizes["channels"], self.sizes["inner"]
-        in_runs = self.constants["IN_RUNS"]
-        return {
-            "num_parts": self.grid[1],
-            "width": channels if in_runs else self.sizes["columns"],
-            "inner": 1 if in_runs else inner,
-            "channels": channels,
-        }
+    of_parts: dict[str, int]  # num_parts, width, inner, channels: for the kernel that adds the parts
 
 
 @functools.lru_cache(1024)
@@ -63,8 +52,9 @@ def _plan(sizes: tuple[int, int, int], dtype: torch.dtype, most_programs: int) -
     num_tiles = triton.cdiv(outer, height) * (triton.cdiv(inner, width) if in_runs else 1)
     parts = max(1, min(num_tiles, most_programs // spans))
     tiles_of_program = triton.cdiv(num_tiles, parts)
+    parts = triton.cdiv(num_tiles, tiles_of_program) if num_tiles else 1
     return Plan(
-        (spans, triton.cdiv(num_tiles, max(1, tiles_of_program)) or 1),
+        (spans, parts),
         {
             "outer": outer,
             "channels": channels,
@@ -82,6 +72,12 @@ def _plan(sizes: tuple[int, int, int], dtype: torch.dtype, most_programs: int) -
             "num_warps": min(8, max(1, height * width // 512)),
         }
         | FUSED,
+        {
+            "num_parts": parts,
+            "width": channels if in_runs else columns,
+            "inner": 1 if in_runs else inner,
+            "channels": channels,
+        },
     )
 
 
@@ -190,7 +186,7 @@ def _device_of(x: Tensor) -> AbstractContextManager[object]:
 
 def _empty_parts(x: Tensor, plan: Plan) -> Tensor:
     """For the parts of the two sums, and the number of a channel's values."""
-    return _empty_numbers(x, 2 * plan.of_parts["width"] * plan.grid[1] + 1)
+    return _empty_numbers(x, 2 * plan.of_parts["width"] * plan.of_parts["num_parts"] + 1)
 
 
 def _empty_numbers(x: Tensor, count: int) -> Tensor:

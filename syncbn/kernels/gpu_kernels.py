@@ -252,11 +252,8 @@ def normalize(
     scale = _number(weight, channel, exists, 1.0) / tl.sqrt(var + _float64(eps, eps_rest))
     center = mean.to(COMPUTE)
     shift = _number(bias, channel, exists, 0.0) - (mean - center.to(tl.float64)) * scale
-    center, scale, shift = (
-        _across(center, IN_RUNS),
-        _across(scale.to(COMPUTE), IN_RUNS),
-        _across(shift.to(COMPUTE), IN_RUNS),
-    )
+    center = _across(center, IN_RUNS)
+    scale, shift = _across(scale.to(COMPUTE), IN_RUNS), _across(shift.to(COMPUTE), IN_RUNS)
     first_tile = part * tiles_of_program
     for tile in range(first_tile, tl.minimum(first_tile + tiles_of_program, num_tiles)):
         offsets, mask = _tile(tile, span, outer, columns, inner, IN_RUNS, ROWS, COLUMNS, INDEX)
