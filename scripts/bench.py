@@ -86,12 +86,12 @@ class Times(NamedTuple):
     backward: float
     both: float
     spread: float  # of both
+    first_call: float | None = None
 
 
 class Needs(NamedTuple):
     """What a step needs beside time."""
 
-    first_call: float  # milliseconds
     saved: float  # bytes for backward, per byte of the input
     peak: float  # bytes at once, per byte of the input
     collectives: int
@@ -299,7 +299,7 @@ def run_case(case: Case, device: torch.device, rounds: int, compiled: bool) -> R
     torch.ones(1, requires_grad=True).clone().backward(torch.ones(1))  # imports sympy, the first time
     first_calls = {name: sum(time_step(peer, x, z, dy)) for name, peer in peers.items()}
     needs = {
-        name: Needs(first_calls[name], saved_bytes(peer, x, z) / x.nbytes, peak_bytes(peer, x, z, dy) / x.nbytes,
+        name: Needs(saved_bytes(peer, x, z) / x.nbytes, peak_bytes(peer, x, z, dy) / x.nbytes,
                     *count_collectives(peer, x, z, dy), count_waits(peer, x, z, dy))
         for name, peer in peers.items()
         if "compiled" not in name
@@ -315,9 +315,10 @@ def run_case(case: Case, device: torch.device, rounds: int, compiled: bool) -> R
             time_limit(x, dy)
             samples.setdefault("limit", []).append(time_limit(x, dy))
             if dist.is_initialized():
-                times = time_all_reduces(case.shape[case.channel_dim], device)
-                samples.setdefault("two all_reduces", []).append(times)
-    return {name: summarize(slowest_rank(own)) for name, own in samples.items()}, needs
+                sample = time_all_reduces(case.shape[case.channel_dim], device)
+                samples.setdefault("two all_reduces", []).append(sample)
+    times = {name: summarize(slowest_rank(own)) for name, own in samples.items()}
+    return {name: one._replace(first_call=first_calls.get(name)) for name, one in times.items()}, needs
 
 
 def slowest_rank(samples: list[tuple[float, float]]) -> Tensor:
@@ -445,11 +446,11 @@ def show(console: Console, case: Case, times: dict[str, Times], needs: dict[str,
         table.add_column(column, justify="right")
     for name, one in times.items():
         ours = times["syncbn fused" if "fused" in name else "syncbn"].both
-        numbers = [f"{number:.3f}" for number in one]
-        further = []
+        numbers = [f"{number:.3f}" for number in one[:4]]
+        further = ["" if one.first_call is None else f"{one.first_call:.1f}"]
         if name in needs:
-            first_call, saved, peak, collectives, sent, waits = needs[name]
-            further = [f"{first_call:.1f}", f"{saved:.2f}", f"{peak:.2f}", f"{collectives}", f"{sent:,}", f"{waits}"]
+            saved, peak, collectives, sent, waits = needs[name]
+            further += [f"{saved:.2f}", f"{peak:.2f}", f"{collectives}", f"{sent:,}", f"{waits}"]
         table.add_row(name, *numbers, f"{one.both / ours:.2f}", *further)
     console.print(table)
 

@@ -176,7 +176,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
         for column in ("batch norm", "forward ms", "backward ms", "both ms", "+-", "both / syncbn"):
             table.add_column(column, justify="left" if column == "batch norm" else "right")
         for kind, one in times.items():
-            table.add_row(kind, *(f"{number:.1f}" for number in one), f"{one.both / times['syncbn'].both:.2f}")
+            table.add_row(kind, *(f"{number:.1f}" for number in one[:4]), f"{one.both / times['syncbn'].both:.2f}")
         console.print(table)
     if first:
         arguments.output.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,7 @@ number of ranks; the layers are the 53 of ResNet-50.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -38,7 +39,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from bench import choose_device, describe, slowest_rank
+from bench import describe, slowest_rank
 from bench_steps import resnet
 from rich.console import Console
 from rich.table import Table
@@ -90,9 +91,9 @@ def parse_arguments() -> argparse.Namespace:
 # Measured, under torchrun.
 
 
-def collective(payload: Payload, device: torch.device) -> Callable[[], object]:
+def collective(payload: Payload) -> Callable[[], object]:
     """A call of it."""
-    mine = torch.zeros(payload.numbers, dtype=payload.dtype, device=device)
+    mine = torch.zeros(payload.numbers, dtype=payload.dtype)
     if payload.collective == "all_reduce":
         return lambda: dist.all_reduce(mine)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -105,9 +106,9 @@ def written() -> Tensor:
     return torch.tensor([int(lines["syscw"]), int(lines["wchar"])], dtype=torch.float64)
 
 
-def count(scheme: str, device: torch.device) -> dict[str, float]:
+def count(scheme: str) -> dict[str, float]:
     """Messages and bytes that a rank sends in one step of one layer; the most that any rank sends."""
-    calls = [collective(payload, device) for payload in payloads(scheme, CHANNELS)]
+    calls = [collective(payload) for payload in payloads(scheme, CHANNELS)]
     for call in calls:
         call()
     dist.barrier()
@@ -120,9 +121,9 @@ def count(scheme: str, device: torch.device) -> dict[str, float]:
     return {"messages": sent[0].item(), "bytes": sent[1].item()}
 
 
-def time_collective(payload: Payload, rounds: int, device: torch.device) -> float:
+def time_collective(payload: Payload, rounds: int) -> float:
     """Seconds, the median over the rounds of the slowest rank's."""
-    call, samples = collective(payload, device), []
+    call, samples = collective(payload), []
     for _ in range(3 + rounds):
         dist.barrier()
         start = time.perf_counter()
@@ -133,13 +134,12 @@ def time_collective(payload: Payload, rounds: int, device: torch.device) -> floa
 
 def measure(arguments: argparse.Namespace, console: Console) -> None:
     """Write ranks-W.json."""
-    device = torch.device("cpu")
     ranks = dist.get_world_size()
-    sent = {scheme: count(scheme, device) for scheme in SCHEMES}
+    sent = {scheme: count(scheme) for scheme in SCHEMES}
     times = []
     for kind in ("all_reduce", "all_gather") if arguments.rounds else ():
         for num_bytes in TIMED_BYTES:
-            seconds = time_collective(Payload(kind, num_bytes // 8, torch.float64), arguments.rounds, device)
+            seconds = time_collective(Payload(kind, num_bytes // 8, torch.float64), arguments.rounds)
             times.append({"collective": kind, "ranks": ranks, "bytes": num_bytes, "seconds": seconds})
     console.print(f"a step of one layer of {CHANNELS} channels on {ranks} ranks")
     table = Table("scheme")
@@ -195,12 +195,17 @@ def fit(times: list[dict[str, Any]]) -> tuple[Network, Tensor]:
     return Network(latency, 1 / inverse_bandwidth), (matrix @ solution - wanted).flatten()
 
 
+@functools.cache
+def channels_of_layers() -> list[int]:
+    """Of ResNet-50."""
+    return [module.num_features for module in resnet(nn.BatchNorm2d).modules() if isinstance(module, nn.BatchNorm2d)]
+
+
 def seconds_of_step(network: Network, scheme: str, topology: str, ranks: int) -> float:
     """Of all collectives of ResNet-50's step."""
-    layers = [module.num_features for module in resnet(nn.BatchNorm2d).modules() if isinstance(module, nn.BatchNorm2d)]
     return sum(
         seconds_of(network, topology, payload.collective, ranks, payload.num_bytes)
-        for channels in layers
+        for channels in channels_of_layers()
         for payload in payloads(scheme, channels)
     )
 
@@ -291,7 +296,8 @@ def main() -> None:
     if "WORLD_SIZE" not in os.environ:
         model(arguments, Console(width=130))
         return
-    choose_device(threads=1)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
     measure(arguments, Console(width=110, quiet=dist.get_rank() != 0))
     dist.destroy_process_group()
 
