@@ -456,9 +456,7 @@ def show(console: Console, case: Case, times: dict[str, Times], needs: dict[str,
 
 
 def write(output: Path, about: dict[str, object], results: dict[str, Result]) -> None:
-    """bench.json, bench.csv and bench.png."""
-    import matplotlib.pyplot as plt
-
+    """bench.json and bench.csv."""
     output.mkdir(parents=True, exist_ok=True)
     nothing = dict.fromkeys(Needs._fields)
     rows = [
@@ -471,6 +469,12 @@ def write(output: Path, about: dict[str, object], results: dict[str, Result]) ->
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
+
+
+def plot(output: Path, about: dict[str, object], results: dict[str, Result]) -> None:
+    """bench.png."""
+    import matplotlib.pyplot as plt
+
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.3 * len(results)), layout="constrained")
     names = list(results)
     for offset, kind in ((-0.2, ""), (0.2, " fused")):
@@ -513,8 +517,10 @@ def main() -> None:
     for case in cases(arguments.shapes, arguments.dtypes):
         results[case.name] = run_case(case, device, arguments.rounds, arguments.compiled)
         show(console, case, *results[case.name])
+        if first:  # also what there is when the time is over
+            write(arguments.output, about, results)
     if first:
-        write(arguments.output, about, results)
+        plot(arguments.output, about, results)
         console.print(f"wrote {arguments.output}/bench.json, bench.csv and bench.png")
     if dist.is_initialized():
         dist.destroy_process_group()

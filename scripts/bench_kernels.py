@@ -115,8 +115,8 @@ def main() -> None:
         for name, one in results[case.name].items():
             table.add_row(name, f"{one['ms']:.3f}", f"{one['share of copy']:.2f}")
         console.print(table)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "kernels.json").write_text(json.dumps({"about": about, "kernels": results}, indent=1))
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        (arguments.output / "kernels.json").write_text(json.dumps({"about": about, "kernels": results}, indent=1))
 
 
 if __name__ == "__main__":

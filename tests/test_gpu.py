@@ -35,7 +35,9 @@ def launched(call: Callable[[], object]) -> list[str]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         call()
         torch.cuda.synchronize()
-    names = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    # Ranges such as syncbn.forward are events of the GPU, too.
+    events = [event for event in profiler.events() if not event.is_user_annotation]
+    names = [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
     return [name for name in names if not name.startswith(("Memcpy", "Memset"))]
 
 

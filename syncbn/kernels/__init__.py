@@ -65,6 +65,8 @@ def _why_no_triton() -> str | None:
     try:
         buffers, statistics = torch.zeros(2, 1, device="cuda"), torch.zeros(3, dtype=torch.float64, device="cuda")
         _gpu().update_running_stats(*buffers, statistics, 0.1)
+    except torch.OutOfMemoryError:  # says nothing of the next time
+        raise
     except Exception as error:  # of whatever class: no triton, no C compiler, a GPU that it does not know
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     return None

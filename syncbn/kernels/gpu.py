@@ -21,11 +21,11 @@ from syncbn.layout import Layout
 
 SHORTEST_RUN = 32  # columns
 TILE = 4096  # values
-COLUMNS_OF_RUN = 512  # of a tile, at most
+COLUMNS_OF_RUN = 512  # of a tile, at most where there are rows enough for the rest
 COLUMNS_OF_ROW = 128  # of a tile, at most
 SUMMING_PROGRAMS = 1024  # about as many as run at once on a large GPU
 MAPPING_PROGRAMS = 8192
-CHANNELS = 32  # of a program that has one number a channel
+CHANNELS = 8  # of a program that adds the parts, or has one number a channel
 FUSED = {"enable_fp_fusion": True}  # a * b + c as one operation; Triton 3.9 warns unless told, as its default changes
 
 
@@ -36,6 +36,7 @@ class Plan(NamedTuple):
     sizes: dict[str, int]  # outer, channels, inner, columns, num_tiles, tiles_of_program
     constants: dict[str, Any]  # of the kernel, and its warps
     of_parts: dict[str, int]  # num_parts, width, inner, channels: for the kernel that adds the parts
+    blocks: tuple[int]  # its grid
 
 
 @functools.lru_cache(1024)
@@ -45,9 +46,10 @@ def _plan(sizes: tuple[int, int, int], dtype: torch.dtype, most_programs: int) -
         outer, inner = 0, 1
     in_runs = inner >= SHORTEST_RUN
     columns = channels * inner
-    width = min(triton.next_power_of_2(inner), COLUMNS_OF_RUN) if in_runs else COLUMNS_OF_ROW
+    rows = triton.next_power_of_2(max(1, outer))
+    width = min(triton.next_power_of_2(inner), max(COLUMNS_OF_RUN, TILE // rows)) if in_runs else COLUMNS_OF_ROW
     width = min(width, triton.next_power_of_2(max(1, columns)))
-    height = min(triton.next_power_of_2(max(1, outer)), TILE // width)
+    height = min(rows, TILE // width)
     spans = max(1, channels if in_runs else triton.cdiv(columns, width))
     num_tiles = triton.cdiv(outer, height) * (triton.cdiv(inner, width) if in_runs else 1)
     parts = max(1, min(num_tiles, most_programs // spans))
@@ -78,6 +80,7 @@ def _plan(sizes: tuple[int, int, int], dtype: torch.dtype, most_programs: int) -
             "inner": 1 if in_runs else inner,
             "channels": channels,
         },
+        _blocks_of(channels),
     )
 
 
@@ -101,7 +104,7 @@ def channel_sums(x: Tensor, channel_dim: int) -> Tensor:
         if parts.numel() == 2 * channels + 1:  # one part, with one column a channel: the sums themselves
             return parts
         sums = _empty_numbers(x, 2 * channels + 1)
-        gpu_kernels.sums[_blocks_of_channels(plan)](parts, sums, **plan.of_parts, CHANNELS=CHANNELS, **FUSED)
+        gpu_kernels.sums[plan.blocks](parts, sums, **plan.of_parts, CHANNELS=CHANNELS, **FUSED)
     return sums
 
 
@@ -142,7 +145,7 @@ def gradient_sums(
         grad_weight = None if weight_dtype is None else x.new_empty(channels, dtype=weight_dtype)
         grad_bias = None if bias_dtype is None else x.new_empty(channels, dtype=bias_dtype)
         gpu_kernels.parts_of_sums[plan.grid](x, dy, y, statistics, parts, **plan.sizes, **plan.constants)
-        gpu_kernels.gradient_sums[_blocks_of_channels(plan)](
+        gpu_kernels.gradient_sums[plan.blocks](
             parts, statistics, sums, grad_weight, grad_bias, *_two(eps),
             **plan.of_parts, CHANNELS=CHANNELS, COMPUTE=plan.constants["COMPUTE"], **FUSED,
         )  # fmt: skip
@@ -173,7 +176,7 @@ def input_gradient(
 def update_running_stats(running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float) -> None:
     channels = running_mean.numel()
     with _device_of(running_mean):
-        gpu_kernels.update_running_stats[(max(1, triton.cdiv(channels, CHANNELS)),)](
+        gpu_kernels.update_running_stats[_blocks_of(channels)](
             running_mean, running_var, statistics, *_two(momentum), running_mean.stride(0), running_var.stride(0),
             channels, CHANNELS=CHANNELS, **FUSED,
         )  # fmt: skip
@@ -193,8 +196,8 @@ def _empty_numbers(x: Tensor, count: int) -> Tensor:
     return x.new_empty(count, dtype=torch.float64)
 
 
-def _blocks_of_channels(plan: Plan) -> tuple[int]:
-    return (max(1, triton.cdiv(plan.sizes["channels"], CHANNELS)),)
+def _blocks_of(channels: int) -> tuple[int]:
+    return (max(1, triton.cdiv(channels, CHANNELS)),)
 
 
 def _dense(of_channels: Tensor | None) -> Tensor | None:

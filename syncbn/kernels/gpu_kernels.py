@@ -20,6 +20,10 @@ import triton.language as tl
 
 FEW = tl.constexpr(16)  # tiles that are added in float32
 
+# Triton compiles anew for an int that is 1, or a multiple of 16, which helps where it shows that memory is aligned. Of
+# these it knows nothing, as they change with the size of the batch.
+OF_BATCH = ["outer", "num_tiles", "tiles_of_program"]
+
 
 # What a program sees. A number of a channel is one number in a run, else one for each column.
 
@@ -118,7 +122,7 @@ def _store_number(pointer, index, number, exists):
 # Sums.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_BATCH)
 def parts_of_sums(
     x, dy, y, statistics, parts, outer, channels, inner, columns, num_tiles, tiles_of_program,
     IN_RUNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr, COMPUTE: tl.constexpr,
@@ -182,24 +186,26 @@ def parts_of_sums(
 
 
 @triton.jit
-def _total(parts, which: tl.constexpr, channel, exists, num_parts, width, inner, CHANNELS: tl.constexpr):
-    """Of each channel over all parts and its columns, `inner` of them."""
-    PARTS: tl.constexpr = 32
-    total = tl.zeros((PARTS, CHANNELS), tl.float64)
+def _totals(parts, channel, exists, num_parts, width, inner, CHANNELS: tl.constexpr):
+    """The two sums of each channel over all parts and its columns, `inner` of them."""
+    PARTS: tl.constexpr = 128
+    first = tl.zeros((PARTS, CHANNELS), tl.float64)
+    second = tl.zeros((PARTS, CHANNELS), tl.float64)
     for first_part in range(0, num_parts * inner, PARTS):
         index = first_part + tl.arange(0, PARTS)
-        offsets = tl.cast(2 * (index // inner) + which, tl.int64) * width + index % inner
+        offsets = tl.cast(2 * (index // inner), tl.int64) * width + index % inner
         mask = (index < num_parts * inner)[:, None] & exists[None, :]
-        total += tl.load(parts + offsets[:, None] + (channel * inner)[None, :], mask=mask, other=0.0)
-    return tl.sum(total, 0)
+        pointers = parts + offsets[:, None] + (channel * inner)[None, :]
+        first += tl.load(pointers, mask=mask, other=0.0)
+        second += tl.load(pointers + width, mask=mask, other=0.0)
+    return tl.sum(first, 0), tl.sum(second, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def sums(parts, sums, num_parts, width, inner, channels, CHANNELS: tl.constexpr):
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < channels
-    first = _total(parts, 0, channel, exists, num_parts, width, inner, CHANNELS)
-    second = _total(parts, 1, channel, exists, num_parts, width, inner, CHANNELS)
+    first, second = _totals(parts, channel, exists, num_parts, width, inner, CHANNELS)
     tl.store(sums + channel, first, mask=exists)
     tl.store(sums + channels + channel, second, mask=exists)
     if tl.program_id(0) == 0:
@@ -207,15 +213,14 @@ def sums(parts, sums, num_parts, width, inner, channels, CHANNELS: tl.constexpr)
         tl.store(sums + 2 * channels, num_values)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def gradient_sums(
     parts, statistics, sums, grad_weight, grad_bias, eps, eps_rest, num_parts, width, inner, channels,
     CHANNELS: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < channels
-    sum_dy = _total(parts, 0, channel, exists, num_parts, width, inner, CHANNELS)
-    sum_dy_xmu = _total(parts, 1, channel, exists, num_parts, width, inner, CHANNELS)
+    sum_dy, sum_dy_xmu = _totals(parts, channel, exists, num_parts, width, inner, CHANNELS)
     mean = tl.load(statistics + channel, mask=exists, other=0.0)
     rest = mean - mean.to(COMPUTE).to(tl.float64)
     sum_dy_xmu -= tl.where(rest != 0, rest * sum_dy, 0.0)  # 0 times an infinite sum is NaN
@@ -231,7 +236,7 @@ def gradient_sums(
 # Maps.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_BATCH)
 def normalize(
     x, residual, y, sums, statistics, weight, bias, eps, eps_rest,
     outer, channels, inner, columns, num_tiles, tiles_of_program, RELU: tl.constexpr,
@@ -265,7 +270,7 @@ def normalize(
         tl.store(y + offsets, value, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_BATCH)
 def input_gradient(
     dy, x, y, grad_x, grad_residual, statistics, sums, weight, eps, eps_rest,
     outer, channels, inner, columns, num_tiles, tiles_of_program,
