@@ -14,7 +14,7 @@ if [[ "${1:-}" == --quick ]]; then
     shift
     rank_counts=(2)
     interpreted=()
-    one_process=(--ignore tests/test_examples.py --ignore tests/test_voting.py)
+    one_process=(--ignore tests/test_examples.py --ignore tests/test_faults.py --ignore tests/test_voting.py)
 fi
 
 [[ ${#interpreted[@]} == 0 ]] || prepare_triton || echo "Triton cannot be had here: its tests are skipped" >&2

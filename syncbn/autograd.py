@@ -23,13 +23,14 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from syncbn import collectives, kernels, moments
+from syncbn.callers import Caller
 from syncbn.layout import Layout, dense, laid_out_as
 
-NO_GRADIENTS = (None,) * 5  # of num_values, channel_dim, eps, relu, group
+NO_GRADIENTS = (None,) * 6  # of num_values, channel_dim, eps, relu, group, caller
 
 
 class SyncBatchNormFunction(torch.autograd.Function):
-    """(x, weight, bias, residual, num_values, channel_dim, eps, relu, group) -> y, statistics.
+    """(x, weight, bias, residual, num_values, channel_dim, eps, relu, group, caller) -> y, statistics.
 
     x is dense; residual has its dtype and lies as it does; num_values () is how many values of a channel of x
     count, where it is not all of them, and the others are 0; `group` is None when there is nothing to synchronise.
@@ -51,13 +52,14 @@ class SyncBatchNormFunction(torch.autograd.Function):
         eps: float,
         relu: bool,
         group: dist.ProcessGroup | None,
+        caller: Caller | None,
     ) -> tuple[Tensor, Tensor]:
         with profiled("syncbn.forward"):
             served = kernels.serving(x)
             sums = served.channel_sums(x, channel_dim)
             if num_values is not None:
                 sums = torch.cat((sums[:-1], num_values.to(torch.float64).view(1)))
-            sums = collectives.all_reduce_counted_sums(sums, group)
+            sums = collectives.all_reduce_counted_sums(sums, group, caller)
             if num_values is not None or x.numel() <= x.shape[channel_dim]:  # else this rank alone has two
                 collectives.require_two_values(sums[-1], x.shape)
             output: tuple[Tensor, Tensor] = served.normalize(x, channel_dim, sums, eps, weight, bias, residual, relu)
@@ -65,7 +67,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, weight, bias, _, _, ctx.channel_dim, ctx.eps, relu, ctx.group = inputs
+        x, weight, bias, _, _, ctx.channel_dim, ctx.eps, relu, ctx.group, ctx.caller = inputs
         y, statistics = output
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(statistics)
@@ -80,7 +82,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
             dy = torch.zeros_like(x) if grad_output is None else grad_output
             if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
                 step = Step(dy, x, y, weight, ctx.bias_dtype, statistics[-1])
-                (gradients,) = differentiable_gradients([step], ctx.channel_dim, ctx.eps, ctx.group)
+                (gradients,) = differentiable_gradients([step], ctx.channel_dim, ctx.eps, ctx.group, ctx.caller)
                 needed = zip(gradients, ctx.needs_input_grad[:4], strict=True)
                 return *(gradient if needs else None for gradient, needs in needed), *NO_GRADIENTS
             served, x = kernels.serving(x), dense(x, ctx.channel_dim)  # saved_tensors_hooks may have moved x and y
@@ -96,7 +98,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
                 weight.dtype if needs_weight else None,
                 ctx.bias_dtype if needs_bias else None,
             )
-            sums = collectives.all_reduce_sums(sums, ctx.group)
+            sums = collectives.all_reduce_sums(sums, ctx.group, ctx.caller)
             grad_x = grad_residual = None
             if needs_x or needs_residual:
                 of_residual = needs_residual and y is not None
@@ -147,7 +149,7 @@ class Step(NamedTuple):
 
 
 def differentiable_gradients(
-    steps: list[Step], channel_dim: int, eps: float, group: dist.ProcessGroup | None
+    steps: list[Step], channel_dim: int, eps: float, group: dist.ProcessGroup | None, caller: Caller | None
 ) -> list[tuple[Tensor | None, ...]]:
     """For each step grad_input, grad_weight, grad_bias, grad_residual as a graph of dy, x and weight.
 
@@ -163,7 +165,7 @@ def differentiable_gradients(
 
     def means_over_ranks(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         packed = [torch.cat((first.sum((0, 2)), second.sum((0, 2)))) for first, second in pairs]
-        totals = collectives.differentiable_all_reduce(torch.cat(packed), group)
+        totals = collectives.differentiable_all_reduce(torch.cat(packed), group, caller, "backward")
         for total, step in zip(torch.split(totals, [one.numel() for one in packed]), steps, strict=True):
             first, second = (total / step.num_values.clamp(min=1)).chunk(2)
             yield first, second

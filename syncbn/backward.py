@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from syncbn import arguments, autograd, collectives, groups, kernels
+from syncbn import arguments, autograd, callers, collectives, groups, kernels
 from syncbn.layout import dense, laid_out_as
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def batch_norm_backward(
             gives C.
     """
     group = groups.resolve(groups.specification(process_group)) if training else None
+    caller = callers.new_call("batch_norm_backward", group, input)
     try:
         needs_input, needs_weight, needs_bias = output_mask
         arguments.check_input(input, channel_dim, None)
@@ -68,7 +69,8 @@ def batch_norm_backward(
         num_channels = arguments.likely_channels(input, channel_dim, mean, invstd, weight)
         if num_channels is None:
             raise
-        collectives.raise_on_all_ranks(error, num_channels, arguments.device_of(mean, invstd, weight, input), group)
+        device = arguments.device_of(mean, invstd, weight, input)
+        collectives.raise_on_all_ranks(error, num_channels, device, group, caller)
 
     channel_dim %= input.ndim
     with torch.no_grad():
@@ -84,7 +86,7 @@ def batch_norm_backward(
         )
         grad_input = None
         if training:
-            packed = collectives.all_reduce_counted_sums(torch.cat((sums, num_values)), group)
+            packed = collectives.all_reduce_counted_sums(torch.cat((sums, num_values)), group, caller)
             if needs_input:
                 statistics[-1:] = packed[-1:]
                 grad_input, _ = served.input_gradient(

@@ -26,6 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from syncbn.callers import Caller
+from syncbn.diagnosis import Waiting
+
 # The default arguments in this module hold the world's group if there is one when it is first imported, as
 # DistributedDataParallel does. destroy_process_group would then leave gloo's threads running, and one that still has a
 # tensor of Python's to free when the interpreter ends aborts the process (pytorch#190489). So: before there is a group.
@@ -33,33 +36,71 @@ with contextlib.suppress(OSError):  # it makes a temporary folder
     importlib.import_module("torch.distributed.nn.functional")
 
 TEXT_BYTES = 4096
+SIGNATURE = 3  # numbers
 
 # What syncbn.join does before each all_reduce while its body runs: it tells the ranks that have no more data the length
 # of what comes, and whether its last number is a count, which a faulty rank marks.
 announce: Callable[[int, bool], None] | None = None
 
 
-def all_reduce_sums(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+# What syncbn.debug does before each all_reduce: the ranks compare what they are about to send.
+compare: Callable[[Tensor, Waiting], None] | None = None
+
+
+def all_reduce_sums(
+    sums: Tensor, group: dist.ProcessGroup | None, caller: Caller | None, step: str = "backward"
+) -> Tensor:
     """The sums over all ranks of the backward payload, float64 (2C,), which may be overwritten."""
-    return _all_reduce(sums, group)
+    return _all_reduce(sums, group, caller, step)
 
 
-def _all_reduce(packed: Tensor, group: dist.ProcessGroup | None, counted: bool = False) -> Tensor:
-    """The sum of `packed`, which it may overwrite, over the ranks; `counted` when its last number is a count."""
+def _all_reduce(
+    packed: Tensor, group: dist.ProcessGroup | None, caller: Caller | None, step: str, counted: bool = False
+) -> Tensor:
+    """The sum of `packed`, which it may overwrite, over the ranks; `counted` when its last number is a count.
+
+    **Raises** RuntimeError, in eager mode, when it fails, and on CPU when the ranks are in different layers or steps.
+    """
     if group is None:
         return packed
     mode = None if torch.compiler.is_compiling() else _get_current_dispatch_mode()
     if announce is not None:
         _require_that_it_runs(mode)
         announce(len(packed), counted)
-    if mode is not None:
-        # A mode such as selective checkpointing's can save only what an operator returns: dist.all_reduce returns
-        # nothing. https://github.com/pytorch/pytorch/blob/main/torch/distributed/_functional_collectives.py
-        operators = torch.ops._c10d_functional
-        total: Tensor = operators.wait_tensor(operators.all_reduce(packed, "sum", group.group_name))
-        return total
-    dist.all_reduce(packed, group=group)
-    return packed
+    length = len(packed)
+    signed = packed.device.type == "cpu"
+    if signed:
+        packed = torch.cat((packed, _signature(packed, caller, step, counted)))
+    if torch.compiler.is_compiling():
+        dist.all_reduce(packed, group=group)
+        return packed[:length] if signed else packed
+    with Waiting(group, caller, step) as waiting:
+        if compare is not None and announce is None:
+            compare(packed[:length], waiting)
+        if mode is None:
+            dist.all_reduce(packed, group=group)
+        else:
+            # A mode such as selective checkpointing's can save only what an operator returns: dist.all_reduce returns
+            # nothing. https://github.com/pytorch/pytorch/blob/main/torch/distributed/_functional_collectives.py
+            operators = torch.ops._c10d_functional
+            packed = operators.wait_tensor(operators.all_reduce(packed, "sum", group.group_name))
+    if signed and _can_read(packed):
+        num_signed, total, squares = packed[-SIGNATURE:].tolist()
+        if num_signed * squares != total * total:
+            waiting.raise_different_layers()
+    return packed[:length] if signed else packed
+
+
+def _signature(packed: Tensor, caller: Caller | None, step: str, counted: bool) -> Tensor:
+    """1, s and s^2, or zeros of a rank that cannot tell its layer, as in compiled graphs.
+
+    Before them a number in place of a count that is not there: all payloads of a layer have one length, as gloo aborts
+    where they do not.
+    """
+    if caller is None:
+        return packed.new_zeros(SIGNATURE + (not counted))
+    s = caller.place.signature(step)
+    return packed.new_tensor((1, s, s * s) if counted else (0, 1, s, s * s))
 
 
 def _require_that_it_runs(mode: TorchDispatchMode | None) -> None:
@@ -70,33 +111,39 @@ def _require_that_it_runs(mode: TorchDispatchMode | None) -> None:
         raise RuntimeError("inside syncbn.join checkpointing may not be selective: leave out context_fn")
 
 
-def differentiable_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def differentiable_all_reduce(
+    tensor: Tensor, group: dist.ProcessGroup | None, caller: Caller | None, step: str
+) -> Tensor:
     """The sum of `tensor` over the ranks, as a node of the graph; its gradient is the sum of all ranks' gradients."""
-    total: Tensor = tensor if group is None else _AllReduce.apply(tensor, group)  # type: ignore[no-untyped-call]
+    if group is None:
+        return tensor
+    total: Tensor = _AllReduce.apply(tensor, group, caller, step)  # type: ignore[no-untyped-call]
     return total
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_reduce_sums(tensor.clone(), group)
+    def forward(tensor: Tensor, group: dist.ProcessGroup, caller: Caller | None, step: str) -> Tensor:
+        return all_reduce_sums(tensor.clone(), group, caller, step)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, dist.ProcessGroup], output: Tensor) -> None:
-        _, ctx.group = inputs
+    def setup_context(ctx: Any, inputs: tuple[Tensor, dist.ProcessGroup, Caller | None, str], output: Tensor) -> None:
+        _, ctx.group, ctx.caller, _ = inputs
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None]:
-        return differentiable_all_reduce(grad_total, ctx.group), None
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None, None]:
+        return differentiable_all_reduce(grad_total, ctx.group, ctx.caller, "double backward"), None, None, None
 
 
-def all_reduce_counted_sums(packed: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def all_reduce_counted_sums(
+    packed: Tensor, group: dist.ProcessGroup | None, caller: Caller | None, step: str = "forward"
+) -> Tensor:
     """The sums over all ranks of the forward payload, float64 (2C + 1,), which may be overwritten.
 
     **Raises** on every rank what any rank reports through `raise_on_all_ranks`. The total is read on CPU in eager mode
     only: on a GPU that would stop the host, in a compiled graph it would split the graph.
     """
-    packed = _all_reduce(packed, group, counted=True)
+    packed = _all_reduce(packed, group, caller, step, counted=True)
     if group is not None and _can_read(packed) and math.isnan(packed[-1]):
         _exchange_faults(None, group)
     return packed
@@ -112,7 +159,12 @@ def require_two_values(num_values: Tensor, input_shape: torch.Size, at_fault: st
 
 
 def raise_on_all_ranks(
-    error: Exception, num_channels: int, device: torch.device, group: dist.ProcessGroup | None, num_inputs: int = 1
+    error: Exception,
+    num_channels: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    caller: Caller | None,
+    num_inputs: int = 1,
 ) -> NoReturn:
     """Join the forward all_reduce of `num_channels` channels as a faulty rank, then raise `error` on every rank.
 
@@ -124,7 +176,7 @@ def raise_on_all_ranks(
         raise error
     payload = torch.zeros(2 * num_channels + num_inputs, dtype=torch.float64, device=device)
     payload[-1] = math.nan
-    _all_reduce(payload, group, counted=True)
+    _all_reduce(payload, group, caller, "forward", counted=True)
     _exchange_faults(error, group)
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from syncbn import arguments, autograd, collectives, groups, kernels, many, moments
+from syncbn import arguments, autograd, callers, collectives, groups, kernels, many, moments
 from syncbn.backward import batch_norm_backward
 from syncbn.layout import Layout, dense, laid_out_as
 
@@ -147,6 +147,7 @@ def sync_batch_norm_many(
     inputs = arguments.as_list("inputs", inputs)
     roles = {name: [None] * len(inputs) if one is None else arguments.as_list(name, one) for name, one in given.items()}
     group = groups.resolve(groups.specification(process_group)) if training else None
+    caller = callers.new_call("sync_batch_norm_many", group, inputs[0] if inputs else None)
     faulty, at_fault = None, ""
     try:
         for name, role in roles.items():
@@ -172,7 +173,7 @@ def sync_batch_norm_many(
         if not training or len(known) < len(inputs):
             raise error from fault
         device = arguments.device_of(*itertools.chain(*roles.values()), *inputs)
-        collectives.raise_on_all_ranks(error, sum(known), device, group, len(inputs))
+        collectives.raise_on_all_ranks(error, sum(known), device, group, caller, len(inputs))
 
     if not inputs:
         return []
@@ -185,7 +186,7 @@ def sync_batch_norm_many(
     if torch.compiler.is_compiling() and not _builds_graph(*inputs, *scales, *shifts):
         # Without gradients Dynamo (torch 2.13) hands a forward with *args a context, which it does not take.
         apply = many.SyncBatchNormManyFunction.forward
-    output = apply(channel_dim, eps, group, len(inputs), *xs, *scales, *shifts)
+    output = apply(channel_dim, eps, group, caller, len(inputs), *xs, *scales, *shifts)
     ys, statistics = many.by_role(output, len(inputs))
     for of_input in zip(means, variances, statistics, strict=True):
         _move_running_stats(*of_input, momentum)
@@ -207,12 +208,14 @@ def train(
     mask: Tensor | None,
     num_channels: int | None,
     check_input_dim: Callable[[Tensor], Any] | None = None,
+    layer: nn.Module | None = None,
 ) -> Tensor:
     """`sync_batch_norm` in training, over a resolved group; None synchronises nothing.
 
     `num_channels` is the layer's, None when only the arguments tell; `check_input_dim` is torch's check of a numbered
     layer.
     """
+    caller = callers.new_call("sync_batch_norm" if layer is None else layer, group, input)
     try:
         arguments.check_all(
             input, running_mean, running_var, weight, bias, channel_dim, z, mask, num_channels, check_input_dim
@@ -225,7 +228,7 @@ def train(
         if num_channels is None:
             raise
         device = arguments.device_of(running_mean, running_var, weight, bias, input)
-        collectives.raise_on_all_ranks(error, num_channels, device, group)
+        collectives.raise_on_all_ranks(error, num_channels, device, group, caller)
 
     channel_dim %= input.ndim
     x, num_values = input, None
@@ -234,7 +237,7 @@ def train(
         x = torch.where(mask, input, 0)
     x = dense(x, channel_dim)
     residual = None if z is None else laid_out_as(x, z.to(input.dtype), channel_dim)
-    y, statistics = autograd.apply(x, weight, bias, residual, num_values, channel_dim, eps, fuse_relu, group)
+    y, statistics = autograd.apply(x, weight, bias, residual, num_values, channel_dim, eps, fuse_relu, group, caller)
     _move_running_stats(running_mean, running_var, statistics, momentum)
     # Gradients at False places become 0 here on their way in, and in the other torch.where on their way out.
     return y if mask is None else torch.where(mask, y, 0)

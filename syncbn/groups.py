@@ -20,6 +20,7 @@ import json
 import os
 import warnings
 from collections.abc import Collection, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 from weakref import WeakKeyDictionary
 
@@ -115,8 +116,7 @@ def prepare(spec: Specification) -> None:
     if isinstance(spec, (int, str)) and default_group is not None:
         made = _made.setdefault(default_group, {})
         if spec not in made:
-            ranks_per_group = spec if isinstance(spec, int) else _ranks_per_host(default_group)
-            made[spec] = _consecutive_group(ranks_per_group, default_group.size())
+            made[spec] = _consecutive_group(_agreed_size(spec, default_group), default_group)
 
 
 def resolve(spec: Specification) -> dist.ProcessGroup | None:
@@ -218,13 +218,19 @@ def ranks_per_host(told: Sequence[tuple[str | None, str | None]]) -> int:
     return size
 
 
-def _ranks_per_host(default_group: dist.ProcessGroup) -> int:
-    mine = (os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK"))
-    told = all_gather_text(json.dumps(mine), default_group)
-    return ranks_per_host([json.loads(text) for text in told])
+def _agreed_size(spec: int | str, default_group: dist.ProcessGroup) -> int:
+    """Ranks per group, once all ranks have told what they ask for. **Raises** ValueError on all where they differ."""
+    mine = (str(spec), (os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK")))
+    told = [json.loads(text) for text in all_gather_text(json.dumps(mine), default_group)]
+    asked = [one for one, _ in told]
+    if len(set(asked)) > 1:
+        each = ", ".join(f"rank {rank} for {one}" for rank, one in enumerate(asked))
+        raise ValueError(f"the ranks ask for different process groups: {each}; pass the same process_group on all")
+    return spec if isinstance(spec, int) else ranks_per_host([of_host for _, of_host in told])
 
 
-def _consecutive_group(ranks_per_group: int, world_size: int) -> dist.ProcessGroup | None:
+def _consecutive_group(ranks_per_group: int, default_group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    world_size = default_group.size()
     if world_size % ranks_per_group:
         raise ValueError(
             f"the number of ranks must be a multiple of the group size: {world_size} ranks do not divide into groups "
@@ -233,8 +239,15 @@ def _consecutive_group(ranks_per_group: int, world_size: int) -> dist.ProcessGro
     if ranks_per_group == world_size:
         return None
     group: dist.ProcessGroup
-    group, _ = dist.new_subgroups(ranks_per_group)  # type: ignore[no-untyped-call]
+    group, _ = dist.new_subgroups(ranks_per_group, timeout=timeout_of(default_group))  # type: ignore[no-untyped-call]
     return group
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long its collectives wait; torch gives a new group 10 or 30 minutes whatever the default group's are."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
 
 
 def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:

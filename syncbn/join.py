@@ -95,9 +95,10 @@ class _Session:
     def __init__(self, ddp_model: DistributedDataParallel) -> None:
         self.model = ddp_model
         self.device = ddp_model.join_device
-        self.group = dist.new_group()
+        timeout = groups.timeout_of(ddp_model.process_group)
+        self.group = dist.new_group(timeout=timeout)
         # A GPU would have to stop the host to read an integer.
-        self.header_group = self.group if self.device.type == "cpu" else dist.new_group(backend="gloo")
+        self.header_group = self.group if self.device.type == "cpu" else dist.new_group(timeout=timeout, backend="gloo")
         self.num_announced = 0
         self.thread: threading.Thread | None = None
         self.steps: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each step of the others, then False
@@ -183,9 +184,9 @@ class _Session:
         zeros = torch.zeros(length, dtype=torch.float64, device=self.device)
         if counted:
             with contextlib.suppress(TypeError, ValueError):  # a fault that the ranks with data raise
-                collectives.all_reduce_counted_sums(zeros, self.group)
+                collectives.all_reduce_counted_sums(zeros, self.group, None)
         else:
-            collectives.all_reduce_sums(zeros, self.group)
+            collectives.all_reduce_sums(zeros, self.group, None)
 
     def wait_for_next_step(self) -> None:
         """Until the others begin a step or all are finished. **Raises** what the thread raised."""

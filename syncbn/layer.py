@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import arguments, functional, groups
+from syncbn import arguments, diagnosis, functional, groups
 
 if TYPE_CHECKING:
     from syncbn.groups import ProcessGroupLike, Specification
@@ -131,6 +131,7 @@ class SyncBatchNorm(_BatchNorm):
         """
         check_input_dim = self._check_input_dim if _checks_input_dim(type(self)) else None
         if not self.training:
+            diagnosis.evaluates()
             return functional.evaluate(
                 input,
                 self.running_mean,
@@ -208,6 +209,7 @@ class SyncBatchNorm(_BatchNorm):
             mask,
             num_channels,
             check_input_dim,
+            layer=self,
         )
         ranks = 1 if group is None else group.size()
         if not torch.compiler.is_compiling() and self._synchronised_ranks != ranks:

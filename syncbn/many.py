@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncbn import autograd, collectives, kernels
+from syncbn.callers import Caller
 from syncbn.layout import dense, laid_out_as
 
 
 class SyncBatchNormManyFunction(torch.autograd.Function):
-    """(channel_dim, eps, group, k, *xs, *weights, *biases) -> (*ys, *statistics), k of each.
+    """(channel_dim, eps, group, caller, k, *xs, *weights, *biases) -> (*ys, *statistics), k of each.
 
     What `SyncBatchNormFunction` is for one input, without residual, relu and mask; xs are dense.
 
@@ -25,12 +26,17 @@ class SyncBatchNormManyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        channel_dim: int, eps: float, group: dist.ProcessGroup | None, num_inputs: int, *tensors: Tensor | None
+        channel_dim: int,
+        eps: float,
+        group: dist.ProcessGroup | None,
+        caller: Caller | None,
+        num_inputs: int,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         xs, weights, biases = by_role(tensors, num_inputs)
         with autograd.profiled("syncbn.forward"):
             packed = [kernels.serving(x).channel_sums(x, channel_dim % x.ndim) for x in xs]
-            total = collectives.all_reduce_counted_sums(torch.cat(packed), group)
+            total = collectives.all_reduce_counted_sums(torch.cat(packed), group, caller)
             totals = torch.split(total, [one.numel() for one in packed])
             outputs = []
             for index, (x, weight, bias, sums) in enumerate(zip(xs, weights, biases, totals, strict=True)):
@@ -41,7 +47,7 @@ class SyncBatchNormManyFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.channel_dim, ctx.eps, ctx.group, ctx.num_inputs, *tensors = inputs
+        ctx.channel_dim, ctx.eps, ctx.group, ctx.caller, ctx.num_inputs, *tensors = inputs
         xs, weights, biases = by_role(tensors, ctx.num_inputs)
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         statistics = output[ctx.num_inputs :]
@@ -61,11 +67,11 @@ class SyncBatchNormManyFunction(torch.autograd.Function):
                 )
             ]
             if torch.is_grad_enabled():
-                gradients = autograd.differentiable_gradients(steps, ctx.channel_dim, ctx.eps, ctx.group)
+                gradients = autograd.differentiable_gradients(steps, ctx.channel_dim, ctx.eps, ctx.group, ctx.caller)
             else:
-                gradients = _gradients(steps, statistics, ctx.channel_dim, ctx.eps, ctx.group)
-        needed = zip(_transposed([one[:3] for one in gradients]), ctx.needs_input_grad[4:], strict=True)
-        return None, None, None, None, *(gradient if needs else None for gradient, needs in needed)
+                gradients = _gradients(steps, statistics, ctx.channel_dim, ctx.eps, ctx.group, ctx.caller)
+        needed = zip(_transposed([one[:3] for one in gradients]), ctx.needs_input_grad[5:], strict=True)
+        return None, None, None, None, None, *(gradient if needs else None for gradient, needs in needed)
 
 
 def _gradients(
@@ -74,6 +80,7 @@ def _gradients(
     channel_dim: int,
     eps: float,
     group: dist.ProcessGroup | None,
+    caller: Caller | None,
 ) -> list[tuple[Tensor | None, ...]]:
     """For each step grad_input, grad_weight, grad_bias."""
     dims = [channel_dim % step.x.ndim for step in steps]
@@ -85,7 +92,7 @@ def _gradients(
         for step, dy, dim, of_input in zip(steps, dys, dims, statistics, strict=True)
     ]
     sums = [one for one, *_ in own]
-    totals = torch.split(collectives.all_reduce_sums(torch.cat(sums), group), [len(one) for one in sums])
+    totals = torch.split(collectives.all_reduce_sums(torch.cat(sums), group, caller), [len(one) for one in sums])
     gradients: list[tuple[Tensor | None, ...]] = []
     of_inputs = zip(steps, dys, dims, statistics, totals, own, strict=True)
     for step, dy, dim, of_input, total, (_, *of_parameters) in of_inputs:

@@ -1,0 +1,299 @@
+"""Where every rank is: what an all_reduce says that fails, that takes long, or that brings different layers together.
+
+Each rank writes to the store of the default process group, under keys that begin with syncbn/ and its global rank:
+
+    position                    its last all_reduce of syncbn, and what it has done since
+    process                     its process and host, once
+    called/0/layer4.1.bn3       once, that it has called this layer on the group named 0
+
+A write takes 2 to 5 us, as TCPStore waits for no answer. The others' positions are read only when there is something to
+say, and fast: torchrun ends the ranks that are left some 0.1 s after the first has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, NoReturn, Self
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+
+from syncbn.callers import Caller
+
+SECONDS_PER_WRITE = 10e-6  # of all ranks together: a store takes some 100,000 writes a second
+WARNING_RANKS = 4  # of a group; all would say the same
+SETTLING = 0.3  # seconds that a rank which has gone is given to say why
+READING = 5.0  # seconds, at most
+EVALUATES, HAS_LEFT = "is in evaluation mode", "has left"
+REMEDY = (
+    "Every rank must call the same layers in the same order, all in training mode. SYNCBN_DEBUG=1 makes the "
+    "ranks compare before each all_reduce."
+)
+
+first_warning = 30.0  # seconds of waiting; the next when they have doubled
+_log = logging.getLogger("syncbn")
+
+
+class Position(NamedTuple):
+    """Where a rank is."""
+
+    group: str  # the name of the process group of its last all_reduce
+    number: int  # of that among syncbn's on this group, from 1
+    doing: str  # in it: layer4.1.bn3 forward, call 17
+    since: str = ""  # EVALUATES, HAS_LEFT and why
+
+
+class RanksDifferError(RuntimeError):
+    """The ranks of a group are in different layers, or about to be."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(f"syncbn: the ranks are in different layers or calls.\n{where}")
+
+
+class Waiting:
+    """Around an all_reduce: makes known where this rank is and, when it fails, says where all are."""
+
+    def __init__(self, group: dist.ProcessGroup, caller: Caller | None, step: str) -> None:
+        self.group = group
+        self.caller = caller
+        self.step = step
+        self.start = time.monotonic()
+        self.next_warning = first_warning
+
+    def __enter__(self) -> Self:
+        self.rank = _this_rank()
+        self.position = self.rank.begin(self)
+        return self
+
+    def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
+        self.rank.waiting = None
+        if isinstance(error, RuntimeError) and not isinstance(error, RanksDifferError):
+            raise RuntimeError(
+                f"syncbn: an all_reduce failed on rank {self.rank.rank} after {self.seconds():.1f} s.\n"
+                f"{self.where_all_are(_one_is_gone)}\nThe process group says: {error}"
+            ) from error
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.start
+
+    def where_all_are(self, enough: Callable[[list[_Where]], bool] = lambda found: True) -> str:
+        """A line for each position, with its ranks; read again for 0.3 s until it is `enough`."""
+        tables: list[str] = []
+
+        def read() -> None:
+            with contextlib.suppress(RuntimeError, ValueError):  # a store or group that has ended
+                tables.append(self.rank.read_all(self, enough))
+
+        reader = threading.Thread(target=read, daemon=True)  # the host of the store may be stopped and never answer
+        reader.start()
+        reader.join(READING)
+        return tables[0] if tables else f"rank {self.rank.rank}: in {self.position.doing}; the store says no more"
+
+    def raise_different_layers(self) -> NoReturn:
+        """On a rank that has received the others' signatures."""
+        where = self.where_all_are(lambda found: all(one.arrived for one in found))
+        raise RanksDifferError(where)
+
+
+class _Where(NamedTuple):
+    """A rank, from the point of view of one that waits."""
+
+    words: str
+    arrived: bool
+    gone: bool
+
+
+def _one_is_gone(found: list[_Where]) -> bool:
+    return any(one.gone for one in found)
+
+
+class _Rank:
+    """This rank of a default process group."""
+
+    def __init__(self, world: dist.ProcessGroup) -> None:
+        self.world = weakref.ref(world)
+        self.rank = dist.get_rank()
+        self.process = os.getpid()
+        self.numbers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+        self.position = Position("", 0, "")
+        self.written = -math.inf
+        self.interval = world.size() * SECONDS_PER_WRITE if _forgets(_store()) else math.inf
+        self.waiting: Waiting | None = None
+        weakref.finalize(world, self.leave, _store())
+        self.write("process", f"{self.process} {_host()}")
+        threading.Thread(target=self.watch, name="syncbn.diagnosis", daemon=True).start()
+
+    def begin(self, waiting: Waiting) -> Position:
+        """This rank enters an all_reduce."""
+        if self.process != os.getpid():
+            raise RuntimeError(
+                f"syncbn: this process ({os.getpid()}) was forked from process {self.process}, whose process group "
+                'does not work here. Start it by the method "spawn" instead.'
+            )
+        group, caller = waiting.group, waiting.caller
+        number = self.numbers[group] = self.numbers.get(group, 0) + 1
+        doing = "syncbn.join, out of data" if caller is None else caller.words(waiting.step)
+        self.position = Position(group.group_name, number, doing)
+        if waiting.start - self.written >= self.interval:
+            self.write_position()
+        if caller is not None and caller.call == 1:
+            self.write(f"called/{group.group_name}/{caller.place.name}", "")
+        self.waiting = waiting
+        return self.position
+
+    def evaluate(self) -> None:
+        """This rank calls a layer in evaluation mode."""
+        if self.position.since != EVALUATES and self.process == os.getpid():
+            self.position = self.position._replace(since=EVALUATES)
+            self.write_position()
+
+    def leave(self, store: Store) -> None:
+        """The default process group, or this program, ends: because of an exception, perhaps."""
+        error = sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        why = "" if error is None else f" with {type(error).__name__}: {error}".partition("\n")[0][:200]
+        since = "; ".join(filter(None, (self.position.since, HAS_LEFT + why)))
+        if self.process == os.getpid():
+            self.position = self.position._replace(since=since)
+            self.write_position(store)
+
+    def write_position(self, store: Store | None = None) -> None:
+        self.written = time.monotonic()
+        self.write("position", "\n".join(map(str, self.position)), store)
+
+    def write(self, key: str, text: str, store: Store | None = None) -> None:
+        with contextlib.suppress(RuntimeError, ValueError):  # a store or group that has ended
+            (store or _store()).set(f"syncbn/{self.rank}/{key}", text)
+
+    def watch(self) -> None:
+        """The thread: warns while this rank waits long. (In an all_reduce of nccl the host does not wait.)"""
+        while self.world() is dist.group.WORLD:
+            time.sleep(1)
+            waiting = self.waiting
+            if waiting is None or waiting.seconds() < 1:
+                continue
+            if self.written < waiting.start:
+                self.write_position()
+            if waiting.seconds() > waiting.next_warning and dist.get_rank(waiting.group) < WARNING_RANKS:
+                waiting.next_warning *= 2
+                where = waiting.where_all_are()
+                _log.warning("syncbn: rank %d has waited %.0f s for others.\n%s", self.rank, waiting.seconds(), where)
+
+    def read_all(self, waiting: Waiting, enough: Callable[[list[_Where]], bool]) -> str:
+        self.write_position()
+        deadline = time.monotonic() + SETTLING
+        ranks = dist.get_process_group_ranks(waiting.group)
+        while not enough(found := [self.read(rank, waiting) for rank in ranks]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        places = table(ranks, [where.words for where in found])
+        return places if _one_is_gone(found) else f"{places}\n{REMEDY}"
+
+    def read(self, rank: int, waiting: Waiting) -> _Where:
+        own = waiting.position
+        text = self.look_up(rank, "position")
+        position = Position("", 0, "") if text is None else _parsed(text)
+        arrived = position.group == own.group and position.number >= own.number
+        words = []
+        if position.doing:
+            elsewhere = " on another process group" * (position.group != own.group)
+            words.append(f"{'in' if arrived else 'after'} {position.doing}{elsewhere}")
+        if not arrived and waiting.caller is not None:
+            layer = waiting.caller.place.name
+            if self.look_up(rank, f"called/{own.group}/{layer}") is None:
+                words.append(f"has never called {layer}")
+        if position.since:
+            words.append(position.since)
+        gone = HAS_LEFT in position.since
+        if not gone and rank != self.rank and (state := _state_of_process(self.look_up(rank, "process"))):
+            words.append(state)
+            gone = True
+        return _Where("; ".join(words), arrived, gone)
+
+    def look_up(self, rank: int, key: str) -> str | None:
+        key, store = f"syncbn/{rank}/{key}", _store()
+        return store.get(key).decode() if store.check([key]) else None
+
+
+def evaluates() -> None:
+    """This rank calls a layer in evaluation mode, which waits for nobody."""
+    world = dist.group.WORLD
+    if world is not None and world.size() > 1 and not torch.compiler.is_compiling():
+        _this_rank().evaluate()
+
+
+_rank: _Rank | None = None
+
+
+def _this_rank() -> _Rank:
+    global _rank
+    world = dist.group.WORLD
+    assert world is not None
+    if _rank is None or _rank.world() is not world:
+        _rank = _Rank(world)
+    return _rank
+
+
+def _store() -> Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _forgets(store: Store) -> bool:
+    """Whether a write replaces the last one; a FileStore keeps them all."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return not isinstance(store, FileStore)
+
+
+def _parsed(text: str) -> Position:
+    group, number, doing, since = text.split("\n")
+    return Position(group, int(number), doing, since)
+
+
+def _host() -> str:
+    """The same for processes that see one another."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {namespace.stat().st_ino if namespace.exists() else ''}"
+
+
+def _state_of_process(text: str | None) -> str:
+    """What is wrong with a process that said `text` of itself; nothing where it runs on another host."""
+    process, _, host = (text or "").partition(" ")
+    if host != _host() or not Path("/proc/self/stat").exists():
+        return ""
+    state = "X"
+    with contextlib.suppress(OSError, IndexError):
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    if state in "XZ":
+        return f"its process ({process}) has ended"
+    return f"its process ({process}) is stopped" if state in "Tt" else ""
+
+
+def table(ranks: list[int], words: list[str]) -> str:
+    """A line for each of the words, with its ranks."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, words_of_rank in zip(ranks, words, strict=True):
+        ranks_of.setdefault(words_of_rank, []).append(rank)
+    return "\n".join(f"{in_words(ranks)}: {words}" for words, ranks in ranks_of.items())
+
+
+def in_words(ranks: list[int]) -> str:
+    """ranks 0-2, 5."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"

@@ -1,0 +1,271 @@
+"""What a rank knows of where it and the others are; what it makes of that is in test_faults.py."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from voting import Ranks
+
+import syncbn
+from syncbn import callers, collectives, diagnosis
+
+# torch's own in Dynamo
+ignores_deprecation = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="signatures are for CPUs")
+
+
+class Block(nn.Module):
+    """Two layers under names, one of them in a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn1 = syncbn.SyncBatchNorm1d(3)
+        self.tail = nn.ModuleList([syncbn.SyncBatchNorm1d(3)])
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        return self.bn1(x) if skip else self.tail[0](self.bn1(x))
+
+
+@pytest.fixture
+def doing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What each all_reduce is said to be for."""
+    seen: list[str] = []
+    begin = diagnosis._Rank.begin
+
+    def record(rank: diagnosis._Rank, waiting: diagnosis.Waiting) -> diagnosis.Position:
+        position = begin(rank, waiting)
+        seen.append(position.doing)
+        return position
+
+    monkeypatch.setattr(diagnosis._Rank, "begin", record)
+    return seen
+
+
+def test_names_passes_and_calls(ranks: Ranks, doing: list[str]) -> None:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), Block()).to(ranks.device))
+    x = torch.randn(4, 3, device=ranks.device)
+    for _ in range(2):
+        model(x).sum().backward()
+    assert doing == [
+        f"{name} {step}, call {call}"
+        for call in (1, 2)
+        for name, step in (
+            ("1.bn1", "forward"),
+            ("1.tail.0", "forward"),
+            ("1.tail.0", "backward"),
+            ("1.bn1", "backward"),
+        )
+    ]
+
+
+def test_names_without_a_model(ranks: Ranks, doing: list[str]) -> None:
+    x = torch.randn(4, 3, device=ranks.device, requires_grad=True)
+    syncbn.SyncBatchNorm(3, device=ranks.device)(x)
+    (gradient,) = torch.autograd.grad(
+        syncbn.functional.sync_batch_norm(x, None, None, training=True).pow(3).sum(), x, create_graph=True
+    )
+    gradient.pow(2).sum().backward()
+    syncbn.functional.sync_batch_norm_many([x, x])
+    steps = [text.partition(",")[0] for text in doing]
+    assert steps[:2] == ["SyncBatchNorm forward", "sync_batch_norm forward"]
+    assert set(steps[2:-1]) == {"sync_batch_norm backward", "sync_batch_norm double backward"}
+    assert steps[-1] == "sync_batch_norm_many forward"
+
+
+@on_cpu
+def test_different_layers_with_as_many_channels(ranks: Ranks) -> None:
+    """What would otherwise mix the statistics of two layers in silence."""
+    model, x = Block(), torch.randn(4, 3)
+    model(x)
+    before = copy.deepcopy(model.tail[0].state_dict())
+    faulty = ranks.rank == ranks.size - 1
+    layer = model.bn1 if faulty else model.tail[0]
+    others = "rank 0" if ranks.size == 2 else f"ranks 0-{ranks.size - 2}"
+    expected = rf"{others}: in tail.0 forward, call 2\nrank {ranks.size - 1}: in bn1 forward, call 2\nEvery rank must"
+    with pytest.raises(RuntimeError, match=expected):
+        layer(x)
+    for name, buffer in model.tail[0].state_dict().items():
+        assert torch.equal(buffer, before[name]), name
+    dist.barrier()  # all have read the positions
+    assert model(x).isfinite().all()  # the group goes on
+
+
+@on_cpu
+def test_forward_and_backward_at_once(ranks: Ranks) -> None:
+    layer, x = syncbn.SyncBatchNorm(3), torch.randn(4, 3)
+    y = layer(x)
+    call = y.sum().backward if ranks.rank else lambda: layer(x)
+    with pytest.raises(RuntimeError, match="different layers or calls"):
+        call()
+
+
+def test_one_rank_wraps_the_model(ranks: Ranks) -> None:
+    """Its names are longer, and it is none the less in the same layers; in debug mode, too."""
+    model = Block().to(ranks.device)
+    outer = nn.Sequential(model) if ranks.rank == 0 else model
+    x = torch.randn(4, 3, device=ranks.device)
+    outer(x).sum().backward()
+    with syncbn.debug():
+        outer(x).sum().backward()
+
+
+@on_cpu
+@ignores_deprecation
+def test_one_rank_is_compiled(ranks: Ranks) -> None:
+    """As when its batches have too many sizes for Dynamo: it sends as much, and signs nothing."""
+    own_group = dist.new_group()  # as compiled calls are not counted, and the later tests count
+    layer, x = syncbn.SyncBatchNorm(3, process_group=own_group), torch.randn(4, 3, requires_grad=True)
+    expected = layer(x)
+    expected.sum().backward()
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True) if ranks.rank == 0 else layer
+    actual = call(x)
+    torch.testing.assert_close(actual, expected)
+    actual.sum().backward()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 64, 1000, 2**14])
+def test_signatures_are_exact(num_ranks: int) -> None:
+    """The test for equal signatures has no rounding: not with the largest, and so with none."""
+    largest = callers.Place("", 0, num_ranks).most
+    assert largest >= 2**11
+    for s in (1, largest - 1, largest):
+        squares = total = 0.0
+        for _ in range(num_ranks):
+            total, squares = total + s, squares + s * s
+        assert num_ranks * squares == total * total
+        other = s - 1 if s > 1 else 2  # one rank
+        assert num_ranks * (squares - s * s + other * other) != (total - s + other) ** 2
+
+
+def test_places_and_steps_have_signatures_of_their_own() -> None:
+    places = [callers.Place(name, order, 2) for name in ("a.bn1", "a.bn2") for order in range(50)]
+    signatures = [place.signature(step) for place in places for step in ("forward", "backward")]
+    assert len(set(signatures)) == len(signatures)
+    assert callers.Place("model.a.bn1", 0, 2).signature("forward") == signatures[0]
+    assert all(1 <= signature <= 2**25 for signature in signatures)
+
+
+def test_positions_in_the_store(ranks: Ranks) -> None:
+    layer, x = syncbn.SyncBatchNorm(3).to(ranks.device), torch.randn(4, 3, device=ranks.device)
+    with diagnosis.Waiting(dist.group.WORLD, callers.new_call("this test", dist.group.WORLD, x), "forward") as waiting:
+        pass
+
+    def all_are(what: str) -> None:
+        where = waiting.where_all_are(lambda found: all(one.words == what for one in found))  # a write takes its time
+        dist.barrier()
+        assert where.startswith(f"ranks 0-{ranks.size - 1}: {what}\n"), where
+
+    all_are("in this test forward, call 1")
+    layer(x)
+    all_are("in SyncBatchNorm forward, call 1")
+    layer.eval()(x)
+    layer.eval()(x)
+    all_are("in SyncBatchNorm forward, call 1; is in evaluation mode")
+    layer.train()(x)
+    all_are("in SyncBatchNorm forward, call 2")
+
+
+@on_cpu
+def test_a_long_wait_is_told(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(diagnosis, "first_warning", 0.5)
+    layer, x = syncbn.SyncBatchNorm(3), torch.randn(4, 3)
+    layer(x)
+    with caplog.at_level(logging.WARNING, "syncbn"):
+        if ranks.rank == 0:
+            layer.eval()(x)
+            time.sleep(3)
+        layer.train()(x)
+    told = "\n".join(caplog.messages)
+    if ranks.rank:
+        assert re.search(
+            rf"rank {ranks.rank} has waited [1-3] s for others\.\nrank 0: after .*; is in evaluation mode", told
+        )
+    else:
+        assert not told
+
+
+def test_ranks_in_words() -> None:
+    assert diagnosis.in_words([3]) == "rank 3"
+    assert diagnosis.in_words([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
+    assert diagnosis.table([0, 1, 2], ["a", "b", "a"]) == "ranks 0, 2: a\nrank 1: b"
+
+
+# Debug mode.
+
+
+def test_debug_mode_changes_no_result(ranks: Ranks) -> None:
+    results = []
+    x = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(ranks.rank)).to(ranks.device)
+    for debug in (False, True):
+        layer, leaf = syncbn.SyncBatchNorm(3).to(ranks.device), x.clone().requires_grad_()
+        if debug:
+            with syncbn.debug():
+                layer(leaf).pow(3).sum().backward()
+        else:
+            layer(leaf).pow(3).sum().backward()
+        results.append((leaf.grad, layer.running_var, layer.weight.grad))
+    assert all(map(torch.equal, *results))
+    assert collectives.compare is None
+
+
+def test_debug_mode_in_a_group(ranks: Ranks) -> None:
+    layer = syncbn.SyncBatchNorm(3, process_group=1 if ranks.size % 2 else 2).to(ranks.device)
+    with syncbn.debug():
+        layer(torch.randn(4, 3, device=ranks.device)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "text"),
+    [
+        ((3, torch.float32), (4, torch.float32), "3 channels, torch.float32"),  # gloo would abort
+        ((3, torch.float32), (3, torch.float64), "3 channels, torch.float64"),
+    ],
+    ids=["channels", "dtype"],
+)
+def test_debug_mode_names_the_difference(
+    ranks: Ranks, good: tuple[int, torch.dtype], bad: tuple[int, torch.dtype], text: str
+) -> None:
+    channels, dtype = bad if ranks.rank == 0 else good
+    layer = syncbn.SyncBatchNorm(channels, dtype=dtype, device=ranks.device)
+    before = copy.deepcopy(layer.state_dict())
+    with syncbn.debug(), pytest.raises(RuntimeError, match=rf"rank 0: SyncBatchNorm .*\n(.*\n)*.*{text}|{text}"):
+        layer(torch.randn(2, channels, dtype=dtype, device=ranks.device))
+    for name, buffer in layer.state_dict().items():
+        assert torch.equal(buffer, before[name]), name
+    with syncbn.debug():
+        syncbn.SyncBatchNorm(3, device=ranks.device)(torch.randn(2, 3, device=ranks.device))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_debug_mode_names_the_rank_of_a_nan(ranks: Ranks, bad: float) -> None:
+    layer, x = syncbn.SyncBatchNorm(3).to(ranks.device), torch.randn(2, 3, device=ranks.device)
+    if ranks.rank == ranks.size - 1:
+        x[0, 1] = bad
+    with (
+        syncbn.debug(),
+        pytest.warns(UserWarning, match=rf"NaN or infinity in SyncBatchNorm .* on rank {ranks.size - 1}$"),
+    ):
+        y = layer(x)
+    assert y[:, 1].isnan().all()
+    assert y[:, [0, 2]].isfinite().all()
+    expected = nn.functional.batch_norm(torch.tensor([[bad], [0.0]]), None, None, training=True)
+    assert expected.isnan().all()  # torch's policy
+
+
+@ignores_deprecation
+def test_debug_mode_runs_compiled_modules_uncompiled(ranks: Ranks, doing: list[str]) -> None:
+    layer, x = syncbn.SyncBatchNorm(3).to(ranks.device), torch.randn(2, 3, device=ranks.device)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    compiled(x)
+    assert not doing
+    with syncbn.debug():
+        compiled(x)
+    assert len(doing) == 1

@@ -1,0 +1,211 @@
+"""A catalogue of what can go wrong on one rank of several: what the ranks say then, and when all of them have ended.
+
+    python tests/faults.py          prints it as the README's table, beside a synchronised layer that is written by hand
+
+The job is faulty_job.py; its collectives wait for 3 s.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+JOB = Path(__file__).with_name("faulty_job.py")
+MOST_SECONDS = 30.0
+STOPPED_SECONDS = 5.0  # longer than that
+
+
+class Fault(NamedTuple):
+    """A fault of the last rank, and what is to be expected of it."""
+
+    name: str
+    said: str  # a regular expression for what rank 0 says
+    said_in_debug: str = ""  # with SYNCBN_DEBUG=1, where it is more; without, gloo may end rank 0 before it says a word
+    said_at_fault: str = ""  # by the last rank
+    num_ranks: int = 2
+    well: int = 0  # so many ranks end well, from rank 0 on
+
+
+def _where(rank_0: str, last_rank: str, rank: int = 1) -> str:
+    return rf"rank 0: {rank_0}\nrank {rank}: {last_rank}\n"
+
+
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        Fault("skips a layer", _where("in body.bn2 forward, call 3", "in body.bn3 forward, call 3")),
+        Fault("another order", _where("in body.bn2 forward, call 3", "in body.bn3 forward, call 3")),
+        Fault(
+            "one more step",
+            "",
+            said_at_fault=_where("after body.bn1 backward, call 6; has left", "in body.bn1 forward, call 7"),
+            well=1,
+        ),
+        Fault(
+            "in evaluation",
+            "",
+            _where(
+                "in body.bn1 forward, call 3",
+                "after body.bn1 backward, call 2; is in evaluation mode(; has left with .*)?",
+            ),
+        ),
+        Fault("not converted", "", _where("in body.bn1 forward, call 1", "has never called body.bn1(; .*)?")),
+        Fault(
+            "channels", "", _where("body.bn1 forward, call 1: 4 channels.*", "body.bn1 forward, call 1: 5 channels.*")
+        ),
+        Fault("dtype", "", _where("body.bn1 .*torch.float32.*", "body.bn1 .*torch.float64.*"), well=2),
+        Fault(
+            "exception in forward",
+            _where("in body.bn2 forward, call 3", "after body.bn1 forward, call 3; has left with KeyError: .*"),
+        ),
+        Fault(
+            "exception in the data loader",
+            _where(
+                "in body.bn1 forward, call 3",
+                "after body.bn1 backward, call 2; has left with OSError: cannot read image 17",
+            ),
+        ),
+        Fault(
+            "kill -9 in forward",
+            _where("in body.bn2 forward, call 3", r"after body.bn1 forward, call 3; its process \(\d+\) has ended"),
+        ),
+        Fault(
+            "kill -9 in backward",
+            _where("in body.bn3 backward, call 3", r"after body.bn3 forward, call 3; its process \(\d+\) has ended"),
+        ),
+        Fault(
+            "kill -9 in the all_reduce",
+            _where("in body.bn1 forward, call 3", r"in body.bn1 forward, call 3; its process \(\d+\) has ended"),
+        ),
+        Fault(
+            "stopped for longer than the time-out",
+            _where("in body.bn1 forward, call 3", r"after body.bn1 backward, call 2; its process \(\d+\) is stopped"),
+        ),
+        Fault("out of memory, caught", _where("in body.bn3 backward, call 3", "in body.bn1 forward, call 4")),
+        Fault(
+            "group destroyed", "", _where("in body.bn1 forward, call 3", "after body.bn1 backward, call 2; has left.*")
+        ),
+        Fault("group made anew", _where("in body.bn1 forward, call 3", "after .*")),
+        Fault(
+            "fork after use",
+            _where("in body.bn1 forward, call 3", "after body.bn1 backward, call 2; has left.*"),
+            said_at_fault=r'this process \(\d+\) was forked from process .* Start it by the method "spawn" instead',
+        ),
+        Fault("threads", "ranks? 0.*: in body.bn[12] forward"),
+        Fault(
+            "members",
+            r"ranks 0-1: in body.bn2 forward, call 3\nrank 2: after body.bn1 backward, call 2",
+            num_ranks=3,
+        ),
+        Fault("sizes of groups", "the ranks ask for different process groups: rank 0 for 2, rank 1 for 1"),
+    )
+}
+
+
+class Outcome(NamedTuple):
+    """Of each rank the exit status and what it wrote; and the seconds until all had ended."""
+
+    statuses: list[int]
+    texts: list[str]
+    seconds: float
+
+
+def run(fault: Fault, layer: str = "syncbn", debug: bool = False) -> Outcome:
+    """The job with this fault. **Raises** TimeoutError after 30 s, and AssertionError when a process is left."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's part
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(fault.num_ranks),
+        "LOCAL_WORLD_SIZE": str(fault.num_ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+        "SYNCBN_DEBUG": str(int(debug)),
+    }
+    start = time.monotonic()
+    processes, files = [], []
+    for rank in range(fault.num_ranks):
+        files.append(tempfile.TemporaryFile("w+"))  # noqa: SIM115
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, JOB, fault.name, layer],
+                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=files[-1],
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        )
+    try:
+        if fault.name.startswith("stopped"):
+            wait_until_stopped(processes[-1].pid, start)
+            time.sleep(STOPPED_SECONDS)
+            processes[-1].send_signal(signal.SIGCONT)
+        statuses = [process.wait(max(0, start + MOST_SECONDS - time.monotonic())) for process in processes]
+        seconds = time.monotonic() - start
+        assert not any(exists_session(process.pid) for process in processes), "a process is left"
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"{fault.name}: after {MOST_SECONDS:.0f} s not all ranks have ended") from None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        texts = []
+        for file in files:
+            with file:
+                file.seek(0)
+                texts.append(re.sub(r"^(\[rank\d+\]: )+", "", file.read(), flags=re.MULTILINE))
+    return Outcome(statuses, texts, seconds)
+
+
+def wait_until_stopped(process: int, start: float) -> None:
+    """By SIGSTOP. **Raises** TimeoutError after 30 s."""
+    while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        if time.monotonic() - start > MOST_SECONDS:
+            raise TimeoutError("the rank has not stopped")
+        time.sleep(0.1)
+
+
+def exists_session(process: int) -> bool:
+    """Whether any process is left of those that this one has started."""
+    try:
+        os.killpg(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def error_of(text: str) -> str:
+    """What a rank says in the end: the lines from the error on."""
+    lines = text.splitlines()
+    starts = [
+        index for index, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception): |terminate|  what", line)
+    ]
+    return "\n".join(lines[starts[-1] :] if starts else lines[-1:])
+
+
+def main() -> None:
+    print("| fault | a layer written by hand | syncbn | with SYNCBN_DEBUG=1 |\n|---|---|---|---|")
+    for fault in FAULTS.values():
+        cells = [fault.name]
+        for layer, debug in (("plain", False), ("syncbn", False), ("syncbn", True)):
+            try:
+                outcome = run(fault, layer, debug)
+                rank = 0 if outcome.statuses[0] else -1
+                said = error_of(outcome.texts[rank]) if any(outcome.statuses) else "ends well"
+                cells.append(f"{said!r}, {outcome.seconds:.0f} s")
+            except TimeoutError:
+                cells.append("does not end in 30 s")
+        print("| " + " | ".join(cells).replace("\\n", "<br>") + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""One rank of a small training job in which the last rank does something wrong in its third step; see faults.py.
+
+python tests/faulty_job.py FAULT syncbn|plain          with the environment variables of torchrun
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.nn.parallel import DistributedDataParallel
+
+import syncbn
+
+TIMEOUT = timedelta(seconds=3)  # of a collective
+STEPS, FAULTY_STEP = 6, 3
+FAULT, LAYER = sys.argv[1:]
+RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+AT_FAULT = RANK == RANKS - 1
+
+
+class Plain(nn.BatchNorm1d):
+    """What one writes without a library."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        sums = torch.cat((x.sum(0), x.square().sum(0), x.new_tensor([len(x)])))
+        sums = all_reduce(sums, "sum", dist.group.WORLD)
+        mean, mean_square = (sums[:-1] / sums[-1]).chunk(2)
+        normal = (x - mean) / (mean_square - mean.square() + self.eps).sqrt()
+        return normal * self.weight + self.bias
+
+
+class Body(nn.Module):
+    """Three layers, of which the rank at fault treats the later two as FAULT says."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        layer = Plain if LAYER == "plain" else nn.BatchNorm1d
+        self.bn1, self.bn2, self.bn3 = (layer(channels) for _ in range(3))
+        self.faulty = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        fault = FAULT if self.faulty else ""
+        x = self.bn1(x)
+        if fault == "exception in forward":
+            raise KeyError("no such class: 10")
+        if fault == "kill -9 in forward":
+            kill()
+        if fault == "another order":
+            return self.bn2(self.bn3(x))
+        return self.bn3(x if fault == "skips a layer" else self.bn2(x))
+
+
+def kill(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fork(model: nn.Module) -> None:
+    """Call the model in a child that has this process's group."""
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        sys.exit(f"the forked process ended with {os.waitstatus_to_exitcode(status)}")
+    signal.alarm(15)
+    try:
+        model(torch.randn(4, 3))
+    except RuntimeError as error:
+        print(error, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def call_in_threads(*layers: nn.Module) -> None:
+    """Each layer in a thread of its own. Raises what a thread raises."""
+    errors: list[BaseException] = []
+
+    def call(layer: nn.Module) -> None:
+        try:
+            for _ in range(20):
+                layer(torch.randn(4, 4))
+        except RuntimeError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=[layer]) for layer in layers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def before_step(model: nn.Sequential) -> None:
+    """What all ranks do before the faulty step."""
+    if FAULT == "threads":
+        layers = [model.body.bn1, model.body.bn2]
+        call_in_threads(*(reversed(layers) if AT_FAULT else layers))
+    if FAULT == "members":
+        members = list(range(RANKS)) if AT_FAULT else list(range(RANKS - 1))
+        model.body.bn1.process_group = dist.new_group(members, timeout=TIMEOUT)
+    if FAULT == "sizes of groups":
+        model.body.bn1.process_group = 1 if AT_FAULT else RANKS
+    if FAULT == "kill -9 in the all_reduce":
+        if AT_FAULT:
+            threading.Timer(0.5, kill).start()
+        else:
+            time.sleep(1)
+
+
+def remake_group() -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+
+
+def fail_to_load() -> None:
+    raise OSError("cannot read image 17")
+
+
+BEFORE_FAULTY_STEP: dict[str, Callable[[nn.Module], object]] = {
+    "in evaluation": lambda model: model.eval(),
+    "exception in the data loader": lambda model: fail_to_load(),
+    "stopped for longer than the time-out": lambda model: os.kill(os.getpid(), signal.SIGSTOP),
+    "group destroyed": lambda model: dist.destroy_process_group(),
+    "group made anew": lambda model: remake_group(),
+    "fork after use": fork,
+}
+
+
+def main() -> None:
+    warnings.simplefilter("ignore", FutureWarning)  # DistributedDataParallel's of broadcast_buffers
+    store, _, _ = next(dist.rendezvous("env://"))
+    store.set(f"rank {RANK} is there", "")  # one may start much later than the others
+    store.wait([f"rank {rank} is there" for rank in range(RANKS)])
+    dist.init_process_group("gloo", store=store, rank=RANK, world_size=RANKS, timeout=TIMEOUT)
+    channels = 5 if AT_FAULT and FAULT == "channels" else 4
+    body = Body(channels)
+    if LAYER == "syncbn" and not (AT_FAULT and FAULT == "not converted"):
+        body = syncbn.convert_syncbn_model(body)
+    elif AT_FAULT and FAULT == "not converted":
+        for name, layer in list(body.named_children()):
+            setattr(body, name, nn.BatchNorm1d(layer.num_features))
+    model = nn.Sequential(OrderedDict(linear=nn.Linear(3, channels), body=body))
+    if AT_FAULT and FAULT == "dtype":
+        model.double()
+    # It compares the parameters at its start; these two faults are for models that it does not wrap.
+    unwrapped = FAULT in ("channels", "dtype")
+    ddp = model if unwrapped else DistributedDataParallel(model, broadcast_buffers=False)
+    for step in range(1, STEPS + 1 + (AT_FAULT and FAULT == "one more step")):
+        body.faulty = AT_FAULT and step == FAULTY_STEP
+        if step == FAULTY_STEP:
+            before_step(model)
+        if body.faulty and FAULT in BEFORE_FAULTY_STEP:
+            BEFORE_FAULTY_STEP[FAULT](model)
+        y = ddp(torch.randn(4, 3, dtype=model.linear.weight.dtype))
+        if body.faulty and FAULT == "out of memory, caught":
+            continue
+        if body.faulty and FAULT == "kill -9 in backward":
+            y.register_hook(kill)
+        y.square().mean().backward()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
