@@ -7,7 +7,7 @@
 Counted are the write calls of a rank and their bytes, as Linux keeps them in /proc/self/io: gloo's messages with their
 headers. Three schemes, for a layer of C channels:
 
-    syncbn    forward all_reduce of 2C + 1 float64, backward all_reduce of 2C float64
+    syncbn    forward all_reduce of 2C + 1 float64, backward all_reduce of 2C float64 (without the signatures of CPUs)
     torch     nn.SyncBatchNorm: forward all_gather of 2C + 1 float32 from every rank, backward all_reduce of 2C float32
     apex      apex.parallel.SyncBatchNorm without its extension: two all_reduces of C float32 each way
 

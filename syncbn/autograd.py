@@ -37,8 +37,9 @@ class SyncBatchNormFunction(torch.autograd.Function):
     The statistics of all ranks, mean, var and n packed as in moments.py, are not differentiable.
 
     Saved for backward: x, weight, the statistics, and y when relu is fused.
-    Collectives: one all_reduce of 2C + 1 float64 in forward, one of 2C in backward (two with create_graph=True); none
-    when `group` is None. Backward issues its all_reduce whatever needs_input_grad says: another rank may need the sums.
+    Collectives: one all_reduce of 2C + 1 float64 in forward, one of 2C in backward (two with create_graph=True), and
+    the signatures of collectives.py; none when `group` is None. Backward issues its all_reduce whatever
+    needs_input_grad says: another rank may need the sums.
     """
 
     @staticmethod

@@ -32,9 +32,9 @@ def batch_norm_backward(
         grad_input = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight
         grad_bias  = sum dy            grad_weight = sum dy * (x - mean) * invstd             (sums over this rank)
 
-    One all_reduce of 8 * (2C + 1) bytes in training (mean_dy, mean_dy_xmu and n together), none with one rank or no
-    process group. With `training=False` the statistics are constants: grad_input = dy * invstd * weight, and nothing is
-    communicated.
+    One all_reduce of 8 * (2C + 1) bytes in training (mean_dy, mean_dy_xmu and n together), on CPU 24 more, none with
+    one rank or no process group. With `training=False` the statistics are constants: grad_input = dy * invstd * weight,
+    and nothing is communicated.
 
     Args:
         grad_output, input: dy and x of one shape, (N, C, ...) or as `channel_dim` says; float16, bfloat16, float32 or

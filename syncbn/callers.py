@@ -24,6 +24,7 @@ class Place:
         self.order = order  # the same on all ranks that call in the same order
         self.num_calls = 0
         self.most = EXACT // num_ranks - 1
+        self.signatures: dict[tuple[str, bool], Tensor] = {}  # as collectives.py packs them
 
     def signature(self, step: str) -> int:
         """A positive number that tells places and steps apart.

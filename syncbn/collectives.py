@@ -11,6 +11,10 @@ All numbers are float64: sums about zero, so that uneven and empty ranks need no
 all_reduce when the group has two or more ranks, and none otherwise (`group` is None). A rank whose arguments are bad
 cannot compute its sums but must not leave the others waiting: it joins the forward all_reduce with zeros and n_r = NaN,
 which every rank sees in the total.
+
+On CPU follow three numbers more (and 0 in backward, so that both passes send 2C + 4): 1, s_r and s_r^2, where s_r is a
+number of the layer and the pass. By Cauchy and Schwarz sum 1 * sum s^2 = (sum s)^2 only where all s are the same; else
+ranks in different layers have met, and every rank sees it. On a GPU the host would have to wait to read them.
 """
 
 from __future__ import annotations
@@ -36,12 +40,11 @@ with contextlib.suppress(OSError):  # it makes a temporary folder
     importlib.import_module("torch.distributed.nn.functional")
 
 TEXT_BYTES = 4096
-SIGNATURE = 3  # numbers
+SIGNED = 4  # numbers at the end of a payload: the count, and the three of a signature
 
 # What syncbn.join does before each all_reduce while its body runs: it tells the ranks that have no more data the length
 # of what comes, and whether its last number is a count, which a faulty rank marks.
 announce: Callable[[int, bool], None] | None = None
-
 
 # What syncbn.debug does before each all_reduce: the ranks compare what they are about to send.
 compare: Callable[[Tensor, Waiting], None] | None = None
@@ -54,29 +57,43 @@ def all_reduce_sums(
     return _all_reduce(sums, group, caller, step)
 
 
-def _all_reduce(
-    packed: Tensor, group: dist.ProcessGroup | None, caller: Caller | None, step: str, counted: bool = False
-) -> Tensor:
-    """The sum of `packed`, which it may overwrite, over the ranks; `counted` when its last number is a count.
+def all_reduce_counted_sums(sums: Tensor, group: dist.ProcessGroup | None, caller: Caller | None) -> Tensor:
+    """The sums over all ranks of the forward payload, float64 (2C + 1,), which may be overwritten.
 
-    **Raises** RuntimeError, in eager mode, when it fails, and on CPU when the ranks are in different layers or steps.
+    **Raises** on every rank what any rank reports through `raise_on_all_ranks`. The total is read on CPU in eager mode
+    only: on a GPU that would stop the host, in a compiled graph it would split the graph.
+    """
+    return _all_reduce(sums, group, caller, "forward", counted=True)
+
+
+def _all_reduce(
+    sums: Tensor,
+    group: dist.ProcessGroup | None,
+    caller: Caller | None,
+    step: str,
+    counted: bool = False,
+    error: Exception | None = None,
+) -> Tensor:
+    """The totals of `sums`, which it may overwrite, over the ranks; `counted` when the last of them is a count.
+
+    **Raises** RuntimeError, in eager mode, when it fails, and on CPU when the ranks are in different layers or steps;
+    and the faults of all ranks, of which `error` is this rank's, when the count is NaN.
     """
     if group is None:
-        return packed
-    mode = None if torch.compiler.is_compiling() else _get_current_dispatch_mode()
+        return sums
+    compiling = torch.compiler.is_compiling()
+    mode = None if compiling else _get_current_dispatch_mode()
     if announce is not None:
         _require_that_it_runs(mode)
-        announce(len(packed), counted)
-    length = len(packed)
-    signed = packed.device.type == "cpu"
-    if signed:
-        packed = torch.cat((packed, _signature(packed, caller, step, counted)))
-    if torch.compiler.is_compiling():
+        announce(len(sums), counted)
+    signed = sums.device.type == "cpu"
+    packed = torch.cat((sums, _signature(sums, caller, step, counted, mode))) if signed else sums
+    if compiling:
         dist.all_reduce(packed, group=group)
-        return packed[:length] if signed else packed
+        return packed[: len(sums)]
     with Waiting(group, caller, step) as waiting:
         if compare is not None and announce is None:
-            compare(packed[:length], waiting)
+            compare(sums, waiting)
         if mode is None:
             dist.all_reduce(packed, group=group)
         else:
@@ -84,23 +101,33 @@ def _all_reduce(
             # nothing. https://github.com/pytorch/pytorch/blob/main/torch/distributed/_functional_collectives.py
             operators = torch.ops._c10d_functional
             packed = operators.wait_tensor(operators.all_reduce(packed, "sum", group.group_name))
-    if signed and _can_read(packed):
-        num_signed, total, squares = packed[-SIGNATURE:].tolist()
+    if not signed:
+        return packed
+    if _can_read(packed):
+        count, num_signed, total, squares = packed[-SIGNED:].tolist()
         if num_signed * squares != total * total:
             waiting.raise_different_layers()
-    return packed[:length] if signed else packed
+        if math.isnan(count):
+            _exchange_faults(error, group)
+    return packed[: len(sums)]
 
 
-def _signature(packed: Tensor, caller: Caller | None, step: str, counted: bool) -> Tensor:
-    """1, s and s^2, or zeros of a rank that cannot tell its layer, as in compiled graphs.
+def _signature(sums: Tensor, caller: Caller | None, step: str, counted: bool, mode: TorchDispatchMode | None) -> Tensor:
+    """1, s and s^2; or zeros of a rank that cannot tell its layer, as in a compiled graph.
 
-    Before them a number in place of a count that is not there: all payloads of a layer have one length, as gloo aborts
-    where they do not.
+    Before them comes 0 where `sums` end without a count: all payloads of a layer have one length, as gloo aborts where
+    they have not.
     """
     if caller is None:
-        return packed.new_zeros(SIGNATURE + (not counted))
-    s = caller.place.signature(step)
-    return packed.new_tensor((1, s, s * s) if counted else (0, 1, s, s * s))
+        return sums.new_zeros(SIGNED - counted)
+    kept = caller.place.signatures
+    if (step, counted) not in kept or mode is not None:  # in which a tensor may have no values
+        s = caller.place.signature(step)
+        signature = sums.new_tensor((0, 1, s, s * s)[counted:])
+        if mode is not None:
+            return signature
+        kept[step, counted] = signature
+    return kept[step, counted]
 
 
 def _require_that_it_runs(mode: TorchDispatchMode | None) -> None:
@@ -135,20 +162,6 @@ class _AllReduce(torch.autograd.Function):
         return differentiable_all_reduce(grad_total, ctx.group, ctx.caller, "double backward"), None, None, None
 
 
-def all_reduce_counted_sums(
-    packed: Tensor, group: dist.ProcessGroup | None, caller: Caller | None, step: str = "forward"
-) -> Tensor:
-    """The sums over all ranks of the forward payload, float64 (2C + 1,), which may be overwritten.
-
-    **Raises** on every rank what any rank reports through `raise_on_all_ranks`. The total is read on CPU in eager mode
-    only: on a GPU that would stop the host, in a compiled graph it would split the graph.
-    """
-    packed = _all_reduce(packed, group, caller, step, counted=True)
-    if group is not None and _can_read(packed) and math.isnan(packed[-1]):
-        _exchange_faults(None, group)
-    return packed
-
-
 def require_two_values(num_values: Tensor, input_shape: torch.Size, at_fault: str = "") -> None:
     """F.batch_norm's ValueError when the whole group has one value per channel; read on CPU in eager mode only."""
     if _can_read(num_values) and num_values.item() == 1:
@@ -176,8 +189,8 @@ def raise_on_all_ranks(
         raise error
     payload = torch.zeros(2 * num_channels + num_inputs, dtype=torch.float64, device=device)
     payload[-1] = math.nan
-    _all_reduce(payload, group, caller, "forward", counted=True)
-    _exchange_faults(error, group)
+    _all_reduce(payload, group, caller, "forward", counted=True, error=error)
+    raise AssertionError("the mark of a fault was lost") from error
 
 
 def _can_read(tensor: Tensor) -> bool:

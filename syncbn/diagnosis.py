@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from syncbn.callers import Caller
 
+SECONDS_BETWEEN_WRITES = 1e-3  # of a rank, so that they take 2 % of its time at most; what waits writes all the same
 SECONDS_PER_WRITE = 10e-6  # of all ranks together: a store takes some 100,000 writes a second
 WARNING_RANKS = 4  # of a group; all would say the same
 SETTLING = 0.3  # seconds that a rank which has gone is given to say why
@@ -129,7 +130,8 @@ class _Rank:
         self.numbers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
         self.position = Position("", 0, "")
         self.written = -math.inf
-        self.interval = world.size() * SECONDS_PER_WRITE if _forgets(_store()) else math.inf
+        interval = max(SECONDS_BETWEEN_WRITES, world.size() * SECONDS_PER_WRITE)
+        self.interval = interval if _forgets(_store()) else math.inf
         self.waiting: Waiting | None = None
         weakref.finalize(world, self.leave, _store())
         self.write("process", f"{self.process} {_host()}")

@@ -46,9 +46,10 @@ def sync_batch_norm(
     unbiased variance. Otherwise mean and var are the running statistics and nothing is communicated: F.batch_norm
     itself. Ioffe & Szegedy 2015, https://arxiv.org/abs/1502.03167.
 
-    One all_reduce of 8 * (2C + 1) bytes in forward and one of 16 * C bytes in backward; none with one rank or no
-    process group. Every rank of the group must make the same calls in the same order. The gradients of weight and bias
-    are this rank's share; their sum over the ranks is the full batch's (DistributedDataParallel averages them).
+    One all_reduce of 8 * (2C + 1) bytes in forward and one of 16 * C bytes in backward (on CPU 8 * (2C + 4) bytes each,
+    by which the ranks see that they are in the same layer); none with one rank or no process group. Every rank of the
+    group must make the same calls in the same order. The gradients of weight and bias are this rank's share; their sum
+    over the ranks is the full batch's (DistributedDataParallel averages them).
 
     Args:
         input: (N, C, ...) or, with `channel_dim=-1`, (N, ..., C); 2 or more dims; float16, bfloat16, float32 or
@@ -75,6 +76,8 @@ def sync_batch_norm(
     not move: they did in the first.
 
     Raises:
+        RuntimeError: in eager mode, when the all_reduce fails or times out, with where every rank is: in which layer,
+            pass and call. On CPU also when ranks in different layers have met.
         ValueError, TypeError: a bad argument, before any buffer is changed. On CPU in eager mode a fault of any rank is
             raised on every rank with the faulty ranks' numbers, as long as most of running_mean, running_var, weight,
             bias and the input agree on C (without a per-channel argument the faulty rank raises alone). One value per

@@ -21,7 +21,7 @@ class SyncBatchNormManyFunction(torch.autograd.Function):
 
     Saved for backward: x, weight and the statistics of each input.
     Collectives: one all_reduce of sum(2C + 1) float64 in forward, one of sum(2C) in backward (two with
-    create_graph=True); none when `group` is None.
+    create_graph=True), and the signatures of collectives.py; none when `group` is None.
     """
 
     @staticmethod

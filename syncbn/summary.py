@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import nn
 
 from syncbn import groups, kernels
+from syncbn.collectives import SIGNED
 from syncbn.layer import SyncBatchNorm
 
 BYTES_PER_NUMBER = 8  # float64
@@ -19,8 +20,8 @@ class LayerSummary(NamedTuple):
     kind: str  # class
     channels: int  # C
     group_size: int  # ranks; 1 without a process group
-    forward_bytes: int  # sent per training step: 8 * (2C + 1), 0 in a group of one
-    backward_bytes: int  # 8 * 2C, 0 in a group of one
+    forward_bytes: int  # sent per training step: 8 * (2C + 1), on CPU 8 * (2C + 4); 0 in a group of one
+    backward_bytes: int  # 8 * 2C, on CPU 8 * (2C + 4); 0 in a group of one
     last_step: str  # whether the last training step synchronised
 
 
@@ -66,7 +67,9 @@ def summary(model: nn.Module) -> Summary:
 
 def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
     group_size = groups.size(layer.process_group)
-    numbers = 2 * layer.num_features if group_size > 1 else 0
+    numbers = 2 * layer.num_features
+    on_cpu = all(tensor.is_cpu for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))
+    bytes_if_sent = BYTES_PER_NUMBER * (group_size > 1)
     if compiled:
         last_step = "compiled"
     elif layer._synchronised_ranks is None:
@@ -80,8 +83,8 @@ def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
         type(layer).__name__,
         layer.num_features,
         group_size,
-        forward_bytes=BYTES_PER_NUMBER * (numbers + 1) if numbers else 0,
-        backward_bytes=BYTES_PER_NUMBER * numbers,
+        forward_bytes=bytes_if_sent * (numbers + (SIGNED if on_cpu else 1)),
+        backward_bytes=bytes_if_sent * (numbers + (SIGNED if on_cpu else 0)),
         last_step=last_step,
     )
 
