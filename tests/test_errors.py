@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -123,3 +126,15 @@ def test_node_rejects_what_is_not_consecutive_hosts() -> None:
 
 def test_numpy_numbers_are_numbers() -> None:
     layer(momentum=np.float32(0.1), eps=np.float64(1e-5))(X)
+
+
+@pytest.mark.parametrize(("value", "ends_well"), [("", True), ("0", True), ("1", True), ("yes", False)])
+def test_the_environment_variable_of_debug_mode(value: str, ends_well: bool) -> None:
+    code = "import syncbn; print(syncbn.collectives.compare is not None)"
+    process = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"SYNCBN_DEBUG": value}, capture_output=True, text=True
+    )
+    if ends_well:
+        assert process.stdout == f"{value == '1'}\n"
+    else:
+        assert "ValueError: SYNCBN_DEBUG must be 1, 0 or not set, got 'yes'" in process.stderr

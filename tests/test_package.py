@@ -61,7 +61,7 @@ def test_the_public_table() -> None:
     rooms = {module.name for module in pkgutil.iter_modules(syncbn.__path__)}
     assert names - rooms == {
         "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d",
-        "convert_syncbn_model", "revert_syncbn_model", "create_syncbn_process_group",
+        "convert_syncbn_model", "revert_syncbn_model", "create_syncbn_process_group", "debug",
     }  # fmt: skip
     assert callable(syncbn.summary)
 
