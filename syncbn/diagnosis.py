@@ -234,16 +234,16 @@ def evaluates() -> None:
         _this_rank().evaluate()
 
 
-_rank: _Rank | None = None
+_ranks: WeakKeyDictionary[dist.ProcessGroup, _Rank] = WeakKeyDictionary()  # by the default process group
 
 
 def _this_rank() -> _Rank:
-    global _rank
     world = dist.group.WORLD
     assert world is not None
-    if _rank is None or _rank.world() is not world:
-        _rank = _Rank(world)
-    return _rank
+    rank = _ranks.get(world)
+    if rank is None:
+        rank = _ranks[world] = _Rank(world)
+    return rank
 
 
 def _store() -> Store:

@@ -191,7 +191,8 @@ def condensed(outcome: Outcome) -> str:
     text = outcome.texts[failed[0]]
     positions = re.findall(r"^ranks? [\d, -]+: .*", text, re.MULTILINE)
     if positions:
-        return "<br>".join(re.sub(r"(has left with \w+: .{30}\S*).*", r"\1 ...", line) for line in positions[-2:])
+        short = re.sub(r"has left with RuntimeError: .*", "has left with a RuntimeError", "<br>".join(positions[-2:]))
+        return re.sub(r"its process \(\d+\)", "its process", short)
     if own := re.search(r"Error: (the ranks ask for .*);", text):
         return own[1]
     if outcome.statuses[failed[0]] == -signal.SIGABRT:
@@ -205,6 +206,10 @@ def main() -> None:
     for fault in FAULTS.values():
         cells, seconds = [fault.name], []
         for layer, debug in (("plain", False), ("syncbn", False), ("syncbn", True)):
+            if layer == "plain" and fault.name == "sizes of groups":  # it has none
+                cells.append("-")
+                seconds.append("-")
+                continue
             try:
                 outcome = run(fault, layer, debug)
                 cells.append(condensed(outcome))

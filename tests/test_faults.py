@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import faults
 import pytest
@@ -22,3 +24,12 @@ def test_fault(name: str, debug: bool) -> None:
     assert re.search(fault.said_at_fault, outcome.texts[-1]), outcome.texts[-1]
     well = 0 if debug else fault.well
     assert [status == 0 for status in outcome.statuses] == [rank < well for rank in range(fault.num_ranks)]
+
+
+def test_under_torchrun() -> None:
+    """It ends the other ranks, perhaps before they could speak; what started it is always said."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", faults.JOB]
+    command += ["exception in forward", "syncbn"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=faults.MOST_SECONDS)
+    assert process.returncode
+    assert "KeyError: 'no such class: 10'" in process.stderr
