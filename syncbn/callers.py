@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import zlib
+from collections.abc import Iterable
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 EXACT = 2**26  # the square of number of ranks * signature, which is less, is exact in float64
@@ -19,20 +20,28 @@ EXACT = 2**26  # the square of number of ranks * signature, which is less, is ex
 class Place:
     """A layer, or a function, that calls on one process group."""
 
-    def __init__(self, name: str, number: int, num_ranks: int) -> None:
-        self.name = name
-        self.number = number  # among the batch norms of the model; 0 for a function
+    def __init__(self, path: str, name: str, num_ranks: int) -> None:
+        self.path = path  # the dotted name in the model; empty for a function, and for a layer without a model
+        self.name = path or name
         self.num_calls = 0
         self.most = EXACT // num_ranks - 1
+        self.signs = True
         self.signatures: dict[tuple[str, bool], Tensor] = {}  # as collectives.py packs them
 
     def signature(self, step: str) -> int:
-        """A positive number that tells places and steps apart.
+        """A positive number that tells places and steps apart; 0 where that would be a mistake."""
+        return 1 + zlib.crc32(f"{self.path} {step}".encode()) % self.most if self.signs else 0
 
-        It is the same on a rank that has wrapped the model in another module, and on one where a part is compiled: it
-        takes the last part of the name, and does not depend on what was called before.
-        """
-        return 1 + zlib.crc32(f"{self.name.rpartition('.')[2]} {self.number} {step}".encode()) % self.most
+    def sign_no_more(self) -> None:
+        """The same layer has another path on another rank."""
+        self.signs = False
+        self.signatures.clear()
+
+
+def may_be_one(paths: Iterable[str]) -> bool:
+    """Whether these can be of one layer: some ranks have wrapped the model in another module, or have no model."""
+    longest = max(paths, key=len)
+    return all(not path or f".{longest}".endswith(f".{path}") for path in paths)
 
 
 class Caller(NamedTuple):
@@ -59,35 +68,33 @@ def new_call(of: nn.Module | str, group: dist.ProcessGroup | None, input: Tensor
         functions = _of_functions.setdefault(group, {})
         place = functions.get(of)
         if place is None:
-            place = functions[of] = Place(of, 0, group.size())
+            place = functions[of] = Place("", of, group.size())
     else:
         if group not in _of_layers:
             _of_layers[group] = WeakKeyDictionary()
         place = _of_layers[group].get(of)
         if place is None:
-            place = _of_layers[group][of] = Place(*_in_model(of), group.size())
+            place = _of_layers[group][of] = Place(_path_in_model(of), type(of).__name__, group.size())
     place.num_calls += 1
     return Caller(place, place.num_calls, getattr(input, "dtype", None))
 
 
-def _in_model(layer: nn.Module) -> tuple[str, int]:
-    """The dotted name of a layer, and its number among the batch norms, in the outermost module whose forward runs.
+def _path_in_model(layer: nn.Module) -> str:
+    """The dotted name of a layer in the outermost module that is `self` in a frame of this call, or nothing.
 
     DistributedDataParallel and the wrapper of torch.compile do not count.
     """
     names: list[str] = []
-    model, frame = layer, sys._getframe()
+    inner, frame = layer, sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
         outer = frame.f_locals.get("self")
         if isinstance(outer, DistributedDataParallel):
             break
-        if isinstance(outer, nn.Module) and outer is not model:
-            name = next((name for name, module in outer.named_modules() if module is model), None)
+        if isinstance(outer, nn.Module) and outer is not inner:
+            below = itertools.chain(outer.named_children(), outer.named_modules())  # most often it is a child
+            name = next((name for name, module in below if module is inner), None)
             if name is not None:
                 names.insert(0, name)
-                model = outer
-    parts = [part for name in names for part in name.split(".") if part != "_orig_mod"]
-    batch_norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    number = next(number for number, module in enumerate(batch_norms, start=1) if module is layer)
-    return ".".join(parts) or type(layer).__name__, number
+                inner = outer
+    return ".".join(part for name in names for part in name.split(".") if part != "_orig_mod")

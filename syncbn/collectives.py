@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import math
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -30,8 +31,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from syncbn import callers
 from syncbn.callers import Caller
-from syncbn.diagnosis import Waiting
+from syncbn.diagnosis import REMEDY, RanksDifferError, Waiting, table
 
 # The default arguments in this module hold the world's group if there is one when it is first imported, as
 # DistributedDataParallel does. destroy_process_group would then leave gloo's threads running, and one that still has a
@@ -106,7 +108,7 @@ def _all_reduce(
     if _can_read(packed):
         count, num_signed, total, squares = packed[-SIGNED:].tolist()
         if num_signed * squares != total * total:
-            waiting.raise_different_layers()
+            _compare_places(waiting, everyone_signed=num_signed == group.size())
         if math.isnan(count):
             _exchange_faults(error, group)
     return packed[: len(sums)]
@@ -118,7 +120,7 @@ def _signature(sums: Tensor, caller: Caller | None, step: str, counted: bool, mo
     Before them comes 0 where `sums` end without a count: all payloads of a layer have one length, as gloo aborts where
     they have not.
     """
-    if caller is None:
+    if caller is None or not caller.place.signs:
         return sums.new_zeros(SIGNED - counted)
     kept = caller.place.signatures
     if (step, counted) not in kept or mode is not None:  # in which a tensor may have no values
@@ -128,6 +130,24 @@ def _signature(sums: Tensor, caller: Caller | None, step: str, counted: bool, mo
             return signature
         kept[step, counted] = signature
     return kept[step, counted]
+
+
+def _compare_places(waiting: Waiting, everyone_signed: bool) -> None:
+    """Of ranks whose signatures differ. **Raises** RanksDifferError unless only the paths of one layer do."""
+    caller = waiting.caller
+    if caller is None or not everyone_signed:  # there are ranks that would not take part in an all_gather
+        raise RanksDifferError(waiting.where_all_are())
+    told = [
+        json.loads(text)
+        for text in all_gather_text(
+            json.dumps((caller.place.path, waiting.step, waiting.position.doing)), waiting.group
+        )
+    ]
+    paths, steps, doings = zip(*told, strict=True)
+    if len(set(steps)) > 1 or not callers.may_be_one(paths):
+        ranks = dist.get_process_group_ranks(waiting.group)
+        raise RanksDifferError(table(ranks, [f"in {doing}" for doing in doings]) + f"\n{REMEDY}")
+    caller.place.sign_no_more()
 
 
 def _require_that_it_runs(mode: TorchDispatchMode | None) -> None:
@@ -210,11 +230,12 @@ def _exchange_faults(error: Exception | None, group: dist.ProcessGroup) -> NoRet
     raise error_class("\n".join(lines)) from error
 
 
-def all_gather_text(text: str, group: dist.ProcessGroup) -> list[str]:
+def all_gather_text(text: str, group: dist.ProcessGroup | dist.ProcessGroupGloo) -> list[str]:
     """Every rank's text, cut at 4096 bytes: one all_gather. (torch's all_gather_object needs NumPy.)"""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
+    on_gpu = isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
     encoded = text.encode()[:TEXT_BYTES]
     mine = torch.tensor(list(encoded.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8, device=device)
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everyone, mine, group=group)
+    group.allgather([everyone], [mine]).wait()  # type: ignore[union-attr]
     return [bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in everyone]

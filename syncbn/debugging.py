@@ -12,15 +12,16 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
-from syncbn import collectives, diagnosis, groups
+from syncbn import callers, collectives, diagnosis, groups
 from syncbn.diagnosis import in_words
 
 FIRST_WARNING = 3.0  # seconds of waiting
 ENABLED = {None: False, "": False, "0": False, "1": True}
 
 # For each group one of gloo with the same ranks, on which nothing else happens. They go with the group.
-_side_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_side_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] = WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -31,12 +32,11 @@ def debug() -> Iterator[None]:
             loss = criterion(ddp_model(images), labels)
             loss.backward()
 
-    Before each all_reduce the ranks of its group exchange, over gloo, the layer, the step (forward, backward), how
-    often the layer was called, the number of channels, the dtype of the input and the ranks of the group. Where they
-    differ, every rank raises the same error, before anything is mixed; without debug mode ranks on CPU notice only
-    that they are in different layers, and others numbers of channels abort gloo. A rank with NaN or infinity among its
-    values is named in a warning, on every rank. A rank that waits for more than 3 s says, as a warning of the logger
-    "syncbn", where all ranks are.
+    Before each all_reduce the ranks of its group exchange, over gloo, the layer, the step (forward, backward), the
+    number of channels, the dtype of the input and the ranks of the group. Where they differ, every rank raises the same
+    error, before anything is mixed; without debug mode ranks on CPU notice only that they are in different layers, and
+    others numbers of channels abort gloo. A rank with NaN or infinity among its values is named in a warning, on every
+    rank. A rank that waits for more than 3 s says, as a warning of the logger "syncbn", where all ranks are.
 
     All ranks must enter and leave it at the same place. Compiled modules run uncompiled inside
     (torch.compiler.set_stance); inside `syncbn.join` nothing is compared. An all_reduce takes some ms more.
@@ -58,11 +58,10 @@ def _compare(packed: Tensor, waiting: diagnosis.Waiting) -> None:
     assert caller is not None
     ranks = dist.get_process_group_ranks(group)
     doing = f"{waiting.position.doing}: {len(packed) // 2} channels, {caller.dtype}, over {in_words(ranks)}"
-    # Of the name only what the signature takes: a rank may have wrapped the model.
-    same = [caller.place.signature(waiting.step), caller.call, len(packed), str(caller.dtype), ranks]
-    own = {"same": same, "doing": doing, "finite": bool(packed.isfinite().all())}
+    same = waiting.step, len(packed), str(caller.dtype), ranks
+    own = {"same": same, "path": caller.place.path, "doing": doing, "finite": bool(packed.isfinite().all())}
     told = [json.loads(text) for text in collectives.all_gather_text(json.dumps(own), _side_group(group))]
-    if any(one["same"] != same for one in told):
+    if any(one["same"] != told[0]["same"] for one in told) or not callers.may_be_one([one["path"] for one in told]):
         doings = diagnosis.table(ranks, [one["doing"] for one in told])
         raise diagnosis.RanksDifferError(f"{doings}\nNone of this was done.")
     bad = [rank for rank, one in zip(ranks, told, strict=True) if not one["finite"]]
@@ -70,14 +69,12 @@ def _compare(packed: Tensor, waiting: diagnosis.Waiting) -> None:
         warnings.warn(f"syncbn: NaN or infinity in {waiting.position.doing} on {in_words(bad)}", stacklevel=2)
 
 
-def _side_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _side_group(group: dist.ProcessGroup) -> dist.ProcessGroupGloo:
+    # Not by dist.new_group, which names it by how many groups a rank is in, and would keep it.
     if group not in _side_groups:
-        _side_groups[group] = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=groups.timeout_of(group),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
+        store = PrefixStore(f"syncbn/debug/{group.group_name}", dist.distributed_c10d._get_default_store())
+        rank, timeout = dist.get_rank(group), groups.timeout_of(group)
+        _side_groups[group] = dist.ProcessGroupGloo(store, rank, group.size(), timeout)
     return _side_groups[group]
 
 

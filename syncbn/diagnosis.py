@@ -23,8 +23,8 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, NoReturn, Self
-from weakref import WeakKeyDictionary
+from typing import NamedTuple, Self
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -102,11 +102,6 @@ class Waiting:
         reader.join(READING)
         return tables[0] if tables else f"rank {self.rank.rank}: in {self.position.doing}; the store says no more"
 
-    def raise_different_layers(self) -> NoReturn:
-        """On a rank that has received the others' signatures."""
-        where = self.where_all_are(lambda found: all(one.arrived for one in found))
-        raise RanksDifferError(where)
-
 
 class _Where(NamedTuple):
     """A rank, from the point of view of one that waits."""
@@ -124,32 +119,26 @@ class _Rank:
     """This rank of a default process group."""
 
     def __init__(self, world: dist.ProcessGroup) -> None:
-        self.world = weakref.ref(world)
         self.rank = dist.get_rank()
         self.process = os.getpid()
         self.numbers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
         self.position = Position("", 0, "")
-        self.written = -math.inf
+        self.written, self.written_position = -math.inf, self.position
         interval = max(SECONDS_BETWEEN_WRITES, world.size() * SECONDS_PER_WRITE)
         self.interval = interval if _forgets(_store()) else math.inf
         self.waiting: Waiting | None = None
+        self.ended = threading.Event()
         weakref.finalize(world, self.leave, _store())
         self.write("process", f"{self.process} {_host()}")
         threading.Thread(target=self.watch, name="syncbn.diagnosis", daemon=True).start()
 
     def begin(self, waiting: Waiting) -> Position:
         """This rank enters an all_reduce."""
-        if self.process != os.getpid():
-            raise RuntimeError(
-                f"syncbn: this process ({os.getpid()}) was forked from process {self.process}, whose process group "
-                'does not work here. Start it by the method "spawn" instead.'
-            )
         group, caller = waiting.group, waiting.caller
         number = self.numbers[group] = self.numbers.get(group, 0) + 1
         doing = "syncbn.join, out of data" if caller is None else caller.words(waiting.step)
         self.position = Position(group.group_name, number, doing)
-        if waiting.start - self.written >= self.interval:
-            self.write_position()
+        self.write_position_now_and_then(waiting.start)
         if caller is not None and caller.call == 1:
             self.write(f"called/{group.group_name}/{caller.place.name}", "")
         self.waiting = waiting
@@ -157,21 +146,27 @@ class _Rank:
 
     def evaluate(self) -> None:
         """This rank calls a layer in evaluation mode."""
-        if self.position.since != EVALUATES and self.process == os.getpid():
+        if self.position.since != EVALUATES:
             self.position = self.position._replace(since=EVALUATES)
-            self.write_position()
+            self.write_position_now_and_then(time.monotonic())
 
     def leave(self, store: Store) -> None:
         """The default process group, or this program, ends: because of an exception, perhaps."""
-        error = sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        why = "" if error is None else f" with {type(error).__name__}: {error}".partition("\n")[0][:200]
-        since = "; ".join(filter(None, (self.position.since, HAS_LEFT + why)))
+        self.ended.set()
+        handled, last = sys.exc_info()[1], getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        error = handled or last
+        why = "" if error is None else f" {'while handling' if handled else 'with'} {type(error).__name__}: {error}"
+        since = "; ".join(filter(None, (self.position.since, HAS_LEFT + why.partition("\n")[0][:200])))
         if self.process == os.getpid():
             self.position = self.position._replace(since=since)
             self.write_position(store)
 
+    def write_position_now_and_then(self, now: float) -> None:
+        if now - self.written >= self.interval:
+            self.write_position()
+
     def write_position(self, store: Store | None = None) -> None:
-        self.written = time.monotonic()
+        self.written, self.written_position = time.monotonic(), self.position
         self.write("position", "\n".join(map(str, self.position)), store)
 
     def write(self, key: str, text: str, store: Store | None = None) -> None:
@@ -179,18 +174,21 @@ class _Rank:
             (store or _store()).set(f"syncbn/{self.rank}/{key}", text)
 
     def watch(self) -> None:
-        """The thread: warns while this rank waits long. (In an all_reduce of nccl the host does not wait.)"""
-        while self.world() is dist.group.WORLD:
-            time.sleep(1)
-            waiting = self.waiting
-            if waiting is None or waiting.seconds() < 1:
-                continue
-            if self.written < waiting.start:
-                self.write_position()
-            if waiting.seconds() > waiting.next_warning and dist.get_rank(waiting.group) < WARNING_RANKS:
-                waiting.next_warning *= 2
-                where = waiting.where_all_are()
-                _log.warning("syncbn: rank %d has waited %.0f s for others.\n%s", self.rank, waiting.seconds(), where)
+        """The thread, which ends with the group; between its looks it holds nothing that would keep the group alive."""
+        while not self.ended.wait(1):
+            self.look()
+
+    def look(self) -> None:
+        """Write what is not yet written; warn while this rank waits long. (In nccl's all_reduce the host does not.)"""
+        waiting = self.waiting
+        if self.written_position is not self.position and (waiting is not None or self.interval < math.inf):
+            self.write_position()
+        if waiting is None or waiting.seconds() < waiting.next_warning:
+            return
+        waiting.next_warning *= 2
+        if dist.get_rank(waiting.group) < WARNING_RANKS:
+            where = waiting.where_all_are()
+            _log.warning("syncbn: rank %d has waited %.0f s for others.\n%s", self.rank, waiting.seconds(), where)
 
     def read_all(self, waiting: Waiting, enough: Callable[[list[_Where]], bool]) -> str:
         self.write_position()
@@ -213,7 +211,7 @@ class _Rank:
         if not arrived and waiting.caller is not None:
             layer = waiting.caller.place.name
             if self.look_up(rank, f"called/{own.group}/{layer}") is None:
-                words.append(f"has never called {layer}")
+                words.append(f"has not been seen in {layer}")
         if position.since:
             words.append(position.since)
         gone = HAS_LEFT in position.since
@@ -230,16 +228,33 @@ class _Rank:
 def evaluates() -> None:
     """This rank calls a layer in evaluation mode, which waits for nobody."""
     world = dist.group.WORLD
-    if world is not None and world.size() > 1 and not torch.compiler.is_compiling():
+    if world is not None and world.size() > 1 and not torch.compiler.is_compiling() and world not in _inherited:
         _this_rank().evaluate()
 
 
 _ranks: WeakKeyDictionary[dist.ProcessGroup, _Rank] = WeakKeyDictionary()  # by the default process group
 
 
+_inherited: WeakSet[dist.ProcessGroup] = WeakSet()  # by a process that was forked from one of the ranks
+
+
+def _inherit() -> None:
+    if dist.group.WORLD is not None:
+        _inherited.add(dist.group.WORLD)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_inherit)
+
+
 def _this_rank() -> _Rank:
     world = dist.group.WORLD
     assert world is not None
+    if world in _inherited:
+        raise RuntimeError(
+            f"syncbn: this process ({os.getpid()}) was forked from one whose process group does not work here. "
+            'Start it by the method "spawn" instead.'
+        )
     rank = _ranks.get(world)
     if rank is None:
         rank = _ranks[world] = _Rank(world)
@@ -264,8 +279,10 @@ def _parsed(text: str) -> Position:
 
 def _host() -> str:
     """The same for processes that see one another."""
-    namespace = Path("/proc/self/ns/pid")
-    return f"{socket.gethostname()} {namespace.stat().st_ino if namespace.exists() else ''}"
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    if not (boot.exists() and namespace.exists()):
+        return socket.gethostname()
+    return f"{socket.gethostname()} {boot.read_text().strip()} {namespace.stat().st_ino}"
 
 
 def _state_of_process(text: str | None) -> str:

@@ -58,7 +58,7 @@ FAULTS = {
                 "after body.bn1 backward, call 2; is in evaluation mode(; has left with .*)?",
             ),
         ),
-        Fault("not converted", "", _where("in body.bn1 forward, call 1", "has never called body.bn1(; .*)?")),
+        Fault("not converted", "", _where("in body.bn1 forward, call 1", "has not been seen in body.bn1(; .*)?")),
         Fault(
             "channels", "", _where("body.bn1 forward, call 1: 4 channels.*", "body.bn1 forward, call 1: 5 channels.*")
         ),
@@ -98,7 +98,7 @@ FAULTS = {
         Fault(
             "fork after use",
             _where("in body.bn1 forward, call 3", "after body.bn1 backward, call 2; has left.*"),
-            said_at_fault=r'this process \(\d+\) was forked from process .* Start it by the method "spawn" instead',
+            said_at_fault=r'this process \(\d+\) was forked from one .* Start it by the method "spawn" instead',
         ),
         Fault("threads", "ranks? 0.*: in body.bn[12] forward"),
         Fault(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
+import os
 import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -100,11 +104,28 @@ def test_different_layers_with_as_many_channels(ranks: Ranks) -> None:
 
 @on_cpu
 def test_forward_and_backward_at_once(ranks: Ranks) -> None:
-    layer, x = syncbn.SyncBatchNorm(3), torch.randn(4, 3)
-    y = layer(x)
-    call = y.sum().backward if ranks.rank else lambda: layer(x)
-    with pytest.raises(RuntimeError, match="different layers or calls"):
+    model, x = Block(), torch.randn(4, 3)
+    y = model(x, skip=True)
+    call = y.sum().backward if ranks.rank else lambda: model(x, skip=True)
+    with pytest.raises(RuntimeError, match=r"rank 0: in bn1 forward, call 2\nranks? 1(-\d)?: in bn1 backward, call 1"):
         call()
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_layer_without_a_model_on_one_rank(ranks: Ranks, debug: bool) -> None:
+    layer = syncbn.SyncBatchNorm2d(3) if ranks.rank else syncbn.SyncBatchNorm(3)
+    model = nn.Sequential(layer) if ranks.rank == 0 else layer
+    with syncbn.debug() if debug else contextlib.nullcontext():
+        for _ in range(2):
+            model.to(ranks.device)(torch.randn(4, 3, 1, 1, device=ranks.device)).sum().backward()
+
+
+def test_one_rank_has_further_batch_norms(ranks: Ranks) -> None:
+    model = nn.Sequential(Block())
+    if ranks.rank == 0:
+        model[0].metric = nn.BatchNorm1d(3)
+        model[0].add_module("another", Block())
+    model.to(ranks.device)(torch.randn(4, 3, device=ranks.device)).sum().backward()
 
 
 def test_one_rank_wraps_the_model(ranks: Ranks) -> None:
@@ -134,7 +155,7 @@ def test_one_rank_is_compiled(ranks: Ranks) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3, 64, 1000, 2**14])
 def test_signatures_are_exact(num_ranks: int) -> None:
     """The test for equal signatures has no rounding: not with the largest, and so with none."""
-    largest = callers.Place("", 0, num_ranks).most
+    largest = callers.Place("", "", num_ranks).most
     assert largest >= 2**11
     for s in (1, largest - 1, largest):
         squares = total = 0.0
@@ -146,11 +167,26 @@ def test_signatures_are_exact(num_ranks: int) -> None:
 
 
 def test_places_and_steps_have_signatures_of_their_own() -> None:
-    places = [callers.Place(name, number, 2) for name in ("a.bn1", "a.bn2") for number in range(50)]
+    places = [callers.Place(f"blocks.{block}.{name}", "", 2) for name in ("bn1", "bn2") for block in range(50)]
     signatures = [place.signature(step) for place in places for step in ("forward", "backward")]
     assert len(set(signatures)) == len(signatures)
-    assert callers.Place("model.a.bn1", 0, 2).signature("forward") == signatures[0]
     assert all(1 <= signature <= 2**25 for signature in signatures)
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (("a.bn1", "a.bn1"), True),
+        (("a.bn1", "a.bn2"), False),
+        (("a.bn1", "model.a.bn1"), True),
+        (("a.bn1", "aa.bn1"), False),
+        (("bn1", "a.bn1", "b.bn1"), False),
+        (("", "a.bn1"), True),  # a layer without a model
+        (("", ""), True),
+    ],
+)
+def test_paths_of_one_layer(paths: tuple[str, ...], expected: bool) -> None:
+    assert callers.may_be_one(paths) == callers.may_be_one(paths[::-1]) == expected
 
 
 def test_positions_in_the_store(ranks: Ranks) -> None:
@@ -192,6 +228,30 @@ def test_a_long_wait_is_told(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capl
         assert not told
 
 
+def test_nothing_outlives_the_group() -> None:
+    """Neither its thread nor, through it, the group."""
+    code = """
+import threading, time, weakref
+import torch, torch.distributed as dist, syncbn
+from syncbn import diagnosis, groups
+groups.resolve = lambda specification: dist.group.WORLD  # also of one rank
+for _ in range(3):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = weakref.ref(dist.group.WORLD)
+    with diagnosis.Waiting(dist.group.WORLD, None, "forward"):
+        time.sleep(1.2)  # in which the thread looks
+    with syncbn.debug():
+        syncbn.SyncBatchNorm(3)(torch.randn(2, 3)).sum()
+    dist.destroy_process_group()
+    assert world() is None
+time.sleep(0.2)
+print(threading.active_count())
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert process.stdout == "1\n", process.stderr
+
+
 def test_ranks_in_words() -> None:
     assert diagnosis.in_words([3]) == "rank 3"
     assert diagnosis.in_words([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
@@ -216,6 +276,13 @@ def test_debug_mode_changes_no_result(ranks: Ranks) -> None:
     assert collectives.compare is None
 
 
+def test_debug_mode_beside_a_group_of_some_ranks(ranks: Ranks) -> None:
+    """torch names a group made by its members alone by how many groups a rank is in, which differs here."""
+    dist.new_group([0])
+    with syncbn.debug():
+        syncbn.SyncBatchNorm(3).to(ranks.device)(torch.randn(4, 3, device=ranks.device))
+
+
 def test_debug_mode_in_a_group(ranks: Ranks) -> None:
     layer = syncbn.SyncBatchNorm(3, process_group=1 if ranks.size % 2 else 2).to(ranks.device)
     with syncbn.debug():
@@ -225,7 +292,7 @@ def test_debug_mode_in_a_group(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("good", "bad", "text"),
     [
-        ((3, torch.float32), (4, torch.float32), "3 channels, torch.float32"),  # gloo would abort
+        ((3, torch.float32), (4, torch.float32), "4 channels, torch.float32"),  # gloo would abort
         ((3, torch.float32), (3, torch.float64), "3 channels, torch.float64"),
     ],
     ids=["channels", "dtype"],
@@ -236,7 +303,9 @@ def test_debug_mode_names_the_difference(
     channels, dtype = bad if ranks.rank == 0 else good
     layer = syncbn.SyncBatchNorm(channels, dtype=dtype, device=ranks.device)
     before = copy.deepcopy(layer.state_dict())
-    with syncbn.debug(), pytest.raises(RuntimeError, match=rf"rank 0: SyncBatchNorm .*\n(.*\n)*.*{text}|{text}"):
+    over = f"over ranks 0-{ranks.size - 1}"
+    expected = rf"rank 0: SyncBatchNorm forward, call 1: {text}, {over}\nranks? 1.*: 3 channels, torch.float32, {over}"
+    with syncbn.debug(), pytest.raises(RuntimeError, match=expected):
         layer(torch.randn(2, channels, dtype=dtype, device=ranks.device))
     for name, buffer in layer.state_dict().items():
         assert torch.equal(buffer, before[name]), name
