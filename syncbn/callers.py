@@ -25,15 +25,15 @@ class Place:
         self.name = path or name
         self.num_calls = 0
         self.most = EXACT // num_ranks - 1
-        self.signs = True
+        self.signs = True  # until a rank turns out to have another path for the same layer
         self.signatures: dict[tuple[str, bool], Tensor] = {}  # as collectives.py packs them
 
     def signature(self, step: str) -> int:
-        """A positive number that tells places and steps apart; 0 where that would be a mistake."""
-        return 1 + zlib.crc32(f"{self.path} {step}".encode()) % self.most if self.signs else 0
+        """A positive number that tells places and steps apart."""
+        return 1 + zlib.crc32(f"{self.path} {step}".encode()) % self.most
 
     def sign_no_more(self) -> None:
-        """The same layer has another path on another rank."""
+        """From now on the signatures would differ although the layer is the same."""
         self.signs = False
         self.signatures.clear()
 

@@ -107,7 +107,6 @@ class _Where(NamedTuple):
     """A rank, from the point of view of one that waits."""
 
     words: str
-    arrived: bool
     gone: bool
 
 
@@ -218,7 +217,7 @@ class _Rank:
         if not gone and rank != self.rank and (state := _state_of_process(self.look_up(rank, "process"))):
             words.append(state)
             gone = True
-        return _Where("; ".join(words), arrived, gone)
+        return _Where("; ".join(words), gone)
 
     def look_up(self, rank: int, key: str) -> str | None:
         key, store = f"syncbn/{rank}/{key}", _store()

@@ -35,8 +35,8 @@ class Fault(NamedTuple):
     well: int = 0  # so many ranks end well, from rank 0 on
 
 
-def _where(rank_0: str, last_rank: str, rank: int = 1) -> str:
-    return rf"rank 0: {rank_0}\nrank {rank}: {last_rank}\n"
+def _where(rank_0: str, rank_1: str) -> str:
+    return rf"rank 0: {rank_0}\nrank 1: {rank_1}\n"
 
 
 FAULTS = {

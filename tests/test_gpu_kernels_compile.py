@@ -22,7 +22,7 @@ from syncbn.kernels import gpu, gpu_kernels
 
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
 NUMBERS = "*fp64"
-OF_PARTS = {"num_parts": 16, "width": 64, "inner": 1, "channels": 64, "CHANNELS": 32}
+OF_PARTS = {"num_parts": 16, "width": 64, "inner": 1, "channels": 64, "CHANNELS": gpu.CHANNELS}
 TWO = {"eps": 1e-5, "eps_rest": 1e-12}
 
 
@@ -81,7 +81,7 @@ def test_sizes_of_one_and_of_more_than_an_int32(sizes: tuple[int, int, int]) -> 
     of_gradients = {"x": x, "dy": x, "y": x, "statistics": NUMBERS, "parts": NUMBERS}
     ptx(gpu_kernels.parts_of_sums, 90, **(of_gradients | {"dy": None, "y": None, "statistics": None}), **grid)
     ptx(gpu_kernels.parts_of_sums, 90, **of_gradients, **grid)
-    ptx(gpu_kernels.sums, 90, parts=NUMBERS, sums=NUMBERS, **plan.of_parts, CHANNELS=32)
+    ptx(gpu_kernels.sums, 90, parts=NUMBERS, sums=NUMBERS, **plan.of_parts, CHANNELS=gpu.CHANNELS)
     of_maps = {"x": x, "y": x, "statistics": NUMBERS, "sums": NUMBERS, "weight": None} | TWO | grid
     ptx(gpu_kernels.normalize, 90, residual=None, bias=None, RELU=False, **of_maps)
     ptx(gpu_kernels.input_gradient, 90, dy=x, grad_x=x, grad_residual=None, **of_maps)
@@ -94,4 +94,12 @@ def test_kernels_of_channels(parameter: str) -> None:
     ptx(gpu_kernels.gradient_sums, 90, **of_gradients, grad_bias=parameter, COMPUTE=tl.float32, **TWO, **OF_PARTS)
     buffers = {"running_mean": parameter, "running_var": parameter, "mean_stride": 1, "var_stride": 1}
     momentum = {"momentum": 0.1, "momentum_rest": 1e-9}
-    ptx(gpu_kernels.update_running_stats, 90, **buffers, **momentum, statistics=NUMBERS, channels=64, CHANNELS=32)
+    ptx(
+        gpu_kernels.update_running_stats,
+        90,
+        **buffers,
+        **momentum,
+        statistics=NUMBERS,
+        channels=64,
+        CHANNELS=gpu.CHANNELS,
+    )
