@@ -276,6 +276,54 @@ def test_accuracy(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, case: st
     assert max(errors.relative.values()) < 1e-6, errors
 
 
+@pytest.mark.parametrize("sizes", [(3, 2, 67), (35, 13, 1)], ids=str)
+def test_values_between_their_places(kernels: ModuleType, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+    """Tensors that begin one byte behind an address which is a multiple of their size, as from a file.
+
+    Where processors allow that anyway, only scripts/sanitize.sh sees whether the program may.
+    """
+    if torch.get_default_device().type != "cpu":
+        pytest.skip("torch.frombuffer is for CPUs")
+    aligned = [*draw(3, sizes, dtype), *of_channels(4, sizes[1])]
+    shifted = []
+    for x in aligned:
+        buffer = bytearray(1 + x.numel() * x.itemsize)
+        shifted.append(torch.frombuffer(buffer, dtype=x.dtype, offset=1).view(x.shape).copy_(x))
+        assert shifted[-1].data_ptr() % x.itemsize
+    results = []
+    for x, dy, z, weight, bias, running_mean, running_var in (aligned, shifted):
+        sums = kernels.channel_sums(x, 1)
+        y, statistics = kernels.normalize(x, 1, sums, EPS, weight, bias, z, True)
+        of_dy, _, _ = kernels.gradient_sums(dy, x, y, 1, statistics, EPS, None, None)
+        kernels.update_running_stats(running_mean, running_var, statistics, 0.1)
+        gradients = kernels.input_gradient(dy, x, y, 1, statistics, EPS, weight, of_dy, True)
+        results.append((sums, y, of_dy, *gradients, running_mean, running_var))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("sizes", [(2**16 + 1, 2, 2**14), (2**28 + 1, 8, 1)], ids=str)
+def test_more_than_2_31_values(kernels: ModuleType, pytestconfig: pytest.Config, sizes: tuple[int, int, int]) -> None:
+    """The last of them count, and get their results."""
+    if not pytestconfig.getoption("--large"):
+        pytest.skip("takes 13 GB; --large")
+    torch.use_deterministic_algorithms(False)  # leave the memory as it is
+    x = torch.zeros(sizes, dtype=torch.float16)
+    x[-1, -1, -1] = 3
+    num_values = x.numel() // sizes[1]
+    sums = kernels.channel_sums(x, 1)
+    expected = torch.zeros(2 * sizes[1] + 1, dtype=torch.float64)
+    expected[sizes[1] - 1], expected[2 * sizes[1] - 1], expected[-1] = 3, 9, num_values
+    torch.testing.assert_close(sums, expected)
+    y, statistics = kernels.normalize(x, 1, sums, 1.0, None, None, None, False)
+    assert (y[-1, -1, -1], y[-1, 0, -1], y[0, 0, 0]) == (3, 0, 0)
+    dy = y
+    of_dy, _, _ = kernels.gradient_sums(dy, x, None, 1, statistics, 1.0, None, None)
+    torch.testing.assert_close(of_dy, expected[:-1], rtol=1e-4, atol=1e-4)
+    out, _ = kernels.input_gradient(dy, x, None, 1, statistics, 1.0, None, of_dy, False)
+    assert out[-1, -1, -1] == pytest.approx(3, abs=1e-2)
+    assert out[0, 0, 0] == pytest.approx(0, abs=1e-2)
+
+
 def test_unwritten_memory_is_nan() -> None:
     """Without this the checks of `close` could not fail."""
     assert torch.empty(3).isnan().all()

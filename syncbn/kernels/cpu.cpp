@@ -201,7 +201,8 @@ std::vector<double> numbers_of(const Tensor& tensor, int64_t count, const char* 
   const int64_t stride = tensor.stride(0);
   with_dtype(tensor, [&](auto zero) {
     auto* data = static_cast<const decltype(zero)*>(tensor.const_data_ptr());
-    for (int64_t index = 0; index < count; ++index) numbers[index] = to_double(data[index * stride]);
+    for (int64_t index = 0; index < count; ++index)
+      numbers[index] = to_double(baseline::load<decltype(zero)>(data + index * stride));
   });
   return numbers;
 }
@@ -211,7 +212,7 @@ void set_numbers(Tensor& tensor, const std::vector<double>& numbers) {
   with_dtype(tensor, [&](auto zero) {
     auto* data = static_cast<decltype(zero)*>(tensor.mutable_data_ptr());
     for (size_t index = 0; index < numbers.size(); ++index)
-      data[index * stride] = from_double<decltype(zero)>(numbers[index]);
+      baseline::store(data + index * stride, from_double<decltype(zero)>(numbers[index]));
   });
 }
 

@@ -8,7 +8,7 @@ constexpr int64_t CACHE_LINE = 64;                // bytes
 
 template <typename Scalar, int64_t count>
 struct VectorOf {
-  typedef Scalar type __attribute__((vector_size(count * sizeof(Scalar)), aligned(sizeof(Scalar)), may_alias));
+  typedef Scalar type __attribute__((vector_size(count * sizeof(Scalar))));
 };
 template <typename Scalar, int64_t count>
 using Vector = typename VectorOf<Scalar, count>::type;
@@ -27,16 +27,30 @@ inline To bits_as(From from) {
   return to;
 }
 
+// A tensor may begin anywhere, also between the places of its numbers.
+
+template <typename Value>
+inline Value load(const void* from) {
+  Value value;
+  std::memcpy(&value, from, sizeof(Value));
+  return value;
+}
+
+template <typename Value>
+inline void store(void* to, Value value) {
+  std::memcpy(to, &value, sizeof(Value));
+}
+
 // Vectors in memory of each scalar type: `count` of them from an address, and back.
 
 template <int64_t count>
 inline Vector<double, count> read(const double* from) {
-  return *reinterpret_cast<const Vector<double, count>*>(from);
+  return load<Vector<double, count>>(from);
 }
 
 template <int64_t count>
 inline Vector<float, count> read(const float* from) {
-  return *reinterpret_cast<const Vector<float, count>*>(from);
+  return load<Vector<float, count>>(from);
 }
 
 // Conversions that GCC 12 makes of four or five instructions when it is left to __builtin_convertvector.
@@ -71,7 +85,7 @@ inline Doubles to_doubles(Vector<float, WIDE> values) {
 
 template <int64_t count>
 inline Vector<float, count> read(const BFloat16* from) {
-  return bits_as<Vector<float, count>>(widened<count>(*reinterpret_cast<const Vector<uint16_t, count>*>(from)) << 16);
+  return bits_as<Vector<float, count>>(widened<count>(load<Vector<uint16_t, count>>(from)) << 16);
 }
 
 #if WIDTH > 16  // with F16C
@@ -93,7 +107,7 @@ inline Vector<float, count> read(const Half* from) {
 
 template <int64_t count>
 inline Vector<float, count> read(const Half* from) {
-  auto bits = __builtin_convertvector(*reinterpret_cast<const Vector<uint16_t, count>*>(from), Vector<uint32_t, count>);
+  auto bits = __builtin_convertvector(load<Vector<uint16_t, count>>(from), Vector<uint32_t, count>);
   auto magnitude = bits & 0x7fff;
   // 2^112 is the difference of the exponents' biases; the product is exact, also of a subnormal.
   auto finite = bits_as<Vector<uint32_t, count>>(bits_as<Vector<float, count>>(magnitude << 13) * 0x1p112f);
@@ -105,12 +119,12 @@ inline Vector<float, count> read(const Half* from) {
 
 template <int64_t count>
 inline void write(double* to, Vector<double, count> values) {
-  *reinterpret_cast<Vector<double, count>*>(to) = values;
+  store(to, values);
 }
 
 template <int64_t count>
 inline void write(float* to, Vector<float, count> values) {
-  *reinterpret_cast<Vector<float, count>*>(to) = values;
+  store(to, values);
 }
 
 template <int64_t count>
@@ -118,7 +132,7 @@ inline void write(BFloat16* to, Vector<float, count> values) {
   auto bits = bits_as<Vector<uint32_t, count>>(values);
   auto rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to nearest, ties to even
   rounded = values == values ? rounded : (bits & 0) + 0x7fc0;  // NaN
-  *reinterpret_cast<Vector<uint16_t, count>*>(to) = narrowed<count>(rounded);
+  store(to, narrowed<count>(rounded));
 }
 
 #if WIDTH > 16
@@ -148,7 +162,7 @@ inline void write(Half* to, Vector<float, count> values) {
   rounded = magnitude >= 0x47800000 ? (bits & 0) + 0x7c00 : rounded;
   rounded = magnitude > 0x7f800000 ? (bits & 0) + 0x7e00 : rounded;
   rounded |= bits >> 16 & 0x8000;
-  *reinterpret_cast<Vector<uint16_t, count>*>(to) = __builtin_convertvector(rounded, Vector<uint16_t, count>);
+  store(to, __builtin_convertvector(rounded, Vector<uint16_t, count>));
 }
 
 #endif

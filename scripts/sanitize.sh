@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# The C++ kernels' tests with AddressSanitizer and UndefinedBehaviorSanitizer (GCC), inputs of more than 2^31 values included:
+# some minutes and 16 GB. Ends with pytest's summary. Arguments go to pytest.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+prepare_environment
+
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+cp -r syncbn "$folder"
+rm -f "$folder"/syncbn/kernels/_cpu*.so
+libraries=$(python -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parent)')
+flags=$(python -c 'from syncbn.kernels.build import FLAGS; print(*FLAGS)')
+echo "Building" >&2
+g++ $flags -w -O1 -g -fno-omit-frame-pointer -fPIC -shared -fsanitize=address,undefined -fno-sanitize-recover=all \
+    -isystem "$libraries/include" syncbn/kernels/cpu.cpp -o "$folder/syncbn/kernels/_cpu.abi3.so" -L"$libraries/lib" -ltorch_cpu
+
+# Python itself is not sanitized, so the libraries come first; its own memory is not looked at for leaks.
+preloaded="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)"
+export PYTHONPATH="$folder" ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 UBSAN_OPTIONS=print_stacktrace=1
+LD_PRELOAD="$preloaded" python -P -c '
+import sys, syncbn
+assert syncbn.__file__.startswith(sys.argv[1]) and syncbn.kernels.available() == "cpu: C++", syncbn.kernels.available()
+' "$folder"
+LD_PRELOAD="$preloaded" python -P -m pytest tests/test_kernels.py -k "not reference and not triton" --large --timeout 900 --capture=sys "$@"
