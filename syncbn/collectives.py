@@ -20,6 +20,7 @@ ranks in different layers have met, and every rank sees it. On a GPU the host wo
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import json
 import math
@@ -230,12 +231,37 @@ def _exchange_faults(error: Exception | None, group: dist.ProcessGroup) -> NoRet
     raise error_class("\n".join(lines)) from error
 
 
+def require_equal(what: str, error: Exception | None, group: dist.ProcessGroup) -> None:
+    """That the models are the same, as far as `what` says, before collectives that depend on it.
+
+    **Raises** on every rank: what any rank raises, of which `error` is this rank's; ValueError where `what` differs.
+    """
+    mine = (error is not None, what[:1000], hashlib.blake2b(what.encode()).hexdigest())
+    told = [json.loads(text) for text in all_gather_text(json.dumps(mine), group)]
+    if any(faulty for faulty, *_ in told):
+        _exchange_faults(error, group)
+    if len({digest for *_, digest in told}) > 1:
+        words = table(dist.get_process_group_ranks(group), [text for _, text, _ in told])
+        raise ValueError(f"the ranks' models differ:\n{words}")
+
+
+def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The largest over all ranks, element by element, of `values`, which it overwrites."""
+    dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+    return values
+
+
 def all_gather_text(text: str, group: dist.ProcessGroup | dist.ProcessGroupGloo) -> list[str]:
     """Every rank's text, cut at 4096 bytes: one all_gather. (torch's all_gather_object needs NumPy.)"""
-    on_gpu = isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
     encoded = text.encode()[:TEXT_BYTES]
-    mine = torch.tensor(list(encoded.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8, device=device)
+    everyone = all_gather(torch.tensor(list(encoded.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8), group)
+    return [bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in everyone]
+
+
+def all_gather(values: Tensor, group: dist.ProcessGroup | dist.ProcessGroupGloo) -> list[Tensor]:
+    """Every rank's `values`, of the same shape and dtype on all."""
+    on_gpu = isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl"
+    mine = values.to(torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     group.allgather([everyone], [mine]).wait()  # type: ignore[union-attr]
-    return [bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in everyone]
+    return everyone

@@ -2,17 +2,18 @@
 
 Each rank writes to the store of the default process group, under keys that begin with syncbn/ and its global rank:
 
-    position                    its last all_reduce of syncbn, and what it has done since
-    process                     its process and host, once
-    called/0/layer4.1.bn3       once, that it has called this layer on the group named 0
+    position                its last all_reduce of syncbn, what it has done since, its process, the time; each second
+    called/0/layer4.1.bn3   once, that it has called this layer on the group named 0
 
 A write takes 2 to 5 us, as TCPStore waits for no answer. The others' positions are read only when there is something to
-say, and fast: torchrun ends the ranks that are left some 0.1 s after the first has failed.
+say, and fast: torchrun ends the ranks that are left some 0.1 s after the first has failed. A position older than this
+process is not read: torchrun may keep a store when it restarts the ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -34,6 +35,8 @@ from syncbn.callers import Caller
 
 SECONDS_BETWEEN_WRITES = 1e-3  # of a rank, so that they take 2 % of its time at most; what waits writes all the same
 SECONDS_PER_WRITE = 10e-6  # of all ranks together: a store takes some 100,000 writes a second
+HEARTBEAT = 1.0  # seconds between writes of a rank that does nothing new; with 10,000 ranks a tenth of the store's time
+SILENCE = 5.0  # seconds after which that of another host is told; more than hosts' clocks differ
 WARNING_RANKS = 4  # of a group; all would say the same
 SETTLING = 0.3  # seconds that a rank which has gone is given to say why
 READING = 5.0  # seconds, at most
@@ -43,6 +46,19 @@ REMEDY = (
     "ranks compare before each all_reduce."
 )
 
+
+def _start_of_process() -> float:
+    """Seconds since 1970; that of this import where it cannot be known."""
+    now = time.time()
+    try:
+        seconds_up = float(Path("/proc/uptime").read_text().split()[0])
+        start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    except OSError:
+        return now
+    return min(now, now - seconds_up + start)  # in a container the two may be counted from different times
+
+
+START = _start_of_process()
 first_warning = 30.0  # seconds of waiting; the next when they have doubled
 _log = logging.getLogger("syncbn")
 
@@ -96,11 +112,23 @@ class Waiting:
         def read() -> None:
             with contextlib.suppress(RuntimeError, ValueError):  # a store or group that has ended
                 tables.append(self.rank.read_all(self, enough))
+                self.rank.store_answers = True
 
         reader = threading.Thread(target=read, daemon=True)  # the host of the store may be stopped and never answer
         reader.start()
         reader.join(READING)
-        return tables[0] if tables else f"rank {self.rank.rank}: in {self.position.doing}; the store says no more"
+        return tables[0] if tables else self.without_store()
+
+    def without_store(self) -> str:
+        """What this rank knows by itself. It does not call the store again before that has answered."""
+        self.rank.store_answers = False
+        others = [rank for rank in dist.get_process_group_ranks(self.group) if rank != self.rank.rank]
+        elsewhere = [rank for rank in others if not _on_this_host(rank)]
+        hosts = f" ({in_words(elsewhere)}: on other hosts)" if elsewhere else ""
+        return (
+            f"rank {self.rank.rank}: in {self.position.doing}\n"
+            f"{in_words(others)}: not known, as the process group's store has not answered for {READING:.0f} s{hosts}"
+        )
 
 
 class _Where(NamedTuple):
@@ -120,22 +148,25 @@ class _Rank:
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank()
         self.process = os.getpid()
+        self.store = _store()  # the default one may later be another group's
+        self.store_answers = True
+        self.writing = threading.RLock()  # the program and the thread write positions
         self.numbers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
         self.position = Position("", 0, "")
         self.written, self.written_position = -math.inf, self.position
         interval = max(SECONDS_BETWEEN_WRITES, world.size() * SECONDS_PER_WRITE)
-        self.interval = interval if _forgets(_store()) else math.inf
+        self.interval = interval if _forgets(self.store) else math.inf
         self.waiting: Waiting | None = None
         self.ended = threading.Event()
-        weakref.finalize(world, self.leave, _store())
-        self.write("process", f"{self.process} {_host()}")
-        threading.Thread(target=self.watch, name="syncbn.diagnosis", daemon=True).start()
+        weakref.finalize(world, self.leave)
+        self.write_position()
+        threading.Thread(target=self.watch, args=[weakref.ref(world)], name="syncbn.diagnosis", daemon=True).start()
 
     def begin(self, waiting: Waiting) -> Position:
         """This rank enters an all_reduce."""
         group, caller = waiting.group, waiting.caller
         number = self.numbers[group] = self.numbers.get(group, 0) + 1
-        doing = "syncbn.join, out of data" if caller is None else caller.words(waiting.step)
+        doing = "a step of others, out of data" if caller is None else caller.words(waiting.step)
         self.position = Position(group.group_name, number, doing)
         self.write_position_now_and_then(waiting.start)
         if caller is not None and caller.call == 1:
@@ -149,39 +180,48 @@ class _Rank:
             self.position = self.position._replace(since=EVALUATES)
             self.write_position_now_and_then(time.monotonic())
 
-    def leave(self, store: Store) -> None:
+    def leave(self) -> None:
         """The default process group, or this program, ends: because of an exception, perhaps."""
-        self.ended.set()
         handled, last = sys.exc_info()[1], getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         error = handled or last
         why = "" if error is None else f" {'while handling' if handled else 'with'} {type(error).__name__}: {error}"
         since = "; ".join(filter(None, (self.position.since, HAS_LEFT + why.partition("\n")[0][:200])))
-        if self.process == os.getpid():
+        self.ended.set()
+        if self.process == os.getpid() and self.writing.acquire(
+            timeout=SETTLING
+        ):  # the thread may be in a call of a dead store
             self.position = self.position._replace(since=since)
-            self.write_position(store)
+            self.write_position()
+            self.writing.release()
 
     def write_position_now_and_then(self, now: float) -> None:
         if now - self.written >= self.interval:
             self.write_position()
 
-    def write_position(self, store: Store | None = None) -> None:
-        self.written, self.written_position = time.monotonic(), self.position
-        self.write("position", "\n".join(map(str, self.position)), store)
+    def write_position(self) -> None:
+        with self.writing:
+            self.written, self.written_position = time.monotonic(), self.position
+            lines = (*self.position, time.time(), f"{self.process} {_host()}")
+            self.write("position", "\n".join(map(str, lines)))
 
-    def write(self, key: str, text: str, store: Store | None = None) -> None:
-        with contextlib.suppress(RuntimeError, ValueError):  # a store or group that has ended
-            (store or _store()).set(f"syncbn/{self.rank}/{key}", text)
+    def write(self, key: str, text: str) -> None:
+        if not self.store_answers:
+            return
+        with contextlib.suppress(RuntimeError, ValueError):  # a store that has ended
+            self.store.set(f"syncbn/{self.rank}/{key}", text)
 
-    def watch(self) -> None:
+    def watch(self, world: weakref.ref[dist.ProcessGroup]) -> None:
         """The thread, which ends with the group; between its looks it holds nothing that would keep the group alive."""
-        while not self.ended.wait(1):
+        while not self.ended.wait(HEARTBEAT) and dist.group.WORLD is world():
             self.look()
 
     def look(self) -> None:
-        """Write what is not yet written; warn while this rank waits long. (In nccl's all_reduce the host does not.)"""
+        """A sign of life; warn while this rank waits long. (In nccl's all_reduce the host does not.)"""
         waiting = self.waiting
-        if self.written_position is not self.position and (waiting is not None or self.interval < math.inf):
-            self.write_position()
+        with self.writing:
+            unwritten = waiting is not None and self.written_position is not self.position
+            if (self.interval < math.inf or unwritten) and not self.ended.is_set():
+                self.write_position()
         if waiting is None or waiting.seconds() < waiting.next_warning:
             return
         waiting.next_warning *= 2
@@ -193,15 +233,22 @@ class _Rank:
         self.write_position()
         deadline = time.monotonic() + SETTLING
         ranks = dist.get_process_group_ranks(waiting.group)
-        while not enough(found := [self.read(rank, waiting) for rank in ranks]) and time.monotonic() < deadline:
+        while not enough(found := self.read(ranks, waiting)) and time.monotonic() < deadline:
             time.sleep(0.02)
         places = table(ranks, [where.words for where in found])
         return places if _one_is_gone(found) else f"{places}\n{REMEDY}"
 
-    def read(self, rank: int, waiting: Waiting) -> _Where:
-        own = waiting.position
-        text = self.look_up(rank, "position")
-        position = Position("", 0, "") if text is None else _parsed(text)
+    def read(self, ranks: list[int], waiting: Waiting) -> list[_Where]:
+        keys = [f"syncbn/{rank}/position" for rank in ranks]
+        texts: list[bytes | None]
+        if self.store.has_extended_api() and self.store.check(keys):  # type: ignore[attr-defined]
+            texts = [*self.store.multi_get(keys)]  # two round trips in all
+        else:
+            texts = [self.store.get(key) if self.store.check([key]) else None for key in keys]
+        return [self.where(rank, _parsed(text), waiting) for rank, text in zip(ranks, texts, strict=True)]
+
+    def where(self, rank: int, there: _Written, waiting: Waiting) -> _Where:
+        own, position = waiting.position, there.position
         arrived = position.group == own.group and position.number >= own.number
         words = []
         if position.doing:
@@ -209,19 +256,24 @@ class _Rank:
             words.append(f"{'in' if arrived else 'after'} {position.doing}{elsewhere}")
         if not arrived and waiting.caller is not None:
             layer = waiting.caller.place.name
-            if self.look_up(rank, f"called/{own.group}/{layer}") is None:
+            if not position.doing or not self.store.check([f"syncbn/{rank}/called/{own.group}/{layer}"]):
                 words.append(f"has not been seen in {layer}")
         if position.since:
             words.append(position.since)
         gone = HAS_LEFT in position.since
-        if not gone and rank != self.rank and (state := _state_of_process(self.look_up(rank, "process"))):
+        if not gone and rank != self.rank and (state := self.state(there)):
             words.append(state)
             gone = True
-        return _Where("; ".join(words), gone)
+        return _Where("; ".join(words) or "has not been seen", gone)
 
-    def look_up(self, rank: int, key: str) -> str | None:
-        key, store = f"syncbn/{rank}/{key}", _store()
-        return store.get(key).decode() if store.check([key]) else None
+    def state(self, there: _Written) -> str:
+        """What is wrong with the process of another rank, as far as can be seen from here."""
+        process, _, host = there.process.partition(" ")
+        if host == _host():
+            return _state_of_process(process)
+        silence = time.time() - there.time
+        # A store that keeps all that is written is not written to every second.
+        return f"not heard of for {silence:.0f} s" if SILENCE < silence < math.inf and self.interval < math.inf else ""
 
 
 def evaluates() -> None:
@@ -271,11 +323,34 @@ def _forgets(store: Store) -> bool:
     return not isinstance(store, FileStore)
 
 
-def _parsed(text: str) -> Position:
-    group, number, doing, since = text.split("\n")
-    return Position(group, int(number), doing, since)
+class _Written(NamedTuple):
+    """What a rank has last written."""
+
+    position: Position
+    time: float  # seconds since 1970, by its host's clock
+    process: str  # and its host
 
 
+def _parsed(text: bytes | None) -> _Written:
+    """Nothing where there is no text, or one from before this process, of a rank that torchrun has started again."""
+    if text is not None:
+        group, number, doing, since, written, process = text.decode().split("\n")
+        allowed = 0.0 if process.partition(" ")[2] == _host() else SILENCE  # clocks differ
+        if float(written) >= START - allowed:
+            return _Written(Position(group, int(number), doing, since), float(written), process)
+    return _Written(Position("", 0, ""), -math.inf, "")
+
+
+def _on_this_host(rank: int) -> bool:
+    """As torchrun numbers them; without it, as far as is known."""
+    try:
+        first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
+        return first <= rank < first + int(os.environ["LOCAL_WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return True
+
+
+@functools.cache
 def _host() -> str:
     """The same for processes that see one another."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
@@ -284,10 +359,9 @@ def _host() -> str:
     return f"{socket.gethostname()} {boot.read_text().strip()} {namespace.stat().st_ino}"
 
 
-def _state_of_process(text: str | None) -> str:
-    """What is wrong with a process that said `text` of itself; nothing where it runs on another host."""
-    process, _, host = (text or "").partition(" ")
-    if host != _host() or not Path("/proc/self/stat").exists():
+def _state_of_process(process: str) -> str:
+    """What is wrong with it, where that can be seen."""
+    if not Path("/proc/self/stat").exists():
         return ""
     state = "X"
     with contextlib.suppress(OSError, IndexError):

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 __all__ = ["batch_norm_backward", "sync_batch_norm", "sync_batch_norm_many"]
 
+# What running_stats.py does with a batch's statistics (and the running mean that they are for, and whether it is to
+# move) in place of moving the running statistics. Returns whether it has.
+collect: Callable[[Tensor, Tensor, bool], bool] | None = None
+
 
 def sync_batch_norm(
     input: Tensor,
@@ -256,6 +260,8 @@ def _move_running_stats(
     if running_mean is None or running_var is None:
         return
     moves, served = not inside_backward(), kernels.serving(running_mean)
+    if collect is not None and collect(running_mean, statistics, moves):
+        return
     if served is kernels.reference or isinstance(momentum, Tensor):
         moments.update_running_stats(running_mean, running_var, statistics, momentum, moves)
     elif moves:  # one operator, which has no result to save

@@ -171,7 +171,9 @@ def size(spec: Specification) -> int:
     if isinstance(spec, Ranks):
         return len(spec.ranks)
     group = existing(spec)
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if group is None else group.size()
+    if group is not None:
+        return group.size()
+    return ranks_per_host([(os.environ.get("LOCAL_WORLD_SIZE"), None)] * dist.get_world_size())
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:

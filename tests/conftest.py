@@ -15,6 +15,13 @@ import torch
 from syncbn.kernels import cpu
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", type=int, default=4, help="how often test_crashes.py kills a rank (default: 4)")
+    parser.addoption("--fuzz-cases", type=int, default=670, help="programs that test_fuzz.py draws (default: 670)")
+    parser.addoption("--fuzz-seed", type=int, default=0, help="which (default: 0)")
+    parser.addoption("--large", action="store_true", help="run tests that take many GB too")
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     """Two cores are shared by up to four ranks."""

@@ -103,7 +103,7 @@ FAULTS = {
         Fault("threads", "ranks? 0.*: in body.bn[12] forward"),
         Fault(
             "members",
-            r"ranks 0-1: in body.bn2 forward, call 3\nrank 2: after body.bn1 ",
+            r"ranks? 0(-1)?: in body.bn2 forward, call 3\n(rank 1: in body.bn2 .*\n)?rank 2: after body.bn1 ",
             num_ranks=3,
         ),
         Fault("sizes of groups", "the ranks ask for different process groups: rank 0 for 2, rank 1 for 1"),

@@ -79,6 +79,15 @@ def test_node_needs_its_variable_on_every_rank(ranks: Ranks, monkeypatch: pytest
     dist.barrier()
 
 
+def test_node_before_its_groups_are_made(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a layer that was built before init_process_group: the size is looked up, and nonsense is named."""
+    groups._made.clear()
+    assert groups.size("node") == ranks.size
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
+    with pytest.raises(ValueError, match=r"needs the environment variable LOCAL_WORLD_SIZE.*it is 'two'"):
+        groups.size("node")
+
+
 def test_sizes_that_do_not_divide(ranks: Ranks) -> None:
     for make in (lambda size: layer_of(size, ranks), syncbn.create_syncbn_process_group):
         with pytest.raises(ValueError, match=rf"{ranks.size} ranks do not divide into groups of {ranks.size + 1}"):
