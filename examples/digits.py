@@ -10,6 +10,11 @@ With syncbn the loss curve lies on that of one process, to rounding; with local 
     python examples/digits.py                                          one process: all three are the same
     torchrun --standalone --nproc-per-node 2 examples/digits.py --epochs 1 --steps 20        a few seconds
 
+With --checkpoint FILE, which only rank 0 reads and writes, the job goes on from that file when it exists. So it
+survives the end of any of its ranks at any time, and may go on with fewer or more of them: the batch stays the same.
+
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/digits.py --checkpoint runs/digits/checkpoint.pt
+
 Writes metrics.json (settings, curves, accuracies, distances) and curves.png to --output. The data are scikit-learn's:
 1,797 images of 8 x 8 pixels, inside its wheel. Without rich it prints plain lines, and without matplotlib there is no
 picture.
@@ -18,22 +23,22 @@ picture.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
-import itertools
 import json
+import math
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from launch import print_table, progress_bar, rank, run_on_ranks, world_size
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -42,7 +47,7 @@ import syncbn
 
 NUM_TEST = 297  # images held out; 1,500 to train
 SMOOTHING = 25  # steps per point of the plot
-LINE_EVERY = 50  # steps, without rich
+UNFINISHED = "unfinished checkpoint of "  # a process
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -52,9 +57,7 @@ def parse_arguments() -> argparse.Namespace:
         "--epochs", type=int, default=3, help="passes over the 1,500 training images (default %(default)s)"
     )
     parser.add_argument("--steps", type=int, default=None, help="steps per epoch (default: as many as the images fill)")
-    parser.add_argument(
-        "--images-per-rank", type=int, default=2, help="images per rank and step, at least 2 (default %(default)s)"
-    )
+    parser.add_argument("--images-per-rank", type=int, default=2, help="images per rank and step (default %(default)s)")
     parser.add_argument(
         "--learning-rate", type=float, default=0.005, help="of SGD with momentum 0.9 (default %(default)s)"
     )
@@ -68,6 +71,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default %(default)s)")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/digits"), help="folder to write (default %(default)s)"
+    )
+    parser.add_argument("--checkpoint", type=Path, help="file to go on from, and to write (default: none)")
+    parser.add_argument(
+        "--checkpoint-every", type=int, default=25, help="steps between checkpoints (default %(default)s)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=60, help="seconds that a rank waits for the others (default %(default)s)"
     )
     return parser.parse_args()
 
@@ -116,125 +126,194 @@ class Trainer:
     def __init__(self, name: str, model: nn.Module, learning_rate: float, sliced: bool) -> None:
         self.name = name
         self.sliced = sliced  # each rank takes its slice of the batch; else every rank repeats the whole
-        if sliced and dist.is_initialized():
-            model = DistributedDataParallel(model)
-        self.model = model
+        self.module = model
+        self.model = DistributedDataParallel(model) if sliced and dist.is_initialized() else model
         self.optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
         self.losses: list[float] = []
         self.accuracies: list[float] = []
 
     def step(self, images: Tensor, labels: Tensor) -> None:
         """Train on one whole batch, of which this rank may take its slice; note the loss of the whole batch."""
+        batch, num_slices = len(images), world_size() if self.sliced else 1
         if self.sliced:
-            images, labels = (whole.chunk(world_size())[rank()] for whole in (images, labels))
-        loss = F.cross_entropy(self.model(images), labels)
+            images, labels = (whole.tensor_split(num_slices)[rank()] for whole in (images, labels))
+        # DistributedDataParallel takes the mean over ranks, whose slices may be of different sizes.
+        loss = F.cross_entropy(self.model(images), labels, reduction="sum") * (num_slices / batch)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
         loss = loss.detach()
         if self.sliced and dist.is_initialized():
             dist.all_reduce(loss)
-            loss /= world_size()
+            loss /= num_slices
         self.losses.append(loss.item())
 
     @torch.no_grad()
     def evaluate(self, images: Tensor, labels: Tensor) -> None:
         """Note the accuracy of this rank's model on the test images."""
-        self.model.eval()
+        self.module.eval()
         # The module itself: DistributedDataParallel would wait for the other ranks.
-        model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-        self.accuracies.append((model(images).argmax(1) == labels).double().mean().item())
-        self.model.train()
+        self.accuracies.append((self.module(images).argmax(1) == labels).double().mean().item())
+        self.module.train()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a step changes."""
+        return {
+            "model": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "losses": self.losses,
+            "accuracies": self.accuracies,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.losses, self.accuracies = state["losses"], state["accuracies"]
 
 
-def rank() -> int:
-    """Of this process."""
-    return dist.get_rank() if dist.is_initialized() else 0
+class Training:
+    """All three ways in lockstep, so that an interruption leaves comparable curves; and where they are in the data."""
+
+    def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
+        torch.manual_seed(arguments.seed)
+        dtype = getattr(torch, arguments.dtype)
+        images, labels = load_images(dtype, device)
+        self.train_images, self.test_images = images[NUM_TEST:], images[:NUM_TEST]
+        self.train_labels, self.test_labels = labels[NUM_TEST:], labels[:NUM_TEST]
+        initial = build_model(arguments.width).to(device, dtype)
+        one_process, synchronised, local = (copy.deepcopy(initial) for _ in range(3))
+        self.trainers = [
+            Trainer("one process", one_process, arguments.learning_rate, sliced=False),
+            Trainer("syncbn", syncbn.convert_syncbn_model(synchronised), arguments.learning_rate, sliced=True),
+            Trainer("local", local, arguments.learning_rate, sliced=True),
+        ]
+        self.arguments, self.device = arguments, device
+        self.batch = arguments.images_per_rank * world_size()
+        self.order = torch.Generator().manual_seed(arguments.seed)
+        self.epoch = 0
+        self.left = self.shuffled()  # of this epoch's images, which are still to come
+        if arguments.checkpoint is not None:
+            self.load(arguments.checkpoint)
+
+    def steps_per_epoch(self) -> int:
+        """Of whole batches."""
+        return self.arguments.steps or len(self.train_images) // self.batch
+
+    def shuffled(self) -> Tensor:
+        """Indices of an epoch's images."""
+        return torch.randperm(len(self.train_images), generator=self.order)[: self.steps_per_epoch() * self.batch]
+
+    def run(self) -> None:
+        """To the last epoch's end."""
+        every = self.arguments.checkpoint_every if self.arguments.checkpoint is not None else math.inf
+        done, epochs = len(self.trainers[0].losses), self.arguments.epochs
+        with progress_bar(done, epochs * self.steps_per_epoch()) as advance:
+            while self.epoch < epochs:
+                self.step()
+                done += 1
+                losses = "  ".join(f"{trainer.name} {trainer.losses[-1]:.3f}" for trainer in self.trainers)
+                advance(f"epoch {min(self.epoch + 1, epochs)}/{epochs}  {losses}")
+                if done % every == 0 or (self.epoch == epochs and every < math.inf):
+                    self.save(self.arguments.checkpoint)
+
+    def step(self) -> None:
+        """One batch, and after the last of an epoch the tests."""
+        picked, self.left = self.left[: self.batch], self.left[self.batch :]
+        picked = picked.to(self.device)
+        for trainer in self.trainers:
+            trainer.step(self.train_images[picked], self.train_labels[picked])
+        if not len(self.left):
+            for trainer in self.trainers:
+                trainer.evaluate(self.test_images, self.test_labels)
+            self.epoch += 1
+            self.left = self.shuffled()
+
+    def settings(self) -> dict[str, str]:
+        """Those that a checkpoint was made with, and may not change; the number of ranks and of epochs may."""
+        names = ("images_per_rank", "steps", "learning_rate", "width", "dtype", "seed")
+        return {name: str(getattr(self.arguments, name)) for name in names}
+
+    def save(self, path: Path) -> None:
+        """Whole or not at all: the file gets its name when it is on the disk."""
+        random_states = gather({"CPU": torch.get_rng_state(), "GPU": gpu_rng_state(self.device)})
+        if rank() != 0:
+            return
+        state = {
+            "settings": self.settings(),
+            "batch": self.batch,
+            "epoch": self.epoch,
+            "left": self.left,
+            "order": self.order.get_state(),
+            "random": random_states,  # of each rank
+            "trainers": {trainer.name: trainer.state_dict() for trainer in self.trainers},
+        }
+        unfinished = path.with_name(f"{UNFINISHED}{platform.node()} {os.getpid()}")
+        with unfinished.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+
+    def load(self, path: Path) -> None:
+        """Go on from `path` if it exists. **Exits** with the reason where it is not a checkpoint of this job."""
+        state = broadcast(read_checkpoint(path, self.settings()) if rank() == 0 else None)
+        if isinstance(state, str):
+            sys.exit(state if rank() == 0 else 1)
+        if state is None:
+            return
+        if state["batch"] < world_size():
+            sys.exit(f"{path} is of a batch of {state['batch']} images, too few for {world_size()} ranks")
+        self.batch, self.epoch, self.left = state["batch"], state["epoch"], state["left"]
+        self.order.set_state(state["order"])
+        if rank() < len(state["random"]):
+            random_state = state["random"][rank()]
+            torch.set_rng_state(random_state["CPU"])
+            if self.device.type == "cuda" and random_state["GPU"] is not None:
+                torch.cuda.set_rng_state(random_state["GPU"], self.device)
+        for trainer in self.trainers:
+            trainer.load_state_dict(state["trainers"][trainer.name])
 
 
-def world_size() -> int:
-    """Number of ranks."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def choose_device() -> torch.device:
-    """Join the process group that torchrun describes, if it does; a GPU of one's own, or the CPU."""
-    local_ranks, local_rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
-    own_gpu = torch.cuda.device_count() >= local_ranks
-    device = torch.device("cuda", local_rank) if own_gpu else torch.device("cpu")
-    if own_gpu:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    if "RANK" in os.environ:
-        dist.init_process_group("nccl" if own_gpu else "gloo")
-    return device
-
-
-def train(arguments: argparse.Namespace, device: torch.device) -> list[Trainer]:
-    """All three ways in lockstep, so that an interruption leaves comparable curves."""
-    torch.manual_seed(arguments.seed)
-    dtype = getattr(torch, arguments.dtype)
-    images, labels = load_images(dtype, device)
-    train_images, test_images = images[NUM_TEST:], images[:NUM_TEST]
-    train_labels, test_labels = labels[NUM_TEST:], labels[:NUM_TEST]
-    initial = build_model(arguments.width).to(device, dtype)
-    one_process, synchronised, local = (copy.deepcopy(initial) for _ in range(3))
-    trainers = [
-        Trainer("one process", one_process, arguments.learning_rate, sliced=False),
-        Trainer("syncbn", syncbn.convert_syncbn_model(synchronised), arguments.learning_rate, sliced=True),
-        Trainer("local", local, arguments.learning_rate, sliced=True),
-    ]
-    batch = arguments.images_per_rank * world_size()
-    num_steps = arguments.steps or len(train_images) // batch
-    order = torch.Generator().manual_seed(arguments.seed)
-    with progress_bar(arguments.epochs * num_steps) as advance:
-        for epoch in range(arguments.epochs):
-            shuffled = torch.randperm(len(train_images), generator=order).to(device)
-            for picked in shuffled.split(batch)[:num_steps]:
-                for trainer in trainers:
-                    trainer.step(train_images[picked], train_labels[picked])
-                losses = "  ".join(f"{trainer.name} {trainer.losses[-1]:.3f}" for trainer in trainers)
-                advance(f"epoch {epoch + 1}/{arguments.epochs}  {losses}")
-            for trainer in trainers:
-                trainer.evaluate(test_images, test_labels)
-    if rank() == 0:
-        print(syncbn.summary(trainers[1].model))
-    return trainers
-
-
-@contextlib.contextmanager
-def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
-    """Yields what to call after each of `total` steps, with what to show; rank 0 shows it."""
-    if rank() != 0:
-        yield lambda text: None
-        return
+def read_checkpoint(path: Path, settings: dict[str, str]) -> dict[str, Any] | str | None:
+    """What `Training.save` wrote, nothing where there is no file yet, or what is wrong with it; on one rank."""
     try:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    except ImportError:
-        step = itertools.count(1)
-        yield lambda text: print(text) if next(step) % LINE_EVERY == 0 else None
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns) as progress:
-        task = progress.add_task("training", total=total)
-        yield lambda text: progress.update(task, advance=1, description=text)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for file in path.parent.glob(f"{UNFINISHED}*"):  # of a rank that was killed as it wrote
+            file.unlink(missing_ok=True)
+        if not path.exists():
+            return None
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        made_with = state["settings"]
+    except Exception as error:  # a damaged file may raise almost any
+        return f"{path} is not a checkpoint of this job; give another --checkpoint ({type(error).__name__}: {error})"
+    for name, now in settings.items():
+        if made_with.get(name) != now:
+            option = "--" + name.replace("_", "-")
+            return f"{path} was made with {option} {made_with.get(name)}, not {now}; give another --checkpoint"
+    return state
 
 
-def print_table(title: str, rows: list[tuple[str, ...]]) -> None:
-    """The first row holds the headings."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        print(title, *("  ".join(cell.rjust(14) for cell in row) for row in rows), sep="\n")
-        return
-    table = Table(title=title)
-    for index, heading in enumerate(rows[0]):
-        table.add_column(heading, justify="right" if index else "left")
-    for row in rows[1:]:
-        table.add_row(*row)
-    Console().print(table)
+def gpu_rng_state(device: torch.device) -> Tensor | None:
+    """Of a rank's own GPU."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def gather(mine: object) -> list[Any]:
+    """Every rank's, on rank 0."""
+    if not dist.is_initialized():
+        return [mine]
+    everyone = [None] * world_size() if rank() == 0 else None
+    dist.gather_object(mine, everyone)
+    return everyone or []
+
+
+def broadcast(of_rank_0: object) -> Any:
+    """Rank 0's, on every rank."""
+    box = [of_rank_0]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box)
+    return box[0]
 
 
 def distance(trainer: Trainer, reference: Trainer) -> float:
@@ -242,8 +321,9 @@ def distance(trainer: Trainer, reference: Trainer) -> float:
     return max(abs(a - b) for a, b in zip(trainer.losses, reference.losses, strict=True))
 
 
-def report(trainers: list[Trainer], arguments: argparse.Namespace, seconds: float) -> None:
+def report(training: Training, seconds: float) -> None:
     """Table, JSON and plot; on one rank."""
+    trainers, arguments = training.trainers, training.arguments
     device = (
         torch.cuda.get_device_name() if dist.is_initialized() and dist.get_backend() == "nccl" else platform.machine()
     )
@@ -252,7 +332,7 @@ def report(trainers: list[Trainer], arguments: argparse.Namespace, seconds: floa
         loss = sum(trainer.losses[-SMOOTHING:]) / len(trainer.losses[-SMOOTHING:])
         numbers = f"{loss:.4f}", f"{trainer.accuracies[-1]:.1%}", f"{distance(trainer, trainers[0]):.1e}"
         rows.append((trainer.name, *numbers))
-    print_table(f"{world_size()} ranks x {arguments.images_per_rank} images, {arguments.dtype}, {device}", rows)
+    print_table(f"{world_size()} ranks, {training.batch} images a step, {arguments.dtype}, {device}", rows)
 
     arguments.output.mkdir(parents=True, exist_ok=True)
     metrics = {
@@ -308,24 +388,20 @@ def plot(trainers: list[Trainer], path: Path) -> None:
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
     """Train three ways and report."""
     start = time.monotonic()
-    trainers = train(arguments, device)
+    training = Training(arguments, device)
+    training.run()
     if rank() == 0:
-        report(trainers, arguments, time.monotonic() - start)
+        print(syncbn.summary(training.trainers[1].model))
+        report(training, time.monotonic() - start)
 
 
 def main() -> None:
-    """Run the job between the making and the end of the process group, which no model may outlive."""
+    """Run the job."""
     arguments = parse_arguments()
-    if arguments.images_per_rank < 2:
-        sys.exit("--images-per-rank must be at least 2: local batch norm cannot normalise one value per channel")
-    device = choose_device()
-    try:
-        job(arguments, device)
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    for name in ("images_per_rank", "checkpoint_every"):
+        if getattr(arguments, name) < 1:
+            sys.exit(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+    run_on_ranks(lambda device: job(arguments, device), arguments.timeout)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,11 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from launch import progress_bar, rank, run_on_ranks, world_size
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -102,30 +99,6 @@ def critic_loss(critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> T
     return fake_scores.mean() - real_scores.mean() + PENALTY * penalty
 
 
-def rank() -> int:
-    """Of this process."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def world_size() -> int:
-    """Number of ranks."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def choose_device() -> torch.device:
-    """Join the process group that torchrun describes, if it does; a GPU of one's own, or the CPU."""
-    local_ranks, local_rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
-    own_gpu = torch.cuda.device_count() >= local_ranks
-    device = torch.device("cuda", local_rank) if own_gpu else torch.device("cpu")
-    if own_gpu:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    if "RANK" in os.environ:
-        dist.init_process_group("nccl" if own_gpu else "gloo")
-    return device
-
-
 def wrap(model: nn.Module, device: torch.device) -> nn.Module:
     """Synchronised and data-parallel; in float64, so that a comparison shows roundings only."""
     model = syncbn.convert_syncbn_model(model).to(device, torch.float64)
@@ -168,7 +141,7 @@ def distance_from_one_process(critic: nn.Module, real: Tensor, fake: Tensor, mix
     return max(((ours - its).abs().max() / its.abs().max()).item() for ours, its in pairs)
 
 
-def train(arguments: argparse.Namespace, images: Tensor, console: Console) -> tuple[nn.Module, float]:
+def train(arguments: argparse.Namespace, images: Tensor) -> tuple[nn.Module, float]:
     """The generator, and the largest distance from one process in the first steps."""
     torch.manual_seed(arguments.seed)
     generator, critic = (wrap(model, images.device) for model in (build_generator(), build_critic()))
@@ -178,9 +151,7 @@ def train(arguments: argparse.Namespace, images: Tensor, console: Console) -> tu
     )
     draws = Draws(images, arguments.images_per_rank, arguments.seed)
     distance = 0.0
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, disable=rank() != 0) as progress:
-        task = progress.add_task("training", total=arguments.steps)
+    with progress_bar(0, arguments.steps) as advance:
         for step in range(arguments.steps):
             for _ in range(CRITIC_STEPS):
                 real, mix, noise = draws.real(), draws.mix(), draws.noise()
@@ -199,7 +170,7 @@ def train(arguments: argparse.Namespace, images: Tensor, console: Console) -> tu
             _, fake_scores, *_ = scores(unwrap(critic), own(draws.real()), fake, own(draws.mix()))
             (-fake_scores.mean()).backward()
             generator_optimizer.step()
-            progress.update(task, advance=1, description=f"critic's loss {loss.item():.3f}")
+            advance(f"critic's loss {loss.item():.3f}")
     return generator, distance
 
 
@@ -227,9 +198,8 @@ def picture(real: Tensor, fake: Tensor, path: Path) -> None:
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
     """Train, compare, draw."""
-    console = Console()
     digits = torch.tensor(load_digits().images / 16, dtype=torch.float64, device=device).unsqueeze(1)
-    generator, distance = train(arguments, digits, console)
+    generator, distance = train(arguments, digits)
     if rank() == 0:
         with torch.no_grad():
             noise = torch.randn(64, NUM_LATENT, dtype=torch.float64, device=device)
@@ -246,21 +216,14 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
         (arguments.output / "metrics.json").write_text(json.dumps(metrics, indent=1))
         picture(digits[:64], samples, arguments.output / "samples.png")
         for name, value in metrics.items():
-            console.print(f"{name}: {value:.3g}")
-        console.print(f"wrote {arguments.output / 'samples.png'}")
+            print(f"{name}: {value:.3g}")
+        print(f"wrote {arguments.output / 'samples.png'}")
 
 
 def main() -> None:
-    """Run the job between the making and the end of the process group, which no model may outlive."""
+    """Run the job."""
     arguments = parse_arguments()
-    device = choose_device()
-    try:
-        job(arguments, device)
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    run_on_ranks(lambda device: job(arguments, device))
 
 
 if __name__ == "__main__":

@@ -11,22 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-
-
-def run(*command: object) -> str:
-    result = subprocess.run(
-        [str(word) for word in command], env=ENVIRONMENT, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+from jobs import ENVIRONMENT, EXAMPLES, ON_TWO_RANKS, processes_with, run
 
 
 def test_digits_on_two_ranks(tmp_path: Path) -> None:
-    output = run(*TORCHRUN, EXAMPLES / "digits.py", "--epochs", 1, "--steps", 30, "--output", tmp_path)
+    output = run(*ON_TWO_RANKS, EXAMPLES / "digits.py", "--epochs", 1, "--steps", 30, "--output", tmp_path)
     assert "synchronised over 2 ranks" in output
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     runs = metrics["runs"]
@@ -41,6 +30,7 @@ def test_digits_on_two_ranks(tmp_path: Path) -> None:
 
 def test_digits_without_rich_and_matplotlib(tmp_path: Path) -> None:
     code = "import runpy, sys; sys.modules['rich'] = sys.modules['matplotlib'] = None; sys.argv.pop(0)"
+    code += f"; sys.path[0] = {str(EXAMPLES)!r}"
     script = EXAMPLES / "digits.py"
     settings = (script, "--epochs", 1, "--steps", 50, "--output", tmp_path)
     output = run(sys.executable, "-c", f"{code}; runpy.run_path({str(script)!r}, run_name='__main__')", *settings)
@@ -71,7 +61,7 @@ def test_digits_on_one_process(tmp_path: Path) -> None:
 
 def test_wgan_gp_on_two_ranks(tmp_path: Path) -> None:
     """The penalty's second derivatives are one process's; a few steps already bring the samples nearer to digits."""
-    run(*TORCHRUN, EXAMPLES / "wgan_gp.py", "--steps", 30, "--output", tmp_path)
+    run(*ON_TWO_RANKS, EXAMPLES / "wgan_gp.py", "--steps", 30, "--output", tmp_path)
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["ranks"] == 2
     assert metrics["distance of the critic's gradients from one process"] < 1e-12
@@ -82,13 +72,22 @@ def test_wgan_gp_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_bench_on_two_ranks(tmp_path: Path) -> None:
-    shapes = ["4x8x6x6", "16x8", "2x4x3x4x4", "2x7x12"]
-    run(*TORCHRUN, EXAMPLES.parent / "scripts" / "bench.py", "--rounds", 2, "--output", tmp_path, "--shapes", *shapes)
+    shapes = ["4x8x6x6", "2x7x12"]
+    run(
+        *ON_TWO_RANKS,
+        EXAMPLES.parent / "scripts" / "bench.py",
+        "--rounds",
+        2,
+        "--output",
+        tmp_path,
+        "--shapes",
+        *shapes,
+    )
     results = json.loads((tmp_path / "bench.json").read_text())
     assert results["about"]["ranks"] == 2
     times = {(row["case"], row["peer"]): row for row in results["times"]}
     cases = {case for case, _ in times}
-    assert len(cases) == (2 + 1 + 2 + 1) * 4  # layouts of each shape, times dtypes
+    assert len(cases) == (2 + 1) * 4  # layouts of each shape, times dtypes
     for case in cases:
         assert all(row["both"] > row["forward"] > 0 for (other, _), row in times.items() if other == case)
         assert {"syncbn fused", "nn.BatchNorm", "hand-written fused", "two all_reduces"} <= {
@@ -107,7 +106,7 @@ def test_bench_on_two_ranks(tmp_path: Path) -> None:
 def test_bench_steps_on_two_ranks(tmp_path: Path) -> None:
     script, models = EXAMPLES.parent / "scripts" / "bench_steps.py", ("resnet", "segmentation", "block")
     settings = ("--rounds", 1, "--scale", 0.15, "--channels-last")
-    run(*TORCHRUN, script, "--models", *models, *settings, "--output", tmp_path)
+    run(*ON_TWO_RANKS, script, "--models", *models, *settings, "--output", tmp_path)
     results = json.loads((tmp_path / "steps.json").read_text())
     assert results["about"]["ranks"] == 2
     for model in models:
@@ -130,7 +129,7 @@ def test_bench_kernels(tmp_path: Path) -> None:
 
 def test_scaling_counts_and_fits(tmp_path: Path) -> None:
     script = EXAMPLES.parent / "scripts" / "scaling.py"
-    run(*TORCHRUN, script, "--rounds", 3, "--output", tmp_path)
+    run(*ON_TWO_RANKS, script, "--rounds", 3, "--output", tmp_path)
     sent = json.loads((tmp_path / "ranks-2.json").read_text())["sent"]
     # On 2 ranks a ring's all_reduce sends its payload once, and an all_gather too; gloo adds headers.
     payloads = {"syncbn": 8 * (4 * 256 + 1), "torch": 4 * (4 * 256 + 1), "apex": 4 * 4 * 256}
@@ -162,6 +161,50 @@ def test_scaling_counts_and_fits(tmp_path: Path) -> None:
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
+def test_soak_on_two_ranks(tmp_path: Path) -> None:
+    output = run(*ON_TWO_RANKS, EXAMPLES.parent / "scripts" / "soak.py", "--minutes", 0.02, "--output", tmp_path)
+    assert "buffers that differ" in output
+    result = json.loads((tmp_path / "soak.json").read_text())
+    assert result["differing"] == [[], []]
+    assert result["rounds"] >= 2
+    for rounds in result["measured"]:
+        assert {one["threads"] for one in rounds} == {1}
+    assert (tmp_path / "soak.png").stat().st_size > 10_000
+
+
+def test_segmentation_on_two_ranks(tmp_path: Path) -> None:
+    settings = ("--steps", 15, "--test-scenes", 7, "--width", 4, "--output", tmp_path)
+    output = run(*ON_TWO_RANKS, EXAMPLES / "segmentation.py", *settings)
+    assert "synchronised over 2 ranks" in output
+    runs = json.loads((tmp_path / "metrics.json").read_text())["runs"]
+    assert {len(one["losses"]) for one in runs.values()} == {15}
+    assert runs["syncbn"]["distance"] < 1e-10 < 1e-2 < runs["local"]["distance"]
+    assert runs["syncbn"]["mean_iou"] == pytest.approx(runs["one process"]["mean_iou"], abs=1e-3)
+    assert all(0 < one["mean_iou"] < 1 for one in runs.values())
+    assert (tmp_path / "predictions.png").stat().st_size > 10_000
+
+
+def test_fsdp_digits_on_two_ranks(tmp_path: Path) -> None:
+    run(*ON_TWO_RANKS, EXAMPLES / "fsdp_digits.py", "--epochs", 1, "--steps", 30, "--output", tmp_path)
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert (metrics["ranks"], metrics["steps"]) == (2, 30)
+    assert metrics["largest distance from one process"] < 1e-11
+    assert metrics["test accuracy"] == metrics["test accuracy of one process"]
+    assert metrics["values of parameters on this rank"] < 0.6 * metrics["values of parameters of one process"]
+
+
+def test_finetune_on_two_ranks(tmp_path: Path) -> None:
+    settings = ("--pretrain-steps", 60, "--steps", 20, "--output", tmp_path)
+    run(*ON_TWO_RANKS, EXAMPLES / "finetune.py", *settings)
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    accuracies = metrics["accuracies"]
+    assert metrics["largest distance of syncbn from one process"] < 1e-11
+    assert accuracies["syncbn"] == accuracies["one process"]
+    assert accuracies["as it was, old images"] > 0.8
+    assert accuracies["as it was"] < 0.3 < 0.5 < accuracies["recomputed"]
+    assert accuracies["frozen"] < 0.3
+
+
 def test_digits_explains_its_options() -> None:
     text = run(sys.executable, EXAMPLES / "digits.py", "--help")
     for option in (
@@ -173,34 +216,25 @@ def test_digits_explains_its_options() -> None:
         "--dtype",
         "--seed",
         "--output",
+        "--checkpoint",
+        "--checkpoint-every",
+        "--timeout",
     ):
         assert option in text
 
 
 def test_interrupting_digits_leaves_no_process(tmp_path: Path) -> None:
-    command = [*TORCHRUN, str(EXAMPLES / "digits.py"), "--epochs", "100", "--output", str(tmp_path)]
+    command = [*ON_TWO_RANKS, str(EXAMPLES / "digits.py"), "--epochs", "100", "--output", str(tmp_path)]
     with subprocess.Popen(
         command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     ) as process:
         deadline = time.monotonic() + 60
-        while len(running(tmp_path)) < 3 and time.monotonic() < deadline:
+        while len(processes_with(tmp_path)) < 3 and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(6)  # into the training loop
-        assert len(running(tmp_path)) == 3, "torchrun and two ranks"
+        assert len(processes_with(tmp_path)) == 3, "torchrun and two ranks"
         os.killpg(process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
         process.communicate(timeout=60)
         assert process.returncode != 0
-        assert running(tmp_path) == []
+        assert processes_with(tmp_path) == {}
     assert not (tmp_path / "metrics.json").exists()
-
-
-def running(output: Path) -> list[int]:
-    """The processes that were given `output`; torchrun puts its ranks into sessions of their own."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if str(output) in path.read_text():
-                found.append(int(path.parent.name))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return found

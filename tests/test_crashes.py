@@ -1,0 +1,168 @@
+"""Crashes survived: examples/digits.py goes on from its checkpoint, and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import ENVIRONMENT, EXAMPLES, ON_TWO_RANKS, TORCHRUN, processes_with, run
+
+SETTINGS = ["--epochs", "2", "--width", "4", "--checkpoint-every", "1"]
+# Else torchrun's restarts find the addresses of processes that have ended: https://github.com/pytorch/pytorch/issues/135712
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+MOST_SECONDS = {True: 3.0, False: 0.5}  # until a kill: while the ranks start, and when they have made a step
+
+
+def digits(folder: Path, steps: int) -> list[str]:
+    where = ["--output", folder, "--checkpoint", folder / "checkpoint.pt"]
+    return [str(word) for word in (EXAMPLES / "digits.py", *SETTINGS, *where, "--steps", steps)]
+
+
+def load(folder: Path) -> dict[str, Any]:
+    return torch.load(folder / "checkpoint.pt", weights_only=True)
+
+
+def same(one: object, other: object) -> bool:
+    """Bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def kill_one_rank(folder: Path, chance: random.Random) -> bool:
+    """With SIGKILL, if there is one."""
+    ranks = [process for process, command in processes_with(folder).items() if "torch.distributed.run" not in command]
+    if ranks:
+        os.kill(chance.choice(ranks), signal.SIGKILL)
+    return bool(ranks)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Whatever was started with it is killed in the end."""
+    yield tmp_path
+    while left := processes_with(tmp_path):
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+def num_steps(folder: Path) -> int:
+    """That the checkpoint holds."""
+    return len(load(folder)["trainers"]["syncbn"]["losses"]) if (folder / "checkpoint.pt").exists() else 0
+
+
+@pytest.mark.timeout(400)
+def test_killed_at_random_moments(folder: Path, pytestconfig: pytest.Config) -> None:
+    """With 2 ranks weights, buffers, curves and random states are those of an uninterrupted run, bit for bit.
+
+    Every other kill comes soon after the one before, as the ranks start; the others when they have made a step.
+    """
+    num_kills, chance = pytestconfig.getoption("--kills"), random.Random(0)
+    steps = 8 * num_kills  # an epoch
+    run(*ON_TWO_RANKS, *digits(folder / "calm", steps))
+    calm, folder = load(folder / "calm"), folder / "killed"
+    folder.mkdir()
+    command = [*ON_TWO_RANKS, "--max-restarts", str(num_kills), *digits(folder, steps)]
+    steps_at_kills: list[int] = []
+    with (folder / "said").open("w") as said:
+        process = subprocess.Popen(command, env=ENVIRONMENT | OWN_STORE, stdout=said, stderr=said)
+        while len(steps_at_kills) < num_kills and process.poll() is None:
+            starting = len(steps_at_kills) % 2 == 1
+            if not starting and num_steps(folder) == (steps_at_kills or [0])[-1]:
+                time.sleep(0.05)
+                continue
+            time.sleep(chance.uniform(0, MOST_SECONDS[starting]))
+            if kill_one_rank(folder, chance):
+                steps_at_kills.append(num_steps(folder))
+        process.wait(100)
+    assert process.returncode == 0, (folder / "said").read_text()[-3000:]
+    assert len(steps_at_kills) == num_kills, f"the job had ended after {steps_at_kills}: give it more steps"
+    print("steps at the kills:", *steps_at_kills)
+    assert steps_at_kills == sorted(steps_at_kills)
+    assert num_steps(folder) == 2 * steps
+    assert same(load(folder), calm)
+
+
+def test_goes_on_with_fewer_ranks(folder: Path) -> None:
+    """Of two times two ranks one half is lost with its torchrun; the statistics stay those of the whole batch."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        endpoint = f"localhost:{free.getsockname()[1]}"
+    elastic = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3"]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", endpoint]
+    soon = ["--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1"]
+    command = [*TORCHRUN, *elastic, *rendezvous, *soon, *digits(folder, steps=30)]
+    agents = []
+    for index in range(2):
+        with (folder / f"said {index}").open("w") as said:
+            agents.append(subprocess.Popen(command, env=ENVIRONMENT | OWN_STORE, stdout=said, stderr=said))
+        time.sleep(2)  # so that the other finds the rendezvous of the first
+    while num_steps(folder) < 5:
+        assert agents[0].poll() is None, (folder / "said 0").read_text()
+        time.sleep(0.05)
+    for process in (agents[1].pid, *children(agents[1].pid)):
+        os.kill(process, signal.SIGKILL)
+    agents[1].wait()
+    assert agents[0].wait(100) == 0, (folder / "said 0").read_text()[-3000:]
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["ranks"] == 2
+    assert len(metrics["runs"]["syncbn"]["losses"]) == 60
+    assert metrics["runs"]["syncbn"]["distance"] < 1e-11
+    assert load(folder)["batch"] == 8
+
+
+def children(process: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def test_a_checkpoint_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is refused with the reason, and stays as it was; with more epochs it is gone on from."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    job = importlib.import_module("digits")
+    file = tmp_path / "checkpoint.pt"
+
+    def training(*options: str) -> Any:
+        settings = ["--width", "4", "--steps", "2", "--checkpoint", str(file), *options]
+        monkeypatch.setattr(sys, "argv", ["digits.py", *settings])
+        return job.Training(job.parse_arguments(), torch.device("cpu"))
+
+    training("--epochs", "1").run()
+    written = file.read_bytes()
+    with pytest.raises(SystemExit, match=r"checkpoint.pt was made with --width 4, not 8; give another --checkpoint"):
+        training("--width", "8")
+    monkeypatch.setattr(job, "world_size", lambda: 3)
+    with pytest.raises(SystemExit, match=r"is of a batch of 2 images, too few for 3 ranks"):
+        training()
+    monkeypatch.undo()
+    assert file.read_bytes() == written
+    more = training("--epochs", "2")
+    assert more.epoch == 1
+    more.run()
+    assert len(more.trainers[0].losses) == 4
+    for damaged in (written[: len(written) // 2], b"", b"not a checkpoint"):
+        file.write_bytes(damaged)
+        with pytest.raises(SystemExit, match=r"is not a checkpoint of this job; give another --checkpoint \(\w+Error"):
+            training()
+    torch.save({"weights": [1]}, file)
+    with pytest.raises(SystemExit, match=r"is not a checkpoint of this job.*KeyError: 'settings'"):
+        training()
+    assert [one.name for one in tmp_path.iterdir()] == ["checkpoint.pt"]
