@@ -11,4 +11,8 @@ from syncbn.layer import SyncBatchNorm as SyncBatchNorm
 from syncbn.layer import SyncBatchNorm1d as SyncBatchNorm1d
 from syncbn.layer import SyncBatchNorm2d as SyncBatchNorm2d
 from syncbn.layer import SyncBatchNorm3d as SyncBatchNorm3d
+from syncbn.running_stats import accumulate_running_stats as accumulate_running_stats
+from syncbn.running_stats import merge_running_stats as merge_running_stats
+from syncbn.running_stats import recompute_running_stats as recompute_running_stats
 from syncbn.summary import summary as summary
+from syncbn.synced import assert_synced as assert_synced

@@ -1,17 +1,8 @@
 """Training while some ranks have run out of data: `with syncbn.join(ddp_model): ...`
 
 torch's Join lets such a rank answer the collectives of DistributedDataParallel, which are the same in every step. Those
-of batch norm are as many as the layers that a step happens to call. So inside `join` all ranks agree before each of
-them on what comes, by an all_reduce(MAX) of one integer on a group of syncbn's own:
-
-| integer              | from a rank that                       | then                                           |
-|----------------------|----------------------------------------|------------------------------------------------|
-| 0                    | has no more data                       | if all say so: the end                         |
-| 1                    | enters the forward of the model        | Join answers one step of the model             |
-| 2 * length + counted | is at an all_reduce of length numbers  | that all_reduce, to which the finished give 0s |
-| 2^62                 | leaves with an exception               | all tell their exceptions, and raise           |
-
-On a finished rank a thread of ours does this, beside Join, which works on the group of the model.
+of batch norm are as many as the layers that a step happens to call: see agreement.py. On a finished rank a thread of
+ours answers those, beside Join, which works on the group of the model.
 """
 
 from __future__ import annotations
@@ -29,11 +20,10 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from syncbn import collectives, groups
+from syncbn import groups
+from syncbn.agreement import STEP, Agreement
 from syncbn.layer import SyncBatchNorm
 from syncbn.summary import is_compiled
-
-FINISHED, STEP, FAILED = 0, 1, 2**62
 
 
 @contextlib.contextmanager
@@ -84,26 +74,21 @@ def join(ddp_model: DistributedDataParallel, *, divide_by_initial_world_size: bo
                 session.fail(error)
                 raise
             session.finish()
-        session.take_buffers_of_a_rank_that_ran_to_the_end()
+        layers = [layer for layer in ddp_model.modules() if isinstance(layer, SyncBatchNorm)]
+        session.take_from_the_last(buffer for layer in layers for buffer in layer.buffers(recurse=False))
     finally:
         session.close()
 
 
-class _Session:
-    """One `with` block on this rank: its groups, what it announces, and its thread once it has no more data."""
+class _Session(Agreement):
+    """One `with` block on this rank: what it announces, and its thread once it has no more data."""
 
     def __init__(self, ddp_model: DistributedDataParallel) -> None:
+        super().__init__(ddp_model.join_device, "syncbn.join")
         self.model = ddp_model
-        self.device = ddp_model.join_device
-        timeout = groups.timeout_of(ddp_model.process_group)
-        self.group = dist.new_group(timeout=timeout)
-        # A GPU would have to stop the host to read an integer.
-        self.header_group = self.group if self.device.type == "cpu" else dist.new_group(timeout=timeout, backend="gloo")
-        self.num_announced = 0
         self.thread: threading.Thread | None = None
         self.steps: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each step of the others, then False
         self.error: BaseException | None = None  # of the thread
-        self.over = False
 
     @contextlib.contextmanager
     def announcing(self) -> Iterator[None]:
@@ -112,11 +97,10 @@ class _Session:
             self.model.register_forward_pre_hook(self.announce_step, prepend=True),
             register_module_forward_pre_hook(self.refuse_other_model),
         )
-        collectives.announce, groups.joined = self.announce_all_reduce, self.group
         try:
-            yield
+            with super().announcing():
+                yield
         finally:
-            collectives.announce = groups.joined = None
             for hook in hooks:
                 hook.remove()
 
@@ -130,83 +114,30 @@ class _Session:
         self.agree(STEP)
 
     def announce_all_reduce(self, length: int, counted: bool) -> None:
-        """See `collectives.announce`. The thread's own all_reduces answer what another rank has announced."""
+        """The thread's own all_reduces answer what another rank has announced."""
         if threading.current_thread() is not self.thread:
-            self.agree(2 * length + counted)
-
-    def agree(self, own: int) -> int:
-        """What the ranks do next, of which `own` is this rank's. **Raises** RuntimeError when another rank failed."""
-        self.num_announced += own != FINISHED
-        header = torch.tensor([own], device="cpu")
-        dist.all_reduce(header, dist.ReduceOp.MAX, group=self.header_group)
-        agreed = int(header)
-        if agreed == FAILED and own != FAILED:
-            self.exchange_failures("")
-        return agreed
-
-    def exchange_failures(self, own: str) -> None:
-        """Every rank tells why it leaves, or nothing. **Raises** RuntimeError on those that have nothing to tell."""
-        self.over = True
-        told = collectives.all_gather_text(own, self.header_group)
-        if not own:
-            failures = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
-            raise RuntimeError("inside syncbn.join another rank failed: " + "\n".join(failures))
-
-    def fail(self, error: Exception) -> None:
-        """Wake the others, unless it is they who woke this rank, or one of them has died."""
-        if not self.over:
-            with contextlib.suppress(RuntimeError):
-                self.agree(FAILED)
-                self.exchange_failures(f"{type(error).__name__}: {error}")
+            super().announce_all_reduce(length, counted)
 
     def finish(self) -> None:
         """This rank has no more data: answer the others from now on."""
-        self.thread = threading.Thread(target=self.answer, name="syncbn.join", daemon=True)
+        self.thread = threading.Thread(target=self.serve, name="syncbn.join", daemon=True)
         self.thread.start()
 
-    def answer(self) -> None:
+    def serve(self) -> None:
         """The thread."""
         try:
             if self.device.type != "cpu":
                 torch.cuda.set_device(self.device)
-            while (agreed := self.agree(FINISHED)) != FINISHED:
-                if agreed == STEP:
-                    self.steps.put(True)
-                else:
-                    self.give_zeros(*divmod(agreed, 2))
+            self.answer(lambda: self.steps.put(True))
         except BaseException as error:
             self.error = error
         finally:
             self.steps.put(False)
 
-    def give_zeros(self, length: int, counted: int) -> None:
-        """Take part in an all_reduce with nothing."""
-        zeros = torch.zeros(length, dtype=torch.float64, device=self.device)
-        if counted:
-            with contextlib.suppress(TypeError, ValueError):  # a fault that the ranks with data raise
-                collectives.all_reduce_counted_sums(zeros, self.group, None)
-        else:
-            collectives.all_reduce_sums(zeros, self.group, None)
-
     def wait_for_next_step(self) -> None:
         """Until the others begin a step or all are finished. **Raises** what the thread raised."""
         if not self.steps.get() and self.error is not None:
             raise self.error
-
-    def take_buffers_of_a_rank_that_ran_to_the_end(self) -> None:
-        """Of the one that announced most."""
-        key = torch.tensor([self.num_announced * dist.get_world_size() + dist.get_rank()], device="cpu")
-        dist.all_reduce(key, dist.ReduceOp.MAX, group=self.header_group)
-        source = int(key) % dist.get_world_size()
-        for layer in self.model.modules():
-            if isinstance(layer, SyncBatchNorm):
-                for buffer in layer.buffers(recurse=False):
-                    dist.broadcast(buffer, source, group=self.group)
-
-    def close(self) -> None:
-        """Give the groups back."""
-        for group in dict.fromkeys((self.group, self.header_group)):  # in one order on all ranks
-            dist.destroy_process_group(group)
 
 
 class _Join(Join):

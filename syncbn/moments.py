@@ -23,6 +23,12 @@ def from_sums(sums: Tensor) -> Tensor:
     return torch.cat((mean, (mean_square - mean * mean).clamp(min=0), num_values))
 
 
+def to_sums(statistics: Tensor) -> Tensor:
+    """The sums again, which can be added up."""
+    (mean, var), num_values = statistics[:-1].chunk(2), statistics[-1:]
+    return torch.cat((mean * num_values, (var + mean * mean) * num_values, num_values))
+
+
 def unpack(statistics: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """mean (C,), invstd = 1 / sqrt(var + eps) (C,) and n ()."""
     mean, var = statistics[:-1].chunk(2)

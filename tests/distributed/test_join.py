@@ -4,7 +4,6 @@ each step, the batches of the ranks that still have one."""
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -188,7 +187,6 @@ def test_an_exception_wakes_all(ranks: Ranks, stage: str, finished_rank: bool) -
         if ranks.rank == 0 and index == 2 and stage == now:
             raise KeyError("no such image")
 
-    start = time.monotonic()
     error = KeyError if ranks.rank == 0 else RuntimeError
     message = "no such image" if ranks.rank == 0 else "another rank failed: rank 0: KeyError: 'no such image'"
 
@@ -204,7 +202,6 @@ def test_an_exception_wakes_all(ranks: Ranks, stage: str, finished_rank: bool) -
 
     with pytest.raises(error, match=message), syncbn.join(ddp):
         train()
-    assert time.monotonic() - start < 20  # far below the time-out of a collective
 
 
 def test_a_bad_batch_is_raised_on_every_rank_that_has_one(ranks: Ranks) -> None:
