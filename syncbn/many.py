@@ -57,8 +57,9 @@ class SyncBatchNormManyFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        xs, weights, statistics = by_role(ctx.saved_tensors, ctx.num_inputs)
-        xs = tuple(dense(x, ctx.channel_dim % x.ndim) for x in xs)  # saved_tensors_hooks may have moved them
+        saved, weights, statistics = by_role(ctx.saved_tensors, ctx.num_inputs)
+        # saved_tensors_hooks may have moved them. (In torch 2.15 Dynamo cannot trace a generator here.)
+        xs = [dense(x, ctx.channel_dim % x.ndim) for x in saved]
         with autograd.profiled("syncbn.backward"):
             steps = [
                 autograd.Step(torch.zeros_like(x) if dy is None else dy, x, None, weight, bias_dtype, own[-1])

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from oracle import full_batch, relative_error, within_one_rounding
 from torch import Tensor
-from voting import Ranks, vote
+from voting import Ranks
 
 import syncbn
 
@@ -296,43 +292,3 @@ def test_strided_inputs_and_gradients(ranks: Ranks) -> None:
             assert relative_error(y.detach(), expected.output[mine]) < 1e-12, (name, gradient_name)
             # A constant dy has gradient 0 but for rounding: compare with the size of dy.
             assert (x.grad - expected.grad_input[mine]).abs().max() < 1e-12 * dy.abs().max(), (name, gradient_name)
-
-
-@st.composite
-def steps(draw: st.DrawFn, num_ranks: int) -> dict[str, object]:
-    """One step: uneven splits with empty ranks, shapes, layouts, dtypes, options."""
-    inner = draw(st.lists(st.integers(1, 5), max_size=4))
-    sizes = draw(st.lists(st.integers(0, 4), min_size=num_ranks, max_size=num_ranks))
-    while sum(sizes) * torch.Size(inner).numel() < 2:  # one value per channel is an error, tested elsewhere
-        sizes[0] += 1
-    affine = draw(st.booleans())
-    formats = {2: torch.channels_last, 3: torch.channels_last_3d}
-    last = formats.get(len(inner), torch.contiguous_format)
-    return {
-        "sizes": sizes,
-        "rest": (draw(st.integers(1, 9)), *inner),
-        "dtype": draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])),
-        "channel_last": draw(st.booleans()),
-        "memory_format": draw(st.sampled_from([torch.contiguous_format, last])),
-        "residual": draw(st.booleans()),
-        "affine": affine,
-        "bias": affine and draw(st.booleans()),
-        "eps": draw(st.sampled_from([1e-5, 1e-3])),
-        "seed": draw(st.integers(0, 2**16)),
-    }
-
-
-def test_drawn_steps(ranks: Ranks) -> None:
-    """hypothesis draws the same steps on all ranks (derandomize); a step that fails on one fails on all (vote)."""
-    counter = itertools.count()
-
-    # Not shrunk: every failing example costs the ranks a new process group.
-    @settings(max_examples=60, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
-    @given(steps(ranks.size))
-    def run(step: dict[str, object]) -> None:
-        next(counter)
-        with vote():
-            check_step(ranks, **step)  # type: ignore[arg-type]
-
-    run()
-    assert next(counter) >= 60

@@ -64,8 +64,15 @@ def test_compiled(ranks: Ranks) -> None:
     sync_batch_norm(x, None, None, training=True, process_group=1)  # makes the groups
     compiled = torch.compile(gradient, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, weight, 1), gradient(x, weight, 1), rtol=1e-10, atol=1e-10)
-    with pytest.raises(RuntimeError, match="setup_context"):
-        compiled(x, weight, None)
+    refused = ""
+    try:
+        actual = compiled(x, weight, None)
+    except RuntimeError as error:
+        refused = str(error)
+    if refused:  # torch 2.13
+        assert "setup_context" in refused
+    else:  # torch 2.15
+        torch.testing.assert_close(actual, gradient(x, weight, None), rtol=1e-10, atol=1e-10)
 
 
 def test_vjp(ranks: Ranks) -> None:
