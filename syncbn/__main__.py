@@ -1,0 +1,125 @@
+"""python -m syncbn info|check
+
+    python -m syncbn info                                            what is installed and used
+    torchrun --standalone --nproc-per-node 2 -m syncbn check         do these ranks equal one, and what does that cost
+
+check takes as many ranks on as many hosts as torchrun gives it: nccl when each has a GPU, else gloo. Rank 0 prints. The
+exit status is 0 when all is well, 1 when W ranks do not equal one, 2 for a bad command line. Tables need rich
+(pip install "syncbn[cli]"), --json does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from syncbn.check import check
+from syncbn.info import info
+
+
+def main() -> int:
+    """The exit status."""
+    arguments = _parse_arguments()
+    if arguments.command == "info":
+        facts = info()
+        if arguments.json:
+            print(json.dumps(facts, indent=2))
+        else:
+            _print_table(("", ""), facts.items())
+        return 0
+    result = _check_here(arguments.layers, arguments.channels)
+    if int(os.environ.get("RANK", "0")) == 0:
+        if arguments.json:
+            print(json.dumps(result, indent=2))
+        else:
+            _print_check(result)
+    return 0 if result["passed"] else 1
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m syncbn", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (("info", "what is installed and used"), ("check", "do these ranks equal one")):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("--json", action="store_true", help="print JSON in place of tables")
+        if name == "check":
+            command.add_argument(
+                "--layers",
+                type=_positive,
+                default=53,
+                help="of the model to tell the cost of (%(default)s, as ResNet-50 has)",
+            )
+            command.add_argument("--channels", type=_positive, default=256, help="of each (default %(default)s)")
+    arguments = parser.parse_args()
+    if not arguments.json:
+        try:
+            import rich  # noqa: F401
+        except ImportError:
+            parser.error('tables need rich: pip install "syncbn[cli]", or --json')
+    return arguments
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
+    return int(text)
+
+
+def _check_here(num_layers: int, num_channels: int) -> dict[str, Any]:
+    """On the ranks that torchrun has started; else on this process."""
+    device = torch.device("cpu")
+    if "RANK" not in os.environ:
+        return check(device, num_layers, num_channels)
+    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    num_gpus = torch.cuda.device_count()
+    if num_gpus:
+        device = torch.device("cuda", local_rank % num_gpus)
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if num_gpus >= local_size else "gloo")  # nccl refuses two ranks on one GPU
+    try:
+        return check(device, num_layers, num_channels)
+    finally:
+        dist.destroy_process_group()
+
+
+def _print_check(result: dict[str, Any]) -> None:
+    ranks = f"{result['ranks']} rank{'s' * (result['ranks'] > 1)} ({result['backend']}, {result['device']})"
+    print(f"{ranks} and one process with the whole batch; kernels {result['kernels']}")
+    columns = ("dtype", "what", "error", "allowed")
+    _print_table(
+        columns,
+        [[f"{one[name]:.1e}" if name in columns[2:] else one[name] for name in columns] for one in result["accuracy"]],
+    )
+    seconds = result["seconds"]
+    if result["ranks"] == 1:
+        print("One rank has nothing to synchronise: torchrun --standalone --nproc-per-node 2 -m syncbn check")
+    else:
+        print(f"all_reduces of a layer of {result['channels']} channels")
+        rows = [[name, f"{1e3 * seconds[name]:.2f} ms"] for name in ("forward", "backward")]
+        _print_table(("pass", "time"), [*rows, [f"step, {result['layers']} layers", f"{1e3 * seconds['step']:.1f} ms"]])
+    if result["synced"]:
+        print(result["synced"])
+    print("passed" if result["passed"] else "FAILED: these ranks do not train as one process does")
+
+
+def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns, show_header=any(columns))
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table, markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""What `python -m syncbn info` tells: what is installed, and what of it syncbn can use."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.metadata
+import os
+import platform
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from syncbn import kernels
+
+VARIABLES = ("SYNCBN_KERNELS", "SYNCBN_DEBUG", "OMP_NUM_THREADS", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def info() -> dict[str, str]:
+    """The lines of the table, by their names."""
+    backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    variables = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
+    return {
+        "syncbn": f"{_version('syncbn')}, {Path(__file__).parent}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "cuda": torch.version.cuda or "none",
+        "gpus": ", ".join(gpus) or "none",
+        "cpu": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
+        "kernels": kernels.available(),
+        "backends": ", ".join(backends) or "none",
+        "environment": " ".join(variables) or "none of " + " ".join(VARIABLES),
+        "apex's module of the same name": _apex(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _apex() -> str:
+    """apex built with APEX_CUDA_EXT=1 has an extension module `syncbn` at the top level."""
+    found = [
+        str(path)
+        for folder in sys.path
+        for suffix in importlib.machinery.EXTENSION_SUFFIXES
+        if (path := Path(folder, f"syncbn{suffix}")).exists()
+    ]
+    if not found:
+        return "none"
+    return f"{', '.join(found)}: `import syncbn` finds the package where both lie in one folder"

@@ -1,0 +1,248 @@
+"""Whether a model trains on W ranks as on one process that has the whole batch.
+
+`assert_matches_full_batch` starts the ranks by itself, for tests; `differences` is what it runs on each, and what
+`python -m syncbn check` runs on the ranks that torchrun has started.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
+from torch.multiprocessing.spawn import start_processes
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from syncbn import collectives
+from syncbn.convert import convert_syncbn_model, revert_syncbn_model
+from syncbn.layer import SyncBatchNorm
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+LEARNING_RATE = 0.01
+LINES = 10  # that an error names
+
+
+class Difference(NamedTuple):
+    """Between W ranks and one process, of one tensor; the largest over ranks."""
+
+    what: str  # loss, gradient, running statistics, parameter
+    name: str  # of the tensor in the model; of a loss, its step
+    error: float  # max |a - b|
+    scale: float  # max |b|, of all tensors of its kind where that of this one is smaller
+
+    @property
+    def relative(self) -> float:
+        """error / scale; 0 where both are 0."""
+        return self.error / self.scale if self.scale else (math.inf if self.error else 0.0)
+
+
+def assert_matches_full_batch(
+    model_fn: Callable[[], nn.Module],
+    batch: Sequence[Tensor],
+    loss_fn: Callable[..., Tensor],
+    world_size: int = 2,
+    *,
+    steps: int = 2,
+    dtype: torch.dtype = torch.float64,
+    tolerance: float | None = None,
+    timeout: float = 60.0,
+) -> None:
+    """Prove that a model trains on `world_size` ranks as on one process: start them, on CPU and gloo, and compare.
+
+    Each rank trains on its slice of the batch under DistributedDataParallel, and beside that on the whole batch with
+    nn.BatchNorm in the place of synchronised layers. After `steps` steps of SGD losses, gradients, running statistics
+    and parameters must agree.
+
+        def test_trains_as_one():
+            batch = torch.randn(6, 3, 32, 32), torch.randint(10, (6,))
+            assert_matches_full_batch(build_model, batch, F.cross_entropy, world_size=2)
+
+    Args:
+        model_fn: returns the model as it is trained, with `convert_syncbn_model`, frozen layers and all. Importable
+            from sys.path, and so not a lambda: it is called on each rank, after torch.manual_seed(0). What it draws
+            otherwise is rank 0's.
+        batch: tensors (N, ...), N at least `world_size`: the model's input, and what else `loss_fn` takes. Ranks take
+            slices of dim 0, whose sizes differ by 1 where N is no multiple.
+        loss_fn: `loss_fn(model(batch[0]), *batch[1:])` is the mean over samples, as F.cross_entropy's. Importable.
+        world_size: ranks to start.
+        steps: of training, with the same batch.
+        dtype: to which model and floating tensors are converted: float64, where equality shows, or float32.
+        tolerance: of `max |a - b| / max |b|`, 1e-9 in float64 and 1e-4 in float32 by default.
+        timeout: seconds that a rank waits for another.
+
+    Dropout is off. Everything else that is random in the forward makes the model unequal to itself.
+
+    Raises:
+        AssertionError: which tensors differ and by how much, and which layers are not synchronised.
+        ValueError, TypeError: a bad argument.
+        torch.multiprocessing.ProcessRaisedException: a rank failed, with its traceback. (ProcessExitedException where
+            it could not even import `model_fn`, as in pytest's importlib mode; standard error says why.)
+    """
+    _check(batch, world_size, dtype, steps)
+    for name, function in (("model_fn", model_fn), ("loss_fn", loss_fn)):
+        try:
+            pickle.dumps(function)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(
+                f"{name} must be importable where the ranks start, a function at the top level of a module, got "
+                f"{function!r}: {error}"
+            ) from error
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    arguments = (world_size, store.port, timeout, model_fn, tuple(batch), loss_fn, steps, dtype)
+    start_processes(_run_rank, arguments, nprocs=world_size, start_method="spawn")  # type: ignore[no-untyped-call]
+    told, local = json.loads(store.get("found"))
+    found = [Difference(*one) for one in told]
+    allowed = TOLERANCES[dtype] if tolerance is None else tolerance
+    bad = [one for one in found if not one.relative <= allowed]
+    if bad:
+        raise AssertionError(_report(bad, len(found), local, world_size, allowed))
+
+
+def differences(
+    model: nn.Module, batch: Sequence[Tensor], loss_fn: Callable[..., Tensor], steps: int = 2
+) -> list[Difference]:
+    """How W ranks, which all call this with the same batch, and one process differ after `steps` steps of training.
+
+    Arguments as of `assert_matches_full_batch`, converted to one dtype and device already; the model is rank 0's and
+    is not changed. Without a process group, one process is compared with itself, synchronised layers with nn.BatchNorm.
+    """
+    world, rank, size = dist.group.WORLD, 0, 1
+    if world is not None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), 0)
+    model, reference = copy.deepcopy(model), _on_one_process(copy.deepcopy(model))
+    for module in (*model.modules(), *reference.modules()):
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.eval()
+    ddp = model if world is None else DistributedDataParallel(model)
+    slices = [tensor.tensor_split(size)[rank] for tensor in batch]
+    share = len(slices[0]) * size / len(batch[0])  # DistributedDataParallel takes the mean over ranks, not samples
+
+    pairs: list[tuple[str, str, Tensor, Tensor]] = []  # what, name, of W ranks, of one process
+    optimizers = [torch.optim.SGD(one.parameters(), LEARNING_RATE) for one in (model, reference)]
+    for step in range(1, steps + 1):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        output, expected = ddp(slices[0].clone()), reference(batch[0].clone())  # which may change them in place
+        loss, expected_loss = loss_fn(output, *slices[1:]) * share, loss_fn(expected, *batch[1:])
+        torch.autograd.backward((loss, expected_loss))
+        for optimizer in optimizers:
+            optimizer.step()
+        total = loss.detach().clone()
+        if world is not None:
+            dist.all_reduce(total)
+        pairs.append(("loss", f"of step {step}", total / size, expected_loss))
+        if isinstance(output, Tensor) and output.ndim and len(output) == len(slices[0]):
+            pairs.append(("output", f"of step {step}", output, expected.tensor_split(size)[rank]))
+    for (name, own), one in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if own.grad is not None and one.grad is not None:
+            pairs.append(("gradient", name, own.grad, one.grad))
+        pairs.append(("parameter", name, own, one))
+    for (name, buffer), expected in zip(model.named_buffers(), reference.buffers(), strict=True):
+        pairs.append(("buffer", name, buffer, expected))
+    return _compared(pairs, world)
+
+
+def _compared(pairs: list[tuple[str, str, Tensor, Tensor]], world: dist.ProcessGroup | None) -> list[Difference]:
+    largest: dict[str, float] = {}  # of a kind; a gradient that should be 0, as of a bias before batch norm, is noise
+    measured = []
+    for *_, own, one in pairs:
+        expected = one.detach().double()
+        error = (own.detach().double() - expected).abs().max() if expected.numel() else expected.new_zeros(())
+        scale = expected.abs().max() if expected.numel() else expected.new_zeros(())
+        measured.append(torch.stack((error, scale)))
+    both = torch.stack(measured)
+    if world is not None:
+        collectives.all_reduce_max(both, world)
+    found = [(what, name, *pair) for (what, name, *_), pair in zip(pairs, both.tolist(), strict=True)]
+    for what, _, _, scale in found:
+        largest[what] = max(largest.get(what, 0.0), scale)
+    return [Difference(what, name, error, max(scale, largest[what])) for what, name, error, scale in found]
+
+
+def _on_one_process(model: nn.Module) -> nn.Module:
+    """With nn.BatchNorm, or where there is none to go back to with a layer of ours that synchronises nothing."""
+    revert_syncbn_model(model)
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            convert_syncbn_model(module, 1)
+        elif isinstance(module, SyncBatchNorm):
+            module.process_group = 1
+    return model
+
+
+def _run_rank(
+    rank: int,
+    world_size: int,
+    port: int,
+    timeout: float,
+    model_fn: Callable[[], nn.Module],
+    batch: tuple[Tensor, ...],
+    loss_fn: Callable[..., Tensor],
+    steps: int,
+    dtype: torch.dtype,
+) -> None:
+    """A process that `assert_matches_full_batch` has started."""
+    sizes = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "RANK": rank, "LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in sizes.items()})  # as torchrun does
+    torch.set_num_threads(1)
+    wait = timedelta(seconds=timeout)
+    store = TCPStore("127.0.0.1", port, timeout=wait)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=wait)
+    torch.manual_seed(0)
+    model = model_fn().to(dtype)
+    found = differences(model, [one.to(dtype) if one.is_floating_point() else one for one in batch], loss_fn, steps)
+    if rank == 0:
+        store.set("found", json.dumps((found, local_layers(model))))
+    del model
+    dist.destroy_process_group()
+
+
+def local_layers(model: nn.Module) -> list[str]:
+    """The names of the layers of `model` that normalise each rank's batch alone."""
+    synchronised = (SyncBatchNorm, nn.SyncBatchNorm)
+    return [
+        name or "the model"
+        for name, layer in model.named_modules()
+        if isinstance(layer, _BatchNorm) and layer.training and not isinstance(layer, synchronised)
+    ]
+
+
+def _report(bad: list[Difference], num_compared: int, local: list[str], world_size: int, allowed: float) -> str:
+    lines = [
+        f"{len(bad)} of {num_compared} tensors on {world_size} ranks are not those of one process with the whole batch "
+        f"(allowed is {allowed:g} of the largest of their kind):"
+    ]
+    lines += [
+        f"{one.what} {one.name}: {one.error:.3g} apart, {one.relative:.3g} of {one.scale:.3g}" for one in bad[:LINES]
+    ]
+    if len(bad) > LINES:
+        lines.append(f"and {len(bad) - LINES} more")
+    if local:
+        lines.append(f"Not synchronised are {', '.join(local[:LINES])}: call syncbn.convert_syncbn_model(model)")
+    return "\n".join(lines)
+
+
+def _check(batch: Sequence[Tensor], world_size: int, dtype: torch.dtype, steps: int) -> None:
+    if isinstance(batch, Tensor) or not batch or not all(isinstance(one, Tensor) and one.ndim for one in batch):
+        raise TypeError("batch must be a tuple of tensors of one dim or more: the model's input, then loss_fn's others")
+    lengths = [len(one) for one in batch]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"the tensors of a batch must have one length, got {lengths}")
+    if world_size < 1 or lengths[0] < world_size:
+        raise ValueError(f"world_size must be from 1 to the number of samples, {lengths[0]}, got {world_size}")
+    if dtype not in TOLERANCES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, TOLERANCES))}, got {dtype}")
+    if steps < 1:
+        raise ValueError(f"steps must be 1 or more, got {steps}")

@@ -1,0 +1,158 @@
+"""syncbn.testing starts ranks and compares them with one process; and python -m syncbn, by the same means."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import trained_as_one
+from jobs import ON_TWO_RANKS, run
+from torch import nn
+
+import syncbn
+from syncbn import __main__, check
+from syncbn.info import info
+from syncbn.testing import assert_matches_full_batch
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_converted_model_trains_as_one(world_size: int) -> None:
+    """5 samples: slices of 3 + 2 and 2 + 2 + 1."""
+    assert_matches_full_batch(trained_as_one.model, trained_as_one.batch(5), F.cross_entropy, world_size)
+
+
+def test_in_float32_and_by_node() -> None:
+    batch = trained_as_one.batch(4)
+    assert_matches_full_batch(trained_as_one.model_by_node, batch, F.cross_entropy, dtype=torch.float32)
+
+
+def test_layers_without_an_original_class() -> None:
+    assert_matches_full_batch(trained_as_one.built_model, trained_as_one.batch(4)[:1], trained_as_one.mean_square)
+
+
+def test_frozen_layers_stay_frozen() -> None:
+    assert_matches_full_batch(trained_as_one.frozen_model, trained_as_one.batch(4), F.cross_entropy)
+
+
+def test_a_model_that_returns_its_loss_and_changes_its_input() -> None:
+    images = trained_as_one.batch(4)[0].double()
+    before = images.clone()
+    assert_matches_full_batch(trained_as_one.OwnLoss, (images,), trained_as_one.identity)
+    assert torch.equal(images, before)
+
+
+def test_what_differs_is_named() -> None:
+    with pytest.raises(AssertionError) as caught:
+        assert_matches_full_batch(trained_as_one.partly_converted_model, trained_as_one.batch(4), F.cross_entropy)
+    text = str(caught.value)
+    assert "tensors on 2 ranks are not those of one process" in text
+    assert "loss of step 1: " in text
+    assert "Not synchronised are 1: call syncbn.convert_syncbn_model(model)" in text
+
+
+def test_a_loss_that_is_no_mean_differs() -> None:
+    with pytest.raises(AssertionError, match=r"loss of step 1: .* apart"):
+        assert_matches_full_batch(trained_as_one.model, trained_as_one.batch(5), trained_as_one.sum_and_not_mean)
+
+
+def test_a_rank_that_fails_tells_why() -> None:
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="KeyError: 'no such weights'"):
+        assert_matches_full_batch(trained_as_one.failing_model, trained_as_one.batch(2), F.cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"model_fn": lambda: nn.BatchNorm1d(3)}, TypeError, "model_fn must be importable .* got <function <lambda>"),
+        ({"loss_fn": lambda output: output.mean()}, TypeError, "loss_fn must be importable"),
+        ({"batch": torch.ones(4, 3)}, TypeError, "batch must be a tuple of tensors"),
+        ({"batch": (torch.ones(4, 3), torch.ones(3))}, ValueError, r"must have one length, got \[4, 3\]"),
+        ({"world_size": 5}, ValueError, "from 1 to the number of samples, 4, got 5"),
+        ({"dtype": torch.float16}, ValueError, "must be one of torch.float64, torch.float32, got torch.float16"),
+        ({"steps": 0}, ValueError, "1 or more, got 0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_bad_arguments(change: dict[str, object], error: type[Exception], message: str) -> None:
+    good: dict[str, object] = {
+        "model_fn": trained_as_one.model,
+        "batch": trained_as_one.batch(4),
+        "loss_fn": F.cross_entropy,
+        "world_size": 2,
+    }
+    with pytest.raises(error, match=message):
+        assert_matches_full_batch(**(good | change))
+
+
+# python -m syncbn.
+
+SYNCBN = ["-m", "syncbn"]
+
+
+def test_info() -> None:
+    facts = json.loads(run(sys.executable, *SYNCBN, "info", "--json"))
+    assert facts["torch"] == torch.__version__
+    assert facts["kernels"] == syncbn.kernels.available()
+    assert "gloo" in facts["backends"]
+    table = run(sys.executable, *SYNCBN, "info")
+    assert all(name in table for name in facts)
+
+
+def test_info_finds_apexs_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert info()["apex's module of the same name"] == "none"
+    extension = tmp_path / f"syncbn{EXTENSION_SUFFIXES[0]}"
+    extension.touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert info()["apex's module of the same name"].startswith(f"{extension}: ")
+
+
+def test_check_on_two_ranks() -> None:
+    result = json.loads(run(*ON_TWO_RANKS, *SYNCBN, "check", "--json", "--layers", 10, "--channels", 32))
+    assert result["passed"]
+    assert (result["ranks"], result["backend"], result["synced"]) == (2, "gloo", "")
+    kinds = {(one["dtype"], one["what"]) for one in result["accuracy"]}
+    assert kinds == set(
+        itertools.product(["float64", "float32"], ["loss", "output", "gradient", "parameter", "buffer"])
+    )
+    assert all(one["error"] < (1e-14 if one["dtype"] == "float64" else 1e-5) for one in result["accuracy"])
+    seconds = result["seconds"]
+    assert seconds["step"] == pytest.approx(10 * (seconds["forward"] + seconds["backward"]))
+    assert seconds["forward"] > 0 < seconds["backward"]
+
+
+def check_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["syncbn", "check", *arguments])
+    monkeypatch.delenv("RANK", raising=False)
+    return __main__.main()
+
+
+def test_exit_statuses_of_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_here(monkeypatch) == 0
+    output = capsys.readouterr().out
+    assert "passed" in output
+    assert "One rank has nothing to synchronise: torchrun" in output
+    with pytest.raises(SystemExit) as caught:
+        check_here(monkeypatch, "--layers", "0")
+    assert caught.value.code == 2
+    assert "must be a whole number from 1, got '0'" in capsys.readouterr().err
+    model = check._model()
+    model.append(nn.RReLU(-2, 2))  # random
+    monkeypatch.setattr(check, "_model", lambda: model)
+    assert check_here(monkeypatch) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert check_here(monkeypatch, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["passed"]
+    with pytest.raises(SystemExit) as caught:
+        check_here(monkeypatch)
+    assert caught.value.code == 2
+    assert 'pip install "syncbn[cli]", or --json' in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""Models and losses that the ranks which `syncbn.testing` starts can import."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import syncbn
+
+
+def local_model() -> nn.Module:
+    """With dropout, and a bias before batch norm, whose gradient is nothing but rounding."""
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout(),
+        nn.Flatten(),
+        nn.Linear(144, 10),
+        nn.BatchNorm1d(10),
+    )
+
+
+def model() -> nn.Module:
+    return syncbn.convert_syncbn_model(local_model())
+
+
+def partly_converted_model() -> nn.Module:
+    whole = local_model()
+    syncbn.convert_syncbn_model(whole[6])
+    return whole
+
+
+def built_model() -> nn.Module:
+    """Of layers that no conversion can go back from."""
+    return nn.Sequential(syncbn.SyncBatchNorm(3), nn.SyncBatchNorm(3), nn.Conv2d(3, 1, 8), nn.Flatten(0)).apply(
+        lambda layer: syncbn.convert_syncbn_model(layer) if isinstance(layer, nn.SyncBatchNorm) else None
+    )
+
+
+def model_by_node() -> nn.Module:
+    return syncbn.convert_syncbn_model(local_model(), process_group="node")
+
+
+def frozen_model() -> nn.Module:
+    """Whose statistics do not move."""
+    whole = local_model()
+    whole[1].eval()
+    syncbn.convert_syncbn_model(whole[6])
+    return whole
+
+
+class OwnLoss(nn.Module):
+    """Changes its input in place, and returns a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.mul_(0.5)).square().mean()
+
+
+def identity(loss: Tensor) -> Tensor:
+    return loss
+
+
+def failing_model() -> nn.Module:
+    raise KeyError("no such weights")
+
+
+def mean_square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def sum_and_not_mean(output: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output, labels, reduction="sum")
+
+
+def batch(size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(size, 3, 8, 8, generator=generator), torch.randint(10, (size,), generator=generator)
