@@ -1,0 +1,75 @@
+"""Real handwritten digits with Hugging Face Accelerate, which needs one line more: convert_syncbn_model.
+
+    accelerate launch --multi_gpu --num_processes 2 examples/accelerate_digits.py      without GPUs: CPUs, gloo
+    python examples/accelerate_digits.py                                               one process
+
+(`accelerate launch --cpu` starts one process where there is no mpirun.)
+
+The batch is the same however many processes share it, and training in float64, so the final loss is the same: 0.1441
+after 3 epochs. Prints it with the test accuracy; --output FILE writes both as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator, DataLoaderConfiguration
+from digits import NUM_TEST, build_model, load_images
+from torch.utils.data import DataLoader, TensorDataset
+
+import syncbn
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The knobs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=3, help="passes over the 1,500 images (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=12, help="images a step, of all processes (default %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=0.01, help="of SGD (default %(default)s)")
+    parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
+    parser.add_argument("--output", type=Path, help="JSON file to write (default: none)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train and test."""
+    arguments = parse_arguments()
+    # A batch of the loader is the whole batch, of which each process takes its part.
+    split = DataLoaderConfiguration(split_batches=True)
+    accelerator = Accelerator(cpu=arguments.cpu or not torch.cuda.is_available(), dataloader_config=split)
+    torch.manual_seed(0)
+    images, labels = load_images(torch.float64, torch.device("cpu"))
+    train, test = TensorDataset(images[NUM_TEST:], labels[NUM_TEST:]), (images[:NUM_TEST], labels[:NUM_TEST])
+    loader = DataLoader(train, arguments.batch, drop_last=True)
+
+    model = build_model(width=16).double()
+    model = syncbn.convert_syncbn_model(model)  # the one line
+    optimizer = torch.optim.SGD(model.parameters(), lr=arguments.learning_rate, momentum=0.9)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    for _ in range(arguments.epochs):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+    losses = accelerator.gather(loss.detach().reshape(1))
+    syncbn.assert_synced(model)
+
+    model = accelerator.unwrap_model(model).eval()
+    with torch.no_grad():
+        x, y = (tensor.to(accelerator.device) for tensor in test)
+        accuracy = (model(x).argmax(1) == y).double().mean().item()
+    result = {"processes": accelerator.num_processes, "final loss": losses.mean().item(), "test accuracy": accuracy}
+    accelerator.print(result)
+    if arguments.output and accelerator.is_main_process:
+        arguments.output.write_text(json.dumps(result))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The layer as a plugin of Lightning, https://lightning.ai/docs/pytorch/stable/extensions/plugins.html."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from syncbn.convert import convert_syncbn_model, revert_syncbn_model
+from syncbn.layer import SyncBatchNorm
+
+if TYPE_CHECKING:
+    from syncbn.groups import ProcessGroupLike
+
+try:
+    from lightning.pytorch.plugins.layer_sync import LayerSync
+except ImportError:
+    from pytorch_lightning.plugins.layer_sync import LayerSync
+
+
+class SyncBatchNormPlugin(LayerSync):  # type: ignore[misc]
+    """Makes the Trainer synchronise the batch norm of a model while it fits, and give the model back as it was.
+
+        Trainer(strategy="ddp", devices=2, plugins=[SyncBatchNormPlugin()])
+
+    In place of `sync_batchnorm=True`, which takes torch.nn.SyncBatchNorm; not beside it. The layers are converted when
+    the fit begins and reverted when it ends, so checkpoints, which have BatchNorm's keys anyway, and the fitted model
+    need no syncbn. Validation inside the fit communicates nothing.
+
+    Args:
+        process_group, channel_last: as in `convert_syncbn_model`.
+    """
+
+    def __init__(self, process_group: ProcessGroupLike = None, channel_last: bool = False) -> None:
+        self.process_group = process_group
+        self.channel_last = channel_last
+        self.converted: list[nn.Module] = []
+        copy = sys.modules.get("pytorch_lightning.plugins.layer_sync")  # the same package under its older name
+        if copy is not None:
+            copy.LayerSync.register(SyncBatchNormPlugin)
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """The Trainer calls this before it wraps the model. See `convert_syncbn_model`."""
+        others = [module for module in model.modules() if not isinstance(module, SyncBatchNorm)]
+        convert_syncbn_model(model, self.process_group, self.channel_last)
+        self.converted = [module for module in others if isinstance(module, SyncBatchNorm)]
+        return model
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        """The Trainer calls this after the fit. Layers that were synchronised before it stay so."""
+        for layer in self.converted:
+            revert_syncbn_model(layer)
+        return model

@@ -1,0 +1,59 @@
+"""Lightning's Trainer with our plugin, on two processes that it starts itself."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import run
+
+pytest.importorskip("lightning", reason="lightning is not installed (pip install syncbn[lightning])")
+
+JOB = Path(__file__).parent / "lightning_job.py"
+
+WITHOUT_SYNCBN = """
+import sys
+sys.modules["syncbn"] = None
+import torch
+from torch import nn
+net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1)).double()
+state = torch.load(sys.argv[1], weights_only=True)["state_dict"]
+net.load_state_dict({name.removeprefix("net."): value for name, value in state.items()})
+print(net[1].running_var.sum().item())
+"""
+
+
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    for devices in (1, 2):
+        run(sys.executable, JOB, devices, tmp_path)
+    one, two = (torch.load(tmp_path / f"{devices}.pt") for devices in (1, 2))
+    for name, value in one["state_dict"].items():
+        torch.testing.assert_close(two["state_dict"][name], value, rtol=1e-12, atol=1e-12)
+    assert (one["seen"], one["after"]) == (["BatchNorm1d"], "BatchNorm1d")
+    assert (two["seen"], two["after"]) == (["SyncBatchNorm1d"], "BatchNorm1d")
+    loaded = float(run(sys.executable, "-c", WITHOUT_SYNCBN, two["checkpoint"]))
+    assert loaded == two["state_dict"]["net.1.running_var"].sum().item()
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_the_trainer_takes_the_plugin(package: str) -> None:
+    """Of either package: their classes are two copies."""
+    pytest.importorskip(package.partition(".")[0])
+    code = f"""
+from {package} import Trainer
+from syncbn.lightning import SyncBatchNormPlugin
+plugin = SyncBatchNormPlugin(process_group=2, channel_last=True)
+trainer = Trainer(strategy="ddp", accelerator="cpu", devices=2, plugins=[plugin], logger=False)
+assert trainer.strategy._layer_sync is plugin
+from torch import nn
+import syncbn
+model = plugin.apply(nn.Sequential(nn.BatchNorm1d(3), syncbn.convert_syncbn_model(nn.BatchNorm1d(3))))
+print(model[0])
+print(plugin.revert(model)[0])
+print(model[1])
+"""
+    *_, converted, reverted, as_it_was = run(sys.executable, "-c", code).splitlines()
+    assert converted.startswith("SyncBatchNorm1d(3")
+    assert "process_group=2, channel_last=True" in converted
+    assert reverted.startswith("BatchNorm1d(3")
+    assert as_it_was.startswith("SyncBatchNorm1d(3")
