@@ -1,0 +1,394 @@
+"""ResNet-50 on ImageNet, as it is really trained: DistributedDataParallel, mixed precision, channels last, compiled.
+
+--data is a folder with train/CLASS/*.jpg and val/CLASS/*.jpg (or .jpeg, .png), of any classes. Every batch norm sees
+the whole batch; with --local-batch-norm its rank's part of it. The learning rate follows the batch: 0.1 for 256 images.
+
+    torchrun --standalone --nproc-per-node 8 examples/imagenet.py --data imagenet --amp --channels-last --compile
+    python examples/imagenet.py --data imagenet --images-per-rank 256        one process with the batch of those 8 GPUs
+    torchrun --standalone --nproc-per-node 2 examples/imagenet.py --data few-images --image-size 32 --width 8 \\
+        --blocks 1 1 1 1 --images-per-rank 16 --epochs 12 --warm-up 1 --learning-rate 2 --momentum 0.8 \\
+        --smallest-crop 0.8 --workers 1        two CPUs, seconds
+
+A step takes the same images, cropped alike, on any number of ranks, so W ranks train as one, to rounding. With
+--checkpoint FILE, which only rank 0 reads and writes, each epoch's end is saved; the job goes on from an existing file.
+
+Prints loss, top-1, top-5 and speed of each epoch and writes them to metrics.json in --output. Needs Pillow; without
+rich it prints plain lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from launch import progress_bar, rank, run_on_ranks, world_size
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+
+import syncbn
+
+ENDINGS = (".jpg", ".jpeg", ".png")
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's red, green and blue, in [0, 1]
+CENTER = 224 / 256  # of the shorter side, which validation sees
+SHOWN_EVERY = 50  # steps; to show a loss is to wait for the GPU
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The knobs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--data", type=Path, required=True, help="folder with train/CLASS/*.jpg and val/CLASS/*.jpg")
+    add("--epochs", type=int, default=90, help="passes over the training images (default %(default)s)")
+    add("--warm-up", type=float, default=5, help="epochs in which the learning rate rises (default %(default)s)")
+    add("--images-per-rank", type=int, default=32, help="images per rank and step (default %(default)s)")
+    add("--learning-rate", type=float, default=0.1, help="per 256 images of the whole batch (default %(default)s)")
+    add("--momentum", type=float, default=0.9, help="of SGD (default %(default)s)")
+    add("--weight-decay", type=float, default=1e-4, help="not of batch norm and biases (default %(default)s)")
+    add("--label-smoothing", type=float, default=0.1, help="share spread over all classes (default %(default)s)")
+    add("--image-size", type=int, default=224, help="pixels a side (default %(default)s)")
+    add("--smallest-crop", type=float, default=0.08, help="share of a training image's area (default %(default)s)")
+    add("--blocks", type=int, nargs=4, default=[3, 4, 6, 3], help="per stage; 3 4 23 3 is ResNet-101 (default 3 4 6 3)")
+    add("--width", type=int, default=64, help="channels of the first convolution (default %(default)s)")
+    add("--local-batch-norm", action="store_true", help="nn.BatchNorm2d: each rank normalises its images alone")
+    add("--amp", action="store_true", help="autocast to bfloat16")
+    add("--channels-last", action="store_true", help="tensors in the memory order N, H, W, C")
+    add("--compile", action="store_true", help="torch.compile the model")
+    add("--workers", type=int, default=8, help="processes per rank that read images (default %(default)s)")
+    add("--seed", type=int, default=0, help="of weights, order and crops (default %(default)s)")
+    add("--output", type=Path, default=Path("runs/imagenet"), help="folder to write (default %(default)s)")
+    add("--checkpoint", type=Path, help="file to go on from, and to write (default: none)")
+    add("--timeout", type=float, default=600, help="seconds that a rank waits for the others (default %(default)s)")
+    return parser.parse_args()
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions, each with batch norm, + shortcut, relu."""
+
+    expansion = 4  # channels out, per channel inside
+
+    def __init__(self, num_in: int, num_inside: int, stride: int, norm_layer: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        num_out = num_inside * self.expansion
+        self.conv1 = nn.Conv2d(num_in, num_inside, 1, bias=False)
+        self.bn1 = norm_layer(num_inside)
+        self.conv2 = nn.Conv2d(num_inside, num_inside, 3, stride, padding=1, bias=False)
+        self.bn2 = norm_layer(num_inside)
+        self.conv3 = nn.Conv2d(num_inside, num_out, 1, bias=False)
+        self.bn3 = norm_layer(num_out)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample: nn.Module | None = None
+        if stride != 1 or num_in != num_out:
+            self.downsample = nn.Sequential(nn.Conv2d(num_in, num_out, 1, stride, bias=False), norm_layer(num_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, num_in, H, W) -> (N, 4 * num_inside, H / stride, W / stride)."""
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.relu(self.bn2(self.conv2(y)))
+        shortcut = x if self.downsample is None else self.downsample(x)
+        return self.relu(self.bn3(self.conv3(y)) + shortcut)
+
+
+class ResNet(nn.Module):
+    """He et al. 2015, https://arxiv.org/abs/1512.03385, with the strides and the state_dict of torchvision's."""
+
+    def __init__(
+        self,
+        num_classes: int = 1000,
+        blocks: Sequence[int] = (3, 4, 6, 3),
+        width: int = 64,
+        norm_layer: Callable[[int], nn.Module] = nn.BatchNorm2d,
+    ) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
+        self.bn1 = norm_layer(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        num_in = width
+        for stage, num_blocks in enumerate(blocks):
+            layer, num_inside = nn.Sequential(), width * 2**stage
+            for index in range(num_blocks):
+                layer.append(Bottleneck(num_in, num_inside, 2 if stage and not index else 1, norm_layer))
+                num_in = num_inside * Bottleneck.expansion
+            self.add_module(f"layer{stage + 1}", layer)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(num_in, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if isinstance(module, Bottleneck):
+                nn.init.zeros_(module.bn3.weight)  # each block starts as its shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 3, S, S) images -> (N, num_classes) logits."""
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))  # (N, width, S / 4, S / 4)
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))  # (N, 32 * width, S / 32, S / 32)
+        return self.fc(self.avgpool(x).flatten(1))
+
+
+class Images(Dataset[tuple[Tensor, int]]):
+    """The images of a folder with a folder per class, in one size: random parts; their centers without `smallest`.
+
+    What is drawn depends on seed, epoch and index alone, so it is alike on any number of ranks and workers.
+    """
+
+    def __init__(self, folder: Path, image_size: int, seed: int = 0, smallest: float | None = None) -> None:
+        self.classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir()) if folder.is_dir() else []
+        if not self.classes:
+            sys.exit(f"{folder} has no folders of classes; --data FOLDER needs train/CLASS/*.jpg and val/CLASS/*.jpg")
+        self.files = [(path, label) for label, name in enumerate(self.classes) for path in list_images(folder / name)]
+        self.image_size, self.seed, self.epoch, self.smallest = image_size, seed, 0, smallest
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """(3, S, S) of uint8, and the label."""
+        path, label = self.files[index]
+        image, draws = read_image(path), random.Random(f"{self.seed} {self.epoch} {index}")
+        box = center(*image.size) if self.smallest is None else random_part(*image.size, self.smallest, draws)
+        image = image.resize((self.image_size, self.image_size), Image.Resampling.BILINEAR, box=box)
+        if self.smallest is not None and draws.random() < 0.5:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1), label
+
+
+def list_images(folder: Path) -> list[str]:
+    """Paths, sorted. **Exits** where there is none."""
+    paths = sorted(entry.path for entry in os.scandir(folder) if entry.name.lower().endswith(ENDINGS))
+    if not paths:
+        sys.exit(f"{folder} holds no image ({', '.join(ENDINGS)}); put some there or remove the folder")
+    return paths
+
+
+def read_image(path: str) -> Image.Image:
+    """In RGB. **Raises** RuntimeError with its name where it is damaged."""
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError) as error:
+        raise RuntimeError(f"cannot read the image {path}; replace or remove it ({error})") from error
+
+
+def center(width: int, height: int) -> Box:
+    """A square."""
+    side = CENTER * min(width, height)
+    return (width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2
+
+
+def random_part(width: int, height: int, smallest: float, draws: random.Random) -> Box:
+    """At least the share `smallest` of the area, with sides of 3 : 4 to 4 : 3; the center if ten draws do not fit."""
+    for _ in range(10):
+        area = width * height * draws.uniform(smallest, 1)
+        ratio = math.exp(draws.uniform(math.log(3 / 4), math.log(4 / 3)))
+        across, down = math.sqrt(area * ratio), math.sqrt(area / ratio)
+        if across <= width and down <= height:
+            left, top = draws.uniform(0, width - across), draws.uniform(0, height - down)
+            return left, top, min(left + across, width), min(top + down, height)
+    return center(width, height)
+
+
+def open_images(arguments: argparse.Namespace) -> tuple[Images, Images]:
+    """To train and to validate with. **Exits** where their classes differ."""
+    data, size = arguments.data, arguments.image_size
+    training = Images(data / "train", size, arguments.seed, arguments.smallest_crop)
+    validation = Images(data / "val", size)
+    if different := sorted(set(training.classes) ^ set(validation.classes)):
+        sys.exit(f"train and val in {data} must have the same classes; only one of them has {', '.join(different[:5])}")
+    return training, validation
+
+
+def share_of_peak(step: int, num_warm_up: float, num_steps: int) -> float:
+    """Of the learning rate: rises on a line in the first steps, then falls on half a cosine towards 0."""
+    if step < num_warm_up:
+        return (step + 1) / (num_warm_up + 1)
+    return (1 + math.cos(math.pi * (step - num_warm_up) / (num_steps - num_warm_up))) / 2
+
+
+def all_reduced(numbers: Tensor) -> list[float]:
+    """Sums over the ranks."""
+    if dist.is_initialized():
+        dist.all_reduce(numbers)
+    return numbers.tolist()
+
+
+class Training:
+    """Data, model and optimizer, and what has been measured."""
+
+    def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
+        self.arguments, self.device = arguments, device
+        self.images, validation = open_images(arguments)
+        self.batch = arguments.images_per_rank * world_size()
+        if len(self.images) < self.batch:
+            sys.exit(f"{arguments.data} has {len(self.images)} training images; lower --images-per-rank, or add some")
+        self.sampler = DistributedSampler(self.images, world_size(), rank(), seed=arguments.seed, drop_last=True)
+        self.loader = self.load_batches(self.images, sampler=self.sampler, drop_last=True)
+        # This rank's share; a DistributedSampler would fill the shares up to equal sizes with images that count twice.
+        self.validation = self.load_batches(Subset(validation, range(rank(), len(validation), world_size())))
+
+        torch.manual_seed(arguments.seed)
+        torch.backends.cudnn.benchmark = True  # all batches have one size
+        # For a model that is built already: syncbn.convert_syncbn_model(model).
+        norm_layer = nn.BatchNorm2d if arguments.local_batch_norm else syncbn.SyncBatchNorm2d
+        module = ResNet(len(self.images.classes), arguments.blocks, arguments.width, norm_layer)
+        self.memory_format = torch.channels_last if arguments.channels_last else torch.contiguous_format
+        self.module = module.to(device, memory_format=self.memory_format)
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=arguments.amp)
+        self.alone = torch.compile(self.module) if arguments.compile else self.module
+        self.model = DistributedDataParallel(self.alone) if dist.is_initialized() else self.alone
+        decayed = [parameter for parameter in module.parameters() if parameter.ndim > 1]
+        others = [parameter for parameter in module.parameters() if parameter.ndim <= 1]  # batch norm's, and biases
+        self.optimizer = torch.optim.SGD(
+            [{"params": decayed, "weight_decay": arguments.weight_decay}, {"params": others}],
+            momentum=arguments.momentum,
+        )
+        self.epochs: list[dict[str, float]] = []
+        if arguments.checkpoint is not None:
+            self.load(arguments.checkpoint)
+
+    def load_batches(self, images: Dataset[Any], **settings: Any) -> DataLoader[Any]:
+        """Its workers start with each epoch, and so learn which it is."""
+        settings |= {"num_workers": self.arguments.workers, "pin_memory": self.device.type == "cuda"}
+        return DataLoader(images, self.arguments.images_per_rank, **settings)
+
+    def batches(self, loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Normalised images (N, 3, S, S) and labels (N,)."""
+        mean, std = (torch.tensor(values, device=self.device).view(3, 1, 1) for values in (MEAN, STD))
+        for images, labels in loader:
+            images = images.to(self.device, non_blocking=True, memory_format=self.memory_format)
+            yield (images / 255 - mean) / std, labels.to(self.device, non_blocking=True)
+
+    def run(self) -> None:
+        """To the last epoch's end."""
+        num_epochs, num_steps = self.arguments.epochs, len(self.loader)
+        with progress_bar(len(self.epochs) * num_steps, num_epochs * num_steps) as advance:
+            while len(self.epochs) < num_epochs:
+                start = time.monotonic()
+                loss = self.train(advance)
+                speed = num_steps * self.batch / (time.monotonic() - start)
+                if not math.isfinite(loss):
+                    sys.exit(f"the loss of epoch {len(self.epochs) + 1} is {loss}; lower --learning-rate")
+                top_1, top_5 = self.evaluate()
+                self.epochs.append({"loss": loss, "top-1": top_1, "top-5": top_5, "images per second": speed})
+                if rank() == 0:
+                    accuracies = f"top-1 {top_1:.2%}, top-5 {top_5:.2%}"
+                    print(f"epoch {len(self.epochs)}/{num_epochs}: loss {loss:.4f}, {accuracies}, {speed:.0f} images/s")
+                    if self.arguments.checkpoint is not None:
+                        self.save(self.arguments.checkpoint)
+
+    def train(self, advance: Callable[[str], None]) -> float:
+        """One epoch; its mean loss over all ranks."""
+        epoch, num_epochs, num_steps = len(self.epochs), self.arguments.epochs, len(self.loader)
+        self.images.epoch = epoch
+        self.sampler.set_epoch(epoch)
+        self.model.train()
+        peak = self.arguments.learning_rate * self.batch / 256
+        losses, shown = torch.zeros(1, dtype=torch.float64, device=self.device), ""
+        for step, (images, labels) in enumerate(self.batches(self.loader), start=epoch * num_steps):
+            share = share_of_peak(step, self.arguments.warm_up * num_steps, num_epochs * num_steps)
+            for group in self.optimizer.param_groups:
+                group["lr"] = peak * share
+            with self.autocast:
+                logits = self.model(images)
+                loss = F.cross_entropy(logits, labels, label_smoothing=self.arguments.label_smoothing)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            losses += loss.detach()
+            if step % SHOWN_EVERY == 0:
+                shown = f"loss {loss.item():.3f}"
+            advance(f"epoch {epoch + 1}/{num_epochs}  {shown}")
+        return all_reduced(losses)[0] / (num_steps * world_size())
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float, float]:
+        """Top-1 and top-5 of all validation images, each counted once."""
+        if self.arguments.local_batch_norm:
+            syncbn.merge_running_stats(self.module)
+        self.model.eval()
+        counts = torch.zeros(3, dtype=torch.int64, device=self.device)  # right, right among five, images
+        for images, labels in self.batches(self.validation):
+            with self.autocast:
+                logits = self.alone(images)  # DistributedDataParallel would wait for ranks that have no batch left
+            right = logits.topk(min(5, logits.shape[1])).indices == labels.unsqueeze(1)  # (N, 5)
+            counts += torch.stack((right[:, 0].sum(), right.sum(), torch.tensor(len(labels), device=self.device)))
+        top_1, top_5, num_images = all_reduced(counts)
+        return top_1 / num_images, top_5 / num_images
+
+    def save(self, path: Path) -> None:
+        """Whole or not at all: the file gets its name when it is on the disk."""
+        state = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict(), "epochs": self.epochs}
+        unfinished = path.with_name(f"unfinished {path.name}")
+        with unfinished.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+
+    def load(self, path: Path) -> None:
+        """Go on from the file if it exists. **Exits** with the reason where it is not a checkpoint of this model."""
+        box = [read_checkpoint(path) if rank() == 0 else None]
+        if dist.is_initialized():
+            dist.broadcast_object_list(box)
+        (state,) = box
+        if isinstance(state, str):
+            sys.exit(state)
+        if state is None:
+            return
+        try:
+            self.module.load_state_dict(state["model"])
+        except (KeyError, RuntimeError) as error:
+            sys.exit(f"{path} is of another job, --blocks, --width or classes; give another --checkpoint ({error})")
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.epochs = state["epochs"]
+
+
+def read_checkpoint(path: Path) -> dict[str, Any] | str | None:
+    """What `Training.save` wrote, nothing where there is no file yet, or what is wrong with it; on one rank."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
+    except Exception as error:  # a damaged file may raise almost any
+        return f"{path} is not a checkpoint; give another --checkpoint ({type(error).__name__}: {error})"
+
+
+def job(arguments: argparse.Namespace, device: torch.device) -> None:
+    """Train and report."""
+    training = Training(arguments, device)
+    training.run()
+    if rank() == 0:
+        layers = syncbn.summary(training.alone)
+        sent = sum(layer.forward_bytes + layer.backward_bytes for layer in layers)
+        states = ", ".join(sorted({layer.last_step for layer in layers}))
+        print(
+            f"{len(layers)} synchronised layers, {sent / 1e6:.2f} MB a step from each rank; last step: {states or '-'}"
+        )
+        settings = {name: str(value) for name, value in vars(arguments).items()}
+        metrics = {"torch": torch.__version__, "ranks": world_size(), "settings": settings, "epochs": training.epochs}
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        (arguments.output / "metrics.json").write_text(json.dumps(metrics, indent=1))
+        print(f"wrote {arguments.output / 'metrics.json'}")
+
+
+def main() -> None:
+    """Run the job."""
+    arguments = parse_arguments()
+    run_on_ranks(lambda device: job(arguments, device), arguments.timeout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""examples/imagenet.py on a folder of digits: it learns, goes on from its checkpoint, and says what is wrong."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from jobs import EXAMPLES, ON_TWO_RANKS, run
+from PIL import Image
+from sklearn.datasets import load_digits
+
+import syncbn
+
+
+def write_digits(folder: Path, num_train: int = 20, num_val: int = 5) -> None:
+    """A folder like ImageNet's: so many digits of each class, in 32 x 32 pixels."""
+    digits = load_digits()
+    for label in range(10):
+        for index, pixels in enumerate(digits.images[digits.target == label][: num_train + num_val]):
+            path = folder / ("train" if index < num_train else "val") / str(label) / f"{index}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((pixels * (255 / 16)).astype(np.uint8)).resize((32, 32)).save(path)
+
+
+TINY = ("--image-size", 32, "--blocks", 1, 1, 1, 1, "--width", 8, "--workers", 0, "--smallest-crop", 0.8)
+
+
+def test_imagenet_on_two_ranks(tmp_path: Path) -> None:
+    """The job learns ten classes; every validation image counts once, on ranks with shares of different sizes."""
+    write_digits(tmp_path / "data")
+    (tmp_path / "data" / "val" / "9" / "20.png").unlink()  # 49 on two ranks
+    schedule = ("--images-per-rank", 16, "--epochs", 12, "--warm-up", 1, "--learning-rate", 2, "--momentum", 0.8)
+    job = (*ON_TWO_RANKS, EXAMPLES / "imagenet.py", "--data", tmp_path / "data", *TINY, *schedule)
+    files = ("--output", tmp_path, "--checkpoint", tmp_path / "checkpoint.pt")
+    assert "17 synchronised layers" in (output := run(*job, *files))
+    assert "synchronised over 2 ranks" in output
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert len(metrics["epochs"]) == 12
+    last = metrics["epochs"][-1]
+    assert last["top-1"] > 0.4, "chance is 0.1"
+    assert last["top-5"] > 0.8, "chance is 0.5"
+    assert last["top-1"] * 49 == pytest.approx(round(last["top-1"] * 49))
+    assert last["loss"] < 1.8, "log(10) is 2.3"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.pt", "data", "metrics.json"]
+
+
+def test_imagenet_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """Two epochs, the second of them after a restart, end as two without."""
+    write_digits(tmp_path / "data", num_train=8, num_val=2)
+    saved = tmp_path / "checkpoint.pt"
+    job = (sys.executable, EXAMPLES / "imagenet.py", "--data", tmp_path / "data", *TINY, "--checkpoint", saved)
+    settings = ("--images-per-rank", 16, "--output", tmp_path, "--epochs")
+    run(*job, *settings, 2)
+    whole = torch.load(saved, weights_only=True)
+    saved.unlink()
+    exits = "save = imagenet.Training.save; imagenet.Training.save = lambda *given: sys.exit(save(*given))"
+    code = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import imagenet; {exits}; imagenet.main()"
+    run(sys.executable, "-c", code, *job[2:], *settings, 2)
+    assert len(torch.load(saved, weights_only=True)["epochs"]) == 1
+    run(*job, *settings, 2)
+    again = torch.load(saved, weights_only=True)
+    torch.testing.assert_close(again["model"], whole["model"], rtol=0, atol=0)
+    assert [one["loss"] for one in again["epochs"]] == [one["loss"] for one in whole["epochs"]]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: shutil.rmtree(data / "train"), "data/train has no folders of classes; --data FOLDER needs"),
+        (lambda data: shutil.rmtree(data / "val" / "3"), "must have the same classes; only one of them has 3"),
+        (lambda data: (data / "val" / "3" / "1.png").unlink(), "data/val/3 holds no image"),
+        (lambda data: (data / "train" / "3" / "0.png").write_bytes(b"PNG"), "cannot read the image"),
+    ],
+)
+def test_imagenet_says_what_is_wrong_with_its_folder(
+    tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    write_digits(tmp_path / "data", num_train=1, num_val=1)
+    damage(tmp_path / "data")
+    job = (sys.executable, EXAMPLES / "imagenet.py", "--data", tmp_path / "data", *TINY, "--output", tmp_path)
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        run(*job, "--images-per-rank", 10, "--epochs", 1)
+
+
+def test_resnet_50_of_either_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many parameters and entries as torchvision's resnet50, in each other's state_dict."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    resnet = importlib.import_module("imagenet").ResNet
+    plain, synchronised = resnet(), resnet(norm_layer=syncbn.SyncBatchNorm2d)
+    assert sum(parameter.numel() for parameter in plain.parameters()) == 25_557_032
+    assert len(plain.state_dict()) == 320
+    assert {"layer1.0.downsample.1.running_var", "layer4.2.bn3.weight", "fc.bias"} <= plain.state_dict().keys()
+    assert len(syncbn.summary(synchronised)) == 53
+    synchronised.load_state_dict(plain.state_dict())
+    assert len(syncbn.summary(syncbn.convert_syncbn_model(plain))) == 53
+    images = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(plain.eval()(images), synchronised.eval()(images), rtol=0, atol=0)
