@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -296,3 +298,54 @@ def test_bit_equal_evaluation_under_checkpoint_both_ways() -> None:
     plain.load_state_dict(layer.state_dict())
     assert torch.equal(layer.eval()(x), plain(x))
     assert not math.isnan(plain.running_var.sum())
+
+
+class OfApex(nn.modules.batchnorm._BatchNorm):
+    """apex.parallel.SyncBatchNorm, with and without its extension, keeps what its base class keeps. (detectron2's
+    NaiveSyncBatchNorm is an nn.BatchNorm2d.)"""
+
+
+@pytest.mark.parametrize("kind", [nn.SyncBatchNorm, OfApex, nn.BatchNorm2d, "before num_batches_tracked"])
+def test_checkpoints_of_other_layers_load(kind: type[nn.Module] | str) -> None:
+    other = nn.BatchNorm2d(3) if isinstance(kind, str) else kind(3)
+    for tensor in (*other.parameters(), other.running_mean, other.running_var):
+        nn.init.uniform_(tensor, 0.5, 2)
+    other.num_batches_tracked.fill_(5)
+    state = nn.Sequential(other).state_dict()
+    if isinstance(kind, str):  # torch before 0.4.1, Caffe2's models in detectron2's zoo
+        del state["0.num_batches_tracked"], state._metadata
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    ours = nn.Sequential(syncbn.SyncBatchNorm2d(3))
+    ours.load_state_dict(torch.load(file, weights_only=True))
+    x = torch.randn(2, 3, 4, 4)
+    expected = torch.nn.functional.batch_norm(x, other.running_mean, other.running_var, other.weight, other.bias)
+    assert torch.equal(ours.eval()(x), expected)
+    assert ours[0].num_batches_tracked == (0 if isinstance(kind, str) else 5)
+
+
+def test_a_state_dict_that_does_not_fit() -> None:
+    """torch's errors; and one that fits is read without pickle."""
+    ours, plain = nn.Sequential(syncbn.SyncBatchNorm1d(3)), nn.Sequential(nn.BatchNorm1d(3))
+    ours(torch.randn(4, 3))
+    file = io.BytesIO()
+    torch.save(ours.state_dict(), file)
+    file.seek(0)
+    good = torch.load(file, weights_only=True)
+    before = copy.deepcopy(ours.state_dict())
+    for bad in (
+        {},
+        good | {"0.weight": torch.ones(4)},
+        good | {"0.running_var": torch.ones(3, 1)},
+        good | {"0.num_batches_tracked": torch.ones(2)},
+        good | {"0.other": torch.ones(1)},
+        {name: value for name, value in good.items() if name != "0.running_mean"},
+    ):
+        with pytest.raises(RuntimeError) as expected:
+            plain.load_state_dict(bad)
+        with pytest.raises(RuntimeError, match=re.escape(str(expected.value))):
+            ours.load_state_dict(bad)
+    ours.load_state_dict(before)
+    plain.load_state_dict(good)
+    assert torch.equal(plain[0].running_var, ours[0].running_var)

@@ -56,12 +56,37 @@ print(*(open(f"/proc/self/task/{thread}/comm").read() for thread in os.listdir("
     assert "gloo" not in output
 
 
+def test_nothing_of_diagnosis_outlives_the_group() -> None:
+    """Neither its thread nor, through it, the group."""
+    code = """
+import threading, time, weakref
+import torch, torch.distributed as dist, syncbn
+from syncbn import diagnosis, groups
+groups.resolve = lambda specification: dist.group.WORLD  # also of one rank
+for _ in range(3):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = weakref.ref(dist.group.WORLD)
+    with diagnosis.Waiting(dist.group.WORLD, None, "forward"):
+        time.sleep(1.2)  # in which the thread looks
+    with syncbn.debug():
+        syncbn.SyncBatchNorm(3)(torch.randn(2, 3)).sum()
+    dist.destroy_process_group()
+    assert world() is None
+deadline = time.monotonic() + 10
+while threading.active_count() > 1 and time.monotonic() < deadline:
+    time.sleep(0.1)
+print(threading.active_count())
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "1\n"
+
+
 def test_the_public_table() -> None:
     names = {name for name in vars(syncbn) if not name.startswith("_")}
     rooms = {module.name for module in pkgutil.iter_modules(syncbn.__path__)}
     assert names - rooms == {
         "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d",
-        "convert_syncbn_model", "revert_syncbn_model", "create_syncbn_process_group", "debug",
+        "convert_syncbn_model", "revert_syncbn_model", "create_syncbn_process_group", "debug", "assert_synced",
+        "accumulate_running_stats", "merge_running_stats", "recompute_running_stats",
     }  # fmt: skip
     assert callable(syncbn.summary)
 

@@ -1,0 +1,24 @@
+"""Sphinx: the API from the docstrings. See scripts/docs.sh."""
+
+import importlib.metadata
+
+project = "syncbn"
+author = "the syncbn authors"
+release = importlib.metadata.version("syncbn")
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+html_theme = "alabaster"
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_mock_imports = ["lightning", "pytorch_lightning"]
+
+
+def _mark_indented_blocks(app, what, name, obj, options, lines):
+    """Formulas and code, which docstrings here only indent, are literal blocks."""
+    for index in range(len(lines) - 1, 0, -1):
+        previous = next((line for line in reversed(lines[:index]) if line), "")
+        if lines[index].startswith("    ") and not lines[index - 1] and not previous.startswith(" "):
+            lines[index:index] = ["::", ""]
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", _mark_indented_blocks, priority=0)  # before napoleon
