@@ -104,14 +104,12 @@ def _all_reduce(
             # nothing. https://github.com/pytorch/pytorch/blob/main/torch/distributed/_functional_collectives.py
             operators = torch.ops._c10d_functional
             packed = operators.wait_tensor(operators.all_reduce(packed, "sum", group.group_name))
-    if not signed:
-        return packed
-    if _can_read(packed):
-        count, num_signed, total, squares = packed[-SIGNED:].tolist()
-        if num_signed * squares != total * total:
-            _compare_places(waiting, everyone_signed=num_signed == group.size())
-        if math.isnan(count):
-            _exchange_faults(error, group)
+        if signed and _can_read(packed):
+            count, num_signed, total, squares = packed[-SIGNED:].tolist()
+            if num_signed * squares != total * total:
+                _compare_places(waiting, everyone_signed=num_signed == group.size())
+            if math.isnan(count):
+                _exchange_faults(error, group)
     return packed[: len(sums)]
 
 

@@ -98,7 +98,7 @@ class Waiting:
         self.rank.waiting = None
         if isinstance(error, RuntimeError) and not isinstance(error, RanksDifferError):
             raise RuntimeError(
-                f"syncbn: an all_reduce failed on rank {self.rank.rank} after {self.seconds():.1f} s.\n"
+                f"syncbn: a collective failed on rank {self.rank.rank} after {self.seconds():.1f} s.\n"
                 f"{self.where_all_are(_one_is_gone)}\nThe process group says: {error}"
             ) from error
 

@@ -84,12 +84,12 @@ def fork(model: nn.Module) -> None:
 
 
 def call_in_threads(*layers: nn.Module) -> None:
-    """Each layer in a thread of its own. Raises what a thread raises."""
+    """Each layer in a thread of its own, until one raises. Raises that."""
     errors: list[BaseException] = []
 
     def call(layer: nn.Module) -> None:
         try:
-            for _ in range(20):
+            while not errors:
                 layer(torch.randn(4, 4))
         except RuntimeError as error:
             errors.append(error)
@@ -97,6 +97,7 @@ def call_in_threads(*layers: nn.Module) -> None:
     threads = [threading.Thread(target=call, args=[layer]) for layer in layers]
     for thread in threads:
         thread.start()
+        time.sleep(0.5)  # else the ranks' threads may keep step, for ever
     for thread in threads:
         thread.join()
     if errors:

@@ -125,13 +125,13 @@ def test_cut_link(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     status, said = hosts[0].finish(30)
     assert status
     assert re.search(
-        r"syncbn: an all_reduce failed on rank [01] after \d+.\d s.\n.*"
+        r"syncbn: a collective failed on rank [01] after \d+.\d s.\n.*"
         r"ranks 0-1: in 4.bn1 forward, call 3(; .*)?\n.*ranks 2-3: after .*; not heard of for \d+ s\n",
         said,
     ), said
     _, said = hosts[1].finish(0)  # its torchrun waits on, as it has not heard that the link is cut
     assert re.search(
-        r"syncbn: an all_reduce failed on rank ([23]) after \d+.\d s.\n.*rank \1: in 4.bn1 forward, call 3\n"
+        r"syncbn: a collective failed on rank ([23]) after \d+.\d s.\n.*rank \1: in 4.bn1 forward, call 3\n"
         r".*: not known, as the process group's store has not answered for 5 s \(ranks 0-1: on other hosts\)\n",
         said,
     ), said

@@ -100,6 +100,24 @@ def test_different_layers_with_as_many_channels(ranks: Ranks) -> None:
 
 
 @on_cpu
+def test_the_ranks_cannot_compare_their_layers(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when another thread's collective comes between: the error says all the same where the ranks are."""
+
+    def fail(*_: object) -> list[str]:
+        raise RuntimeError("timed out")
+
+    monkeypatch.setattr(collectives, "all_gather_text", fail)
+    monkeypatch.setattr(diagnosis, "SETTLING", 2.0)  # no rank is gone: all of it is waited
+    model, x = Block(), torch.randn(4, 3)
+    model(x)
+    layer = model.tail[0] if ranks.rank else model.bn1
+    expected = r"a collective failed on rank \d .*\nrank 0: in bn1 forward, call 2\n(.*\n)+The process group says: timed out"
+    with pytest.raises(RuntimeError, match=expected):
+        layer(x)
+    dist.barrier()
+
+
+@on_cpu
 def test_forward_and_backward_at_once(ranks: Ranks) -> None:
     model, x = Block(), torch.randn(4, 3)
     y = model(x, skip=True)
