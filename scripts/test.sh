@@ -1,59 +1,61 @@
 #!/usr/bin/env bash
-# All tests: on 2, 3 (with the reference kernels) and 4 ranks and, of the GPU's kernels, in Triton's interpreter; beside
-# those, as much of them waits, on one process. Ends with what failed and pytest's summary of each part.
-#   --quick    the essential part, under 3 minutes: 2 ranks, and no test that starts other programs or is interpreted
+# All tests, in parts, two at a time: on 2, 3 (with the reference kernels) and 4 ranks, those that start programs, those of
+# the GPU's kernels in Triton's interpreter, and the others. Ends with what failed and pytest's summary of each part.
+#   --quick    the essential part, under 3 minutes: 2 ranks, and no test that starts programs or is interpreted
 # Other arguments go to pytest, as in: scripts/test.sh -k voting
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment
 
-rank_counts=(2 3 4)
+programs=(tests/test_{accelerate,crashes,examples,faults,imagenet,lightning,testing,two_hosts,voting}.py)
 interpreted=(tests/test_kernels.py tests/test_moments.py)
-one_process=(tests --ignore tests/distributed)
+others=(tests --ignore tests/distributed)
+for file in "${programs[@]}"; do
+    others+=(--ignore "$file")
+done
+rank_counts=(2 3 4)
+quick=
 if [[ "${1:-}" == --quick ]]; then
     shift
+    quick=1
     rank_counts=(2)
-    interpreted=()
-    for programs in accelerate crashes examples faults imagenet lightning testing two_hosts voting; do
-        one_process+=(--ignore "tests/test_$programs.py")
-    done
+else
+    prepare_triton || echo "Triton cannot be had here: its tests are skipped" >&2
 fi
-[[ ${#interpreted[@]} == 0 ]] || prepare_triton || echo "Triton cannot be had here: its tests are skipped" >&2
 
 logs=$(mktemp -d)
-failed=$logs/failed # a line for each part that has
-touch "$failed"
+set -m # each part is a process group, which can be ended as one
+trap 'for job in $(jobs -pr); do kill -- "-$job"; done; rm -rf "$logs"' EXIT
 
-ended() { # NAME STATUS
-    [[ $2 == 0 || $2 == 5 ]] || echo "$1" >>"$failed" # 5: the arguments select no test of this part
+part() { # NAME COMMAND...: once there is room beside the other
+    while [[ $(jobs -pr | wc -l) -ge 2 ]]; do
+        wait -n || true
+    done
+    run_part "$@" &
 }
 
-part() { # NAME COMMAND...
+run_part() {
     local name=$1 status=0
     shift
+    "$@" >"$logs/$name.log" 2>&1 || status=$?
+    [[ $status == 0 || $status == 5 ]] || echo "$name" >>"$logs/failed" # 5: the arguments select no test of this part
     echo "== $name"
-    "$@" 2>&1 | tee "$logs/$name.log" || status=$?
-    ended "$name" $status
+    cat "$logs/$name.log"
 }
 
-python3 -m pytest "${one_process[@]}" "$@" >"$logs/one process.log" 2>&1 &
-beside=$!
-trap 'kill "$beside" 2>/dev/null; rm -rf "$logs"' EXIT
-
+[[ $quick ]] || part "programs" python3 -m pytest "${programs[@]}" "$@"
 for count in "${rank_counts[@]}"; do
     kernels=${SYNCBN_KERNELS-}
     [[ $count != 3 ]] || kernels=reference
     part "$count ranks" env ${kernels:+SYNCBN_KERNELS=$kernels} PYTHONPATH="tests${PYTHONPATH:+:$PYTHONPATH}" python3 -m torch.distributed.run \
         --standalone --nproc-per-node "$count" --local-ranks-filter 0 -m pytest -p voting tests/distributed "$@"
 done
-[[ ${#interpreted[@]} == 0 ]] || part "interpreted" env TRITON_INTERPRET=1 python3 -m pytest "${interpreted[@]}" -k triton "$@"
-echo "== one process"
-status=0
-wait "$beside" || status=$?
-ended "one process" $status
-cat "$logs/one process.log"
+[[ $quick ]] || part "interpreted" env TRITON_INTERPRET=1 python3 -m pytest "${interpreted[@]}" -k triton "$@"
+part "one process" python3 -m pytest "${others[@]}" "$@"
+wait
 
 summary='^=.* in [0-9.]*s'
+touch "$logs/failed"
 while read -r name; do
     echo "== failed: $name"
     if grep -q "$summary" "$logs/$name.log"; then
@@ -61,8 +63,8 @@ while read -r name; do
     else
         tail -n 60 "$logs/$name.log"
     fi
-done <"$failed"
+done <"$logs/failed"
 for log in "$logs"/*.log; do
     echo "$(basename "$log" .log): $(grep "$summary" "$log" | tail -n 1)"
 done
-[[ ! -s $failed ]]
+[[ ! -s $logs/failed ]]

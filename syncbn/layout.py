@@ -32,9 +32,13 @@ class Layout(NamedTuple):
         return cls(channel_dim, False, (math.prod(shape[:channel_dim]), channels, math.prod(shape[channel_dim + 1 :])))
 
     def dense(self, tensor: Tensor) -> Tensor:
-        """`tensor` itself where it can be folded as a view, else a copy of it that can."""
+        """`tensor` itself where it can be folded as a view, else a copy of it that can.
+
+        `contiguous` is not called where it would do nothing: compiled by torch 2.11, which makes all that an autograd
+        Function computes its outputs, an output that is there twice gets no gradient.
+        """
         if not self.channel_innermost:
-            return tensor.contiguous()
+            return tensor if tensor.is_contiguous() else tensor.contiguous()
         channel_at_end = tensor.movedim(self.channel_dim, -1)
         if channel_at_end.is_contiguous():
             return tensor

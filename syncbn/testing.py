@@ -30,6 +30,7 @@ from syncbn.layer import SyncBatchNorm
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 LEARNING_RATE = 0.01
 LINES = 10  # that an error names
+START_METHOD = "spawn"  # of the ranks: with the environment and none of the state of this process
 
 
 class Difference(NamedTuple):
@@ -99,7 +100,7 @@ def assert_matches_full_batch(
             ) from error
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = (world_size, store.port, timeout, model_fn, tuple(batch), loss_fn, steps, dtype)
-    start_processes(_run_rank, arguments, nprocs=world_size, start_method="spawn")  # type: ignore[no-untyped-call]
+    start_processes(_run_rank, arguments, nprocs=world_size, start_method=START_METHOD)  # type: ignore[no-untyped-call]
     told, local = json.loads(store.get("found"))
     found = [Difference(*one) for one in told]
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance

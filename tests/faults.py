@@ -7,17 +7,16 @@ The job is faulty_job.py; its collectives wait for 3 s.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
-import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-import torch.distributed as dist
+from jobs import start_ranks
 
 JOB = Path(__file__).with_name("faulty_job.py")
 MOST_SECONDS = 30.0
@@ -112,7 +111,7 @@ FAULTS = {
 
 
 class Outcome(NamedTuple):
-    """Of each rank the exit status and what it wrote; and the seconds until all had ended."""
+    """Of each rank the exit status and what it wrote; and the seconds from when all were there until all had ended."""
 
     statuses: list[int]
     texts: list[str]
@@ -121,48 +120,24 @@ class Outcome(NamedTuple):
 
 def run(fault: Fault, layer: str = "syncbn", debug: bool = False) -> Outcome:
     """The job with this fault. **Raises** TimeoutError after 30 s, and AssertionError when a process is left."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's part
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "WORLD_SIZE": str(fault.num_ranks),
-        "LOCAL_WORLD_SIZE": str(fault.num_ranks),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "1",
-        "SYNCBN_DEBUG": str(int(debug)),
-    }
+    ranks, store = start_ranks(fault.num_ranks, JOB, fault.name, layer, SYNCBN_DEBUG=str(int(debug)))
+    store.wait([f"rank {rank} is there" for rank in range(fault.num_ranks)], timedelta(minutes=2))
     start = time.monotonic()
-    processes, files = [], []
-    for rank in range(fault.num_ranks):
-        files.append(tempfile.TemporaryFile("w+"))  # noqa: SIM115
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, JOB, fault.name, layer],
-                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=files[-1],
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        )
     try:
         if fault.name.startswith("stopped"):
-            wait_until_stopped(processes[-1].pid, start)
+            wait_until_stopped(ranks[-1].pid, start)
             time.sleep(STOPPED_SECONDS)
-            processes[-1].send_signal(signal.SIGCONT)
-        statuses = [process.wait(max(0, start + MOST_SECONDS - time.monotonic())) for process in processes]
+            os.kill(ranks[-1].pid, signal.SIGCONT)
+        statuses = [rank.wait(start + MOST_SECONDS - time.monotonic()) for rank in ranks]
         seconds = time.monotonic() - start
-        assert not any(exists_session(process.pid) for process in processes), "a process is left"
-    except subprocess.TimeoutExpired:
+        assert not any(exists_session(rank.pid) for rank in ranks), "a process is left"
+    except TimeoutError:
         raise TimeoutError(f"{fault.name}: after {MOST_SECONDS:.0f} s not all ranks have ended") from None
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-        texts = []
-        for file in files:
-            with file:
-                file.seek(0)
-                texts.append(re.sub(r"^(\[rank\d+\]: )+", "", file.read(), flags=re.MULTILINE))
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+    texts = [re.sub(r"^(\[rank\d+\]: )+", "", rank.text(), flags=re.MULTILINE) for rank in ranks]
     return Outcome(statuses, texts, seconds)
 
 

@@ -1,4 +1,4 @@
-"""Programs that tests start: the examples, under torchrun."""
+"""Programs that tests start: the examples, under torchrun, or without it on ranks that start faster."""
 
 from __future__ import annotations
 
@@ -7,19 +7,58 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
+from starter import Started
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ON_TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
 
 
-def run(*command: object, seconds: float = 100) -> str:
+def run(*command: object, seconds: float = 300) -> str:
     """What it prints. **Raises** AssertionError with all that it says when it fails, or does not end in time."""
     result = subprocess.run(
         [str(word) for word in command], env=ENVIRONMENT, capture_output=True, text=True, timeout=seconds, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
+
+
+def start_ranks(number: int, *command: object, **environment: str) -> tuple[list[Started], dist.TCPStore]:
+    """A script and its arguments on so many ranks, for which torchrun's part is played: they live as long as the store
+    does, and go on when one of them fails."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = ENVIRONMENT | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(number),
+        "LOCAL_WORLD_SIZE": str(number),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+    }
+    arguments = [str(word) for word in command]
+    ranks = [
+        Started(arguments, common | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(number)
+    ]
+    return ranks, store
+
+
+def run_on_ranks(number: int, *command: object, seconds: float = 300) -> str:
+    """What a script prints on rank 0. **Raises** AssertionError with all that a rank says when it fails."""
+    ranks, store = start_ranks(number, *command)
+    for rank in ranks:
+        assert rank.wait(seconds) == 0, rank.text()
+    del store
+    return ranks[0].text()
+
+
+def run_script(*command: object, seconds: float = 300) -> str:
+    """What it prints on one process, to which no torchrun is pretended. **Raises** AssertionError with that."""
+    process = Started([str(word) for word in command], ENVIRONMENT)
+    assert process.wait(seconds) == 0, process.text()
+    return process.text()
 
 
 def processes_with(path: Path) -> dict[int, str]:

@@ -1,6 +1,6 @@
 """What test_lightning.py starts: a fit on as many CPU processes as are asked for, each with its part of one batch.
 
-python tests/lightning_job.py PACKAGE DEVICES FOLDER
+python tests/lightning_job.py DEVICES FOLDER
 """
 
 import sys

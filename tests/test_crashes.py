@@ -70,7 +70,6 @@ def num_steps(folder: Path) -> int:
     return len(load(folder)["trainers"]["syncbn"]["losses"]) if (folder / "checkpoint.pt").exists() else 0
 
 
-@pytest.mark.timeout(400)
 def test_killed_at_random_moments(folder: Path, pytestconfig: pytest.Config) -> None:
     """With 2 ranks weights, buffers, curves and random states are those of an uninterrupted run, bit for bit.
 
@@ -93,7 +92,7 @@ def test_killed_at_random_moments(folder: Path, pytestconfig: pytest.Config) -> 
             time.sleep(chance.uniform(0, MOST_SECONDS[starting]))
             if kill_one_rank(folder, chance):
                 steps_at_kills.append(num_steps(folder))
-        process.wait(100)
+        process.wait(300)
     assert process.returncode == 0, (folder / "said").read_text()[-3000:]
     assert len(steps_at_kills) == num_kills, f"the job had ended after {steps_at_kills}: give it more steps"
     print("steps at the kills:", *steps_at_kills)
@@ -122,7 +121,7 @@ def test_goes_on_with_fewer_ranks(folder: Path) -> None:
     for process in (agents[1].pid, *children(agents[1].pid)):
         os.kill(process, signal.SIGKILL)
     agents[1].wait()
-    assert agents[0].wait(100) == 0, (folder / "said 0").read_text()[-3000:]
+    assert agents[0].wait(300) == 0, (folder / "said 0").read_text()[-3000:]
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["ranks"] == 2
     assert len(metrics["runs"]["syncbn"]["losses"]) == 60

@@ -6,14 +6,13 @@ import importlib
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from jobs import EXAMPLES, ON_TWO_RANKS, run
+from jobs import EXAMPLES, run_on_ranks, run_script
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -38,9 +37,9 @@ def test_imagenet_on_two_ranks(tmp_path: Path) -> None:
     write_digits(tmp_path / "data")
     (tmp_path / "data" / "val" / "9" / "20.png").unlink()  # 49 on two ranks
     schedule = ("--images-per-rank", 16, "--epochs", 12, "--warm-up", 1, "--learning-rate", 2, "--momentum", 0.8)
-    job = (*ON_TWO_RANKS, EXAMPLES / "imagenet.py", "--data", tmp_path / "data", *TINY, *schedule)
+    job = (EXAMPLES / "imagenet.py", "--data", tmp_path / "data", *TINY, *schedule)
     files = ("--output", tmp_path, "--checkpoint", tmp_path / "checkpoint.pt")
-    assert "17 synchronised layers" in (output := run(*job, *files))
+    assert "17 synchronised layers" in (output := run_on_ranks(2, *job, *files))
     assert "synchronised over 2 ranks" in output
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert len(metrics["epochs"]) == 12
@@ -56,16 +55,17 @@ def test_imagenet_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """Two epochs, the second of them after a restart, end as two without."""
     write_digits(tmp_path / "data", num_train=8, num_val=2)
     saved = tmp_path / "checkpoint.pt"
-    job = (sys.executable, EXAMPLES / "imagenet.py", "--data", tmp_path / "data", *TINY, "--checkpoint", saved)
+    job = (EXAMPLES / "imagenet.py", "--data", tmp_path / "data", *TINY, "--checkpoint", saved)
     settings = ("--images-per-rank", 16, "--output", tmp_path, "--epochs")
-    run(*job, *settings, 2)
+    run_script(*job, *settings, 2)
     whole = torch.load(saved, weights_only=True)
     saved.unlink()
     exits = "save = imagenet.Training.save; imagenet.Training.save = lambda *given: sys.exit(save(*given))"
     code = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import imagenet; {exits}; imagenet.main()"
-    run(sys.executable, "-c", code, *job[2:], *settings, 2)
+    (tmp_path / "exits.py").write_text(code)
+    run_script(tmp_path / "exits.py", *job[1:], *settings, 2)
     assert len(torch.load(saved, weights_only=True)["epochs"]) == 1
-    run(*job, *settings, 2)
+    run_script(*job, *settings, 2)
     again = torch.load(saved, weights_only=True)
     torch.testing.assert_close(again["model"], whole["model"], rtol=0, atol=0)
     assert [one["loss"] for one in again["epochs"]] == [one["loss"] for one in whole["epochs"]]
@@ -85,9 +85,9 @@ def test_imagenet_says_what_is_wrong_with_its_folder(
 ) -> None:
     write_digits(tmp_path / "data", num_train=1, num_val=1)
     damage(tmp_path / "data")
-    job = (sys.executable, EXAMPLES / "imagenet.py", "--data", tmp_path / "data", *TINY, "--output", tmp_path)
+    job = (EXAMPLES / "imagenet.py", "--data", tmp_path / "data", *TINY, "--output", tmp_path)
     with pytest.raises(AssertionError, match=re.escape(message)):
-        run(*job, "--images-per-rank", 10, "--epochs", 1)
+        run_script(*job, "--images-per-rank", 10, "--epochs", 1)
 
 
 def test_resnet_50_of_either_layer(monkeypatch: pytest.MonkeyPatch) -> None:

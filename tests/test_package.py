@@ -42,14 +42,20 @@ def test_the_check_above_can_fail() -> None:
 def test_gloos_threads_end_with_their_group() -> None:
     """One that still has a tensor to free when the interpreter ends aborts the process."""
     code = """
-import os
+import os, time
 import syncbn
 import torch.distributed as dist
 from torch import nn
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
 dist.destroy_process_group()
-print(*(open(f"/proc/self/task/{thread}/comm").read() for thread in os.listdir("/proc/self/task")))
+deadline = time.monotonic() + 10
+while True:  # one that has been joined may still be seen for a moment
+    names = [open(f"/proc/self/task/{thread}/comm").read() for thread in os.listdir("/proc/self/task")]
+    if "gloo" not in "".join(names) or time.monotonic() > deadline:
+        break
+    time.sleep(0.1)
+print(*names)
 """
     output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert "python" in output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -16,14 +17,22 @@ from jobs import ON_TWO_RANKS, run
 from torch import nn
 
 import syncbn
-from syncbn import __main__, check
+from syncbn import __main__, check, testing
 from syncbn.info import info
 from syncbn.testing import assert_matches_full_batch
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_converted_model_trains_as_one(world_size: int) -> None:
+@pytest.fixture(autouse=True)
+def ranks_start_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By forking a process that has imported what they need."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "syncbn.testing"])
+    monkeypatch.setattr(testing, "START_METHOD", "forkserver")
+
+
+@pytest.mark.parametrize(("world_size", "start_method"), [(1, "forkserver"), (2, "spawn"), (3, "forkserver")])
+def test_a_converted_model_trains_as_one(world_size: int, start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """5 samples: slices of 3 + 2 and 2 + 2 + 1."""
+    monkeypatch.setattr(testing, "START_METHOD", start_method)
     assert_matches_full_batch(trained_as_one.model, trained_as_one.batch(5), F.cross_entropy, world_size)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 CASES = """
@@ -57,9 +56,7 @@ def test_a_failure_on_one_rank_is_a_failure_on_all(tmp_path: Path) -> None:
         "-rA",
         str(tmp_path),
     ]
-    start = time.monotonic()
-    result = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=100, check=False)
-    seconds = time.monotonic() - start
+    result = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=300, check=False)
     outputs = [path.read_text() for path in sorted(logs.rglob("stdout.log"))]
     assert result.returncode != 0
     assert len(outputs) == 2
@@ -76,7 +73,7 @@ def test_a_failure_on_one_rank_is_a_failure_on_all(tmp_path: Path) -> None:
         assert "1 skipped" in output
         assert "rank 1: AssertionError: only here" in output
         assert "rank 0: AssertionError: only here" in output
-    assert seconds < 60, "peers of a failing rank waited for a time-out"
+        assert "Timed out" not in output, "peers of a failing rank waited for a time-out"
 
 
 def _environment() -> dict[str, str]:

@@ -111,7 +111,9 @@ def test_the_ranks_cannot_compare_their_layers(ranks: Ranks, monkeypatch: pytest
     model, x = Block(), torch.randn(4, 3)
     model(x)
     layer = model.tail[0] if ranks.rank else model.bn1
-    expected = r"a collective failed on rank \d .*\nrank 0: in bn1 forward, call 2\n(.*\n)+The process group says: timed out"
+    expected = (
+        r"a collective failed on rank \d .*\nrank 0: in bn1 forward, call 2\n(.*\n)+The process group says: timed out"
+    )
     with pytest.raises(RuntimeError, match=expected):
         layer(x)
     dist.barrier()
