@@ -5,8 +5,8 @@
 
 (`accelerate launch --cpu` starts one process where there is no mpirun.)
 
-The batch is the same however many processes share it, and training in float64, so the final loss is the same: 0.1441
-after 3 epochs. Prints it with the test accuracy; --output FILE writes both as JSON.
+The batch is the same however many processes share it, whose number must divide --batch, and training in float64, so the
+final loss is the same: 0.1441 after 3 epochs. Prints it with the test accuracy; --output FILE writes both as JSON.
 """
 
 from __future__ import annotations

@@ -190,6 +190,8 @@ class Training:
         ]
         self.arguments, self.device = arguments, device
         self.batch = arguments.images_per_rank * world_size()
+        if self.batch > len(self.train_images):
+            sys.exit(f"all ranks' images make a batch of {self.batch}, but there are {len(self.train_images)}")
         self.order = torch.Generator().manual_seed(arguments.seed)
         self.epoch = 0
         self.left = self.shuffled()  # of this epoch's images, which are still to come
@@ -398,7 +400,7 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
 def main() -> None:
     """Run the job."""
     arguments = parse_arguments()
-    for name in ("images_per_rank", "checkpoint_every"):
+    for name in ("epochs", "images_per_rank", "checkpoint_every"):
         if getattr(arguments, name) < 1:
             sys.exit(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
     run_on_ranks(lambda device: job(arguments, device), arguments.timeout)

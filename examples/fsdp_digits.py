@@ -86,7 +86,10 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
     optimizers = [torch.optim.SGD(one.parameters(), arguments.learning_rate, momentum=0.9) for one in (alone, sharded)]
 
     batch = arguments.images_per_rank * world_size()
-    steps = arguments.steps or len(train[0]) // batch
+    most = len(train[0]) // batch
+    if most < 1 or arguments.epochs < 1:
+        sys.exit(f"a batch of {batch} images of {len(train[0])}, {arguments.epochs} epochs: nothing to train on")
+    steps = min(arguments.steps or most, most)
     losses: list[list[float]] = []  # of one process, of all ranks
     order = torch.Generator().manual_seed(arguments.seed)
     with progress_bar(0, arguments.epochs * steps) as advance:

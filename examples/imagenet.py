@@ -353,7 +353,10 @@ class Training:
             self.module.load_state_dict(state["model"])
         except (KeyError, RuntimeError) as error:
             sys.exit(f"{path} is of another job, --blocks, --width or classes; give another --checkpoint ({error})")
+        settings = [(group["momentum"], group["weight_decay"]) for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group, (momentum, weight_decay) in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(momentum=momentum, weight_decay=weight_decay)  # those of this command line
         self.epochs = state["epochs"]
 
 

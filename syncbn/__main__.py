@@ -5,7 +5,7 @@
 
 check takes as many ranks on as many hosts as torchrun gives it: nccl when each has a GPU, else gloo. Rank 0 prints. The
 exit status is 0 when all is well, 1 when W ranks do not equal one, 2 for a bad command line. Tables need rich
-(pip install "syncbn[cli]"), --json does not.
+(pip install rich), --json does not.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _parse_arguments() -> argparse.Namespace:
         try:
             import rich  # noqa: F401
         except ImportError:
-            parser.error('tables need rich: pip install "syncbn[cli]", or --json')
+            parser.error("tables need rich: pip install rich, or --json")
     return arguments
 
 

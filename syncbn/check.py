@@ -43,17 +43,17 @@ def check(device: torch.device, num_layers: int, num_channels: int) -> dict[str,
         images = torch.randn(SAMPLES_PER_RANK * size + 1, 3, 16, 16, generator=generator)  # slices that are not even
         labels = torch.randint(10, (len(images),), generator=generator)
         with torch.backends.cudnn.flags(allow_tf32=False):
-            found = differences(model, (images.to(device, dtype), labels.to(device)), F.cross_entropy)
+            found, trained = differences(model, (images.to(device, dtype), labels.to(device)), F.cross_entropy)
         for what in dict.fromkeys(one.what for one in found):
             error = torch.tensor([one.relative for one in found if one.what == what]).max().item()  # or NaN
             accuracy.append(
                 {"dtype": str(dtype).removeprefix("torch."), "what": what, "error": error, "allowed": allowed}
             )
             good &= error <= allowed
-    try:
-        assert_synced(model)
-    except AssertionError as error:
-        synced = str(error)
+        try:
+            assert_synced(trained)
+        except AssertionError as error:
+            synced = str(error)
     forward, backward = _seconds(2 * num_channels + 1, device), _seconds(2 * num_channels, device)
     return {
         "ranks": size,

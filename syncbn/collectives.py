@@ -244,9 +244,10 @@ def require_equal(what: str, error: Exception | None, group: dist.ProcessGroup) 
 
 
 def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The largest over all ranks, element by element, of `values`, which it overwrites."""
-    dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
-    return values
+    """The largest over all ranks, element by element, of `values`, which it may overwrite; on their device."""
+    mine = values.to(_device_of(group))
+    dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
+    return mine.to(values.device)
 
 
 def all_gather_text(text: str, group: dist.ProcessGroup | dist.ProcessGroupGloo) -> list[str]:
@@ -258,8 +259,13 @@ def all_gather_text(text: str, group: dist.ProcessGroup | dist.ProcessGroupGloo)
 
 def all_gather(values: Tensor, group: dist.ProcessGroup | dist.ProcessGroupGloo) -> list[Tensor]:
     """Every rank's `values`, of the same shape and dtype on all."""
-    on_gpu = isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl"
-    mine = values.to(torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
+    mine = values.to(_device_of(group))
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     group.allgather([everyone], [mine]).wait()  # type: ignore[union-attr]
     return everyone
+
+
+def _device_of(group: dist.ProcessGroup | dist.ProcessGroupGloo) -> torch.device:
+    """Where its tensors are."""
+    on_gpu = isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 
 try:
     from lightning.pytorch.plugins.layer_sync import LayerSync
-except ImportError:
-    from pytorch_lightning.plugins.layer_sync import LayerSync
+except ModuleNotFoundError as error:
+    try:
+        from pytorch_lightning.plugins.layer_sync import LayerSync
+    except ModuleNotFoundError:
+        raise ImportError(f'syncbn.lightning needs Lightning (pip install "lightning>=2.4"): {error}') from error
 
 
 class SyncBatchNormPlugin(LayerSync):  # type: ignore[misc]

@@ -316,7 +316,7 @@ def merge_running_stats(model: nn.Module, count: float | Mapping[str, float] | N
     sizes = [2 * layer.num_features + 1 for layer in layers]
     totals = torch.split(collectives.all_reduce_sums(sums, world, caller, "all_reduce"), sizes)
     counters = torch.stack([_counter(layer) for layer in layers])
-    collectives.all_reduce_max(counters, world)
+    counters = collectives.all_reduce_max(counters, world)
     for layer, total, counter in zip(layers, totals, counters, strict=True):
         (weighted_mean, weighted_square), n = total[:-1].chunk(2), total[-1]
         mean = weighted_mean / n

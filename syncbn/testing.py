@@ -111,18 +111,20 @@ def assert_matches_full_batch(
 
 def differences(
     model: nn.Module, batch: Sequence[Tensor], loss_fn: Callable[..., Tensor], steps: int = 2
-) -> list[Difference]:
+) -> tuple[list[Difference], nn.Module]:
     """How W ranks, which all call this with the same batch, and one process differ after `steps` steps of training.
 
-    Arguments as of `assert_matches_full_batch`, converted to one dtype and device already; the model is rank 0's and
-    is not changed. Without a process group, one process is compared with itself, synchronised layers with nn.BatchNorm.
+    Arguments as of `assert_matches_full_batch`, converted to one dtype and device already; what is trained, and
+    returned, is a copy of rank 0's model. Without a process group, one process is compared with itself, synchronised
+    layers with nn.BatchNorm.
     """
     world, rank, size = dist.group.WORLD, 0, 1
+    model = copy.deepcopy(model)
     if world is not None:
         rank, size = dist.get_rank(), dist.get_world_size()
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.detach(), 0)
-    model, reference = copy.deepcopy(model), _on_one_process(copy.deepcopy(model))
+    reference = _on_one_process(copy.deepcopy(model))
     for module in (*model.modules(), *reference.modules()):
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()
@@ -144,7 +146,7 @@ def differences(
         if world is not None:
             dist.all_reduce(total)
         pairs.append(("loss", f"of step {step}", total / size, expected_loss))
-        if isinstance(output, Tensor) and output.ndim and len(output) == len(slices[0]):
+        if isinstance(expected, Tensor) and expected.ndim and len(expected) == len(batch[0]):  # the same on all ranks
             pairs.append(("output", f"of step {step}", output, expected.tensor_split(size)[rank]))
     for (name, own), one in zip(model.named_parameters(), reference.parameters(), strict=True):
         if own.grad is not None and one.grad is not None:
@@ -152,7 +154,7 @@ def differences(
         pairs.append(("parameter", name, own, one))
     for (name, buffer), expected in zip(model.named_buffers(), reference.buffers(), strict=True):
         pairs.append(("buffer", name, buffer, expected))
-    return _compared(pairs, world)
+    return _compared(pairs, world), model
 
 
 def _compared(pairs: list[tuple[str, str, Tensor, Tensor]], world: dist.ProcessGroup | None) -> list[Difference]:
@@ -165,7 +167,7 @@ def _compared(pairs: list[tuple[str, str, Tensor, Tensor]], world: dist.ProcessG
         measured.append(torch.stack((error, scale)))
     both = torch.stack(measured)
     if world is not None:
-        collectives.all_reduce_max(both, world)
+        both = collectives.all_reduce_max(both, world)
     found = [(what, name, *pair) for (what, name, *_), pair in zip(pairs, both.tolist(), strict=True)]
     for what, _, _, scale in found:
         largest[what] = max(largest.get(what, 0.0), scale)
@@ -203,7 +205,7 @@ def _run_rank(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=wait)
     torch.manual_seed(0)
     model = model_fn().to(dtype)
-    found = differences(model, [one.to(dtype) if one.is_floating_point() else one for one in batch], loss_fn, steps)
+    found, _ = differences(model, [one.to(dtype) if one.is_floating_point() else one for one in batch], loss_fn, steps)
     if rank == 0:
         store.set("found", json.dumps((found, local_layers(model))))
     del model

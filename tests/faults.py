@@ -121,9 +121,10 @@ class Outcome(NamedTuple):
 def run(fault: Fault, layer: str = "syncbn", debug: bool = False) -> Outcome:
     """The job with this fault. **Raises** TimeoutError after 30 s, and AssertionError when a process is left."""
     ranks, store = start_ranks(fault.num_ranks, JOB, fault.name, layer, SYNCBN_DEBUG=str(int(debug)))
-    store.wait([f"rank {rank} is there" for rank in range(fault.num_ranks)], timedelta(minutes=2))
     start = time.monotonic()
     try:
+        store.wait([f"rank {rank} is there" for rank in range(fault.num_ranks)], timedelta(minutes=2))
+        start = time.monotonic()
         if fault.name.startswith("stopped"):
             wait_until_stopped(ranks[-1].pid, start)
             time.sleep(STOPPED_SECONDS)
@@ -164,9 +165,10 @@ def condensed(outcome: Outcome) -> str:
     if not failed:
         return "ends as if all were well"
     text = outcome.texts[failed[0]]
-    positions = re.findall(r"^ranks? [\d, -]+: .*", text, re.MULTILINE)
+    positions = re.findall(r"(?:^ranks? [\d, -]+: .*\n)+", text, re.MULTILINE)
     if positions:
-        short = re.sub(r"has left with RuntimeError: .*", "has left with a RuntimeError", "<br>".join(positions[-2:]))
+        short = positions[-1].strip().replace("\n", "<br>")
+        short = re.sub(r"has left with RuntimeError: .*?(?=<br>|$)", "has left with a RuntimeError", short)
         return re.sub(r"its process \(\d+\)", "its process", short)
     if own := re.search(r"Error: (the ranks ask for .*);", text):
         return own[1]

@@ -48,16 +48,23 @@ def start_ranks(number: int, *command: object, **environment: str) -> tuple[list
 def run_on_ranks(number: int, *command: object, seconds: float = 300) -> str:
     """What a script prints on rank 0. **Raises** AssertionError with all that a rank says when it fails."""
     ranks, store = start_ranks(number, *command)
-    for rank in ranks:
-        assert rank.wait(seconds) == 0, rank.text()
-    del store
+    try:
+        for rank in ranks:
+            assert rank.wait(seconds) == 0, rank.text()
+    finally:
+        for rank in ranks:
+            rank.kill()
+        del store
     return ranks[0].text()
 
 
 def run_script(*command: object, seconds: float = 300) -> str:
     """What it prints on one process, to which no torchrun is pretended. **Raises** AssertionError with that."""
     process = Started([str(word) for word in command], ENVIRONMENT)
-    assert process.wait(seconds) == 0, process.text()
+    try:
+        assert process.wait(seconds) == 0, process.text()
+    finally:
+        process.kill()
     return process.text()
 
 

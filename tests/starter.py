@@ -47,6 +47,11 @@ class Started:
             time.sleep(0.02)
         return status
 
+    def kill(self) -> None:
+        """With all that it has started, if it runs."""
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+
     def text(self) -> str:
         """All that it has written to standard output and error."""
         return (self.folder / "text").read_text()

@@ -164,4 +164,4 @@ def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit) as caught:
         check_here(monkeypatch)
     assert caught.value.code == 2
-    assert 'pip install "syncbn[cli]", or --json' in capsys.readouterr().err
+    assert "pip install rich, or --json" in capsys.readouterr().err

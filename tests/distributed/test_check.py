@@ -1,0 +1,43 @@
+"""python -m syncbn check on several ranks; its command line is in test_testing.py."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from voting import Ranks
+
+from syncbn import check
+
+
+def test_ranks_that_drift_apart_do_not_pass(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = check.differences
+
+    def differences(*arguments: Any) -> tuple[list[Any], nn.Module]:
+        found, trained = original(*arguments)
+        if ranks.rank == 1:
+            next(trained.parameters()).data.view(-1)[0] += 0.25
+        return found, trained
+
+    assert check.check(ranks.device, 1, 4)["passed"]
+    monkeypatch.setattr(check, "differences", differences)
+    result = check.check(ranks.device, 1, 4)
+    assert not result["passed"]
+    assert all(one["error"] <= one["allowed"] for one in result["accuracy"])
+    assert "0.weight: rank" in result["synced"]
+    assert "by up to 0.25" in result["synced"]
+
+
+def test_the_given_model_is_not_trained(ranks: Ranks) -> None:
+    """Nor is it made rank 0's."""
+    torch.manual_seed(ranks.rank)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
+    before = copy.deepcopy(model.state_dict())
+    batch = (torch.randn(2 * ranks.size, 3, dtype=torch.float64),)
+    _, trained = check.differences(model, batch, lambda y: y.square().mean())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert not torch.equal(trained[1].running_mean, model[1].running_mean)
