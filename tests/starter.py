@@ -6,6 +6,7 @@ What they do from then on, up to the interpreter's end, they do as if they had b
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -50,7 +51,8 @@ class Started:
     def kill(self) -> None:
         """With all that it has started, if it runs."""
         if self.poll() is None:
-            os.killpg(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.killpg(self.pid, signal.SIGKILL)
 
     def text(self) -> str:
         """All that it has written to standard output and error."""
