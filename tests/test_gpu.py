@@ -32,7 +32,7 @@ def launched(call: Callable[[], object]) -> list[str]:
     """The kernels that a call starts on the GPU, but for copies and memsets."""
     call()  # compiled before
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         call()
         torch.cuda.synchronize()
     # Ranges such as syncbn.forward are events of the GPU, too.

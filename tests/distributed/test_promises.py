@@ -137,7 +137,7 @@ def test_nan_in_running_mean_does_not_touch_training(ranks: Ranks) -> None:
 def test_profiler_ranges_hold_the_all_reduce(ranks: Ranks) -> None:
     layer = syncbn.SyncBatchNorm(3, device=ranks.device)
     x = torch.randn(2, 3, device=ranks.device, requires_grad=True)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:  # without it torch 2.11 warns
         layer(x).sum().backward()
     events = {event.name: event for event in profile.events()}
     for name in ("syncbn.forward", "syncbn.backward"):
