@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 from syncbn import collectives, groups
+from syncbn.callers import Caller
+from syncbn.diagnosis import Waiting
 
 FINISHED, STEP, FAILED = 0, 1, 2**62
 
@@ -53,15 +55,17 @@ class Agreement:
         finally:
             collectives.announce = groups.joined = None
 
-    def announce_all_reduce(self, length: int, counted: bool) -> None:
+    def announce_all_reduce(self, length: int, counted: bool, caller: Caller | None, step: str) -> None:
         """See `collectives.announce`."""
-        self.agree(2 * length + counted)
+        self.agree(2 * length + counted, caller, step)
 
-    def agree(self, own: int) -> int:
-        """What the ranks do next, of which `own` is this rank's. **Raises** RuntimeError when another rank failed."""
+    def agree(self, own: int, caller: Caller | None = None, step: str = "") -> int:
+        """What the ranks do next, of which `own` is this rank's, for `caller`. **Raises** RuntimeError when another
+        rank failed or has gone."""
         self.num_announced += own != FINISHED
         header = torch.tensor([own], device="cpu")
-        dist.all_reduce(header, dist.ReduceOp.MAX, group=self.header_group)
+        with Waiting(self.header_group, caller, step):
+            dist.all_reduce(header, dist.ReduceOp.MAX, group=self.header_group)
         agreed = int(header)
         if agreed == FAILED and own != FAILED:
             self.exchange_failures("")

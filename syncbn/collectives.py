@@ -46,8 +46,8 @@ TEXT_BYTES = 4096
 SIGNED = 4  # numbers at the end of a payload: the count, and the three of a signature
 
 # What syncbn.join does before each all_reduce while its body runs: it tells the ranks that have no more data the length
-# of what comes, and whether its last number is a count, which a faulty rank marks.
-announce: Callable[[int, bool], None] | None = None
+# of what comes, and whether its last number is a count, which a faulty rank marks. Errors name the caller and its step.
+announce: Callable[[int, bool, Caller | None, str], None] | None = None
 
 # What syncbn.debug does before each all_reduce: the ranks compare what they are about to send.
 compare: Callable[[Tensor, Waiting], None] | None = None
@@ -88,7 +88,7 @@ def _all_reduce(
     mode = None if compiling else _get_current_dispatch_mode()
     if announce is not None:
         _require_that_it_runs(mode)
-        announce(len(sums), counted)
+        announce(len(sums), counted, caller, step)
     signed = sums.device.type == "cpu"
     packed = torch.cat((sums, _signature(sums, caller, step, counted, mode))) if signed else sums
     if compiling:

@@ -20,8 +20,9 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from syncbn import groups
+from syncbn import callers, diagnosis, groups
 from syncbn.agreement import STEP, Agreement
+from syncbn.callers import Caller
 from syncbn.layer import SyncBatchNorm
 from syncbn.summary import is_compiled
 
@@ -50,8 +51,9 @@ def join(ddp_model: DistributedDataParallel, *, divide_by_initial_world_size: bo
     Raises:
         TypeError: not a DistributedDataParallel, or compiled.
         ValueError: the model or one of its layers works on a part of the ranks.
-        RuntimeError: inside another `join`; or another rank left its body with an exception, whose text this has. The
-            rank itself raises the exception as it was.
+        RuntimeError: inside another `join`; another rank left its body with an exception, whose text this has, while
+            the rank itself raises the exception as it was; or a collective failed or timed out, with where every rank
+            is.
 
     Forward and backward of a step belong inside, and nothing may be compiled or selectively checkpointed there. The
     model and the ranks' optimizers and schedulers have made different numbers of steps: of those, only the model agrees
@@ -111,12 +113,12 @@ class _Session(Agreement):
 
     def announce_step(self, *_: Any) -> None:
         """A hook before the forward of the model."""
-        self.agree(STEP)
+        self.agree(STEP, callers.new_call("syncbn.join", self.header_group, None), "step")
 
-    def announce_all_reduce(self, length: int, counted: bool) -> None:
+    def announce_all_reduce(self, length: int, counted: bool, caller: Caller | None, step: str) -> None:
         """The thread's own all_reduces answer what another rank has announced."""
         if threading.current_thread() is not self.thread:
-            super().announce_all_reduce(length, counted)
+            super().announce_all_reduce(length, counted, caller, step)
 
     def finish(self) -> None:
         """This rank has no more data: answer the others from now on."""
@@ -139,6 +141,13 @@ class _Session(Agreement):
         if not self.steps.get() and self.error is not None:
             raise self.error
 
+    def explain(self, error: RuntimeError) -> None:
+        """A collective of torch's has failed. **Raises** what the thread, whose own fails soon, says of it."""
+        assert self.thread is not None
+        self.thread.join(diagnosis.READING)
+        if self.error is not None and self.error is not error:
+            raise self.error from error
+
 
 class _Join(Join):
     """torch's, which answers a step of the model once our thread has seen it begin, and so never waits for a rank that
@@ -151,6 +160,13 @@ class _Join(Join):
     def _get_num_nonjoined_procs(self) -> Any:
         self.session.wait_for_next_step()
         return super()._get_num_nonjoined_procs()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exception: Any) -> None:
+        try:
+            super().__exit__(*exception)
+        except RuntimeError as error:
+            self.session.explain(error)
+            raise
 
 
 def _check(ddp_model: nn.Module) -> None:

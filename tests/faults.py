@@ -32,6 +32,7 @@ class Fault(NamedTuple):
     said_at_fault: str = ""  # by the last rank
     num_ranks: int = 2
     well: int = 0  # so many ranks end well, from rank 0 on
+    by_hand: bool = True  # whether it can happen without syncbn
 
 
 def _where(rank_0: str, rank_1: str) -> str:
@@ -105,7 +106,21 @@ FAULTS = {
             r"ranks? 0(-1)?: in body.bn2 forward, call 3\n(rank 1: in body.bn2 .*\n)?rank 2: after body.bn1 ",
             num_ranks=3,
         ),
-        Fault("sizes of groups", "the ranks ask for different process groups: rank 0 for 2, rank 1 for 1"),
+        Fault(
+            "sizes of groups", "the ranks ask for different process groups: rank 0 for 2, rank 1 for 1", by_hand=False
+        ),
+        Fault(
+            "kill -9 inside join",
+            _where(
+                "in a step of others, out of data", r"after body.bn1 forward, call 3; its process \(\d+\) has ended"
+            ),
+            by_hand=False,
+        ),
+        Fault(
+            "kill -9 inside recompute_running_stats",
+            _where("in body.bn2 forward, call 1", r"after body.bn1 forward, call 1; .*its process \(\d+\) has ended"),
+            by_hand=False,
+        ),
     )
 }
 
@@ -183,7 +198,7 @@ def main() -> None:
     for fault in FAULTS.values():
         cells, seconds = [fault.name], []
         for layer, debug in (("plain", False), ("syncbn", False), ("syncbn", True)):
-            if layer == "plain" and fault.name == "sizes of groups":  # it has none
+            if layer == "plain" and not fault.by_hand:
                 cells.append("-")
                 seconds.append("-")
                 continue

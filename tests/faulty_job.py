@@ -58,7 +58,7 @@ class Body(nn.Module):
         x = self.bn1(x)
         if fault == "exception in forward":
             raise KeyError("no such class: 10")
-        if fault == "kill -9 in forward":
+        if fault in ("kill -9 in forward", *AMONG_UNEVEN_RANKS):
             kill()
         if fault == "another order":
             return self.bn2(self.bn3(x))
@@ -140,6 +140,22 @@ BEFORE_FAULTY_STEP: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
+def join(model: nn.Module, body: Body) -> None:
+    """Rank 0 is out of data when the rank at fault is killed."""
+    with syncbn.join(model):
+        for step in range(1, STEPS if RANK else FAULTY_STEP):
+            body.faulty = AT_FAULT and step == FAULTY_STEP
+            model(torch.randn(4, 3)).square().mean().backward()
+
+
+def recompute(model: nn.Module, body: Body) -> None:
+    body.faulty = AT_FAULT
+    syncbn.recompute_running_stats(model, [torch.randn(4, 3)])
+
+
+AMONG_UNEVEN_RANKS = {"kill -9 inside join": join, "kill -9 inside recompute_running_stats": recompute}
+
+
 def main() -> None:
     diagnosis.SECONDS_BETWEEN_WRITES = 0.0  # the steps take less
     warnings.simplefilter("ignore", FutureWarning)  # DistributedDataParallel's of broadcast_buffers
@@ -160,6 +176,8 @@ def main() -> None:
     # It compares the parameters at its start; these two faults are for models that it does not wrap.
     unwrapped = FAULT in ("channels", "dtype")
     ddp = model if unwrapped else DistributedDataParallel(model, broadcast_buffers=False)
+    if FAULT in AMONG_UNEVEN_RANKS:
+        AMONG_UNEVEN_RANKS[FAULT](ddp, body)
     for step in range(1, STEPS + 1 + (AT_FAULT and FAULT == "one more step")):
         body.faulty = AT_FAULT and step == FAULTY_STEP
         if step == FAULTY_STEP:
