@@ -15,13 +15,18 @@ for file in "${programs[@]}"; do
 done
 rank_counts=(2 3 4)
 quick=
-if [[ "${1:-}" == --quick ]]; then
-    shift
-    quick=1
-    rank_counts=(2)
-else
+arguments=()
+for argument in "$@"; do
+    if [[ $argument == --quick ]]; then
+        quick=1
+        rank_counts=(2)
+    else
+        arguments+=("$argument")
+    fi
+done
+set -- "${arguments[@]}"
+[[ $quick ]] ||
     prepare_triton || echo "Triton cannot be had here: its tests are skipped" >&2
-fi
 
 logs=$(mktemp -d)
 set -m # each part is a process group, which can be ended as one
@@ -50,7 +55,7 @@ for count in "${rank_counts[@]}"; do
     part "$count ranks" env ${kernels:+SYNCBN_KERNELS=$kernels} PYTHONPATH="tests${PYTHONPATH:+:$PYTHONPATH}" python3 -m torch.distributed.run \
         --standalone --nproc-per-node "$count" --local-ranks-filter 0 -m pytest -p voting tests/distributed "$@"
 done
-[[ $quick ]] || part "interpreted" env TRITON_INTERPRET=1 python3 -m pytest "${interpreted[@]}" -k triton "$@"
+[[ $quick ]] || part "interpreted" env TRITON_INTERPRET=1 python3 -m pytest "${interpreted[@]}" -m triton "$@"
 part "one process" python3 -m pytest "${others[@]}" "$@"
 wait
 

@@ -43,7 +43,7 @@ def nan_in_new_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=["reference", "cpu", "triton"])
+@pytest.fixture(params=["reference", "cpu", pytest.param("triton", marks=pytest.mark.triton)])
 def kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     """Each kernel module; within the test new tensors are on its device. Triton's runs on CPUs too, interpreted."""
     if request.param != "triton":
