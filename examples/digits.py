@@ -34,6 +34,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import launch
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -47,7 +48,6 @@ import syncbn
 
 NUM_TEST = 297  # images held out; 1,500 to train
 SMOOTHING = 25  # steps per point of the plot
-UNFINISHED = "unfinished checkpoint of "  # a process
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -237,7 +237,7 @@ class Training:
         return {name: str(getattr(self.arguments, name)) for name in names}
 
     def save(self, path: Path) -> None:
-        """Whole or not at all: the file gets its name when it is on the disk."""
+        """All that `load` needs, of all ranks, by rank 0."""
         random_states = gather({"CPU": torch.get_rng_state(), "GPU": gpu_rng_state(self.device)})
         if rank() != 0:
             return
@@ -250,12 +250,7 @@ class Training:
             "random": random_states,  # of each rank
             "trainers": {trainer.name: trainer.state_dict() for trainer in self.trainers},
         }
-        unfinished = path.with_name(f"{UNFINISHED}{platform.node()} {os.getpid()}")
-        with unfinished.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        launch.save(state, path)
 
     def load(self, path: Path) -> None:
         """Go on from `path` if it exists. **Exits** with the reason where it is not a checkpoint of this job."""
@@ -280,12 +275,9 @@ class Training:
 def read_checkpoint(path: Path, settings: dict[str, str]) -> dict[str, Any] | str | None:
     """What `Training.save` wrote, nothing where there is no file yet, or what is wrong with it; on one rank."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for file in path.parent.glob(f"{UNFINISHED}*"):  # of a rank that was killed as it wrote
-            file.unlink(missing_ok=True)
-        if not path.exists():
+        state = launch.load(path)
+        if state is None:
             return None
-        state = torch.load(path, map_location="cpu", weights_only=True)
         made_with = state["settings"]
     except Exception as error:  # a damaged file may raise almost any
         return f"{path} is not a checkpoint of this job; give another --checkpoint ({type(error).__name__}: {error})"

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import launch
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -330,14 +331,8 @@ class Training:
         return top_1 / num_images, top_5 / num_images
 
     def save(self, path: Path) -> None:
-        """Whole or not at all: the file gets its name when it is on the disk."""
         state = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict(), "epochs": self.epochs}
-        unfinished = path.with_name(f"unfinished {path.name}")
-        with unfinished.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        launch.save(state, path)
 
     def load(self, path: Path) -> None:
         """Go on from the file if it exists. **Exits** with the reason where it is not a checkpoint of this model."""
@@ -363,8 +358,7 @@ class Training:
 def read_checkpoint(path: Path) -> dict[str, Any] | str | None:
     """What `Training.save` wrote, nothing where there is no file yet, or what is wrong with it; on one rank."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
+        return launch.load(path)
     except Exception as error:  # a damaged file may raise almost any
         return f"{path} is not a checkpoint; give another --checkpoint ({type(error).__name__}: {error})"
 

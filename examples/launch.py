@@ -1,13 +1,17 @@
-"""What all jobs here share: the ranks that torchrun has started, a progress bar and a table."""
+"""What all jobs here share: the ranks that torchrun has started, checkpoints, a progress bar and a table."""
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import itertools
 import os
+import platform
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,6 +54,24 @@ def choose_device(timeout: float) -> torch.device:
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if own_gpu else "gloo", timeout=timedelta(seconds=timeout))
     return device
+
+
+def save(state: object, path: Path) -> None:
+    """Whole or not at all: the file gets its name when it is on the disk."""
+    unfinished = path.with_name(f"{path.name} unfinished by {platform.node()} {os.getpid()}")
+    with unfinished.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def load(path: Path) -> Any:
+    """What `save` wrote, or None where there is no file yet, in a folder that is made if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for file in path.parent.glob(f"{glob.escape(path.name)} unfinished by *"):  # a process that was killed as it wrote
+        file.unlink(missing_ok=True)
+    return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
 
 
 @contextlib.contextmanager
