@@ -5,6 +5,7 @@ import importlib
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,12 @@ def test_import_loads_nothing_heavy() -> None:
 
 def test_the_check_above_can_fail() -> None:
     assert "torch._dynamo" in modules_loaded_by("import torch._dynamo")
+
+
+def test_a_script_beside_a_clone_finds_the_package(tmp_path: Path) -> None:
+    """The clone is a folder `syncbn` too, which Python takes for a package where no path leads to ours."""
+    (tmp_path / "syncbn").mkdir()
+    subprocess.run([sys.executable, "-c", "import syncbn; syncbn.SyncBatchNorm"], check=True, cwd=tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are read from /proc")
