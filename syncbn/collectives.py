@@ -109,7 +109,7 @@ def _all_reduce(
             if num_signed * squares != total * total:
                 _compare_places(waiting, everyone_signed=num_signed == group.size())
             if math.isnan(count):
-                _exchange_faults(error, group)
+                _exchange_faults(error, group, caller and f"{caller.words(step)}:\n")
     return packed[: len(sums)]
 
 
@@ -217,16 +217,14 @@ def _can_read(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and type(tensor) is Tensor and not torch.compiler.is_compiling()
 
 
-def _exchange_faults(error: Exception | None, group: dist.ProcessGroup) -> NoReturn:
+def _exchange_faults(error: Exception | None, group: dist.ProcessGroup, where: str | None = None) -> NoReturn:
     """Every rank tells its error or None; all raise the first faulty rank's type with every faulty rank's text."""
     told = all_gather_text("" if error is None else f"{type(error).__name__}: {error}", group)
-    ranks_by_fault: dict[str, list[str]] = {}
-    for group_rank, fault in enumerate(told):
-        if fault:
-            ranks_by_fault.setdefault(fault, []).append(str(dist.get_global_rank(group, group_rank)))
-    lines = [f"rank {', '.join(ranks)}: {fault.partition(': ')[2]}" for fault, ranks in ranks_by_fault.items()]
-    error_class = TypeError if next(iter(ranks_by_fault)).startswith("TypeError") else ValueError
-    raise error_class("\n".join(lines)) from error
+    ranks = dist.get_process_group_ranks(group)
+    faults = [(rank, *fault.partition(": ")[::2]) for rank, fault in zip(ranks, told, strict=True) if fault]
+    faulty, classes, texts = zip(*faults, strict=True)
+    error_class = TypeError if classes[0] == "TypeError" else ValueError
+    raise error_class((where or "") + table([*faulty], [*texts])) from error
 
 
 def require_equal(what: str, error: Exception | None, group: dist.ProcessGroup) -> None:

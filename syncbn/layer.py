@@ -123,7 +123,7 @@ class SyncBatchNorm(_BatchNorm):
 
         Raises:
             ValueError, TypeError: a bad argument; on CPU in eager mode a fault of any rank is raised on every rank,
-                with the faulty ranks' numbers. Buffers are not changed then.
+                with the layer's name and the faulty ranks' numbers. Buffers are not changed then.
 
         With no process group, or one rank, the batch is this rank's. With one value per channel over all ranks:
         ValueError, as F.batch_norm. In a forward inside a backward, as activation checkpointing's recompute, the

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from voting import Ranks
 
 import syncbn
@@ -43,7 +43,7 @@ def test_bad_input_on_one_rank(ranks: Ranks, fault: str, affine: bool) -> None:
     layer = syncbn.SyncBatchNorm(3, affine=affine, track_running_stats=affine)
     before = copy.deepcopy(layer.state_dict())
     faulty = ranks.size - 1
-    with pytest.raises(error, match=rf"^rank {faulty}: .*{text}"):
+    with pytest.raises(error, match=rf"^SyncBatchNorm forward, call 1:\nrank {faulty}: .*{text}"):
         layer(make() if ranks.rank == faulty else GOOD)
     for name, buffer in layer.state_dict().items():
         assert torch.equal(buffer, before[name]), name
@@ -83,11 +83,11 @@ def test_channel_dim_that_is_none(ranks: Ranks, channel_dim: object) -> None:
         )
 
 
-def test_every_faulty_rank_is_named(ranks: Ranks) -> None:
+def test_the_layer_and_every_faulty_rank_are_named(ranks: Ranks) -> None:
     layer = syncbn.SyncBatchNorm(3)
-    everyone = ", ".join(map(str, range(ranks.size)))
-    with pytest.raises(ValueError, match=rf"^rank {everyone}: .*expected 3 channels in dim 1 of the input, got 2"):
-        layer(torch.randn(2, 2))
+    named = rf"^1 forward, call 1:\nranks 0-{ranks.size - 1}: .*expected 3 channels in dim 1 of the input, got 2"
+    with pytest.raises(ValueError, match=named):
+        nn.Sequential(nn.Identity(), layer)(torch.randn(2, 2))
     with pytest.raises(ValueError, match=r"rank 0: .*got 5.*\nrank 1: .*got 6"):
         layer(torch.randn(2, 5 + ranks.rank))
 
