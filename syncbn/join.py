@@ -51,13 +51,13 @@ def join(ddp_model: DistributedDataParallel, *, divide_by_initial_world_size: bo
     Raises:
         TypeError: not a DistributedDataParallel, or compiled.
         ValueError: the model or one of its layers works on a part of the ranks.
-        RuntimeError: inside another `join`; another rank left its body with an exception, whose text this has, while
-            the rank itself raises the exception as it was; or a collective failed or timed out, with where every rank
-            is.
+        RuntimeError: inside another `join`; the model is called without gradients; another rank left its body with an
+            exception, whose text this has, while the rank itself raises the exception as it was; or a collective failed
+            or timed out, with where every rank is.
 
-    Forward and backward of a step belong inside, and nothing may be compiled or selectively checkpointed there. The
-    model and the ranks' optimizers and schedulers have made different numbers of steps: of those, only the model agrees
-    afterwards.
+    Forward and backward of a step belong inside, and nothing may be compiled or selectively checkpointed there;
+    evaluation calls `ddp_model.module`. The model and the ranks' optimizers and schedulers have made different numbers
+    of steps: of those, only the model agrees afterwards.
 
     An exception between the forward of the model and the end of its backward reaches the ranks that are finished only
     when the process of the failing rank ends: Join waits there for the gradients.
@@ -113,6 +113,11 @@ class _Session(Agreement):
 
     def announce_step(self, *_: Any) -> None:
         """A hook before the forward of the model."""
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "inside syncbn.join each forward of the joined model is a step with its backward; "
+                "without gradients call ddp_model.module"
+            )
         self.agree(STEP, callers.new_call("syncbn.join", self.header_group, None), "step")
 
     def announce_all_reduce(self, length: int, counted: bool, caller: Caller | None, step: str) -> None:

@@ -204,6 +204,23 @@ def test_an_exception_wakes_all(ranks: Ranks, stage: str, finished_rank: bool) -
         train()
 
 
+def test_a_forward_without_gradients_is_refused(ranks: Ranks) -> None:
+    """The ranks that have finished would wait for its backward. Rank 0 evaluates at its end."""
+    ddp, _ = make_ddp(ranks)
+    own = batches(ranks.rank, ranks)[: 2 if ranks.rank == 0 else 1]
+    expected = "without gradients call" if ranks.rank == 0 else "another rank failed: rank 0: RuntimeError: inside"
+
+    def train() -> None:
+        for x, _ in own:
+            ddp(x).sum().backward()
+        if ranks.rank == 0:
+            with torch.no_grad():
+                ddp.eval()(x)
+
+    with pytest.raises(RuntimeError, match=expected), syncbn.join(ddp):
+        train()
+
+
 def test_a_bad_batch_is_raised_on_every_rank_that_has_one(ranks: Ranks) -> None:
     """The exchange of faults goes through the finished ranks; training may even go on."""
     if ranks.device.type != "cpu":
