@@ -91,6 +91,8 @@ def assert_matches_full_batch(
     """
     _check(batch, world_size, dtype, steps)
     for name, function in (("model_fn", model_fn), ("loss_fn", loss_fn)):
+        if not callable(function) or (name == "model_fn" and isinstance(function, nn.Module)):
+            raise TypeError(f"{name} must be a function, got {type(function).__name__}")
         try:
             pickle.dumps(function)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -106,7 +108,7 @@ def assert_matches_full_batch(
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance
     bad = [one for one in found if not one.relative <= allowed]
     if bad:
-        raise AssertionError(_report(bad, len(found), local, world_size, allowed))
+        raise AssertionError(_report(bad, found, local, world_size, allowed))
 
 
 def differences(
@@ -139,6 +141,10 @@ def differences(
             optimizer.zero_grad()
         output, expected = ddp(slices[0].clone()), reference(batch[0].clone())  # which may change them in place
         loss, expected_loss = loss_fn(output, *slices[1:]) * share, loss_fn(expected, *batch[1:])
+        if expected_loss.numel() != 1:
+            raise ValueError(
+                f"loss_fn must return one number, the mean over samples, got shape {tuple(expected_loss.shape)}"
+            )
         torch.autograd.backward((loss, expected_loss))
         for optimizer in optimizers:
             optimizer.step()
@@ -204,7 +210,10 @@ def _run_rank(
     store = TCPStore("127.0.0.1", port, timeout=wait)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=wait)
     torch.manual_seed(0)
-    model = model_fn().to(dtype)
+    model = model_fn()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model_fn must return an nn.Module, got {type(model).__name__}")
+    model.to(dtype)
     found, _ = differences(model, [one.to(dtype) if one.is_floating_point() else one for one in batch], loss_fn, steps)
     if rank == 0:
         store.set("found", json.dumps((found, local_layers(model))))
@@ -222,9 +231,9 @@ def local_layers(model: nn.Module) -> list[str]:
     ]
 
 
-def _report(bad: list[Difference], num_compared: int, local: list[str], world_size: int, allowed: float) -> str:
+def _report(bad: list[Difference], found: list[Difference], local: list[str], world_size: int, allowed: float) -> str:
     lines = [
-        f"{len(bad)} of {num_compared} tensors on {world_size} ranks are not those of one process with the whole batch "
+        f"{len(bad)} of {len(found)} tensors on {world_size} ranks are not those of one process with the whole batch "
         f"(allowed is {allowed:g} of the largest of their kind):"
     ]
     lines += [
@@ -234,6 +243,9 @@ def _report(bad: list[Difference], num_compared: int, local: list[str], world_si
         lines.append(f"and {len(bad) - LINES} more")
     if local:
         lines.append(f"Not synchronised are {', '.join(local[:LINES])}: call syncbn.convert_syncbn_model(model)")
+    in_first_step = {one.what: one in bad for one in found if one.name == "of step 1"}
+    if in_first_step["loss"] and not in_first_step.get("output", True):
+        lines.append("The outputs agree and the losses do not: loss_fn must be the mean over samples")
     return "\n".join(lines)
 
 
@@ -243,8 +255,8 @@ def _check(batch: Sequence[Tensor], world_size: int, dtype: torch.dtype, steps: 
     lengths = [len(one) for one in batch]
     if len(set(lengths)) > 1:
         raise ValueError(f"the tensors of a batch must have one length, got {lengths}")
-    if world_size < 1 or lengths[0] < world_size:
-        raise ValueError(f"world_size must be from 1 to the number of samples, {lengths[0]}, got {world_size}")
+    if not isinstance(world_size, int) or not 1 <= world_size <= lengths[0]:
+        raise ValueError(f"world_size must be from 1 to the number of samples, {lengths[0]}, got {world_size!r}")
     if dtype not in TOLERANCES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, TOLERANCES))}, got {dtype}")
     if steps < 1:

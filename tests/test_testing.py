@@ -6,6 +6,7 @@ import itertools
 import json
 import multiprocessing
 import sys
+from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 import trained_as_one
 from jobs import ON_TWO_RANKS, run
-from torch import nn
+from torch import Tensor, nn
 
 import syncbn
 from syncbn import __main__, check, testing
@@ -66,19 +67,32 @@ def test_what_differs_is_named() -> None:
 
 
 def test_a_loss_that_is_no_mean_differs() -> None:
-    with pytest.raises(AssertionError, match=r"loss of step 1: .* apart"):
+    with pytest.raises(AssertionError, match=r"loss of step 1: .* apart[^$]*outputs agree .* loss_fn must be the mean"):
         assert_matches_full_batch(trained_as_one.model, trained_as_one.batch(5), trained_as_one.sum_and_not_mean)
 
 
-def test_a_rank_that_fails_tells_why() -> None:
-    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="KeyError: 'no such weights'"):
-        assert_matches_full_batch(trained_as_one.failing_model, trained_as_one.batch(2), F.cross_entropy)
+@pytest.mark.parametrize(
+    ("model_fn", "loss_fn", "message"),
+    [
+        (trained_as_one.failing_model, F.cross_entropy, "KeyError: 'no such weights'"),
+        (trained_as_one.no_model, F.cross_entropy, "model_fn must return an nn.Module, got NoneType"),
+        (trained_as_one.model, trained_as_one.each_loss, r"loss_fn must return one number, .* got shape \(2,\)"),
+    ],
+)
+def test_a_rank_that_fails_tells_why(
+    model_fn: Callable[[], nn.Module], loss_fn: Callable[..., Tensor], message: str
+) -> None:
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match=message):
+        assert_matches_full_batch(model_fn, trained_as_one.batch(2), loss_fn)
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"model_fn": lambda: nn.BatchNorm1d(3)}, TypeError, "model_fn must be importable .* got <function <lambda>"),
+        ({"model_fn": nn.BatchNorm1d(3)}, TypeError, "model_fn must be a function, got BatchNorm1d"),
+        ({"loss_fn": "cross_entropy"}, TypeError, "loss_fn must be a function, got str"),
+        ({"world_size": "2"}, ValueError, "from 1 to the number of samples, 4, got '2'"),
         ({"loss_fn": lambda output: output.mean()}, TypeError, "loss_fn must be importable"),
         ({"batch": torch.ones(4, 3)}, TypeError, "batch must be a tuple of tensors"),
         ({"batch": (torch.ones(4, 3), torch.ones(3))}, ValueError, r"must have one length, got \[4, 3\]"),

@@ -68,12 +68,20 @@ def failing_model() -> nn.Module:
     raise KeyError("no such weights")
 
 
+def no_model() -> None:
+    """Which forgets to return it."""
+
+
 def mean_square(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
 def sum_and_not_mean(output: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(output, labels, reduction="sum")
+
+
+def each_loss(output: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output, labels, reduction="none")
 
 
 def batch(size: int) -> tuple[Tensor, Tensor]:
