@@ -27,20 +27,17 @@ from syncbn.info import info
 def main() -> int:
     """The exit status."""
     arguments = _parse_arguments()
+    told: dict[str, Any]
     if arguments.command == "info":
-        facts = info()
+        told, print_tables = info(), _print_info
+    else:
+        told, print_tables = _check_here(arguments.layers, arguments.channels), _print_check
+    if os.environ.get("RANK", "0") == "0":
         if arguments.json:
-            print(json.dumps(facts, indent=2))
+            print(json.dumps(told, indent=2))
         else:
-            _print_table(("", ""), facts.items())
-        return 0
-    result = _check_here(arguments.layers, arguments.channels)
-    if int(os.environ.get("RANK", "0")) == 0:
-        if arguments.json:
-            print(json.dumps(result, indent=2))
-        else:
-            _print_check(result)
-    return 0 if result["passed"] else 1
+            print_tables(told)
+    return 0 if told.get("passed", True) else 1
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -91,24 +88,28 @@ def _check_here(num_layers: int, num_channels: int) -> dict[str, Any]:
         dist.destroy_process_group()
 
 
-def _print_check(result: dict[str, Any]) -> None:
-    ranks = f"{result['ranks']} rank{'s' * (result['ranks'] > 1)} ({result['backend']}, {result['device']})"
-    print(f"{ranks} and one process with the whole batch; kernels {result['kernels']}")
+def _print_info(told: dict[str, Any]) -> None:
+    _print_table(("", ""), told.items())
+
+
+def _print_check(told: dict[str, Any]) -> None:
+    ranks = f"{told['ranks']} rank{'s' * (told['ranks'] > 1)} ({told['backend']}, {told['device']})"
+    print(f"{ranks} and one process with the whole batch; kernels {told['kernels']}")
     columns = ("dtype", "what", "error", "allowed")
     _print_table(
         columns,
-        [[f"{one[name]:.1e}" if name in columns[2:] else one[name] for name in columns] for one in result["accuracy"]],
+        [[f"{one[name]:.1e}" if name in columns[2:] else one[name] for name in columns] for one in told["accuracy"]],
     )
-    seconds = result["seconds"]
-    if result["ranks"] == 1:
+    seconds = told["seconds"]
+    if told["ranks"] == 1:
         print("One rank has nothing to synchronise: torchrun --standalone --nproc-per-node 2 -m syncbn check")
     else:
-        print(f"all_reduces of a layer of {result['channels']} channels")
+        print(f"all_reduces of a layer of {told['channels']} channels")
         rows = [[name, f"{1e3 * seconds[name]:.2f} ms"] for name in ("forward", "backward")]
-        _print_table(("pass", "time"), [*rows, [f"step, {result['layers']} layers", f"{1e3 * seconds['step']:.1f} ms"]])
-    if result["synced"]:
-        print(result["synced"])
-    print("passed" if result["passed"] else "FAILED: these ranks do not train as one process does")
+        _print_table(("pass", "time"), [*rows, [f"step, {told['layers']} layers", f"{1e3 * seconds['step']:.1f} ms"]])
+    if told["synced"]:
+        print(told["synced"])
+    print("passed" if told["passed"] else "FAILED: these ranks do not train as one process does")
 
 
 def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

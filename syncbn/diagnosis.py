@@ -42,8 +42,13 @@ SETTLING = 0.3  # seconds that a rank which has gone is given to say why
 READING = 5.0  # seconds, at most
 EVALUATES, HAS_LEFT = "is in evaluation mode", "has left"
 REMEDY = (
-    "Every rank must call the same layers in the same order, all in training mode. SYNCBN_DEBUG=1 makes the "
-    "ranks compare before each all_reduce."
+    "Every rank must call the same layers in the same order, all converted and in training mode. SYNCBN_DEBUG=1 makes "
+    "the ranks compare before each all_reduce."
+)
+HAS_ENDED = "has ended"
+REMEDY_OF_ENDED = (
+    "What ended a process, its own output may say; if it is gloo::EnforceNotMet, the ranks sent different sizes: "
+    "SYNCBN_DEBUG=1 tells which."
 )
 
 
@@ -168,7 +173,10 @@ class _Rank:
         number = self.numbers[group] = self.numbers.get(group, 0) + 1
         doing = "a step of others, out of data" if caller is None else caller.words(waiting.step)
         self.position = Position(group.group_name, number, doing)
-        self.write_position_now_and_then(waiting.start)
+        if number == 1:
+            self.write_position()
+        else:
+            self.write_position_now_and_then(waiting.start)
         if caller is not None and caller.call == 1:
             self.write(f"called/{group.group_name}/{caller.place.name}", "")
         self.waiting = waiting
@@ -236,6 +244,8 @@ class _Rank:
         while not enough(found := self.read(ranks, waiting)) and time.monotonic() < deadline:
             time.sleep(0.02)
         places = table(ranks, [where.words for where in found])
+        if any(HAS_ENDED in where.words for where in found):
+            return f"{places}\n{REMEDY_OF_ENDED}"
         return places if _one_is_gone(found) else f"{places}\n{REMEDY}"
 
     def read(self, ranks: list[int], waiting: Waiting) -> list[_Where]:
@@ -367,7 +377,7 @@ def _state_of_process(process: str) -> str:
     with contextlib.suppress(OSError, IndexError):
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     if state in "XZ":
-        return f"its process ({process}) has ended"
+        return f"its process ({process}) {HAS_ENDED}"
     return f"its process ({process}) is stopped" if state in "Tt" else ""
 
 

@@ -31,7 +31,7 @@ class Summary(tuple[LayerSummary, ...]):
     def __str__(self) -> str:
         if not self:
             return "no synchronised layers: call syncbn.convert_syncbn_model(model)"
-        header = ("layer", "class", "channels", "group size", "bytes forward", "bytes backward", "last step")
+        header = ("layer", "class", "channels", "group size", "bytes forward", "bytes backward", "last eager step")
         total = (
             "total",
             "",
@@ -55,7 +55,7 @@ def summary(model: nn.Module) -> Summary:
 
     Columns: name; class; channels; ranks of its group; bytes it sends per training step forward and backward; and
         whether it really synchronised in its last training step, over how many ranks. That is recorded in eager mode
-        only: a layer in a module that torch.compile has wrapped says "compiled".
+        only: a layer in a module that torch.compile has wrapped says "compiled", if `model` is that or holds it.
     """
     compiled = {part for module in model.modules() if is_compiled(module) for part in module.modules()}
     return Summary(

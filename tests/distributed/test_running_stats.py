@@ -206,6 +206,14 @@ def test_a_loader_that_does_not_start_on_one_rank(ranks: Ranks) -> None:
         syncbn.recompute_running_stats(nn.BatchNorm2d(3), BrokenLoader() if ranks.rank == 0 else [part(ranks, 1, 0)])
 
 
+@pytest.mark.parametrize("num_batches", [lambda model, batch: model(batch), -1])
+def test_num_batches_of_another_kind(ranks: Ranks, num_batches: object) -> None:
+    """As of a `forward` that was not given by its name."""
+    layer = nn.BatchNorm1d(3, device=ranks.device)
+    with pytest.raises(ValueError, match="num_batches must be a number of batches or None, got "):
+        syncbn.recompute_running_stats(layer, [torch.randn(4, 3, device=ranks.device)], num_batches)
+
+
 def test_the_rest_of_the_model_is_in_evaluation(ranks: Ranks) -> None:
     model = nn.Sequential(nn.Dropout(), nn.BatchNorm2d(CHANNELS)).to(ranks.device, torch.float64)
     syncbn.recompute_running_stats(model, [part(ranks, ranks.rank, 0)])
