@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import re
 import time
 
@@ -65,6 +66,15 @@ def test_names_passes_and_calls(ranks: Ranks, doing: list[str]) -> None:
             ("1.bn1", "backward"),
         )
     ]
+
+
+def test_the_first_position_on_a_group_is_written_at_once(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may be aborted in that all_reduce."""
+    layer = syncbn.SyncBatchNorm(3, process_group=dist.new_group(), device=ranks.device)
+    rank = diagnosis._this_rank()
+    monkeypatch.setattr(rank, "interval", math.inf)
+    layer(torch.randn(4, 3, device=ranks.device))
+    assert rank.written_position.doing == "SyncBatchNorm forward, call 1"
 
 
 def test_names_without_a_model(ranks: Ranks, doing: list[str]) -> None:
