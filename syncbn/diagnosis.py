@@ -294,8 +294,6 @@ def evaluates() -> None:
 
 
 _ranks: WeakKeyDictionary[dist.ProcessGroup, _Rank] = WeakKeyDictionary()  # by the default process group
-
-
 _inherited: WeakSet[dist.ProcessGroup] = WeakSet()  # by a process that was forked from one of the ranks
 
 
