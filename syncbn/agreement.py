@@ -64,7 +64,8 @@ class Agreement:
         rank failed or has gone."""
         self.num_announced += own != FINISHED
         header = torch.tensor([own], device="cpu")
-        with Waiting(self.header_group, caller, step):
+        # A rank that leaves stays known as where it failed.
+        with contextlib.nullcontext() if own == FAILED else Waiting(self.header_group, caller, step):
             dist.all_reduce(header, dist.ReduceOp.MAX, group=self.header_group)
         agreed = int(header)
         if agreed == FAILED and own != FAILED:

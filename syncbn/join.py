@@ -52,8 +52,8 @@ def join(ddp_model: DistributedDataParallel, *, divide_by_initial_world_size: bo
         TypeError: not a DistributedDataParallel, or compiled.
         ValueError: the model or one of its layers works on a part of the ranks.
         RuntimeError: inside another `join`; the model is called without gradients; another rank left its body with an
-            exception, whose text this has, while the rank itself raises the exception as it was; or a collective failed
-            or timed out, with where every rank is.
+            exception, whose text this has, while the rank itself raises the exception as it was; or a collective of
+            syncbn failed or timed out, with where every rank is.
 
     Forward and backward of a step belong inside, and nothing may be compiled or selectively checkpointed there;
     evaluation calls `ddp_model.module`. The model and the ranks' optimizers and schedulers have made different numbers
@@ -149,7 +149,7 @@ class _Session(Agreement):
     def explain(self, error: RuntimeError) -> None:
         """A collective of torch's has failed. **Raises** what the thread, whose own fails soon, says of it."""
         assert self.thread is not None
-        self.thread.join(diagnosis.READING)
+        self.thread.join(diagnosis.READING + 1)  # it may read for so long
         if self.error is not None and self.error is not error:
             raise self.error from error
 
