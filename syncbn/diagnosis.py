@@ -141,6 +141,7 @@ class _Where(NamedTuple):
 
     words: str
     gone: bool
+    ended: bool = False  # without a word
 
 
 def _one_is_gone(found: list[_Where]) -> bool:
@@ -244,7 +245,7 @@ class _Rank:
         while not enough(found := self.read(ranks, waiting)) and time.monotonic() < deadline:
             time.sleep(0.02)
         places = table(ranks, [where.words for where in found])
-        if any(HAS_ENDED in where.words for where in found):
+        if any(where.ended for where in found):
             return f"{places}\n{REMEDY_OF_ENDED}"
         return places if _one_is_gone(found) else f"{places}\n{REMEDY}"
 
@@ -271,10 +272,10 @@ class _Rank:
         if position.since:
             words.append(position.since)
         gone = HAS_LEFT in position.since
-        if not gone and rank != self.rank and (state := self.state(there)):
+        state = "" if gone or rank == self.rank else self.state(there)
+        if state:
             words.append(state)
-            gone = True
-        return _Where("; ".join(words) or "has not been seen", gone)
+        return _Where("; ".join(words) or "has not been seen", gone or bool(state), state.endswith(HAS_ENDED))
 
     def state(self, there: _Written) -> str:
         """What is wrong with the process of another rank, as far as can be seen from here."""

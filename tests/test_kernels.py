@@ -418,6 +418,7 @@ def test_the_reference_can_be_forced(value: str | None, code: int, shown: str) -
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
+@pytest.mark.triton
 def test_what_keeps_triton_from_running_is_told_and_not_raised() -> None:
     reason = all_kernels._why_no_triton()
     assert reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -12,12 +13,12 @@ from jobs import EXAMPLES
 
 
 @pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(EXAMPLES)
     import launch
 
-    monkeypatch.delitem(sys.modules, "launch")
-    return launch
+    yield launch
+    del sys.modules["launch"]
 
 
 def test_a_save_that_fails_leaves_the_last_file(
