@@ -32,7 +32,7 @@ def main() -> int:
         told, print_tables = info(), _print_info
     else:
         told, print_tables = _check_here(arguments.layers, arguments.channels), _print_check
-    if os.environ.get("RANK", "0") == "0":
+    if "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0":  # a cluster's shell may have a RANK alone
         if arguments.json:
             print(json.dumps(told, indent=2))
         else:

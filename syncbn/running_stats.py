@@ -10,6 +10,7 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -161,7 +162,7 @@ def recompute_running_stats(
     call = functools.partial(_forward, device=device) if forward is None else forward
 
     def run() -> None:
-        if not isinstance(num_batches, (int, type(None))) or (num_batches or 0) < 0:
+        if not isinstance(num_batches, (Integral, type(None))) or (num_batches or 0) < 0:
             raise ValueError(f"num_batches must be a number of batches or None, got {num_batches!r}")
         for batch in _shown(itertools.islice(loader, num_batches), loader, num_batches, progress):
             call(model, batch)

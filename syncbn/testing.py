@@ -13,6 +13,7 @@ import os
 import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -255,7 +256,7 @@ def _check(batch: Sequence[Tensor], world_size: int, dtype: torch.dtype, steps: 
     lengths = [len(one) for one in batch]
     if len(set(lengths)) > 1:
         raise ValueError(f"the tensors of a batch must have one length, got {lengths}")
-    if not isinstance(world_size, int) or not 1 <= world_size <= lengths[0]:
+    if not isinstance(world_size, Integral) or not 1 <= world_size <= lengths[0]:
         raise ValueError(f"world_size must be from 1 to the number of samples, {lengths[0]}, got {world_size!r}")
     if dtype not in TOLERANCES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, TOLERANCES))}, got {dtype}")

@@ -127,6 +127,17 @@ def test_info() -> None:
     assert all(name in table for name in facts)
 
 
+@pytest.mark.parametrize(("variables", "printed"), [(("RANK",), True), (("RANK", "LOCAL_RANK"), False)])
+def test_rank_0_prints_and_a_shell_that_has_a_rank(
+    variables: tuple[str, ...], printed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in variables:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(sys, "argv", ["syncbn", "info"])
+    assert __main__.main() == 0
+    assert bool(capsys.readouterr().out) == printed
+
+
 def test_info_finds_apexs_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert info()["apex's module of the same name"] == "none"
     extension = tmp_path / f"syncbn{EXTENSION_SUFFIXES[0]}"
