@@ -133,7 +133,6 @@ def test_nan_in_running_mean_does_not_touch_training(ranks: Ranks) -> None:
     assert torch.equal(layer(x), expected)
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # of torch 2.11
 def test_profiler_ranges_hold_the_all_reduce(ranks: Ranks) -> None:
     layer = syncbn.SyncBatchNorm(3, device=ranks.device)
     x = torch.randn(2, 3, device=ranks.device, requires_grad=True)
