@@ -52,7 +52,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import syncbn
-from syncbn.functional import train
+from syncbn import batch_norm
+from syncbn.arguments import Arguments
+from syncbn.collectives import Ranks
 
 SHAPES = "32x64x56x56 32x256x28x28 64x256x56x56 8x64x32x32 8x512x7x7 256x1024 4x32x16x32x32 16x197x384"
 DTYPES = "float32 bfloat16 float16 float64"
@@ -170,10 +172,12 @@ class SyncBatchNorm(syncbn.SyncBatchNorm):
         self.num_batches_tracked.add_(1)
         buffers, parameters = (self.running_mean, self.running_var), (self.weight, self.bias)
         channel_dim = -1 if self.channel_last else 1
-        return train(
-            x, *buffers, *parameters, self.momentum, self.eps, dist.group.WORLD, channel_dim,
-            z, self.fuse_relu, None, self.num_features,
-        )  # fmt: skip
+        arguments = Arguments(
+            x, *buffers, *parameters, self.momentum, self.eps, channel_dim, z, self.fuse_relu, None, self.num_features
+        )
+        [(output, statistics)] = batch_norm.train([arguments], Ranks(dist.group.WORLD))
+        batch_norm.move_running_stats(arguments, statistics)
+        return output
 
 
 class ChannelsAtEnd(nn.Module):

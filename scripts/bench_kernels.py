@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from syncbn import kernels
+from syncbn.layout import Layout
 
 EPS = 1e-5
 
@@ -41,25 +42,28 @@ def parse_arguments() -> argparse.Namespace:
 def calls_of(case: Case, device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
     """Name -> what to call, and how many tensors of the input's size it must read and write."""
     x, z, dy = (tensor.detach() for tensor in draw(case, device))
-    dim, channels = case.channel_dim, case.shape[case.channel_dim]
+    layout, channels = Layout.of(x, case.channel_dim), case.shape[case.channel_dim]
     of_channels = {"dtype": torch.promote_types(case.dtype, torch.float32), "device": device}
     weight, bias = torch.ones(channels, **of_channels), torch.zeros(channels, **of_channels)
-    served = kernels.serving(x)
-    sums = served.channel_sums(x, dim)
-    y, packed = served.normalize(x, dim, sums, EPS, weight, bias, z, True)
-    of_dy, _, _ = served.gradient_sums(dy, x, y, dim, packed, EPS, weight.dtype, bias.dtype)
+    served = kernels.select_kernels(x)
+    sums = served.channel_sums(x, layout)
+    y, packed = served.normalize(x, layout, sums, EPS, weight, bias, z, True)
+    of_dy, _, _ = served.gradient_sums(dy, x, y, layout, packed, EPS, weight.dtype, bias.dtype)
     copy = torch.empty_like(x)
     calls = {
         "copy": (lambda: copy.copy_(x), 2),
-        "channel_sums": (lambda: served.channel_sums(x, dim), 1),
-        "normalize": (lambda: served.normalize(x, dim, sums, EPS, weight, bias, None, False), 2),
-        "gradient_sums": (lambda: served.gradient_sums(dy, x, None, dim, packed, EPS, weight.dtype, bias.dtype), 2),
-        "input_gradient": (lambda: served.input_gradient(dy, x, None, dim, packed, EPS, weight, of_dy, False), 3),
-        "normalize fused": (lambda: served.normalize(x, dim, sums, EPS, weight, bias, z, True), 3),
-        "gradient_sums fused": (lambda: served.gradient_sums(dy, x, y, dim, packed, EPS, weight.dtype, bias.dtype), 3),
-        "input_gradient fused": (lambda: served.input_gradient(dy, x, y, dim, packed, EPS, weight, of_dy, True), 5),
+        "channel_sums": (lambda: served.channel_sums(x, layout), 1),
+        "normalize": (lambda: served.normalize(x, layout, sums, EPS, weight, bias, None, False), 2),
+        "gradient_sums": (lambda: served.gradient_sums(dy, x, None, layout, packed, EPS, weight.dtype, bias.dtype), 2),
+        "input_gradient": (lambda: served.input_gradient(dy, x, None, layout, packed, EPS, weight, of_dy, False), 3),
+        "normalize fused": (lambda: served.normalize(x, layout, sums, EPS, weight, bias, z, True), 3),
+        "gradient_sums fused": (
+            lambda: served.gradient_sums(dy, x, y, layout, packed, EPS, weight.dtype, bias.dtype),
+            3,
+        ),
+        "input_gradient fused": (lambda: served.input_gradient(dy, x, y, layout, packed, EPS, weight, of_dy, True), 5),
     }
-    if device.type == "cuda" and dim == 1:
+    if device.type == "cuda" and case.channel_dim == 1:
         mean, invstd = torch.batch_norm_stats(x, EPS)
         sum_dy, sum_dy_xmu, _, _ = torch.batch_norm_backward_reduce(dy, x, mean, invstd, weight, True, True, True)
         count = torch.tensor([x.numel() // channels], dtype=torch.int32, device=device)

@@ -4,7 +4,7 @@ from syncbn import functional as functional
 from syncbn import kernels as kernels
 from syncbn.convert import convert_syncbn_model as convert_syncbn_model
 from syncbn.convert import revert_syncbn_model as revert_syncbn_model
-from syncbn.debugging import debug as debug
+from syncbn.debug_mode import debug as debug
 from syncbn.groups import create_syncbn_process_group as create_syncbn_process_group
 from syncbn.join import join as join
 from syncbn.layer import SyncBatchNorm as SyncBatchNorm

@@ -1,70 +1,144 @@
-"""What users pass: each check raises ValueError or TypeError with the values and the remedy, before anything is sent or
-changed. And what the arguments tell when one of them is bad.
+"""Holds what the user passed to one batch norm, and checks it: ValueError or TypeError with the values and the remedy.
+
+Nothing is sent and nothing is changed before the checks have passed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from syncbn import torch_private
+
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_all(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    channel_dim: int,
-    z: Tensor | None,
-    mask: Tensor | None,
-    num_channels: int | None,
-    check_input_dim: Callable[[Tensor], Any] | None,
-) -> None:
-    check_input(input, channel_dim, check_input_dim)
-    per_channel = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
-    check_channels(input, channel_dim, num_channels, per_channel)
-    if (running_mean is None) != (running_var is None):
-        raise ValueError("running_mean and running_var must either both be None or neither be None")
-    if z is not None:
-        check_like_input("z", z, input)
-    if mask is not None:
-        _check_mask(mask, input, channel_dim)
+@dataclass(slots=True)
+class Arguments:
+    """One input with its buffers, parameters and options; see `functional.sync_batch_norm`."""
+
+    input: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    momentum: float | Tensor
+    eps: float
+    channel_dim: int = 1
+    z: Tensor | None = None
+    relu: bool = False
+    mask: Tensor | None = None
+    num_channels: int | None = None  # of the layer; None where the tensors alone tell
+    check_input_dim: Callable[[Tensor], Any] | None = None  # of a layer with a number of dims, as torch's
+    name: str = ""  # "inputs[1]: " where there are several inputs; errors begin with it
+
+    def check(self) -> None:
+        """Raises ValueError or TypeError unless the tensors and their options fit together."""
+        try:
+            self._check_tensors()
+        except (TypeError, ValueError) as error:
+            if not self.name:
+                raise
+            raise type(error)(self.name + str(error)) from error
+
+    def _check_tensors(self) -> None:
+        x = self.input
+        check_input(x, self.channel_dim, self.check_input_dim)
+        check_channels(x, self.channel_dim, self.num_channels, self.per_channel())
+        if (self.running_mean is None) != (self.running_var is None):
+            raise ValueError("running_mean and running_var must either both be None or neither be None")
+        if self.z is not None:
+            check_like_input("z", self.z, x)
+        if self.mask is not None:
+            self._check_mask(self.mask)
+
+    def check_numbers(self) -> None:
+        """Raises ValueError or TypeError unless momentum and eps are such as training takes."""
+        check_momentum(self.momentum)
+        check_eps(self.eps)
+
+    def require_running_stats(self) -> None:
+        """Raises ValueError unless there are running statistics."""
+        if self.running_mean is None or self.running_var is None:
+            raise ValueError(
+                f"{self.name}running_mean must be defined in evaluation mode, and running_var; or pass training=True"
+            )
+
+    def per_channel(self) -> dict[str, Tensor | None]:
+        """The tensors (C,), by their names."""
+        return {
+            "running_mean": self.running_mean,
+            "running_var": self.running_var,
+            "weight": self.weight,
+            "bias": self.bias,
+        }
+
+    def likely_channels(self) -> int | None:
+        """What most arguments say that C is, for when one is wrong; None when the input alone tells, and is bad."""
+        if self.num_channels is not None:
+            return self.num_channels
+        said = [given.numel() for given in self.per_channel().values() if isinstance(given, Tensor)]
+        with contextlib.suppress(Exception):  # of whatever class a subclass's _check_input_dim raises
+            if not said:
+                self.check()
+            said.append(self.input.shape[self.channel_dim])
+        return max(said, key=said.count, default=None)  # the first of equals: a per-channel tensor's
+
+    def device(self) -> torch.device:
+        """Of the first tensor that is one."""
+        given = (*self.per_channel().values(), self.input)
+        return next((tensor.device for tensor in given if isinstance(tensor, Tensor)), torch.device("cpu"))
+
+    def _check_mask(self, mask: Tensor) -> None:
+        shape = tuple(self.input.shape)
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"expected mask to be a bool tensor, got {type(mask).__name__}; use torch.as_tensor(mask)")
+        if mask.dtype != torch.bool:
+            raise TypeError(f"expected mask to be bool, True where a value counts, got {mask.dtype}; use mask != 0")
+        wanted = list(shape)
+        del wanted[self.channel_dim]
+        # Not `in`, which is False for a static and an equal dynamic size under Dynamo.
+        sizes_fit = all(size == 1 or size == other for size, other in zip(mask.shape, wanted, strict=False))
+        if mask.ndim not in (1, len(wanted)) or not sizes_fit:
+            raise ValueError(
+                f"expected mask of shape {tuple(wanted)}, which is the input's {shape} without the channels' "
+                f"dim, with sizes of 1 where all values share it, or ({wanted[0]},); got {tuple(mask.shape)}"
+            )
+        _check_device("mask", mask, self.input)
 
 
-def require_running_stats(running_mean: Tensor | None, running_var: Tensor | None) -> None:
-    if running_mean is None or running_var is None:
-        raise ValueError("running_mean must be defined in evaluation mode, and running_var; or pass training=True")
-
-
-def check_input(input: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor], Any] | None) -> None:
-    if not isinstance(input, Tensor):
-        raise TypeError(f"expected a Tensor as input, got {type(input).__name__}")
-    if hasattr(input, "device_mesh"):
+def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor], Any] | None = None) -> None:
+    """Raises ValueError or TypeError unless x is a dense float tensor of 2 or more dims that has `channel_dim`."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"expected a Tensor as input, got {type(x).__name__}")
+    if hasattr(x, "device_mesh"):
         raise TypeError("the input is a DTensor, expected this rank's values as a plain tensor: pass input.to_local()")
-    if input.dtype not in SUPPORTED_DTYPES:
-        raise TypeError(f"expected a float16, bfloat16, float32 or float64 input, got {input.dtype}; convert it first")
-    if input.layout != torch.strided:
-        raise TypeError(f"expected a dense input, got layout {input.layout}; use input.to_dense()")
+    if x.dtype not in SUPPORTED_DTYPES:
+        raise TypeError(f"expected a float16, bfloat16, float32 or float64 input, got {x.dtype}; convert it first")
+    if x.layout != torch.strided:
+        raise TypeError(f"expected a dense input, got layout {x.layout}; use input.to_dense()")
     if check_input_dim is not None:
-        check_input_dim(input)
-    if input.ndim < 2:
-        raise ValueError(f"expected at least 2D input (got {input.ndim}D input of shape {tuple(input.shape)})")
+        check_input_dim(x)
+    if x.ndim < 2:
+        raise ValueError(f"expected at least 2D input (got {x.ndim}D input of shape {tuple(x.shape)})")
     if not isinstance(channel_dim, int):
         raise TypeError(f"channel_dim must be an int, got {channel_dim!r}")
-    if not -input.ndim <= channel_dim < input.ndim:
-        raise ValueError(f"channel_dim={channel_dim} does not exist in an input of shape {tuple(input.shape)}")
+    if not -x.ndim <= channel_dim < x.ndim:
+        raise ValueError(f"channel_dim={channel_dim} does not exist in an input of shape {tuple(x.shape)}")
 
 
 def check_channels(
-    input: Tensor, channel_dim: int, num_channels: int | None, per_channel: dict[str, Tensor | None]
+    x: Tensor, channel_dim: int, num_channels: int | None, per_channel: dict[str, Tensor | None]
 ) -> None:
-    actual, shape = input.shape[channel_dim], tuple(input.shape)
+    """Raises ValueError or TypeError unless `per_channel` are float tensors (C,) on the device of x, with C as in x."""
+    actual, shape = x.shape[channel_dim], tuple(x.shape)
+    remedy = "correct num_features, channel_last or channel_dim"
     for name, given in per_channel.items():
         if given is None:
             continue
@@ -76,68 +150,49 @@ def check_channels(
             raise ValueError(
                 f"expected {given.numel()} channels in dim {channel_dim} of the input, got {actual} (input shape "
                 f"{shape}): {name} should contain {actual} elements not {given.numel()}, shape ({actual},) not "
-                f"{tuple(given.shape)}; correct num_features, channel_last or channel_dim"
+                f"{tuple(given.shape)}; {remedy}"
             )
-        if given.device != input.device:
-            raise ValueError(f"the input is on {input.device} but {name} on {given.device}; move one with .to(device)")
+        _check_device(name, given, x)
     if num_channels is not None and actual != num_channels:
         raise ValueError(
             f"expected {num_channels} channels in dim {channel_dim} of the input, got {actual} (input shape {shape}); "
-            "correct num_features, channel_last or channel_dim"
+            f"{remedy}"
         )
 
 
-def likely_channels(input: Tensor, channel_dim: int, *per_channel: Tensor | None) -> int | None:
-    """What most arguments say that C is, for when one is wrong; None when no per-channel tensor says anything."""
-    said = [given.numel() for given in per_channel if isinstance(given, Tensor)]
-    if said and (channels := channels_of(input, channel_dim)) is not None:
-        said.append(channels)
-    return max(said, key=said.count, default=None)  # the first of equals: a per-channel tensor's
-
-
-def channels_of(input: Tensor, channel_dim: int) -> int | None:
-    if isinstance(input, Tensor) and isinstance(channel_dim, int) and -input.ndim <= channel_dim < input.ndim:
-        return input.shape[channel_dim]
-    return None
-
-
-def device_of(*given: Tensor | None) -> torch.device:
-    return next((tensor.device for tensor in given if isinstance(tensor, Tensor)), torch.device("cpu"))
-
-
-def check_like_input(name: str, given: Tensor, input: Tensor) -> None:
+def check_like_input(name: str, given: Tensor, x: Tensor) -> None:
+    """Raises TypeError or ValueError unless `given` is a float tensor of the shape and device of x."""
     if not isinstance(given, Tensor) or given.dtype not in SUPPORTED_DTYPES:
         got = getattr(given, "dtype", type(given).__name__)
         hint = f"; a mask is passed as mask=, not as {name}" if got is torch.bool else ""
         raise TypeError(f"expected {name} to be a float tensor, got {got}{hint}")
-    if given.shape != input.shape:
+    if given.shape != x.shape:
         raise ValueError(
-            f"expected {name} of the input's shape {tuple(input.shape)}, got {tuple(given.shape)}; expand() it first"
+            f"expected {name} of the input's shape {tuple(x.shape)}, got {tuple(given.shape)}; expand() it first"
         )
-    if given.device != input.device:
-        raise ValueError(f"the input is on {input.device} but {name} on {given.device}; move one with .to(device)")
+    _check_device(name, given, x)
 
 
-def _check_mask(mask: Tensor, input: Tensor, channel_dim: int) -> None:
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"expected mask to be a bool tensor, got {type(mask).__name__}; use torch.as_tensor(mask)")
-    if mask.dtype != torch.bool:
-        raise TypeError(f"expected mask to be bool, True where a value counts, got {mask.dtype}; use mask != 0")
-    wanted = list(input.shape)
-    del wanted[channel_dim]
-    # Not `in`, which is False for a static and an equal dynamic size under Dynamo.
-    sizes_fit = all(size == 1 or size == other for size, other in zip(mask.shape, wanted, strict=False))
-    if mask.ndim not in (1, len(wanted)) or not sizes_fit:
-        raise ValueError(
-            f"expected mask of shape {tuple(wanted)}, which is the input's {tuple(input.shape)} without the channels' "
-            f"dim, with sizes of 1 where all values share it, or ({wanted[0]},); got {tuple(mask.shape)}"
-        )
-    if mask.device != input.device:
-        raise ValueError(f"the input is on {input.device} but mask on {mask.device}; move one with .to(device)")
+def check_lists(xs: list[Tensor], roles: dict[str, list[Tensor | None]]) -> None:
+    """Raises ValueError unless the other lists are as long as that of the inputs, which are on one device."""
+    for name, role in roles.items():
+        if len(role) != len(xs):
+            raise ValueError(f"expected {len(xs)} {name}, one for each input, got {len(role)}")
+    devices = [x.device for x in xs if isinstance(x, Tensor)]
+    for index, device in enumerate(devices):
+        if device != devices[0]:
+            raise ValueError(f"inputs[{index}]: the input is on {device} but inputs[0] on {devices[0]}; move one")
+
+
+def as_list(name: str, given: Iterable[Any]) -> list[Any]:
+    """The list of what is given. Raises TypeError for one tensor."""
+    if isinstance(given, Tensor):
+        raise TypeError(f"expected {name} to be a list of tensors, got one tensor; use {name}.unbind()")
+    return list(given)
 
 
 def check_momentum(momentum: float | Tensor) -> None:
-    """**Raises** TypeError unless `momentum` is a number or a tensor, ValueError for a tensor of several numbers."""
+    """Raises TypeError unless `momentum` is a number or a tensor, ValueError for a tensor of several numbers."""
     if not isinstance(momentum, Tensor):
         _check_number("momentum", momentum)
     elif momentum.numel() != 1:
@@ -145,18 +200,31 @@ def check_momentum(momentum: float | Tensor) -> None:
 
 
 def check_eps(eps: float) -> None:
-    """**Raises** TypeError unless `eps` is a number, ValueError unless it is positive."""
+    """Raises TypeError unless `eps` is a number, ValueError unless it is positive."""
     _check_number("eps", eps)
     if not eps > 0:
         raise ValueError(f"batch_norm eps must be positive during training, but got {eps}")
 
 
+def require_two_values(num_values: Tensor, x: Tensor, name: str = "") -> None:
+    """Raises F.batch_norm's ValueError when the whole group has one value per channel.
+
+    On a GPU the host would stop to read that, and in a compiled graph it cannot; a subclass such as FakeTensor may have
+    no values. Then nothing is raised.
+    """
+    can_read = num_values.is_cpu and type(num_values) is Tensor and not torch_private.is_compiling()
+    if can_read and num_values.item() == 1:
+        raise ValueError(
+            f"{name}Expected more than 1 value per channel when training, got 1 over all ranks "
+            f"(input size on this rank {tuple(x.shape)}). Use a larger batch or eval()."
+        )
+
+
+def _check_device(name: str, given: Tensor, x: Tensor) -> None:
+    if given.device != x.device:
+        raise ValueError(f"the input is on {x.device} but {name} on {given.device}; move one with .to(device)")
+
+
 def _check_number(name: str, number: float) -> None:
     if type(number) is not float and (isinstance(number, bool) or not isinstance(number, numbers.Real)):
         raise TypeError(f"{name} must be a number, got {number!r} of type {type(number).__name__}")
-
-
-def as_list(name: str, given: Iterable[Any]) -> list[Any]:
-    if isinstance(given, Tensor):
-        raise TypeError(f"expected {name} to be a list of tensors, got one tensor; use {name}.unbind()")
-    return list(given)

@@ -1,6 +1,6 @@
-"""The autograd Function of training. Each way: kernels, one all-reduce, channel mathematics, kernels.
+"""Defines the autograd Function of training. Each way: kernels, one all-reduce, channel mathematics, kernels.
 
-Symbols: C channels; n values per channel over all ranks r; x, y, dy of any shape with C channels in `channel_dim`.
+Symbols: C channels; n values per channel over all ranks r; x, y, dy of any shape, with C channels in one of its dims.
 
     forward   mean = sum_r sum x / n                    var = max(0, sum_r sum x^2 / n - mean^2)
               y = (x - mean) / sqrt(var + eps) * weight + bias (+ residual) (then relu)
@@ -8,112 +8,148 @@ Symbols: C channels; n values per channel over all ranks r; x, y, dy of any shap
               grad_input = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight
               grad_weight = sum dy * (x - mean) * invstd,  grad_bias = sum dy
                             (sums over this rank: DistributedDataParallel averages them)
+
+Several independent inputs may share the all-reduces. A tuple `per_input` has one element for each of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from syncbn import collectives, kernels, moments
-from syncbn.callers import Caller
-from syncbn.layout import Layout, dense, laid_out_as
+from syncbn import arguments, double_backward, torch_private
+from syncbn.collectives import Ranks
+from syncbn.double_backward import BackwardInput, Gradients
+from syncbn.kernels import select_kernels
+from syncbn.layout import Layout
 
-NO_GRADIENTS = (None,) * 6  # of num_values, channel_dim, eps, relu, group, caller
+ROLES = 5  # tensors of an input: x, weight, bias, residual, num_values
+
+
+@dataclass(slots=True)
+class Call:
+    """What the Function keeps of a call besides tensors."""
+
+    layouts: tuple[Layout, ...]  # of the inputs
+    eps: float
+    relu: bool
+    ranks: Ranks
 
 
 class SyncBatchNormFunction(torch.autograd.Function):
-    """(x, weight, bias, residual, num_values, channel_dim, eps, relu, group, caller) -> y, statistics.
+    """(call, and for each input x, weight, bias, residual, num_values) -> for each input y, statistics.
 
     x is dense; residual has its dtype and lies as it does; num_values () is how many values of a channel of x
-    count, where it is not all of them, and the others are 0; `group` is None when there is nothing to synchronise.
-    The statistics of all ranks, mean, var and n packed as in moments.py, are not differentiable.
+    count, where it is not all of them, and the others are 0. The statistics of all ranks, mean, var and n packed as in
+    moments.py, are not differentiable.
 
     Saved for backward: x, weight, the statistics, and y when relu is fused.
     Collectives: one all_reduce of 2C + 1 float64 in forward, one of 2C in backward (two with create_graph=True), and
-    the signatures of collectives.py; none when `group` is None. Backward issues its all_reduce whatever
+    the signatures of collectives.py; none when there is nothing to synchronise. Backward issues its all_reduce whatever
     needs_input_grad says: another rank may need the sums.
     """
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        num_values: Tensor | None,
-        channel_dim: int,
-        eps: float,
-        relu: bool,
-        group: dist.ProcessGroup | None,
-        caller: Caller | None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(call: Call, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        per_input = _split(tensors, ROLES)
         with profiled("syncbn.forward"):
-            served = kernels.serving(x)
-            sums = served.channel_sums(x, channel_dim)
-            if num_values is not None:
-                sums = torch.cat((sums[:-1], num_values.to(torch.float64).view(1)))
-            sums = collectives.all_reduce_counted_sums(sums, group, caller)
-            if num_values is not None or x.numel() <= x.shape[channel_dim]:  # else this rank alone has two
-                collectives.require_two_values(sums[-1], x.shape)
-            output: tuple[Tensor, Tensor] = served.normalize(x, channel_dim, sums, eps, weight, bias, residual, relu)
-        return output
+            local = []
+            for (x, _, _, _, num_values), layout in zip(per_input, call.layouts, strict=True):
+                sums = select_kernels(x).channel_sums(x, layout)
+                if num_values is not None:
+                    sums = torch.cat((sums[:-1], num_values.to(torch.float64).view(1)))
+                local.append(sums)
+            totals = _all_reduce(local, lambda sums: call.ranks.all_reduce(sums, "forward", counted=True))
+            results: list[Tensor] = []
+            for (x, weight, bias, residual, num_values), layout, sums in zip(
+                per_input, call.layouts, totals, strict=True
+            ):
+                if num_values is not None or x.numel() <= layout.sizes[1]:  # else this rank alone has two
+                    name = f"inputs[{len(results) // 2}]: " if len(per_input) > 1 else ""
+                    arguments.require_two_values(sums[-1], x, name)
+                results += select_kernels(x).normalize(x, layout, sums, call.eps, weight, bias, residual, call.relu)
+        return tuple(results)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, weight, bias, _, _, ctx.channel_dim, ctx.eps, relu, ctx.group, ctx.caller = inputs
-        y, statistics = output
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.mark_non_differentiable(statistics)
+        ctx.call, *tensors = inputs
+        ys, statistics = output[::2], output[1::2]
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in tensors[2::ROLES]]
+        ctx.mark_non_differentiable(*statistics)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, statistics, y if relu else None)
+        ctx.save_for_backward(*tensors[::ROLES], *tensors[1::ROLES], *statistics, *(ys if ctx.call.relu else ()))
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        x, weight, statistics, y = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, needs_residual, *_ = ctx.needs_input_grad
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        call, num_inputs = ctx.call, len(ctx.call.layouts)
+        xs, weights, statistics, *ys = _split(ctx.saved_tensors, num_inputs)
+        per_input = []
         with profiled("syncbn.backward"):
-            dy = torch.zeros_like(x) if grad_output is None else grad_output
-            if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
-                step = Step(dy, x, y, weight, ctx.bias_dtype, statistics[-1])
-                (gradients,) = differentiable_gradients([step], ctx.channel_dim, ctx.eps, ctx.group, ctx.caller)
-                needed = zip(gradients, ctx.needs_input_grad[:4], strict=True)
-                return *(gradient if needs else None for gradient, needs in needed), *NO_GRADIENTS
-            served, x = kernels.serving(x), dense(x, ctx.channel_dim)  # saved_tensors_hooks may have moved x and y
-            dy = laid_out_as(x, dy, ctx.channel_dim)
-            y = None if y is None else laid_out_as(x, y, ctx.channel_dim)
-            sums, grad_weight, grad_bias = served.gradient_sums(
-                dy,
-                x,
-                y,
-                ctx.channel_dim,
-                statistics,
-                ctx.eps,
-                weight.dtype if needs_weight else None,
-                ctx.bias_dtype if needs_bias else None,
-            )
-            sums = collectives.all_reduce_sums(sums, ctx.group, ctx.caller)
-            grad_x = grad_residual = None
-            if needs_x or needs_residual:
-                of_residual = needs_residual and y is not None
-                grad_x, grad_residual = served.input_gradient(
-                    dy, x, y, ctx.channel_dim, statistics, ctx.eps, weight, sums, of_residual
+            for index, needs in enumerate(_split(ctx.needs_input_grad[1:], ROLES)):
+                x, weight, dy = xs[index], weights[index], grad_outputs[2 * index]
+                needs_x, needs_weight, needs_bias, needs_residual, _ = needs
+                one = BackwardInput(
+                    dy=torch.zeros_like(x) if dy is None else dy,
+                    x=x,
+                    y=ys[0][index] if ys else None,
+                    weight=weight,
+                    statistics=statistics[index],
+                    layout=Layout.of(x, call.layouts[index].channel_dim),  # saved_tensors_hooks may have moved x
+                    needs_x=needs_x,
+                    needs_residual=needs_residual,
+                    weight_dtype=weight.dtype if needs_weight else None,
+                    bias_dtype=ctx.bias_dtypes[index] if needs_bias else None,
                 )
-                if needs_residual and y is None:
-                    grad_residual = dy
-        return grad_x, grad_weight, grad_bias, grad_residual, *NO_GRADIENTS
+                per_input.append(one)
+            if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
+                results = double_backward.gradients(per_input, call.eps, call.ranks)
+            else:
+                results = gradients(per_input, call.eps, lambda sums: call.ranks.all_reduce(sums, "backward"))
+        flat: list[Tensor | None] = [None]
+        for of_input in results:
+            flat += [*of_input, None]  # of num_values
+        return tuple(flat)
+
+
+def gradients(
+    per_input: Sequence[BackwardInput], eps: float, all_reduce: Callable[[Tensor], Tensor]
+) -> list[Gradients]:
+    """The gradients of each input, without a graph; `all_reduce` adds up over the ranks, whatever is needed."""
+    dense, local, of_parameters = [], [], []
+    for one in per_input:
+        layout = one.layout
+        x, dy, y = layout.dense(one.x), layout.dense(one.dy), None if one.y is None else layout.dense(one.y)
+        sums, grad_weight, grad_bias = select_kernels(x).gradient_sums(
+            dy, x, y, layout, one.statistics, eps, one.weight_dtype, one.bias_dtype
+        )
+        dense.append((x, dy, y))
+        local.append(sums)
+        of_parameters.append((grad_weight, grad_bias))
+    results: list[Gradients] = []
+    for one, (x, dy, y), sums, (grad_weight, grad_bias) in zip(
+        per_input, dense, _all_reduce(local, all_reduce), of_parameters, strict=True
+    ):
+        grad_x, grad_residual = None, dy if one.needs_residual else None
+        behind_relu = one.needs_residual and y is not None
+        if one.needs_x or behind_relu:
+            grad_x, of_residual = select_kernels(x).input_gradient(
+                dy, x, y, one.layout, one.statistics, eps, one.weight, sums, behind_relu
+            )
+            grad_residual = of_residual if behind_relu else grad_residual
+        results.append((grad_x, grad_weight, grad_bias, grad_residual))
+    return results
 
 
 class _WithContext(torch.autograd.Function):
-    """SyncBatchNormFunction in torch's older form: at each call torch inspects the signature of a forward beside a
-    setup_context, which costs 40 us. torch.func needs the newer form."""
+    """SyncBatchNormFunction in torch's older form, which costs 10 us a call where the newer one takes 28, and 19 with a
+    cached signature: torch binds the arguments of a forward beside a setup_context. torch.func needs the newer form."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
@@ -124,76 +160,33 @@ class _WithContext(torch.autograd.Function):
     backward = SyncBatchNormFunction.backward
 
 
-def apply(*inputs: Any) -> tuple[Tensor, ...]:
+def apply(call: Call, *tensors: Tensor | None) -> tuple[Tensor, ...]:
     """SyncBatchNormFunction.apply."""
-    newer_form = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    function = SyncBatchNormFunction if newer_form else _WithContext
-    output: tuple[Tensor, ...] = function.apply(*inputs)  # type: ignore[no-untyped-call]
-    return output
+    function: Callable[..., tuple[Tensor, ...]] = _WithContext.apply
+    if torch_private.is_compiling():
+        # Without gradients Dynamo (torch 2.13) hands a forward with *args a context, which it does not take.
+        function = SyncBatchNormFunction.apply if builds_graph(tensors) else SyncBatchNormFunction.forward
+    elif torch_private.inside_functorch():
+        function = SyncBatchNormFunction.apply
+    return function(call, *tensors)
+
+
+def builds_graph(tensors: Sequence[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def profiled(name: str) -> AbstractContextManager[object]:
-    """record_function, which costs 10 us also when nothing is recorded."""
-    recording = not torch.compiler.is_compiling() and torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-    return record_function(name) if recording else contextlib.nullcontext()
+    """record_function, where a profiler records."""
+    return record_function(name) if torch_private.is_profiling() else contextlib.nullcontext()
 
 
-class Step(NamedTuple):
-    """What the differentiable gradients of one input need; `y` with a fused relu only."""
-
-    dy: Tensor
-    x: Tensor
-    y: Tensor | None
-    weight: Tensor | None
-    bias_dtype: torch.dtype | None
-    num_values: Tensor
+def _all_reduce(local: Sequence[Tensor], all_reduce: Callable[[Tensor], Tensor]) -> Sequence[Tensor]:
+    """The totals of each of these sums, of one collective."""
+    if len(local) == 1:
+        return [all_reduce(local[0])]
+    return torch.split(all_reduce(torch.cat(list(local))), [len(sums) for sums in local])
 
 
-def differentiable_gradients(
-    steps: list[Step], channel_dim: int, eps: float, group: dist.ProcessGroup | None, caller: Caller | None
-) -> list[tuple[Tensor | None, ...]]:
-    """For each step grad_input, grad_weight, grad_bias, grad_residual as a graph of dy, x and weight.
-
-    For a second derivative. Mean and variance are computed again from x, with the all_reduce as part of the graph: two
-    in all, whatever the number of steps.
-    """
-    layouts = [Layout.of(step.x, channel_dim % step.x.ndim) for step in steps]
-    wide_xs = [layout.fold(step.x).to(torch.float64) for layout, step in zip(layouts, steps, strict=True)]
-    wide_dys = []
-    for layout, step in zip(layouts, steps, strict=True):
-        wide_dy = layout.fold(step.dy).to(torch.float64)
-        wide_dys.append(wide_dy if step.y is None else wide_dy.masked_fill(layout.fold(step.y) <= 0, 0))
-
-    def means_over_ranks(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        packed = [torch.cat((first.sum((0, 2)), second.sum((0, 2)))) for first, second in pairs]
-        totals = collectives.differentiable_all_reduce(torch.cat(packed), group, caller, "backward")
-        for total, step in zip(torch.split(totals, [one.numel() for one in packed]), steps, strict=True):
-            first, second = (total / step.num_values.clamp(min=1)).chunk(2)
-            yield first, second
-
-    invstds, xmus = [], []
-    pairs = [(wide_x, wide_x.square()) for wide_x in wide_xs]
-    for wide_x, (mean, mean_square) in zip(wide_xs, means_over_ranks(pairs), strict=True):
-        invstds.append(moments.inverse_std((mean_square - mean.square()).clamp(min=0), eps))
-        xmus.append(wide_x - mean[:, None])
-
-    gradients: list[tuple[Tensor | None, ...]] = []
-    pairs = [(wide_dy, wide_dy * xmu) for wide_dy, xmu in zip(wide_dys, xmus, strict=True)]
-    for step, layout, wide_dy, xmu, invstd, (mean_dy, mean_dy_xmu) in zip(
-        steps, layouts, wide_dys, xmus, invstds, means_over_ranks(pairs), strict=True
-    ):
-        scale = invstd if step.weight is None else invstd * step.weight
-        wide_grad_x = (wide_dy - mean_dy[:, None] - xmu * (invstd.square() * mean_dy_xmu)[:, None]) * scale[:, None]
-        grad_x, grad_residual = (layout.unfold(wide, step.x.shape).to(step.x.dtype) for wide in (wide_grad_x, wide_dy))
-        grad_weight = grad_bias = None
-        if step.weight is not None:
-            grad_weight = ((wide_dy * xmu).sum((0, 2)) * invstd).to(step.weight.dtype)
-        if step.bias_dtype is not None:
-            grad_bias = wide_dy.sum((0, 2)).to(step.bias_dtype)
-        gradients.append((grad_x, grad_weight, grad_bias, grad_residual))
-    return gradients
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which single values are computed: float32, or float64 for float64 values."""
-    return torch.promote_types(x.dtype, torch.float32)
+def _split(tensors: Sequence[Any], length: int) -> list[Any]:
+    """Pieces of this length."""
+    return [tensors[start : start + length] for start in range(0, len(tensors), length)]

@@ -11,8 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from syncbn import collectives
+from syncbn.collectives import Ranks
 from syncbn.convert import convert_syncbn_model
+from syncbn.exchange import all_reduce_max
 from syncbn.kernels import available
 from syncbn.synced import assert_synced
 from syncbn.testing import TOLERANCES, differences
@@ -94,11 +95,11 @@ def _seconds(length: int, device: torch.device) -> float:
     for _ in range(WARM_UP + ROUNDS):
         _wait_for(device)
         start = time.perf_counter()
-        collectives.all_reduce_sums(payload, world, None)
+        Ranks(world).all_reduce(payload, "forward")
         _wait_for(device)
         measured.append(time.perf_counter() - start)
     median = torch.tensor([statistics.median(measured[WARM_UP:])], dtype=torch.float64, device=device)
-    return collectives.all_reduce_max(median, world).item()
+    return all_reduce_max(median, world).item()
 
 
 def _wait_for(device: torch.device) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 # What a conversion adds to a layer's own attributes, and a revert takes away.
-ADDED = ("_original_class", "_process_group", "channel_last", "fuse_relu", "_synchronised_ranks")
+ADDED = ("_original_class", "_process_group", "channel_last", "fuse_relu", "_synchronised_ranks", "_statistics_pool")
 
 
 def convert_syncbn_model(

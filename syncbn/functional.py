@@ -1,28 +1,24 @@
-"""The functional forms, and the border where a fault in one rank's arguments is raised on all (see collectives.py)."""
+"""Offers the functional forms: batch norm of one input and of several, and the gradient for a hand-written backward."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from syncbn import arguments, autograd, callers, collectives, groups, kernels, many, moments
-from syncbn.backward import batch_norm_backward
-from syncbn.layout import Layout, dense, laid_out_as
+from syncbn import autograd, batch_norm, groups
+from syncbn.arguments import Arguments, as_list, check_channels, check_input, check_like_input, check_lists
+from syncbn.collectives import Ranks
+from syncbn.double_backward import BackwardInput
+from syncbn.layout import Layout
 
 if TYPE_CHECKING:
     from syncbn.groups import ProcessGroupLike
 
 __all__ = ["batch_norm_backward", "sync_batch_norm", "sync_batch_norm_many"]
-
-# What running_stats.py does with a batch's statistics (and the running mean that they are for, and whether it is to
-# move) in place of moving the running statistics. Returns whether it has.
-collect: Callable[[Tensor, Tensor, bool], bool] | None = None
 
 
 def sync_batch_norm(
@@ -93,25 +89,16 @@ def sync_batch_norm(
     tensor([[-1.0000, -1.0000],
             [ 1.0000,  1.0000]])
     """
-    if training:
-        group = groups.resolve(groups.specification(process_group))
-        return train(
-            input,
-            running_mean,
-            running_var,
-            weight,
-            bias,
-            momentum,
-            eps,
-            group,
-            channel_dim,
-            z,
-            fuse_relu,
-            mask,
-            num_channels=None,
-        )
-    arguments.require_running_stats(running_mean, running_var)
-    return evaluate(input, running_mean, running_var, weight, bias, eps, channel_dim, z, fuse_relu, mask, None)
+    arguments = Arguments(
+        input, running_mean, running_var, weight, bias, momentum, eps, channel_dim, z, fuse_relu, mask
+    )
+    if not training:
+        arguments.require_running_stats()
+        return batch_norm.evaluate(arguments)
+    ranks = groups.ranks_of_call(groups.specification(process_group), "sync_batch_norm", input)
+    [(output, statistics)] = batch_norm.train([arguments], ranks)
+    batch_norm.move_running_stats(arguments, statistics)
+    return output
 
 
 def sync_batch_norm_many(
@@ -151,197 +138,120 @@ def sync_batch_norm_many(
             [ 1.0000,  0.0000]])
     """
     given = {"running_means": running_means, "running_vars": running_vars, "weights": weights, "biases": biases}
-    inputs = arguments.as_list("inputs", inputs)
-    roles = {name: [None] * len(inputs) if one is None else arguments.as_list(name, one) for name, one in given.items()}
-    group = groups.resolve(groups.specification(process_group)) if training else None
-    caller = callers.new_call("sync_batch_norm_many", group, inputs[0] if inputs else None)
-    faulty, at_fault = None, ""
+    xs = as_list("inputs", inputs)
+    roles: dict[str, list[Any]] = {
+        name: [None] * len(xs) if one is None else as_list(name, one) for name, one in given.items()
+    }
+    arguments = [
+        Arguments(x, mean, var, weight, bias, momentum, eps, channel_dim, name=f"inputs[{index}]: ")
+        for index, (x, mean, var, weight, bias) in enumerate(itertools.zip_longest(xs, *roles.values()))
+    ][: len(xs)]
+    ranks = Ranks(None)
+    if training:
+        spec = groups.specification(process_group)
+        ranks = groups.ranks_of_call(spec, "sync_batch_norm_many", xs[0] if xs else None)
     try:
-        for name, role in roles.items():
-            if len(role) != len(inputs):
-                raise ValueError(f"expected {len(inputs)} {name}, one for each input, got {len(role)}")
-        for index, (x, mean, var, weight, bias) in enumerate(zip(inputs, *roles.values(), strict=True)):
-            faulty, at_fault = index, f"inputs[{index}]: "
-            arguments.check_all(x, mean, var, weight, bias, channel_dim, None, None, None, None)
-            if x.device != inputs[0].device:
-                raise ValueError(f"the input is on {x.device} but inputs[0] on {inputs[0].device}; move one")
-            if not training:
-                arguments.require_running_stats(mean, var)
-        faulty, at_fault = None, ""
-        arguments.check_momentum(momentum)
-        arguments.check_eps(eps)
-    except (TypeError, ValueError) as fault:
-        error = type(fault)(at_fault + str(fault))
-        channels = []
-        for index, (x, *per_channel) in enumerate(itertools.zip_longest(inputs, *roles.values())):
-            likely = arguments.likely_channels(x, channel_dim, *per_channel)
-            channels.append(arguments.channels_of(x, channel_dim) if likely is None and index != faulty else likely)
-        known = [num for num in channels[: len(inputs)] if num is not None]
-        if not training or len(known) < len(inputs):
-            raise error from fault
-        device = arguments.device_of(*itertools.chain(*roles.values()), *inputs)
-        collectives.raise_on_all_ranks(error, sum(known), device, group, caller, len(inputs))
-
-    if not inputs:
-        return []
-    means, variances, scales, shifts = roles.values()
+        check_lists(xs, roles)
+    except ValueError as error:
+        batch_norm.raise_on_all_ranks(error, arguments, ranks)
     if not training:
-        of_inputs = zip(inputs, means, variances, scales, shifts, strict=True)
-        return [sync_batch_norm(*of_input, eps=eps, channel_dim=channel_dim) for of_input in of_inputs]
-    xs = [dense(x, channel_dim % x.ndim) for x in inputs]
-    apply: Callable[..., tuple[Tensor, ...]] = many.SyncBatchNormManyFunction.apply
-    if torch.compiler.is_compiling() and not _builds_graph(*inputs, *scales, *shifts):
-        # Without gradients Dynamo (torch 2.13) hands a forward with *args a context, which it does not take.
-        apply = many.SyncBatchNormManyFunction.forward
-    output = apply(channel_dim, eps, group, caller, len(inputs), *xs, *scales, *shifts)
-    ys, statistics = many.by_role(output, len(inputs))
-    for of_input in zip(means, variances, statistics, strict=True):
-        _move_running_stats(*of_input, momentum)
-    return list(ys)
+        for one in arguments:
+            one.require_running_stats()
+        return [batch_norm.evaluate(one) for one in arguments]
+    results = batch_norm.train(arguments, ranks) if xs else []
+    for one, (_, statistics) in zip(arguments, results, strict=True):
+        batch_norm.move_running_stats(one, statistics)
+    return [output for output, _ in results]
 
 
-def train(
+def batch_norm_backward(
+    grad_output: Tensor,
     input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    momentum: float | Tensor,
-    eps: float,
-    group: dist.ProcessGroup | None,
-    channel_dim: int,
-    z: Tensor | None,
-    fuse_relu: bool,
-    mask: Tensor | None,
-    num_channels: int | None,
-    check_input_dim: Callable[[Tensor], Any] | None = None,
-    layer: nn.Module | None = None,
-) -> Tensor:
-    """`sync_batch_norm` in training, over a resolved group; None synchronises nothing.
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None = None,
+    process_group: ProcessGroupLike = None,
+    *,
+    channel_dim: int = 1,
+    training: bool = True,
+    output_mask: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    r"""The closed form of batch norm's gradient, for those who write their backward by hand.
 
-    `num_channels` is the layer's, None when only the arguments tell; `check_input_dim` is torch's check of a numbered
-    layer.
+        mean_dy    = sum dy / n        mean_dy_xmu = sum dy * (x - mean) / n                  (sums over all ranks)
+        grad_input = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight
+        grad_bias  = sum dy            grad_weight = sum dy * (x - mean) * invstd             (sums over this rank)
+
+    One all_reduce of 8 * (2C + 1) bytes in training (mean_dy, mean_dy_xmu and n together), on CPU 24 more, none with
+    one rank or no process group. With `training=False` the statistics are constants: grad_input = dy * invstd * weight,
+    and nothing is communicated.
+
+    Args:
+        grad_output, input: dy and x of one shape, (N, C, ...) or as `channel_dim` says; float16, bfloat16, float32 or
+            float64.
+        mean, invstd: (C,), of the whole batch; in training the same on all ranks. invstd = 1 / sqrt(biased var + eps).
+        weight: (C,) or None for 1.
+        process_group, channel_dim: as in `sync_batch_norm`.
+        training: False where the statistics did not depend on the input.
+        output_mask: which of the three gradients to compute; the others are None. The all_reduce happens whatever it
+            says.
+
+    Returns:
+        (grad_input, grad_weight, grad_bias): the input's shape and dtype; (C,) twice in the dtype of weight, without
+        weight in float32 (float64 for float64 input). The result carries no graph: differentiate `sync_batch_norm` for
+        a second derivative.
+
+    Raises:
+        ValueError, TypeError: a bad argument; on CPU in eager mode on every rank, as in `sync_batch_norm`, when mean
+            gives C.
     """
-    caller = callers.new_call("sync_batch_norm" if layer is None else layer, group, input)
+    ranks = Ranks(None)
+    if training:
+        ranks = groups.ranks_of_call(groups.specification(process_group), "batch_norm_backward", input)
     try:
-        arguments.check_all(
-            input, running_mean, running_var, weight, bias, channel_dim, z, mask, num_channels, check_input_dim
+        needs_input, needs_weight, needs_bias = output_mask
+        check_input(input, channel_dim)
+        check_like_input("grad_output", grad_output, input)
+        for name, given in (("mean", mean), ("invstd", invstd)):
+            if given is None:
+                raise TypeError(f"expected {name} to be a Tensor of shape ({input.shape[channel_dim]},), got None")
+        check_channels(input, channel_dim, None, {"mean": mean, "invstd": invstd, "weight": weight})
+    except (TypeError, ValueError) as error:
+        per_channel = Arguments(input, mean, invstd, weight, None, 0.0, 1.0, channel_dim)
+        batch_norm.raise_on_all_ranks(error, [per_channel], ranks, "backward")
+
+    with torch.no_grad():
+        layout = Layout.of(input, channel_dim)
+        mean, invstd = mean.to(torch.float64), invstd.to(torch.float64)
+        outer, _, inner = layout.sizes
+        num_values = mean.new_full((1,), outer * inner)
+        statistics = torch.cat((mean, invstd.square().reciprocal(), num_values))  # var, beside an eps of 0
+        compute_dtype = torch.promote_types(input.dtype, torch.float32)
+        dtype = compute_dtype if weight is None else weight.dtype
+        one = BackwardInput(
+            dy=grad_output.to(input.dtype),
+            x=input,
+            y=None,
+            weight=weight,
+            statistics=statistics,
+            layout=layout,
+            needs_x=needs_input and training,
+            needs_residual=False,
+            weight_dtype=dtype if needs_weight else None,
+            bias_dtype=dtype if needs_bias else None,
         )
-        arguments.check_momentum(momentum)
-        arguments.check_eps(eps)
-    except Exception as error:  # of whatever class a subclass's _check_input_dim raises
-        if num_channels is None:
-            num_channels = arguments.likely_channels(input, channel_dim, running_mean, running_var, weight, bias)
-        if num_channels is None:
-            raise
-        device = arguments.device_of(running_mean, running_var, weight, bias, input)
-        collectives.raise_on_all_ranks(error, num_channels, device, group, caller)
 
-    channel_dim %= input.ndim
-    x, num_values = input, None
-    if mask is not None:
-        mask, num_values = _with_channels(mask, input, channel_dim)
-        x = torch.where(mask, input, 0)
-    x = dense(x, channel_dim)
-    residual = None if z is None else laid_out_as(x, z.to(input.dtype), channel_dim)
-    y, statistics = autograd.apply(x, weight, bias, residual, num_values, channel_dim, eps, fuse_relu, group, caller)
-    _move_running_stats(running_mean, running_var, statistics, momentum)
-    # Gradients at False places become 0 here on their way in, and in the other torch.where on their way out.
-    return y if mask is None else torch.where(mask, y, 0)
+        def all_reduce(sums: Tensor) -> Tensor:
+            """Together with the number of values, which this rank does not know yet."""
+            if not training:
+                return sums
+            total = ranks.all_reduce(torch.cat((sums, num_values)), "backward", counted=True)
+            statistics[-1:] = total[-1:]
+            return total[:-1]
 
-
-def _builds_graph(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def _move_running_stats(
-    running_mean: Tensor | None, running_var: Tensor | None, statistics: Tensor, momentum: float | Tensor
-) -> None:
-    if running_mean is None or running_var is None:
-        return
-    moves, served = not inside_backward(), kernels.serving(running_mean)
-    if collect is not None and collect(running_mean, statistics, moves):
-        return
-    if served is kernels.reference or isinstance(momentum, Tensor):
-        moments.update_running_stats(running_mean, running_var, statistics, momentum, moves)
-    elif moves:  # one operator, which has no result to save
-        served.update_running_stats(running_mean, running_var, statistics, momentum)
-
-
-def inside_backward() -> bool:
-    """Whether this is called during a backward, as by the recompute of activation checkpointing.
-
-    In a compiled graph that is never so: it recomputes values, not the writes to buffers.
-    """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def local_batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> Tensor:
-    """F.batch_norm, which is not called by that name because subclasses.py makes it mean that of all ranks."""
-    if training and input.numel() == input.shape[1]:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
-    return torch.batch_norm(
-        input, weight, bias, running_mean, running_var, training, momentum, eps, torch.backends.cudnn.enabled
-    )
-
-
-def evaluate(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    channel_dim: int,
-    z: Tensor | None,
-    fuse_relu: bool,
-    mask: Tensor | None,
-    num_channels: int | None,
-    check_input_dim: Callable[[Tensor], Any] | None = None,
-) -> Tensor:
-    """F.batch_norm, then + z, then relu; of this rank's batch without running statistics. Communicates nothing."""
-    arguments.check_all(
-        input, running_mean, running_var, weight, bias, channel_dim, z, mask, num_channels, check_input_dim
-    )
-    if mask is not None and running_mean is None:  # the statistics of what counts in this rank's batch
-        return train(input, None, None, weight, bias, 0.0, eps, None, channel_dim, z, fuse_relu, mask, num_channels)
-    channel_dim %= input.ndim
-    x = input
-    if mask is not None:
-        mask, _ = _with_channels(mask, input, channel_dim)
-        x = torch.where(mask, input, 0)
-    per_channel = (running_mean, running_var, weight, bias)
-    if any(given is not None and given.dtype != input.dtype for given in per_channel):
-        # F.batch_norm takes parameters of the input's dtype, or all in float32 beside a lower one.
-        dtype = autograd.compute_dtype(input)
-        running_mean, running_var, weight, bias = (None if given is None else given.to(dtype) for given in per_channel)
-    if channel_dim != 1:
-        x = x.contiguous()
-        x = Layout.of(x, channel_dim).fold(x)
-    y = local_batch_norm(x, running_mean, running_var, weight, bias, running_mean is None, 0.0, eps)
-    if channel_dim != 1:
-        y = y.view_as(input)
-    if z is not None:
-        y = y + z.to(input.dtype)
-    if fuse_relu:
-        y = F.relu(y)
-    return y if mask is None else torch.where(mask, y, 0)
-
-
-def _with_channels(mask: Tensor, input: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:
-    """`mask` as a view of the input's shape with one channel, and how many values it counts: int64 ()."""
-    if mask.ndim == 1:
-        mask = mask.view(-1, *(1,) * (input.ndim - 2))
-    shape = list(input.shape)
-    shape[channel_dim] = 1
-    mask = mask.unsqueeze(channel_dim).expand(shape)
-    return mask, mask.sum()
+        [(grad_input, grad_weight, grad_bias, _)] = autograd.gradients([one], 0.0, all_reduce)
+        if needs_input and not training:
+            scale = invstd if weight is None else invstd * weight
+            column = scale.to(compute_dtype).view(-1, *(1,) * (input.ndim - layout.channel_dim - 1))
+            grad_input = (one.dy * column).to(input.dtype)
+    return grad_input, grad_weight, grad_bias

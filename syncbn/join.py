@@ -1,8 +1,8 @@
-"""Training while some ranks have run out of data: `with syncbn.join(ddp_model): ...`
+"""Trains while some ranks have run out of data: `with syncbn.join(ddp_model): ...`
 
-torch's Join lets such a rank answer the collectives of DistributedDataParallel, which are the same in every step. Those
-of batch norm are as many as the layers that a step happens to call: see agreement.py. On a finished rank a thread of
-ours answers those, beside Join, which works on the group of the model.
+torch's Join lets such a rank, which has joined, shadow the collectives of DistributedDataParallel, which are the same
+in every iteration. Those of batch norm are as many as the layers that an iteration happens to call: see shadowing.py.
+On a joined rank a thread of ours shadows those, beside Join, which works on the group of the model.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from syncbn import callers, diagnosis, groups
-from syncbn.agreement import STEP, Agreement
-from syncbn.callers import Caller
+from syncbn import call_sites, groups, report
+from syncbn.collectives import intercepted_by, joined_group
 from syncbn.layer import SyncBatchNorm
-from syncbn.summary import is_compiled
+from syncbn.shadowing import ITERATION, Shadowing
+from syncbn.torch_private import JoinAfter, is_compiled
 
 
 @contextlib.contextmanager
@@ -68,7 +67,7 @@ def join(ddp_model: DistributedDataParallel, *, divide_by_initial_world_size: bo
         return
     session = _Session(ddp_model)
     try:
-        torch_join = _Join(session, divide_by_initial_world_size=divide_by_initial_world_size)
+        torch_join = _Join(session, divide_by_initial_world_size)
         with session.announcing(), torch_join:
             try:
                 yield
@@ -82,25 +81,24 @@ def join(ddp_model: DistributedDataParallel, *, divide_by_initial_world_size: bo
         session.close()
 
 
-class _Session(Agreement):
+class _Session(Shadowing):
     """One `with` block on this rank: what it announces, and its thread once it has no more data."""
 
     def __init__(self, ddp_model: DistributedDataParallel) -> None:
         super().__init__(ddp_model.join_device, "syncbn.join")
         self.model = ddp_model
-        self.thread: threading.Thread | None = None
-        self.steps: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each step of the others, then False
+        self.iterations: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each of the others, then False
         self.error: BaseException | None = None  # of the thread
 
     @contextlib.contextmanager
     def announcing(self) -> Iterator[None]:
         """Within, the layers and the model announce what they are going to do."""
         hooks = (
-            self.model.register_forward_pre_hook(self.announce_step, prepend=True),
+            self.model.register_forward_pre_hook(self.announce_iteration, prepend=True),
             register_module_forward_pre_hook(self.refuse_other_model),
         )
         try:
-            with super().announcing():
+            with intercepted_by(self):
                 yield
         finally:
             for hook in hooks:
@@ -111,22 +109,17 @@ class _Session(Agreement):
         if isinstance(module, DistributedDataParallel) and module is not self.model:
             raise RuntimeError("syncbn.join joins one model, and here runs a second DistributedDataParallel")
 
-    def announce_step(self, *_: Any) -> None:
+    def announce_iteration(self, *_: Any) -> None:
         """A hook before the forward of the model."""
         if not torch.is_grad_enabled():
             raise RuntimeError(
                 "inside syncbn.join each forward of the joined model is a step with its backward; "
                 "without gradients call ddp_model.module"
             )
-        self.agree(STEP, callers.new_call("syncbn.join", self.header_group, None), "step")
-
-    def announce_all_reduce(self, length: int, counted: bool, caller: Caller | None, step: str) -> None:
-        """The thread's own all_reduces answer what another rank has announced."""
-        if threading.current_thread() is not self.thread:
-            super().announce_all_reduce(length, counted, caller, step)
+        self.agree(ITERATION, call_sites.new_call("syncbn.join", self.header_group, None), "iteration")
 
     def finish(self) -> None:
-        """This rank has no more data: answer the others from now on."""
+        """This rank has no more data, and joins: from now on it shadows the others."""
         self.thread = threading.Thread(target=self.serve, name="syncbn.join", daemon=True)
         self.thread.start()
 
@@ -135,36 +128,35 @@ class _Session(Agreement):
         try:
             if self.device.type != "cpu":
                 torch.cuda.set_device(self.device)
-            self.answer(lambda: self.steps.put(True))
+            self.shadow(lambda: self.iterations.put(True))
         except BaseException as error:
             self.error = error
         finally:
-            self.steps.put(False)
+            self.iterations.put(False)
 
-    def wait_for_next_step(self) -> None:
-        """Until the others begin a step or all are finished. **Raises** what the thread raised."""
-        if not self.steps.get() and self.error is not None:
+    def wait_for_iteration(self) -> None:
+        """Until the others begin an iteration or all have joined. **Raises** what the thread raised."""
+        if not self.iterations.get() and self.error is not None:
             raise self.error
 
     def explain(self, error: RuntimeError) -> None:
         """A collective of torch's has failed. **Raises** what the thread, whose own fails soon, says of it."""
         assert self.thread is not None
-        self.thread.join(diagnosis.READING + 1)  # it may read for so long
+        self.thread.join(report.READ_SECONDS + 1)  # it may read for so long
         if self.error is not None and self.error is not error:
             raise self.error from error
 
 
-class _Join(Join):
-    """torch's, which answers a step of the model once our thread has seen it begin, and so never waits for a rank that
-    failed."""
+class _Join(JoinAfter):
+    """torch's Join, which shadows an iteration of the model once our thread has seen it begin, and so never waits for a
+    rank that failed."""
 
-    def __init__(self, session: _Session, **options: Any) -> None:
-        super().__init__([session.model], **options)
+    def __init__(self, session: _Session, divide_by_initial_world_size: bool) -> None:
+        super().__init__([session.model], divide_by_initial_world_size=divide_by_initial_world_size)
         self.session = session
 
-    def _get_num_nonjoined_procs(self) -> Any:
-        self.session.wait_for_next_step()
-        return super()._get_num_nonjoined_procs()  # type: ignore[no-untyped-call]
+    def before_iteration(self) -> None:
+        self.session.wait_for_iteration()
 
     def __exit__(self, *exception: Any) -> None:
         try:
@@ -180,7 +172,7 @@ def _check(ddp_model: nn.Module) -> None:
     compiled = ", ".join(name or "the model" for name, module in ddp_model.named_modules() if is_compiled(module))
     if compiled:
         raise TypeError(f"syncbn.join needs a model without compiled modules, but compiled are: {compiled}")
-    if groups.joined is not None:
+    if joined_group() is not None:
         raise RuntimeError("syncbn.join cannot be entered inside syncbn.join")
     num_ranks = dist.get_world_size()
     parts = {"the model": dist.get_world_size(ddp_model.process_group)}

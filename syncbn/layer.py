@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import arguments, diagnosis, functional, groups
+from syncbn import batch_norm, groups, torch_private, watchdog
+from syncbn.arguments import Arguments, check_eps, check_momentum
+from syncbn.collectives import Ranks
 
 if TYPE_CHECKING:
     from syncbn.groups import ProcessGroupLike, Specification
+    from syncbn.moments import Pool
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -57,6 +59,7 @@ class SyncBatchNorm(_BatchNorm):
     _synchronised_ranks: int | None = None
     _process_group: Specification = None
     _is_replica: bool = False  # nn.DataParallel sets it in its copies
+    _statistics_pool: Pool | None = None  # collects each batch's statistics, which then do not move the running ones
 
     def __init__(
         self,
@@ -75,9 +78,9 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         if num_features < 1:
             raise ValueError(f"num_features must be positive, got {num_features}")
-        arguments.check_eps(eps)
+        check_eps(eps)
         if momentum is not None:
-            arguments.check_momentum(momentum)
+            check_momentum(momentum)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if not bias:
             self.register_parameter("bias", None)
@@ -88,7 +91,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @property
     def process_group(self) -> Specification:
-        """The ranks to synchronise, as said: None, an int, "node", a DeviceMesh; `groups.Ranks` for a ProcessGroup."""
+        """The ranks to synchronise: None, an int, "node", a DeviceMesh; `groups.GlobalRanks` for a ProcessGroup."""
         return self._process_group
 
     @process_group.setter
@@ -97,7 +100,8 @@ class SyncBatchNorm(_BatchNorm):
 
     def __getstate__(self) -> dict[str, Any]:
         state = vars(self).copy()
-        state.pop("_synchronised_ranks", None)  # of this process, not of a copy elsewhere
+        for name in ("_synchronised_ranks", "_statistics_pool"):  # of this process, not of a copy elsewhere
+            state.pop(name, None)
         return state
 
     def reset_parameters(self) -> None:
@@ -129,91 +133,44 @@ class SyncBatchNorm(_BatchNorm):
         ValueError, as F.batch_norm. In a forward inside a backward, as activation checkpointing's recompute, the
         running statistics do not move.
         """
-        check_input_dim = self._check_input_dim if _checks_input_dim(type(self)) else None
-        if not self.training:
-            diagnosis.evaluates()
-            return functional.evaluate(
-                input,
-                self.running_mean,
-                self.running_var,
-                self.weight,
-                self.bias,
-                self.eps,
-                -1 if self.channel_last else 1,
-                z,
-                self.fuse_relu,
-                mask,
-                self.num_features,
-                check_input_dim,
-            )
-
-        counter = self.num_batches_tracked if self.track_running_stats else None
-        momentum: float | Tensor
-        if self.momentum is not None:
-            momentum = self.momentum
-        else:  # the average of all batches, without reading the counter on the host
-            momentum = 0.0 if counter is None else 1.0 / (counter + 1).to(torch.float64)
-        output = self._syncbn_train(
+        arguments = Arguments(
             input,
-            self.running_mean if self.track_running_stats else None,
-            self.running_var if self.track_running_stats else None,
+            self.running_mean,
+            self.running_var,
             self.weight,
             self.bias,
-            momentum,
+            0.0 if self.momentum is None else self.momentum,
             self.eps,
             -1 if self.channel_last else 1,
             z,
             self.fuse_relu,
             mask,
             self.num_features,
-            check_input_dim,
+            self._check_input_dim if _has_number_of_dims(type(self)) else None,
         )
-        if counter is not None and not functional.inside_backward():
-            counter.add_(1)
-        return output
+        if not self.training:
+            watchdog.note_evaluation()
+            return batch_norm.evaluate(arguments)
+        if not self.track_running_stats:
+            arguments.running_mean = arguments.running_var = None
+        counter = self.num_batches_tracked if self.track_running_stats else None
+        if self.momentum is None and counter is not None:  # the average of all batches, without reading the counter
+            arguments.momentum = 1.0 / (counter + 1).to(torch.float64)
+        return self._train(arguments, counter)
 
-    def _syncbn_train(
-        self,
-        input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        momentum: float | Tensor,
-        eps: float,
-        channel_dim: int = 1,
-        z: Tensor | None = None,
-        fuse_relu: bool = False,
-        mask: Tensor | None = None,
-        num_channels: int | None = None,
-        check_input_dim: Callable[[Tensor], Any] | None = None,
-    ) -> Tensor:
-        """F.batch_norm(training=True) of these arguments over all ranks of this layer's group."""
-        group = None
+    def _train(self, arguments: Arguments, counter: Tensor | None = None) -> Tensor:
+        """F.batch_norm(training=True) of these arguments over all ranks of this layer's group; `counter` counts it."""
         if self._is_replica:
             _warn_in_data_parallel()
+            ranks = Ranks(None)
         else:
-            group = groups.resolve(self.process_group)
-        output = functional.train(
-            input,
-            running_mean,
-            running_var,
-            weight,
-            bias,
-            momentum,
-            eps,
-            group,
-            channel_dim,
-            z,
-            fuse_relu,
-            mask,
-            num_channels,
-            check_input_dim,
-            layer=self,
-        )
-        ranks = 1 if group is None else group.size()
-        if not torch.compiler.is_compiling() and self._synchronised_ranks != ranks:
-            self._synchronised_ranks = ranks
+            ranks = groups.ranks_of_call(self.process_group, self, arguments.input)
+        [(output, statistics)] = batch_norm.train([arguments], ranks)
+        pool = self._statistics_pool if arguments.running_mean is self.running_mean else None
+        batch_norm.move_running_stats(arguments, statistics, counter, pool)
+        num_ranks = 1 if ranks.group is None else ranks.group.size()
+        if self._synchronised_ranks != num_ranks and not torch_private.is_compiling():
+            self._synchronised_ranks = num_ranks
         return output
 
     def extra_repr(self) -> str:
@@ -244,7 +201,7 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """SyncBatchNorm for (N, C, D, H, W), or (N, D, H, W, C) with channel_last; it is an nn.BatchNorm3d too."""
 
 
-def _checks_input_dim(layer_class: type[SyncBatchNorm]) -> bool:
+def _has_number_of_dims(layer_class: type[SyncBatchNorm]) -> bool:
     return layer_class._check_input_dim is not _BatchNorm._check_input_dim
 
 

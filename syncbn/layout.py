@@ -17,14 +17,15 @@ class Layout(NamedTuple):
     (N, H, W, C) contiguous, channel_dim = 3  -> (N*H*W, C, 1)
     """
 
-    channel_dim: int  # 0 <= channel_dim < ndim
+    channel_dim: int  # not negative
     channel_innermost: bool  # memory runs over the channels first although they are not the last dim (channels_last)
     sizes: tuple[int, int, int]  # outer, channel, inner
 
     @classmethod
     def of(cls, tensor: Tensor, channel_dim: int) -> Layout:
-        """The layout in which `tensor`, when it is dense, folds without a copy."""
+        """The layout in which `tensor`, when dense, folds without a copy. `channel_dim` may count from the right."""
         shape = tensor.shape
+        channel_dim %= len(shape)
         channels = shape[channel_dim]
         if not tensor.is_contiguous() and tensor.stride(channel_dim) == 1:
             others = math.prod(shape[:channel_dim]) * math.prod(shape[channel_dim + 1 :])
@@ -57,15 +58,3 @@ class Layout(NamedTuple):
             return folded.view(shape)
         others = shape[: self.channel_dim] + shape[self.channel_dim + 1 :]
         return folded.view(*others, shape[self.channel_dim]).movedim(-1, self.channel_dim)
-
-
-def dense(tensor: Tensor, channel_dim: int) -> Tensor:
-    """`tensor`, or a copy, without gaps: contiguous or with the channels innermost."""
-    return tensor if tensor.is_contiguous() else Layout.of(tensor, channel_dim).dense(tensor)
-
-
-def laid_out_as(x: Tensor, tensor: Tensor, channel_dim: int) -> Tensor:
-    """`tensor`, of the shape of the dense x, or a copy that lies in memory as x does."""
-    if tensor.is_contiguous() and x.is_contiguous():
-        return tensor
-    return Layout.of(x, channel_dim).dense(tensor)

@@ -1,4 +1,4 @@
-"""Channel mathematics in float64: sums -> mean, variance -> running statistics. Knows no ranks, no layout.
+"""Computes the numbers of channels in float64: sums -> mean, variance -> running statistics. Knows no ranks, no layout.
 
 C channels, n values of a channel over all ranks; S = sum x and Q = sum x^2 of a channel. Packed are
     sums        (2C + 1,)  S, Q, n
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from syncbn import torch_private
 
 
 def from_sums(sums: Tensor) -> Tensor:
@@ -40,6 +42,12 @@ def inverse_std(var: Tensor, eps: float) -> Tensor:
     return (var + eps).rsqrt()
 
 
+def unbiased(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """mean (C,), the unbiased variance var * n / (n - 1) (C,), which for n <= 1 means nothing, and n ()."""
+    (mean, var), num_values = statistics[:-1].chunk(2), statistics[-1]
+    return mean, var * (num_values / (num_values - 1).clamp(min=1)), num_values
+
+
 @torch.no_grad()
 def update_running_stats(
     running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float | Tensor, moves: bool = True
@@ -50,13 +58,33 @@ def update_running_stats(
     channel (n = 1) leaves running_var as it is: both without reading n on the host. With `moves` False nothing changes
     although the same operators run, whose results selective checkpointing finds by counting.
     """
-    (mean, var), num_values = statistics[:-1].chunk(2), statistics[-1]
-    unbiased_var = var * (num_values / (num_values - 1).clamp(min=1))
-    for running, statistic, enough in (
-        (running_mean, mean, num_values > 0),
-        (running_var, unbiased_var, num_values > 1),
-    ):
+    mean, var, num_values = unbiased(statistics)
+    for running, statistic, enough in ((running_mean, mean, num_values > 0), (running_var, var, num_values > 1)):
         moved = (1 - momentum) * running.to(torch.float64) + momentum * statistic
         moved = torch.where(enough, moved, running)
         if moves:
             running.copy_(moved)
+
+
+class Pool:
+    """The statistics of all batches of a layer together: their sums, and how many forwards they are of."""
+
+    def __init__(self, num_channels: int, device: torch.device) -> None:
+        self.packed = torch.zeros(2 * num_channels + 2, dtype=torch.float64, device=device)
+        self.is_empty = True
+
+    def add(self, statistics: Tensor, moves: bool) -> None:
+        """Those of a batch, unless this forward is a recompute (`moves` False), which the pool has already.
+
+        **Raises** RuntimeError in a compiled graph.
+        """
+        if torch_private.is_compiling():
+            raise RuntimeError("compiled graphs cannot collect running statistics; compile without fullgraph=True")
+        packed = torch.cat((to_sums(statistics.detach()), statistics.new_ones(1)))
+        if moves:
+            self.packed += packed
+            self.is_empty = False
+
+    def statistics(self) -> Tensor:
+        """mean, biased var and n, as those of one batch."""
+        return from_sums(self.packed[:-1])

@@ -20,28 +20,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from syncbn import callers, collectives, functional, moments
-from syncbn.agreement import Agreement
+from syncbn import call_sites, moments, torch_private
+from syncbn.collectives import Ranks
 from syncbn.convert import convert_syncbn_model, revert_syncbn_model
+from syncbn.exchange import all_reduce_max, require_equal
 from syncbn.layer import SyncBatchNorm
-
-
-class _Pool:
-    """The statistics of all batches of a layer together: their sums, and how many forwards they are of."""
-
-    def __init__(self, layer: _BatchNorm) -> None:
-        assert layer.running_mean is not None
-        self.packed = torch.zeros(2 * layer.num_features + 2, dtype=torch.float64, device=layer.running_mean.device)
-
-    def add(self, statistics: Tensor, moves: bool) -> None:
-        """Those of a batch, unless this forward is a recompute (`moves` False), which the pool has already."""
-        packed = torch.cat((moments.to_sums(statistics.detach()), statistics.new_ones(1)))
-        if moves:
-            self.packed += packed
-
-    def statistics(self) -> Tensor:
-        """mean, biased var and n, as those of one batch."""
-        return moments.from_sums(self.packed[:-1])
+from syncbn.moments import Pool
+from syncbn.shadowing import Shadowing
 
 
 @contextlib.contextmanager
@@ -77,6 +62,8 @@ def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
         yield
     with torch.no_grad():
         for layer, pool in pools.items():
+            if pool.is_empty:
+                continue
             counter = layer.num_batches_tracked
             assert counter is not None
             counter += 1
@@ -87,30 +74,23 @@ def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _collecting(layers: Iterable[_BatchNorm]) -> Iterator[dict[_BatchNorm, _Pool]]:
-    """Within, these layers' statistics go to the pools, one for each layer that is called; counters are put back."""
-    if functional.collect is not None:
-        raise RuntimeError("accumulate_running_stats and recompute_running_stats cannot run inside one another")
-    pools: dict[_BatchNorm, _Pool] = {}
-    by_running_mean = {id(layer.running_mean): layer for layer in layers}
-    counters = {layer: layer.num_batches_tracked.clone() for layer in layers if layer.num_batches_tracked is not None}
-
-    def collect(running_mean: Tensor, statistics: Tensor, moves: bool) -> bool:
-        if torch.compiler.is_compiling():
-            raise RuntimeError("compiled graphs cannot collect running statistics; compile without fullgraph=True")
-        layer = by_running_mean.get(id(running_mean))
-        if layer is None:
-            return False
-        if layer not in pools:
-            pools[layer] = _Pool(layer)
-        pools[layer].add(statistics, moves)
-        return True
-
-    functional.collect = collect
+def _collecting(layers: Iterable[SyncBatchNorm]) -> Iterator[dict[SyncBatchNorm, Pool]]:
+    """Within, these layers' statistics go to the pools, one for each layer; counters are put back."""
+    pools, counters = {}, {}
+    for layer in layers:
+        if layer._statistics_pool is not None:
+            raise RuntimeError("accumulate_running_stats and recompute_running_stats cannot run inside one another")
+        assert layer.running_mean is not None
+        pools[layer] = Pool(layer.num_features, layer.running_mean.device)
+        if layer.num_batches_tracked is not None:
+            counters[layer] = layer.num_batches_tracked.clone()
     try:
+        for layer, pool in pools.items():
+            layer._statistics_pool = pool
         yield pools
     finally:
-        functional.collect = None
+        for layer in pools:
+            layer._statistics_pool = None
         for layer, counter in counters.items():
             assert layer.num_batches_tracked is not None
             layer.num_batches_tracked.copy_(counter)
@@ -177,9 +157,7 @@ def recompute_running_stats(
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     """Without what compiles it or makes it data-parallel, whose forward would wait for ranks that have no data."""
-    while isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules:
-        inner = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
-        assert isinstance(inner, nn.Module)
+    while (inner := _unwrapped_once(model)) is not model:
         model = inner
     parallel = [name for name, module in model.named_modules() if isinstance(module, DistributedDataParallel)]
     if parallel:
@@ -187,31 +165,34 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _pools_of_all_ranks(run: Callable[[], None], layers: list[SyncBatchNorm], device: torch.device) -> list[_Pool]:
+def _unwrapped_once(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else torch_private.without_compile(model)
+
+
+def _pools_of_all_ranks(run: Callable[[], None], layers: list[SyncBatchNorm], device: torch.device) -> list[Pool]:
     """What these layers see while `run` runs, as long as any rank runs it."""
     with _collecting(layers) as pools:
         if _world_size() == 1:
             run()
-            return [pools.get(layer, _Pool(layer)) for layer in layers]
-        agreement = Agreement(device, "recompute_running_stats")
-        try:
-            agreement.run(run)
-            found = [pools.get(layer, _Pool(layer)) for layer in layers]
-            agreement.take_from_the_last(pool.packed for pool in found)
-            return found
-        finally:
-            agreement.close()
+        else:
+            shadowing = Shadowing(device, "recompute_running_stats")
+            try:
+                shadowing.run(run)
+                shadowing.take_from_the_last(pool.packed for pool in pools.values())
+            finally:
+                shadowing.close()
+        return list(pools.values())
 
 
-def _replace(layer: _BatchNorm, pool: _Pool) -> None:
-    mean, var = pool.statistics()[:-1].chunk(2)
+def _replace(layer: _BatchNorm, pool: Pool) -> None:
+    mean, var, _ = moments.unbiased(pool.statistics())
     num_values, num_calls = pool.packed[-2:].tolist()
     assert layer.running_mean is not None
     assert layer.running_var is not None
     if num_values > 0:
         layer.running_mean.copy_(mean)
     if num_values > 1:
-        layer.running_var.copy_(var * (num_values / (num_values - 1)))
+        layer.running_var.copy_(var)
     if num_calls and layer.num_batches_tracked is not None:
         layer.num_batches_tracked.fill_(int(num_calls))
 
@@ -315,11 +296,11 @@ def merge_running_stats(model: nn.Module, count: float | Mapping[str, float] | N
         return
     b = 0 if count is None else 1
     sums = torch.cat([_weighted_sums(layer, n, b) for layer, n in zip(layers, weights, strict=True)])
-    caller = callers.new_call("merge_running_stats", world, sums)
+    ranks = Ranks(world, call_sites.new_call("merge_running_stats", world, sums))
     sizes = [2 * layer.num_features + 1 for layer in layers]
-    totals = torch.split(collectives.all_reduce_sums(sums, world, caller, "all_reduce"), sizes)
+    totals = torch.split(ranks.all_reduce(sums, "all_reduce"), sizes)
     counters = torch.stack([_counter(layer) for layer in layers])
-    counters = collectives.all_reduce_max(counters, world)
+    counters = all_reduce_max(counters, world)
     for layer, total, counter in zip(layers, totals, counters, strict=True):
         (weighted_mean, weighted_square), n = total[:-1].chunk(2), total[-1]
         mean = weighted_mean / n
@@ -368,9 +349,9 @@ def _weighted_sums(layer: _BatchNorm, n: float | Tensor, b: int) -> Tensor:
 
 
 def _agreed_layers(
-    model: nn.Module, prepare: Callable[[list[_BatchNorm]], None] = lambda layers: None, told: str = ""
+    model: nn.Module, prepare: Callable[[list[_BatchNorm]], None] = lambda layers: None, count_given: str = ""
 ) -> list[_BatchNorm]:
-    """The BatchNorm layers of `model` with running statistics: the same on all ranks, which are `told` the same.
+    """The BatchNorm layers of `model` with running statistics: the same on all ranks, and so is `count_given`.
 
     **Raises** on every rank what any rank raises, also in `prepare`.
     """
@@ -390,7 +371,7 @@ def _agreed_layers(
     world = dist.group.WORLD
     if world is not None and world.size() > 1:
         channels = " + ".join(str(layer.num_features) for layer in layers)
-        collectives.require_equal(f"BatchNorm layers of {channels} channels{told}", fault, world)
+        require_equal(f"BatchNorm layers of {channels} channels{count_given}", fault, world)
     elif fault is not None:
         raise fault
     return layers

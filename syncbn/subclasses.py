@@ -14,15 +14,16 @@ import functools
 import warnings
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
-from syncbn import functional
+from syncbn.arguments import Arguments
+from syncbn.batch_norm import plain_batch_norm
 from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
+from syncbn.torch_private import is_compiling
 
 OURS: dict[type[nn.Module], type[SyncBatchNorm]] = {
     nn.BatchNorm1d: SyncBatchNorm1d,
@@ -78,7 +79,7 @@ class _KeepsForward(_Made):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with _SynchroniseBatchNorm(self):
             output = super().forward(*args, **kwargs)
-        if self.training and self._synchronised_ranks is None and not torch.compiler.is_compiling():
+        if self.training and self._synchronised_ranks is None and not is_compiling():
             _warn_of_own_mathematics(self._syncbn_original.__qualname__)
         return output
 
@@ -108,10 +109,10 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     if training and layer.training:
-        return layer._syncbn_train(input, running_mean, running_var, weight, bias, momentum, eps)
-    if layer.training and not torch.compiler.is_compiling():
+        return layer._train(Arguments(input, running_mean, running_var, weight, bias, momentum, eps))
+    if layer.training and not is_compiling():
         layer._synchronised_ranks = 1  # frozen statistics, as the original wants it
-    return functional.local_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    return plain_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 def _empty_instance(original: type[nn.Module]) -> SyncBatchNorm:

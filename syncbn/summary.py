@@ -1,4 +1,4 @@
-"""The table of a model's synchronised layers: what each sends, and whether it really synchronised."""
+"""Prints the table of a model's synchronised layers: what each sends, and whether it really synchronised."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import NamedTuple
 from torch import nn
 
 from syncbn import groups, kernels
-from syncbn.collectives import SIGNED
+from syncbn.collectives import NUM_SIGNED
 from syncbn.layer import SyncBatchNorm
+from syncbn.torch_private import is_compiled
 
 BYTES_PER_NUMBER = 8  # float64
 
@@ -83,14 +84,7 @@ def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
         type(layer).__name__,
         layer.num_features,
         group_size,
-        forward_bytes=bytes_if_sent * (numbers + (SIGNED if on_cpu else 1)),
-        backward_bytes=bytes_if_sent * (numbers + (SIGNED if on_cpu else 0)),
+        forward_bytes=bytes_if_sent * (numbers + (NUM_SIGNED if on_cpu else 1)),
+        backward_bytes=bytes_if_sent * (numbers + (NUM_SIGNED if on_cpu else 0)),
         last_step=last_step,
     )
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile has wrapped this module."""
-    # torch.compile(module) returns a wrapper that holds the module as _orig_mod; module.compile() sets
-    # _compiled_call_impl.
-    return "_orig_mod" in module._modules or module._compiled_call_impl is not None

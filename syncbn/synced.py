@@ -1,4 +1,4 @@
-"""Whether all ranks have the same model, bit by bit, as they must in data-parallel training."""
+"""Checks that all ranks have the same model, bit by bit, as they must in data-parallel training."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from syncbn import collectives, groups
-from syncbn.diagnosis import in_words, table
+from syncbn import groups
+from syncbn.exchange import all_gather, all_gather_text, all_reduce_max, by_rank, in_words
 from syncbn.layer import SyncBatchNorm
 
 LINES = 20  # tensors that an error names
@@ -40,8 +40,8 @@ def assert_synced(model: nn.Module) -> None:
     tensors = dict(_tensors(model))
     _require_the_same_names([f"{name}: {tuple(one.shape)} {one.dtype}" for name, one in tensors.items()], world)
     cohorts = _cohorts(model)
-    told = torch.tensor([(_digest(one), cohorts.get(name, -1)) for name, one in tensors.items()]).view(-1, 2)
-    everyone = torch.stack(collectives.all_gather(told, world)).tolist()  # (W, tensors, 2)
+    local = torch.tensor([(_digest(one), cohorts.get(name, -1)) for name, one in tensors.items()]).view(-1, 2)
+    everyone = torch.stack(all_gather(local, world)).tolist()  # (W, tensors, 2)
     words = []
     for index, (name, tensor) in enumerate(tensors.items()):
         ranks_with: dict[int, dict[int, list[int]]] = {}  # cohort -> digest -> ranks
@@ -78,15 +78,16 @@ def _cohorts(model: nn.Module) -> dict[str, int]:
 def _require_the_same_names(lines: list[str], world: dist.ProcessGroup) -> None:
     """**Raises** AssertionError on every rank with the first line that differs."""
     text = "\n".join(lines)
-    digests = collectives.all_gather_text(hashlib.blake2b(text.encode()).hexdigest(), world)
+    digests = all_gather_text(hashlib.blake2b(text.encode()).hexdigest(), world)
     if len(set(digests)) == 1:
         return
     ranks = [*range(world.size())]
     for index in itertools.count():
-        told = collectives.all_gather_text(lines[index] if index < len(lines) else "nothing more", world)
-        if len(set(told)) > 1:
+        lines_of_ranks = all_gather_text(lines[index] if index < len(lines) else "nothing more", world)
+        if len(set(lines_of_ranks)) > 1:
             raise AssertionError(
-                f"the ranks have not the same tensors; of each the first that differs:\n{table(ranks, told)}"
+                "the ranks have not the same tensors; of each the first that differs:\n"
+                + by_rank(ranks, lines_of_ranks)
             )
 
 
@@ -105,9 +106,7 @@ def _report(differing: list[tuple[str, Tensor, list[list[int]]]], num_tensors: i
         values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).to(torch.float64).reshape(-1)
         if not mine:  # of another group, where they may be the same
             values = torch.full_like(values, -math.inf)
-        largest, negated_smallest = collectives.all_reduce_max(
-            torch.cat((values, -values if mine else values)), world
-        ).chunk(2)
+        largest, negated_smallest = all_reduce_max(torch.cat((values, -values if mine else values)), world).chunk(2)
         difference = (largest + negated_smallest).max().item()
         lines.append(f"{name}: {' unlike '.join(map(in_words, versions))}, by up to {difference:.3g}")
     if len(differing) > LINES:

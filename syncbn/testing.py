@@ -19,13 +19,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import TCPStore
 from torch.multiprocessing.spawn import start_processes
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from syncbn import collectives
 from syncbn.convert import convert_syncbn_model, revert_syncbn_model
+from syncbn.exchange import all_reduce_max
 from syncbn.layer import SyncBatchNorm
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -101,7 +100,7 @@ def assert_matches_full_batch(
                 f"{name} must be importable where the ranks start, a function at the top level of a module, got "
                 f"{function!r}: {error}"
             ) from error
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = (world_size, store.port, timeout, model_fn, tuple(batch), loss_fn, steps, dtype)
     start_processes(_run_rank, arguments, nprocs=world_size, start_method=START_METHOD)  # type: ignore[no-untyped-call]
     told, local = json.loads(store.get("found"))
@@ -174,7 +173,7 @@ def _compared(pairs: list[tuple[str, str, Tensor, Tensor]], world: dist.ProcessG
         measured.append(torch.stack((error, scale)))
     both = torch.stack(measured)
     if world is not None:
-        both = collectives.all_reduce_max(both, world)
+        both = all_reduce_max(both, world)
     found = [(what, name, *pair) for (what, name, *_), pair in zip(pairs, both.tolist(), strict=True)]
     for what, _, _, scale in found:
         largest[what] = max(largest.get(what, 0.0), scale)
@@ -208,7 +207,7 @@ def _run_rank(
     os.environ.update({name: str(value) for name, value in sizes.items()})  # as torchrun does
     torch.set_num_threads(1)
     wait = timedelta(seconds=timeout)
-    store = TCPStore("127.0.0.1", port, timeout=wait)
+    store = dist.TCPStore("127.0.0.1", port, timeout=wait)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=wait)
     torch.manual_seed(0)
     model = model_fn()

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import syncbn
 from syncbn import groups, kernels
+from syncbn.layout import Layout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 MOST_LAUNCHES = {"forward": 4, "backward": 3}
@@ -156,19 +157,19 @@ def test_more_values_than_an_int32_counts(channels_last: bool) -> None:
     x = torch.empty(shape, dtype=torch.bfloat16, device="cuda", memory_format=memory_format).zero_()
     x[-1] = 3.0
     assert x.numel() > 2**31
-    served = kernels.serving(x)
-    sums = served.channel_sums(x, 1)
+    served, layout = kernels.select_kernels(x), Layout.of(x, 1)
+    sums = served.channel_sums(x, layout)
     values = shape[2] * shape[3]
     assert sums[:64].eq(3 * values).all()
     assert sums[64:128].eq(9 * values).all()
-    y, statistics = served.normalize(x, 1, sums, 1e-5, None, None, None, False)
+    y, statistics = served.normalize(x, layout, sums, 1e-5, None, None, None, False)
     mean, invstd = 3 / shape[0], (9 / shape[0] - 9 / shape[0] ** 2 + 1e-5) ** -0.5
     torch.testing.assert_close(y[-1], torch.full_like(y[-1], (3 - mean) * invstd))
     torch.testing.assert_close(y[0], torch.full_like(y[0], -mean * invstd))
     del y
-    of_dy, _, _ = served.gradient_sums(x, x, None, 1, statistics, 1e-5, None, None)
+    of_dy, _, _ = served.gradient_sums(x, x, None, layout, statistics, 1e-5, None, None)
     torch.testing.assert_close(of_dy[64:], torch.full_like(of_dy[64:], 3 * values * (3 - mean)))
-    grad_x, _ = served.input_gradient(x, x, None, 1, statistics, 1e-5, None, of_dy, False)
+    grad_x, _ = served.input_gradient(x, x, None, layout, statistics, 1e-5, None, of_dy, False)
     num_values = shape[0] * values
     expected = (3 - 3 / shape[0] - (3 - mean) * invstd**2 * of_dy[64].item() / num_values) * invstd
     torch.testing.assert_close(grad_x[-1], torch.full_like(grad_x[-1], expected))

@@ -13,10 +13,11 @@ from accuracy_cases import HARD_INPUTS, errors_of_one_step
 from torch import Tensor
 
 import syncbn
+from syncbn import autograd, batch_norm, moments
 from syncbn import kernels as all_kernels
-from syncbn import moments
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import cpu, reference
+from syncbn.layout import Layout
 
 SIZES = [
     (4, 3, 63),  # 63: not a multiple of any vector
@@ -86,6 +87,12 @@ def sums_close(actual: Tensor, first: Tensor, second: Tensor, dtype: torch.dtype
         assert (error <= allowed * terms.abs().sum((0, 2))).all()
 
 
+def force(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> None:
+    """Every tensor gets these kernels."""
+    for module in (autograd, batch_norm):
+        monkeypatch.setattr(module, "select_kernels", lambda x: kernels)
+
+
 def truncates(kernels: ModuleType) -> bool:
     """Triton's interpreter cuts off bits of float32, and subnormals, to make bfloat16; GPUs round."""
     return kernels not in (reference, cpu) and torch.get_default_device().type == "cpu"
@@ -94,7 +101,7 @@ def truncates(kernels: ModuleType) -> bool:
 def test_channel_sums(kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     (x,) = draw(1, sizes, dtype)
     wide = x.double()
-    sums = kernels.channel_sums(x, 1)
+    sums = kernels.channel_sums(x, Layout.of(x, 1))
     sums_close(sums[:-1], wide, wide.square(), dtype, kernels)
     assert sums[-1] == sizes[0] * sizes[2]
 
@@ -108,7 +115,9 @@ def test_normalize(
     mean, invstd, weight, bias = of_channels(4, sizes[1])
     invstd = invstd.abs()
     sums = sums_of(mean, invstd)
-    out, statistics = kernels.normalize(x, 1, sums, 0.0, weight.float(), bias.bfloat16(), z if residual else None, relu)
+    out, statistics = kernels.normalize(
+        x, Layout.of(x, 1), sums, 0.0, weight.float(), bias.bfloat16(), z if residual else None, relu
+    )
     torch.testing.assert_close(statistics, packed_statistics(mean, invstd, 8.0), rtol=1e-12, atol=1e-12)
     expected = (x.double() - mean[:, None]) * (invstd * weight.float())[:, None] + bias.bfloat16()[:, None]
     expected = expected + z.double() if residual else expected
@@ -120,14 +129,16 @@ def test_nothing_is_lost_beside_a_large_mean(kernels: ModuleType) -> None:
     x = 1e4 + torch.randn(50, 3, 1)
     mean, dy = x.double().mean((0, 2)), torch.randn(50, 3, 1)
     xmu = x.double() - mean[:, None]
-    out, statistics = kernels.normalize(x, 1, kernels.channel_sums(x, 1), 1.0, None, None, None, False)
+    out, statistics = kernels.normalize(
+        x, Layout.of(x, 1), kernels.channel_sums(x, Layout.of(x, 1)), 1.0, None, None, None, False
+    )
     invstd = (xmu.square().mean((0, 2)) + 1).rsqrt()
     close(out, xmu * invstd[:, None])
     statistics[3:6] = 0  # beside an eps of 1: invstd 1
-    sums, _, _ = kernels.gradient_sums(dy, x, None, 1, statistics, 1.0, None, None)
+    sums, _, _ = kernels.gradient_sums(dy, x, None, Layout.of(x, 1), statistics, 1.0, None, None)
     tolerance = 1e-12 if kernels in (reference, cpu) else 1e-6  # of differences in float32
     torch.testing.assert_close(sums[3:], (dy.double() * xmu).sum((0, 2)), rtol=tolerance, atol=tolerance)
-    out, _ = kernels.input_gradient(dy, x, None, 1, statistics, 1.0, None, sums, False)
+    out, _ = kernels.input_gradient(dy, x, None, Layout.of(x, 1), statistics, 1.0, None, sums, False)
     mean_dy, mean_dy_xmu = (sums / 50).chunk(2)
     close(out, dy.double() - mean_dy[:, None] - xmu * mean_dy_xmu[:, None])
 
@@ -138,7 +149,7 @@ def test_gradient_sums(kernels: ModuleType, sizes: tuple[int, int, int], dtype: 
     mean, invstd = of_channels(2, sizes[1])
     statistics = packed_statistics(mean, invstd.abs())
     sums, grad_weight, grad_bias = kernels.gradient_sums(
-        dy, x, y if relu else None, 1, statistics, 0.0, torch.float64, torch.bfloat16
+        dy, x, y if relu else None, Layout.of(x, 1), statistics, 0.0, torch.float64, torch.bfloat16
     )
     wide = dy.double() * (y > 0) if relu else dy.double()
     sums_close(sums, wide, wide * (x.double() - mean[:, None]), dtype, kernels)
@@ -146,7 +157,7 @@ def test_gradient_sums(kernels: ModuleType, sizes: tuple[int, int, int], dtype: 
     torch.testing.assert_close(grad_weight, sum_dy_xmu * invstd.abs(), rtol=1e-14, atol=0)
     torch.testing.assert_close(grad_bias, sum_dy.bfloat16(), rtol=2**-7 if truncates(kernels) else 0, atol=0)
     assert grad_bias.data_ptr() != sums.data_ptr() or not sums.numel()
-    assert kernels.gradient_sums(dy, x, None, 1, statistics, 0.0, None, None)[1:] == (None, None)
+    assert kernels.gradient_sums(dy, x, None, Layout.of(x, 1), statistics, 0.0, None, None)[1:] == (None, None)
 
 
 @pytest.mark.parametrize(("relu", "residual"), [(False, False), (True, False), (True, True)])
@@ -163,7 +174,9 @@ def test_input_gradient(
     mean, invstd, weight, first, second = of_channels(5, sizes[1])
     invstd = invstd.abs()
     sums, statistics = torch.cat((first, second)), packed_statistics(mean, invstd, num_values)
-    out, residual_out = kernels.input_gradient(dy, x, y if relu else None, 1, statistics, 0.0, weight, sums, residual)
+    out, residual_out = kernels.input_gradient(
+        dy, x, y if relu else None, Layout.of(x, 1), statistics, 0.0, weight, sums, residual
+    )
     mean_dy, mean_dy_xmu = (sums / max(num_values, 1.0)).chunk(2)
     wide = dy.double() * (y > 0) if relu else dy.double()
     xmu = x.double() - mean[:, None]
@@ -178,9 +191,9 @@ def test_the_relu_mask_stops_nan_gradients_and_passes_nan_outputs(kernels: Modul
     """As torch's relu: where the output is 0 a NaN in dy does not pass; where it is NaN, dy does."""
     nan, statistics = float("nan"), torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)
     dy, y = torch.tensor([nan, 2.0, 3.0]).view(1, 1, 3), torch.tensor([0.0, nan, 1.0]).view(1, 1, 3)
-    sums, _, _ = kernels.gradient_sums(dy, torch.zeros_like(dy), y, 1, statistics, 0.0, None, None)
+    sums, _, _ = kernels.gradient_sums(dy, torch.zeros_like(dy), y, Layout.of(y, 1), statistics, 0.0, None, None)
     assert sums[0] == 5.0
-    out, _ = kernels.normalize(y - 1, 1, statistics, 0.0, None, None, None, True)
+    out, _ = kernels.normalize(y - 1, Layout.of(y, 1), statistics, 0.0, None, None, None, True)
     torch.testing.assert_close(out.flatten(), torch.tensor([0.0, nan, 0.0]), equal_nan=True)
 
 
@@ -192,7 +205,7 @@ def test_every_16_bit_number(kernels: ModuleType, dtype: torch.dtype) -> None:
     numbers = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).view(1, 1, -1)
     sums = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)
     for factor in (1.0, 1.2345, 3e-5, 40.0):
-        out, _ = kernels.normalize(numbers, 1, sums, 0.0, torch.tensor([factor]), None, None, False)
+        out, _ = kernels.normalize(numbers, Layout.of(numbers, 1), sums, 0.0, torch.tensor([factor]), None, None, False)
         expected = (numbers.float() * factor).to(dtype)
         assert torch.equal(out.isnan(), expected.isnan())
         assert torch.equal(out.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
@@ -206,7 +219,7 @@ def test_squares_of_16_bits_lose_nothing(
     """Beside a mean of many standard deviations the variance is what little the squares differ by."""
     torch.manual_seed(0)
     x = torch.randint(large, large + 2, sizes).to(dtype)
-    sums = kernels.channel_sums(x, 1)
+    sums = kernels.channel_sums(x, Layout.of(x, 1))
     if kernels in (reference, cpu):
         assert torch.equal(sums[sizes[1] : -1], x.double().square().sum((0, 2)))
     var = moments.from_sums(sums)[sizes[1] : -1]  # in Triton the squares are of differences from a center, in float32
@@ -223,10 +236,10 @@ def test_results_are_the_same_again_and_on_other_threads(kernels: ModuleType, si
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        sums = kernels.channel_sums(x, 1)
-        out, statistics = kernels.normalize(x, 1, sums, EPS, None, None, None, False)
-        of_dy, _, _ = kernels.gradient_sums(dy, x, None, 1, statistics, EPS, None, None)
-        grad_x, _ = kernels.input_gradient(dy, x, None, 1, statistics, EPS, None, of_dy, False)
+        sums = kernels.channel_sums(x, Layout.of(x, 1))
+        out, statistics = kernels.normalize(x, Layout.of(x, 1), sums, EPS, None, None, None, False)
+        of_dy, _, _ = kernels.gradient_sums(dy, x, None, Layout.of(x, 1), statistics, EPS, None, None)
+        grad_x, _ = kernels.input_gradient(dy, x, None, Layout.of(x, 1), statistics, EPS, None, of_dy, False)
         results.append((sums, out, statistics, of_dy, grad_x))
     for other in results[1:]:
         assert all(map(torch.equal, other, results[0]))
@@ -239,7 +252,7 @@ def test_two_steps_of_a_layer(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, channels_last: bool, size: int
 ) -> None:
     """All kernels together, with residual and relu, as torch's layer, add and relu."""
-    monkeypatch.setattr(all_kernels, "serving", lambda x: kernels)
+    force(monkeypatch, kernels)
     torch.manual_seed(0)
     layer, expected_layer = syncbn.SyncBatchNorm2d(5, fuse_relu=True), torch.nn.BatchNorm2d(5, dtype=torch.float64)
     with torch.no_grad():
@@ -271,7 +284,7 @@ def test_two_steps_of_a_layer(
 @pytest.mark.parametrize("case", HARD_INPUTS)
 def test_accuracy(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """Where formulas lose digits the float32 errors stay within a few roundings of the float64 result's largest."""
-    monkeypatch.setattr(all_kernels, "serving", lambda x: kernels)
+    force(monkeypatch, kernels)
     errors = errors_of_one_step(case, torch.float32, sync_batch_norm, device=torch.get_default_device())
     assert max(errors.relative.values()) < 1e-6, errors
 
@@ -292,11 +305,11 @@ def test_values_between_their_places(kernels: ModuleType, dtype: torch.dtype, si
         assert shifted[-1].data_ptr() % x.itemsize
     results = []
     for x, dy, z, weight, bias, running_mean, running_var in (aligned, shifted):
-        sums = kernels.channel_sums(x, 1)
-        y, statistics = kernels.normalize(x, 1, sums, EPS, weight, bias, z, True)
-        of_dy, _, _ = kernels.gradient_sums(dy, x, y, 1, statistics, EPS, None, None)
+        sums = kernels.channel_sums(x, Layout.of(x, 1))
+        y, statistics = kernels.normalize(x, Layout.of(x, 1), sums, EPS, weight, bias, z, True)
+        of_dy, _, _ = kernels.gradient_sums(dy, x, y, Layout.of(x, 1), statistics, EPS, None, None)
         kernels.update_running_stats(running_mean, running_var, statistics, 0.1)
-        gradients = kernels.input_gradient(dy, x, y, 1, statistics, EPS, weight, of_dy, True)
+        gradients = kernels.input_gradient(dy, x, y, Layout.of(x, 1), statistics, EPS, weight, of_dy, True)
         results.append((sums, y, of_dy, *gradients, running_mean, running_var))
     assert all(map(torch.equal, *results))
 
@@ -310,16 +323,16 @@ def test_more_than_2_31_values(kernels: ModuleType, pytestconfig: pytest.Config,
     x = torch.zeros(sizes, dtype=torch.float16)
     x[-1, -1, -1] = 3
     num_values = x.numel() // sizes[1]
-    sums = kernels.channel_sums(x, 1)
+    sums = kernels.channel_sums(x, Layout.of(x, 1))
     expected = torch.zeros(2 * sizes[1] + 1, dtype=torch.float64)
     expected[sizes[1] - 1], expected[2 * sizes[1] - 1], expected[-1] = 3, 9, num_values
     torch.testing.assert_close(sums, expected)
-    y, statistics = kernels.normalize(x, 1, sums, 1.0, None, None, None, False)
+    y, statistics = kernels.normalize(x, Layout.of(x, 1), sums, 1.0, None, None, None, False)
     assert (y[-1, -1, -1], y[-1, 0, -1], y[0, 0, 0]) == (3, 0, 0)
     dy = y
-    of_dy, _, _ = kernels.gradient_sums(dy, x, None, 1, statistics, 1.0, None, None)
+    of_dy, _, _ = kernels.gradient_sums(dy, x, None, Layout.of(x, 1), statistics, 1.0, None, None)
     torch.testing.assert_close(of_dy, expected[:-1], rtol=1e-4, atol=1e-4)
-    out, _ = kernels.input_gradient(dy, x, None, 1, statistics, 1.0, None, of_dy, False)
+    out, _ = kernels.input_gradient(dy, x, None, Layout.of(x, 1), statistics, 1.0, None, of_dy, False)
     assert out[-1, -1, -1] == pytest.approx(3, abs=1e-2)
     assert out[0, 0, 0] == pytest.approx(0, abs=1e-2)
 
@@ -335,10 +348,10 @@ X = torch.randn(4, 3, 5)
 ONES = torch.ones(3)
 STATISTICS = torch.ones(2 * 3 + 1, dtype=torch.float64)
 CALLS = {
-    "channel_sums": (X, 1),
-    "normalize": (X, 1, STATISTICS, EPS, ONES, None, X, True),
-    "gradient_sums": (X, X, X, 1, STATISTICS, EPS, torch.float32, None),
-    "input_gradient": (X, X, X, 1, STATISTICS, EPS, ONES, STATISTICS[1:].clone(), True),
+    "channel_sums": (X, 4, 3, 5),
+    "normalize": (X, 4, 3, 5, STATISTICS, EPS, ONES, None, X, True),
+    "gradient_sums": (X, X, X, 4, 3, 5, STATISTICS, EPS, torch.float32, None),
+    "input_gradient": (X, X, X, 4, 3, 5, STATISTICS, EPS, ONES, STATISTICS[1:].clone(), True),
     "update_running_stats": (ONES.clone(), ONES.clone(), STATISTICS, 0.1),
 }
 
@@ -427,6 +440,6 @@ def test_what_keeps_triton_from_running_is_told_and_not_raised() -> None:
 
 def test_which_tensors_the_operators_serve() -> None:
     fast = reference if cpu.why_not() else cpu
-    assert all_kernels.serving(torch.ones(2)) is fast
-    assert all_kernels.serving(torch.nn.Parameter(torch.ones(2))) is reference
-    assert all_kernels.serving(torch.ones(2, device="meta")) is reference
+    assert all_kernels.select_kernels(torch.ones(2)) is fast
+    assert all_kernels.select_kernels(torch.nn.Parameter(torch.ones(2))) is reference
+    assert all_kernels.select_kernels(torch.ones(2, device="meta")) is reference

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from syncbn import moments
+from syncbn.layout import Layout
 
 EPS = 1e-5
 
@@ -17,7 +18,8 @@ def from_sums(kernels: ModuleType) -> Callable[[Tensor], Tensor]:
     """What normalize makes of the sums, beside an input of as many channels."""
 
     def statistics_of(sums: Tensor) -> Tensor:
-        return kernels.normalize(torch.zeros(1, sums.numel() // 2), 1, sums, EPS, None, None, None, False)[1]
+        x = torch.zeros(1, sums.numel() // 2)
+        return kernels.normalize(x, Layout.of(x, 1), sums, EPS, None, None, None, False)[1]
 
     return statistics_of
 

@@ -1,7 +1,7 @@
-"""The kernels: two reductions and two maps of whole tensors, and the update of the running statistics.
+"""Selects the kernels: two reductions and two maps of whole tensors, and the update of the running statistics.
 
 Every kernel module in this folder offers the same five functions. `reference` defines what they compute, by means of
-the leaves `layout` and `moments`; nothing here imports more of the package.
+the leaves `layout` and `moments`; nothing here imports more of the package but `torch_private`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from syncbn import torch_private
 from syncbn.kernels import cpu, reference
 
 
-def serving(x: Tensor) -> ModuleType:
+def select_kernels(x: Tensor) -> ModuleType:
     """The kernel module for tensors like `x`.
 
     Tensor subclasses and exported programs get torch's operations, as do compiled graphs on GPUs. On CPUs what Inductor
@@ -28,11 +29,21 @@ def serving(x: Tensor) -> ModuleType:
     if type(x) is not Tensor or torch.compiler.is_exporting():
         return reference
     if x.is_cpu:
-        return cpu if _CPU and not (torch.compiler.is_compiling() and torch.is_grad_enabled()) else reference
+        return reference if _why_no_cpp() or (torch.compiler.is_compiling() and torch.is_grad_enabled()) else cpu
     if x.is_cuda and not torch.compiler.is_compiling() and _why_no_triton() is None:
         # Outside of the Functions a torch.func transform wraps tensors, which have no memory then.
-        return reference if torch._C._are_functorch_transforms_active() else _gpu()
+        return reference if torch_private.inside_functorch() else _gpu()
     return reference
+
+
+def available() -> str:
+    """Which kernels serve the tensors of this machine, and why not faster ones, in one line."""
+    why_not = _why_no_cpp()
+    lines = [f"cpu: torch operations ({why_not})" if why_not else "cpu: C++"]
+    if torch.cuda.is_available():
+        why_not = _why_no_triton()
+        lines.append(f"cuda: torch operations ({why_not})" if why_not else "cuda: Triton")
+    return "; ".join(lines)
 
 
 def _gpu() -> ModuleType:
@@ -41,27 +52,17 @@ def _gpu() -> ModuleType:
     return gpu
 
 
-def available() -> str:
-    """Which kernels serve the tensors of this machine, and why not faster ones, in one line."""
-    lines = ["cpu: C++" if _CPU else f"cpu: torch operations ({_WHY_NOT})"]
-    if torch.cuda.is_available():
-        why_not = _why_no_triton()
-        lines.append("cuda: Triton" if why_not is None else f"cuda: torch operations ({why_not})")
-    return "; ".join(lines)
-
-
-_FORCED = os.environ.get("SYNCBN_KERNELS")
-if _FORCED not in (None, "reference"):
-    raise ValueError(f"SYNCBN_KERNELS must be 'reference' or not set, got {_FORCED!r}")
-_WHY_NOT = f"SYNCBN_KERNELS={_FORCED}" if _FORCED else cpu.why_not()
-_CPU = _WHY_NOT is None
+@torch_private.constant_in_graphs
+def _why_no_cpp() -> str | None:
+    """None when the C++ kernels serve CPU tensors, which loads them, else the reason in a line."""
+    return _why_forced() or cpu.why_not()
 
 
 @functools.cache
 def _why_no_triton() -> str | None:
     """None when kernels in Triton run on the GPU, which one of them does once, else the reason in a line."""
-    if _FORCED:
-        return f"SYNCBN_KERNELS={_FORCED}"
+    if why_forced := _why_forced():
+        return why_forced
     try:
         buffers, statistics = torch.zeros(2, 1, device="cuda"), torch.zeros(3, dtype=torch.float64, device="cuda")
         _gpu().update_running_stats(*buffers, statistics, 0.1)
@@ -70,3 +71,11 @@ def _why_no_triton() -> str | None:
     except Exception as error:  # of whatever class: no triton, no C compiler, a GPU that it does not know
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     return None
+
+
+@functools.cache
+def _why_forced() -> str | None:
+    forced = os.environ.get("SYNCBN_KERNELS")
+    if forced not in (None, "reference"):
+        raise ValueError(f"SYNCBN_KERNELS must be 'reference' or not set, got {forced!r}")
+    return f"SYNCBN_KERNELS={forced}" if forced else None

@@ -223,35 +223,42 @@ const double* doubles_of(const Tensor& tensor, int64_t count, const char* name) 
   return static_cast<const double*>(tensor.const_data_ptr());
 }
 
-// How an input lies in memory, and that tensors of its shape lie so too; see layout.py.
+// That x lies in memory as (outer, channel, inner), contiguous or with the channels innermost, and others as x does.
 struct Layout {
   const Tensor& x;
-  int64_t channel_dim;
-  bool channels_innermost;
+  Sizes sizes;
 
-  Layout(const Tensor& x, int64_t channel_dim)
-      : x(x), channel_dim(channel_dim), channels_innermost(!x.is_contiguous()) {
-    STD_TORCH_CHECK(0 <= channel_dim && channel_dim < x.dim(), "expected channel_dim of the input, got ", channel_dim);
-    STD_TORCH_CHECK(x.is_cpu() && is_dense(x), "expected an input on the CPU, contiguous or with the channels innermost");
+  Layout(const Tensor& x, int64_t outer, int64_t channels, int64_t inner) : x(x), sizes{outer, channels, inner} {
+    STD_TORCH_CHECK(outer >= 0 && channels >= 0 && inner >= 0 && x.numel() == sizes.numel(), "expected an input of ",
+                    outer, " * ", channels, " * ", inner, " numbers, got ", x.numel());
+    STD_TORCH_CHECK(x.is_cpu() && (x.is_contiguous() || channels_innermost()),
+                    "expected an input on the CPU, contiguous or with the channels innermost");
   }
 
-  bool is_dense(const Tensor& tensor) const {
-    if (!channels_innermost) return tensor.is_contiguous();
-    int64_t stride = 1;
-    auto follows = [&](int64_t dim) {
-      bool lies_here = tensor.size(dim) == 1 || tensor.stride(dim) == stride;
-      stride *= tensor.size(dim);
-      return lies_here;
-    };
-    bool dense = follows(channel_dim);
-    for (int64_t dim = tensor.dim() - 1; dim >= 0; --dim) dense &= dim == channel_dim || follows(dim);
-    return dense;
+  // One dim is that of the channels, whose numbers are neighbours; the others are contiguous around it.
+  bool channels_innermost() const {
+    if (sizes.inner != 1) return false;
+    int64_t channel_dim = -1, stride = sizes.channels;
+    for (int64_t dim = 0; dim < x.dim(); ++dim)
+      if (x.size(dim) == sizes.channels && x.stride(dim) == 1) channel_dim = dim;
+    for (int64_t dim = x.dim() - 1; dim >= 0; --dim) {
+      if (dim == channel_dim || x.size(dim) == 1) continue;
+      if (x.stride(dim) != stride) return false;
+      stride *= x.size(dim);
+    }
+    return channel_dim >= 0;
+  }
+
+  bool lies_as_x(const Tensor& tensor) const {
+    if (!std::ranges::equal(tensor.sizes(), x.sizes())) return false;
+    for (int64_t dim = 0; dim < x.dim(); ++dim)
+      if (x.numel() > 0 && x.size(dim) != 1 && tensor.stride(dim) != x.stride(dim)) return false;
+    return true;
   }
 
   void check(const Tensor& other, const char* name) const {
-    STD_TORCH_CHECK(other.is_cpu() && other.scalar_type() == x.scalar_type() &&
-                        std::ranges::equal(other.sizes(), x.sizes()) && is_dense(other),
-                    "expected ", name, " with the dtype, sizes and layout of the input");
+    STD_TORCH_CHECK(other.is_cpu() && other.scalar_type() == x.scalar_type() && lies_as_x(other), "expected ", name,
+                    " with the dtype, sizes and layout of the input");
   }
   void check(const std::optional<Tensor>& other, const char* name) const {
     if (other) check(*other, name);
@@ -261,13 +268,6 @@ struct Layout {
     Tensor other = torch::stable::empty_like(x);
     check(other, "memory");
     return other;
-  }
-
-  Sizes sizes() const {
-    Sizes sizes{1, x.size(channel_dim), 1};
-    for (int64_t dim = 0; dim < x.dim(); ++dim)
-      if (dim != channel_dim) (channels_innermost || dim < channel_dim ? sizes.outer : sizes.inner) *= x.size(dim);
-    return sizes;
   }
 };
 
@@ -289,8 +289,8 @@ Tensor empty_doubles(int64_t count) { return torch::stable::empty({count}, Scala
 
 // The operators: what they compute is said in reference.py.
 
-Tensor channel_sums(Tensor x, int64_t channel_dim) {
-  Sizes sizes = Layout(x, channel_dim).sizes();
+Tensor channel_sums(Tensor x, int64_t outer, int64_t channels, int64_t inner) {
+  Sizes sizes = Layout(x, outer, channels, inner).sizes;
   Tensor sums = empty_doubles(2 * sizes.channels + 1);
   auto* packed = mutable_data_of<double>(sums);
   std::fill_n(packed, 2 * sizes.channels, 0.0);
@@ -317,13 +317,12 @@ struct Statistics {
   double invstd(int64_t channel) const { return 1 / std::sqrt(vars[channel] + eps); }
 };
 
-std::tuple<Tensor, Tensor> normalize(Tensor x, int64_t channel_dim, Tensor sums, double eps,
+std::tuple<Tensor, Tensor> normalize(Tensor x, int64_t outer, int64_t channels, int64_t inner, Tensor sums, double eps,
                                      std::optional<Tensor> weight, std::optional<Tensor> bias,
                                      std::optional<Tensor> residual, bool relu) {
-  Layout layout(x, channel_dim);
+  Layout layout(x, outer, channels, inner);
   layout.check(residual, "residual");
-  Sizes sizes = layout.sizes();
-  int64_t channels = sizes.channels;
+  Sizes sizes = layout.sizes;
   const double* totals = doubles_of(sums, 2 * channels + 1, "sums");
   auto weights = weights_of(weight, channels);
   auto biases = bias ? numbers_of(*bias, channels, "bias") : std::vector<double>(channels);
@@ -356,13 +355,12 @@ std::tuple<Tensor, Tensor> normalize(Tensor x, int64_t channel_dim, Tensor sums,
 }
 
 std::tuple<Tensor, std::optional<Tensor>, std::optional<Tensor>> gradient_sums(
-    Tensor dy, Tensor x, std::optional<Tensor> y, int64_t channel_dim, Tensor packed_statistics, double eps,
-    std::optional<ScalarType> weight_dtype, std::optional<ScalarType> bias_dtype) {
-  Layout layout(x, channel_dim);
+    Tensor dy, Tensor x, std::optional<Tensor> y, int64_t outer, int64_t channels, int64_t inner,
+    Tensor packed_statistics, double eps, std::optional<ScalarType> weight_dtype, std::optional<ScalarType> bias_dtype) {
+  Layout layout(x, outer, channels, inner);
   layout.check(dy, "dy");
   layout.check(y, "y");
-  Sizes sizes = layout.sizes();
-  int64_t channels = sizes.channels;
+  Sizes sizes = layout.sizes;
   Statistics statistics(packed_statistics, channels, eps);
   std::vector<double> center(statistics.means, statistics.means + channels);
   if (x.scalar_type() != ScalarType::Double)
@@ -392,13 +390,13 @@ std::tuple<Tensor, std::optional<Tensor>, std::optional<Tensor>> gradient_sums(
 }
 
 std::tuple<Tensor, std::optional<Tensor>> input_gradient(Tensor dy, Tensor x, std::optional<Tensor> y,
-                                                         int64_t channel_dim, Tensor packed_statistics, double eps,
+                                                         int64_t outer, int64_t channels, int64_t inner,
+                                                         Tensor packed_statistics, double eps,
                                                          std::optional<Tensor> weight, Tensor sums, bool of_residual) {
-  Layout layout(x, channel_dim);
+  Layout layout(x, outer, channels, inner);
   layout.check(dy, "dy");
   layout.check(y, "y");
-  Sizes sizes = layout.sizes();
-  int64_t channels = sizes.channels;
+  Sizes sizes = layout.sizes;
   Statistics statistics(packed_statistics, channels, eps);
   const double* totals = doubles_of(sums, 2 * channels, "sums");
   double count = std::max(1.0, statistics.num_values);
@@ -446,16 +444,16 @@ void update_running_stats(Tensor running_mean, Tensor running_var, Tensor packed
 }  // namespace
 
 STABLE_TORCH_LIBRARY(syncbn, library) {
-  library.def("channel_sums(Tensor x, int channel_dim) -> Tensor");
+  library.def("channel_sums(Tensor x, SymInt outer, SymInt channels, SymInt inner) -> Tensor");
   library.def(
-      "normalize(Tensor x, int channel_dim, Tensor sums, float eps, Tensor? weight, Tensor? bias, Tensor? residual, "
-      "bool relu) -> (Tensor, Tensor)");
+      "normalize(Tensor x, SymInt outer, SymInt channels, SymInt inner, Tensor sums, float eps, Tensor? weight, "
+      "Tensor? bias, Tensor? residual, bool relu) -> (Tensor, Tensor)");
   library.def(
-      "gradient_sums(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor statistics, float eps, "
-      "ScalarType? weight_dtype, ScalarType? bias_dtype) -> (Tensor, Tensor?, Tensor?)");
+      "gradient_sums(Tensor dy, Tensor x, Tensor? y, SymInt outer, SymInt channels, SymInt inner, Tensor statistics, "
+      "float eps, ScalarType? weight_dtype, ScalarType? bias_dtype) -> (Tensor, Tensor?, Tensor?)");
   library.def(
-      "input_gradient(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor statistics, float eps, Tensor? weight, "
-      "Tensor sums, bool of_residual) -> (Tensor, Tensor?)");
+      "input_gradient(Tensor dy, Tensor x, Tensor? y, SymInt outer, SymInt channels, SymInt inner, Tensor statistics, "
+      "float eps, Tensor? weight, Tensor sums, bool of_residual) -> (Tensor, Tensor?)");
   library.def(
       "update_running_stats(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor statistics, float momentum) -> ()");
 }

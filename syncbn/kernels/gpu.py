@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from syncbn import moments
 from syncbn.kernels import gpu_kernels
 from syncbn.layout import Layout
 
@@ -91,12 +92,8 @@ def _two(number: float) -> tuple[float, float]:
     return high, number - high
 
 
-def _plan_of(x: Tensor, channel_dim: int, most_programs: int) -> Plan:
-    return _plan(Layout.of(x, channel_dim).sizes, x.dtype, most_programs)
-
-
-def channel_sums(x: Tensor, channel_dim: int) -> Tensor:
-    plan = _plan_of(x, channel_dim, SUMMING_PROGRAMS)
+def channel_sums(x: Tensor, layout: Layout) -> Tensor:
+    plan = _plan(layout.sizes, x.dtype, SUMMING_PROGRAMS)
     channels = plan.sizes["channels"]
     with _device_of(x):
         parts = _empty_parts(x, plan)
@@ -110,7 +107,7 @@ def channel_sums(x: Tensor, channel_dim: int) -> Tensor:
 
 def normalize(
     x: Tensor,
-    channel_dim: int,
+    layout: Layout,
     sums: Tensor,
     eps: float,
     weight: Tensor | None,
@@ -118,7 +115,7 @@ def normalize(
     residual: Tensor | None,
     relu: bool,
 ) -> tuple[Tensor, Tensor]:
-    plan = _plan_of(x, channel_dim, MAPPING_PROGRAMS)
+    plan = _plan(layout.sizes, x.dtype, MAPPING_PROGRAMS)
     with _device_of(x):
         y, statistics = torch.empty_like(x), torch.empty_like(sums)
         gpu_kernels.normalize[plan.grid](
@@ -132,13 +129,13 @@ def gradient_sums(
     dy: Tensor,
     x: Tensor,
     y: Tensor | None,
-    channel_dim: int,
+    layout: Layout,
     statistics: Tensor,
     eps: float,
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    plan = _plan_of(x, channel_dim, SUMMING_PROGRAMS)
+    plan = _plan(layout.sizes, x.dtype, SUMMING_PROGRAMS)
     channels = plan.sizes["channels"]
     with _device_of(x):
         parts, sums = _empty_parts(x, plan), _empty_numbers(x, 2 * channels)
@@ -156,14 +153,14 @@ def input_gradient(
     dy: Tensor,
     x: Tensor,
     y: Tensor | None,
-    channel_dim: int,
+    layout: Layout,
     statistics: Tensor,
     eps: float,
     weight: Tensor | None,
     sums: Tensor,
     of_residual: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    plan = _plan_of(x, channel_dim, MAPPING_PROGRAMS)
+    plan = _plan(layout.sizes, x.dtype, MAPPING_PROGRAMS)
     with _device_of(x):
         grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x) if of_residual else None
         gpu_kernels.input_gradient[plan.grid](
@@ -173,7 +170,14 @@ def input_gradient(
     return grad_x, grad_residual
 
 
-def update_running_stats(running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float) -> None:
+def update_running_stats(
+    running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float | Tensor, moves: bool = True
+) -> None:
+    if isinstance(momentum, Tensor):
+        moments.update_running_stats(running_mean, running_var, statistics, momentum, moves)
+        return
+    if not moves:
+        return
     channels = running_mean.numel()
     with _device_of(running_mean):
         gpu_kernels.update_running_stats[_blocks_of(channels)](

@@ -1,11 +1,11 @@
 """The kernels as torch operations: runs on every device and defines what the other kernel modules must compute.
 
-C: channels, in dim `channel_dim` >= 0 of the tensors of values: x, and dy, y and the residual, which have the dtype and
-    shape of x and lie in memory as x does, without gaps. Numbers of channels are float64, but for weight and bias (C,)
-    in any float dtype; statistics (2C + 1,) are mean, var and n, see moments.py, and invstd = 1 / sqrt(var + eps).
-    Reductions add in float64; values of 16 bits, a few at a time, at first in float32 if that is faster, and on GPUs
-    float32 values too: squares of values beyond 1.8e19 then overflow, those of values below 1e-19 lose digits. Maps
-    compute single values in float32, or in float64 for float64 values.
+C: channels. `layout` says how x lies in memory: without gaps, as (outer, C, inner). So do dy, y and the residual, which
+    have the dtype and shape of x. Numbers of channels are float64, but for weight and bias (C,) in any float dtype;
+    statistics (2C + 1,) are mean, var and n, see moments.py, and invstd = 1 / sqrt(var + eps).
+Reductions add in float64; values of 16 bits, a few at a time, at first in float32 if that is faster, and on GPUs
+    float32 values too: squares of values beyond 1.8e19 then overflow, those of values below 1e-19 lose digits.
+Maps compute single values in float32, or in float64 for float64 values.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from syncbn.layout import Layout
 from syncbn.moments import update_running_stats as update_running_stats
 
 
-def channel_sums(x: Tensor, channel_dim: int) -> Tensor:
+def channel_sums(x: Tensor, layout: Layout) -> Tensor:
     """sum x and sum x^2 of each channel, then the number of its values: float64 (2C + 1,)."""
-    wide = Layout.of(x, channel_dim).fold(x).to(torch.float64)
+    wide = layout.fold(x).to(torch.float64)
     num_values = wide.new_full((1,), wide.shape[0] * wide.shape[2])
     return torch.cat((wide.sum((0, 2)), wide.square().sum((0, 2)), num_values))
 
 
 def normalize(
     x: Tensor,
-    channel_dim: int,
+    layout: Layout,
     sums: Tensor,
     eps: float,
     weight: Tensor | None,
@@ -44,7 +44,6 @@ def normalize(
     center, rest = _split(mean, x)
     scale = invstd if weight is None else invstd * weight
     shift = -rest * scale if bias is None else bias - rest * scale
-    layout = Layout.of(x, channel_dim)
     y = (layout.fold(x).to(center.dtype) - center) * _column(scale, center) + _column(shift, center)
     if residual is not None:
         y = y + layout.fold(residual)
@@ -57,7 +56,7 @@ def gradient_sums(
     dy: Tensor,
     x: Tensor,
     y: Tensor | None,
-    channel_dim: int,
+    layout: Layout,
     statistics: Tensor,
     eps: float,
     weight_dtype: torch.dtype | None,
@@ -69,7 +68,7 @@ def gradient_sums(
     sum dy * (x - mean) * invstd and grad_bias = sum dy, in memory of their own, as an all_reduce overwrites the sums.
     """
     mean, invstd, _ = moments.unpack(statistics, eps)
-    fold = Layout.of(x, channel_dim).fold
+    fold = layout.fold
     wide_dy = _through_relu(fold(dy), None if y is None else fold(y)).to(torch.float64)
     xmu = fold(x).to(torch.float64) - mean[:, None]
     sum_dy, sum_dy_xmu = wide_dy.sum((0, 2)), (wide_dy * xmu).sum((0, 2))
@@ -81,7 +80,7 @@ def input_gradient(
     dy: Tensor,
     x: Tensor,
     y: Tensor | None,
-    channel_dim: int,
+    layout: Layout,
     statistics: Tensor,
     eps: float,
     weight: Tensor | None,
@@ -99,7 +98,6 @@ def input_gradient(
     a = invstd if weight is None else invstd * weight
     b = -a * invstd.square() * mean_dy_xmu
     c = -a * mean_dy - b * rest
-    layout = Layout.of(x, channel_dim)
     dy = _through_relu(layout.fold(dy), None if y is None else layout.fold(y))
     a, b, c = (_column(one, center) for one in (a, b, c))
     grad_x = dy.to(center.dtype) * a + (layout.fold(x).to(center.dtype) - center) * b + c

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from syncbn import diagnosis
+from syncbn import report
 
 collect_ignore_glob = [] if "RANK" in os.environ else ["*"]
 
@@ -12,4 +12,4 @@ collect_ignore_glob = [] if "RANK" in os.environ else ["*"]
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error waits for what the other ranks write, longer than a busy machine lets a rank wait for a core."""
-    monkeypatch.setattr(diagnosis, "SETTLING", 10.0)
+    monkeypatch.setattr(report, "SETTLE_SECONDS", 10.0)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from voting import Ranks
 
 import syncbn
+from syncbn import torch_private
 
 NUM_LAYERS = 2
 
@@ -152,11 +153,11 @@ def test_a_forward_inside_backward_leaves_the_statistics(ranks: Ranks) -> None:
     """Also one for another reason than a recompute: documented."""
     layer = syncbn.SyncBatchNorm1d(3, device=ranks.device)
     x = torch.randn(4, 3, device=ranks.device, requires_grad=True)
-    assert not syncbn.functional.inside_backward()
+    assert not torch_private.inside_backward()
     seen: list[bool] = []
 
     def hook(gradient: torch.Tensor) -> None:
-        seen.append(syncbn.functional.inside_backward())
+        seen.append(torch_private.inside_backward())
         layer(x.detach())
 
     y = x * 1

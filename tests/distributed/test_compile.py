@@ -211,7 +211,7 @@ def test_one_all_reduce_each_way(ranks: Ranks) -> None:
     assert counts == [1, 1]
 
 
-@pytest.mark.skipif(kernels.serving(torch.ones(1)) is kernels.reference, reason=kernels.available())
+@pytest.mark.skipif(kernels.select_kernels(torch.ones(1)) is kernels.reference, reason=kernels.available())
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs Inductor fuses torch's operations")
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo traces a Function's forward with gradients enabled")
 def test_graphs_hold_the_operators(ranks: Ranks) -> None:

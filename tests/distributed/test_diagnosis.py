@@ -8,6 +8,7 @@ import logging
 import math
 import re
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from voting import Ranks
 
 import syncbn
-from syncbn import callers, collectives, diagnosis
+from syncbn import call_sites, collectives, exchange, report, watchdog
+from syncbn.collectives import Interceptor, intercepted_by
+from syncbn.collectives import Ranks as CalledRanks
 
 # torch's own in Dynamo
 ignores_deprecation = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -37,18 +40,17 @@ class Block(nn.Module):
 
 
 @pytest.fixture
-def doing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def doing() -> Iterator[list[str]]:
     """What each all_reduce is said to be for."""
     seen: list[str] = []
-    begin = diagnosis._Rank.begin
 
-    def record(rank: diagnosis._Rank, waiting: diagnosis.Waiting) -> diagnosis.Position:
-        position = begin(rank, waiting)
-        seen.append(position.doing)
-        return position
+    class Recorder(Interceptor):
+        def before_all_reduce(self, ranks: CalledRanks, sums: Tensor, pass_name: str, counted: bool) -> None:
+            if ranks.call is not None:
+                seen.append(ranks.call.words(pass_name))
 
-    monkeypatch.setattr(diagnosis._Rank, "begin", record)
-    return seen
+    with intercepted_by(Recorder()):
+        yield seen
 
 
 def test_names_passes_and_calls(ranks: Ranks, doing: list[str]) -> None:
@@ -71,7 +73,7 @@ def test_names_passes_and_calls(ranks: Ranks, doing: list[str]) -> None:
 def test_the_first_position_on_a_group_is_written_at_once(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank may be aborted in that all_reduce."""
     layer = syncbn.SyncBatchNorm(3, process_group=dist.new_group(), device=ranks.device)
-    rank = diagnosis._this_rank()
+    rank = watchdog._this_rank()
     monkeypatch.setattr(rank, "interval", math.inf)
     layer(torch.randn(4, 3, device=ranks.device))
     assert rank.written_position.doing == "SyncBatchNorm forward, call 1"
@@ -116,8 +118,8 @@ def test_the_ranks_cannot_compare_their_layers(ranks: Ranks, monkeypatch: pytest
     def fail(*_: object) -> list[str]:
         raise RuntimeError("timed out")
 
-    monkeypatch.setattr(collectives, "all_gather_text", fail)
-    monkeypatch.setattr(diagnosis, "SETTLING", 2.0)  # no rank is gone: all of it is waited
+    monkeypatch.setattr(exchange, "all_gather_text", fail)
+    monkeypatch.setattr(report, "SETTLE_SECONDS", 2.0)  # no rank is gone: all of it is waited
     model, x = Block(), torch.randn(4, 3)
     model(x)
     layer = model.tail[0] if ranks.rank else model.bn1
@@ -182,7 +184,7 @@ def test_one_rank_is_compiled(ranks: Ranks) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3, 64, 1000, 2**14])
 def test_signatures_are_exact(num_ranks: int) -> None:
     """The test for equal signatures has no rounding: not with the largest, and so with none."""
-    largest = callers.Place("", "", num_ranks).most
+    largest = call_sites.CallSite("", "", num_ranks).largest_signature
     assert largest >= 2**11
     for s in (1, largest - 1, largest):
         squares = total = 0.0
@@ -194,8 +196,8 @@ def test_signatures_are_exact(num_ranks: int) -> None:
 
 
 def test_places_and_steps_have_signatures_of_their_own() -> None:
-    places = [callers.Place(f"blocks.{block}.{name}", "", 2) for name in ("bn1", "bn2") for block in range(50)]
-    signatures = [place.signature(step) for place in places for step in ("forward", "backward")]
+    sites = [call_sites.CallSite(f"blocks.{block}.{name}", "", 2) for name in ("bn1", "bn2") for block in range(50)]
+    signatures = [site.signature(step) for site in sites for step in ("forward", "backward")]
     assert len(set(signatures)) == len(signatures)
     assert all(1 <= signature <= 2**25 for signature in signatures)
 
@@ -213,12 +215,13 @@ def test_places_and_steps_have_signatures_of_their_own() -> None:
     ],
 )
 def test_paths_of_one_layer(paths: tuple[str, ...], expected: bool) -> None:
-    assert callers.may_be_one(paths) == callers.may_be_one(paths[::-1]) == expected
+    assert call_sites.may_be_one_layer(paths) == call_sites.may_be_one_layer(paths[::-1]) == expected
 
 
 def test_positions_in_the_store(ranks: Ranks) -> None:
     layer, x = syncbn.SyncBatchNorm(3).to(ranks.device), torch.randn(4, 3, device=ranks.device)
-    with diagnosis.Waiting(dist.group.WORLD, callers.new_call("this test", dist.group.WORLD, x), "forward") as waiting:
+    call = call_sites.new_call("this test", dist.group.WORLD, x)
+    with watchdog.Waiting(dist.group.WORLD, call, "forward") as waiting:
         pass
 
     def all_are(what: str) -> None:
@@ -238,11 +241,12 @@ def test_positions_in_the_store(ranks: Ranks) -> None:
 
 
 @on_cpu
-def test_a_long_wait_is_told(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_wait_is_told(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     layer, x = syncbn.SyncBatchNorm(3), torch.randn(4, 3)
     layer(x)
-    monkeypatch.setattr(diagnosis, "first_warning", 0.5)
-    with caplog.at_level(logging.WARNING, "syncbn"):
+    impatient = Interceptor()
+    impatient.first_warning_seconds = 0.5
+    with intercepted_by(impatient), caplog.at_level(logging.WARNING, "syncbn"):
         if ranks.rank == 0:
             layer.eval()(x)
             time.sleep(3)
@@ -257,9 +261,9 @@ def test_a_long_wait_is_told(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capl
 
 
 def test_ranks_in_words() -> None:
-    assert diagnosis.in_words([3]) == "rank 3"
-    assert diagnosis.in_words([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
-    assert diagnosis.table([0, 1, 2], ["a", "b", "a"]) == "ranks 0, 2: a\nrank 1: b"
+    assert exchange.in_words([3]) == "rank 3"
+    assert exchange.in_words([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
+    assert exchange.by_rank([0, 1, 2], ["a", "b", "a"]) == "ranks 0, 2: a\nrank 1: b"
 
 
 # Debug mode.
@@ -277,7 +281,7 @@ def test_debug_mode_changes_no_result(ranks: Ranks) -> None:
             layer(leaf).pow(3).sum().backward()
         results.append((leaf.grad, layer.running_var, layer.weight.grad))
     assert all(map(torch.equal, *results))
-    assert collectives.compare is None
+    assert not collectives._interceptors
 
 
 def test_debug_mode_beside_a_group_of_some_ranks(ranks: Ranks) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from voting import Ranks
 
 import syncbn
-from syncbn import groups
+from syncbn import groups, new_groups
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="no rank reads the mark on a GPU: the faulty rank raises alone"
@@ -122,7 +122,7 @@ def test_the_exchange_does_not_need_numpy(ranks: Ranks, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.Tensor, "numpy", None)
     with pytest.raises(ValueError, match=r"rank 0: .*expected 3 channels"):
         syncbn.SyncBatchNorm(3)(GOOD.mT if ranks.rank == 0 else GOOD)
-    groups._made.clear()
+    new_groups._made.clear()
     groups.prepare("node")
 
 

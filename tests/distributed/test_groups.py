@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from voting import Ranks, World
 
 import syncbn
-from syncbn import groups
+from syncbn import groups, new_groups
 
 
 def ranks_that_share(layer: syncbn.SyncBatchNorm, ranks: Ranks) -> list[int]:
@@ -62,18 +62,18 @@ def test_node_of_two_ranks(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Non
         pytest.skip("two hosts of two ranks")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", str(ranks.rank % 2))
-    groups._made.clear()
+    new_groups._made.clear()
     layer = layer_of("node", ranks)
     assert ranks_that_share(layer, ranks) == ([0, 1] if ranks.rank < 2 else [2, 3])
     assert groups.size("node") == 2
-    groups._made.clear()
+    new_groups._made.clear()
 
 
 def test_node_needs_its_variable_on_every_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unset on one rank only, it is an error on all: the others would wait in new_group."""
     if ranks.rank == 1:
         monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    groups._made.clear()
+    new_groups._made.clear()
     with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE.*on rank 1 it is None"):
         layer_of("node", ranks)
     dist.barrier()
@@ -81,7 +81,7 @@ def test_node_needs_its_variable_on_every_rank(ranks: Ranks, monkeypatch: pytest
 
 def test_node_before_its_groups_are_made(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a layer that was built before init_process_group: the size is looked up, and nonsense is named."""
-    groups._made.clear()
+    new_groups._made.clear()
     assert groups.size("node") == ranks.size
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
     with pytest.raises(ValueError, match=r"needs the environment variable LOCAL_WORLD_SIZE.*it is 'two'"):
@@ -132,7 +132,7 @@ def test_copies_pickles_and_saves(ranks: Ranks) -> None:
 
 def test_a_group_that_does_not_exist_here(ranks: Ranks) -> None:
     layer = layer_of(None, ranks)
-    layer.process_group = pickle.loads(pickle.dumps(groups.Ranks((0, 97))))
+    layer.process_group = pickle.loads(pickle.dumps(groups.GlobalRanks((0, 97))))
     with pytest.raises(RuntimeError, match=r"global ranks \[0, 97\], and no such group exists here"):
         ranks_that_share(layer, ranks)
     assert syncbn.summary(layer)[0].group_size == 2
@@ -147,7 +147,7 @@ def test_a_conversion_or_revert_that_fails_changes_nothing(ranks: Ranks) -> None
     assert [type(layer) for layer in model] == [nn.BatchNorm1d, nn.SyncBatchNorm]
     model[1].process_group = None
     syncbn.convert_syncbn_model(model)
-    model[1].process_group = groups.Ranks((0, 97))
+    model[1].process_group = groups.GlobalRanks((0, 97))
     with pytest.raises(RuntimeError, match="no such group exists here"):
         syncbn.revert_syncbn_model(model)
     assert [type(layer) for layer in model] == [syncbn.SyncBatchNorm1d, syncbn.SyncBatchNorm]
@@ -179,7 +179,7 @@ def test_a_new_default_group_makes_new_groups(ranks: Ranks) -> None:
         assert ranks_that_share(one, ranks) == list(range(ranks.size))
         assert groups.existing(one.process_group) is dist.group.WORLD
     # A value that is its own key would never be released.
-    assert all(group is not default for default, made in groups._made.items() for group in made.values())
+    assert all(group is not default for default, made in new_groups._made.items() for group in made.values())
     assert ranks_that_share(layer, ranks) == [ranks.rank]
 
 

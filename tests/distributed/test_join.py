@@ -19,6 +19,7 @@ from torch_names import BROADCAST_BUFFERS
 from voting import Ranks
 
 import syncbn
+from syncbn import collectives, torch_private
 
 SHARE, NUM_BATCHES = 2, 6
 NUM_LAYERS = 2
@@ -93,13 +94,13 @@ def test_the_context_leaves_nothing_behind(ranks: Ranks) -> None:
     counts = num_batches_of([3, 1], ranks)
     ddp, optimizer = make_ddp(ranks)
     own = batches(ranks.rank, ranks)
-    num_groups = len(syncbn.groups._existing_groups())
+    num_groups = len(torch_private.existing_groups())
     for _ in range(2):
         with syncbn.join(ddp):
             for x, labels in own[: counts[ranks.rank]]:
                 step(ddp, optimizer, x, labels)
-        assert syncbn.collectives.announce is syncbn.groups.joined is None
-        assert len(syncbn.groups._existing_groups()) == num_groups
+        assert collectives.joined_group() is None
+        assert len(torch_private.existing_groups()) == num_groups
         with CountCollectives() as mode:
             ddp.module(own[0][0])
         assert mode.total == NUM_LAYERS

@@ -1,0 +1,95 @@
+"""Compares, in debug mode, what the ranks of a group are about to do, before each all-reduce."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncbn import call_sites, collectives, torch_private
+from syncbn.collectives import Interceptor, Ranks, intercepted_by
+from syncbn.exchange import all_gather_json, by_rank, in_words
+from syncbn.report import RanksDifferError
+from syncbn.watchdog import Waiting
+
+ENABLED = {None: False, "": False, "0": False, "1": True}
+
+# For each group one of gloo with the same ranks, on which nothing else happens. They go with the group.
+_side_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] = WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def debug() -> Iterator[None]:
+    """Within the context, as everywhere with the environment variable SYNCBN_DEBUG=1, find out why ranks disagree.
+
+        with syncbn.debug():
+            loss = criterion(ddp_model(images), labels)
+            loss.backward()
+
+    Before each all_reduce the ranks of its group exchange, over gloo, the layer, the pass (forward, backward), the
+    number of channels, the dtype of the input and the ranks of the group. Where they differ, every rank raises the same
+    error, before anything is mixed; without debug mode ranks on CPU notice only that they are in different layers, and
+    others numbers of channels abort gloo. A rank with NaN or infinity among its values is named in a warning, on every
+    rank. A rank that waits for more than 3 s says, as a warning of the logger "syncbn", where all ranks are.
+
+    All ranks must enter and leave it at the same place. Compiled modules run uncompiled inside
+    (torch.compiler.set_stance); inside `syncbn.join` nothing is compared. An all_reduce takes some ms more.
+
+    Raises:
+        RuntimeError: by the layers: the ranks differ, with what each of them was about to do.
+    """
+    with torch.compiler.set_stance("force_eager"), intercepted_by(_Comparison()):
+        yield
+
+
+class _Comparison(Interceptor):
+    """Compares the ranks before each all_reduce."""
+
+    first_warning_seconds = 3.0
+
+    def before_all_reduce(self, ranks: Ranks, sums: Tensor, pass_name: str, counted: bool) -> None:
+        if ranks.call is None or ranks.group is None or collectives.joined_group() is not None:
+            return
+        group, site = ranks.group, ranks.call.site
+        members = dist.get_process_group_ranks(group)
+        call = ranks.call.words(pass_name)
+        doing = f"{call}: {len(sums) // 2} channels, {ranks.call.dtype}, over {in_words(members)}"
+        same = pass_name, len(sums), str(ranks.call.dtype), members
+        local = {"same": same, "path": site.path, "doing": doing, "finite": bool(sums.isfinite().all())}
+        with Waiting(group, ranks.call, pass_name, self.first_warning_seconds):
+            gathered = all_gather_json(local, _side_group(group))
+            paths = [one["path"] for one in gathered]
+            if any(one["same"] != gathered[0]["same"] for one in gathered) or not call_sites.may_be_one_layer(paths):
+                doings = by_rank(members, [one["doing"] for one in gathered])
+                raise RanksDifferError(f"{doings}\nNone of this was done.")
+        bad = [rank for rank, one in zip(members, gathered, strict=True) if not one["finite"]]
+        if bad:
+            warnings.warn(f"syncbn: NaN or infinity in {call} on {in_words(bad)}", stacklevel=2)
+
+
+def _side_group(group: dist.ProcessGroup) -> dist.ProcessGroupGloo:
+    # Not by dist.new_group, which names it by how many groups a rank is in, and would keep it.
+    if group not in _side_groups:
+        store = dist.PrefixStore(f"syncbn/debug/{group.group_name}", torch_private.default_store())
+        rank, timeout = dist.get_rank(group), torch_private.timeout_of(group)
+        _side_groups[group] = dist.ProcessGroupGloo(store, rank, group.size(), timeout)
+    return _side_groups[group]
+
+
+def _enable_where_wanted() -> None:
+    """For the whole program, where the environment says so."""
+    wanted = os.environ.get("SYNCBN_DEBUG")
+    if wanted not in ENABLED:
+        raise ValueError(f"SYNCBN_DEBUG must be 1, 0 or not set, got {wanted!r}")
+    if ENABLED[wanted]:
+        torch.compiler.set_stance("force_eager")
+        collectives.push(_Comparison())
+
+
+_enable_where_wanted()

@@ -1,0 +1,101 @@
+"""Computes the gradients as a graph of dy, x and weight, for a second derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from syncbn import moments
+from syncbn.collectives import Ranks
+from syncbn.layout import Layout
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of x, weight, bias, residual
+
+
+class BackwardInput(NamedTuple):
+    """What the gradients of one input are computed from."""
+
+    dy: Tensor
+    x: Tensor
+    y: Tensor | None  # with a fused relu only
+    weight: Tensor | None
+    statistics: Tensor  # of all ranks, packed as in moments.py
+    layout: Layout  # of x
+    needs_x: bool
+    needs_residual: bool
+    weight_dtype: torch.dtype | None  # of grad_weight; None where it is not needed
+    bias_dtype: torch.dtype | None
+
+
+def gradients(per_input: Sequence[BackwardInput], eps: float, ranks: Ranks) -> list[Gradients]:
+    """The gradients of each input as a graph.
+
+    Mean and variance are computed again from x, with the all_reduce as part of the graph: two in all, whatever the
+    number of inputs.
+    """
+    wide_xs = [one.layout.fold(one.x).to(torch.float64) for one in per_input]
+    wide_dys = []
+    for one in per_input:
+        wide_dy = one.layout.fold(one.dy).to(torch.float64)
+        wide_dys.append(wide_dy if one.y is None else wide_dy.masked_fill(one.layout.fold(one.y) <= 0, 0))
+
+    invstds, xmus = [], []
+    pairs = [(wide_x, wide_x.square()) for wide_x in wide_xs]
+    for wide_x, (mean, mean_square) in zip(wide_xs, _means(per_input, pairs, ranks), strict=True):
+        invstds.append(moments.inverse_std((mean_square - mean.square()).clamp(min=0), eps))
+        xmus.append(wide_x - mean[:, None])
+
+    results: list[Gradients] = []
+    pairs = [(wide_dy, wide_dy * xmu) for wide_dy, xmu in zip(wide_dys, xmus, strict=True)]
+    for one, wide_dy, xmu, invstd, (mean_dy, mean_dy_xmu) in zip(
+        per_input, wide_dys, xmus, invstds, _means(per_input, pairs, ranks), strict=True
+    ):
+        scale = invstd if one.weight is None else invstd * one.weight
+        wide_grad_x = (wide_dy - mean_dy[:, None] - xmu * (invstd.square() * mean_dy_xmu)[:, None]) * scale[:, None]
+        grad_x, grad_residual = [
+            one.layout.unfold(wide, one.x.shape).to(one.x.dtype) for wide in (wide_grad_x, wide_dy)
+        ]
+        grad_weight = grad_bias = None
+        if one.weight_dtype is not None:
+            grad_weight = ((wide_dy * xmu).sum((0, 2)) * invstd).to(one.weight_dtype)
+        if one.bias_dtype is not None:
+            grad_bias = wide_dy.sum((0, 2)).to(one.bias_dtype)
+        results.append(
+            (grad_x if one.needs_x else None, grad_weight, grad_bias, grad_residual if one.needs_residual else None)
+        )
+    return results
+
+
+def _means(
+    per_input: Sequence[BackwardInput], pairs: list[tuple[Tensor, Tensor]], ranks: Ranks
+) -> list[tuple[Tensor, Tensor]]:
+    """The means of both terms of each pair, folded tensors, over the values of all ranks: one all_reduce."""
+    sums = [torch.cat((first.sum((0, 2)), second.sum((0, 2)))) for first, second in pairs]
+    total = torch.cat(sums)
+    if ranks.group is not None:
+        total = _AllReduce.apply(total, ranks, "backward")  # type: ignore[no-untyped-call]
+    means = []
+    for of_input, one in zip(torch.split(total, [len(one) for one in sums]), per_input, strict=True):
+        num_values = one.statistics[-1].clamp(min=1)
+        first, second = (of_input / num_values).chunk(2)
+        means.append((first, second))
+    return means
+
+
+class _AllReduce(torch.autograd.Function):
+    """The sum of a tensor over the ranks; its gradient is the sum of all ranks' gradients."""
+
+    @staticmethod
+    def forward(sums: Tensor, ranks: Ranks, pass_name: str) -> Tensor:
+        return ranks.all_reduce(sums.clone(), pass_name)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Ranks, str], output: Tensor) -> None:
+        _, ctx.ranks, _ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None]:
+        return _AllReduce.apply(grad_total, ctx.ranks, "double backward"), None, None  # type: ignore[no-untyped-call]

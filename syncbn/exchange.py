@@ -1,0 +1,94 @@
+"""Exchanges small texts, numbers and errors between the ranks of a group, and says by rank what they hold.
+
+These are for errors and agreements, not for training steps: each is one collective, and the host waits for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TEXT_BYTES = 4096
+
+
+def all_gather_json(value: Any, group: dist.ProcessGroup | dist.ProcessGroupGloo) -> list[Any]:
+    """Every rank's value, which JSON must be able to hold in 4096 bytes."""
+    return [json.loads(text) for text in all_gather_text(json.dumps(value), group)]
+
+
+def all_gather_text(text: str, group: dist.ProcessGroup | dist.ProcessGroupGloo) -> list[str]:
+    """Every rank's text, cut at 4096 bytes: one all_gather. (torch's all_gather_object needs NumPy.)"""
+    encoded = text.encode()[:TEXT_BYTES]
+    gathered = all_gather(torch.tensor(list(encoded.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8), group)
+    return [bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in gathered]
+
+
+def all_gather(values: Tensor, group: dist.ProcessGroup | dist.ProcessGroupGloo) -> list[Tensor]:
+    """Every rank's `values`, of the same shape and dtype on all."""
+    local = values.to(_device_of(group))
+    gathered = [torch.empty_like(local) for _ in range(group.size())]
+    group.allgather([gathered], [local]).wait()  # type: ignore[union-attr]
+    return gathered
+
+
+def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The largest over all ranks, element by element, of `values`, which it may overwrite; on their device."""
+    local = values.to(_device_of(group))
+    dist.all_reduce(local, dist.ReduceOp.MAX, group=group)
+    return local.to(values.device)
+
+
+def raise_faults(error: Exception | None, group: dist.ProcessGroup, where: str = "") -> NoReturn:
+    """Every rank tells its error or None; all raise the first faulty rank's type with every faulty rank's text."""
+    gathered = all_gather_text("" if error is None else f"{type(error).__name__}: {error}", group)
+    ranks = dist.get_process_group_ranks(group)
+    faults = [(rank, *fault.partition(": ")[::2]) for rank, fault in zip(ranks, gathered, strict=True) if fault]
+    faulty, classes, texts = zip(*faults, strict=True)
+    error_class = TypeError if classes[0] == "TypeError" else ValueError
+    raise error_class(where + by_rank(faulty, texts)) from error
+
+
+def require_equal(what: str, error: Exception | None, group: dist.ProcessGroup) -> None:
+    """That the models are the same, as far as `what` says, before collectives that depend on it.
+
+    **Raises** on every rank: what any rank raises, of which `error` is this rank's; ValueError where `what` differs.
+    """
+    local = (error is not None, what[:1000], hashlib.blake2b(what.encode()).hexdigest())
+    gathered = all_gather_json(local, group)
+    if any(faulty for faulty, *_ in gathered):
+        raise_faults(error, group)
+    if len({digest for *_, digest in gathered}) > 1:
+        words = by_rank(dist.get_process_group_ranks(group), [text for _, text, _ in gathered])
+        raise ValueError(f"the ranks' models differ:\n{words}")
+
+
+def by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
+    """A line for each of the texts, with its ranks: "ranks 0-2, 5: in bn1 forward, call 3"."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, texts, strict=True):
+        ranks_of.setdefault(text, []).append(rank)
+    return "\n".join(f"{in_words(ranks)}: {text}" for text, ranks in ranks_of.items())
+
+
+def in_words(ranks: list[int]) -> str:
+    """ranks 0-2, 5."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
+
+
+def _device_of(group: dist.ProcessGroup | dist.ProcessGroupGloo) -> torch.device:
+    """Where its tensors are."""
+    on_gpu = isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -1,0 +1,89 @@
+"""Makes the process groups that an int or "node" needs, once for each default group.
+
+Making groups is a collective over ALL ranks of the default group, in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from syncbn import torch_private
+from syncbn.exchange import all_gather_json
+
+# Default group -> {int or "node": this rank's group, or None for the default group itself}. A re-made default group
+# starts with nothing made, and the old entry goes with the old group.
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[int | str, dist.ProcessGroup | None]] = WeakKeyDictionary()
+
+
+def made(spec: int | str) -> dist.ProcessGroup | None:
+    """This rank's group of what `make` has made for `spec`; None where it has not. Communicates nothing."""
+    default_group = dist.group.WORLD
+    if default_group is None or spec not in _made.get(default_group, {}):
+        return None
+    return _made[default_group][spec] or default_group
+
+
+def make(spec: int | str) -> None:
+    """Make the groups of `spec`: a collective over all ranks of the default group, once for each.
+
+    **Raises** ValueError on every rank when the ranks ask for different groups, or their number does not divide.
+    """
+    default_group = dist.group.WORLD
+    if default_group is not None:
+        of_default_group = _made.setdefault(default_group, {})
+        if spec not in of_default_group:
+            of_default_group[spec] = _consecutive_group(_agreed_size(spec, default_group), default_group)
+
+
+def ranks_per_host(gathered: Sequence[tuple[str | None, str | None]]) -> int:
+    """The group size of "node" from (LOCAL_WORLD_SIZE, LOCAL_RANK) of all ranks, which every rank has received.
+
+    **Raises** ValueError, the same on every rank, when LOCAL_WORLD_SIZE is unset or no positive number, differs between
+    ranks, does not divide the number of ranks, or when the ranks of a host are not consecutive.
+    """
+    needs = 'process_group="node" needs the environment variable LOCAL_WORLD_SIZE (ranks per host; torchrun sets it)'
+    for rank, (local_world_size, _) in enumerate(gathered):
+        if local_world_size is None or not local_world_size.isdecimal() or int(local_world_size) < 1:
+            raise ValueError(f"{needs}; on rank {rank} it is {local_world_size!r}")
+    sizes = sorted({int(local_world_size or 0) for local_world_size, _ in gathered})
+    size = sizes[0]
+    if len(sizes) > 1:
+        raise ValueError(f"{needs} to be the same on every host; it is {sizes}")
+    if len(gathered) % size:
+        raise ValueError(f"{needs} to divide WORLD_SIZE; they are {size} and {len(gathered)}")
+    for rank, (_, local_rank) in enumerate(gathered):
+        if local_rank is not None and local_rank != str(rank % size):
+            raise ValueError(
+                f"{needs} and consecutive ranks on each host; "
+                f"rank {rank} has LOCAL_RANK {local_rank}, expected {rank % size}"
+            )
+    return size
+
+
+def _agreed_size(spec: int | str, default_group: dist.ProcessGroup) -> int:
+    """Ranks per group, once all ranks have told what they ask for. **Raises** ValueError on all where they differ."""
+    local = (str(spec), (os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK")))
+    gathered = all_gather_json(local, default_group)
+    asked = [one for one, _ in gathered]
+    if len(set(asked)) > 1:
+        each = ", ".join(f"rank {rank} for {one}" for rank, one in enumerate(asked))
+        raise ValueError(f"the ranks ask for different process groups: {each}; pass the same process_group on all")
+    return spec if isinstance(spec, int) else ranks_per_host([of_host for _, of_host in gathered])
+
+
+def _consecutive_group(ranks_per_group: int, default_group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    world_size = default_group.size()
+    if world_size % ranks_per_group:
+        raise ValueError(
+            f"the number of ranks must be a multiple of the group size: {world_size} ranks do not divide into groups "
+            f"of {ranks_per_group}"
+        )
+    if ranks_per_group == world_size:
+        return None
+    group: dist.ProcessGroup
+    group, _ = dist.new_subgroups(ranks_per_group, timeout=torch_private.timeout_of(default_group))  # type: ignore[no-untyped-call]
+    return group

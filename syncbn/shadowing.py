@@ -1,0 +1,128 @@
+"""Lets ranks that have run out of data shadow the all-reduces of the others.
+
+A rank that has no more batches has joined, in the words of torch.distributed.algorithms.join, and shadows the others.
+How many all_reduces a forward makes depends on the layers that it happens to call, so a joined rank cannot know. Each
+is preceded by an all_reduce(MAX) of one integer on a group of syncbn's own:
+
+| integer              | from a rank that                       | then                                             |
+|----------------------|----------------------------------------|--------------------------------------------------|
+| 0                    | has joined                             | if all have: the end                             |
+| 1                    | enters the forward of a model in Join  | Join shadows one iteration of the model          |
+| 2 * length + counted | is at an all_reduce of length numbers  | that all_reduce, to which joined ranks give zeros |
+| 2^62                 | leaves with an exception               | all ranks exchange their exceptions, and raise   |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncbn import exchange, torch_private
+from syncbn.call_sites import LayerCall
+from syncbn.collectives import Interceptor, Ranks, intercepted_by, joined_group
+from syncbn.watchdog import Waiting
+
+JOINED, ITERATION, FAILED = 0, 1, 2**62
+
+
+class Shadowing(Interceptor):
+    """This rank among all of the default group, from one block's begin to its end on all of them.
+
+    Making and closing it are collectives. `name` is what errors call the block.
+
+    **Raises** RuntimeError inside another.
+    """
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        if joined_group() is not None:
+            raise RuntimeError(f"{name} cannot be used inside syncbn.join; leave its block before")
+        self.device, self.name = device, name
+        assert dist.group.WORLD is not None
+        timeout = torch_private.timeout_of(dist.group.WORLD)
+        self.group: dist.ProcessGroup = dist.new_group(timeout=timeout)
+        self.joined_group = self.group
+        # A GPU would have to stop the host to read an integer.
+        self.header_group = self.group if device.type == "cpu" else dist.new_group(timeout=timeout, backend="gloo")
+        self.thread: threading.Thread | None = None  # that shadows, if it is not this one
+        self.num_announced = 0
+        self.over = False
+
+    def before_all_reduce(self, ranks: Ranks, sums: Tensor, pass_name: str, counted: bool) -> None:
+        """Announce it. **Raises** RuntimeError where it may then not happen."""
+        if torch_private.is_compiling():
+            raise RuntimeError("inside syncbn.join nothing may be compiled: leave out torch.compile")
+        if torch_private.inside_selective_checkpoint():
+            raise RuntimeError("inside syncbn.join checkpointing may not be selective: leave out context_fn")
+        if threading.current_thread() is not self.thread:  # its all_reduces shadow what has been announced
+            self.agree(2 * len(sums) + counted, ranks.call, pass_name)
+
+    def agree(self, local: int, call: LayerCall | None = None, pass_name: str = "") -> int:
+        """What the ranks do next, of which `local` is this rank's. **Raises** RuntimeError when another rank failed or
+        has gone."""
+        self.num_announced += local != JOINED
+        header = torch.tensor([local], device="cpu")
+        # A rank that leaves stays known as where it failed.
+        with contextlib.nullcontext() if local == FAILED else Waiting(self.header_group, call, pass_name):
+            dist.all_reduce(header, dist.ReduceOp.MAX, group=self.header_group)
+        agreed = int(header)
+        if agreed == FAILED and local != FAILED:
+            self.exchange_failures("")
+        return agreed
+
+    def exchange_failures(self, failure: str) -> None:
+        """Every rank says why it leaves, or nothing. **Raises** RuntimeError on those that have nothing to say."""
+        self.over = True
+        gathered = exchange.all_gather_text(failure, self.header_group)
+        if not failure:
+            failures = [f"rank {rank}: {text}" for rank, text in enumerate(gathered) if text]
+            raise RuntimeError(f"inside {self.name} another rank failed: " + "\n".join(failures))
+
+    def fail(self, error: Exception) -> None:
+        """Wake the others, unless it is they who woke this rank, or one of them has died."""
+        if not self.over:
+            with contextlib.suppress(RuntimeError):
+                self.agree(FAILED)
+                self.exchange_failures(f"{type(error).__name__}: {error}")
+
+    def run(self, body: Callable[[], None]) -> None:
+        """`body`, announced, and then shadow the others until all have joined."""
+        try:
+            with intercepted_by(self):
+                body()
+            self.shadow()
+        except Exception as error:
+            self.fail(error)
+            raise
+
+    def shadow(self, iteration: Callable[[], None] | None = None) -> None:
+        """This rank has joined: give zeros to the others until all have; `iteration` shadows that of a model."""
+        while (agreed := self.agree(JOINED)) != JOINED:
+            if agreed == ITERATION:
+                assert iteration is not None
+                iteration()
+            else:
+                self.give_zeros(*divmod(agreed, 2))
+
+    def give_zeros(self, length: int, counted: int) -> None:
+        """Take part in an all_reduce with nothing."""
+        zeros = torch.zeros(length, dtype=torch.float64, device=self.device)
+        faults = (TypeError, ValueError) if counted else ()  # which the ranks with data raise
+        with contextlib.suppress(*faults):
+            Ranks(self.group).all_reduce(zeros, "backward", bool(counted))
+
+    def take_from_the_last(self, tensors: Iterable[Tensor]) -> None:
+        """What they are on a rank that ran to the end, the one that announced most; a collective, when all finished."""
+        key = torch.tensor([self.num_announced * dist.get_world_size() + dist.get_rank()], device="cpu")
+        dist.all_reduce(key, dist.ReduceOp.MAX, group=self.header_group)
+        for tensor in tensors:
+            dist.broadcast(tensor, int(key) % dist.get_world_size(), group=self.group)
+
+    def close(self) -> None:
+        """Give the groups back."""
+        for group in dict.fromkeys((self.group, self.header_group)):  # in one order on all ranks
+            dist.destroy_process_group(group)

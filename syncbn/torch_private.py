@@ -1,0 +1,114 @@
+"""Uses the private names of torch that syncbn needs, each in one function, and each with a test of its own.
+
+tests/test_torch_private.py fails where a later torch gives one of them another meaning. The one place, too, where
+syncbn asks torch how it is running: compiled, inside a backward, under a dispatch mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+is_compiling = torch.compiler.is_compiling  # public; here so that there is one place to ask
+current_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
+
+
+def inside_backward() -> bool:
+    """Whether this is called during a backward, as by the recompute of activation checkpointing.
+
+    In a compiled graph that is never so: it recomputes values, not the writes to buffers.
+    """
+    return not is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def inside_functorch() -> bool:
+    """Whether a torch.func transform is active, whose tensors have no memory."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def is_profiling() -> bool:
+    """Whether a profiler records; record_function costs 10 us also when none does."""
+    return not is_compiling() and torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+
+
+def inside_selective_checkpoint() -> bool:
+    """Whether the dispatch mode is that of selective checkpointing, which may leave an operator out."""
+    return type(current_dispatch_mode()).__module__ == "torch.utils.checkpoint"
+
+
+def all_reduce_operator(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sums of `tensor` over the ranks as what an operator returns.
+
+    A mode such as selective checkpointing's can save only that, and dist.all_reduce returns nothing.
+    https://github.com/pytorch/pytorch/blob/main/torch/distributed/_functional_collectives.py
+    """
+    operators = torch.ops._c10d_functional
+    total: Tensor = operators.wait_tensor(operators.all_reduce(tensor, "sum", group.group_name))
+    return total
+
+
+def constant_in_graphs(function: Function) -> Function:
+    """`function`, which Dynamo then calls, and does not trace: torch.compiler.assume_constant_result without importing
+    torch._dynamo."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has wrapped this module: torch.compile(module) returns a wrapper that holds the module as
+    _orig_mod, module.compile() sets _compiled_call_impl."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def without_compile(module: nn.Module) -> nn.Module:
+    """The module that torch.compile(module) has wrapped, else itself."""
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None else inner
+
+
+class JoinAfter(Join):
+    """torch's Join; a joined rank calls `before_iteration` before it shadows an iteration of the others."""
+
+    def before_iteration(self) -> None:
+        """Does nothing."""
+
+    def _get_num_nonjoined_procs(self) -> Any:
+        self.before_iteration()
+        return super()._get_num_nonjoined_procs()  # type: ignore[no-untyped-call]
+
+
+def default_store() -> dist.Store:
+    """The store of the default process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def existing_groups() -> Collection[dist.ProcessGroup]:
+    """All process groups, the oldest first."""
+    return dist.distributed_c10d._world.pg_map.keys()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long its collectives wait; torch gives a new group 10 or 30 minutes whatever the default group's are."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
+
+
+# torch.distributed.nn.functional holds the default group, if there is one when it is first imported, in the defaults of
+# its functions; DistributedDataParallel imports it. destroy_process_group then leaves gloo's threads running, and one
+# that still has a tensor of Python's to free when the interpreter ends aborts the process (pytorch#190489). So it is
+# imported before there is a group.
+if dist.is_available() and dist.group.WORLD is None:
+    with contextlib.suppress(OSError):  # it makes a temporary folder
+        importlib.import_module("torch.distributed.nn.functional")
