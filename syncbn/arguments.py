@@ -5,18 +5,24 @@ Nothing is sent and nothing is changed before the checks have passed.
 
 from __future__ import annotations
 
-import contextlib
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from syncbn import torch_private
+from syncbn import masks, torch_private
+from syncbn.layout import Layout
 
-SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+REMEDY = "correct num_features, channel_last or channel_dim"
+
+
+# One input as the autograd Function takes it: its layout; the mask, of its shape with one channel; and x, weight, bias,
+# residual, num_values.
+Prepared: TypeAlias = tuple[Layout, Tensor | None, tuple[Tensor | None, ...]]
 
 
 @dataclass(slots=True)
@@ -36,18 +42,10 @@ class Arguments:
     mask: Tensor | None = None
     num_channels: int | None = None  # of the layer; None where the tensors alone tell
     check_input_dim: Callable[[Tensor], Any] | None = None  # of a layer with a number of dims, as torch's
-    name: str = ""  # "inputs[1]: " where there are several inputs; errors begin with it
+    name: str = ""  # "inputs[1]: " where there are several inputs, with which errors begin
 
     def check(self) -> None:
         """Raises ValueError or TypeError unless the tensors and their options fit together."""
-        try:
-            self._check_tensors()
-        except (TypeError, ValueError) as error:
-            if not self.name:
-                raise
-            raise type(error)(self.name + str(error)) from error
-
-    def _check_tensors(self) -> None:
         x = self.input
         check_input(x, self.channel_dim, self.check_input_dim)
         check_channels(x, self.channel_dim, self.num_channels, self.per_channel())
@@ -56,11 +54,12 @@ class Arguments:
         if self.z is not None:
             check_like_input("z", self.z, x)
         if self.mask is not None:
-            self._check_mask(self.mask)
+            masks.check(self.mask, x, self.channel_dim)
 
     def check_numbers(self) -> None:
         """Raises ValueError or TypeError unless momentum and eps are such as training takes."""
-        check_momentum(self.momentum)
+        if type(self.momentum) is not float:
+            check_momentum(self.momentum)
         check_eps(self.eps)
 
     def require_running_stats(self) -> None:
@@ -70,6 +69,16 @@ class Arguments:
                 f"{self.name}running_mean must be defined in evaluation mode, and running_var; or pass training=True"
             )
 
+    def prepare(self) -> Prepared:
+        """What the autograd Function takes, of arguments that have been checked."""
+        x, mask, num_values = self.input, None, None
+        if self.mask is not None:
+            x, mask = masks.apply(self.mask, x, self.channel_dim)
+            num_values = mask.sum()
+        layout = Layout.of(x, self.channel_dim)
+        residual = None if self.z is None else layout.dense(self.z.to(x.dtype))
+        return layout, mask, (layout.dense(x), self.weight, self.bias, residual, num_values)
+
     def per_channel(self) -> dict[str, Tensor | None]:
         """The tensors (C,), by their names."""
         return {
@@ -78,39 +87,6 @@ class Arguments:
             "weight": self.weight,
             "bias": self.bias,
         }
-
-    def likely_channels(self) -> int | None:
-        """What most arguments say that C is, for when one is wrong; None when the input alone tells, and is bad."""
-        if self.num_channels is not None:
-            return self.num_channels
-        said = [given.numel() for given in self.per_channel().values() if isinstance(given, Tensor)]
-        with contextlib.suppress(Exception):  # of whatever class a subclass's _check_input_dim raises
-            if not said:
-                self.check()
-            said.append(self.input.shape[self.channel_dim])
-        return max(said, key=said.count, default=None)  # the first of equals: a per-channel tensor's
-
-    def device(self) -> torch.device:
-        """Of the first tensor that is one."""
-        given = (*self.per_channel().values(), self.input)
-        return next((tensor.device for tensor in given if isinstance(tensor, Tensor)), torch.device("cpu"))
-
-    def _check_mask(self, mask: Tensor) -> None:
-        shape = tuple(self.input.shape)
-        if not isinstance(mask, Tensor):
-            raise TypeError(f"expected mask to be a bool tensor, got {type(mask).__name__}; use torch.as_tensor(mask)")
-        if mask.dtype != torch.bool:
-            raise TypeError(f"expected mask to be bool, True where a value counts, got {mask.dtype}; use mask != 0")
-        wanted = list(shape)
-        del wanted[self.channel_dim]
-        # Not `in`, which is False for a static and an equal dynamic size under Dynamo.
-        sizes_fit = all(size == 1 or size == other for size, other in zip(mask.shape, wanted, strict=False))
-        if mask.ndim not in (1, len(wanted)) or not sizes_fit:
-            raise ValueError(
-                f"expected mask of shape {tuple(wanted)}, which is the input's {shape} without the channels' "
-                f"dim, with sizes of 1 where all values share it, or ({wanted[0]},); got {tuple(mask.shape)}"
-            )
-        _check_device("mask", mask, self.input)
 
 
 def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor], Any] | None = None) -> None:
@@ -137,8 +113,7 @@ def check_channels(
     x: Tensor, channel_dim: int, num_channels: int | None, per_channel: dict[str, Tensor | None]
 ) -> None:
     """Raises ValueError or TypeError unless `per_channel` are float tensors (C,) on the device of x, with C as in x."""
-    actual, shape = x.shape[channel_dim], tuple(x.shape)
-    remedy = "correct num_features, channel_last or channel_dim"
+    actual, wanted, device = x.shape[channel_dim], (x.shape[channel_dim],), x.device
     for name, given in per_channel.items():
         if given is None:
             continue
@@ -146,17 +121,18 @@ def check_channels(
             raise TypeError(f"expected {name} to be a Tensor of shape ({actual},), got {type(given).__name__}")
         if given.dtype not in SUPPORTED_DTYPES:
             raise TypeError(f"expected {name} to be a float tensor, got {given.dtype}; convert it first")
-        if given.shape != (actual,):
+        if given.shape != wanted:
             raise ValueError(
                 f"expected {given.numel()} channels in dim {channel_dim} of the input, got {actual} (input shape "
-                f"{shape}): {name} should contain {actual} elements not {given.numel()}, shape ({actual},) not "
-                f"{tuple(given.shape)}; {remedy}"
+                f"{tuple(x.shape)}): {name} should contain {actual} elements not {given.numel()}, shape ({actual},) "
+                f"not {tuple(given.shape)}; {REMEDY}"
             )
-        _check_device(name, given, x)
+        if given.device != device:
+            _check_device(name, given, x)
     if num_channels is not None and actual != num_channels:
         raise ValueError(
-            f"expected {num_channels} channels in dim {channel_dim} of the input, got {actual} (input shape {shape}); "
-            f"{remedy}"
+            f"expected {num_channels} channels in dim {channel_dim} of the input, got {actual} "
+            f"(input shape {tuple(x.shape)}); {REMEDY}"
         )
 
 
@@ -173,24 +149,6 @@ def check_like_input(name: str, given: Tensor, x: Tensor) -> None:
     _check_device(name, given, x)
 
 
-def check_lists(xs: list[Tensor], roles: dict[str, list[Tensor | None]]) -> None:
-    """Raises ValueError unless the other lists are as long as that of the inputs, which are on one device."""
-    for name, role in roles.items():
-        if len(role) != len(xs):
-            raise ValueError(f"expected {len(xs)} {name}, one for each input, got {len(role)}")
-    devices = [x.device for x in xs if isinstance(x, Tensor)]
-    for index, device in enumerate(devices):
-        if device != devices[0]:
-            raise ValueError(f"inputs[{index}]: the input is on {device} but inputs[0] on {devices[0]}; move one")
-
-
-def as_list(name: str, given: Iterable[Any]) -> list[Any]:
-    """The list of what is given. Raises TypeError for one tensor."""
-    if isinstance(given, Tensor):
-        raise TypeError(f"expected {name} to be a list of tensors, got one tensor; use {name}.unbind()")
-    return list(given)
-
-
 def check_momentum(momentum: float | Tensor) -> None:
     """Raises TypeError unless `momentum` is a number or a tensor, ValueError for a tensor of several numbers."""
     if not isinstance(momentum, Tensor):
@@ -201,7 +159,8 @@ def check_momentum(momentum: float | Tensor) -> None:
 
 def check_eps(eps: float) -> None:
     """Raises TypeError unless `eps` is a number, ValueError unless it is positive."""
-    _check_number("eps", eps)
+    if type(eps) is not float:
+        _check_number("eps", eps)
     if not eps > 0:
         raise ValueError(f"batch_norm eps must be positive during training, but got {eps}")
 
@@ -220,11 +179,11 @@ def require_two_values(num_values: Tensor, x: Tensor, name: str = "") -> None:
         )
 
 
+def _check_number(name: str, number: float) -> None:
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {number!r} of type {type(number).__name__}")
+
+
 def _check_device(name: str, given: Tensor, x: Tensor) -> None:
     if given.device != x.device:
         raise ValueError(f"the input is on {x.device} but {name} on {given.device}; move one with .to(device)")
-
-
-def _check_number(name: str, number: float) -> None:
-    if type(number) is not float and (isinstance(number, bool) or not isinstance(number, numbers.Real)):
-        raise TypeError(f"{name} must be a number, got {number!r} of type {type(number).__name__}")

@@ -24,12 +24,14 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from syncbn import arguments, double_backward, torch_private
+from syncbn import double_backward, torch_private
+from syncbn.arguments import Prepared, require_two_values
 from syncbn.collectives import Ranks
 from syncbn.double_backward import BackwardInput, Gradients
 from syncbn.kernels import select_kernels
 from syncbn.layout import Layout
 
+NOT_PROFILED = contextlib.nullcontext()
 ROLES = 5  # tensors of an input: x, weight, bias, residual, num_values
 
 
@@ -37,10 +39,33 @@ ROLES = 5  # tensors of an input: x, weight, bias, residual, num_values
 class Call:
     """What the Function keeps of a call besides tensors."""
 
-    layouts: tuple[Layout, ...]  # of the inputs
+    layouts: list[Layout]  # of the inputs
     eps: float
     relu: bool
     ranks: Ranks
+
+
+def normalize(prepared: Sequence[Prepared], eps: float, relu: bool, ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
+    """For each input y, normalised by the statistics of all ranks, and these."""
+    layouts, masks = [], []
+    tensors: list[Tensor | None] = []
+    for layout, mask, tensors_of_input in prepared:
+        layouts.append(layout)
+        masks.append(mask)
+        tensors += tensors_of_input
+    function: Callable[..., tuple[Tensor, ...]] = _WithContext.apply
+    if torch_private.is_compiling():
+        builds_graph = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+        # Without gradients Dynamo (torch 2.13) hands a forward with *args a context, which it does not take.
+        function = SyncBatchNormFunction.apply if builds_graph else SyncBatchNormFunction.forward
+    elif torch_private.inside_functorch():
+        function = SyncBatchNormFunction.apply
+    flat = function(Call(layouts, eps, relu, ranks), *tensors)
+    results = []
+    for mask, y, statistics in zip(masks, flat[::2], flat[1::2], strict=True):
+        # Gradients at False places become 0 here on their way in, and in the other torch.where on their way out.
+        results.append((y if mask is None else torch.where(mask, y, 0), statistics))
+    return results
 
 
 class SyncBatchNormFunction(torch.autograd.Function):
@@ -57,94 +82,67 @@ class SyncBatchNormFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(call: Call, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        per_input = _split(tensors, ROLES)
+    def forward(call: Call, *tensors: Any) -> tuple[Tensor, ...]:
         with profiled("syncbn.forward"):
             local = []
-            for (x, _, _, _, num_values), layout in zip(per_input, call.layouts, strict=True):
+            for index, layout in enumerate(call.layouts):
+                x, num_values = tensors[ROLES * index], tensors[ROLES * index + 4]
                 sums = select_kernels(x).channel_sums(x, layout)
                 if num_values is not None:
                     sums = torch.cat((sums[:-1], num_values.to(torch.float64).view(1)))
                 local.append(sums)
-            totals = _all_reduce(local, lambda sums: call.ranks.all_reduce(sums, "forward", counted=True))
+            totals = _all_reduce(local, call.ranks, "forward")
             results: list[Tensor] = []
-            for (x, weight, bias, residual, num_values), layout, sums in zip(
-                per_input, call.layouts, totals, strict=True
-            ):
+            for index, layout in enumerate(call.layouts):
+                x, weight, bias, residual, num_values = tensors[ROLES * index : ROLES * index + ROLES]
+                sums = totals[index]
                 if num_values is not None or x.numel() <= layout.sizes[1]:  # else this rank alone has two
-                    name = f"inputs[{len(results) // 2}]: " if len(per_input) > 1 else ""
-                    arguments.require_two_values(sums[-1], x, name)
+                    require_two_values(sums[-1], x, f"inputs[{index}]: " if len(totals) > 1 else "")
                 results += select_kernels(x).normalize(x, layout, sums, call.eps, weight, bias, residual, call.relu)
         return tuple(results)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.call, *tensors = inputs
-        ys, statistics = output[::2], output[1::2]
-        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in tensors[2::ROLES]]
+        ctx.call = call = inputs[0]
+        statistics = output[1::2]
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in inputs[3::ROLES]]
         ctx.mark_non_differentiable(*statistics)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors[::ROLES], *tensors[1::ROLES], *statistics, *(ys if ctx.call.relu else ()))
+        ctx.save_for_backward(*inputs[1::ROLES], *inputs[2::ROLES], *statistics, *(output[::2] if call.relu else ()))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        call, num_inputs = ctx.call, len(ctx.call.layouts)
-        xs, weights, statistics, *ys = _split(ctx.saved_tensors, num_inputs)
+        call, saved, needs = ctx.call, ctx.saved_tensors, ctx.needs_input_grad
+        num_inputs = len(call.layouts)
         per_input = []
         with profiled("syncbn.backward"):
-            for index, needs in enumerate(_split(ctx.needs_input_grad[1:], ROLES)):
-                x, weight, dy = xs[index], weights[index], grad_outputs[2 * index]
-                needs_x, needs_weight, needs_bias, needs_residual, _ = needs
+            for index in range(num_inputs):
+                x, weight, statistics, *ys = saved[index::num_inputs]
+                needs_x, needs_weight, needs_bias, needs_residual = needs[1 + ROLES * index : ROLES + ROLES * index]
+                layout = Layout.of(x, call.layouts[index].channel_dim)  # saved_tensors_hooks may have moved x
+                dy = grad_outputs[2 * index]
                 one = BackwardInput(
-                    dy=torch.zeros_like(x) if dy is None else dy,
-                    x=x,
-                    y=ys[0][index] if ys else None,
-                    weight=weight,
-                    statistics=statistics[index],
-                    layout=Layout.of(x, call.layouts[index].channel_dim),  # saved_tensors_hooks may have moved x
-                    needs_x=needs_x,
-                    needs_residual=needs_residual,
-                    weight_dtype=weight.dtype if needs_weight else None,
-                    bias_dtype=ctx.bias_dtypes[index] if needs_bias else None,
+                    layout.dense(x),
+                    torch.zeros_like(x) if dy is None else layout.dense(dy),
+                    layout.dense(ys[0]) if ys else None,
+                    layout,
+                    weight,
+                    statistics,
+                    needs_x,
+                    needs_residual,
+                    weight.dtype if needs_weight else None,
+                    ctx.bias_dtypes[index] if needs_bias else None,
                 )
                 per_input.append(one)
             if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
                 results = double_backward.gradients(per_input, call.eps, call.ranks)
             else:
-                results = gradients(per_input, call.eps, lambda sums: call.ranks.all_reduce(sums, "backward"))
+                results = gradients(per_input, call.eps, call.ranks)
         flat: list[Tensor | None] = [None]
         for of_input in results:
-            flat += [*of_input, None]  # of num_values
+            flat += of_input
+            flat.append(None)  # of num_values
         return tuple(flat)
-
-
-def gradients(
-    per_input: Sequence[BackwardInput], eps: float, all_reduce: Callable[[Tensor], Tensor]
-) -> list[Gradients]:
-    """The gradients of each input, without a graph; `all_reduce` adds up over the ranks, whatever is needed."""
-    dense, local, of_parameters = [], [], []
-    for one in per_input:
-        layout = one.layout
-        x, dy, y = layout.dense(one.x), layout.dense(one.dy), None if one.y is None else layout.dense(one.y)
-        sums, grad_weight, grad_bias = select_kernels(x).gradient_sums(
-            dy, x, y, layout, one.statistics, eps, one.weight_dtype, one.bias_dtype
-        )
-        dense.append((x, dy, y))
-        local.append(sums)
-        of_parameters.append((grad_weight, grad_bias))
-    results: list[Gradients] = []
-    for one, (x, dy, y), sums, (grad_weight, grad_bias) in zip(
-        per_input, dense, _all_reduce(local, all_reduce), of_parameters, strict=True
-    ):
-        grad_x, grad_residual = None, dy if one.needs_residual else None
-        behind_relu = one.needs_residual and y is not None
-        if one.needs_x or behind_relu:
-            grad_x, of_residual = select_kernels(x).input_gradient(
-                dy, x, y, one.layout, one.statistics, eps, one.weight, sums, behind_relu
-            )
-            grad_residual = of_residual if behind_relu else grad_residual
-        results.append((grad_x, grad_weight, grad_bias, grad_residual))
-    return results
 
 
 class _WithContext(torch.autograd.Function):
@@ -160,33 +158,38 @@ class _WithContext(torch.autograd.Function):
     backward = SyncBatchNormFunction.backward
 
 
-def apply(call: Call, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """SyncBatchNormFunction.apply."""
-    function: Callable[..., tuple[Tensor, ...]] = _WithContext.apply
-    if torch_private.is_compiling():
-        # Without gradients Dynamo (torch 2.13) hands a forward with *args a context, which it does not take.
-        function = SyncBatchNormFunction.apply if builds_graph(tensors) else SyncBatchNormFunction.forward
-    elif torch_private.inside_functorch():
-        function = SyncBatchNormFunction.apply
-    return function(call, *tensors)
-
-
-def builds_graph(tensors: Sequence[Tensor | None]) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+def gradients(per_input: Sequence[BackwardInput], eps: float, ranks: Ranks) -> list[Gradients]:
+    """The gradients of each input, without a graph. The all_reduce happens whatever is needed."""
+    local, of_parameters = [], []
+    for x, dy, y, layout, _, statistics, _, _, weight_dtype, bias_dtype in per_input:
+        sums, grad_weight, grad_bias = select_kernels(x).gradient_sums(
+            dy, x, y, layout, statistics, eps, weight_dtype, bias_dtype
+        )
+        local.append(sums)
+        of_parameters.append((grad_weight, grad_bias))
+    totals = _all_reduce(local, ranks, "backward")
+    results: list[Gradients] = []
+    for index, (x, dy, y, layout, weight, statistics, needs_x, needs_residual, _, _) in enumerate(per_input):
+        grad_x, grad_residual = None, dy if needs_residual else None
+        behind_relu = needs_residual and y is not None
+        if needs_x or behind_relu:
+            grad_x, of_residual = select_kernels(x).input_gradient(
+                dy, x, y, layout, statistics, eps, weight, totals[index], behind_relu
+            )
+            grad_residual = of_residual if behind_relu else grad_residual
+        results.append((grad_x, *of_parameters[index], grad_residual))
+    return results
 
 
 def profiled(name: str) -> AbstractContextManager[object]:
-    """record_function, where a profiler records."""
-    return record_function(name) if torch_private.is_profiling() else contextlib.nullcontext()
+    """record_function, which costs 10 us also where no profiler records."""
+    recording = not torch_private.is_compiling() and torch_private.profiler_enabled()
+    return record_function(name) if recording else NOT_PROFILED
 
 
-def _all_reduce(local: Sequence[Tensor], all_reduce: Callable[[Tensor], Tensor]) -> Sequence[Tensor]:
+def _all_reduce(local: list[Tensor], ranks: Ranks, pass_name: str) -> Sequence[Tensor]:
     """The totals of each of these sums, of one collective."""
+    counted = pass_name == "forward"
     if len(local) == 1:
-        return [all_reduce(local[0])]
-    return torch.split(all_reduce(torch.cat(list(local))), [len(sums) for sums in local])
-
-
-def _split(tensors: Sequence[Any], length: int) -> list[Any]:
-    """Pieces of this length."""
-    return [tensors[start : start + length] for start in range(0, len(tensors), length)]
+        return [ranks.all_reduce(local[0], pass_name, counted)]
+    return torch.split(ranks.all_reduce(torch.cat(local), pass_name, counted), [len(sums) for sums in local])

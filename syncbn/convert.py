@@ -18,10 +18,11 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from syncbn import groups
 from syncbn.layer import SyncBatchNorm
+from syncbn.specification import specification
 from syncbn.subclasses import synchronised_class
 
 if TYPE_CHECKING:
-    from syncbn.groups import ProcessGroupLike, Specification
+    from syncbn.specification import ProcessGroupLike, Specification
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -61,9 +62,9 @@ def convert_syncbn_model(
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected an nn.Module to convert, got {type(model).__name__}")
     layers, left_alone = _select(model, channel_last)
-    spec = groups.specification(process_group)
+    spec = specification(process_group)
     # An nn.SyncBatchNorm holds its group itself, which could be neither copied nor pickled.
-    specs = [groups.specification(vars(layer).get("process_group")) if spec is None else spec for layer in layers]
+    specs = [specification(vars(layer).get("process_group")) if spec is None else spec for layer in layers]
     for layer in layers:
         synchronised_class(_class_of(layer))
     groups.prepare(spec)

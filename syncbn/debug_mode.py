@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncbn import call_sites, collectives, torch_private
+from syncbn import collectives, torch_private
 from syncbn.collectives import Interceptor, Ranks, intercepted_by
 from syncbn.exchange import all_gather_json, by_rank, in_words
+from syncbn.model_paths import may_be_one_layer
+from syncbn.positions import Waiting
 from syncbn.report import RanksDifferError
-from syncbn.watchdog import Waiting
 
 ENABLED = {None: False, "": False, "0": False, "1": True}
 
@@ -65,7 +66,7 @@ class _Comparison(Interceptor):
         with Waiting(group, ranks.call, pass_name, self.first_warning_seconds):
             gathered = all_gather_json(local, _side_group(group))
             paths = [one["path"] for one in gathered]
-            if any(one["same"] != gathered[0]["same"] for one in gathered) or not call_sites.may_be_one_layer(paths):
+            if any(one["same"] != gathered[0]["same"] for one in gathered) or not may_be_one_layer(paths):
                 doings = by_rank(members, [one["doing"] for one in gathered])
                 raise RanksDifferError(f"{doings}\nNone of this was done.")
         bad = [rank for rank, one in zip(members, gathered, strict=True) if not one["finite"]]

@@ -16,14 +16,14 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  #
 
 
 class BackwardInput(NamedTuple):
-    """What the gradients of one input are computed from."""
+    """What the gradients of one input are computed from. x, dy and y lie in memory as `layout` says."""
 
-    dy: Tensor
     x: Tensor
+    dy: Tensor
     y: Tensor | None  # with a fused relu only
+    layout: Layout
     weight: Tensor | None
     statistics: Tensor  # of all ranks, packed as in moments.py
-    layout: Layout  # of x
     needs_x: bool
     needs_residual: bool
     weight_dtype: torch.dtype | None  # of grad_weight; None where it is not needed

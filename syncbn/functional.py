@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from syncbn import autograd, batch_norm, groups
-from syncbn.arguments import Arguments, as_list, check_channels, check_input, check_like_input, check_lists
+from syncbn import autograd, batch_norm, evaluation, faults, groups
+from syncbn.arguments import Arguments, check_channels, check_input, check_like_input
 from syncbn.collectives import Ranks
 from syncbn.double_backward import BackwardInput
 from syncbn.layout import Layout
+from syncbn.specification import specification
 
 if TYPE_CHECKING:
-    from syncbn.groups import ProcessGroupLike
+    from syncbn.specification import ProcessGroupLike
 
 __all__ = ["batch_norm_backward", "sync_batch_norm", "sync_batch_norm_many"]
 
@@ -94,8 +95,8 @@ def sync_batch_norm(
     )
     if not training:
         arguments.require_running_stats()
-        return batch_norm.evaluate(arguments)
-    ranks = groups.ranks_of_call(groups.specification(process_group), "sync_batch_norm", input)
+        return evaluation.evaluate(arguments)
+    ranks = groups.ranks_of_call(specification(process_group), "sync_batch_norm", input)
     [(output, statistics)] = batch_norm.train([arguments], ranks)
     batch_norm.move_running_stats(arguments, statistics)
     return output
@@ -138,9 +139,9 @@ def sync_batch_norm_many(
             [ 1.0000,  0.0000]])
     """
     given = {"running_means": running_means, "running_vars": running_vars, "weights": weights, "biases": biases}
-    xs = as_list("inputs", inputs)
+    xs = _as_list("inputs", inputs)
     roles: dict[str, list[Any]] = {
-        name: [None] * len(xs) if one is None else as_list(name, one) for name, one in given.items()
+        name: [None] * len(xs) if one is None else _as_list(name, one) for name, one in given.items()
     }
     arguments = [
         Arguments(x, mean, var, weight, bias, momentum, eps, channel_dim, name=f"inputs[{index}]: ")
@@ -148,16 +149,16 @@ def sync_batch_norm_many(
     ][: len(xs)]
     ranks = Ranks(None)
     if training:
-        spec = groups.specification(process_group)
+        spec = specification(process_group)
         ranks = groups.ranks_of_call(spec, "sync_batch_norm_many", xs[0] if xs else None)
     try:
-        check_lists(xs, roles)
+        _check_lists(xs, roles)
     except ValueError as error:
-        batch_norm.raise_on_all_ranks(error, arguments, ranks)
+        faults.raise_on_all_ranks(error, arguments, ranks)
     if not training:
         for one in arguments:
             one.require_running_stats()
-        return [batch_norm.evaluate(one) for one in arguments]
+        return [evaluation.evaluate(one) for one in arguments]
     results = batch_norm.train(arguments, ranks) if xs else []
     for one, (_, statistics) in zip(arguments, results, strict=True):
         batch_norm.move_running_stats(one, statistics)
@@ -207,7 +208,7 @@ def batch_norm_backward(
     """
     ranks = Ranks(None)
     if training:
-        ranks = groups.ranks_of_call(groups.specification(process_group), "batch_norm_backward", input)
+        ranks = groups.ranks_of_call(specification(process_group), "batch_norm_backward", input)
     try:
         needs_input, needs_weight, needs_bias = output_mask
         check_input(input, channel_dim)
@@ -218,7 +219,7 @@ def batch_norm_backward(
         check_channels(input, channel_dim, None, {"mean": mean, "invstd": invstd, "weight": weight})
     except (TypeError, ValueError) as error:
         per_channel = Arguments(input, mean, invstd, weight, None, 0.0, 1.0, channel_dim)
-        batch_norm.raise_on_all_ranks(error, [per_channel], ranks, "backward")
+        faults.raise_on_all_ranks(error, [per_channel], ranks, pass_name="backward")
 
     with torch.no_grad():
         layout = Layout.of(input, channel_dim)
@@ -229,29 +230,51 @@ def batch_norm_backward(
         compute_dtype = torch.promote_types(input.dtype, torch.float32)
         dtype = compute_dtype if weight is None else weight.dtype
         one = BackwardInput(
-            dy=grad_output.to(input.dtype),
-            x=input,
+            x=layout.dense(input),
+            dy=layout.dense(grad_output.to(input.dtype)),
             y=None,
+            layout=layout,
             weight=weight,
             statistics=statistics,
-            layout=layout,
             needs_x=needs_input and training,
             needs_residual=False,
             weight_dtype=dtype if needs_weight else None,
             bias_dtype=dtype if needs_bias else None,
         )
-
-        def all_reduce(sums: Tensor) -> Tensor:
-            """Together with the number of values, which this rank does not know yet."""
-            if not training:
-                return sums
-            total = ranks.all_reduce(torch.cat((sums, num_values)), "backward", counted=True)
-            statistics[-1:] = total[-1:]
-            return total[:-1]
-
-        [(grad_input, grad_weight, grad_bias, _)] = autograd.gradients([one], 0.0, all_reduce)
+        [(grad_input, grad_weight, grad_bias, _)] = autograd.gradients([one], 0.0, _WithCount(ranks, statistics))
         if needs_input and not training:
             scale = invstd if weight is None else invstd * weight
             column = scale.to(compute_dtype).view(-1, *(1,) * (input.ndim - layout.channel_dim - 1))
-            grad_input = (one.dy * column).to(input.dtype)
+            grad_input = (grad_output * column).to(input.dtype)
     return grad_input, grad_weight, grad_bias
+
+
+class _WithCount(Ranks):
+    """Ranks that do not know yet how many values there are over all of them: n of the `statistics`."""
+
+    def __init__(self, ranks: Ranks, statistics: Tensor) -> None:
+        super().__init__(ranks.group, ranks.call)
+        self.num_values = statistics[-1:]
+
+    def all_reduce(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:
+        """Of the sums and n together."""
+        total = super().all_reduce(torch.cat((sums, self.num_values)), pass_name, counted=True)
+        self.num_values.copy_(total[-1:])
+        return total[:-1]
+
+
+def _as_list(name: str, given: Iterable[Any]) -> list[Any]:
+    if isinstance(given, Tensor):
+        raise TypeError(f"expected {name} to be a list of tensors, got one tensor; use {name}.unbind()")
+    return list(given)
+
+
+def _check_lists(xs: list[Tensor], roles: dict[str, list[Any]]) -> None:
+    """Raises ValueError unless the other lists are as long as that of the inputs, which are on one device."""
+    for name, role in roles.items():
+        if len(role) != len(xs):
+            raise ValueError(f"expected {len(xs)} {name}, one for each input, got {len(role)}")
+    devices = [x.device for x in xs if isinstance(x, Tensor)]
+    for index, device in enumerate(devices):
+        if device != devices[0]:
+            raise ValueError(f"inputs[{index}]: the input is on {device} but inputs[0] on {devices[0]}; move one")

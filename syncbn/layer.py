@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import batch_norm, groups, torch_private, watchdog
+from syncbn import batch_norm, evaluation, groups, positions, torch_private
 from syncbn.arguments import Arguments, check_eps, check_momentum
 from syncbn.collectives import Ranks
+from syncbn.specification import specification
 
 if TYPE_CHECKING:
-    from syncbn.groups import ProcessGroupLike, Specification
     from syncbn.moments import Pool
+    from syncbn.specification import ProcessGroupLike, Specification
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -91,12 +92,12 @@ class SyncBatchNorm(_BatchNorm):
 
     @property
     def process_group(self) -> Specification:
-        """The ranks to synchronise: None, an int, "node", a DeviceMesh; `groups.GlobalRanks` for a ProcessGroup."""
+        """The ranks to synchronise: None, an int, "node", a DeviceMesh; `GlobalRanks` for a ProcessGroup."""
         return self._process_group
 
     @process_group.setter
     def process_group(self, process_group: ProcessGroupLike) -> None:
-        self._process_group = groups.specification(process_group)
+        self._process_group = specification(process_group)
 
     def __getstate__(self) -> dict[str, Any]:
         state = vars(self).copy()
@@ -133,24 +134,16 @@ class SyncBatchNorm(_BatchNorm):
         ValueError, as F.batch_norm. In a forward inside a backward, as activation checkpointing's recompute, the
         running statistics do not move.
         """
+        momentum, channel_dim = 0.0 if self.momentum is None else self.momentum, -1 if self.channel_last else 1
+        has_number_of_dims = type(self)._check_input_dim is not _BatchNorm._check_input_dim
+        check_input_dim = self._check_input_dim if has_number_of_dims else None
         arguments = Arguments(
-            input,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            0.0 if self.momentum is None else self.momentum,
-            self.eps,
-            -1 if self.channel_last else 1,
-            z,
-            self.fuse_relu,
-            mask,
-            self.num_features,
-            self._check_input_dim if _has_number_of_dims(type(self)) else None,
-        )
+            input, self.running_mean, self.running_var, self.weight, self.bias, momentum, self.eps,
+            channel_dim, z, self.fuse_relu, mask, self.num_features, check_input_dim,
+        )  # fmt: skip
         if not self.training:
-            watchdog.note_evaluation()
-            return batch_norm.evaluate(arguments)
+            positions.note_evaluation()
+            return evaluation.evaluate(arguments)
         if not self.track_running_stats:
             arguments.running_mean = arguments.running_var = None
         counter = self.num_batches_tracked if self.track_running_stats else None
@@ -164,7 +157,7 @@ class SyncBatchNorm(_BatchNorm):
             _warn_in_data_parallel()
             ranks = Ranks(None)
         else:
-            ranks = groups.ranks_of_call(self.process_group, self, arguments.input)
+            ranks = groups.ranks_of_call(self._process_group, self, arguments.input)
         [(output, statistics)] = batch_norm.train([arguments], ranks)
         pool = self._statistics_pool if arguments.running_mean is self.running_mean else None
         batch_norm.move_running_stats(arguments, statistics, counter, pool)
@@ -199,10 +192,6 @@ class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
 
 class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """SyncBatchNorm for (N, C, D, H, W), or (N, D, H, W, C) with channel_last; it is an nn.BatchNorm3d too."""
-
-
-def _has_number_of_dims(layer_class: type[SyncBatchNorm]) -> bool:
-    return layer_class._check_input_dim is not _BatchNorm._check_input_dim
 
 
 @functools.cache

@@ -39,6 +39,24 @@ def make(spec: int | str) -> None:
             of_default_group[spec] = _consecutive_group(_agreed_size(spec, default_group), default_group)
 
 
+def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
+    """This rank's group of `group_size` consecutive ranks, as apex's function of the same name.
+
+    A collective over all ranks of the default group the first time a size is asked for. 0 means all ranks: None.
+
+    **Raises** ValueError when `group_size` is negative, exceeds the number of ranks or does not divide it; RuntimeError
+    before init_process_group.
+    """
+    if group_size == 0:
+        return None
+    if group_size < 0:
+        raise ValueError(f"group_size must not be negative, got {group_size}")
+    if dist.group.WORLD is None:
+        raise RuntimeError("create_syncbn_process_group needs torch.distributed.init_process_group() first")
+    make(group_size)
+    return made(group_size)
+
+
 def ranks_per_host(gathered: Sequence[tuple[str | None, str | None]]) -> int:
     """The group size of "node" from (LOCAL_WORLD_SIZE, LOCAL_RANK) of all ranks, which every rank has received.
 

@@ -1,4 +1,4 @@
-"""Finds out about the processes of ranks: when this one began, on which host it is, and whether another has ended."""
+"""Finds out about the processes of ranks: when and where this one began, why it ends, and whether another has ended."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import contextlib
 import functools
 import os
 import socket
+import sys
 import time
 from pathlib import Path
+from typing import NoReturn
+from weakref import WeakSet
+
+import torch.distributed as dist
 
 HAS_ENDED = "has ended"
 
@@ -52,3 +57,31 @@ def on_this_host(rank: int) -> bool:
         return first <= rank < first + int(os.environ["LOCAL_WORLD_SIZE"])
     except (KeyError, ValueError):
         return True
+
+
+def why_it_ends() -> str:
+    """The first line of the exception because of which this program, or a part of it, ends; empty without one."""
+    handled, last = sys.exc_info()[1], getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    error = handled or last
+    why = "" if error is None else f" {'while handling' if handled else 'with'} {type(error).__name__}: {error}"
+    return why.partition("\n")[0][:200]
+
+
+inherited_groups: WeakSet[dist.ProcessGroup] = WeakSet()  # that this process has from the one which it was forked from
+
+
+def refuse_inherited_group() -> NoReturn:
+    """**Raises** RuntimeError."""
+    raise RuntimeError(
+        f"syncbn: this process ({os.getpid()}) was forked from one whose process group does not work here. "
+        'Start it by the method "spawn" instead.'
+    )
+
+
+def _inherit() -> None:
+    if dist.group.WORLD is not None:
+        inherited_groups.add(dist.group.WORLD)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_inherit)

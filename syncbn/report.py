@@ -7,12 +7,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
 from syncbn import processes
 from syncbn.exchange import by_rank, in_words
+
+if TYPE_CHECKING:
+    from syncbn.positions import Waiting
 
 SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; more than hosts' clocks differ
 SETTLE_SECONDS = 0.3  # that a rank which has gone is given to say why
@@ -62,8 +65,18 @@ def anything(found: list[Found]) -> bool:
     return True
 
 
+def where_all_are(waiting: Waiting, enough: Callable[[list[Found]], bool] = anything) -> str:
+    """A line for each position of the ranks of the group; read again for 0.3 s until it is `enough`."""
+    rank, layer = waiting.rank, "" if waiting.call is None else waiting.call.site.name
+    reader = _Reader(rank.rank, rank.store, rank.beats(), waiting.group, waiting.position, layer)
+    rank.write_position()
+    where = reader.where_all_are(enough)
+    rank.store_answers = where is not None  # else it is not called again
+    return reader.without_store() if where is None else where
+
+
 @dataclass(slots=True)
-class Reader:
+class _Reader:
     """A rank that waits, and reads where the others are."""
 
     rank: int  # global

@@ -25,7 +25,7 @@ from torch import Tensor
 from syncbn import exchange, torch_private
 from syncbn.call_sites import LayerCall
 from syncbn.collectives import Interceptor, Ranks, intercepted_by, joined_group
-from syncbn.watchdog import Waiting
+from syncbn.positions import Waiting
 
 JOINED, ITERATION, FAILED = 0, 1, 2**62
 

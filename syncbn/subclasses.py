@@ -21,7 +21,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
 from syncbn.arguments import Arguments
-from syncbn.batch_norm import plain_batch_norm
+from syncbn.evaluation import plain_batch_norm
 from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from syncbn.torch_private import is_compiling
 

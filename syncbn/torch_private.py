@@ -22,6 +22,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 is_compiling = torch.compiler.is_compiling  # public; here so that there is one place to ask
 current_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
+# Whether a torch.func transform is active, whose tensors have no memory.
+inside_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
+profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def inside_backward() -> bool:
@@ -30,16 +33,6 @@ def inside_backward() -> bool:
     In a compiled graph that is never so: it recomputes values, not the writes to buffers.
     """
     return not is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def inside_functorch() -> bool:
-    """Whether a torch.func transform is active, whose tensors have no memory."""
-    return torch._C._are_functorch_transforms_active()
-
-
-def is_profiling() -> bool:
-    """Whether a profiler records; record_function costs 10 us also when none does."""
-    return not is_compiling() and torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
 
 
 def inside_selective_checkpoint() -> bool:

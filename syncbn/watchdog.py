@@ -1,213 +1,46 @@
-"""Keeps known where this rank is: in which all-reduce, since when, and that it lives; speaks up when one waits long.
-
-Each rank writes to the store of the default process group, under keys that begin with syncbn/ and its global rank:
-
-    position                its last all_reduce of syncbn, what it has done since, its process, the time; each second
-    called/0/layer4.1.bn3   once, that it has called this layer on the group named 0
-
-A write takes 2 to 5 us, as TCPStore waits for no answer. The others' positions are read (report.py) only when there is
-something to say, and fast: torchrun ends the ranks that are left some 0.1 s after the first has failed. A position
-older than this process is not read: torchrun may keep a store when it restarts the ranks.
-"""
+"""Watches over this rank in a thread: gives a sign of life each second, and warns while the rank waits long."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
-import os
-import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable
-from typing import Self
-from weakref import WeakKeyDictionary, WeakSet
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from syncbn import processes, torch_private
-from syncbn.call_sites import LayerCall
-from syncbn.report import EVALUATES, HAS_LEFT, Found, Position, RanksDifferError, Reader, anything, one_is_gone
+from syncbn import report
 
-SECONDS_BETWEEN_WRITES = 1e-3  # of a rank, so that they take 2 % of its time at most; what waits writes all the same
-SECONDS_PER_WRITE = 10e-6  # of all ranks together: a store takes some 100,000 writes a second
+if TYPE_CHECKING:
+    from syncbn.positions import ThisRank
+
 HEARTBEAT_SECONDS = 1.0  # between writes of a rank that does nothing new; with 10,000 ranks a tenth of the store's time
-FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
-LEAVE_SECONDS = 0.3  # for which a rank that leaves waits for its own heartbeat
 WARNING_RANKS = 4  # of a group; all would say the same
 
 _log = logging.getLogger("syncbn")
 
 
-class Waiting:
-    """Around an all_reduce: makes known where this rank is and, when it fails, says where all are."""
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        call: LayerCall | None,
-        pass_name: str,
-        first_warning_seconds: float = FIRST_WARNING_SECONDS,
-    ) -> None:
-        self.group = group
-        self.call = call
-        self.doing = "a step of others, out of data"
-        if call is not None:
-            self.doing = f"{call.site.name} {pass_name}, call {call.number}"
-        self.start = time.monotonic()
-        self.next_warning_seconds = first_warning_seconds
-
-    def __enter__(self) -> Self:
-        self.rank = _this_rank()
-        self.position = self.rank.begin(self)
-        return self
-
-    def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
-        self.rank.waiting = None
-        if isinstance(error, RuntimeError) and not isinstance(error, RanksDifferError):
-            raise RuntimeError(
-                f"syncbn: a collective failed on rank {self.rank.rank} after {self.seconds():.1f} s.\n"
-                f"{self.where_all_are(one_is_gone)}\nThe process group says: {error}"
-            ) from error
-
-    def seconds(self) -> float:
-        """Since it began."""
-        return time.monotonic() - self.start
-
-    def where_all_are(self, enough: Callable[[list[Found]], bool] = anything) -> str:
-        """A line for each position of the ranks of the group; read again for 0.3 s until it is `enough`."""
-        rank, layer = self.rank, "" if self.call is None else self.call.site.name
-        reader = Reader(rank.rank, rank.store, rank.beats(), self.group, self.position, layer)
-        rank.write_position()
-        where = reader.where_all_are(enough)
-        rank.store_answers = where is not None  # else it is not called again
-        return reader.without_store() if where is None else where
+def start(rank: ThisRank, world: weakref.ref[dist.ProcessGroup]) -> None:
+    """Start the thread, which ends with the group of all ranks."""
+    threading.Thread(target=_watch, args=[rank, world], name="syncbn.watchdog", daemon=True).start()
 
 
-class _ThisRank:
-    """This rank of a default process group."""
-
-    def __init__(self, world: dist.ProcessGroup) -> None:
-        self.rank = dist.get_rank()
-        self.process = os.getpid()
-        self.store = torch_private.default_store()  # the default one may later be another group's
-        self.store_answers = True
-        self.writing = threading.RLock()  # the program and the heartbeat write positions
-        self.numbers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-        self.position = Position("", 0, "")
-        self.written, self.written_position = -math.inf, self.position
-        interval = max(SECONDS_BETWEEN_WRITES, world.size() * SECONDS_PER_WRITE)
-        self.interval = math.inf if _keeps_all_writes(self.store) else interval
-        self.waiting: Waiting | None = None
-        self.ended = threading.Event()
-        weakref.finalize(world, self.leave)
-        self.write_position()
-        threading.Thread(target=self.watch, args=[weakref.ref(world)], name="syncbn.watchdog", daemon=True).start()
-
-    def beats(self) -> bool:
-        """Whether it writes every second."""
-        return self.interval < math.inf
-
-    def begin(self, waiting: Waiting) -> Position:
-        """This rank enters an all_reduce."""
-        group, call = waiting.group, waiting.call
-        number = self.numbers[group] = self.numbers.get(group, 0) + 1
-        self.position = Position(group.group_name, number, waiting.doing)
-        if number == 1 or waiting.start - self.written >= self.interval:
-            self.write_position()
-        if call is not None and call.number == 1:
-            self.write(f"called/{group.group_name}/{call.site.name}", "")
-        self.waiting = waiting
-        return self.position
-
-    def evaluate(self) -> None:
-        """This rank calls a layer in evaluation mode."""
-        if self.position.since != EVALUATES:
-            self.position = self.position._replace(since=EVALUATES)
-            if time.monotonic() - self.written >= self.interval:
-                self.write_position()
-
-    def leave(self) -> None:
-        """The default process group, or this program, ends: because of an exception, perhaps."""
-        handled, last = sys.exc_info()[1], getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        error = handled or last
-        why = "" if error is None else f" {'while handling' if handled else 'with'} {type(error).__name__}: {error}"
-        since = "; ".join(filter(None, (self.position.since, HAS_LEFT + why.partition("\n")[0][:200])))
-        self.ended.set()
-        # The heartbeat may be in a call of a dead store.
-        if self.process == os.getpid() and self.writing.acquire(timeout=LEAVE_SECONDS):
-            self.position = self.position._replace(since=since)
-            self.write_position()
-            self.writing.release()
-
-    def write_position(self) -> None:
-        with self.writing:
-            self.written, self.written_position = time.monotonic(), self.position
-            lines = (*self.position, time.time(), f"{self.process} {processes.host()}")
-            self.write("position", "\n".join(map(str, lines)))
-
-    def write(self, key: str, text: str) -> None:
-        if self.store_answers:
-            with contextlib.suppress(RuntimeError, ValueError):  # a store that has ended
-                self.store.set(f"syncbn/{self.rank}/{key}", text)
-
-    def watch(self, world: weakref.ref[dist.ProcessGroup]) -> None:
-        """The thread, which ends with the group; between its looks it holds nothing that would keep the group alive."""
-        while not self.ended.wait(HEARTBEAT_SECONDS) and dist.group.WORLD is world():
-            self.look()
-
-    def look(self) -> None:
-        """A sign of life; a warning while this rank waits long. (In nccl's all_reduce the host does not.)"""
-        waiting = self.waiting
-        with self.writing:
-            unwritten = waiting is not None and self.written_position is not self.position
-            if (self.beats() or unwritten) and not self.ended.is_set():
-                self.write_position()
-        if waiting is None or waiting.seconds() < waiting.next_warning_seconds:
-            return
-        waiting.next_warning_seconds *= 2
-        if dist.get_rank(waiting.group) < WARNING_RANKS:
-            where = waiting.where_all_are()
-            _log.warning("syncbn: rank %d has waited %.0f s for others.\n%s", self.rank, waiting.seconds(), where)
+def _watch(rank: ThisRank, world: weakref.ref[dist.ProcessGroup]) -> None:
+    # Between its looks it holds nothing that would keep the group alive.
+    while not rank.ended.wait(HEARTBEAT_SECONDS) and dist.group.WORLD is world():
+        _look(rank)
 
 
-def note_evaluation() -> None:
-    """This rank calls a layer in evaluation mode, which waits for nobody."""
-    world = dist.group.WORLD
-    if world is not None and world.size() > 1 and not torch_private.is_compiling() and world not in _inherited:
-        _this_rank().evaluate()
-
-
-_ranks: WeakKeyDictionary[dist.ProcessGroup, _ThisRank] = WeakKeyDictionary()  # by the default process group
-_inherited: WeakSet[dist.ProcessGroup] = WeakSet()  # by a process that was forked from one of the ranks
-
-
-def _this_rank() -> _ThisRank:
-    world = dist.group.WORLD
-    assert world is not None
-    if world in _inherited:
-        raise RuntimeError(
-            f"syncbn: this process ({os.getpid()}) was forked from one whose process group does not work here. "
-            'Start it by the method "spawn" instead.'
-        )
-    rank = _ranks.get(world)
-    if rank is None:
-        rank = _ranks[world] = _ThisRank(world)
-    return rank
-
-
-def _inherit() -> None:
-    if dist.group.WORLD is not None:
-        _inherited.add(dist.group.WORLD)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_inherit)
-
-
-def _keeps_all_writes(store: dist.Store) -> bool:
-    """Whether a write does not replace the last one, as in a FileStore."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, dist.FileStore)
+def _look(rank: ThisRank) -> None:
+    """A sign of life; a warning while this rank waits long. (In nccl's all_reduce the host does not.)"""
+    waiting = rank.waiting
+    with rank.writing:
+        unwritten = waiting is not None and rank.written_position is not rank.position
+        if (rank.beats() or unwritten) and not rank.ended.is_set():
+            rank.write_position()
+    if waiting is None or waiting.seconds() < waiting.next_warning_seconds:
+        return
+    waiting.next_warning_seconds *= 2
+    if dist.get_rank(waiting.group) < WARNING_RANKS:
+        where = report.where_all_are(waiting)
+        _log.warning("syncbn: rank %d has waited %.0f s for others.\n%s", rank.rank, waiting.seconds(), where)

@@ -22,7 +22,7 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
-from syncbn import watchdog
+from syncbn import positions
 
 TIMEOUT = timedelta(seconds=3)  # of a collective
 STEPS, FAULTY_STEP = 6, 3
@@ -157,7 +157,7 @@ AMONG_UNEVEN_RANKS = {"kill -9 inside join": join, "kill -9 inside recompute_run
 
 
 def main() -> None:
-    watchdog.SECONDS_BETWEEN_WRITES = 0.0  # the steps take less
+    positions.SECONDS_BETWEEN_WRITES = 0.0  # the steps take less
     warnings.simplefilter("ignore", FutureWarning)  # DistributedDataParallel's of broadcast_buffers
     store, _, _ = next(dist.rendezvous("env://"))
     store.set(f"rank {RANK} is there", "")  # one may start much later than the others

@@ -74,12 +74,12 @@ def test_nothing_of_diagnosis_outlives_the_group() -> None:
     code = """
 import threading, time, weakref
 import torch, torch.distributed as dist, syncbn
-from syncbn import groups, watchdog
+from syncbn import groups, positions
 groups.resolve = lambda specification: dist.group.WORLD  # also of one rank
 for _ in range(3):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = weakref.ref(dist.group.WORLD)
-    with watchdog.Waiting(dist.group.WORLD, None, "forward"):
+    with positions.Waiting(dist.group.WORLD, None, "forward"):
         time.sleep(1.2)  # in which the thread looks
     with syncbn.debug():
         syncbn.SyncBatchNorm(3)(torch.randn(2, 3)).sum()

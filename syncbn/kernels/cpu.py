@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib.machinery
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,9 @@ from syncbn import moments
 from syncbn.layout import Layout
 
 FILES = [Path(__file__).with_name(f"_cpu{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-OPERATORS = torch.ops.syncbn
+
+# By name, once they are loaded. (A look-up in torch.ops costs 1 us.)
+_operators: dict[str, Callable[..., Any]] = {}
 
 
 @functools.cache
@@ -32,6 +36,7 @@ def why_not() -> str | None:
         return f"{file.name} does not load: {error}"
     for name, fake in FAKES.items():
         torch.library.register_fake(f"syncbn::{name}")(fake)
+        _operators[name] = getattr(torch.ops.syncbn, name).default
     return None
 
 
@@ -49,8 +54,7 @@ FAKES = {
 
 
 def channel_sums(x: Tensor, layout: Layout) -> Tensor:
-    sums: Tensor = OPERATORS.channel_sums.default(x, *layout.sizes)
-    return sums
+    return _operators["channel_sums"](x, *layout.sizes)  # type: ignore[no-any-return]
 
 
 def normalize(
@@ -63,10 +67,7 @@ def normalize(
     residual: Tensor | None,
     relu: bool,
 ) -> tuple[Tensor, Tensor]:
-    result: tuple[Tensor, Tensor] = OPERATORS.normalize.default(
-        x, *layout.sizes, sums, eps, weight, bias, residual, relu
-    )
-    return result
+    return _operators["normalize"](x, *layout.sizes, sums, eps, weight, bias, residual, relu)  # type: ignore[no-any-return]
 
 
 def gradient_sums(
@@ -79,10 +80,7 @@ def gradient_sums(
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    result: tuple[Tensor, Tensor | None, Tensor | None] = OPERATORS.gradient_sums.default(
-        dy, x, y, *layout.sizes, statistics, eps, weight_dtype, bias_dtype
-    )
-    return result
+    return _operators["gradient_sums"](dy, x, y, *layout.sizes, statistics, eps, weight_dtype, bias_dtype)  # type: ignore[no-any-return]
 
 
 def input_gradient(
@@ -96,10 +94,7 @@ def input_gradient(
     sums: Tensor,
     of_residual: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    result: tuple[Tensor, Tensor | None] = OPERATORS.input_gradient.default(
-        dy, x, y, *layout.sizes, statistics, eps, weight, sums, of_residual
-    )
-    return result
+    return _operators["input_gradient"](dy, x, y, *layout.sizes, statistics, eps, weight, sums, of_residual)  # type: ignore[no-any-return]
 
 
 def update_running_stats(
@@ -108,4 +103,4 @@ def update_running_stats(
     if isinstance(momentum, Tensor):
         moments.update_running_stats(running_mean, running_var, statistics, momentum, moves)
     elif moves:  # one operator, which has no result that selective checkpointing could count
-        OPERATORS.update_running_stats.default(running_mean, running_var, statistics, momentum)
+        _operators["update_running_stats"](running_mean, running_var, statistics, momentum)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from voting import Ranks
 
 import syncbn
-from syncbn import call_sites, collectives, exchange, report, watchdog
+from syncbn import call_sites, collectives, exchange, model_paths, positions, report, signatures
 from syncbn.collectives import Interceptor, intercepted_by
 from syncbn.collectives import Ranks as CalledRanks
 
@@ -73,7 +73,7 @@ def test_names_passes_and_calls(ranks: Ranks, doing: list[str]) -> None:
 def test_the_first_position_on_a_group_is_written_at_once(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank may be aborted in that all_reduce."""
     layer = syncbn.SyncBatchNorm(3, process_group=dist.new_group(), device=ranks.device)
-    rank = watchdog._this_rank()
+    rank = positions._this_rank()
     monkeypatch.setattr(rank, "interval", math.inf)
     layer(torch.randn(4, 3, device=ranks.device))
     assert rank.written_position.doing == "SyncBatchNorm forward, call 1"
@@ -184,7 +184,7 @@ def test_one_rank_is_compiled(ranks: Ranks) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3, 64, 1000, 2**14])
 def test_signatures_are_exact(num_ranks: int) -> None:
     """The test for equal signatures has no rounding: not with the largest, and so with none."""
-    largest = call_sites.CallSite("", "", num_ranks).largest_signature
+    largest = signatures.largest_signature(num_ranks)
     assert largest >= 2**11
     for s in (1, largest - 1, largest):
         squares = total = 0.0
@@ -197,9 +197,9 @@ def test_signatures_are_exact(num_ranks: int) -> None:
 
 def test_places_and_steps_have_signatures_of_their_own() -> None:
     sites = [call_sites.CallSite(f"blocks.{block}.{name}", "", 2) for name in ("bn1", "bn2") for block in range(50)]
-    signatures = [site.signature(step) for site in sites for step in ("forward", "backward")]
-    assert len(set(signatures)) == len(signatures)
-    assert all(1 <= signature <= 2**25 for signature in signatures)
+    found = [signatures.signature(site, step) for site in sites for step in ("forward", "backward")]
+    assert len(set(found)) == len(found)
+    assert all(1 <= signature <= 2**25 for signature in found)
 
 
 @pytest.mark.parametrize(
@@ -215,18 +215,20 @@ def test_places_and_steps_have_signatures_of_their_own() -> None:
     ],
 )
 def test_paths_of_one_layer(paths: tuple[str, ...], expected: bool) -> None:
-    assert call_sites.may_be_one_layer(paths) == call_sites.may_be_one_layer(paths[::-1]) == expected
+    assert model_paths.may_be_one_layer(paths) == model_paths.may_be_one_layer(paths[::-1]) == expected
 
 
 def test_positions_in_the_store(ranks: Ranks) -> None:
     layer, x = syncbn.SyncBatchNorm(3).to(ranks.device), torch.randn(4, 3, device=ranks.device)
     call = call_sites.new_call("this test", dist.group.WORLD, x)
-    with watchdog.Waiting(dist.group.WORLD, call, "forward") as waiting:
+    with positions.Waiting(dist.group.WORLD, call, "forward") as waiting:
         pass
 
     def all_are(what: str) -> None:
         dist.barrier()  # all have done it
-        where = waiting.where_all_are(lambda found: all(one.words == what for one in found))  # a write takes its time
+        where = report.where_all_are(
+            waiting, lambda found: all(one.words == what for one in found)
+        )  # a write takes its time
         dist.barrier()
         assert where.startswith(f"ranks 0-{ranks.size - 1}: {what}\n"), where
 
@@ -281,7 +283,7 @@ def test_debug_mode_changes_no_result(ranks: Ranks) -> None:
             layer(leaf).pow(3).sum().backward()
         results.append((leaf.grad, layer.running_var, layer.weight.grad))
     assert all(map(torch.equal, *results))
-    assert not collectives._interceptors
+    assert not collectives.interceptors
 
 
 def test_debug_mode_beside_a_group_of_some_ranks(ranks: Ranks) -> None:

@@ -1,0 +1,54 @@
+"""Raises a fault in one rank's arguments on every rank, so that none is left waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from syncbn.arguments import Arguments
+from syncbn.collectives import Ranks
+from syncbn.torch_private import is_compiling
+
+
+def raise_on_all_ranks(
+    error: Exception, inputs: Sequence[Arguments], ranks: Ranks, name: str = "", pass_name: str = "forward"
+) -> NoReturn:
+    """Join the all_reduce of the others as a faulty rank, and raise `error` on every rank, `name` of the input first.
+
+    It is raised here alone on a GPU, in a compiled graph, and where the arguments do not tell how much the others send.
+    """
+    if name:
+        error = type(error)(f"{name}{error}")
+    num_channels = [_likely_channels(one) for one in inputs]
+    known = [number for number in num_channels if number is not None]
+    if not inputs or len(known) < len(inputs):
+        raise error
+    if ranks.group is None or _device_of(inputs[0]).type != "cpu" or is_compiling():  # where no rank reads the mark
+        raise error
+    sums = torch.zeros(2 * sum(known) + len(inputs), dtype=torch.float64)
+    sums[-1] = math.nan
+    ranks.all_reduce(sums, pass_name, counted=True, error=error)
+    raise AssertionError("the mark of a fault was lost") from error
+
+
+def _likely_channels(arguments: Arguments) -> int | None:
+    """What most arguments say that C is, when one is wrong; None when the input alone tells, and is bad."""
+    if arguments.num_channels is not None:
+        return arguments.num_channels
+    votes = [given.numel() for given in arguments.per_channel().values() if isinstance(given, Tensor)]
+    with contextlib.suppress(Exception):  # of whatever class a subclass's _check_input_dim raises
+        if not votes:
+            arguments.check()
+        votes.append(arguments.input.shape[arguments.channel_dim])
+    return max(votes, key=votes.count, default=None)  # the first of equals: a per-channel tensor's
+
+
+def _device_of(arguments: Arguments) -> torch.device:
+    """That of the first tensor that is one."""
+    given = (*arguments.per_channel().values(), arguments.input)
+    return next((tensor.device for tensor in given if isinstance(tensor, Tensor)), torch.device("cpu"))

@@ -1,0 +1,37 @@
+"""Finds the path of a layer in the model that calls it: layer4.1.bn3."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def may_be_one_layer(paths: Iterable[str]) -> bool:
+    """Whether these can be of one layer: some ranks have wrapped the model in another module, or have no model."""
+    longest = max(paths, key=len)
+    return all(not path or f".{longest}".endswith(f".{path}") for path in paths)
+
+
+def path_in_model(layer: nn.Module) -> str:
+    """The dotted name of a layer in the outermost module that is `self` in a frame of this call, or nothing.
+
+    DistributedDataParallel and the wrapper of torch.compile do not count.
+    """
+    names: list[str] = []
+    inner, frame = layer, sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        outer = frame.f_locals.get("self")
+        if isinstance(outer, DistributedDataParallel):
+            break
+        if isinstance(outer, nn.Module) and outer is not inner:
+            below = itertools.chain(outer.named_children(), outer.named_modules())  # most often it is a child
+            name = next((name for name, module in below if module is inner), None)
+            if name is not None:
+                names.insert(0, name)
+                inner = outer
+    return ".".join(part for name in names for part in name.split(".") if part != "_orig_mod")

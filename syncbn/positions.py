@@ -1,0 +1,166 @@
+"""Keeps known where this rank is: in which all-reduce it waits, and what it has done since.
+
+Each rank writes to the store of the default process group, under keys that begin with syncbn/ and its global rank:
+
+    position                its last all_reduce of syncbn, what it has done since, its process, the time; each second
+    called/0/layer4.1.bn3   once, that it has called this layer on the group named 0
+
+A write takes 2 to 5 us, as TCPStore waits for no answer. The others' positions are read (report.py) only when there is
+something to say, and fast: torchrun ends the ranks that are left some 0.1 s after the first has failed. A position
+older than this process is not read: torchrun may keep a store when it restarts the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+import weakref
+from typing import Self
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from syncbn import processes, report, torch_private, watchdog
+from syncbn.call_sites import LayerCall
+from syncbn.report import EVALUATES, HAS_LEFT, Position, RanksDifferError
+
+SECONDS_BETWEEN_WRITES = 1e-3  # of a rank, so that they take 2 % of its time at most; what waits writes all the same
+SECONDS_PER_WRITE = 10e-6  # of all ranks together: a store takes some 100,000 writes a second
+FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
+LEAVE_SECONDS = 0.3  # for which a rank that leaves waits for its own heartbeat
+
+
+class Waiting:
+    """Around an all_reduce: makes known where this rank is and, when it fails, says where all are."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        call: LayerCall | None,
+        pass_name: str,
+        first_warning_seconds: float = FIRST_WARNING_SECONDS,
+    ) -> None:
+        self.group = group
+        self.call = call
+        self.doing = "a step of others, out of data"
+        if call is not None:
+            self.doing = f"{call.site.name} {pass_name}, call {call.number}"
+        self.start = time.monotonic()
+        self.next_warning_seconds = first_warning_seconds
+
+    def __enter__(self) -> Self:
+        self.rank = _this_rank()
+        self.position = self.rank.begin(self)
+        return self
+
+    def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
+        self.rank.waiting = None
+        if isinstance(error, RuntimeError) and not isinstance(error, RanksDifferError):
+            raise RuntimeError(
+                f"syncbn: a collective failed on rank {self.rank.rank} after {self.seconds():.1f} s.\n"
+                f"{report.where_all_are(self, report.one_is_gone)}\nThe process group says: {error}"
+            ) from error
+
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self.start
+
+
+class ThisRank:
+    """This rank of a default process group."""
+
+    def __init__(self, world: dist.ProcessGroup) -> None:
+        self.rank, self.process = dist.get_rank(), os.getpid()
+        self.process_and_host = f"{self.process} {processes.host()}"
+        self.store = torch_private.default_store()  # the default one may later be another group's
+        self.store_answers = True
+        self.writing = threading.RLock()  # the program and the heartbeat write positions
+        self.numbers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+        self.position = Position("", 0, "")
+        self.written, self.written_position = -math.inf, self.position
+        interval = max(SECONDS_BETWEEN_WRITES, world.size() * SECONDS_PER_WRITE)
+        self.interval = math.inf if _keeps_all_writes(self.store) else interval
+        self.waiting: Waiting | None = None
+        self.ended = threading.Event()
+        weakref.finalize(world, self.leave)
+        self.write_position()
+        watchdog.start(self, weakref.ref(world))
+
+    def beats(self) -> bool:
+        """Whether it writes every second."""
+        return self.interval < math.inf
+
+    def begin(self, waiting: Waiting) -> Position:
+        """This rank enters an all_reduce."""
+        group, call = waiting.group, waiting.call
+        number = self.numbers[group] = self.numbers.get(group, 0) + 1
+        self.position = Position(group.group_name, number, waiting.doing)
+        if number == 1 or waiting.start - self.written >= self.interval:
+            self.write_position()
+        if call is not None and call.number == 1:
+            self.write(f"called/{group.group_name}/{call.site.name}", "")
+        self.waiting = waiting
+        return self.position
+
+    def evaluate(self) -> None:
+        """This rank calls a layer in evaluation mode."""
+        if self.position.since != EVALUATES:
+            self.position = self.position._replace(since=EVALUATES)
+            if time.monotonic() - self.written >= self.interval:
+                self.write_position()
+
+    def leave(self) -> None:
+        """The default process group, or this program, ends: because of an exception, perhaps."""
+        since = "; ".join(filter(None, (self.position.since, HAS_LEFT + processes.why_it_ends())))
+        self.ended.set()
+        # The heartbeat may be in a call of a dead store.
+        if self.process == os.getpid() and self.writing.acquire(timeout=LEAVE_SECONDS):
+            self.position = self.position._replace(since=since)
+            self.write_position()
+            self.writing.release()
+
+    def write_position(self) -> None:
+        with self.writing:
+            self.written, self.written_position = time.monotonic(), self.position
+            self.write("position", "\n".join(map(str, (*self.position, time.time(), self.process_and_host))))
+
+    def write(self, key: str, text: str) -> None:
+        if self.store_answers:
+            with contextlib.suppress(RuntimeError, ValueError):  # a store that has ended
+                self.store.set(f"syncbn/{self.rank}/{key}", text)
+
+
+def note_evaluation() -> None:
+    """This rank calls a layer in evaluation mode, which waits for nobody."""
+    world = dist.group.WORLD
+    if (
+        world is not None
+        and world.size() > 1
+        and not torch_private.is_compiling()
+        and world not in processes.inherited_groups
+    ):
+        _this_rank().evaluate()
+
+
+_ranks: WeakKeyDictionary[dist.ProcessGroup, ThisRank] = WeakKeyDictionary()  # by the default process group
+
+
+def _this_rank() -> ThisRank:
+    world = dist.group.WORLD
+    assert world is not None
+    if world in processes.inherited_groups:
+        processes.refuse_inherited_group()
+    rank = _ranks.get(world)
+    if rank is None:
+        rank = _ranks[world] = ThisRank(world)
+    return rank
+
+
+def _keeps_all_writes(store: dist.Store) -> bool:
+    """Whether a write does not replace the last one, as in a FileStore."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.FileStore)
