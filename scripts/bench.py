@@ -54,7 +54,7 @@ from torch.utils._pytree import tree_leaves
 import syncbn
 from syncbn import batch_norm
 from syncbn.arguments import Arguments
-from syncbn.collectives import Ranks
+from syncbn.distributed.collectives import Ranks
 
 SHAPES = "32x64x56x56 32x256x28x28 64x256x56x56 8x64x32x32 8x512x7x7 256x1024 4x32x16x32x32 16x197x384"
 DTYPES = "float32 bfloat16 float16 float64"

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from syncbn.check import check
-from syncbn.info import info
+from syncbn.cli.check import check
+from syncbn.cli.info import info
 
 
 def main() -> int:

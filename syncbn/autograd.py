@@ -14,11 +14,9 @@ Several independent inputs may share the all-reduces. A tuple `per_input` has on
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,12 +24,12 @@ from torch.profiler import record_function
 
 from syncbn import double_backward, torch_private
 from syncbn.arguments import Prepared, require_two_values
-from syncbn.collectives import Ranks
+from syncbn.distributed.collectives import Ranks
 from syncbn.double_backward import BackwardInput, Gradients
 from syncbn.kernels import select_kernels
 from syncbn.layout import Layout
 
-NOT_PROFILED = contextlib.nullcontext()
+Result = TypeVar("Result")
 ROLES = 5  # tensors of an input: x, weight, bias, residual, num_values
 
 
@@ -53,7 +51,7 @@ def normalize(prepared: Sequence[Prepared], eps: float, relu: bool, ranks: Ranks
         layouts.append(layout)
         masks.append(mask)
         tensors += tensors_of_input
-    function: Callable[..., tuple[Tensor, ...]] = _WithContext.apply
+    function: Callable[..., tuple[Tensor, ...]] = _EagerFunction.apply
     if torch_private.is_compiling():
         builds_graph = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
         # Without gradients Dynamo (torch 2.13) hands a forward with *args a context, which it does not take.
@@ -83,22 +81,20 @@ class SyncBatchNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Call, *tensors: Any) -> tuple[Tensor, ...]:
-        with profiled("syncbn.forward"):
-            local = []
-            for index, layout in enumerate(call.layouts):
-                x, num_values = tensors[ROLES * index], tensors[ROLES * index + 4]
-                sums = select_kernels(x).channel_sums(x, layout)
-                if num_values is not None:
-                    sums = torch.cat((sums[:-1], num_values.to(torch.float64).view(1)))
-                local.append(sums)
-            totals = _all_reduce(local, call.ranks, "forward")
-            results: list[Tensor] = []
-            for index, layout in enumerate(call.layouts):
-                x, weight, bias, residual, num_values = tensors[ROLES * index : ROLES * index + ROLES]
-                sums = totals[index]
-                if num_values is not None or x.numel() <= layout.sizes[1]:  # else this rank alone has two
-                    require_two_values(sums[-1], x, f"inputs[{index}]: " if len(totals) > 1 else "")
-                results += select_kernels(x).normalize(x, layout, sums, call.eps, weight, bias, residual, call.relu)
+        kernels, local = select_kernels(tensors[0]), []
+        for index, layout in enumerate(call.layouts):
+            x, num_values = tensors[ROLES * index], tensors[ROLES * index + 4]
+            sums = kernels.channel_sums(x, layout)
+            if num_values is not None:
+                sums = torch.cat((sums[:-1], num_values.to(torch.float64).view(1)))
+            local.append(sums)
+        totals = _all_reduce(local, call.ranks, "forward")
+        results: list[Tensor] = []
+        for index, layout in enumerate(call.layouts):
+            x, weight, bias, residual, num_values = tensors[ROLES * index : ROLES * index + ROLES]
+            if num_values is not None or x.numel() <= layout.sizes[1]:  # else this rank alone has two
+                require_two_values(totals[index][-1], x, f"inputs[{index}]: " if len(totals) > 1 else "")
+            results += kernels.normalize(x, layout, totals[index], call.eps, weight, bias, residual, call.relu)
         return tuple(results)
 
     @staticmethod
@@ -115,29 +111,19 @@ class SyncBatchNormFunction(torch.autograd.Function):
         call, saved, needs = ctx.call, ctx.saved_tensors, ctx.needs_input_grad
         num_inputs = len(call.layouts)
         per_input = []
-        with profiled("syncbn.backward"):
-            for index in range(num_inputs):
-                x, weight, statistics, *ys = saved[index::num_inputs]
-                needs_x, needs_weight, needs_bias, needs_residual = needs[1 + ROLES * index : ROLES + ROLES * index]
-                layout = Layout.of(x, call.layouts[index].channel_dim)  # saved_tensors_hooks may have moved x
-                dy = grad_outputs[2 * index]
-                one = BackwardInput(
-                    layout.dense(x),
-                    torch.zeros_like(x) if dy is None else layout.dense(dy),
-                    layout.dense(ys[0]) if ys else None,
-                    layout,
-                    weight,
-                    statistics,
-                    needs_x,
-                    needs_residual,
-                    weight.dtype if needs_weight else None,
-                    ctx.bias_dtypes[index] if needs_bias else None,
-                )
-                per_input.append(one)
-            if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
-                results = double_backward.gradients(per_input, call.eps, call.ranks)
-            else:
-                results = gradients(per_input, call.eps, call.ranks)
+        for index in range(num_inputs):
+            x, weight, statistics, *ys = saved[index::num_inputs]
+            needs_x, needs_weight, needs_bias, needs_residual = needs[1 + ROLES * index : ROLES + ROLES * index]
+            layout = Layout.of(x, call.layouts[index].channel_dim)  # saved_tensors_hooks may have moved x
+            dy, y = grad_outputs[2 * index], layout.dense(ys[0]) if ys else None
+            dy = torch.zeros_like(x) if dy is None else layout.dense(dy)
+            dtypes = weight.dtype if needs_weight else None, ctx.bias_dtypes[index] if needs_bias else None
+            one = BackwardInput(layout.dense(x), dy, y, layout, weight, statistics, needs_x, needs_residual, *dtypes)
+            per_input.append(one)
+        if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
+            results = double_backward.gradients(per_input, call.eps, call.ranks)
+        else:
+            results = gradients(per_input, call.eps, call.ranks)
         flat: list[Tensor | None] = [None]
         for of_input in results:
             flat += of_input
@@ -145,24 +131,26 @@ class SyncBatchNormFunction(torch.autograd.Function):
         return tuple(flat)
 
 
-class _WithContext(torch.autograd.Function):
+class _EagerFunction(torch.autograd.Function):
     """SyncBatchNormFunction in torch's older form, which costs 10 us a call where the newer one takes 28, and 19 with a
     cached signature: torch binds the arguments of a forward beside a setup_context. torch.func needs the newer form."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        output = SyncBatchNormFunction.forward(*inputs)
+        output = _profiled("syncbn.forward", SyncBatchNormFunction.forward, *inputs)
         SyncBatchNormFunction.setup_context(ctx, inputs, output)
         return output
 
-    backward = SyncBatchNormFunction.backward
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _profiled("syncbn.backward", SyncBatchNormFunction.backward, ctx, *grad_outputs)
 
 
 def gradients(per_input: Sequence[BackwardInput], eps: float, ranks: Ranks) -> list[Gradients]:
     """The gradients of each input, without a graph. The all_reduce happens whatever is needed."""
-    local, of_parameters = [], []
+    kernels, local, of_parameters = select_kernels(per_input[0].x), [], []
     for x, dy, y, layout, _, statistics, _, _, weight_dtype, bias_dtype in per_input:
-        sums, grad_weight, grad_bias = select_kernels(x).gradient_sums(
+        sums, grad_weight, grad_bias = kernels.gradient_sums(
             dy, x, y, layout, statistics, eps, weight_dtype, bias_dtype
         )
         local.append(sums)
@@ -173,18 +161,12 @@ def gradients(per_input: Sequence[BackwardInput], eps: float, ranks: Ranks) -> l
         grad_x, grad_residual = None, dy if needs_residual else None
         behind_relu = needs_residual and y is not None
         if needs_x or behind_relu:
-            grad_x, of_residual = select_kernels(x).input_gradient(
+            grad_x, of_residual = kernels.input_gradient(
                 dy, x, y, layout, statistics, eps, weight, totals[index], behind_relu
             )
             grad_residual = of_residual if behind_relu else grad_residual
         results.append((grad_x, *of_parameters[index], grad_residual))
     return results
-
-
-def profiled(name: str) -> AbstractContextManager[object]:
-    """record_function, which costs 10 us also where no profiler records."""
-    recording = not torch_private.is_compiling() and torch_private.profiler_enabled()
-    return record_function(name) if recording else NOT_PROFILED
 
 
 def _all_reduce(local: list[Tensor], ranks: Ranks, pass_name: str) -> Sequence[Tensor]:
@@ -193,3 +175,11 @@ def _all_reduce(local: list[Tensor], ranks: Ranks, pass_name: str) -> Sequence[T
     if len(local) == 1:
         return [ranks.all_reduce(local[0], pass_name, counted)]
     return torch.split(ranks.all_reduce(torch.cat(local), pass_name, counted), [len(sums) for sums in local])
+
+
+def _profiled(name: str, function: Callable[..., Result], *arguments: Any) -> Result:
+    """What the function returns; in a range of this name where a profiler records. (record_function costs 10 us.)"""
+    if torch_private.is_compiling() or not torch_private.profiler_enabled():
+        return function(*arguments)
+    with record_function(name):
+        return function(*arguments)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from syncbn import autograd, faults, torch_private
 from syncbn.arguments import Arguments
-from syncbn.collectives import Ranks
+from syncbn.distributed.collectives import Ranks
 from syncbn.kernels import select_kernels
 from syncbn.moments import Pool
 
@@ -28,8 +28,7 @@ def train(inputs: Sequence[Arguments], ranks: Ranks) -> list[tuple[Tensor, Tenso
         inputs[0].check_numbers()  # which all inputs share
     except Exception as error:  # of whatever class a subclass's _check_input_dim raises
         faults.raise_on_all_ranks(error, inputs, ranks, name)
-    prepared = [one.prepare() for one in inputs]
-    return autograd.normalize(prepared, inputs[0].eps, inputs[0].relu, ranks)
+    return autograd.normalize(list(map(Arguments.prepare, inputs)), inputs[0].eps, inputs[0].relu, ranks)
 
 
 def move_running_stats(

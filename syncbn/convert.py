@@ -16,13 +16,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from syncbn import groups
+from syncbn.distributed import groups
+from syncbn.distributed.specification import specification
 from syncbn.layer import SyncBatchNorm
-from syncbn.specification import specification
 from syncbn.subclasses import synchronised_class
 
 if TYPE_CHECKING:
-    from syncbn.specification import ProcessGroupLike, Specification
+    from syncbn.distributed.specification import ProcessGroupLike, Specification
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 

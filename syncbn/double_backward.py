@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from syncbn import moments
-from syncbn.collectives import Ranks
+from syncbn.distributed.collectives import Ranks
 from syncbn.layout import Layout
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of x, weight, bias, residual

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from syncbn import autograd, masks
 from syncbn.arguments import Arguments
-from syncbn.collectives import Ranks
+from syncbn.distributed.collectives import Ranks
 from syncbn.layout import Layout
 
 

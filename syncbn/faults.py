@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from syncbn.arguments import Arguments
-from syncbn.collectives import Ranks
+from syncbn.distributed.collectives import Ranks
 from syncbn.torch_private import is_compiling
 
 

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from syncbn import autograd, batch_norm, evaluation, faults, groups
+from syncbn import autograd, batch_norm, evaluation, faults
 from syncbn.arguments import Arguments, check_channels, check_input, check_like_input
-from syncbn.collectives import Ranks
+from syncbn.distributed import groups
+from syncbn.distributed.collectives import Ranks
+from syncbn.distributed.specification import specification
 from syncbn.double_backward import BackwardInput
 from syncbn.layout import Layout
-from syncbn.specification import specification
 
 if TYPE_CHECKING:
-    from syncbn.specification import ProcessGroupLike
+    from syncbn.distributed.specification import ProcessGroupLike
 
 __all__ = ["batch_norm_backward", "sync_batch_norm", "sync_batch_norm_many"]
 

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import batch_norm, evaluation, groups, positions, torch_private
+from syncbn import batch_norm, evaluation, torch_private
 from syncbn.arguments import Arguments, check_eps, check_momentum
-from syncbn.collectives import Ranks
-from syncbn.specification import specification
+from syncbn.diagnosis import positions
+from syncbn.distributed import groups
+from syncbn.distributed.collectives import Ranks
+from syncbn.distributed.specification import specification
 
 if TYPE_CHECKING:
+    from syncbn.distributed.specification import ProcessGroupLike, Specification
     from syncbn.moments import Pool
-    from syncbn.specification import ProcessGroupLike, Specification
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -159,7 +161,9 @@ class SyncBatchNorm(_BatchNorm):
         else:
             ranks = groups.ranks_of_call(self._process_group, self, arguments.input)
         [(output, statistics)] = batch_norm.train([arguments], ranks)
-        pool = self._statistics_pool if arguments.running_mean is self.running_mean else None
+        pool = self._statistics_pool
+        if pool is not None and arguments.running_mean is not self.running_mean:
+            pool = None  # a subclass's own buffers
         batch_norm.move_running_stats(arguments, statistics, counter, pool)
         num_ranks = 1 if ranks.group is None else ranks.group.size()
         if self._synchronised_ranks != num_ranks and not torch_private.is_compiling():

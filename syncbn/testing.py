@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn.convert import convert_syncbn_model, revert_syncbn_model
-from syncbn.exchange import all_reduce_max
+from syncbn.distributed.exchange import all_reduce_max
 from syncbn.layer import SyncBatchNorm
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}

@@ -22,7 +22,7 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
-from syncbn import positions
+from syncbn.diagnosis import positions
 
 TIMEOUT = timedelta(seconds=3)  # of a collective
 STEPS, FAULTY_STEP = 6, 3

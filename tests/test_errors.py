@@ -14,8 +14,8 @@ import torch
 from torch.distributed import GroupMember
 
 import syncbn
+from syncbn.distributed.new_groups import ranks_per_host
 from syncbn.functional import batch_norm_backward, sync_batch_norm
-from syncbn.new_groups import ranks_per_host
 
 X = torch.randn(4, 3, 5)
 

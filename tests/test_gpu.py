@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import syncbn
-from syncbn import groups, kernels
+from syncbn import kernels
+from syncbn.distributed import groups
 from syncbn.layout import Layout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

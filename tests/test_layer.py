@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import syncbn
-from syncbn import groups, layer
+from syncbn import layer
+from syncbn.distributed import groups
 
 NUMBERED = [
     (nn.BatchNorm1d, syncbn.SyncBatchNorm1d, (4, 3)),

@@ -18,8 +18,9 @@ from jobs import ON_TWO_RANKS, run
 from torch import Tensor, nn
 
 import syncbn
-from syncbn import __main__, check, testing
-from syncbn.info import info
+from syncbn import __main__, testing
+from syncbn.cli import check
+from syncbn.cli.info import info
 from syncbn.testing import assert_matches_full_batch
 
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from syncbn import report
+from syncbn.diagnosis import report
 
 collect_ignore_glob = [] if "RANK" in os.environ else ["*"]
 

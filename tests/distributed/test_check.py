@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from voting import Ranks
 
-from syncbn import check
+from syncbn.cli import check
 
 
 def test_ranks_that_drift_apart_do_not_pass(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from voting import Ranks
 
 import syncbn
-from syncbn import call_sites, collectives, exchange, model_paths, positions, report, signatures
-from syncbn.collectives import Interceptor, intercepted_by
-from syncbn.collectives import Ranks as CalledRanks
+from syncbn.diagnosis import call_sites, model_paths, positions, report, signatures
+from syncbn.distributed import collectives, exchange
+from syncbn.distributed.collectives import Interceptor, intercepted_by
+from syncbn.distributed.collectives import Ranks as CalledRanks
 
 # torch's own in Dynamo
 ignores_deprecation = pytest.mark.filterwarnings("ignore::DeprecationWarning")

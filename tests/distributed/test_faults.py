@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from voting import Ranks
 
 import syncbn
-from syncbn import groups, new_groups
+from syncbn.distributed import groups, new_groups
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="no rank reads the mark on a GPU: the faulty rank raises alone"

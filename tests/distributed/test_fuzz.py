@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from voting import Ranks, vote
 
 import syncbn
-from syncbn import groups
+from syncbn.distributed import groups
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}  # of the largest value, or of the largest term of a sum
 SUMS = TOLERANCE | {

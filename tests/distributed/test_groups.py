@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from voting import Ranks, World
 
 import syncbn
-from syncbn import groups, new_groups
+from syncbn.distributed import groups, new_groups
 
 
 def ranks_that_share(layer: syncbn.SyncBatchNorm, ranks: Ranks) -> list[int]:

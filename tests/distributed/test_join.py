@@ -19,7 +19,8 @@ from torch_names import BROADCAST_BUFFERS
 from voting import Ranks
 
 import syncbn
-from syncbn import collectives, torch_private
+from syncbn import torch_private
+from syncbn.distributed import collectives
 
 SHARE, NUM_BATCHES = 2, 6
 NUM_LAYERS = 2

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from voting import Ranks
 
 import syncbn
-from syncbn import collectives
+from syncbn.distributed import collectives
 
 CHANNELS = 3
 

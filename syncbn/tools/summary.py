@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from torch import nn
 
-from syncbn import groups, kernels
+from syncbn import kernels
+from syncbn.diagnosis.signatures import NUM_SIGNED
+from syncbn.distributed import groups
 from syncbn.layer import SyncBatchNorm
-from syncbn.signatures import NUM_SIGNED
 from syncbn.torch_private import is_compiled
 
 BYTES_PER_NUMBER = 8  # float64

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from syncbn import call_sites, new_groups, torch_private
-from syncbn.collectives import Ranks, interceptors
-from syncbn.specification import GlobalRanks
+from syncbn import torch_private
+from syncbn.diagnosis import call_sites
+from syncbn.distributed import new_groups
+from syncbn.distributed.collectives import Ranks, interceptors
+from syncbn.distributed.specification import GlobalRanks
 
 if TYPE_CHECKING:
-    from syncbn.specification import Specification
+    from syncbn.distributed.specification import Specification
 
 
 def prepare(spec: Specification) -> None:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from syncbn import groups
-from syncbn.exchange import all_gather, all_gather_text, all_reduce_max, by_rank, in_words
+from syncbn.distributed import groups
+from syncbn.distributed.exchange import all_gather, all_gather_text, all_reduce_max, by_rank, in_words
 from syncbn.layer import SyncBatchNorm
 
 LINES = 20  # tensors that an error names

@@ -11,12 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from syncbn.collectives import Ranks
 from syncbn.convert import convert_syncbn_model
-from syncbn.exchange import all_reduce_max
+from syncbn.distributed.collectives import Ranks
+from syncbn.distributed.exchange import all_reduce_max
 from syncbn.kernels import available
-from syncbn.synced import assert_synced
 from syncbn.testing import TOLERANCES, differences
+from syncbn.tools.assert_synced import assert_synced
 
 ROUNDS, WARM_UP = 50, 10  # all_reduces timed, and not
 SAMPLES_PER_RANK = 2

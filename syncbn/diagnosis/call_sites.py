@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from syncbn.model_paths import path_in_model
+from syncbn.diagnosis.model_paths import path_in_model
 
 
 class CallSite:

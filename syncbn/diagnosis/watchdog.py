@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from syncbn import report
+from syncbn.diagnosis import report
 
 if TYPE_CHECKING:
-    from syncbn.positions import ThisRank
+    from syncbn.diagnosis.positions import ThisRank
 
 HEARTBEAT_SECONDS = 1.0  # between writes of a rank that does nothing new; with 10,000 ranks a tenth of the store's time
 WARNING_RANKS = 4  # of a group; all would say the same

@@ -27,11 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncbn import signatures, torch_private
-from syncbn.call_sites import LayerCall
-from syncbn.exchange import raise_faults
-from syncbn.positions import FIRST_WARNING_SECONDS, Waiting
-from syncbn.signatures import NUM_SIGNED
+from syncbn import torch_private
+from syncbn.diagnosis import signatures
+from syncbn.diagnosis.call_sites import LayerCall
+from syncbn.diagnosis.positions import FIRST_WARNING_SECONDS, Waiting
+from syncbn.diagnosis.signatures import NUM_SIGNED
+from syncbn.distributed.exchange import raise_faults
 
 
 class Interceptor:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
-from syncbn import processes
-from syncbn.exchange import by_rank, in_words
+from syncbn.diagnosis import processes
+from syncbn.distributed.exchange import by_rank, in_words
 
 if TYPE_CHECKING:
-    from syncbn.positions import Waiting
+    from syncbn.diagnosis.positions import Waiting
 
 SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; more than hosts' clocks differ
 SETTLE_SECONDS = 0.3  # that a rank which has gone is given to say why

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncbn import collectives, torch_private
-from syncbn.collectives import Interceptor, Ranks, intercepted_by
-from syncbn.exchange import all_gather_json, by_rank, in_words
-from syncbn.model_paths import may_be_one_layer
-from syncbn.positions import Waiting
-from syncbn.report import RanksDifferError
+from syncbn import torch_private
+from syncbn.diagnosis.model_paths import may_be_one_layer
+from syncbn.diagnosis.positions import Waiting
+from syncbn.diagnosis.report import RanksDifferError
+from syncbn.distributed import collectives
+from syncbn.distributed.collectives import Interceptor, Ranks, intercepted_by
+from syncbn.distributed.exchange import all_gather_json, by_rank, in_words
 
 ENABLED = {None: False, "": False, "0": False, "1": True}
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from syncbn import report
-from syncbn.call_sites import CallSite, LayerCall
-from syncbn.exchange import all_gather_json, by_rank
-from syncbn.model_paths import may_be_one_layer
-from syncbn.positions import Waiting
-from syncbn.report import REMEDY, RanksDifferError
+from syncbn.diagnosis import report
+from syncbn.diagnosis.call_sites import CallSite, LayerCall
+from syncbn.diagnosis.model_paths import may_be_one_layer
+from syncbn.diagnosis.positions import Waiting
+from syncbn.diagnosis.report import REMEDY, RanksDifferError
+from syncbn.distributed.exchange import all_gather_json, by_rank
 
 NUM_SIGNED = 4  # numbers behind the sums on CPU: the count, and the three of a signature
 MOST_SQUARES = 2**26  # number of ranks * signature is less, so that its square is exact in float64

@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncbn import exchange, torch_private
-from syncbn.call_sites import LayerCall
-from syncbn.collectives import Interceptor, Ranks, intercepted_by, joined_group
-from syncbn.positions import Waiting
+from syncbn import torch_private
+from syncbn.diagnosis.call_sites import LayerCall
+from syncbn.diagnosis.positions import Waiting
+from syncbn.distributed import exchange
+from syncbn.distributed.collectives import Interceptor, Ranks, intercepted_by, joined_group
 
 JOINED, ITERATION, FAILED = 0, 1, 2**62
 

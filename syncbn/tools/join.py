@@ -19,10 +19,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from syncbn import call_sites, groups, report
-from syncbn.collectives import intercepted_by, joined_group
+from syncbn.diagnosis import call_sites, report
+from syncbn.distributed import groups
+from syncbn.distributed.collectives import intercepted_by, joined_group
+from syncbn.distributed.shadowing import ITERATION, Shadowing
 from syncbn.layer import SyncBatchNorm
-from syncbn.shadowing import ITERATION, Shadowing
 from syncbn.torch_private import JoinAfter, is_compiled
 
 

@@ -20,13 +20,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from syncbn import call_sites, moments, torch_private
-from syncbn.collectives import Ranks
+from syncbn import moments, torch_private
 from syncbn.convert import convert_syncbn_model, revert_syncbn_model
-from syncbn.exchange import all_reduce_max, require_equal
+from syncbn.diagnosis import call_sites
+from syncbn.distributed.collectives import Ranks
+from syncbn.distributed.exchange import all_reduce_max, require_equal
+from syncbn.distributed.shadowing import Shadowing
 from syncbn.layer import SyncBatchNorm
 from syncbn.moments import Pool
-from syncbn.shadowing import Shadowing
 
 
 @contextlib.contextmanager

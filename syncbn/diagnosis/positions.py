@@ -23,9 +23,10 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from syncbn import processes, report, torch_private, watchdog
-from syncbn.call_sites import LayerCall
-from syncbn.report import EVALUATES, HAS_LEFT, Position, RanksDifferError
+from syncbn import torch_private
+from syncbn.diagnosis import processes, report, watchdog
+from syncbn.diagnosis.call_sites import LayerCall
+from syncbn.diagnosis.report import EVALUATES, HAS_LEFT, Position, RanksDifferError
 
 SECONDS_BETWEEN_WRITES = 1e-3  # of a rank, so that they take 2 % of its time at most; what waits writes all the same
 SECONDS_PER_WRITE = 10e-6  # of all ranks together: a store takes some 100,000 writes a second

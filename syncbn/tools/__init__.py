@@ -1,0 +1,1 @@
+"""What users call beside the layer: a summary, checks, uneven inputs, running statistics."""
