@@ -14,7 +14,7 @@ trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/environment"
 export PATH="$folder/environment/bin:$PATH"
 install_pinned setuptools torch pytest numpy
-cp tests/test_tiny.py "$folder"
+cp tests/test_tiny.py tests/trained_as_one.py "$folder"
 for file in runs/dist/*.whl runs/dist/*.tar.gz; do
     for compiler in g++ none; do
         echo "== $(basename "$file"), compiler: $compiler"

@@ -1,10 +1,13 @@
-"""The tour: from one tensor to one trained model. Read this first; it needs one process and a second."""
+"""The tour: from one tensor to a model that two ranks train as one process would. Read this first; it takes seconds."""
 
+import pytest
 import torch
 import torch.nn.functional as F
+import trained_as_one
 from torch import nn
 
 import syncbn
+from syncbn.testing import assert_matches_full_batch
 
 
 def test_the_tour() -> None:
@@ -50,3 +53,9 @@ def test_the_tour() -> None:
     syncbn.revert_syncbn_model(model)
     assert type(model[1]) is nn.BatchNorm2d
     assert torch.equal(model(x), expected)
+
+    # 6. What it is for: two ranks, each with half of the batch, train as one process with all of it. Here they are
+    # started for the test; a job of your own is started by torchrun. (In float64, so that equality shows to 1e-9.)
+    assert_matches_full_batch(trained_as_one.model, trained_as_one.batch(8), F.cross_entropy, world_size=2)
+    with pytest.raises(AssertionError, match="are not those of one process"):
+        assert_matches_full_batch(trained_as_one.local_model, trained_as_one.batch(8), F.cross_entropy, world_size=2)

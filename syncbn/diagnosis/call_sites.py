@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from syncbn.diagnosis.model_paths import path_in_model
+from syncbn.torch_private import is_compiling
 
 
 class CallSite:
@@ -41,8 +42,10 @@ Sites: TypeAlias = tuple[WeakKeyDictionary[nn.Module, CallSite], dict[str, CallS
 _sites: WeakKeyDictionary[dist.ProcessGroup, Sites] = WeakKeyDictionary()
 
 
-def new_call(of: nn.Module | str, group: dist.ProcessGroup, input: Tensor | None) -> LayerCall:
-    """The next call of a layer, or of the function of this name, on `group`."""
+def new_call(of: nn.Module | str, group: dist.ProcessGroup, input: Tensor | None) -> LayerCall | None:
+    """The next call of a layer, or of the function of this name, on `group`; None in a compiled graph."""
+    if is_compiling():
+        return None
     if group not in _sites:
         _sites[group] = WeakKeyDictionary(), {}
     of_layers, of_functions = _sites[group]

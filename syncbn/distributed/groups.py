@@ -29,9 +29,7 @@ def prepare(spec: Specification) -> None:
 def ranks_of_call(spec: Specification, of: nn.Module | str, input: Tensor | None) -> Ranks:
     """The ranks that the next call of a layer, or of the function of this name, synchronises. See `resolve`."""
     group = resolve(spec)
-    if group is None or torch_private.is_compiling():
-        return Ranks(group)
-    return Ranks(group, call_sites.new_call(of, group, input))
+    return Ranks(group, None if group is None else call_sites.new_call(of, group, input))
 
 
 def resolve(spec: Specification) -> dist.ProcessGroup | None:
@@ -71,6 +69,12 @@ def _joined(group: dist.ProcessGroup, joined: dist.ProcessGroup, spec: Specifica
     return joined
 
 
+def world() -> dist.ProcessGroup | None:
+    """The default group; None where it is one rank, or there is none."""
+    default_group = dist.group.WORLD
+    return None if default_group is None or default_group.size() == 1 else default_group
+
+
 def existing(spec: Specification) -> dist.ProcessGroup | None:
     """The group that `spec` means; None when it is not made yet or there is no process group. Communicates nothing."""
     if spec is None or dist.group.WORLD is None:
@@ -78,6 +82,12 @@ def existing(spec: Specification) -> dist.ProcessGroup | None:
     if isinstance(spec, (int, str)):
         return new_groups.made(spec)
     return spec.group() if isinstance(spec, GlobalRanks) else spec.get_group()
+
+
+def members(spec: Specification) -> list[int]:
+    """The global ranks that `spec` means, this one alone where its group is not made yet. Communicates nothing."""
+    group = existing(spec)
+    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
 
 def size(spec: Specification) -> int:

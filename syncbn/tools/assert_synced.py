@@ -8,15 +8,18 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from syncbn.distributed import groups
 from syncbn.distributed.exchange import all_gather, all_gather_text, all_reduce_max, by_rank, in_words
 from syncbn.layer import SyncBatchNorm
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 LINES = 20  # tensors that an error names
 
@@ -34,8 +37,8 @@ def assert_synced(model: nn.Module) -> None:
         AssertionError: on every rank: which tensors, on which ranks, and by how much at most; or that the ranks' models
             have not the same tensors.
     """
-    world = dist.group.WORLD
-    if world is None or world.size() == 1:
+    world = groups.world()
+    if world is None:
         return
     tensors = dict(_tensors(model))
     _require_the_same_names([f"{name}: {tuple(one.shape)} {one.dtype}" for name, one in tensors.items()], world)
@@ -68,14 +71,13 @@ def _cohorts(model: nn.Module) -> dict[str, int]:
     cohorts = {}
     for name, layer in model.named_modules():
         if isinstance(layer, SyncBatchNorm) and layer.process_group is not None:
-            group = groups.existing(layer.process_group)
-            first = dist.get_rank() if group is None else dist.get_process_group_ranks(group)[0]
+            first = groups.members(layer.process_group)[0]
             for buffer, _ in layer.named_buffers(prefix=name, recurse=False):
                 cohorts[buffer] = first
     return cohorts
 
 
-def _require_the_same_names(lines: list[str], world: dist.ProcessGroup) -> None:
+def _require_the_same_names(lines: list[str], world: ProcessGroup) -> None:
     """**Raises** AssertionError on every rank with the first line that differs."""
     text = "\n".join(lines)
     digests = all_gather_text(hashlib.blake2b(text.encode()).hexdigest(), world)
@@ -99,10 +101,10 @@ def _digest(tensor: Tensor) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), signed=True)
 
 
-def _report(differing: list[tuple[str, Tensor, list[list[int]]]], num_tensors: int, world: dist.ProcessGroup) -> str:
+def _report(differing: list[tuple[str, Tensor, list[list[int]]]], num_tensors: int, world: ProcessGroup) -> str:
     lines = []
     for name, tensor, versions in differing[:LINES]:
-        mine = any(dist.get_rank() in ranks for ranks in versions)
+        mine = any(world.rank() in ranks for ranks in versions)
         values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).to(torch.float64).reshape(-1)
         if not mine:  # of another group, where they may be the same
             values = torch.full_like(values, -math.inf)

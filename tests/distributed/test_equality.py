@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import pytest
 import torch
-import torch.distributed as dist
 from oracle import full_batch, relative_error, within_one_rounding
 from torch import Tensor
 from voting import Ranks
@@ -15,72 +16,87 @@ import syncbn
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 
 
-def check_step(
+class Batch(NamedTuple):
+    """The whole batch of a step, which every rank knows, and how many samples of it each rank has."""
+
+    x: Tensor
+    dy: Tensor
+    z: Tensor
+    sizes: list[int]
+    channel_dim: int
+
+
+def draw(
     ranks: Ranks,
     sizes: list[int],
     rest: tuple[int, ...],  # channels, then inner sizes
     dtype: torch.dtype = torch.float32,
     channel_last: bool = False,
     memory_format: torch.memory_format = torch.contiguous_format,
-    relu: bool = False,
-    residual: bool = False,
-    affine: bool = True,
-    bias: bool = True,
-    parameter_dtype: torch.dtype | None = None,
-    eps: float = 1e-5,
-    seed: int = 0,
-) -> None:
-    """One step on ranks with `sizes` samples; every rank knows the whole batch, and compares its slice."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (sum(sizes), *rest)
-
-    def values(*size: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).to(ranks.device)
-
-    x, dy = values(*shape).to(memory_format=memory_format), values(*shape)
-    z = values(*shape) if residual else None
-    channel_dim = 1
-    layer = syncbn.SyncBatchNorm(
-        rest[0], eps=eps, affine=affine, bias=bias, channel_last=channel_last, fuse_relu=relu, device=ranks.device,
-        dtype=parameter_dtype or (torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype),
-    )  # fmt: skip
-    if layer.weight is not None:
-        layer.weight.data.copy_(values(rest[0]))
-    if layer.bias is not None:
-        layer.bias.data.copy_(values(rest[0]))
+) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    x, dy, z = torch.randn(3, sum(sizes), *rest, generator=generator, dtype=torch.float64).to(dtype).to(ranks.device)
     if channel_last:
-        x, dy, z = (None if given is None else given.movedim(1, -1).contiguous() for given in (x, dy, z))
-        channel_dim = -1
-    expected = full_batch(x, dy, layer.weight, layer.bias, z, relu, eps, channel_dim=channel_dim)
+        return Batch(*(one.movedim(1, -1).contiguous() for one in (x, dy, z)), sizes, -1)
+    return Batch(x.to(memory_format=memory_format), dy, z, sizes, 1)
 
-    mine = ranks.slices(sizes)
-    my_x = x[mine].clone(memory_format=torch.preserve_format).requires_grad_()
+
+def layer_for(batch: Batch, **options: Any) -> syncbn.SyncBatchNorm:
+    """With parameters that are not 1 and 0, the same on all ranks; 16-bit inputs get a layer in float32."""
+    dtype = torch.promote_types(batch.x.dtype, torch.float32)
+    options = {"dtype": dtype, "device": batch.x.device, "channel_last": batch.channel_dim == -1} | options
+    layer = syncbn.SyncBatchNorm(batch.x.shape[batch.channel_dim], **options)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in layer.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return layer
+
+
+class Outcome(NamedTuple):
+    """What this rank has, and what it should have, by the names of oracle.Result."""
+
+    actual: dict[str, Tensor]
+    wanted: dict[str, Tensor]
+    scales: dict[str, float]  # the largest value of the whole batch: a rank's own slice may happen to be small
+
+
+def run_step(ranks: Ranks, batch: Batch, layer: syncbn.SyncBatchNorm, residual: bool = False) -> Outcome:
+    """Forward and backward of this rank's slice, beside the float64 oracle of the whole batch."""
+    z = batch.z if residual else None
+    expected = full_batch(
+        batch.x, batch.dy, layer.weight, layer.bias, z, layer.fuse_relu, layer.eps, channel_dim=batch.channel_dim
+    )
+    mine = ranks.slices(batch.sizes)
+    my_x = batch.x[mine].clone(memory_format=torch.preserve_format).requires_grad_()
     my_z = None if z is None else z[mine].clone().requires_grad_()
     y = layer(my_x, my_z)
-    y.backward(dy[mine])
-
-    pairs = {
-        "output": (y, expected.output[mine]),
-        "grad_input": (my_x.grad, expected.grad_input[mine]),
-        "running_mean": (layer.running_mean, expected.running_mean),
-        "running_var": (layer.running_var, expected.running_var),
-    }
-    if layer.weight is not None:
-        pairs["grad_weight"] = (ranks.total(layer.weight.grad), expected.grad_weight)
-    if layer.bias is not None:
-        pairs["grad_bias"] = (ranks.total(layer.bias.grad), expected.grad_bias)
-    if my_z is not None:
-        pairs["grad_z"] = (my_z.grad, expected.grad_z[mine])
-    assert y.shape == my_x.shape
-    assert y.dtype == my_x.grad.dtype == dtype
+    y.backward(batch.dy[mine])
+    assert (y.shape, y.dtype, my_x.grad.dtype) == (my_x.shape, batch.x.dtype, batch.x.dtype)
     assert y.stride() == my_x.stride() or not y.numel()
-    assert layer.num_batches_tracked == 1
-    for name, (actual, wanted) in pairs.items():
+
+    actual = {
+        "output": y,
+        "grad_input": my_x.grad,
+        "running_mean": layer.running_mean,
+        "running_var": layer.running_var,
+        "grad_weight": None if layer.weight is None else ranks.total(layer.weight.grad),
+        "grad_bias": None if layer.bias is None else ranks.total(layer.bias.grad),
+        "grad_z": None if my_z is None else my_z.grad,
+    }
+    of_samples = ("output", "grad_input", "grad_z")
+    actual = {name: tensor for name, tensor in actual.items() if tensor is not None}
+    wanted = {name: getattr(expected, name) for name in actual}
+    scales = {name: tensor.abs().max().item() for name, tensor in wanted.items()}
+    scales["grad_input"] = max(scales["grad_input"], expected.gradient_scale)
+    wanted = {name: tensor[mine] if name in of_samples else tensor for name, tensor in wanted.items()}
+    return Outcome(actual, wanted, scales)
+
+
+def assert_as_one(outcome: Outcome) -> None:
+    """Float32 and float64 within TOLERANCE of the largest value, 16 bits within one rounding."""
+    for name, actual in outcome.actual.items():
+        wanted, scale = outcome.wanted[name], outcome.scales[name]
         assert actual.shape == wanted.shape, name
-        # A rank's own slice may happen to be small, so the scale is the whole batch's.
-        scale = getattr(expected, name).abs().max().item()
-        if name == "grad_input":
-            scale = max(scale, expected.gradient_scale)
         error = (actual.double() - wanted).abs().max().item() / scale if wanted.numel() else 0.0
         if actual.dtype in TOLERANCE:
             assert error <= TOLERANCE[actual.dtype], (name, error)
@@ -88,9 +104,11 @@ def check_step(
             assert error <= torch.finfo(actual.dtype).eps, (name, error)
         else:
             assert within_one_rounding(actual, wanted, scale), (name, error)
-    reference = layer.running_var.clone()
-    dist.broadcast(reference, 0)
-    assert torch.equal(layer.running_var, reference), "running statistics differ between ranks"
+
+
+def check_step(ranks: Ranks, batch: Batch, residual: bool = False, **options: Any) -> None:
+    """A step of a layer with these options equals the oracle."""
+    assert_as_one(run_step(ranks, batch, layer_for(batch, **options), residual))
 
 
 RANK_COUNTS = {2: [4, 2], 3: [3, 1, 2], 4: [1, 3, 2, 2]}
@@ -111,7 +129,7 @@ RANK_COUNTS = {2: [4, 2], 3: [3, 1, 2], 4: [1, 3, 2, 2]}
     ids=str,
 )
 def test_dims_and_dtypes(ranks: Ranks, rest: tuple[int, ...], dtype: torch.dtype) -> None:
-    check_step(ranks, RANK_COUNTS[ranks.size], rest, dtype)
+    check_step(ranks, draw(ranks, RANK_COUNTS[ranks.size], rest, dtype))
 
 
 @pytest.mark.parametrize(("affine", "bias"), [(True, True), (True, False), (False, False)])
@@ -119,10 +137,8 @@ def test_dims_and_dtypes(ranks: Ranks, rest: tuple[int, ...], dtype: torch.dtype
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("channel_last", [False, True])
 def test_options(ranks: Ranks, affine: bool, bias: bool, residual: bool, relu: bool, channel_last: bool) -> None:
-    check_step(
-        ranks, RANK_COUNTS[ranks.size], (5, 3, 4), torch.float64, channel_last, relu=relu, residual=residual,
-        affine=affine, bias=bias, eps=1e-3,
-    )  # fmt: skip
+    batch = draw(ranks, RANK_COUNTS[ranks.size], (5, 3, 4), torch.float64, channel_last)
+    check_step(ranks, batch, residual, fuse_relu=relu, affine=affine, bias=bias, eps=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -135,25 +151,26 @@ def test_memory_formats(
     ranks: Ranks, rest: tuple[int, ...], memory_format: torch.memory_format, dtype: torch.dtype
 ) -> None:
     # dy and z are contiguous: they must be brought to the layout of x.
-    check_step(ranks, RANK_COUNTS[ranks.size], rest, dtype, memory_format=memory_format, residual=True)
+    batch = draw(ranks, RANK_COUNTS[ranks.size], rest, dtype, memory_format=memory_format)
+    check_step(ranks, batch, residual=True)
 
 
 @pytest.mark.parametrize("parameter_dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_parameters_of_another_dtype(ranks: Ranks, parameter_dtype: torch.dtype) -> None:
-    check_step(ranks, RANK_COUNTS[ranks.size], (4, 3), torch.float32, parameter_dtype=parameter_dtype)
+    check_step(ranks, draw(ranks, RANK_COUNTS[ranks.size], (4, 3)), dtype=parameter_dtype)
 
 
 def test_empty_rank(ranks: Ranks) -> None:
     """A rank without samples neither hangs its peers nor shifts their statistics; its own gradients are empty or 0."""
     for empty in range(ranks.size):
         sizes = [0 if rank == empty else 3 for rank in range(ranks.size)]
-        check_step(ranks, sizes, (4, 5), torch.float64, residual=True, relu=True)
-        check_step(ranks, sizes, (4, 5, 2), torch.float32, channel_last=True)
+        check_step(ranks, draw(ranks, sizes, (4, 5), torch.float64), residual=True, fuse_relu=True)
+        check_step(ranks, draw(ranks, sizes, (4, 5, 2), channel_last=True))
 
 
 def test_one_value_per_rank(ranks: Ranks) -> None:
     """Plain batch norm raises here; the group has enough."""
-    check_step(ranks, [1] * ranks.size, (6,), torch.float64)
+    check_step(ranks, draw(ranks, [1] * ranks.size, (6,), torch.float64))
 
 
 def test_uneven_spatial_sizes(ranks: Ranks) -> None:

@@ -1,0 +1,80 @@
+"""Moves the running statistics once for several micro-batches, as if they were one batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from syncbn import moments
+from syncbn.layer import SyncBatchNorm
+from syncbn.moments import Pool
+
+
+@contextlib.contextmanager
+def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
+    """Within, the running statistics take all batches as one, in gradient accumulation: k micro-batches x W ranks.
+
+        optimizer.zero_grad()
+        with syncbn.accumulate_running_stats(model):
+            for images, labels in micro_batches:
+                (criterion(model(images), labels) / len(micro_batches)).backward()
+        optimizer.step()
+
+    Normalisation is that of each micro-batch, as its gradients go back before the next comes. At the end of the block
+    running = (1 - momentum) * running + momentum * statistic happens once, with mean and unbiased variance of all
+    values that the layer has seen in the block on all ranks of its group, and num_batches_tracked counts 1. The
+    micro-batches may differ in size, between ranks too. Issues no collective of its own.
+
+    Args:
+        model: whose synchronised layers are meant; those in evaluation mode, and those without running statistics, are
+            left alone.
+
+    Raises:
+        ValueError: there is no synchronised layer.
+        RuntimeError: inside another such block; torch.compile with fullgraph=True. (Other compiled modules break their
+            graphs at the layers inside the block.)
+
+    After an exception in the block running statistics and counters are what they were before it.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm) and layer.track_running_stats]
+    if not layers:
+        raise ValueError("no synchronised layer with running statistics: call syncbn.convert_syncbn_model(model)")
+    with collecting(layers) as pools:
+        yield
+    with torch.no_grad():
+        for layer, pool in pools.items():
+            if pool.is_empty:
+                continue
+            counter = layer.num_batches_tracked
+            assert counter is not None
+            counter += 1
+            momentum = 1.0 / counter.to(torch.float64) if layer.momentum is None else layer.momentum
+            assert layer.running_mean is not None
+            assert layer.running_var is not None
+            moments.update_running_stats(layer.running_mean, layer.running_var, pool.statistics(), momentum)
+
+
+@contextlib.contextmanager
+def collecting(layers: Iterable[SyncBatchNorm]) -> Iterator[dict[SyncBatchNorm, Pool]]:
+    """Within, these layers' statistics go to the pools, one for each layer; counters are put back."""
+    pools, counters = {}, {}
+    for layer in layers:
+        if layer._statistics_pool is not None:
+            raise RuntimeError("accumulate_running_stats and recompute_running_stats cannot run inside one another")
+        assert layer.running_mean is not None
+        pools[layer] = Pool(layer.num_features, layer.running_mean.device)
+        if layer.num_batches_tracked is not None:
+            counters[layer] = layer.num_batches_tracked.clone()
+    try:
+        for layer, pool in pools.items():
+            layer._statistics_pool = pool
+        yield pools
+    finally:
+        for layer in pools:
+            layer._statistics_pool = None
+        for layer, counter in counters.items():
+            assert layer.num_batches_tracked is not None
+            layer.num_batches_tracked.copy_(counter)

@@ -1,0 +1,41 @@
+"""Finds the BatchNorm layers of a model, once all ranks have agreed that they have the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from syncbn.distributed import groups
+from syncbn.distributed.exchange import require_equal
+
+
+def agreed_layers(
+    model: nn.Module, prepare: Callable[[list[_BatchNorm]], None] = lambda layers: None, count_given: str = ""
+) -> list[_BatchNorm]:
+    """The BatchNorm layers of `model` with running statistics: the same on all ranks, and so is `count_given`.
+
+    **Raises** on every rank what any rank raises, also in `prepare`.
+    """
+    fault: Exception | None = None
+    layers: list[_BatchNorm] = []
+    try:
+        for name, layer in model.named_modules():
+            if isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.running_mean is not None:
+                if is_lazy(layer.running_mean):
+                    raise ValueError(f"the layer {name!r} is lazy and has no statistics yet; run a forward before")
+                layers.append(layer)
+        if not layers:
+            raise ValueError("the model has no BatchNorm layer with running statistics")
+        prepare(layers)
+    except (TypeError, ValueError) as error:
+        fault = error
+    world = groups.world()
+    if world is not None:
+        channels = " + ".join(str(layer.num_features) for layer in layers)
+        require_equal(f"BatchNorm layers of {channels} channels{count_given}", fault, world)
+    elif fault is not None:
+        raise fault
+    return layers

@@ -1,0 +1,151 @@
+"""How often ranks communicate, what is saved, what the profiler shows, and how well sums survive hard inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from accuracy_cases import HARD_INPUTS, errors_of_one_step
+from oracle import full_batch, relative_error
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+from voting import Ranks
+
+import syncbn
+
+
+def count_collectives(ranks: Ranks, layer: nn.Module, *inputs: torch.Tensor) -> tuple[int, int]:
+    """All collectives of any kind: in forward, in backward."""
+    with CommDebugMode() as forward:
+        y = layer(*inputs)
+    with CommDebugMode() as backward:
+        y.sum().backward()
+    return forward.get_total_counts(), backward.get_total_counts()
+
+
+@pytest.mark.parametrize("options", [{}, {"fuse_relu": True}, {"affine": False}, {"momentum": None}], ids=str)
+def test_one_collective_each_way_in_training_none_in_evaluation(ranks: Ranks, options: dict[str, object]) -> None:
+    layer = syncbn.SyncBatchNorm(3, **options, device=ranks.device)
+    x = torch.randn(2, 3, 4, device=ranks.device, requires_grad=True)
+    assert count_collectives(ranks, layer, x) == (1, 1)
+    assert count_collectives(ranks, layer, x, torch.randn_like(x)) == (1, 1)
+    assert count_collectives(ranks, layer.eval(), x) == (0, 0)
+
+
+def test_no_collective_in_a_group_of_one(ranks: Ranks) -> None:
+    layer = syncbn.SyncBatchNorm(3, process_group=1, device=ranks.device)
+    x = torch.randn(2, 3, 4, device=ranks.device, requires_grad=True)
+    assert count_collectives(ranks, layer, x) == (0, 0)
+
+
+def test_evaluation_without_running_stats_is_local(ranks: Ranks) -> None:
+    """As torch.nn.SyncBatchNorm: there is nothing to normalise by but this rank's batch."""
+    layer = syncbn.SyncBatchNorm(3, track_running_stats=False, device=ranks.device).eval()
+    x = torch.randn(4, 3, device=ranks.device) + ranks.rank
+    x.requires_grad_()
+    assert count_collectives(ranks, layer, x) == (0, 0)
+    plain = nn.BatchNorm1d(3, track_running_stats=False, device=ranks.device).eval()
+    assert torch.equal(layer(x), plain(x))
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # CommDebugMode's own hook on the layer
+def test_backward_communicates_whatever_needs_a_gradient(ranks: Ranks) -> None:
+    """needs_input_grad may skip local work, never the collective: another rank may need the sums."""
+    layer = syncbn.SyncBatchNorm(3, device=ranks.device)
+    x = torch.randn(2, 3, device=ranks.device)
+    assert count_collectives(ranks, layer, x) == (1, 1)
+    layer.requires_grad_(False)
+    assert count_collectives(ranks, layer, x.requires_grad_()) == (1, 1)
+
+
+class DropGradient(torch.autograd.Function):
+    """The identity, whose backward says that there is no gradient."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad_output: torch.Tensor) -> None:
+        return None
+
+
+def test_a_rank_without_a_gradient_still_communicates(ranks: Ranks) -> None:
+    """Autograd then calls backward with None; the others wait for this rank's zeros."""
+    layer = syncbn.SyncBatchNorm(3, dtype=torch.float64, device=ranks.device)
+    torch.manual_seed(0)
+    x = torch.randn(2 * ranks.size, 3, dtype=torch.float64, device=ranks.device)
+    mine = ranks.even(len(x))
+    my_x = x[mine].requires_grad_()
+    y = layer(my_x)
+    (DropGradient.apply(y) if ranks.rank == 0 else y).sin().sum().backward()
+    dy = torch.cos(full_batch(x, x).output)
+    dy[:2] = 0
+    assert relative_error(my_x.grad, full_batch(x, dy).grad_input[mine]) < 1e-12
+
+
+def test_functional_backward_is_one_collective(ranks: Ranks) -> None:
+    x, dy = torch.randn(2, 4, 3, device=ranks.device)
+    mean, invstd = torch.randn(2, 3, device=ranks.device).exp()
+    with CommDebugMode() as training:
+        syncbn.functional.batch_norm_backward(dy, x, mean, invstd)
+    with CommDebugMode() as evaluation:
+        syncbn.functional.batch_norm_backward(dy, x, mean, invstd, training=False)
+    assert (training.get_total_counts(), evaluation.get_total_counts()) == (1, 0)
+
+
+@pytest.mark.parametrize("case", HARD_INPUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_hard_inputs(ranks: Ranks, case: str, dtype: torch.dtype) -> None:
+    """float32 sums of squares lose everything at mean/std = 1e4; float64 sums about zero keep float32 exact."""
+    errors = errors_of_one_step(case, dtype, syncbn.functional.sync_batch_norm, ranks.rank, ranks.size, ranks.device)
+    bound = 1e-6
+    if dtype == torch.float64:
+        bound = 1e-12 if case == "N(0, 1)" else 2e-15 * (1 + errors.mean_over_std**2)
+    for name, error in errors.relative.items():
+        assert error <= bound, (case, name, error)
+
+
+@pytest.mark.parametrize("constant", [0.0, 0.1, 1e4, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_constant_channels(ranks: Ranks, constant: float, dtype: torch.dtype) -> None:
+    """E[x^2] - mean^2 must not go below zero, or eps does not save the root; output = bias."""
+    if constant > torch.finfo(dtype).max:
+        constant = torch.finfo(dtype).max
+    layer = syncbn.SyncBatchNorm2d(4, device=ranks.device)
+    nn.init.uniform_(layer.weight)
+    nn.init.uniform_(layer.bias)
+    dist.broadcast(layer.bias.data, 0)
+    x = torch.full((3, 4, 5, 7), constant, dtype=dtype, device=ranks.device, requires_grad=True)
+    y = layer(x)
+    y.square().sum().backward()
+    torch.testing.assert_close(y, layer.bias.to(dtype)[:, None, None].expand_as(y))
+    for tensor in (x.grad, layer.weight.grad, layer.bias.grad, layer.running_mean, layer.running_var):
+        assert tensor.isfinite().all()
+    assert layer.running_var.ge(0).all()
+
+
+def test_nan_in_running_mean_does_not_touch_training(ranks: Ranks) -> None:
+    x = torch.randn(3, 4, device=ranks.device)
+    layer = syncbn.SyncBatchNorm1d(4, device=ranks.device)
+    expected = layer(x)
+    layer.running_mean.fill_(float("nan"))
+    assert torch.equal(layer(x), expected)
+
+
+def test_profiler_ranges_hold_the_all_reduce(ranks: Ranks) -> None:
+    layer = syncbn.SyncBatchNorm(3, device=ranks.device)
+    x = torch.randn(2, 3, device=ranks.device, requires_grad=True)
+    with torch.profiler.profile(acc_events=True) as profile:  # without it torch 2.11 warns
+        layer(x).sum().backward()
+    events = {event.name: event for event in profile.events()}
+    for name in ("syncbn.forward", "syncbn.backward"):
+        inside = [event for event in profile.events() if _within(event, events[name])]
+        assert any("allreduce" in event.name for event in inside), name
+
+
+def _within(
+    event: torch.autograd.profiler_util.FunctionEvent, outer: torch.autograd.profiler_util.FunctionEvent
+) -> bool:
+    parent = event.cpu_parent
+    return parent is not None and (parent is outer or _within(parent, outer))

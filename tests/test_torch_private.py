@@ -1,0 +1,174 @@
+"""Each private name of torch that syncbn uses means what syncbn needs: fails where a later torch changes it."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import syncbn
+from syncbn import torch_private
+
+TIMEOUT = timedelta(seconds=77)
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    """A default group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_inside_backward() -> None:
+    """True in a recompute of either kind of checkpointing, False in its first pass; in a graph always False."""
+    for use_reentrant in (False, True):
+        seen = []
+
+        def forward(x: torch.Tensor, seen: list[bool] = seen) -> torch.Tensor:
+            seen.append(torch_private.inside_backward())
+            return x.sin()
+
+        x = torch.ones(2, requires_grad=True)
+        checkpoint(forward, x, use_reentrant=use_reentrant).sum().backward()
+        assert seen == [False, True]
+    compiled = torch.compile(torch_private.inside_backward, backend="eager", fullgraph=True)
+    assert compiled() is False
+
+
+def test_inside_functorch() -> None:
+    seen = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_private.inside_functorch())
+        return x.sum()
+
+    function(torch.ones(2))
+    torch.func.grad(function)(torch.ones(2))
+    assert seen == [False, True]
+
+
+def test_profiler_enabled() -> None:
+    assert not torch_private.profiler_enabled()
+    with torch.profiler.profile(acc_events=True):
+        assert torch_private.profiler_enabled()
+    assert not torch_private.profiler_enabled()
+
+
+def test_current_dispatch_mode_and_selective_checkpointing() -> None:
+    assert torch_private.current_dispatch_mode() is None
+    assert not torch_private.inside_selective_checkpoint()
+    seen = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        seen.append((torch_private.current_dispatch_mode() is not None, torch_private.inside_selective_checkpoint()))
+        return x.sin()
+
+    def contexts() -> tuple[object, object]:
+        return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(forward, x, use_reentrant=False, context_fn=contexts).sum().backward()
+    assert seen == [(True, True), (True, True)]
+
+
+def test_all_reduce_operator(group: dist.ProcessGroup) -> None:
+    """It returns the total, and leaves its argument."""
+    values = torch.arange(3.0)
+    total = torch_private.all_reduce_operator(values, group)
+    assert torch.equal(total, values)
+    assert total.data_ptr() != values.data_ptr()
+
+
+def test_constant_in_graphs() -> None:
+    """What it marks may do what no graph can hold."""
+
+    @torch_private.constant_in_graphs
+    def answer() -> int:
+        return len(sys.modules) > 0 and 42
+
+    def unmarked() -> int:
+        return len(inspect.stack()) and 42
+
+    marked = torch_private.constant_in_graphs(lambda: len(inspect.stack()) and 42)
+    x = torch.ones(2)
+    for function in (answer, marked):
+        compiled = torch.compile(lambda x, function=function: x * function(), backend="eager", fullgraph=True)
+        assert torch.equal(compiled(x), 42 * x)
+    with pytest.raises(Exception, match=r"(?i)dynamo|unsupported|graph"):
+        torch.compile(lambda x: x * unmarked(), backend="eager", fullgraph=True)(x)
+
+
+def test_is_compiled_and_without_compile() -> None:
+    layer = nn.Linear(2, 2)
+    assert not torch_private.is_compiled(layer)
+    assert torch_private.without_compile(layer) is layer
+    wrapped = torch.compile(layer, backend="eager")
+    assert torch_private.is_compiled(wrapped)
+    assert torch_private.without_compile(wrapped) is layer
+    in_place = nn.Linear(2, 2)
+    in_place.compile(backend="eager")
+    assert torch_private.is_compiled(in_place)
+
+
+def test_is_replica() -> None:
+    """nn.DataParallel marks its copies of a module, and only these; the layer reads the mark."""
+    replicated = inspect.getsource(nn.Module._replicate_for_data_parallel)
+    assert "_is_replica = True" in replicated
+    layer = syncbn.SyncBatchNorm(3)
+    assert layer._is_replica is False
+    assert layer._replicate_for_data_parallel()._is_replica is True
+
+
+def test_join_asks_how_many_have_not_joined(group: dist.ProcessGroup) -> None:
+    """Before each iteration that a joined rank shadows, and at the end; else syncbn.join would wait for ever."""
+    asked = []
+
+    class Counted(torch_private.JoinAfter):
+        def before_iteration(self) -> None:
+            asked.append(True)
+
+    with Counted([DistributedDataParallel(nn.Linear(2, 2))]):
+        pass
+    assert asked
+    assert Counted._get_num_nonjoined_procs is not Join._get_num_nonjoined_procs
+    assert "_get_num_nonjoined_procs()" in inspect.getsource(Join.__exit__)
+
+
+def test_default_store_existing_groups_and_timeout(group: dist.ProcessGroup) -> None:
+    torch_private.default_store().set("syncbn/test", "here")
+    assert torch_private.default_store().get("syncbn/test") == b"here"
+    second = dist.new_group([0], timeout=timedelta(seconds=33))
+    assert [*torch_private.existing_groups()] == [group, second]
+    assert torch_private.timeout_of(group) == TIMEOUT
+    assert torch_private.timeout_of(second) == timedelta(seconds=33)
+
+
+@pytest.mark.parametrize("group_first", [False, True])
+def test_no_default_argument_keeps_the_group(group_first: bool) -> None:
+    """torch.distributed.nn.functional does if it is first imported beside a group: syncbn imports it only before."""
+    make = 'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)'
+    lines = (
+        [make, "import syncbn"] if group_first else ["import syncbn", make, "import torch.distributed.nn.functional"]
+    )
+    code = "\n".join(
+        [
+            "import weakref, torch, torch.distributed as dist",
+            *lines,
+            "group = weakref.ref(dist.group.WORLD)",
+            "dist.destroy_process_group()",
+            "assert group() is None",
+        ]
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
