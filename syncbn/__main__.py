@@ -1,4 +1,4 @@
-"""python -m syncbn info|check
+"""Runs python -m syncbn info|check.
 
     python -m syncbn info                                            what is installed and used
     torchrun --standalone --nproc-per-node 2 -m syncbn check         do these ranks equal one, and what does that cost
@@ -27,17 +27,17 @@ from syncbn.cli.info import info
 def main() -> int:
     """The exit status."""
     arguments = _parse_arguments()
-    told: dict[str, Any]
+    results: dict[str, Any]
     if arguments.command == "info":
-        told, print_tables = info(), _print_info
+        results, print_tables = info(), _print_info
     else:
-        told, print_tables = _check_here(arguments.layers, arguments.channels), _print_check
+        results, print_tables = _check_here(arguments.layers, arguments.channels), _print_check
     if "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0":  # a cluster's shell may have a RANK alone
         if arguments.json:
-            print(json.dumps(told, indent=2))
+            print(json.dumps(results, indent=2))
         else:
-            print_tables(told)
-    return 0 if told.get("passed", True) else 1
+            print_tables(results)
+    return 0 if results.get("passed", True) else 1
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -88,28 +88,30 @@ def _check_here(num_layers: int, num_channels: int) -> dict[str, Any]:
         dist.destroy_process_group()
 
 
-def _print_info(told: dict[str, Any]) -> None:
-    _print_table(("", ""), told.items())
+def _print_info(results: dict[str, Any]) -> None:
+    _print_table(("", ""), results.items())
 
 
-def _print_check(told: dict[str, Any]) -> None:
-    ranks = f"{told['ranks']} rank{'s' * (told['ranks'] > 1)} ({told['backend']}, {told['device']})"
-    print(f"{ranks} and one process with the whole batch; kernels {told['kernels']}")
+def _print_check(results: dict[str, Any]) -> None:
+    ranks = f"{results['ranks']} rank{'s' * (results['ranks'] > 1)} ({results['backend']}, {results['device']})"
+    print(f"{ranks} and one process with the whole batch; kernels {results['kernels']}")
     columns = ("dtype", "what", "error", "allowed")
     _print_table(
         columns,
-        [[f"{one[name]:.1e}" if name in columns[2:] else one[name] for name in columns] for one in told["accuracy"]],
+        [[f"{one[name]:.1e}" if name in columns[2:] else one[name] for name in columns] for one in results["accuracy"]],
     )
-    seconds = told["seconds"]
-    if told["ranks"] == 1:
+    seconds = results["seconds"]
+    if results["ranks"] == 1:
         print("One rank has nothing to synchronise: torchrun --standalone --nproc-per-node 2 -m syncbn check")
     else:
-        print(f"all_reduces of a layer of {told['channels']} channels")
+        print(f"all_reduces of a layer of {results['channels']} channels")
         rows = [[name, f"{1e3 * seconds[name]:.2f} ms"] for name in ("forward", "backward")]
-        _print_table(("pass", "time"), [*rows, [f"step, {told['layers']} layers", f"{1e3 * seconds['step']:.1f} ms"]])
-    if told["synced"]:
-        print(told["synced"])
-    print("passed" if told["passed"] else "FAILED: these ranks do not train as one process does")
+        _print_table(
+            ("pass", "time"), [*rows, [f"step, {results['layers']} layers", f"{1e3 * seconds['step']:.1f} ms"]]
+        )
+    if results["synced"]:
+        print(results["synced"])
+    print("passed" if results["passed"] else "FAILED: these ranks do not train as one process does")
 
 
 def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -1,4 +1,4 @@
-"""The layer: parameters and buffers of nn.BatchNorm, statistics of all ranks."""
+"""Defines the layer: parameters and buffers of nn.BatchNorm, statistics of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layer as a plugin of Lightning, https://lightning.ai/docs/pytorch/stable/extensions/plugins.html."""
+"""Makes the layer a plugin of Lightning, https://lightning.ai/docs/pytorch/stable/extensions/plugins.html."""
 
 from __future__ import annotations
 

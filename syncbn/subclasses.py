@@ -1,4 +1,4 @@
-"""The synchronised class of each BatchNorm class: ours for torch's own, and for a subclass one that is made from it.
+"""Makes the synchronised class of each BatchNorm class: ours for torch's own, for a subclass one that is made from it.
 
 A made class stands before the original and before ours, so that everything the original defines stays:
 

@@ -1,4 +1,4 @@
-"""Whether a model trains on W ranks as on one process that has the whole batch.
+"""Proves that a model trains on W ranks as on one process that has the whole batch.
 
 `assert_matches_full_batch` starts the ranks by itself, for tests; `differences` is what it runs on each, and what
 `python -m syncbn check` runs on the ranks that torchrun has started.
@@ -103,8 +103,8 @@ def assert_matches_full_batch(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = (world_size, store.port, timeout, model_fn, tuple(batch), loss_fn, steps, dtype)
     start_processes(_run_rank, arguments, nprocs=world_size, start_method=START_METHOD)  # type: ignore[no-untyped-call]
-    told, local = json.loads(store.get("found"))
-    found = [Difference(*one) for one in told]
+    gathered, local = json.loads(store.get("found"))
+    found = [Difference(*one) for one in gathered]
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance
     bad = [one for one in found if not one.relative <= allowed]
     if bad:
@@ -154,10 +154,10 @@ def differences(
         pairs.append(("loss", f"of step {step}", total / size, expected_loss))
         if isinstance(expected, Tensor) and expected.ndim and len(expected) == len(batch[0]):  # the same on all ranks
             pairs.append(("output", f"of step {step}", output, expected.tensor_split(size)[rank]))
-    for (name, own), one in zip(model.named_parameters(), reference.parameters(), strict=True):
-        if own.grad is not None and one.grad is not None:
-            pairs.append(("gradient", name, own.grad, one.grad))
-        pairs.append(("parameter", name, own, one))
+    for (name, parameter), expected_parameter in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if parameter.grad is not None and expected_parameter.grad is not None:
+            pairs.append(("gradient", name, parameter.grad, expected_parameter.grad))
+        pairs.append(("parameter", name, parameter, expected_parameter))
     for (name, buffer), expected in zip(model.named_buffers(), reference.buffers(), strict=True):
         pairs.append(("buffer", name, buffer, expected))
     return _compared(pairs, world), model
@@ -166,9 +166,9 @@ def differences(
 def _compared(pairs: list[tuple[str, str, Tensor, Tensor]], world: dist.ProcessGroup | None) -> list[Difference]:
     largest: dict[str, float] = {}  # of a kind; a gradient that should be 0, as of a bias before batch norm, is noise
     measured = []
-    for *_, own, one in pairs:
-        expected = one.detach().double()
-        error = (own.detach().double() - expected).abs().max() if expected.numel() else expected.new_zeros(())
+    for *_, actual, wanted in pairs:
+        expected = wanted.detach().double()
+        error = (actual.detach().double() - expected).abs().max() if expected.numel() else expected.new_zeros(())
         scale = expected.abs().max() if expected.numel() else expected.new_zeros(())
         measured.append(torch.stack((error, scale)))
     both = torch.stack(measured)

@@ -1,1 +1,1 @@
-"""The commands of python -m syncbn."""
+"""Holds the commands of python -m syncbn."""

@@ -1,4 +1,4 @@
-"""What `python -m syncbn check` does: proves on the ranks at hand that they equal one, and times what that costs."""
+"""Runs `python -m syncbn check`: proves on the ranks at hand that they equal one, and times what that costs."""
 
 from __future__ import annotations
 

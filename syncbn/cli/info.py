@@ -1,4 +1,4 @@
-"""What `python -m syncbn info` tells: what is installed, and what of it syncbn can use."""
+"""Lists for `python -m syncbn info` what is installed, and what of it syncbn can use."""
 
 from __future__ import annotations
 

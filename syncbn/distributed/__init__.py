@@ -1,1 +1,1 @@
-"""What crosses ranks: process groups, all-reduces, and small texts between ranks."""
+"""Holds what crosses ranks: process groups, all-reduces, and small texts between ranks."""

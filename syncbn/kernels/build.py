@@ -1,4 +1,4 @@
-"""How pip builds cpu.cpp (see pyproject.toml): with the torch of the environment, and only where there is one.
+"""Builds cpu.cpp for pip (see pyproject.toml): with the torch of the environment, and only where there is one.
 
 The extension is optional: setuptools warns of a failed build and installs the rest.
 """

@@ -1,4 +1,4 @@
-"""The kernels for CUDA tensors: how they go over a tensor, and their launches. The code is in gpu_kernels.py.
+"""Launches the kernels for CUDA tensors, and decides how they go over a tensor. Their code is in gpu_kernels.py.
 
 Launches: channel_sums 2, or 1 for a small tensor, normalize 1, gradient_sums 2, input_gradient 1,
 update_running_stats 1. Nothing waits for the GPU.

@@ -1,4 +1,4 @@
-"""The kernels as torch operations: runs on every device and defines what the other kernel modules must compute.
+"""Defines the kernels as torch operations, which run on every device: the other kernel modules must compute the same.
 
 C: channels. `layout` says how x lies in memory: without gaps, as (outer, C, inner). So do dy, y and the residual, which
     have the dtype and shape of x. Numbers of channels are float64, but for weight and bias (C,) in any float dtype;

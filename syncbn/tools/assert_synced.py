@@ -44,11 +44,11 @@ def assert_synced(model: nn.Module) -> None:
     _require_the_same_names([f"{name}: {tuple(one.shape)} {one.dtype}" for name, one in tensors.items()], world)
     cohorts = _cohorts(model)
     local = torch.tensor([(_digest(one), cohorts.get(name, -1)) for name, one in tensors.items()]).view(-1, 2)
-    everyone = torch.stack(all_gather(local, world)).tolist()  # (W, tensors, 2)
+    gathered = torch.stack(all_gather(local, world)).tolist()  # (W, tensors, 2)
     words = []
     for index, (name, tensor) in enumerate(tensors.items()):
         ranks_with: dict[int, dict[int, list[int]]] = {}  # cohort -> digest -> ranks
-        for rank, of_rank in enumerate(everyone):
+        for rank, of_rank in enumerate(gathered):
             digest, cohort = of_rank[index]
             ranks_with.setdefault(cohort, {}).setdefault(digest, []).append(rank)
         for _, versions in sorted(ranks_with.items()):
@@ -104,11 +104,13 @@ def _digest(tensor: Tensor) -> int:
 def _report(differing: list[tuple[str, Tensor, list[list[int]]]], num_tensors: int, world: ProcessGroup) -> str:
     lines = []
     for name, tensor, versions in differing[:LINES]:
-        mine = any(world.rank() in ranks for ranks in versions)
+        is_member = any(world.rank() in ranks for ranks in versions)
         values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).to(torch.float64).reshape(-1)
-        if not mine:  # of another group, where they may be the same
+        if not is_member:  # of another group, where they may be the same
             values = torch.full_like(values, -math.inf)
-        largest, negated_smallest = all_reduce_max(torch.cat((values, -values if mine else values)), world).chunk(2)
+        largest, negated_smallest = all_reduce_max(torch.cat((values, -values if is_member else values)), world).chunk(
+            2
+        )
         difference = (largest + negated_smallest).max().item()
         lines.append(f"{name}: {' unlike '.join(map(in_words, versions))}, by up to {difference:.3g}")
     if len(differing) > LINES:
