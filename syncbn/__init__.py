@@ -1,4 +1,4 @@
-"""Synchronised batch norm for PyTorch: W ranks normalise as one."""
+"""Normalises on W ranks as on one: synchronised batch norm for PyTorch."""
 
 from syncbn import functional as functional
 from syncbn import kernels as kernels

@@ -1,6 +1,6 @@
 """Holds what the user passed to one batch norm, and checks it: ValueError or TypeError with the values and the remedy.
 
-Nothing is sent and nothing is changed before the checks have passed.
+Nothing is changed before the checks have passed; a fault is raised on all ranks, see faults.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Defines the autograd Function of training. Each way: kernels, one all-reduce, channel mathematics, kernels.
+"""Defines the autograd Function of training. Each way a kernel adds up, one all-reduce follows, a kernel maps.
 
 Symbols: C channels; n values per channel over all ranks r; x, y, dy of any shape, with C channels in one of its dims.
 
@@ -30,7 +30,7 @@ from syncbn.kernels import select_kernels
 from syncbn.layout import Layout
 
 Result = TypeVar("Result")
-ROLES = 5  # tensors of an input: x, weight, bias, residual, num_values
+TENSORS_PER_INPUT = 5  # tensors of an input: x, weight, bias, residual, num_values
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ def normalize(prepared: Sequence[Prepared], eps: float, relu: bool, ranks: Ranks
     flat = function(Call(layouts, eps, relu, ranks), *tensors)
     results = []
     for mask, y, statistics in zip(masks, flat[::2], flat[1::2], strict=True):
-        # Gradients at False places become 0 here on their way in, and in the other torch.where on their way out.
+        # Gradients at False places become 0 here on their way in, and in the torch.where of masks.py on their way out.
         results.append((y if mask is None else torch.where(mask, y, 0), statistics))
     return results
 
@@ -83,7 +83,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
     def forward(call: Call, *tensors: Any) -> tuple[Tensor, ...]:
         kernels, local = select_kernels(tensors[0]), []
         for index, layout in enumerate(call.layouts):
-            x, num_values = tensors[ROLES * index], tensors[ROLES * index + 4]
+            x, num_values = tensors[TENSORS_PER_INPUT * index], tensors[TENSORS_PER_INPUT * index + 4]
             sums = kernels.channel_sums(x, layout)
             if num_values is not None:
                 sums = torch.cat((sums[:-1], num_values.to(torch.float64).view(1)))
@@ -91,7 +91,9 @@ class SyncBatchNormFunction(torch.autograd.Function):
         totals = _all_reduce(local, call.ranks, "forward")
         results: list[Tensor] = []
         for index, layout in enumerate(call.layouts):
-            x, weight, bias, residual, num_values = tensors[ROLES * index : ROLES * index + ROLES]
+            x, weight, bias, residual, num_values = tensors[
+                TENSORS_PER_INPUT * index : TENSORS_PER_INPUT * index + TENSORS_PER_INPUT
+            ]
             if num_values is not None or x.numel() <= layout.sizes[1]:  # else this rank alone has two
                 require_two_values(totals[index][-1], x, f"inputs[{index}]: " if len(totals) > 1 else "")
             results += kernels.normalize(x, layout, totals[index], call.eps, weight, bias, residual, call.relu)
@@ -101,10 +103,15 @@ class SyncBatchNormFunction(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.call = call = inputs[0]
         statistics = output[1::2]
-        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in inputs[3::ROLES]]
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in inputs[3::TENSORS_PER_INPUT]]
         ctx.mark_non_differentiable(*statistics)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[1::ROLES], *inputs[2::ROLES], *statistics, *(output[::2] if call.relu else ()))
+        ctx.save_for_backward(
+            *inputs[1::TENSORS_PER_INPUT],
+            *inputs[2::TENSORS_PER_INPUT],
+            *statistics,
+            *(output[::2] if call.relu else ()),
+        )
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -113,7 +120,9 @@ class SyncBatchNormFunction(torch.autograd.Function):
         per_input = []
         for index in range(num_inputs):
             x, weight, statistics, *ys = saved[index::num_inputs]
-            needs_x, needs_weight, needs_bias, needs_residual = needs[1 + ROLES * index : ROLES + ROLES * index]
+            needs_x, needs_weight, needs_bias, needs_residual = needs[
+                1 + TENSORS_PER_INPUT * index : TENSORS_PER_INPUT + TENSORS_PER_INPUT * index
+            ]
             layout = Layout.of(x, call.layouts[index].channel_dim)  # saved_tensors_hooks may have moved x
             dy, y = grad_outputs[2 * index], layout.dense(ys[0]) if ys else None
             dy = torch.zeros_like(x) if dy is None else layout.dense(dy)
@@ -147,7 +156,7 @@ class _EagerFunction(torch.autograd.Function):
 
 
 def gradients(per_input: Sequence[BackwardInput], eps: float, ranks: Ranks) -> list[Gradients]:
-    """The gradients of each input, without a graph. The all_reduce happens whatever is needed."""
+    """Compute the gradients of each input, without a graph. The all_reduce happens whatever is needed."""
     kernels, local, of_parameters = select_kernels(per_input[0].x), [], []
     for x, dy, y, layout, _, statistics, _, _, weight_dtype, bias_dtype in per_input:
         sums, grad_weight, grad_bias = kernels.gradient_sums(
@@ -159,12 +168,12 @@ def gradients(per_input: Sequence[BackwardInput], eps: float, ranks: Ranks) -> l
     results: list[Gradients] = []
     for index, (x, dy, y, layout, weight, statistics, needs_x, needs_residual, _, _) in enumerate(per_input):
         grad_x, grad_residual = None, dy if needs_residual else None
-        behind_relu = needs_residual and y is not None
-        if needs_x or behind_relu:
+        relu_masks_residual = needs_residual and y is not None
+        if needs_x or relu_masks_residual:
             grad_x, of_residual = kernels.input_gradient(
-                dy, x, y, layout, statistics, eps, weight, totals[index], behind_relu
+                dy, x, y, layout, statistics, eps, weight, totals[index], relu_masks_residual
             )
-            grad_residual = of_residual if behind_relu else grad_residual
+            grad_residual = of_residual if relu_masks_residual else grad_residual
         results.append((grad_x, *of_parameters[index], grad_residual))
     return results
 

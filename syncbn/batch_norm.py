@@ -1,4 +1,4 @@
-"""Trains by one batch norm: from checked arguments to the autograd Function, and to the running statistics."""
+"""Runs batch norm in training: from checked arguments to the autograd Function, and to the running statistics."""
 
 from __future__ import annotations
 

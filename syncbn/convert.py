@@ -67,7 +67,7 @@ def convert_syncbn_model(
     specs = [specification(vars(layer).get("process_group")) if spec is None else spec for layer in layers]
     for layer in layers:
         synchronised_class(_class_of(layer))
-    groups.prepare(spec)
+    groups.make_groups(spec)
     for layer, own_spec in zip(layers, specs, strict=True):
         _convert(layer, own_spec, channel_last)
     if left_alone:

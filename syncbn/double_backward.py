@@ -31,7 +31,7 @@ class BackwardInput(NamedTuple):
 
 
 def gradients(per_input: Sequence[BackwardInput], eps: float, ranks: Ranks) -> list[Gradients]:
-    """The gradients of each input as a graph.
+    """Compute the gradients of each input as a graph.
 
     Mean and variance are computed again from x, with the all_reduce as part of the graph: two in all, whatever the
     number of inputs.

@@ -1,4 +1,4 @@
-"""Evaluates one batch norm by fixed statistics, with plain F.batch_norm. Communicates nothing."""
+"""Runs batch norm in evaluation, by the running statistics, else by this rank's batch. Communicates nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from syncbn.layout import Layout
 
 def evaluate(arguments: Arguments) -> Tensor:
     """F.batch_norm, then + z, then relu; of this rank's batch without running statistics. Communicates nothing."""
-    arguments.check()
+    try:
+        arguments.check()
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{arguments.name}{error}") from error
     if arguments.mask is not None and arguments.running_mean is None:  # the statistics of what counts in this batch
         [(y, _)] = autograd.normalize([arguments.prepare()], arguments.eps, arguments.relu, Ranks(None))
         return y

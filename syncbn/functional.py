@@ -97,7 +97,7 @@ def sync_batch_norm(
     if not training:
         arguments.require_running_stats()
         return evaluation.evaluate(arguments)
-    ranks = groups.ranks_of_call(specification(process_group), "sync_batch_norm", input)
+    ranks = groups.begin_call(specification(process_group), "sync_batch_norm", input)
     [(output, statistics)] = batch_norm.train([arguments], ranks)
     batch_norm.move_running_stats(arguments, statistics)
     return output
@@ -151,7 +151,7 @@ def sync_batch_norm_many(
     ranks = Ranks(None)
     if training:
         spec = specification(process_group)
-        ranks = groups.ranks_of_call(spec, "sync_batch_norm_many", xs[0] if xs else None)
+        ranks = groups.begin_call(spec, "sync_batch_norm_many", xs[0] if xs else None)
     try:
         _check_lists(xs, roles)
     except ValueError as error:
@@ -209,7 +209,7 @@ def batch_norm_backward(
     """
     ranks = Ranks(None)
     if training:
-        ranks = groups.ranks_of_call(specification(process_group), "batch_norm_backward", input)
+        ranks = groups.begin_call(specification(process_group), "batch_norm_backward", input)
     try:
         needs_input, needs_weight, needs_bias = output_mask
         check_input(input, channel_dim)
@@ -251,7 +251,7 @@ def batch_norm_backward(
 
 
 class _WithCount(Ranks):
-    """Ranks that do not know yet how many values there are over all of them: n of the `statistics`."""
+    """Ranks that exchange with the sums n, the number of values, and write its total into the `statistics`."""
 
     def __init__(self, ranks: Ranks, statistics: Tensor) -> None:
         super().__init__(ranks.group, ranks.call)

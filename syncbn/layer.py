@@ -90,7 +90,7 @@ class SyncBatchNorm(_BatchNorm):
         self.process_group = process_group
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
-        groups.prepare(self.process_group)
+        groups.make_groups(self.process_group)
 
     @property
     def process_group(self) -> Specification:
@@ -149,17 +149,19 @@ class SyncBatchNorm(_BatchNorm):
         if not self.track_running_stats:
             arguments.running_mean = arguments.running_var = None
         counter = self.num_batches_tracked if self.track_running_stats else None
-        if self.momentum is None and counter is not None:  # the average of all batches, without reading the counter
+        if (
+            self.momentum is None and counter is not None
+        ):  # the average of all batches; the host does not wait for the counter
             arguments.momentum = 1.0 / (counter + 1).to(torch.float64)
         return self._train(arguments, counter)
 
     def _train(self, arguments: Arguments, counter: Tensor | None = None) -> Tensor:
-        """F.batch_norm(training=True) of these arguments over all ranks of this layer's group; `counter` counts it."""
+        """F.batch_norm(training=True) of these arguments over all ranks of the group; `counter` is incremented."""
         if self._is_replica:
             _warn_in_data_parallel()
             ranks = Ranks(None)
         else:
-            ranks = groups.ranks_of_call(self._process_group, self, arguments.input)
+            ranks = groups.begin_call(self._process_group, self, arguments.input)
         [(output, statistics)] = batch_norm.train([arguments], ranks)
         pool = self._statistics_pool
         if pool is not None and arguments.running_mean is not self.running_mean:

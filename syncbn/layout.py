@@ -1,4 +1,4 @@
-"""Folds a tensor of any number of dims to (outer, channel, inner) without a copy. Knows no ranks and no statistics."""
+"""Folds a tensor of any number of dims to (outer, channel, inner), a dense one without a copy. Knows no ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Layout(NamedTuple):
     """
 
     channel_dim: int  # not negative
-    channel_innermost: bool  # memory runs over the channels first although they are not the last dim (channels_last)
+    channel_innermost: bool  # channels are neighbours in memory, though not of a contiguous tensor (channels_last)
     sizes: tuple[int, int, int]  # outer, channel, inner
 
     @classmethod

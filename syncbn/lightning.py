@@ -1,4 +1,4 @@
-"""Makes the layer a plugin of Lightning, https://lightning.ai/docs/pytorch/stable/extensions/plugins.html."""
+"""Offers the conversion as a plugin of Lightning, https://lightning.ai/docs/pytorch/stable/extensions/plugins.html."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Computes the numbers of channels in float64: sums -> mean, variance -> running statistics. Knows no ranks, no layout.
+"""Computes per-channel values in float64: sums -> mean, variance -> running statistics. Knows no ranks, no layout.
 
 C channels, n values of a channel over all ranks; S = sum x and Q = sum x^2 of a channel. Packed are
     sums        (2C + 1,)  S, Q, n
     statistics  (2C + 1,)  mean, biased var, n
-Everything here has that many elements at most, so its cost does not depend on the batch.
+Everything here is of that size, so its cost does not depend on the batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Proves that a model trains on W ranks as on one process that has the whole batch.
+"""Compares training on W ranks with training on one process that has the whole batch.
 
 `assert_matches_full_batch` starts the ranks by itself, for tests; `differences` is what it runs on each, and what
 `python -m syncbn check` runs on the ranks that torchrun has started.

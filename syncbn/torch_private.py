@@ -1,7 +1,7 @@
 """Uses the private names of torch that syncbn needs, each in one function, and each with a test of its own.
 
-tests/test_torch_private.py fails where a later torch gives one of them another meaning. The one place, too, where
-syncbn asks torch how it is running: compiled, inside a backward, under a dispatch mode.
+tests/test_torch_private.py fails where a later torch gives one of them another meaning. syncbn asks here, too, how
+torch is running: compiled, inside a backward, under a dispatch mode. (_BatchNorm is imported where it is used.)
 """
 
 from __future__ import annotations

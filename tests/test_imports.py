@@ -28,7 +28,7 @@ ORDER = [
     "layer",
     "batch_norm evaluation",
     "faults autograd",
-    "double_backward",
+    "double_backward distributed.members",
     "distributed.groups",
     "distributed.collectives",
     "diagnosis.signatures",

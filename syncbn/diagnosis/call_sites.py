@@ -17,7 +17,7 @@ class CallSite:
     """A layer, or a function, that calls on one process group."""
 
     def __init__(self, path: str, name: str, num_ranks: int) -> None:
-        self.path = path  # the dotted name in the model; empty for a function, and for a layer without a model
+        self.path = path  # the dotted name in the model, or that of the function; empty for a layer without a model
         self.name = path or name
         self.num_ranks = num_ranks
         self.num_calls = 0
@@ -50,7 +50,7 @@ def new_call(of: nn.Module | str, group: dist.ProcessGroup, input: Tensor | None
         _sites[group] = WeakKeyDictionary(), {}
     of_layers, of_functions = _sites[group]
     if isinstance(of, str):
-        site = of_functions.get(of) or of_functions.setdefault(of, CallSite("", of, group.size()))
+        site = of_functions.get(of) or of_functions.setdefault(of, CallSite(of, of, group.size()))
     else:
         if of not in of_layers:
             of_layers[of] = CallSite(path_in_model(of), type(of).__name__, group.size())

@@ -37,8 +37,8 @@ def debug() -> Iterator[None]:
     Before each all_reduce the ranks of its group exchange, over gloo, the layer, the pass (forward, backward), the
     number of channels, the dtype of the input and the ranks of the group. Where they differ, every rank raises the same
     error, before anything is mixed; without debug mode ranks on CPU notice only that they are in different layers, and
-    others numbers of channels abort gloo. A rank with NaN or infinity among its values is named in a warning, on every
-    rank. A rank that waits for more than 3 s says, as a warning of the logger "syncbn", where all ranks are.
+    different numbers of channels abort gloo. A rank with NaN or infinity among its values is named in a warning, on
+    every rank. A rank that waits for more than 3 s says, as a warning of the logger "syncbn", where all ranks are.
 
     All ranks must enter and leave it at the same place. Compiled modules run uncompiled inside
     (torch.compiler.set_stance); inside `syncbn.join` nothing is compared. An all_reduce takes some ms more.
@@ -62,8 +62,9 @@ class _Comparison(Interceptor):
         members = dist.get_process_group_ranks(group)
         call = ranks.call.words(pass_name)
         doing = f"{call}: {len(sums) // 2} channels, {ranks.call.dtype}, over {in_words(members)}"
-        same = pass_name, len(sums), str(ranks.call.dtype), members
-        local = {"same": same, "path": site.path, "doing": doing, "finite": bool(sums.isfinite().all())}
+        same = pass_name, len(sums), str(ranks.call.dtype), in_words(members)
+        values = sums[:-1] if counted else sums  # a faulty rank's count is NaN
+        local = {"same": same, "path": site.path, "doing": doing, "finite": bool(values.isfinite().all())}
         with Waiting(group, ranks.call, pass_name, self.first_warning_seconds):
             gathered = all_gather_json(local, _side_group(group))
             paths = [one["path"] for one in gathered]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def may_be_one_layer(paths: Iterable[str]) -> bool:
+def may_be_one_layer(paths: Sequence[str]) -> bool:
     """Whether these can be of one layer: some ranks have wrapped the model in another module, or have no model."""
     longest = max(paths, key=len)
     return all(not path or f".{longest}".endswith(f".{path}") for path in paths)

@@ -28,7 +28,7 @@ from syncbn.diagnosis import processes, report, watchdog
 from syncbn.diagnosis.call_sites import LayerCall
 from syncbn.diagnosis.report import EVALUATES, HAS_LEFT, Position, RanksDifferError
 
-SECONDS_BETWEEN_WRITES = 1e-3  # of a rank, so that they take 2 % of its time at most; what waits writes all the same
+SECONDS_BETWEEN_WRITES = 1e-3  # of a rank, so that they take 0.5 % of its time at most; what waits writes all the same
 SECONDS_PER_WRITE = 10e-6  # of all ranks together: a store takes some 100,000 writes a second
 FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
 LEAVE_SECONDS = 0.3  # for which a rank that leaves waits for its own heartbeat

@@ -1,4 +1,4 @@
-"""Reports where every rank of a group is, from the positions that the ranks write to the store (see watchdog.py)."""
+"""Reports where every rank of a group is, from the positions that the ranks write to the store (see positions.py)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Found(NamedTuple):
 
 
 def one_is_gone(found: list[Found]) -> bool:
-    """Whether one of the ranks will not come any more, or is stopped."""
+    """Whether one of the ranks will not come any more, is stopped, or is not heard of."""
     return any(one.gone for one in found)
 
 

@@ -20,17 +20,17 @@ from syncbn.diagnosis.positions import Waiting
 from syncbn.diagnosis.report import REMEDY, RanksDifferError
 from syncbn.distributed.exchange import all_gather_json, by_rank
 
-NUM_SIGNED = 4  # numbers behind the sums on CPU: the count, and the three of a signature
-MOST_SQUARES = 2**26  # number of ranks * signature is less, so that its square is exact in float64
+NUM_SIGNED = 4  # numbers that end a payload on CPU: the count, and the three of a signature
+LARGEST_TOTAL = 2**26  # number of ranks * signature is less, so that its square is exact in float64
 
 
 def largest_signature(num_ranks: int) -> int:
     """Of a group of so many ranks."""
-    return MOST_SQUARES // num_ranks - 1
+    return LARGEST_TOTAL // num_ranks - 1
 
 
 def signature(site: CallSite, pass_name: str) -> int:
-    """A positive number that tells call sites and passes apart."""
+    """A positive number that tells call sites of different paths, and passes, apart."""
     return 1 + zlib.crc32(f"{site.path} {pass_name}".encode()) % largest_signature(site.num_ranks)
 
 

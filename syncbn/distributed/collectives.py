@@ -7,10 +7,10 @@ W ranks; C channels; n_r values per channel on rank r.
 | forward  | S_r = sum x, Q_r = sum x^2, n_r             | 2C + 1  | their sums over all ranks |
 | backward | sum dy, sum dy * (x - mean)                 | 2C      | their sums over all ranks |
 
-All numbers are float64: sums about zero, so that uneven and empty ranks need no special case. Each pass is exactly one
-all_reduce when the group has two or more ranks, and none otherwise (`group` is None). A rank whose arguments are bad
-cannot compute its sums but must not leave the others waiting: it joins the forward all_reduce with zeros and n_r = NaN,
-which every rank sees in the total.
+All numbers are float64, and the sums are not centred, so that uneven and empty ranks need no special case. Each pass is
+exactly one all_reduce when the group has two or more ranks, and none otherwise (`group` is None). A rank with bad
+arguments cannot compute its sums but must not leave the others waiting: it joins the forward all_reduce with zeros and
+n_r = NaN, which every rank sees in the total.
 
 On CPU follow three numbers more (and 0 in backward, so that both passes send 2C + 4), in which every rank sees whether
 ranks in different layers have met: see signatures.py. On a GPU the host would have to wait to read them.
@@ -36,9 +36,9 @@ from syncbn.distributed.exchange import raise_faults
 
 
 class Interceptor:
-    """Is asked before each all_reduce, between `intercepted_by` and its end."""
+    """Something that is asked before each all_reduce while it is on the stack `interceptors`."""
 
-    # In its place all groups of as many ranks synchronise, where it is given.
+    # If set, this group replaces every group of as many ranks (syncbn.join).
     joined_group: dist.ProcessGroup | None = None
     first_warning_seconds: float = FIRST_WARNING_SECONDS  # of waiting
 

@@ -45,7 +45,8 @@ def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def raise_faults(error: Exception | None, group: dist.ProcessGroup, where: str = "") -> NoReturn:
-    """Every rank tells its error or None; all raise the first faulty rank's type with every faulty rank's text."""
+    """Every rank tells its error or None; all raise TypeError, if that is the first faulty rank's, else ValueError,
+    with every faulty rank's text."""
     gathered = all_gather_text("" if error is None else f"{type(error).__name__}: {error}", group)
     ranks = dist.get_process_group_ranks(group)
     faults = [(rank, *fault.partition(": ")[::2]) for rank, fault in zip(ranks, gathered, strict=True) if fault]
@@ -55,7 +56,7 @@ def raise_faults(error: Exception | None, group: dist.ProcessGroup, where: str =
 
 
 def require_equal(what: str, error: Exception | None, group: dist.ProcessGroup) -> None:
-    """That the models are the same, as far as `what` says, before collectives that depend on it.
+    """Check that the models are the same, as far as `what` says, before collectives that depend on it.
 
     **Raises** on every rank: what any rank raises, of which `error` is this rank's; ValueError where `what` differs.
     """

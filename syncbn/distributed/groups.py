@@ -1,4 +1,4 @@
-"""Looks up the process group that a specification means, for each call of a layer."""
+"""Resolves, for each call of a layer, its specification to the process group that it means now."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from syncbn.distributed.specification import Specification
 
 
-def prepare(spec: Specification) -> None:
+def make_groups(spec: Specification) -> None:
     """Make the groups that an int or "node" needs: a collective over ALL ranks of the default group, once for each."""
     if isinstance(spec, (int, str)):
         new_groups.make(spec)
 
 
-def ranks_of_call(spec: Specification, of: nn.Module | str, input: Tensor | None) -> Ranks:
-    """The ranks that the next call of a layer, or of the function of this name, synchronises. See `resolve`."""
+def begin_call(spec: Specification, caller: nn.Module | str, input: Tensor | None) -> Ranks:
+    """Count a call of a layer, or of the function of this name; the ranks that it synchronises. See `resolve`."""
     group = resolve(spec)
-    return Ranks(group, None if group is None else call_sites.new_call(of, group, input))
+    return Ranks(group, None if group is None else call_sites.new_call(caller, group, input))
 
 
 def resolve(spec: Specification) -> dist.ProcessGroup | None:
@@ -49,7 +49,7 @@ def resolve(spec: Specification) -> dist.ProcessGroup | None:
                 f"process_group={spec!r} needs new groups, which cannot be made inside a compiled graph; "
                 "construct or convert the layers after torch.distributed.init_process_group()"
             )
-        prepare(spec)
+        make_groups(spec)
         group = existing(spec)
         assert group is not None
     if group.size() == 1:
@@ -69,12 +69,6 @@ def _joined(group: dist.ProcessGroup, joined: dist.ProcessGroup, spec: Specifica
     return joined
 
 
-def world() -> dist.ProcessGroup | None:
-    """The default group; None where it is one rank, or there is none."""
-    default_group = dist.group.WORLD
-    return None if default_group is None or default_group.size() == 1 else default_group
-
-
 def existing(spec: Specification) -> dist.ProcessGroup | None:
     """The group that `spec` means; None when it is not made yet or there is no process group. Communicates nothing."""
     if spec is None or dist.group.WORLD is None:
@@ -82,26 +76,6 @@ def existing(spec: Specification) -> dist.ProcessGroup | None:
     if isinstance(spec, (int, str)):
         return new_groups.made(spec)
     return spec.group() if isinstance(spec, GlobalRanks) else spec.get_group()
-
-
-def members(spec: Specification) -> list[int]:
-    """The global ranks that `spec` means, this one alone where its group is not made yet. Communicates nothing."""
-    group = existing(spec)
-    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-
-
-def size(spec: Specification) -> int:
-    """How many ranks `spec` means, also before its group is made; 1 without a process group. Communicates nothing."""
-    if dist.group.WORLD is None:
-        return 1
-    if isinstance(spec, int):
-        return spec
-    if isinstance(spec, GlobalRanks):
-        return len(spec.ranks)
-    group = existing(spec)
-    if group is not None:
-        return group.size()
-    return new_groups.ranks_per_host([(os.environ.get("LOCAL_WORLD_SIZE"), None)] * dist.get_world_size())
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Computes, in Triton, what gpu.py launches: only what Triton 3.6 has.
+"""Computes, in Triton, what gpu.py launches. Uses only features of Triton 3.6.
 
 A tensor is (outer, channel, inner) numbers in memory: `outer` rows of channels * inner columns. In runs each program
 has the columns of one channel; else it has some neighbouring columns, each with its channel. A program goes over tiles

@@ -1,7 +1,7 @@
 """Defines the kernels as torch operations, which run on every device: the other kernel modules must compute the same.
 
 C: channels. `layout` says how x lies in memory: without gaps, as (outer, C, inner). So do dy, y and the residual, which
-    have the dtype and shape of x. Numbers of channels are float64, but for weight and bias (C,) in any float dtype;
+    have the dtype and shape of x. Per-channel values are float64, but for weight and bias (C,) in any float dtype;
     statistics (2C + 1,) are mean, var and n, see moments.py, and invstd = 1 / sqrt(var + eps).
 Reductions add in float64; values of 16 bits, a few at a time, at first in float32 if that is faster, and on GPUs
     float32 values too: squares of values beyond 1.8e19 then overflow, those of values below 1e-19 lose digits.
@@ -61,7 +61,7 @@ def gradient_sums(
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """sum dy and sum dy * (x - mean) of each channel, (2C,); of dy behind the relu when its output `y` is given.
+    """sum dy and sum dy * (x - mean) of each channel, (2C,); where y, the output of a fused relu, is 0, dy counts as 0.
 
     Returns them, and what they are to this rank's parameters in their dtypes, or None without a dtype: grad_weight =
     sum dy * (x - mean) * invstd and grad_bias = sum dy, in memory of their own, as an all_reduce overwrites the sums.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from syncbn import moments
 from syncbn.layer import SyncBatchNorm
@@ -33,13 +34,18 @@ def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
             left alone.
 
     Raises:
-        ValueError: there is no synchronised layer.
+        ValueError: there is no synchronised layer, or one is lazy still.
         RuntimeError: inside another such block; torch.compile with fullgraph=True. (Other compiled modules break their
             graphs at the layers inside the block.)
 
     After an exception in the block running statistics and counters are what they were before it.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm) and layer.track_running_stats]
+    layers = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, SyncBatchNorm) and layer.track_running_stats and layer.running_mean is not None:
+            if is_lazy(layer.running_mean):
+                raise ValueError(f"the layer {name!r} is lazy and has no statistics yet; run a forward before")
+            layers.append(layer)
     if not layers:
         raise ValueError("no synchronised layer with running statistics: call syncbn.convert_syncbn_model(model)")
     with collecting(layers) as pools:

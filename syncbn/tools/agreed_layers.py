@@ -1,4 +1,4 @@
-"""Finds the BatchNorm layers of a model, once all ranks have agreed that they have the same."""
+"""Finds the BatchNorm layers of a model, and has all ranks agree that they have the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from syncbn.distributed import groups
+from syncbn.distributed import members
 from syncbn.distributed.exchange import require_equal
 
 
@@ -32,7 +32,7 @@ def agreed_layers(
         prepare(layers)
     except (TypeError, ValueError) as error:
         fault = error
-    world = groups.world()
+    world = members.world()
     if world is not None:
         channels = " + ".join(str(layer.num_features) for layer in layers)
         require_equal(f"BatchNorm layers of {channels} channels{count_given}", fault, world)

@@ -1,4 +1,4 @@
-"""Trains while some ranks have run out of data: `with syncbn.join(ddp_model): ...`
+"""Lets ranks train while others have run out of data: `with syncbn.join(ddp_model): ...`
 
 torch's Join lets such a rank, which has joined, shadow the collectives of DistributedDataParallel, which are the same
 in every iteration. Those of batch norm are as many as the layers that an iteration happens to call: see shadowing.py.
@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn.diagnosis import call_sites, report
-from syncbn.distributed import groups
+from syncbn.distributed import members
 from syncbn.distributed.collectives import intercepted_by, joined_group
 from syncbn.distributed.shadowing import ITERATION, Shadowing
 from syncbn.layer import SyncBatchNorm
@@ -179,7 +179,7 @@ def _check(ddp_model: nn.Module) -> None:
     parts = {"the model": dist.get_world_size(ddp_model.process_group)}
     for name, layer in ddp_model.named_modules():
         if isinstance(layer, SyncBatchNorm):
-            parts[name] = groups.size(layer.process_group)
+            parts[name] = members.size(layer.process_group)
     partial = ", ".join(f"{name} over {size}" for name, size in parts.items() if size != num_ranks)
     if partial:
         raise ValueError(f"syncbn.join needs everything to run over all {num_ranks} ranks, but not so: {partial}")

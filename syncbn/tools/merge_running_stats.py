@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn.diagnosis import call_sites
-from syncbn.distributed import groups
+from syncbn.distributed import members
 from syncbn.distributed.collectives import Ranks
 from syncbn.distributed.exchange import all_reduce_max
 from syncbn.tools.agreed_layers import agreed_layers
@@ -29,9 +29,10 @@ def merge_running_stats(model: nn.Module, count: float | Mapping[str, float] | N
     b = 0: the variance of the mixture. A rank with n_r = 0 adds nothing; if all are, nothing changes. Chan, Golub &
     LeVeque 1979, http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf.
 
-    A collective of all ranks of the default group: two all_reduces for all layers. Afterwards the buffers are the same
-    bit by bit on all ranks, num_batches_tracked being the largest. (Moving averages do not tell how the ranks' means
-    went apart over time; for what synchronised layers would have found, see `recompute_running_stats`.)
+    A collective of all ranks of the default group: two all_reduces for all layers, and an exchange of texts. Afterwards
+    the buffers are the same bit by bit on all ranks, num_batches_tracked being the largest. (Moving averages do not
+    tell how the ranks' means went apart over time; for what synchronised layers would have found, see
+    `recompute_running_stats`.)
 
     Args:
         model: the same on all ranks; every BatchNorm with running statistics takes part.
@@ -47,7 +48,7 @@ def merge_running_stats(model: nn.Module, count: float | Mapping[str, float] | N
         weights.extend(_weights(model, layers, count))
 
     layers = agreed_layers(model, prepare, "" if count is None else ", with count")
-    world = groups.world()
+    world = members.world()
     if world is None:
         return
     b = 0 if count is None else 1

@@ -1,4 +1,4 @@
-"""Prints the table of a model's synchronised layers: what each sends, and whether it really synchronised."""
+"""Makes the table of a model's synchronised layers: what each sends, and whether it really synchronised."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from syncbn import kernels
 from syncbn.diagnosis.signatures import NUM_SIGNED
-from syncbn.distributed import groups
+from syncbn.distributed import members
 from syncbn.layer import SyncBatchNorm
 from syncbn.torch_private import is_compiled
 
@@ -68,7 +68,7 @@ def summary(model: nn.Module) -> Summary:
 
 
 def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
-    group_size = groups.size(layer.process_group)
+    group_size = members.size(layer.process_group)
     numbers = 2 * layer.num_features
     on_cpu = all(tensor.is_cpu for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))
     bytes_if_sent = BYTES_PER_NUMBER * (group_size > 1)

@@ -123,7 +123,7 @@ def test_the_exchange_does_not_need_numpy(ranks: Ranks, monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match=r"rank 0: .*expected 3 channels"):
         syncbn.SyncBatchNorm(3)(GOOD.mT if ranks.rank == 0 else GOOD)
     new_groups._made.clear()
-    groups.prepare("node")
+    groups.make_groups("node")
 
 
 def test_one_value_in_the_whole_group(ranks: Ranks) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from voting import Ranks, World
 
 import syncbn
-from syncbn.distributed import groups, new_groups
+from syncbn.distributed import groups, members, new_groups
 
 
 def ranks_that_share(layer: syncbn.SyncBatchNorm, ranks: Ranks) -> list[int]:
@@ -65,7 +65,7 @@ def test_node_of_two_ranks(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Non
     new_groups._made.clear()
     layer = layer_of("node", ranks)
     assert ranks_that_share(layer, ranks) == ([0, 1] if ranks.rank < 2 else [2, 3])
-    assert groups.size("node") == 2
+    assert members.size("node") == 2
     new_groups._made.clear()
 
 
@@ -82,10 +82,10 @@ def test_node_needs_its_variable_on_every_rank(ranks: Ranks, monkeypatch: pytest
 def test_node_before_its_groups_are_made(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a layer that was built before init_process_group: the size is looked up, and nonsense is named."""
     new_groups._made.clear()
-    assert groups.size("node") == ranks.size
+    assert members.size("node") == ranks.size
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
     with pytest.raises(ValueError, match=r"needs the environment variable LOCAL_WORLD_SIZE.*it is 'two'"):
-        groups.size("node")
+        members.size("node")
 
 
 def test_sizes_that_do_not_divide(ranks: Ranks) -> None:

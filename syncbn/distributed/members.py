@@ -1,0 +1,41 @@
+"""Tells which and how many ranks a specification means, without communication."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from syncbn.distributed import new_groups
+from syncbn.distributed.groups import existing
+from syncbn.distributed.specification import GlobalRanks
+
+if TYPE_CHECKING:
+    from syncbn.distributed.specification import Specification
+
+
+def world() -> dist.ProcessGroup | None:
+    """The default group; None where it is one rank, or there is none."""
+    default_group = dist.group.WORLD
+    return None if default_group is None or default_group.size() == 1 else default_group
+
+
+def ranks_of(spec: Specification) -> list[int]:
+    """The global ranks that `spec` means, this one alone where its group is not made yet."""
+    group = existing(spec)
+    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+
+
+def size(spec: Specification) -> int:
+    """How many ranks `spec` means, also before its group is made; 1 without a process group."""
+    if dist.group.WORLD is None:
+        return 1
+    if isinstance(spec, int):
+        return spec
+    if isinstance(spec, GlobalRanks):
+        return len(spec.ranks)
+    group = existing(spec)
+    if group is not None:
+        return group.size()
+    return new_groups.ranks_per_host([(os.environ.get("LOCAL_WORLD_SIZE"), None)] * dist.get_world_size())
