@@ -30,14 +30,13 @@ from syncbn.kernels import select_kernels
 from syncbn.layout import Layout
 
 Result = TypeVar("Result")
-TENSORS_PER_INPUT = 5  # tensors of an input: x, weight, bias, residual, num_values
 
 
 @dataclass(slots=True)
 class Call:
     """What the Function keeps of a call besides tensors."""
 
-    layouts: list[Layout]  # of the inputs
+    layouts: tuple[Layout, ...]  # of the inputs
     eps: float
     relu: bool
     ranks: Ranks
@@ -45,12 +44,8 @@ class Call:
 
 def normalize(prepared: Sequence[Prepared], eps: float, relu: bool, ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
     """For each input y, normalised by the statistics of all ranks, and these."""
-    layouts, masks = [], []
-    tensors: list[Tensor | None] = []
-    for layout, mask, tensors_of_input in prepared:
-        layouts.append(layout)
-        masks.append(mask)
-        tensors += tensors_of_input
+    layouts, masks, per_input = zip(*prepared, strict=True)
+    tensors = [tensor for role in zip(*per_input, strict=True) for tensor in role]
     function: Callable[..., tuple[Tensor, ...]] = _EagerFunction.apply
     if torch_private.is_compiling():
         builds_graph = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
@@ -58,16 +53,14 @@ def normalize(prepared: Sequence[Prepared], eps: float, relu: bool, ranks: Ranks
         function = SyncBatchNormFunction.apply if builds_graph else SyncBatchNormFunction.forward
     elif torch_private.inside_functorch():
         function = SyncBatchNormFunction.apply
-    flat = function(Call(layouts, eps, relu, ranks), *tensors)
-    results = []
-    for mask, y, statistics in zip(masks, flat[::2], flat[1::2], strict=True):
-        # Gradients at False places become 0 here on their way in, and in the torch.where of masks.py on their way out.
-        results.append((y if mask is None else torch.where(mask, y, 0), statistics))
-    return results
+    ys, statistics = _by_role(function(Call(layouts, eps, relu, ranks), *tensors), len(layouts))
+    # Gradients at False places become 0 here on their way in, and in the torch.where of masks.py on their way out.
+    ys = [y if mask is None else torch.where(mask, y, 0) for y, mask in zip(ys, masks, strict=True)]
+    return list(zip(ys, statistics, strict=True))
 
 
 class SyncBatchNormFunction(torch.autograd.Function):
-    """(call, and for each input x, weight, bias, residual, num_values) -> for each input y, statistics.
+    """(call, *xs, *weights, *biases, *residuals, *num_values) -> (*ys, *statistics); as many of each as inputs.
 
     x is dense; residual has its dtype and lies as it does; num_values () is how many values of a channel of x
     count, where it is not all of them, and the others are 0. The statistics of all ranks, mean, var and n packed as in
@@ -81,63 +74,54 @@ class SyncBatchNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Call, *tensors: Any) -> tuple[Tensor, ...]:
-        kernels, local = select_kernels(tensors[0]), []
-        for index, layout in enumerate(call.layouts):
-            x, num_values = tensors[TENSORS_PER_INPUT * index], tensors[TENSORS_PER_INPUT * index + 4]
+        kernels, per_input = select_kernels(tensors[0]), _by_role(tensors, len(call.layouts))
+        local = []
+        for x, num_values, layout in zip(per_input[0], per_input[4], call.layouts, strict=True):
             sums = kernels.channel_sums(x, layout)
             if num_values is not None:
                 sums = torch.cat((sums[:-1], num_values.to(torch.float64).view(1)))
             local.append(sums)
         totals = _all_reduce(local, call.ranks, "forward")
-        results: list[Tensor] = []
-        for index, layout in enumerate(call.layouts):
-            x, weight, bias, residual, num_values = tensors[
-                TENSORS_PER_INPUT * index : TENSORS_PER_INPUT * index + TENSORS_PER_INPUT
-            ]
+        ys: list[Tensor] = []
+        statistics: list[Tensor] = []
+        for x, weight, bias, residual, num_values, layout, sums in zip(*per_input, call.layouts, totals, strict=True):
             if num_values is not None or x.numel() <= layout.sizes[1]:  # else this rank alone has two
-                require_two_values(totals[index][-1], x, f"inputs[{index}]: " if len(totals) > 1 else "")
-            results += kernels.normalize(x, layout, totals[index], call.eps, weight, bias, residual, call.relu)
-        return tuple(results)
+                require_two_values(sums[-1], x, f"inputs[{len(ys)}]: " if len(totals) > 1 else "")
+            y, of_input = kernels.normalize(x, layout, sums, call.eps, weight, bias, residual, call.relu)
+            ys.append(y)
+            statistics.append(of_input)
+        return (*ys, *statistics)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.call = call = inputs[0]
-        statistics = output[1::2]
-        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in inputs[3::TENSORS_PER_INPUT]]
+        ctx.call, *tensors = inputs
+        num_inputs = len(ctx.call.layouts)
+        xs_and_weights, biases = tensors[: 2 * num_inputs], tensors[2 * num_inputs : 3 * num_inputs]
+        ys, statistics = output[:num_inputs], output[num_inputs:]
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         ctx.mark_non_differentiable(*statistics)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(
-            *inputs[1::TENSORS_PER_INPUT],
-            *inputs[2::TENSORS_PER_INPUT],
-            *statistics,
-            *(output[::2] if call.relu else ()),
-        )
+        ctx.save_for_backward(*xs_and_weights, *statistics, *(ys if ctx.call.relu else ()))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        call, saved, needs = ctx.call, ctx.saved_tensors, ctx.needs_input_grad
-        num_inputs = len(call.layouts)
+        call, num_inputs = ctx.call, len(ctx.call.layouts)
+        xs, weights, statistics, *ys = _by_role(ctx.saved_tensors, num_inputs)
+        needs_x, needs_weight, needs_bias, needs_residual, _ = _by_role(ctx.needs_input_grad[1:], num_inputs)
         per_input = []
-        for index in range(num_inputs):
-            x, weight, statistics, *ys = saved[index::num_inputs]
-            needs_x, needs_weight, needs_bias, needs_residual = needs[
-                1 + TENSORS_PER_INPUT * index : TENSORS_PER_INPUT + TENSORS_PER_INPUT * index
-            ]
+        for index, (x, weight) in enumerate(zip(xs, weights, strict=True)):
             layout = Layout.of(x, call.layouts[index].channel_dim)  # saved_tensors_hooks may have moved x
-            dy, y = grad_outputs[2 * index], layout.dense(ys[0]) if ys else None
+            dy, y = grad_outputs[index], layout.dense(ys[0][index]) if ys else None
             dy = torch.zeros_like(x) if dy is None else layout.dense(dy)
-            dtypes = weight.dtype if needs_weight else None, ctx.bias_dtypes[index] if needs_bias else None
-            one = BackwardInput(layout.dense(x), dy, y, layout, weight, statistics, needs_x, needs_residual, *dtypes)
-            per_input.append(one)
+            of_x = layout.dense(x), dy, y, layout, weight, statistics[index], needs_x[index], needs_residual[index]
+            weight_dtype = weight.dtype if needs_weight[index] else None
+            per_input.append(BackwardInput(*of_x, weight_dtype, ctx.bias_dtypes[index] if needs_bias[index] else None))
         if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
             results = double_backward.gradients(per_input, call.eps, call.ranks)
         else:
             results = gradients(per_input, call.eps, call.ranks)
-        flat: list[Tensor | None] = [None]
-        for of_input in results:
-            flat += of_input
-            flat.append(None)  # of num_values
-        return tuple(flat)
+        flat = [gradient for role in zip(*results, strict=True) for gradient in role]
+        return (None, *flat, *[None] * num_inputs)  # of call and of num_values
 
 
 class _EagerFunction(torch.autograd.Function):
@@ -176,6 +160,11 @@ def gradients(per_input: Sequence[BackwardInput], eps: float, ranks: Ranks) -> l
             grad_residual = of_residual if relu_masks_residual else grad_residual
         results.append((grad_x, *of_parameters[index], grad_residual))
     return results
+
+
+def _by_role(tensors: Sequence[Any], num_inputs: int) -> list[Any]:
+    """(*xs, *weights, ...) -> [xs, weights, ...]."""
+    return [tensors[start : start + num_inputs] for start in range(0, len(tensors), num_inputs)]
 
 
 def _all_reduce(local: list[Tensor], ranks: Ranks, pass_name: str) -> Sequence[Tensor]:

@@ -10,6 +10,7 @@ from syncbn import autograd, masks
 from syncbn.arguments import Arguments
 from syncbn.distributed.collectives import Ranks
 from syncbn.layout import Layout
+from syncbn.moments import compute_dtype
 
 
 def evaluate(arguments: Arguments) -> Tensor:
@@ -27,7 +28,7 @@ def evaluate(arguments: Arguments) -> Tensor:
     mean, var, weight, bias = arguments.per_channel().values()
     if any(given is not None and given.dtype != x.dtype for given in (mean, var, weight, bias)):
         # F.batch_norm takes parameters of the input's dtype, or all in float32 beside a lower one.
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        dtype = compute_dtype(x.dtype)
         mean, var, weight, bias = (None if given is None else given.to(dtype) for given in (mean, var, weight, bias))
     if arguments.channel_dim in (1, 1 - x.ndim):
         y = plain_batch_norm(x, mean, var, weight, bias, mean is None, 0.0, arguments.eps)

@@ -16,6 +16,7 @@ from syncbn.distributed.collectives import Ranks
 from syncbn.distributed.specification import specification
 from syncbn.double_backward import BackwardInput
 from syncbn.layout import Layout
+from syncbn.moments import compute_dtype
 
 if TYPE_CHECKING:
     from syncbn.distributed.specification import ProcessGroupLike
@@ -228,8 +229,7 @@ def batch_norm_backward(
         outer, _, inner = layout.sizes
         num_values = mean.new_full((1,), outer * inner)
         statistics = torch.cat((mean, invstd.square().reciprocal(), num_values))  # var, beside an eps of 0
-        compute_dtype = torch.promote_types(input.dtype, torch.float32)
-        dtype = compute_dtype if weight is None else weight.dtype
+        dtype = compute_dtype(input.dtype) if weight is None else weight.dtype
         one = BackwardInput(
             x=layout.dense(input),
             dy=layout.dense(grad_output.to(input.dtype)),
@@ -245,7 +245,7 @@ def batch_norm_backward(
         [(grad_input, grad_weight, grad_bias, _)] = autograd.gradients([one], 0.0, _WithCount(ranks, statistics))
         if needs_input and not training:
             scale = invstd if weight is None else invstd * weight
-            column = scale.to(compute_dtype).view(-1, *(1,) * (input.ndim - layout.channel_dim - 1))
+            column = scale.to(compute_dtype(input.dtype)).view(-1, *(1,) * (input.ndim - layout.channel_dim - 1))
             grad_input = (grad_output * column).to(input.dtype)
     return grad_input, grad_weight, grad_bias
 

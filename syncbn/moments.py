@@ -14,6 +14,11 @@ from torch import Tensor
 from syncbn import torch_private
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which single values of this dtype are computed: float32, or float64 for float64 values."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def from_sums(sums: Tensor) -> Tensor:
     """The statistics: mean = S / n and var = max(0, Q / n - mean^2).
 

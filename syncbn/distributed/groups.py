@@ -38,13 +38,14 @@ def resolve(spec: Specification) -> dist.ProcessGroup | None:
     The first call with an int or "node" makes the groups. **Raises** RuntimeError when that would happen inside a
     compiled graph; ValueError for a part of the ranks inside syncbn.join.
     """
+    compiling = torch_private.is_compiling()
     if dist.group.WORLD is None:
-        if not torch_private.is_compiling():
+        if not compiling:
             _warn_if_launched_on_several_ranks()
         return None
     group = existing(spec)
     if group is None:
-        if torch_private.is_compiling():
+        if compiling:
             raise RuntimeError(
                 f"process_group={spec!r} needs new groups, which cannot be made inside a compiled graph; "
                 "construct or convert the layers after torch.distributed.init_process_group()"

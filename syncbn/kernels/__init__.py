@@ -28,9 +28,10 @@ def select_kernels(x: Tensor) -> ModuleType:
     """
     if type(x) is not Tensor or torch.compiler.is_exporting():
         return reference
+    compiling = torch_private.is_compiling()
     if x.is_cpu:
-        return reference if _why_no_cpp() or (torch.compiler.is_compiling() and torch.is_grad_enabled()) else cpu
-    if x.is_cuda and not torch.compiler.is_compiling() and _why_no_triton() is None:
+        return reference if _why_no_cpp() or (compiling and torch.is_grad_enabled()) else cpu
+    if x.is_cuda and not compiling and _why_no_triton() is None:
         # Outside of the Functions a torch.func transform wraps tensors, which have no memory then.
         return reference if torch_private.inside_functorch() else _gpu()
     return reference

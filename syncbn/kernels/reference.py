@@ -112,7 +112,7 @@ def update_running_stats(
 
 def _split(mean: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """mean = center + rest: center (C, 1) in the dtype of computation, so that x - center is exact; rest float64."""
-    center = mean.to(torch.promote_types(x.dtype, torch.float32))
+    center = mean.to(moments.compute_dtype(x.dtype))
     return center[:, None], mean - center
 
 
