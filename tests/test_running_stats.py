@@ -55,3 +55,13 @@ def test_one_process_accumulates_merges_and_is_synced() -> None:
     torch.testing.assert_close(layer.running_var, DATA.var(0))
     with pytest.raises(ValueError, match=r"must be 0, or 1 or more, got 0.5 for the layer ''"):
         syncbn.merge_running_stats(layer, count=0.5)
+
+
+def test_a_lazy_layer_has_nothing_to_accumulate() -> None:
+    model = syncbn.convert_syncbn_model(nn.Sequential(nn.LazyBatchNorm1d()))
+    with pytest.raises(ValueError, match="the layer '0' is lazy"), syncbn.accumulate_running_stats(model):
+        model(torch.ones(2, 3))
+    model(DATA)
+    with syncbn.accumulate_running_stats(model):
+        model(DATA)
+    assert model[0].num_batches_tracked == 2

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from syncbn import moments
 from syncbn.layer import SyncBatchNorm
 from syncbn.moments import Pool
+from syncbn.tools.agreed_layers import layers_with_running_stats
 
 
 @contextlib.contextmanager
@@ -40,12 +40,7 @@ def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
 
     After an exception in the block running statistics and counters are what they were before it.
     """
-    layers = []
-    for name, layer in model.named_modules():
-        if isinstance(layer, SyncBatchNorm) and layer.track_running_stats and layer.running_mean is not None:
-            if is_lazy(layer.running_mean):
-                raise ValueError(f"the layer {name!r} is lazy and has no statistics yet; run a forward before")
-            layers.append(layer)
+    layers = layers_with_running_stats(model, SyncBatchNorm)
     if not layers:
         raise ValueError("no synchronised layer with running statistics: call syncbn.convert_syncbn_model(model)")
     with collecting(layers) as pools:

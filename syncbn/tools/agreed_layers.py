@@ -1,8 +1,9 @@
-"""Finds the BatchNorm layers of a model, and has all ranks agree that they have the same."""
+"""Finds the layers of a model that have running statistics, and has all ranks agree that they have the same."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -10,6 +11,19 @@ from torch.nn.parameter import is_lazy
 
 from syncbn.distributed import members
 from syncbn.distributed.exchange import require_equal
+
+Layer = TypeVar("Layer", bound=_BatchNorm)
+
+
+def layers_with_running_stats(model: nn.Module, layer_class: type[Layer]) -> list[Layer]:
+    """The layers of this class that have running statistics. **Raises** ValueError for one that is lazy still."""
+    layers = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, layer_class) and layer.track_running_stats and layer.running_mean is not None:
+            if is_lazy(layer.running_mean):
+                raise ValueError(f"the layer {name!r} is lazy and has no statistics yet; run a forward before")
+            layers.append(layer)
+    return layers
 
 
 def agreed_layers(
@@ -22,11 +36,7 @@ def agreed_layers(
     fault: Exception | None = None
     layers: list[_BatchNorm] = []
     try:
-        for name, layer in model.named_modules():
-            if isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.running_mean is not None:
-                if is_lazy(layer.running_mean):
-                    raise ValueError(f"the layer {name!r} is lazy and has no statistics yet; run a forward before")
-                layers.append(layer)
+        layers = layers_with_running_stats(model, _BatchNorm)
         if not layers:
             raise ValueError("the model has no BatchNorm layer with running statistics")
         prepare(layers)
