@@ -39,12 +39,10 @@ def move_running_stats(
     Inside a backward, as in activation checkpointing's recompute, nothing moves: it has in the first forward.
     """
     running_mean, running_var = arguments.running_mean, arguments.running_var
-    if running_mean is None or running_var is None:
-        return
     moves = not torch_private.inside_backward()
     if pool is not None:
         pool.add(statistics, moves)
-    else:
+    elif running_mean is not None and running_var is not None:
         select_kernels(running_mean).update_running_stats(
             running_mean, running_var, statistics, arguments.momentum, moves
         )

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # now, as it keeps a group that there already is: see syncbn/collectives.py
+import torch.distributed.nn.functional  # now, as it keeps a group that there already is: see syncbn/torch_private.py
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 VOTE_TIMEOUT = timedelta(seconds=60)  # longer than a collective's: a rank that waits in one still comes to vote
