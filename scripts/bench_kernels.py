@@ -47,21 +47,23 @@ def calls_of(case: Case, device: torch.device) -> dict[str, tuple[Callable[[], o
     weight, bias = torch.ones(channels, **of_channels), torch.zeros(channels, **of_channels)
     served = kernels.select_kernels(x)
     sums = served.channel_sums(x, layout)
-    y, packed = served.normalize(x, layout, sums, EPS, weight, bias, z, True)
-    of_dy, _, _ = served.gradient_sums(dy, x, y, layout, packed, EPS, weight.dtype, bias.dtype)
+    packed, forward = served.forward_coefficients(sums, weight, bias, EPS, weight.dtype)
+    y = served.normalize(x, layout, forward, z, True)
+    of_dy, _, _ = served.gradient_sums(dy, x, y, layout, packed, weight.dtype, bias.dtype)
+    backward = served.backward_coefficients(of_dy, packed, weight, weight.dtype)
     copy = torch.empty_like(x)
     calls = {
         "copy": (lambda: copy.copy_(x), 2),
         "channel_sums": (lambda: served.channel_sums(x, layout), 1),
-        "normalize": (lambda: served.normalize(x, layout, sums, EPS, weight, bias, None, False), 2),
-        "gradient_sums": (lambda: served.gradient_sums(dy, x, None, layout, packed, EPS, weight.dtype, bias.dtype), 2),
-        "input_gradient": (lambda: served.input_gradient(dy, x, None, layout, packed, EPS, weight, of_dy, False), 3),
-        "normalize fused": (lambda: served.normalize(x, layout, sums, EPS, weight, bias, z, True), 3),
+        "normalize": (lambda: served.normalize(x, layout, forward, None, False), 2),
+        "gradient_sums": (lambda: served.gradient_sums(dy, x, None, layout, packed, weight.dtype, bias.dtype), 2),
+        "input_gradient": (lambda: served.input_gradient(dy, x, None, layout, backward, False), 3),
+        "normalize fused": (lambda: served.normalize(x, layout, forward, z, True), 3),
         "gradient_sums fused": (
-            lambda: served.gradient_sums(dy, x, y, layout, packed, EPS, weight.dtype, bias.dtype),
+            lambda: served.gradient_sums(dy, x, y, layout, packed, weight.dtype, bias.dtype),
             3,
         ),
-        "input_gradient fused": (lambda: served.input_gradient(dy, x, y, layout, packed, EPS, weight, of_dy, True), 5),
+        "input_gradient fused": (lambda: served.input_gradient(dy, x, y, layout, backward, True), 5),
     }
     if device.type == "cuda" and case.channel_dim == 1:
         mean, invstd = torch.batch_norm_stats(x, EPS)

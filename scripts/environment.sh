@@ -6,7 +6,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks share the cores
 
 prepare_environment() {
     local wanted
-    wanted=$(cat pyproject.toml scripts/constraints.txt scripts/environment.sh syncbn/kernels/{build.py,*.cpp,*.h} | cksum)
+    wanted=$(cat pyproject.toml scripts/constraints.txt scripts/{environment.sh,build_kernels.py} syncbn/kernels/*.{cpp,h} | cksum)
     if [[ ! -x .venv/bin/pip ]]; then
         python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
             echo "syncbn needs Python 3.11 or newer; python3 is $(python3 --version 2>&1)" >&2
@@ -23,7 +23,7 @@ prepare_environment() {
     export PATH="$PWD/.venv/bin:$PATH"
     if ! grep -qxF "$wanted" .venv/prepared 2>/dev/null; then
         echo "Installing syncbn" >&2
-        install_pinned setuptools torch # which the C++ kernels are built with
+        install_pinned hatchling torch
         install_pinned --no-build-isolation --editable ".[check,test]"
         echo "$wanted" >.venv/prepared
     fi

@@ -8,12 +8,10 @@ prepare_environment
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cp -r syncbn "$folder"
-rm -f "$folder"/syncbn/kernels/_cpu*.so
-libraries=$(python -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parent)')
-flags=$(python -c 'from syncbn.kernels.build import FLAGS; print(*FLAGS)')
 echo "Building" >&2
-g++ $flags -w -O1 -g -fno-omit-frame-pointer -fPIC -shared -fsanitize=address,undefined -fno-sanitize-recover=all \
-    -isystem "$libraries/include" syncbn/kernels/cpu.cpp -o "$folder/syncbn/kernels/_cpu.abi3.so" -L"$libraries/lib" -ltorch_cpu
+CXX=g++ CXXFLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all" LDFLAGS="-Wl,-z,undefs" \
+    python -c 'import sys; sys.path.insert(0, "scripts"); import build_kernels; from pathlib import Path
+build_kernels.build(Path(), Path(sys.argv[1]) / build_kernels.LIBRARY)' "$folder"
 
 # Python itself is not sanitized, so the libraries come first; its own memory is not looked at for leaks.
 preloaded="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)"

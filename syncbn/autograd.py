@@ -28,6 +28,7 @@ from syncbn.distributed.collectives import Ranks
 from syncbn.double_backward import BackwardInput, Gradients
 from syncbn.kernels import select_kernels
 from syncbn.layout import Layout
+from syncbn.moments import compute_dtype
 
 Result = TypeVar("Result")
 
@@ -63,8 +64,8 @@ class SyncBatchNormFunction(torch.autograd.Function):
     """(call, *xs, *weights, *biases, *residuals, *num_values) -> (*ys, *statistics); as many of each as inputs.
 
     x is dense; residual has its dtype and lies as it does; num_values () is how many values of a channel of x
-    count, where it is not all of them, and the others are 0. The statistics of all ranks, mean, var and n packed as in
-    moments.py, are not differentiable.
+    count, where it is not all of them, and the others are 0. The statistics of all ranks, packed as in moments.py, are
+    not differentiable.
 
     Saved for backward: x, weight, the statistics, and y when relu is fused.
     Collectives: one all_reduce of 2C + 1 float64 in forward, one of 2C in backward (two with create_graph=True), and
@@ -74,7 +75,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Call, *tensors: Any) -> tuple[Tensor, ...]:
-        kernels, per_input = select_kernels(tensors[0]), _by_role(tensors, len(call.layouts))
+        kernels, per_input = select_kernels(*tensors), _by_role(tensors, len(call.layouts))
         local = []
         for x, num_values, layout in zip(per_input[0], per_input[4], call.layouts, strict=True):
             sums = kernels.channel_sums(x, layout)
@@ -87,8 +88,8 @@ class SyncBatchNormFunction(torch.autograd.Function):
         for x, weight, bias, residual, num_values, layout, sums in zip(*per_input, call.layouts, totals, strict=True):
             if num_values is not None or x.numel() <= layout.sizes[1]:  # else this rank alone has two
                 require_two_values(sums[-1], x, f"inputs[{len(ys)}]: " if len(totals) > 1 else "")
-            y, of_input = kernels.normalize(x, layout, sums, call.eps, weight, bias, residual, call.relu)
-            ys.append(y)
+            of_input, coefficients = kernels.forward_coefficients(sums, weight, bias, call.eps, compute_dtype(x.dtype))
+            ys.append(kernels.normalize(x, layout, coefficients, residual, call.relu))
             statistics.append(of_input)
         return (*ys, *statistics)
 
@@ -119,7 +120,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
             results = double_backward.gradients(per_input, call.eps, call.ranks)
         else:
-            results = gradients(per_input, call.eps, call.ranks)
+            results = gradients(per_input, call.ranks)
         flat = [gradient for role in zip(*results, strict=True) for gradient in role]
         return (None, *flat, *[None] * num_inputs)  # of call and of num_values
 
@@ -139,13 +140,12 @@ class _EagerFunction(torch.autograd.Function):
         return _profiled("syncbn.backward", SyncBatchNormFunction.backward, ctx, *grad_outputs)
 
 
-def gradients(per_input: Sequence[BackwardInput], eps: float, ranks: Ranks) -> list[Gradients]:
+def gradients(per_input: Sequence[BackwardInput], ranks: Ranks) -> list[Gradients]:
     """Compute the gradients of each input, without a graph. The all_reduce happens whatever is needed."""
-    kernels, local, of_parameters = select_kernels(per_input[0].x), [], []
+    given = [tensor for one in per_input for tensor in (one.x, one.dy, one.weight)]
+    kernels, local, of_parameters = select_kernels(*given), [], []
     for x, dy, y, layout, _, statistics, _, _, weight_dtype, bias_dtype in per_input:
-        sums, grad_weight, grad_bias = kernels.gradient_sums(
-            dy, x, y, layout, statistics, eps, weight_dtype, bias_dtype
-        )
+        sums, grad_weight, grad_bias = kernels.gradient_sums(dy, x, y, layout, statistics, weight_dtype, bias_dtype)
         local.append(sums)
         of_parameters.append((grad_weight, grad_bias))
     totals = _all_reduce(local, ranks, "backward")
@@ -154,9 +154,8 @@ def gradients(per_input: Sequence[BackwardInput], eps: float, ranks: Ranks) -> l
         grad_x, grad_residual = None, dy if needs_residual else None
         relu_masks_residual = needs_residual and y is not None
         if needs_x or relu_masks_residual:
-            grad_x, of_residual = kernels.input_gradient(
-                dy, x, y, layout, statistics, eps, weight, totals[index], relu_masks_residual
-            )
+            coefficients = kernels.backward_coefficients(totals[index], statistics, weight, compute_dtype(x.dtype))
+            grad_x, of_residual = kernels.input_gradient(dy, x, y, layout, coefficients, relu_masks_residual)
             grad_residual = of_residual if relu_masks_residual else grad_residual
         results.append((grad_x, *of_parameters[index], grad_residual))
     return results
@@ -177,7 +176,7 @@ def _all_reduce(local: list[Tensor], ranks: Ranks, pass_name: str) -> Sequence[T
 
 def _profiled(name: str, function: Callable[..., Result], *arguments: Any) -> Result:
     """What the function returns; in a range of this name where a profiler records. (record_function costs 10 us.)"""
-    if torch_private.is_compiling() or not torch_private.profiler_enabled():
+    if not torch_private.profiler_enabled() or torch_private.is_compiling():
         return function(*arguments)
     with record_function(name):
         return function(*arguments)

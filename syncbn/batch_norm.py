@@ -14,7 +14,7 @@ from syncbn.moments import Pool
 
 
 def train(inputs: Sequence[Arguments], ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
-    """The output of each input, and the statistics of all ranks: mean, biased var and n packed as in moments.py.
+    """The output of each input, and the statistics of all ranks, packed as in moments.py.
 
     One all_reduce for all inputs. The running statistics are not touched: their owner moves them. **Raises** a fault in
     the arguments of any rank on every rank, see faults.py.
@@ -43,7 +43,7 @@ def move_running_stats(
     if pool is not None:
         pool.add(statistics, moves)
     elif running_mean is not None and running_var is not None:
-        select_kernels(running_mean).update_running_stats(
+        select_kernels(running_mean, running_var).update_running_stats(
             running_mean, running_var, statistics, arguments.momentum, moves
         )
     if counter is not None and moves:

@@ -1,9 +1,10 @@
-"""Computes per-channel values in float64: sums -> mean, variance -> running statistics. Knows no ranks, no layout.
+"""Computes per-channel values in float64: sums -> statistics -> coefficients of the maps, and running statistics.
 
 C channels, n values of a channel over all ranks; S = sum x and Q = sum x^2 of a channel. Packed are
-    sums        (2C + 1,)  S, Q, n
-    statistics  (2C + 1,)  mean, biased var, n
-Everything here is of that size, so its cost does not depend on the batch.
+    sums          (2C + 1,)  S, Q, n
+    statistics    (3C + 1,)  mean, biased var, invstd = 1 / sqrt(var + eps), n
+    coefficients  (3C,) or (4C,)  what a map needs of each channel, see forward_coefficients and backward_coefficients
+Everything here is of that size, so its cost does not depend on the batch. Knows no ranks, no layout.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def from_sums(sums: Tensor) -> Tensor:
+def from_sums(sums: Tensor, eps: float) -> Tensor:
     """The statistics: mean = S / n and var = max(0, Q / n - mean^2).
 
     n = 0 gives mean 0 and var 0. The clamp removes the negative rounding residue of constant channels and lets NaN
@@ -27,19 +28,19 @@ def from_sums(sums: Tensor) -> Tensor:
     """
     num_values = sums[-1:]
     mean, mean_square = (sums[:-1] / num_values.clamp(min=1)).chunk(2)
-    return torch.cat((mean, (mean_square - mean * mean).clamp(min=0), num_values))
+    var = (mean_square - mean * mean).clamp(min=0)
+    return torch.cat((mean, var, inverse_std(var, eps), num_values))
 
 
 def to_sums(statistics: Tensor) -> Tensor:
     """The sums again, which can be added up."""
-    (mean, var), num_values = statistics[:-1].chunk(2), statistics[-1:]
+    mean, var, _, num_values = unpack(statistics)
     return torch.cat((mean * num_values, (var + mean * mean) * num_values, num_values))
 
 
-def unpack(statistics: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """mean (C,), invstd = 1 / sqrt(var + eps) (C,) and n ()."""
-    mean, var = statistics[:-1].chunk(2)
-    return mean, inverse_std(var, eps), statistics[-1]
+def unpack(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """mean, var and invstd (C,), and n (1,)."""
+    return *statistics[:-1].chunk(3), statistics[-1:]  # type: ignore[return-value]
 
 
 def inverse_std(var: Tensor, eps: float) -> Tensor:
@@ -47,9 +48,49 @@ def inverse_std(var: Tensor, eps: float) -> Tensor:
     return (var + eps).rsqrt()
 
 
+def forward_coefficients(
+    sums: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The statistics of all ranks' `sums`, and center, scale, shift: y = (x - center) * scale + shift.
+
+    The coefficients are (3C,), of the dtype in which the map computes. mean = center + rest: x - center is exact, and
+    the shift makes up for the rest.
+    """
+    statistics = from_sums(sums, eps)
+    mean, _, invstd, _ = unpack(statistics)
+    center, rest = _split(mean, dtype)
+    scale = invstd if weight is None else invstd * weight
+    shift = -rest * scale if bias is None else bias - rest * scale
+    return statistics, _packed(center, scale, shift)
+
+
+def backward_coefficients(sums: Tensor, statistics: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """center, a, b, c (4C,): grad_x = dy * a + (x - center) * b + c, by all ranks' sums of dy and of dy * (x - mean).
+
+    That is (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight.
+    """
+    mean, _, invstd, num_values = unpack(statistics)
+    center, rest = _split(mean, dtype)
+    mean_dy, mean_dy_xmu = (sums / num_values.clamp(min=1)).chunk(2)
+    a = invstd if weight is None else invstd * weight
+    b = -a * invstd.square() * mean_dy_xmu
+    return _packed(center, a, b, -a * mean_dy - b * rest)
+
+
+def _split(mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    center = mean.to(dtype)
+    return center, mean - center
+
+
+def _packed(center: Tensor, *others: Tensor) -> Tensor:
+    """In the dtype of the center. Inductor does not compute again, for each value of a map, what torch.cat puts in
+    memory."""
+    return torch.cat((center, *[one.to(center.dtype) for one in others]))
+
+
 def unbiased(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """mean (C,), the unbiased variance var * n / (n - 1) (C,), which for n <= 1 means nothing, and n ()."""
-    (mean, var), num_values = statistics[:-1].chunk(2), statistics[-1]
+    """mean (C,), the unbiased variance var * n / (n - 1) (C,), which for n <= 1 means nothing, and n (1,)."""
+    mean, var, _, num_values = unpack(statistics)
     return mean, var * (num_values / (num_values - 1).clamp(min=1)), num_values
 
 
@@ -92,4 +133,4 @@ class Pool:
 
     def statistics(self) -> Tensor:
         """mean, biased var and n, as those of one batch."""
-        return from_sums(self.packed[:-1])
+        return from_sums(self.packed[:-1], eps=1.0)  # nobody reads its invstd

@@ -27,6 +27,29 @@ inside_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
+def may_pass_dispatcher_by(*tensors: Tensor | None) -> bool:
+    """Whether the values of tensors on the CPU may be read and written at their addresses: they are there, and nobody
+    wants to see an operator.
+
+    Not where the thread has a dispatch key beside those that it always has: that of a dispatch mode, a transform or a
+    tracer; nor while a profiler records; nor for a subclass, a negative view or a tensor of zeros.
+    """
+    if torch._C._dispatch_tls_local_include_set().raw_repr() & ~_keys_of_threads or profiler_enabled():
+        return False
+    for tensor in tensors:
+        if tensor is not None and (
+            type(tensor) not in _classes_of_tensors or tensor.is_neg() or tensor._is_zerotensor()
+        ):
+            return False
+    return True
+
+
+_classes_of_tensors = {Tensor, nn.Parameter}
+_keys_of_threads: int = 0
+for _key in (torch._C.DispatchKey.BackendSelect, torch._C.DispatchKey.ADInplaceOrView):
+    _keys_of_threads |= torch._C.DispatchKeySet(_key).raw_repr()
+
+
 def inside_backward() -> bool:
     """Whether this is called during a backward, as by the recompute of activation checkpointing.
 

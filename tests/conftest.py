@@ -43,11 +43,11 @@ def nan_in_new_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=["reference", "cpu", pytest.param("triton", marks=pytest.mark.triton)])
+@pytest.fixture(params=["reference", "cpu", "cpu_operators", pytest.param("triton", marks=pytest.mark.triton)])
 def kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     """Each kernel module; within the test new tensors are on its device. Triton's runs on CPUs too, interpreted."""
     if request.param != "triton":
-        if request.param == "cpu" and cpu.why_not():
+        if request.param != "reference" and cpu.why_not():
             pytest.skip(str(cpu.why_not()))
         yield importlib.import_module(f"syncbn.kernels.{request.param}")
         return

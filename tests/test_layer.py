@@ -194,7 +194,7 @@ def test_saved_for_backward(dtype: torch.dtype, memory_format: torch.memory_form
     """The input once, the output when relu is fused, and vectors of C numbers."""
     x = torch.randn(8, 4, 16, 16, dtype=dtype).to(memory_format=memory_format).requires_grad_()
     z = torch.randn_like(x)
-    small = (2 * 4 + 1) * 8  # 2C + 1 float64
+    small = (3 * 4 + 1) * 8  # 3C + 1 float64
     for options, inputs, expected in (({}, (x,), 1), ({}, (x, z), 1), ({"fuse_relu": True}, (x, z), 2)):
         saved = saved_bytes(syncbn.SyncBatchNorm(4, **options), *inputs)
         large = [nbytes for nbytes in saved if nbytes > small]

@@ -8,20 +8,13 @@ import torch
 from torch import Tensor
 
 from syncbn import moments
-from syncbn.layout import Layout
 
 EPS = 1e-5
 
 
 @pytest.fixture
 def from_sums(kernels: ModuleType) -> Callable[[Tensor], Tensor]:
-    """What normalize makes of the sums, beside an input of as many channels."""
-
-    def statistics_of(sums: Tensor) -> Tensor:
-        x = torch.zeros(1, sums.numel() // 2)
-        return kernels.normalize(x, Layout.of(x, 1), sums, EPS, None, None, None, False)[1]
-
-    return statistics_of
+    return lambda sums: kernels.forward_coefficients(sums, None, None, EPS, torch.float32)[0]
 
 
 def packed(values: torch.Tensor) -> torch.Tensor:
@@ -31,20 +24,20 @@ def packed(values: torch.Tensor) -> torch.Tensor:
 
 def test_from_sums(from_sums: Callable[[Tensor], Tensor]) -> None:
     values = torch.randn(7, 3, dtype=torch.float64)
-    expected = torch.cat((values.mean(0), values.var(0, correction=0), torch.tensor([7.0], dtype=torch.float64)))
+    var, num_values = values.var(0, correction=0), torch.tensor([7.0], dtype=torch.float64)
+    expected = torch.cat((values.mean(0), var, 1 / (var + EPS).sqrt(), num_values))
     torch.testing.assert_close(from_sums(packed(values)), expected)
 
 
 def test_unpack() -> None:
-    statistics = torch.tensor([1.0, 2.0, 3.0, 4.0, 7.0], dtype=torch.float64)
-    mean, invstd, num_values = moments.unpack(statistics, EPS)
-    assert torch.equal(mean, statistics[:2])
-    torch.testing.assert_close(invstd, 1 / (statistics[2:4] + EPS).sqrt())
-    assert num_values == 7
+    statistics = torch.arange(7, dtype=torch.float64)
+    assert [part.tolist() for part in moments.unpack(statistics)] == [[0, 1], [2, 3], [4, 5], [6]]
 
 
 def test_no_values_give_no_nan(from_sums: Callable[[Tensor], Tensor]) -> None:
-    assert torch.equal(from_sums(torch.zeros(7, dtype=torch.float64)), torch.zeros(7, dtype=torch.float64))
+    mean, var, invstd, num_values = moments.unpack(from_sums(torch.zeros(7, dtype=torch.float64)))
+    assert not any(part.any() for part in (mean, var, num_values))
+    torch.testing.assert_close(invstd, torch.full_like(mean, EPS**-0.5))
 
 
 def test_variance_is_clamped_but_nan_passes(from_sums: Callable[[Tensor], Tensor]) -> None:
@@ -60,7 +53,7 @@ def test_running_stats(kernels: ModuleType) -> None:
     for num_values, mean, var in ((5, 0.75, 0.75 + 0.25 * 2 * 5 / 4), (1, 0.75, 1.0), (0, 0.0, 1.0)):
         for dtype in (torch.bfloat16, torch.float32, torch.float64):
             running_mean, running_var = torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype)
-            statistics = torch.tensor([3.0, 2.0, float(num_values)], dtype=torch.float64)
+            statistics = torch.tensor([3.0, 2.0, 9.0, float(num_values)], dtype=torch.float64)
             kernels.update_running_stats(running_mean, running_var, statistics, 0.25)
             assert torch.equal(running_mean, torch.tensor([mean], dtype=torch.float64).to(dtype))
             assert torch.equal(running_var, torch.tensor([var], dtype=torch.float64).to(dtype))

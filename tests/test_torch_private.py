@@ -31,6 +31,22 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
+def test_may_pass_dispatcher_by() -> None:
+    """Not where the thread has the keys of a tracer, or a transform; more in test_dispatcher.py."""
+    seen = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_private.may_pass_dispatcher_by(torch.ones(2)))
+        return x + 1
+
+    look(torch.ones(2))
+    torch.vmap(look)(torch.ones(2, 2))
+    torch.func.grad(lambda x: look(x).sum())(torch.ones(2))
+    with torch.autograd.forward_ad.dual_level():
+        look(torch.ones(2))
+    assert seen == [True, False, False, True]
+
+
 def test_inside_backward() -> None:
     """True in a recompute of either kind of checkpointing, False in its first pass; in a graph always False."""
     for use_reentrant in (False, True):

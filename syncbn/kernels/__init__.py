@@ -1,6 +1,6 @@
-"""Selects the kernels: two reductions and two maps of whole tensors, and the update of the running statistics.
+"""Selects the kernels: two reductions and two maps of whole tensors, and the mathematics of channels between them.
 
-Every kernel module in this folder offers the same five functions. `reference` defines what they compute, by means of
+Every kernel module in this folder offers the same seven functions. `reference` defines what they compute, by means of
 the leaves `layout` and `moments`; nothing here imports more of the package but `torch_private`.
 """
 
@@ -17,20 +17,23 @@ from syncbn import torch_private
 from syncbn.kernels import cpu, reference
 
 
-def select_kernels(x: Tensor) -> ModuleType:
-    """The kernel module for tensors like `x`.
+def select_kernels(x: Tensor, *others: Tensor | None) -> ModuleType:
+    """The kernel module for tensors like `x`, in a call that takes `others` beside it.
 
     Tensor subclasses and exported programs get torch's operations, as do compiled graphs on GPUs. On CPUs what Inductor
     makes of those takes 2 to 12 times as long as the operators, which it calls as they are.
 
-    The operators have no gradient. In eager mode only autograd.Functions call them; but Dynamo traces through the
-    forward of a Function when nothing outside requires grad, as in torch.func, and then grad mode stays on.
+    Neither operators nor direct calls have a gradient. In eager mode only autograd.Functions call them; but Dynamo
+    traces through the forward of a Function when nothing outside requires grad, as in torch.func, and then grad mode
+    stays on.
     """
-    if type(x) is not Tensor or torch.compiler.is_exporting():
+    if type(x) is not Tensor:
         return reference
     compiling = torch_private.is_compiling()
-    if x.is_cpu:
-        return reference if _why_no_cpp() or (compiling and torch.is_grad_enabled()) else cpu
+    if x.is_cpu and _why_no_cpp() is None:
+        if not compiling:
+            return cpu if torch_private.may_pass_dispatcher_by(x, *others) else _cpu_operators()
+        return reference if torch.is_grad_enabled() or torch.compiler.is_exporting() else _cpu_operators()
     if x.is_cuda and not compiling and _why_no_triton() is None:
         # Outside of the Functions a torch.func transform wraps tensors, which have no memory then.
         return reference if torch_private.inside_functorch() else _gpu()
@@ -45,6 +48,12 @@ def available() -> str:
         why_not = _why_no_triton()
         lines.append(f"cuda: torch operations ({why_not})" if why_not else "cuda: Triton")
     return "; ".join(lines)
+
+
+def _cpu_operators() -> ModuleType:
+    from syncbn.kernels import cpu_operators  # which registers them
+
+    return cpu_operators
 
 
 def _gpu() -> ModuleType:
@@ -65,7 +74,7 @@ def _why_no_triton() -> str | None:
     if why_forced := _why_forced():
         return why_forced
     try:
-        buffers, statistics = torch.zeros(2, 1, device="cuda"), torch.zeros(3, dtype=torch.float64, device="cuda")
+        buffers, statistics = torch.zeros(2, 1, device="cuda"), torch.zeros(4, dtype=torch.float64, device="cuda")
         _gpu().update_running_stats(*buffers, statistics, 0.1)
     except torch.OutOfMemoryError:  # says nothing of the next time
         raise

@@ -1,14 +1,15 @@
-"""Calls the kernels for CPU tensors, which are written in C++ (cpu.cpp), where these could be built.
+"""Calls the kernels for CPU tensors, plain C functions (cpu.cpp), directly.
 
-They are torch operators without a gradient of their own: only for use inside an autograd.Function. What each computes
-is defined by the function of the same name in reference.py.
+A direct call takes 2 us where an operator takes 5, and passes torch's dispatcher by: only for what
+torch_private.may_pass_dispatcher_by accepts; the rest is for cpu_operators.py. What each function computes is defined
+by the function of the same name in reference.py. Its tensors are dense as `layout` says, which is not checked here.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
-import importlib.machinery
-from collections.abc import Callable
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,56 +19,83 @@ from torch import Tensor
 from syncbn import moments
 from syncbn.layout import Layout
 
-FILES = [Path(__file__).with_name(f"_cpu{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+FILE = Path(__file__).with_name("_cpu.so")
+CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # cpu.cpp's
+NO_DTYPE = 0  # beside a tensor that is None
+MAPS, ADDS = 0, 1  # what a function does that needs scratch
 
-# By name, once they are loaded. (A look-up in torch.ops costs 1 us.)
-_operators: dict[str, Callable[..., Any]] = {}
+_address, _size, _code, _number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
+_sizes, _numbers = (_size, _size, _size), (_address, _code)  # of a layout; in any dtype
+PARAMETERS = {
+    "channel_sums": (_code, _address, *_sizes, _address, _address),
+    "forward_coefficients": (_code, _size, _address, *_numbers, *_numbers, _number, _address, _address),
+    "normalize": (_code, _address, *_sizes, _address, _address, _code, _address, _address),
+    "gradient_sums": (_code, *(_address,) * 3, *_sizes, *(_address,) * 3, *_numbers, *_numbers),
+    "backward_coefficients": (_code, _size, _address, _address, *_numbers, _address),
+    "input_gradient": (_code, *(_address,) * 3, *_sizes, *(_address,) * 4),
+    "update_running_stats": (_size, *_numbers, *_numbers, _address, _number),
+}
+
+
+class _Library:
+    """The C functions, once they are loaded."""
+
+    channel_sums: Any
+    forward_coefficients: Any
+    normalize: Any
+    gradient_sums: Any
+    backward_coefficients: Any
+    input_gradient: Any
+    update_running_stats: Any
+    scratch: Any
 
 
 @functools.cache
 def why_not() -> str | None:
-    """Load the operators, once: None when they are there, else the reason in a line."""
-    file = next((file for file in FILES if file.exists()), None)
-    if file is None:
-        return "not built: install with a C++ compiler and pip install --no-build-isolation"
+    """Load the functions, once: None when they are there, else the reason in a line."""
+    if sys.platform == "win32":
+        return "there are none for Windows"
+    if not FILE.exists():
+        return "not built: install a C++ compiler, then syncbn again with pip install --no-cache-dir --force-reinstall"
     try:
-        torch.ops.load_library(file)  # type: ignore[no-untyped-call]
-    except OSError as error:
-        return f"{file.name} does not load: {error}"
-    for name, fake in FAKES.items():
-        torch.library.register_fake(f"syncbn::{name}")(fake)
-        _operators[name] = getattr(torch.ops.syncbn, name).default
+        loaded = ctypes.CDLL(str(FILE))
+    except OSError as error:  # another processor, or a torch without torch_parallel_for
+        return f"{FILE.name} does not load: {error}"
+    for name, parameters in PARAMETERS.items():
+        function = loaded[f"syncbn_{name}"]
+        function.argtypes, function.errcheck = parameters, _require_ok  # type: ignore[assignment]
+        setattr(_Library, name, function)
+    loaded.syncbn_scratch.argtypes, loaded.syncbn_scratch.restype = (_code, *_sizes), _size
+    _Library.scratch = functools.lru_cache(4096)(loaded.syncbn_scratch)
     return None
 
 
-# What the operators return, without values.
-FAKES = {
-    "channel_sums": lambda x, outer, channels, inner: x.new_empty(2 * channels + 1, dtype=torch.float64),
-    "normalize": lambda x, outer, channels, inner, sums, *_: (torch.empty_like(x), torch.empty_like(sums)),
-    "gradient_sums": lambda dy, x, y, outer, channels, inner, statistics, eps, *dtypes: (
-        statistics.new_empty(2 * channels),
-        *(None if dtype is None else x.new_empty(channels, dtype=dtype) for dtype in dtypes),
-    ),
-    "input_gradient": lambda dy, x, *arguments: (torch.empty_like(x), torch.empty_like(x) if arguments[-1] else None),
-    "update_running_stats": lambda *_: None,
-}
-
-
 def channel_sums(x: Tensor, layout: Layout) -> Tensor:
-    return _operators["channel_sums"](x, *layout.sizes)  # type: ignore[no-any-return]
+    sums = x.new_empty(2 * layout.sizes[1] + 1, dtype=torch.float64)
+    scratch = _scratch(x, layout, ADDS)
+    _Library.channel_sums(CODES[x.dtype], x.data_ptr(), *layout.sizes, _address_of(scratch), sums.data_ptr())
+    return sums
 
 
-def normalize(
-    x: Tensor,
-    layout: Layout,
-    sums: Tensor,
-    eps: float,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    relu: bool,
+def forward_coefficients(
+    sums: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    return _operators["normalize"](x, *layout.sizes, sums, eps, weight, bias, residual, relu)  # type: ignore[no-any-return]
+    channels, weight, bias = sums.numel() // 2, _dense(weight), _dense(bias)
+    statistics, coefficients = sums.new_empty(3 * channels + 1), sums.new_empty(3 * channels, dtype=dtype)
+    _Library.forward_coefficients(
+        CODES[dtype], channels, sums.data_ptr(), *_numbers_of(weight), *_numbers_of(bias), eps,
+        statistics.data_ptr(), coefficients.data_ptr(),
+    )  # fmt: skip
+    return statistics, coefficients
+
+
+def normalize(x: Tensor, layout: Layout, coefficients: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
+    y, scratch = torch.empty_like(x), _scratch(x, layout, MAPS)
+    _Library.normalize(
+        CODES[x.dtype], x.data_ptr(), *layout.sizes, coefficients.data_ptr(), _address_of(residual), relu,
+        _address_of(scratch), y.data_ptr(),
+    )  # fmt: skip
+    return y
 
 
 def gradient_sums(
@@ -76,31 +104,72 @@ def gradient_sums(
     y: Tensor | None,
     layout: Layout,
     statistics: Tensor,
-    eps: float,
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    return _operators["gradient_sums"](dy, x, y, *layout.sizes, statistics, eps, weight_dtype, bias_dtype)  # type: ignore[no-any-return]
+    channels, scratch = layout.sizes[1], _scratch(x, layout, ADDS)
+    sums = statistics.new_empty(2 * channels)
+    grad_weight = None if weight_dtype is None else x.new_empty(channels, dtype=weight_dtype)
+    grad_bias = None if bias_dtype is None else x.new_empty(channels, dtype=bias_dtype)
+    _Library.gradient_sums(
+        CODES[x.dtype], dy.data_ptr(), x.data_ptr(), _address_of(y), *layout.sizes, statistics.data_ptr(),
+        _address_of(scratch), sums.data_ptr(), *_numbers_of(grad_weight), *_numbers_of(grad_bias),
+    )  # fmt: skip
+    return sums, grad_weight, grad_bias
+
+
+def backward_coefficients(sums: Tensor, statistics: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    channels, weight = sums.numel() // 2, _dense(weight)
+    coefficients = sums.new_empty(4 * channels, dtype=dtype)
+    _Library.backward_coefficients(
+        CODES[dtype], channels, sums.data_ptr(), statistics.data_ptr(), *_numbers_of(weight), coefficients.data_ptr()
+    )
+    return coefficients
 
 
 def input_gradient(
-    dy: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    layout: Layout,
-    statistics: Tensor,
-    eps: float,
-    weight: Tensor | None,
-    sums: Tensor,
-    of_residual: bool,
+    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, coefficients: Tensor, of_residual: bool
 ) -> tuple[Tensor, Tensor | None]:
-    return _operators["input_gradient"](dy, x, y, *layout.sizes, statistics, eps, weight, sums, of_residual)  # type: ignore[no-any-return]
+    scratch = _scratch(x, layout, MAPS)
+    grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x) if of_residual else None
+    _Library.input_gradient(
+        CODES[x.dtype], dy.data_ptr(), x.data_ptr(), _address_of(y), *layout.sizes, coefficients.data_ptr(),
+        _address_of(scratch), grad_x.data_ptr(), _address_of(grad_residual),
+    )  # fmt: skip
+    return grad_x, grad_residual
 
 
 def update_running_stats(
     running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float | Tensor, moves: bool = True
 ) -> None:
-    if isinstance(momentum, Tensor):
+    if isinstance(momentum, Tensor) or not (running_mean.is_contiguous() and running_var.is_contiguous()):
         moments.update_running_stats(running_mean, running_var, statistics, momentum, moves)
     elif moves:  # one operator, which has no result that selective checkpointing could count
-        _operators["update_running_stats"](running_mean, running_var, statistics, momentum)
+        _Library.update_running_stats(
+            running_mean.numel(), *_numbers_of(running_mean), *_numbers_of(running_var), statistics.data_ptr(), momentum
+        )
+
+
+def _scratch(x: Tensor, layout: Layout, adds: int) -> Tensor | None:
+    """Memory for a function, where the little that each has on its stack is not enough."""
+    num_bytes = _Library.scratch(adds, *layout.sizes)
+    return x.new_empty(num_bytes, dtype=torch.uint8) if num_bytes else None
+
+
+def _address_of(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _numbers_of(tensor: Tensor | None) -> tuple[int | None, int]:
+    """The address and the dtype of a channel's numbers."""
+    return (None, NO_DTYPE) if tensor is None else (tensor.data_ptr(), CODES[tensor.dtype])
+
+
+def _dense(of_channels: Tensor | None) -> Tensor | None:
+    return None if of_channels is None else of_channels.contiguous()
+
+
+def _require_ok(status: int, function: Any, arguments: tuple[Any, ...]) -> int:
+    if status:
+        raise RuntimeError(f"{function.__name__}{arguments} failed with status {status}")
+    return status

@@ -212,14 +212,14 @@ struct Part {
 
 // What is done to a value may depend on numbers of its channel. A run has one channel, a row one in each column.
 
-template <typename V, int64_t num, typename Number>
+template <typename V, size_t num, typename Number>
 inline void numbers_of_channel(const Number* const (&of_channels)[num], int64_t channel, V (&numbers)[num]) {
-  for (int64_t index = 0; index < num; ++index) numbers[index] = of_channels[index][channel] - V{};
+  for (size_t index = 0; index < num; ++index) numbers[index] = of_channels[index][channel] - V{};
 }
 
-template <typename V, int64_t num, typename Number>
+template <typename V, size_t num, typename Number>
 inline void numbers_of_columns(const Number* const (&of_columns)[num], int64_t column, V (&numbers)[num]) {
-  for (int64_t index = 0; index < num; ++index)
+  for (size_t index = 0; index < num; ++index)
     numbers[index] = read<sizeof(V) / sizeof(Number)>(of_columns[index] + column);
 }
 
@@ -235,12 +235,14 @@ template <typename T>
 struct Squares {  // x, x^2
   using Scalar = T;
   const T* x;
-  const double* numbers[1];
 
+  Doubles center_of_channel(int64_t) const { return Doubles{}; }
+  Doubles centers_of_columns(int64_t) const { return Doubles{}; }
+  Floats float_centers(int64_t) const { return Floats{}; }
   INLINED void prefetch(int64_t index) const { FETCH(x + index); }
 
   template <typename Memory>
-  void add(Memory memory, int64_t index, const Doubles (&)[1], Doubles& first, Doubles& second) const {
+  void add(Memory memory, int64_t index, Doubles, Doubles& first, Doubles& second) const {
     auto value = to_doubles(memory.template values<WIDE>(x + index));
     first += value;
     second += value * value;
@@ -254,11 +256,14 @@ struct Squares {  // x, x^2
 };
 
 template <typename T>
-struct Products {  // dy, dy * (x - center), of dy behind the relu; the center is a float but for double
+struct Products {  // dy, dy * (x - center), of dy behind the relu
   using Scalar = T;
   const T *dy, *x, *y;
-  const double* numbers[1];  // center
+  const Compute<T>* center;  // of channels or columns
 
+  Doubles center_of_channel(int64_t channel) const { return double(center[channel]) - Doubles{}; }
+  Doubles centers_of_columns(int64_t column) const { return to_doubles(read<WIDE>(center + column)); }
+  Floats float_centers(int64_t column) const { return read<2 * WIDE>(center + column); }
   INLINED void prefetch(int64_t index) const {
     FETCH(dy + index);
     FETCH(x + index);
@@ -266,12 +271,12 @@ struct Products {  // dy, dy * (x - center), of dy behind the relu; the center i
   }
 
   template <typename Memory>
-  void add(Memory memory, int64_t index, const Doubles (&numbers)[1], Doubles& first, Doubles& second) const {
+  void add(Memory memory, int64_t index, Doubles center, Doubles& first, Doubles& second) const {
     auto passed = memory.template values<WIDE>(dy + index);
     if (y) passed = memory.template values<WIDE>(y + index) <= 0 ? decltype(passed){} : passed;
     auto gradient = to_doubles(passed);
     first += gradient;
-    second += gradient * (to_doubles(memory.template values<WIDE>(x + index)) - numbers[0]);
+    second += gradient * (to_doubles(memory.template values<WIDE>(x + index)) - center);
   }
 
   void add_floats(int64_t index, Floats center, Floats& first, Floats& second) const {
@@ -292,22 +297,21 @@ inline void add_halves(Floats sums, Doubles& low, Doubles& high) {
 template <typename Term>
 void add_run(const Term& term, int64_t channel, int64_t start, int64_t length, double* first, double* second) {
   constexpr int64_t CHAINS = 4;  // independent additions, to hide their latency
-  Doubles numbers[1], firsts[CHAINS] = {}, seconds[CHAINS] = {};
-  numbers_of_channel(term.numbers, channel, numbers);
+  Doubles center = term.center_of_channel(channel), firsts[CHAINS] = {}, seconds[CHAINS] = {};
   int64_t i = 0;
   if constexpr (constexpr int64_t few = FEW<typename Term::Scalar>; IS_SHORT<typename Term::Scalar>)
     for (; i + few * 2 * WIDE <= length; i += few * 2 * WIDE) {
-      Floats few_firsts = {}, few_seconds = {}, number = float(term.numbers[0][channel]) - Floats{};
+      Floats few_firsts = {}, few_seconds = {}, float_center = float(center[0]) - Floats{};
       for (int64_t index = 0; index < few; ++index)
-        term.add_floats(start + i + index * 2 * WIDE, number, few_firsts, few_seconds);
+        term.add_floats(start + i + index * 2 * WIDE, float_center, few_firsts, few_seconds);
       add_halves(few_firsts, firsts[0], firsts[1]);
       add_halves(few_seconds, seconds[0], seconds[1]);
     }
   for (; i + CHAINS * WIDE <= length; i += CHAINS * WIDE)
     for (int64_t chain = 0; chain < CHAINS; ++chain)
-      term.add(Whole{}, start + i + chain * WIDE, numbers, firsts[chain], seconds[chain]);
-  for (; i + WIDE <= length; i += WIDE) term.add(Whole{}, start + i, numbers, firsts[0], seconds[0]);
-  if (i < length) term.add(Tail{length - i}, start + i, numbers, firsts[1], seconds[1]);
+      term.add(Whole{}, start + i + chain * WIDE, center, firsts[chain], seconds[chain]);
+  for (; i + WIDE <= length; i += WIDE) term.add(Whole{}, start + i, center, firsts[0], seconds[0]);
+  if (i < length) term.add(Tail{length - i}, start + i, center, firsts[1], seconds[1]);
   write<WIDE>(first, read<WIDE>(first) + ((firsts[0] + firsts[1]) + (firsts[2] + firsts[3])));
   write<WIDE>(second, read<WIDE>(second) + ((seconds[0] + seconds[1]) + (seconds[2] + seconds[3])));
 }
@@ -324,10 +328,8 @@ void add_rows(const Term& term, int64_t start, int64_t length, double* first, do
   auto add_short_column = [&](auto column) {  // generic, so that it is not made for other scalars
     fetch(column, count * 2 * WIDE);
     Floats firsts = {}, seconds = {};
-    auto number = bits_as<Floats>(Halves{
-        __builtin_convertvector(read<WIDE>(term.numbers[0] + column), decltype(Halves::low)),
-        __builtin_convertvector(read<WIDE>(term.numbers[0] + column + WIDE), decltype(Halves::low))});
-    for (int64_t row = 0; row < count; ++row) term.add_floats(start + row * length + column, number, firsts, seconds);
+    Floats centers = term.float_centers(column);
+    for (int64_t row = 0; row < count; ++row) term.add_floats(start + row * length + column, centers, firsts, seconds);
     for (auto [sums, few] : {std::pair{first + column, firsts}, std::pair{second + column, seconds}}) {
       Doubles low = read<WIDE>(sums), high = read<WIDE>(sums + WIDE);
       add_halves(few, low, high);
@@ -336,11 +338,11 @@ void add_rows(const Term& term, int64_t start, int64_t length, double* first, do
     }
   };
   auto add_column = [&](auto memory, int64_t column) {
-    Doubles numbers[1], firsts = read<WIDE>(first + column), seconds = read<WIDE>(second + column);
-    numbers_of_columns(term.numbers, column, numbers);
+    Doubles centers = term.centers_of_columns(column);
+    Doubles firsts = read<WIDE>(first + column), seconds = read<WIDE>(second + column);
     fetch(column, count * WIDE);
     for (int64_t row = 0; row < count; ++row)
-      term.add(memory, start + row * length + column, numbers, firsts, seconds);
+      term.add(memory, start + row * length + column, centers, firsts, seconds);
     write<WIDE>(first + column, firsts);
     write<WIDE>(second + column, seconds);
   };
@@ -352,38 +354,39 @@ void add_rows(const Term& term, int64_t start, int64_t length, double* first, do
 }
 
 template <typename Term>
-void sum_runs(Sizes sizes, const Term& term, double* sums) {
+Status sum_runs(Sizes sizes, const Term& term, double* parts, double* sums) {
   int64_t channels = sizes.channels, outer_of_part = part_of(sizes.columns(), LEAST_RUNS);
   int64_t num_parts = (sizes.outer + outer_of_part - 1) / outer_of_part;
-  std::vector<double> parts(num_parts * channels * 2 * WIDE);
+  std::fill_n(parts, num_parts * channels * 2 * WIDE, 0.0);
   auto add_channels = [&](int64_t part, int64_t first_channel, int64_t last_channel) {
     for (int64_t outer = part * outer_of_part; outer < std::min(sizes.outer, (part + 1) * outer_of_part); ++outer)
       for (int64_t channel = first_channel; channel < last_channel; ++channel) {
-        double* of_channel = &parts[(part * channels + channel) * 2 * WIDE];
+        double* of_channel = parts + (part * channels + channel) * 2 * WIDE;
         int64_t start = (outer * channels + channel) * sizes.inner;
         add_run(term, channel, start, sizes.inner, of_channel, of_channel + WIDE);
       }
   };
-  parallel(num_parts * channels, outer_of_part * sizes.inner, [&](int64_t begin, int64_t end) {
+  Status status = parallel(num_parts * channels, outer_of_part * sizes.inner, [&](int64_t begin, int64_t end) {
     for (int64_t part = begin / channels; part * channels < end; ++part)
       add_channels(part, std::max(begin - part * channels, int64_t(0)), std::min(end - part * channels, channels));
   });
-  const double* lane = parts.data();
+  const double* lane = parts;
   for (int64_t run = 0; run < num_parts * channels; ++run)
     for (int64_t which = 0; which < 2; ++which)
       for (int64_t index = 0; index < WIDE; ++index) sums[which * channels + run % channels] += *lane++;
+  return status;
 }
 
 template <typename Term>
-void sum_rows(Sizes sizes, const Term& term, double* sums) {
+Status sum_rows(Sizes sizes, const Term& term, double* parts, double* sums) {
   int64_t length = sizes.long_row(), rows = sizes.long_rows();
   int64_t padded = (length + PADDING - 1) / PADDING * PADDING;
   int64_t rows_of_part = part_of(length, LEAST_ROWS);
   int64_t num_parts = (rows + rows_of_part - 1) / rows_of_part + 1;  // the last is of the short rows that are left
-  std::vector<double> parts(num_parts * 2 * padded);
-  parallel(num_parts, rows_of_part * length, [&](int64_t begin, int64_t end) {
+  std::fill_n(parts, num_parts * 2 * padded, 0.0);
+  Status status = parallel(num_parts, rows_of_part * length, [&](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end; ++part) {
-      double *first = parts.data() + part * 2 * padded, *second = first + padded;
+      double *first = parts + part * 2 * padded, *second = first + padded;
       if (part == num_parts - 1) {
         for (int64_t index = rows * length; index < sizes.numel(); index += sizes.columns())
           add_rows<1>(term, index, sizes.columns(), first, second);
@@ -396,20 +399,18 @@ void sum_rows(Sizes sizes, const Term& term, double* sums) {
     }
   });
   for (int64_t part = 0; part < 2 * num_parts; ++part) {
-    const double* of_column = parts.data() + part * padded;
+    const double* of_column = parts + part * padded;
     for (int64_t row = 0; row < sizes.rows_in_one(); ++row)
       for (int64_t channel = 0; channel < sizes.channels; ++channel)
         for (int64_t index = 0; index < sizes.inner; ++index) sums[part % 2 * sizes.channels + channel] += *of_column++;
   }
+  return status;
 }
 
-// Adds the sums of each channel to `sums`, (2, channels).
+// Adds the sums of each channel to `sums`, (2, channels). `parts` has room for size_of_parts(sizes).
 template <typename Term>
-void sum(Sizes sizes, const Term& term, double* sums) {
-  if (sizes.in_runs())
-    sum_runs(sizes, term, sums);
-  else
-    sum_rows(sizes, term, sums);
+Status sum(Sizes sizes, const Term& term, double* parts, double* sums) {
+  return sizes.in_runs() ? sum_runs(sizes, term, parts, sums) : sum_rows(sizes, term, parts, sums);
 }
 
 // Maps.
@@ -484,20 +485,25 @@ INLINED void map_row(const Map& map, int64_t start, int64_t length) {
 // Each thread has a copy of the map: as far as the compiler knows, what is written could lie in the one behind `map`,
 // and every vector would ask for its pointers again.
 template <typename Map>
-void apply(Sizes sizes, const Map& map) {
+Status apply(Sizes sizes, Map map, const void* coefficients, double* scratch) {
+  using Number = typename Map::Number;
   int64_t length = sizes.long_row(), rows = sizes.long_rows();
-  if (sizes.in_runs()) {
-    parallel(sizes.outer * sizes.channels, sizes.inner, [&](int64_t begin, int64_t end) {
+  for (int64_t index = 0; index < Map::NUMBERS; ++index) {
+    map.numbers[index] = static_cast<const Number*>(coefficients) + index * sizes.channels;
+    if (!sizes.coefficients_are_spread())
+      map.numbers[index] = sizes.spread(map.numbers[index], reinterpret_cast<Number*>(scratch) + index * sizes.spread_size());
+  }
+  if (sizes.in_runs())
+    return parallel(sizes.outer * sizes.channels, sizes.inner, [&](int64_t begin, int64_t end) {
       const Map own = map;
       for (int64_t run = begin; run < end; ++run)
         map_run(own, run % sizes.channels, run * sizes.inner, sizes.inner);
     });
-    return;
-  }
-  parallel(rows, length, [&](int64_t begin, int64_t end) {
+  Status status = parallel(rows, length, [&](int64_t begin, int64_t end) {
     const Map own = map;
     for (int64_t row = begin; row < end; ++row) map_row(own, row * length, length);
   });
   for (int64_t index = rows * length; index < sizes.numel(); index += sizes.columns())
     map_row(map, index, sizes.columns());
+  return status;
 }

@@ -1,7 +1,6 @@
 """Launches the kernels for CUDA tensors, and decides how they go over a tensor. Their code is in gpu_kernels.py.
 
-Launches: channel_sums 2, or 1 for a small tensor, normalize 1, gradient_sums 2, input_gradient 1,
-update_running_stats 1. Nothing waits for the GPU.
+Launches: channel_sums 2, or 1 for a small tensor, gradient_sums 2, the others 1 each. Nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -105,24 +104,25 @@ def channel_sums(x: Tensor, layout: Layout) -> Tensor:
     return sums
 
 
-def normalize(
-    x: Tensor,
-    layout: Layout,
-    sums: Tensor,
-    eps: float,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    relu: bool,
+def forward_coefficients(
+    sums: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    channels = len(sums) // 2
+    with _device_of(sums):
+        statistics, coefficients = _empty_numbers(sums, 3 * channels + 1), sums.new_empty(3 * channels, dtype=dtype)
+        gpu_kernels.forward_coefficients[_blocks_of(channels)](
+            sums, _dense(weight), _dense(bias), statistics, coefficients, *_two(eps), channels,
+            CHANNELS=CHANNELS, **FUSED,
+        )  # fmt: skip
+    return statistics, coefficients
+
+
+def normalize(x: Tensor, layout: Layout, coefficients: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
     plan = _plan(layout.sizes, x.dtype, MAPPING_PROGRAMS)
     with _device_of(x):
-        y, statistics = torch.empty_like(x), torch.empty_like(sums)
-        gpu_kernels.normalize[plan.grid](
-            x, residual, y, sums, statistics, _dense(weight), _dense(bias), *_two(eps),
-            **plan.sizes, RELU=relu, **plan.constants,
-        )  # fmt: skip
-    return y, statistics
+        y = torch.empty_like(x)
+        gpu_kernels.normalize[plan.grid](x, residual, y, coefficients, **plan.sizes, RELU=relu, **plan.constants)
+    return y
 
 
 def gradient_sums(
@@ -131,7 +131,6 @@ def gradient_sums(
     y: Tensor | None,
     layout: Layout,
     statistics: Tensor,
-    eps: float,
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -143,30 +142,31 @@ def gradient_sums(
         grad_bias = None if bias_dtype is None else x.new_empty(channels, dtype=bias_dtype)
         gpu_kernels.parts_of_sums[plan.grid](x, dy, y, statistics, parts, **plan.sizes, **plan.constants)
         gpu_kernels.gradient_sums[plan.blocks](
-            parts, statistics, sums, grad_weight, grad_bias, *_two(eps),
+            parts, statistics, sums, grad_weight, grad_bias,
             **plan.of_parts, CHANNELS=CHANNELS, COMPUTE=plan.constants["COMPUTE"], **FUSED,
         )  # fmt: skip
     return sums, grad_weight, grad_bias
 
 
+def backward_coefficients(sums: Tensor, statistics: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    channels = len(sums) // 2
+    with _device_of(sums):
+        coefficients = sums.new_empty(4 * channels, dtype=dtype)
+        gpu_kernels.backward_coefficients[_blocks_of(channels)](
+            sums, statistics, _dense(weight), coefficients, channels, CHANNELS=CHANNELS, **FUSED
+        )
+    return coefficients
+
+
 def input_gradient(
-    dy: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    layout: Layout,
-    statistics: Tensor,
-    eps: float,
-    weight: Tensor | None,
-    sums: Tensor,
-    of_residual: bool,
+    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, coefficients: Tensor, of_residual: bool
 ) -> tuple[Tensor, Tensor | None]:
     plan = _plan(layout.sizes, x.dtype, MAPPING_PROGRAMS)
     with _device_of(x):
         grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x) if of_residual else None
         gpu_kernels.input_gradient[plan.grid](
-            dy, x, y, grad_x, grad_residual, statistics, sums, _dense(weight), *_two(eps),
-            **plan.sizes, **plan.constants,
-        )  # fmt: skip
+            dy, x, y, grad_x, grad_residual, coefficients, **plan.sizes, **plan.constants
+        )
     return grad_x, grad_residual
 
 

@@ -97,12 +97,6 @@ def _float64(high, low):
 
 
 @triton.jit
-def _invstd(statistics, channel, exists, channels, eps, eps_rest):
-    var = tl.load(statistics + channels + channel, mask=exists, other=1.0)
-    return 1.0 / tl.sqrt(var + _float64(eps, eps_rest))
-
-
-@triton.jit
 def _number(pointer, channel, exists, default: tl.constexpr):
     """A parameter of a channel, which may be None."""
     if pointer is None:
@@ -215,7 +209,7 @@ def sums(parts, sums, num_parts, width, inner, channels, CHANNELS: tl.constexpr)
 
 @triton.jit(do_not_specialize=["num_parts"])
 def gradient_sums(
-    parts, statistics, sums, grad_weight, grad_bias, eps, eps_rest, num_parts, width, inner, channels,
+    parts, statistics, sums, grad_weight, grad_bias, num_parts, width, inner, channels,
     CHANNELS: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -227,38 +221,82 @@ def gradient_sums(
     tl.store(sums + channel, sum_dy, mask=exists)
     tl.store(sums + channels + channel, sum_dy_xmu, mask=exists)
     if grad_weight is not None:
-        invstd = _invstd(statistics, channel, exists, channels, eps, eps_rest)
+        invstd = tl.load(statistics + 2 * channels + channel, mask=exists, other=0.0)
         _store_number(grad_weight, channel, sum_dy_xmu * invstd, exists)
     if grad_bias is not None:
         _store_number(grad_bias, channel, sum_dy, exists)
 
 
-# Maps.
+# Numbers of channels, from sums that are those of all ranks by now.
 
 
-@triton.jit(do_not_specialize=OF_BATCH)
-def normalize(
-    x, residual, y, sums, statistics, weight, bias, eps, eps_rest,
-    outer, channels, inner, columns, num_tiles, tiles_of_program, RELU: tl.constexpr,
-    IN_RUNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr, COMPUTE: tl.constexpr,
+@triton.jit
+def _store_split(coefficients, mean, channel, exists):
+    """Stores the center, in the dtype of the coefficients; returns what it lacks of the mean."""
+    center = mean.to(coefficients.dtype.element_ty)
+    tl.store(coefficients + channel, center, mask=exists)
+    return mean - center.to(tl.float64)
+
+
+@triton.jit
+def forward_coefficients(
+    sums, weight, bias, statistics, coefficients, eps, eps_rest, channels, CHANNELS: tl.constexpr
 ):  # fmt: skip
-    span, part = tl.program_id(0), tl.program_id(1)
-    channel, exists = _channel(span, channels, inner, IN_RUNS, COLUMNS)
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    exists = channel < channels
     num_values = tl.load(sums + 2 * channels)
     count = tl.maximum(num_values, 1.0)
     mean = tl.load(sums + channel, mask=exists, other=0.0) / count
     var = tl.load(sums + channels + channel, mask=exists, other=0.0) / count - mean * mean
     var = tl.where(var < 0, 0.0, var)  # NaN stays
-    if part == 0:  # several columns of a channel store the same
-        tl.store(statistics + channel, mean, mask=exists)
-        tl.store(statistics + channels + channel, var, mask=exists)
-        if span == 0:
-            tl.store(statistics + 2 * channels, num_values)
-    scale = _number(weight, channel, exists, 1.0) / tl.sqrt(var + _float64(eps, eps_rest))
-    center = mean.to(COMPUTE)
-    shift = _number(bias, channel, exists, 0.0) - (mean - center.to(tl.float64)) * scale
-    center = _across(center, IN_RUNS)
-    scale, shift = _across(scale.to(COMPUTE), IN_RUNS), _across(shift.to(COMPUTE), IN_RUNS)
+    invstd = 1.0 / tl.sqrt(var + _float64(eps, eps_rest))
+    tl.store(statistics + channel, mean, mask=exists)
+    tl.store(statistics + channels + channel, var, mask=exists)
+    tl.store(statistics + 2 * channels + channel, invstd, mask=exists)
+    if tl.program_id(0) == 0:
+        tl.store(statistics + 3 * channels, num_values)
+    scale = _number(weight, channel, exists, 1.0) * invstd
+    rest = _store_split(coefficients, mean, channel, exists)
+    _store_number(coefficients, channels + channel, scale, exists)
+    _store_number(coefficients, 2 * channels + channel, _number(bias, channel, exists, 0.0) - rest * scale, exists)
+
+
+@triton.jit
+def backward_coefficients(sums, statistics, weight, coefficients, channels, CHANNELS: tl.constexpr):
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    exists = channel < channels
+    count = tl.maximum(tl.load(statistics + 3 * channels), 1.0)
+    mean_dy = tl.load(sums + channel, mask=exists, other=0.0) / count
+    mean_dy_xmu = tl.load(sums + channels + channel, mask=exists, other=0.0) / count
+    invstd = tl.load(statistics + 2 * channels + channel, mask=exists, other=0.0)
+    a = _number(weight, channel, exists, 1.0) * invstd
+    b = -a * invstd * invstd * mean_dy_xmu
+    rest = _store_split(coefficients, tl.load(statistics + channel, mask=exists, other=0.0), channel, exists)
+    _store_number(coefficients, channels + channel, a, exists)
+    _store_number(coefficients, 2 * channels + channel, b, exists)
+    _store_number(coefficients, 3 * channels + channel, -a * mean_dy - b * rest, exists)
+
+
+# Maps.
+
+
+@triton.jit
+def _coefficient(coefficients, index, channels, channel, exists, IN_RUNS: tl.constexpr):
+    """The coefficient of this index, such that it goes with a tile."""
+    return _across(tl.load(coefficients + index * channels + channel, mask=exists, other=0.0), IN_RUNS)
+
+
+@triton.jit(do_not_specialize=OF_BATCH)
+def normalize(
+    x, residual, y, coefficients,
+    outer, channels, inner, columns, num_tiles, tiles_of_program, RELU: tl.constexpr,
+    IN_RUNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    span, part = tl.program_id(0), tl.program_id(1)
+    channel, exists = _channel(span, channels, inner, IN_RUNS, COLUMNS)
+    center = _coefficient(coefficients, 0, channels, channel, exists, IN_RUNS)
+    scale = _coefficient(coefficients, 1, channels, channel, exists, IN_RUNS)
+    shift = _coefficient(coefficients, 2, channels, channel, exists, IN_RUNS)
     first_tile = part * tiles_of_program
     for tile in range(first_tile, tl.minimum(first_tile + tiles_of_program, num_tiles)):
         offsets, mask = _tile(tile, span, outer, columns, inner, IN_RUNS, ROWS, COLUMNS, INDEX)
@@ -272,23 +310,16 @@ def normalize(
 
 @triton.jit(do_not_specialize=OF_BATCH)
 def input_gradient(
-    dy, x, y, grad_x, grad_residual, statistics, sums, weight, eps, eps_rest,
+    dy, x, y, grad_x, grad_residual, coefficients,
     outer, channels, inner, columns, num_tiles, tiles_of_program,
     IN_RUNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     span, part = tl.program_id(0), tl.program_id(1)
     channel, exists = _channel(span, channels, inner, IN_RUNS, COLUMNS)
-    count = tl.maximum(tl.load(statistics + 2 * channels), 1.0)
-    mean_dy = tl.load(sums + channel, mask=exists, other=0.0) / count
-    mean_dy_xmu = tl.load(sums + channels + channel, mask=exists, other=0.0) / count
-    mean = tl.load(statistics + channel, mask=exists, other=0.0)
-    invstd = _invstd(statistics, channel, exists, channels, eps, eps_rest)
-    center = mean.to(COMPUTE)
-    a = _number(weight, channel, exists, 1.0) * invstd
-    b = -a * invstd * invstd * mean_dy_xmu
-    c = -a * mean_dy - b * (mean - center.to(tl.float64))
-    center, a = _across(center, IN_RUNS), _across(a.to(COMPUTE), IN_RUNS)
-    b, c = _across(b.to(COMPUTE), IN_RUNS), _across(c.to(COMPUTE), IN_RUNS)
+    center = _coefficient(coefficients, 0, channels, channel, exists, IN_RUNS)
+    a = _coefficient(coefficients, 1, channels, channel, exists, IN_RUNS)
+    b = _coefficient(coefficients, 2, channels, channel, exists, IN_RUNS)
+    c = _coefficient(coefficients, 3, channels, channel, exists, IN_RUNS)
     first_tile = part * tiles_of_program
     for tile in range(first_tile, tl.minimum(first_tile + tiles_of_program, num_tiles)):
         offsets, mask = _tile(tile, span, outer, columns, inner, IN_RUNS, ROWS, COLUMNS, INDEX)
@@ -309,7 +340,7 @@ def update_running_stats(
 ):  # fmt: skip
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < channels
-    num_values = tl.load(statistics + 2 * channels)
+    num_values = tl.load(statistics + 3 * channels)
     share = _float64(momentum, momentum_rest)
     mean = tl.load(statistics + channel, mask=exists, other=0.0)
     var = tl.load(statistics + channels + channel, mask=exists, other=0.0)

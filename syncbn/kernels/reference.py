@@ -1,11 +1,12 @@
 """Defines the kernels as torch operations, which run on every device: the other kernel modules must compute the same.
 
 C: channels. `layout` says how x lies in memory: without gaps, as (outer, C, inner). So do dy, y and the residual, which
-    have the dtype and shape of x. Per-channel values are float64, but for weight and bias (C,) in any float dtype;
-    statistics (2C + 1,) are mean, var and n, see moments.py, and invstd = 1 / sqrt(var + eps).
+    have the dtype and shape of x. weight and bias are (C,) of any float dtype. What is float64 and what the
+    coefficients are: moments.py, whose functions of per-channel values are kernels too.
 Reductions add in float64; values of 16 bits, a few at a time, at first in float32 if that is faster, and on GPUs
     float32 values too: squares of values beyond 1.8e19 then overflow, those of values below 1e-19 lose digits.
-Maps compute single values in float32, or in float64 for float64 values.
+Maps compute single values in float32, or in float64 for float64 values. Beside values beyond 1e18 the float32 number b
+    of backward_coefficients underflows, and with it what the variance contributes to the gradient.
 """
 
 from __future__ import annotations
@@ -13,8 +14,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from syncbn import moments
 from syncbn.layout import Layout
+from syncbn.moments import backward_coefficients, forward_coefficients, unpack, update_running_stats
+
+__all__ = [
+    "backward_coefficients",
+    "channel_sums",
+    "forward_coefficients",
+    "gradient_sums",
+    "input_gradient",
+    "normalize",
+    "update_running_stats",
+]
 
 
 def channel_sums(x: Tensor, layout: Layout) -> Tensor:
@@ -24,31 +35,15 @@ def channel_sums(x: Tensor, layout: Layout) -> Tensor:
     return torch.cat((wide.sum((0, 2)), wide.square().sum((0, 2)), num_values))
 
 
-def normalize(
-    x: Tensor,
-    layout: Layout,
-    sums: Tensor,
-    eps: float,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    relu: bool,
-) -> tuple[Tensor, Tensor]:
-    """y = (x - mean) * invstd * weight + bias (+ residual) (then relu), by the statistics of all ranks' `sums`.
-
-    Returns y and the statistics.
-    """
-    statistics = moments.from_sums(sums)
-    mean, invstd, _ = moments.unpack(statistics, eps)
-    center, rest = _split(mean, x)
-    scale = invstd if weight is None else invstd * weight
-    shift = -rest * scale if bias is None else bias - rest * scale
-    y = (layout.fold(x).to(center.dtype) - center) * _column(scale, center) + _column(shift, center)
+def normalize(x: Tensor, layout: Layout, coefficients: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
+    """y = (x - center) * scale + shift (+ residual) (then relu)."""
+    center, scale, shift = coefficients.view(3, layout.sizes[1], 1)
+    y = (layout.fold(x).to(center.dtype) - center) * scale + shift
     if residual is not None:
         y = y + layout.fold(residual)
     if relu:
         y = y.relu()
-    return _laid_out(y, x, layout), statistics
+    return _laid_out(y, x, layout)
 
 
 def gradient_sums(
@@ -57,7 +52,6 @@ def gradient_sums(
     y: Tensor | None,
     layout: Layout,
     statistics: Tensor,
-    eps: float,
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -66,7 +60,7 @@ def gradient_sums(
     Returns them, and what they are to this rank's parameters in their dtypes, or None without a dtype: grad_weight =
     sum dy * (x - mean) * invstd and grad_bias = sum dy, in memory of their own, as an all_reduce overwrites the sums.
     """
-    mean, invstd, _ = moments.unpack(statistics, eps)
+    mean, _, invstd, _ = unpack(statistics)
     fold = layout.fold
     wide_dy = _through_relu(fold(dy), None if y is None else fold(y)).to(torch.float64)
     xmu = fold(x).to(torch.float64) - mean[:, None]
@@ -76,44 +70,17 @@ def gradient_sums(
 
 
 def input_gradient(
-    dy: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    layout: Layout,
-    statistics: Tensor,
-    eps: float,
-    weight: Tensor | None,
-    sums: Tensor,
-    of_residual: bool,
+    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, coefficients: Tensor, of_residual: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """grad_x = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight.
+    """grad_x = dy * a + (x - center) * b + c.
 
-    mean_dy and mean_dy_xmu are `sums` / n: what gradient_sums gives, over all ranks. dy is taken behind the relu when
-    its output `y` is given; with `of_residual` it is returned too, as the gradient of the residual.
+    dy is taken behind the relu when its output `y` is given; with `of_residual` it is returned too, as the gradient of
+    the residual.
     """
-    mean, invstd, num_values = moments.unpack(statistics, eps)
-    center, rest = _split(mean, x)
-    mean_dy, mean_dy_xmu = (sums / num_values.clamp(min=1)).chunk(2)
-    a = invstd if weight is None else invstd * weight
-    b = -a * invstd.square() * mean_dy_xmu
-    c = -a * mean_dy - b * rest
+    center, a, b, c = coefficients.view(4, layout.sizes[1], 1)
     dy = _through_relu(layout.fold(dy), None if y is None else layout.fold(y))
-    a, b, c = (_column(one, center) for one in (a, b, c))
     grad_x = dy.to(center.dtype) * a + (layout.fold(x).to(center.dtype) - center) * b + c
     return _laid_out(grad_x, x, layout), _laid_out(dy, x, layout) if of_residual else None
-
-
-def update_running_stats(
-    running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float | Tensor, moves: bool = True
-) -> None:
-    """running = (1 - momentum) * running + momentum * statistic, in place; see moments.py."""
-    moments.update_running_stats(running_mean, running_var, statistics, momentum, moves)
-
-
-def _split(mean: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """mean = center + rest: center (C, 1) in the dtype of computation, so that x - center is exact; rest float64."""
-    center = mean.to(moments.compute_dtype(x.dtype))
-    return center[:, None], mean - center
 
 
 def _laid_out(values: Tensor, x: Tensor, layout: Layout) -> Tensor:
@@ -121,10 +88,6 @@ def _laid_out(values: Tensor, x: Tensor, layout: Layout) -> Tensor:
     out = torch.empty_like(x)
     layout.fold(out).copy_(values)
     return out
-
-
-def _column(numbers: Tensor, center: Tensor) -> Tensor:
-    return numbers.to(center.dtype)[:, None]
 
 
 def _through_relu(dy: Tensor, y: Tensor | None) -> Tensor:

@@ -1,0 +1,69 @@
+"""Builds the kernels for CPUs, syncbn/kernels/cpu.cpp, where there is a C++ compiler. pip runs it, see pyproject.toml.
+
+Neither torch nor Python's headers are needed: the one symbol of torch, which the library finds in the process that
+loads it, is linked against a stub made on the spot. So one file serves every Python, and every torch from 2.11. Without
+a compiler, and elsewhere than on Linux, the package is one of Python alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+SOURCE = Path("syncbn/kernels/cpu.cpp")
+LIBRARY = Path("syncbn/kernels/_cpu.so")
+FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+    "-Wno-attributes",
+]
+SHARED = ["-fPIC", "-shared", "-Wl,--as-needed", "-Wl,-z,defs"]
+STUB = 'extern "C" int torch_parallel_for() { return 0; }'
+
+
+def build(root: Path, library: Path, flags: list[str] = FLAGS) -> None:
+    """Compile to the file `library`. **Raises** OSError without a compiler, CalledProcessError when it fails.
+
+    The environment may set CXX, CXXFLAGS and LDFLAGS.
+    """
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    flags = flags + shlex.split(os.environ.get("CXXFLAGS", "")) + SHARED + shlex.split(os.environ.get("LDFLAGS", ""))
+    with tempfile.TemporaryDirectory() as folder:
+        stub = Path(folder, "stub.cpp")
+        stub.write_text(STUB)
+        names = ["-Wl,-soname,libtorch_cpu.so", "-o", f"{folder}/libtorch_cpu.so"]
+        subprocess.run([*compiler, "-shared", "-fPIC", stub, *names], check=True)
+        source = [root / SOURCE, "-o", library, f"-L{folder}", "-ltorch_cpu"]
+        subprocess.run([*compiler, *flags, *source], check=True)
+
+
+class KernelsHook(BuildHookInterface[Any]):
+    """Adds the library to a wheel, which is then one for this platform."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Called by hatchling before it makes the wheel; in the source tree too, as an editable install uses that."""
+        root = Path(self.root)
+        (root / LIBRARY).unlink(missing_ok=True)  # of an earlier build
+        try:
+            if not sys.platform.startswith("linux"):
+                raise OSError(f"there are none for {sys.platform}")
+            build(root, root / LIBRARY, [*FLAGS, "-Wl,--strip-all"])
+        except (OSError, subprocess.CalledProcessError) as error:
+            self.app.display_warning(f"syncbn is built without its kernels for CPUs: {error}")
+            return
+        build_data["artifacts"].append(str(LIBRARY))
+        build_data["pure_python"] = False
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["tag"] = f"py3-none-{platform}"

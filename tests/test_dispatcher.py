@@ -1,0 +1,134 @@
+"""The kernels for CPUs are called past torch's dispatcher, which nobody may notice who wants to see the operators."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import syncbn
+from syncbn.functional import sync_batch_norm
+from syncbn.kernels import available, cpu, cpu_operators, reference, select_kernels
+
+pytestmark = pytest.mark.skipif(cpu.why_not() is not None, reason=available())
+
+
+class Operators(TorchDispatchMode):
+    """The names of those that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):  # noqa: ANN
+        self.names.append(operator.name())
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    return
+
+
+def step(x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    y = sync_batch_norm(x, None, None, weight, None, training=True)
+    return y, *torch.autograd.grad(y, (x, weight), dy)
+
+
+def drawn() -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(4, 3, 5, requires_grad=True), torch.randn(4, 3, 5), torch.randn(3, requires_grad=True)
+
+
+def test_ordinary_tensors_are_not_dispatched() -> None:
+    x, dy, weight = drawn()
+    assert select_kernels(x, dy, weight, None) is cpu
+    assert select_kernels(torch.ones(2), torch.nn.Parameter(torch.ones(2))) is cpu
+    with torch.inference_mode():
+        assert select_kernels(torch.ones(2)) is cpu
+    with torch.autocast("cpu"), torch.no_grad():
+        assert select_kernels(torch.ones(2)) is cpu
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert select_kernels(x) is cpu
+
+
+def test_other_tensors_are() -> None:
+    x = torch.ones(2)
+    for other in (torch._neg_view(x), torch._efficientzerotensor(2), FakeTensorMode().from_tensor(x)):
+        assert select_kernels(x, other) is cpu_operators
+    assert select_kernels(torch._neg_view(x)) is cpu_operators
+    assert select_kernels(FakeTensorMode().from_tensor(x)) is reference
+
+
+def test_a_mode_sees_the_operators() -> None:
+    with Operators() as operators:
+        step(*drawn())
+    for name in ("channel_sums", "forward_coefficients", "normalize", "gradient_sums", "input_gradient"):
+        assert f"syncbn::{name}" in operators.names
+
+
+def test_a_profiler_sees_the_operators() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(*drawn())
+    assert {"syncbn::normalize", "syncbn::input_gradient"} <= {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_make_fx_records_and_replays(pre_dispatch: bool) -> None:
+    graph = make_fx(step, pre_dispatch=pre_dispatch)(*drawn())
+    others = drawn()
+    for actual, expected in zip(graph(*others), step(*others), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_fake_tensors_stay_fake() -> None:
+    layer = syncbn.SyncBatchNorm1d(3)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        x = mode.from_tensor(torch.randn(4, 3, 5)).requires_grad_()
+        layer(x).sum().backward()
+    assert type(x.grad) is type(x)
+
+
+def test_negative_views_and_tensors_of_zeros() -> None:
+    """Their memory does not hold their values."""
+    x, dy, weight = drawn()
+    expected = step(x, -dy, weight)
+    for actual, one in zip(step(x, torch._neg_view(dy), weight), expected, strict=True):
+        torch.testing.assert_close(actual, one)
+    negative = (
+        torch._neg_view((-x).detach()).requires_grad_(),
+        -dy,
+        torch._neg_view((-weight).detach()).requires_grad_(),
+    )
+    for actual, one in zip(step(*negative), expected, strict=True):
+        torch.testing.assert_close(actual, one)
+    _, grad_x, grad_weight = step(x, torch._efficientzerotensor(x.shape), weight)
+    assert not grad_x.any()
+    assert not grad_weight.any()
+
+
+def test_saved_tensors_may_come_back_as_others() -> None:
+    x, dy, weight = drawn()
+    expected = step(x, dy, weight)
+
+    def give(packed: Tensor) -> Tensor:
+        return torch._neg_view(-packed)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, give):
+        for actual, one in zip(step(x, dy, weight), expected, strict=True):
+            torch.testing.assert_close(actual, one)
+
+
+def test_export_holds_torch_operations() -> None:
+    """An exported program runs where syncbn is not installed."""
+    layer = syncbn.SyncBatchNorm1d(3)
+    x = torch.randn(4, 3, 5)
+    program = torch.export.export(copy.deepcopy(layer), (x,))
+    assert "syncbn" not in program.graph_module.code
+    torch.testing.assert_close(program.module()(x), layer(x))
