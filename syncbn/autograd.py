@@ -9,7 +9,8 @@ Symbols: C channels; n values per channel over all ranks r; x, y, dy of any shap
               grad_weight = sum dy * (x - mean) * invstd,  grad_bias = sum dy
                             (sums over this rank: DistributedDataParallel averages them)
 
-Several independent inputs may share the all-reduces. A tuple `per_input` has one element for each of them.
+k independent inputs may share the all-reduces. The Function takes their tensors by role, (*xs, *weights, ...), so that
+tensors[index::k] are those of one input. A tuple `per_input` has one element for each input.
 """
 
 from __future__ import annotations
@@ -54,10 +55,13 @@ def normalize(prepared: Sequence[Prepared], eps: float, relu: bool, ranks: Ranks
         function = SyncBatchNormFunction.apply if builds_graph else SyncBatchNormFunction.forward
     elif torch_private.inside_functorch():
         function = SyncBatchNormFunction.apply
-    ys, statistics = _by_role(function(Call(layouts, eps, relu, ranks), *tensors), len(layouts))
-    # Gradients at False places become 0 here on their way in, and in the torch.where of masks.py on their way out.
-    ys = [y if mask is None else torch.where(mask, y, 0) for y, mask in zip(ys, masks, strict=True)]
-    return list(zip(ys, statistics, strict=True))
+    outputs = function(Call(layouts, eps, relu, ranks), *tensors)
+    results = []
+    for index, mask in enumerate(masks):
+        y, statistics = outputs[index :: len(layouts)]
+        # Gradients at False places become 0 here on their way in, and in the torch.where of masks.py on their way out.
+        results.append((y if mask is None else torch.where(mask, y, 0), statistics))
+    return results
 
 
 class SyncBatchNormFunction(torch.autograd.Function):
@@ -75,9 +79,9 @@ class SyncBatchNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Call, *tensors: Any) -> tuple[Tensor, ...]:
-        kernels, per_input = select_kernels(*tensors), _by_role(tensors, len(call.layouts))
-        local = []
-        for x, num_values, layout in zip(per_input[0], per_input[4], call.layouts, strict=True):
+        kernels, num_inputs, local = select_kernels(*tensors), len(call.layouts), []
+        for index, layout in enumerate(call.layouts):
+            x, _, _, _, num_values = tensors[index::num_inputs]
             sums = kernels.channel_sums(x, layout)
             if num_values is not None:
                 sums = torch.cat((sums[:-1], num_values.to(torch.float64).view(1)))
@@ -85,9 +89,10 @@ class SyncBatchNormFunction(torch.autograd.Function):
         totals = _all_reduce(local, call.ranks, "forward")
         ys: list[Tensor] = []
         statistics: list[Tensor] = []
-        for x, weight, bias, residual, num_values, layout, sums in zip(*per_input, call.layouts, totals, strict=True):
+        for index, (layout, sums) in enumerate(zip(call.layouts, totals, strict=True)):
+            x, weight, bias, residual, num_values = tensors[index::num_inputs]
             if num_values is not None or x.numel() <= layout.sizes[1]:  # else this rank alone has two
-                require_two_values(sums[-1], x, f"inputs[{len(ys)}]: " if len(totals) > 1 else "")
+                require_two_values(sums[-1], x, f"inputs[{index}]: " if num_inputs > 1 else "")
             of_input, coefficients = kernels.forward_coefficients(sums, weight, bias, call.eps, compute_dtype(x.dtype))
             ys.append(kernels.normalize(x, layout, coefficients, residual, call.relu))
             statistics.append(of_input)
@@ -106,17 +111,16 @@ class SyncBatchNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        call, num_inputs = ctx.call, len(ctx.call.layouts)
-        xs, weights, statistics, *ys = _by_role(ctx.saved_tensors, num_inputs)
-        needs_x, needs_weight, needs_bias, needs_residual, _ = _by_role(ctx.needs_input_grad[1:], num_inputs)
-        per_input = []
-        for index, (x, weight) in enumerate(zip(xs, weights, strict=True)):
-            layout = Layout.of(x, call.layouts[index].channel_dim)  # saved_tensors_hooks may have moved x
-            dy, y = grad_outputs[index], layout.dense(ys[0][index]) if ys else None
+        call, num_inputs, per_input = ctx.call, len(ctx.call.layouts), []
+        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        for index, layout in enumerate(call.layouts):
+            x, weight, statistics, *ys = saved[index::num_inputs]
+            needs_x, needs_weight, needs_bias, needs_residual, _ = needed[index::num_inputs]
+            x, y = layout.dense(x), layout.dense(ys[0]) if ys else None  # saved_tensors_hooks may have moved them
+            dy = grad_outputs[index]
             dy = torch.zeros_like(x) if dy is None else layout.dense(dy)
-            of_x = layout.dense(x), dy, y, layout, weight, statistics[index], needs_x[index], needs_residual[index]
-            weight_dtype = weight.dtype if needs_weight[index] else None
-            per_input.append(BackwardInput(*of_x, weight_dtype, ctx.bias_dtypes[index] if needs_bias[index] else None))
+            dtypes = weight.dtype if needs_weight else None, ctx.bias_dtypes[index] if needs_bias else None
+            per_input.append(BackwardInput(x, dy, y, layout, weight, statistics, needs_x, needs_residual, *dtypes))
         if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
             results = double_backward.gradients(per_input, call.eps, call.ranks)
         else:
@@ -159,11 +163,6 @@ def gradients(per_input: Sequence[BackwardInput], ranks: Ranks) -> list[Gradient
             grad_residual = of_residual if relu_masks_residual else grad_residual
         results.append((grad_x, *of_parameters[index], grad_residual))
     return results
-
-
-def _by_role(tensors: Sequence[Any], num_inputs: int) -> list[Any]:
-    """(*xs, *weights, ...) -> [xs, weights, ...]."""
-    return [tensors[start : start + num_inputs] for start in range(0, len(tensors), num_inputs)]
 
 
 def _all_reduce(local: list[Tensor], ranks: Ranks, pass_name: str) -> Sequence[Tensor]:

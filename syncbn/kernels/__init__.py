@@ -17,7 +17,7 @@ from syncbn import torch_private
 from syncbn.kernels import cpu, reference
 
 
-def select_kernels(x: Tensor, *others: Tensor | None) -> ModuleType:
+def select_kernels(x: Tensor | None, *others: Tensor | None) -> ModuleType:
     """The kernel module for tensors like `x`, in a call that takes `others` beside it.
 
     Tensor subclasses and exported programs get torch's operations, as do compiled graphs on GPUs. On CPUs what Inductor

@@ -46,9 +46,10 @@ constexpr int64_t GRAIN = 32768;      // values that are worth the start of a th
 constexpr int64_t SHORTEST_RUN = 32;  // values
 constexpr int64_t LONG_ROW = 64;      // values, so that what is left behind whole vectors counts little
 constexpr int64_t OWN_SCRATCH = 1024;    // doubles
+constexpr int64_t SOME = 256;            // channels
 constexpr int64_t PADDING = 16;       // numbers, as many as the widest vector has
-constexpr int64_t WIDEST = 8;            // doubles in a vector
-constexpr int64_t FETCHED_AHEAD = 2048;  // values, at least
+constexpr int64_t FETCHED_AHEAD = 512;   // values of a run, at most: what follows these comes by itself
+constexpr int64_t ROWS_AHEAD = 16;
 constexpr int64_t MOST_COEFFICIENTS = 4;  // of a map
 constexpr int64_t LEAST_RUNS = 8;        // of a channel in a part of a sum
 constexpr int64_t LEAST_ROWS = 32;       // in a part of a sum, whose two doubles for each column are half a byte a value
@@ -98,9 +99,8 @@ Status parallel(int64_t count, int64_t values_each, const Body& body) {
 
 // The doubles that are the parts of both sums.
 int64_t size_of_parts(Sizes sizes) {
-  if (sizes.in_runs()) return (sizes.outer / part_of(sizes.columns(), LEAST_RUNS) + 1) * sizes.channels * 2 * WIDEST;
-  int64_t rows_of_part = part_of(sizes.long_row(), LEAST_ROWS);
-  return (sizes.long_rows() / rows_of_part + 2) * 2 * (sizes.long_row() + PADDING);
+  if (sizes.in_runs()) return (sizes.outer / part_of(sizes.columns(), LEAST_RUNS) + 1) * 2 * sizes.channels;
+  return (sizes.long_rows() / part_of(sizes.long_row(), LEAST_ROWS) + 1) * 2 * sizes.long_row();
 }
 
 // Into the second cache, as several rows of three tensors do not fit into the first.
@@ -216,22 +216,39 @@ T from_double(double number) {
   }
 }
 
-double number_of(const void* numbers, int dtype, int64_t index, double otherwise) {
-  double number = otherwise;
-  if (numbers)
-    with_dtype(dtype, [&](auto zero) {
-      number = to_double(baseline::load<decltype(zero)>(static_cast<const decltype(zero)*>(numbers) + index));
-      return OK;
-    });
-  return number;
+// Calls body(first, count) for some channels at a time, so that their numbers can be widened on the stack.
+template <typename Body>
+void some_at_a_time(int64_t channels, const Body& body) {
+  for (int64_t first = 0; first < channels; first += SOME) body(first, std::min(SOME, channels - first));
 }
 
-void set_number(void* numbers, int dtype, int64_t index, double number) {
-  if (numbers)
+// SOME numbers as doubles.
+struct Widened {
+  double values[SOME];
+
+  // numbers[first:][:count], or where there are none the other number.
+  Widened(const void* numbers, int dtype, int64_t first, int64_t count, double otherwise) {
+    if (!numbers) {
+      std::fill_n(values, count, otherwise);
+      return;
+    }
     with_dtype(dtype, [&](auto zero) {
-      baseline::store(static_cast<decltype(zero)*>(numbers) + index, from_double<decltype(zero)>(number));
+      auto* from = static_cast<const decltype(zero)*>(numbers) + first;
+      for (int64_t index = 0; index < count; ++index)
+        values[index] = to_double(baseline::load<decltype(zero)>(from + index));
       return OK;
     });
+  }
+};
+
+// numbers[first:][:count] = values, rounded, where there are numbers.
+void set_numbers(void* numbers, int dtype, int64_t first, int64_t count, const double* values) {
+  if (!numbers) return;
+  with_dtype(dtype, [&](auto zero) {
+    auto* to = static_cast<decltype(zero)*>(numbers) + first;
+    for (int64_t index = 0; index < count; ++index) baseline::store(to + index, from_double<decltype(zero)>(values[index]));
+    return OK;
+  });
 }
 
 // The memory that a caller brought, or where that is none some on the stack.
@@ -283,21 +300,14 @@ EXPORTED int syncbn_forward_coefficients(int compute_dtype, int64_t channels, co
   Statistics statistics(packed, channels);
   *statistics.num_values = sums[2 * channels];
   double count = std::max(1.0, sums[2 * channels]);
-  for (int64_t channel = 0; channel < channels; ++channel) {
-    double mean = sums[channel] / count, var = sums[channels + channel] / count - mean * mean;
-    statistics.mean[channel] = mean;
-    statistics.var[channel] = var < 0 ? 0 : var;  // NaN stays
-    statistics.invstd[channel] = 1 / std::sqrt(statistics.var[channel] + eps);
-  }
   return with_compute_dtype(compute_dtype, [&](auto zero) {
-    auto* center = static_cast<decltype(zero)*>(coefficients);
-    for (int64_t channel = 0; channel < channels; ++channel) {
-      center[channel] = statistics.mean[channel];
-      double scale = statistics.invstd[channel] * number_of(weight, weight_dtype, channel, 1);
-      double rest = statistics.mean[channel] - center[channel];
-      center[channels + channel] = scale;
-      center[2 * channels + channel] = number_of(bias, bias_dtype, channel, 0) - rest * scale;
-    }
+    auto *center = static_cast<decltype(zero)*>(coefficients), *scale = center + channels, *shift = scale + channels;
+    some_at_a_time(channels, [&](int64_t first, int64_t some) {
+      Widened weights(weight, weight_dtype, first, some, 1), biases(bias, bias_dtype, first, some, 0);
+      WITH_BEST_INSTRUCTIONS(SET::forward_coefficients(
+          some, sums + first, sums + channels + first, count, eps, weights.values, biases.values, statistics.mean + first,
+          statistics.var + first, statistics.invstd + first, center + first, scale + first, shift + first));
+    });
     return OK;
   });
 }
@@ -331,14 +341,16 @@ EXPORTED int syncbn_gradient_sums(int dtype, const void* dy, const void* x, cons
       return SET::sum(sizes, term, scratch.doubles + sizes.spread_size(), sums);
     });
   });
-  bool is_double = dtype == FLOAT64;
-  for (int64_t channel = 0; channel < channels; ++channel) {
-    double rest = is_double ? 0 : statistics.mean[channel] - float(statistics.mean[channel]);
-    double& sum_dy_xmu = sums[channels + channel];
-    if (rest != 0) sum_dy_xmu -= rest * sums[channel];  // 0 times an infinite sum is NaN
-    set_number(grad_weight, weight_dtype, channel, sum_dy_xmu * statistics.invstd[channel]);
-    set_number(grad_bias, bias_dtype, channel, sums[channel]);
-  }
+  some_at_a_time(channels, [&](int64_t first, int64_t some) {
+    double *sum_dy = sums + first, *sum_dy_xmu = sums + channels + first, of_weight[SOME];
+    for (int64_t index = 0; index < some; ++index) {
+      double mean = statistics.mean[first + index], rest = dtype == FLOAT64 ? 0 : mean - float(mean);
+      sum_dy_xmu[index] -= rest == 0 ? 0 : rest * sum_dy[index];  // 0 times an infinite sum is NaN
+      of_weight[index] = sum_dy_xmu[index] * statistics.invstd[first + index];
+    }
+    set_numbers(grad_weight, weight_dtype, first, some, of_weight);
+    set_numbers(grad_bias, bias_dtype, first, some, sum_dy);
+  });
   return status;
 }
 
@@ -348,16 +360,13 @@ EXPORTED int syncbn_backward_coefficients(int compute_dtype, int64_t channels, c
   Statistics statistics(packed, channels);
   double count = std::max(1.0, *statistics.num_values);
   return with_compute_dtype(compute_dtype, [&](auto zero) {
-    auto *center = static_cast<decltype(zero)*>(coefficients), *as = center + channels, *bs = as + channels;
-    for (int64_t channel = 0; channel < channels; ++channel) {
-      center[channel] = statistics.mean[channel];
-      double mean_dy = sums[channel] / count, mean_dy_xmu = sums[channels + channel] / count;
-      double invstd = statistics.invstd[channel], a = invstd * number_of(weight, weight_dtype, channel, 1);
-      double b = -a * invstd * invstd * mean_dy_xmu, rest = statistics.mean[channel] - center[channel];
-      as[channel] = a;
-      bs[channel] = b;
-      bs[channels + channel] = -a * mean_dy - b * rest;
-    }
+    auto *center = static_cast<decltype(zero)*>(coefficients), *a = center + channels, *b = a + channels;
+    some_at_a_time(channels, [&](int64_t first, int64_t some) {
+      Widened weights(weight, weight_dtype, first, some, 1);
+      WITH_BEST_INSTRUCTIONS(SET::backward_coefficients(
+          some, sums + first, sums + channels + first, count, statistics.mean + first, statistics.invstd + first,
+          weights.values, center + first, a + first, b + first, b + channels + first));
+    });
     return OK;
   });
 }
@@ -381,13 +390,15 @@ EXPORTED int syncbn_update_running_stats(int64_t channels, void* running_mean, i
                                          int var_dtype, const double* packed, double momentum) noexcept {
   Statistics statistics(packed, channels);
   double count = *statistics.num_values;
-  auto move = [&](void* running, int dtype, int64_t channel, double statistic) {
-    double old = number_of(running, dtype, channel, 0);
-    set_number(running, dtype, channel, (1 - momentum) * old + momentum * statistic);
+  auto move = [&](void* running, int dtype, const double* statistic, double factor) {
+    some_at_a_time(channels, [&](int64_t first, int64_t some) {
+      Widened moved(running, dtype, first, some, 0);
+      for (int64_t index = 0; index < some; ++index)
+        moved.values[index] = (1 - momentum) * moved.values[index] + momentum * (statistic[first + index] * factor);
+      set_numbers(running, dtype, first, some, moved.values);
+    });
   };
-  for (int64_t channel = 0; channel < channels; ++channel) {
-    if (count > 0) move(running_mean, mean_dtype, channel, statistics.mean[channel]);
-    if (count > 1) move(running_var, var_dtype, channel, statistics.var[channel] * (count / (count - 1)));
-  }
+  if (count > 0) move(running_mean, mean_dtype, statistics.mean, 1);
+  if (count > 1) move(running_var, var_dtype, statistics.var, count / (count - 1));
   return OK;
 }

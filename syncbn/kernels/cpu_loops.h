@@ -182,14 +182,19 @@ struct Whole {
   }
 };
 
+template <typename V>
+using LanesOf = std::conditional_t<sizeof(std::declval<V>()[0]) == 8, int64_t, int32_t>;
+
 struct Tail {  // of values of which there is a vector before
   int64_t count;
 
   template <int64_t lanes, typename T>
   auto values(const T* from) const {
     auto values = read<lanes>(from + count - lanes);
-    for (int64_t lane = 0; lane < lanes - count; ++lane) values[lane] = 0;
-    return values;
+    using Lane = LanesOf<decltype(values)>;
+    Vector<Lane, lanes> lane;
+    for (int64_t index = 0; index < lanes; ++index) lane[index] = Lane(index);
+    return lane < Lane(lanes - count) ? decltype(values){} : values;
   }
 };
 
@@ -293,116 +298,142 @@ inline void add_halves(Floats sums, Doubles& low, Doubles& high) {
   high += to_doubles(halves.high);
 }
 
-// Adds a run to two sums, lane by lane.
-template <typename Term>
-void add_run(const Term& term, int64_t channel, int64_t start, int64_t length, double* first, double* second) {
-  constexpr int64_t CHAINS = 4;  // independent additions, to hide their latency
-  Doubles center = term.center_of_channel(channel), firsts[CHAINS] = {}, seconds[CHAINS] = {};
-  int64_t i = 0;
-  if constexpr (constexpr int64_t few = FEW<typename Term::Scalar>; IS_SHORT<typename Term::Scalar>)
-    for (; i + few * 2 * WIDE <= length; i += few * 2 * WIDE) {
-      Floats few_firsts = {}, few_seconds = {}, float_center = float(center[0]) - Floats{};
-      for (int64_t index = 0; index < few; ++index)
-        term.add_floats(start + i + index * 2 * WIDE, float_center, few_firsts, few_seconds);
-      add_halves(few_firsts, firsts[0], firsts[1]);
-      add_halves(few_seconds, seconds[0], seconds[1]);
-    }
-  for (; i + CHAINS * WIDE <= length; i += CHAINS * WIDE)
-    for (int64_t chain = 0; chain < CHAINS; ++chain)
-      term.add(Whole{}, start + i + chain * WIDE, center, firsts[chain], seconds[chain]);
-  for (; i + WIDE <= length; i += WIDE) term.add(Whole{}, start + i, center, firsts[0], seconds[0]);
-  if (i < length) term.add(Tail{length - i}, start + i, center, firsts[1], seconds[1]);
-  write<WIDE>(first, read<WIDE>(first) + ((firsts[0] + firsts[1]) + (firsts[2] + firsts[3])));
-  write<WIDE>(second, read<WIDE>(second) + ((seconds[0] + seconds[1]) + (seconds[2] + seconds[3])));
+inline double sum_of_lanes(Doubles values) {
+  double sum = 0;
+  for (int64_t lane = 0; lane < WIDE; ++lane) sum += values[lane];
+  return sum;
 }
 
-// Adds rows to the two sums of each column, which are padded to whole vectors. Processors foresee the way along one row,
-// not that along several, so what follows these rows in memory is fetched meanwhile.
-template <int64_t count, typename Term>
-void add_rows(const Term& term, int64_t start, int64_t length, double* first, double* second) {
-  int64_t ahead = start + std::max(count * length, FETCHED_AHEAD);
-  auto fetch = [&](int64_t column, int64_t values) INLINED {
-    for (int64_t index = 0; index < values; index += CACHE_LINE / int64_t(sizeof(*term.x)))
-      term.prefetch(ahead + column * count + index);
+// The two sums of a channel over `count` of its runs, which begin `stride` values apart.
+template <typename Term>
+void sum_channel(const Term& term, int64_t channel, int64_t start, int64_t length, int64_t count, int64_t stride,
+                 double& first, double& second) {
+  constexpr int64_t CHAINS = 4;  // independent additions, to hide their latency
+  Doubles center = term.center_of_channel(channel), firsts[CHAINS] = {}, seconds[CHAINS] = {};
+  for (int64_t run = 0; run < count; ++run, start += stride) {
+    for (int64_t index = 0; index < std::min(length, FETCHED_AHEAD); index += CACHE_LINE / int64_t(sizeof(*term.x)))
+      term.prefetch(start + length + index);  // the next channel's
+    int64_t i = 0;
+    if constexpr (constexpr int64_t few = FEW<typename Term::Scalar>; IS_SHORT<typename Term::Scalar>)
+      for (; i + few * 2 * WIDE <= length; i += few * 2 * WIDE) {
+        Floats few_firsts = {}, few_seconds = {}, float_center = float(center[0]) - Floats{};
+        for (int64_t index = 0; index < few; ++index)
+          term.add_floats(start + i + index * 2 * WIDE, float_center, few_firsts, few_seconds);
+        add_halves(few_firsts, firsts[0], firsts[1]);
+        add_halves(few_seconds, seconds[0], seconds[1]);
+      }
+    for (; i + CHAINS * WIDE <= length; i += CHAINS * WIDE)
+      for (int64_t chain = 0; chain < CHAINS; ++chain)
+        term.add(Whole{}, start + i + chain * WIDE, center, firsts[chain], seconds[chain]);
+    for (int64_t chain = 2; i + WIDE <= length; i += WIDE, chain ^= 1)
+      term.add(Whole{}, start + i, center, firsts[chain], seconds[chain]);
+    if (i < length) term.add(Tail{length - i}, start + i, center, firsts[1], seconds[1]);
+  }
+  first = sum_of_lanes((firsts[0] + firsts[1]) + (firsts[2] + firsts[3]));
+  second = sum_of_lanes((seconds[0] + seconds[1]) + (seconds[2] + seconds[3]));
+}
+
+// The two sums of each of some columns, as many as `vectors` hold, over rows of `length` values. Processors foresee the
+// way along a row, not that from row to row, so what comes is fetched meanwhile.
+template <int64_t vectors, typename Term, typename Memory>
+void sum_columns(const Term& term, Memory memory, int64_t start, int64_t column, int64_t length, int64_t rows,
+                 double* first, double* second) {
+  constexpr int64_t LINE = CACHE_LINE / int64_t(sizeof(*term.x)), few = FEW<typename Term::Scalar>;
+  Doubles centers[vectors], firsts[vectors] = {}, seconds[vectors] = {};
+  for (int64_t index = 0; index < vectors; ++index) centers[index] = term.centers_of_columns(column + index * WIDE);
+  start += column;
+  auto fetch = [&](int64_t from) INLINED {
+    for (int64_t index = 0; index < vectors * WIDE; index += LINE) term.prefetch(from + ROWS_AHEAD * length + index);
   };
-  auto add_short_column = [&](auto column) {  // generic, so that it is not made for other scalars
-    fetch(column, count * 2 * WIDE);
-    Floats firsts = {}, seconds = {};
-    Floats centers = term.float_centers(column);
-    for (int64_t row = 0; row < count; ++row) term.add_floats(start + row * length + column, centers, firsts, seconds);
-    for (auto [sums, few] : {std::pair{first + column, firsts}, std::pair{second + column, seconds}}) {
-      Doubles low = read<WIDE>(sums), high = read<WIDE>(sums + WIDE);
-      add_halves(few, low, high);
-      write<WIDE>(sums, low);
-      write<WIDE>(sums + WIDE, high);
+  int64_t row = 0;
+  if constexpr (IS_SHORT<typename Term::Scalar> && vectors % 2 == 0)
+    for (; row + few <= rows; row += few) {
+      Floats few_firsts[vectors / 2] = {}, few_seconds[vectors / 2] = {};
+      for (int64_t index = 0; index < few; ++index) {
+        int64_t from = start + (row + index) * length;
+        fetch(from);
+        for (int64_t pair = 0; pair < vectors / 2; ++pair)
+          term.add_floats(from + pair * 2 * WIDE, term.float_centers(column + pair * 2 * WIDE), few_firsts[pair],
+                          few_seconds[pair]);
+      }
+      for (int64_t pair = 0; pair < vectors / 2; ++pair) {
+        add_halves(few_firsts[pair], firsts[2 * pair], firsts[2 * pair + 1]);
+        add_halves(few_seconds[pair], seconds[2 * pair], seconds[2 * pair + 1]);
+      }
     }
-  };
-  auto add_column = [&](auto memory, int64_t column) {
-    Doubles centers = term.centers_of_columns(column);
-    Doubles firsts = read<WIDE>(first + column), seconds = read<WIDE>(second + column);
-    fetch(column, count * WIDE);
-    for (int64_t row = 0; row < count; ++row)
-      term.add(memory, start + row * length + column, centers, firsts, seconds);
-    write<WIDE>(first + column, firsts);
-    write<WIDE>(second + column, seconds);
-  };
+  for (; row < rows; ++row) {
+    int64_t from = start + row * length;
+    fetch(from);
+    for (int64_t index = 0; index < vectors; ++index)
+      term.add(memory, from + index * WIDE, centers[index], firsts[index], seconds[index]);
+  }
+  for (int64_t index = 0; index < vectors; ++index) {
+    memory.template set<WIDE>(first + column + index * WIDE, firsts[index]);
+    memory.template set<WIDE>(second + column + index * WIDE, seconds[index]);
+  }
+}
+
+// Those of all columns.
+template <typename Term>
+void sum_rows_of_part(const Term& term, int64_t start, int64_t length, int64_t rows, double* first, double* second) {
+  constexpr int64_t VECTORS = WIDTH == 64 ? 8 : 4;  // whose sums the processor has registers for
   int64_t column = 0;
-  if constexpr (IS_SHORT<typename Term::Scalar> && count > 1)
-    for (; column + 2 * WIDE <= length; column += 2 * WIDE) add_short_column(column);
-  for (; column + WIDE <= length; column += WIDE) add_column(Whole{}, column);
-  if (column < length) add_column(Part{length - column}, column);
+  for (; column + VECTORS * WIDE <= length; column += VECTORS * WIDE)
+    sum_columns<VECTORS>(term, Whole{}, start, column, length, rows, first, second);
+  for (; column + 2 * WIDE <= length; column += 2 * WIDE)
+    sum_columns<2>(term, Whole{}, start, column, length, rows, first, second);
+  for (; column + WIDE <= length; column += WIDE)
+    sum_columns<1>(term, Whole{}, start, column, length, rows, first, second);
+  if (column < length) sum_columns<1>(term, Part{length - column}, start, column, length, rows, first, second);
 }
 
 template <typename Term>
 Status sum_runs(Sizes sizes, const Term& term, double* parts, double* sums) {
   int64_t channels = sizes.channels, outer_of_part = part_of(sizes.columns(), LEAST_RUNS);
   int64_t num_parts = (sizes.outer + outer_of_part - 1) / outer_of_part;
-  std::fill_n(parts, num_parts * channels * 2 * WIDE, 0.0);
-  auto add_channels = [&](int64_t part, int64_t first_channel, int64_t last_channel) {
-    for (int64_t outer = part * outer_of_part; outer < std::min(sizes.outer, (part + 1) * outer_of_part); ++outer)
-      for (int64_t channel = first_channel; channel < last_channel; ++channel) {
-        double* of_channel = parts + (part * channels + channel) * 2 * WIDE;
-        int64_t start = (outer * channels + channel) * sizes.inner;
-        add_run(term, channel, start, sizes.inner, of_channel, of_channel + WIDE);
-      }
-  };
   Status status = parallel(num_parts * channels, outer_of_part * sizes.inner, [&](int64_t begin, int64_t end) {
-    for (int64_t part = begin / channels; part * channels < end; ++part)
-      add_channels(part, std::max(begin - part * channels, int64_t(0)), std::min(end - part * channels, channels));
+    for (int64_t index = begin; index < end; ++index) {
+      int64_t part = index / channels, channel = index % channels, outer = part * outer_of_part;
+      double* of_part = parts + part * 2 * channels;
+      sum_channel(term, channel, (outer * channels + channel) * sizes.inner, sizes.inner,
+                  std::min(outer_of_part, sizes.outer - outer), sizes.columns(), of_part[channel],
+                  of_part[channels + channel]);
+    }
   });
-  const double* lane = parts;
-  for (int64_t run = 0; run < num_parts * channels; ++run)
-    for (int64_t which = 0; which < 2; ++which)
-      for (int64_t index = 0; index < WIDE; ++index) sums[which * channels + run % channels] += *lane++;
+  for (int64_t part = 0; part < num_parts; ++part)
+    for (int64_t index = 0; index < 2 * channels; ++index) sums[index] += parts[part * 2 * channels + index];
   return status;
 }
 
 template <typename Term>
 Status sum_rows(Sizes sizes, const Term& term, double* parts, double* sums) {
   int64_t length = sizes.long_row(), rows = sizes.long_rows();
-  int64_t padded = (length + PADDING - 1) / PADDING * PADDING;
   int64_t rows_of_part = part_of(length, LEAST_ROWS);
-  int64_t num_parts = (rows + rows_of_part - 1) / rows_of_part + 1;  // the last is of the short rows that are left
-  std::fill_n(parts, num_parts * 2 * padded, 0.0);
+  int64_t num_parts = (rows + rows_of_part - 1) / rows_of_part;
   Status status = parallel(num_parts, rows_of_part * length, [&](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end; ++part) {
-      double *first = parts + part * 2 * padded, *second = first + padded;
-      if (part == num_parts - 1) {
-        for (int64_t index = rows * length; index < sizes.numel(); index += sizes.columns())
-          add_rows<1>(term, index, sizes.columns(), first, second);
-        continue;
-      }
-      int64_t row = part * rows_of_part, last = std::min(rows, row + rows_of_part);
-      constexpr int64_t few = FEW<typename Term::Scalar>;
-      for (; row + few <= last; row += few) add_rows<few>(term, row * length, length, first, second);
-      for (; row < last; ++row) add_rows<1>(term, row * length, length, first, second);
+      int64_t row = part * rows_of_part;
+      double* first = parts + part * 2 * length;
+      sum_rows_of_part(term, row * length, length, std::min(rows_of_part, rows - row), first, first + length);
     }
   });
-  for (int64_t part = 0; part < 2 * num_parts; ++part) {
-    const double* of_column = parts + part * padded;
-    for (int64_t row = 0; row < sizes.rows_in_one(); ++row)
-      for (int64_t channel = 0; channel < sizes.channels; ++channel)
-        for (int64_t index = 0; index < sizes.inner; ++index) sums[part % 2 * sizes.channels + channel] += *of_column++;
+  auto add = [&](const double* of_column, int64_t columns) {  // of both sums
+    for (int64_t which = 0; which < 2; ++which)
+      for (int64_t row = 0; row < columns / sizes.columns(); ++row)
+        for (int64_t channel = 0; channel < sizes.channels; ++channel)
+          for (int64_t index = 0; index < sizes.inner; ++index) sums[which * sizes.channels + channel] += *of_column++;
+  };
+  for (int64_t part = 0; part < num_parts; ++part) {
+    const double* of_columns = parts + part * 2 * length;
+    if (length == sizes.channels)
+      for (int64_t index = 0; index < 2 * length; ++index) sums[index] += of_columns[index];
+    else
+      add(of_columns, length);
+  }
+  if (int64_t start = rows * length; start < sizes.numel()) {  // the short rows that are left
+    int64_t columns = sizes.columns();
+    sum_rows_of_part(term, start, columns, (sizes.numel() - start) / columns, parts, parts + columns);
+    add(parts, columns);
   }
   return status;
 }
@@ -410,6 +441,7 @@ Status sum_rows(Sizes sizes, const Term& term, double* parts, double* sums) {
 // Adds the sums of each channel to `sums`, (2, channels). `parts` has room for size_of_parts(sizes).
 template <typename Term>
 Status sum(Sizes sizes, const Term& term, double* parts, double* sums) {
+  if (!sizes.numel()) return OK;
   return sizes.in_runs() ? sum_runs(sizes, term, parts, sums) : sum_rows(sizes, term, parts, sums);
 }
 
@@ -493,17 +525,57 @@ Status apply(Sizes sizes, Map map, const void* coefficients, double* scratch) {
     if (!sizes.coefficients_are_spread())
       map.numbers[index] = sizes.spread(map.numbers[index], reinterpret_cast<Number*>(scratch) + index * sizes.spread_size());
   }
+  // Backwards, as of a large tensor the caches hold what was added up last.
+  auto backwards = [](int64_t begin, int64_t end, int64_t values_each, auto body) {
+    int64_t step = std::max<int64_t>(1, GRAIN / 2 / std::max<int64_t>(1, values_each));
+    for (; end > begin; end -= step)
+      for (int64_t index = std::max(begin, end - step); index < end; ++index) body(index);
+  };
   if (sizes.in_runs())
     return parallel(sizes.outer * sizes.channels, sizes.inner, [&](int64_t begin, int64_t end) {
       const Map own = map;
-      for (int64_t run = begin; run < end; ++run)
-        map_run(own, run % sizes.channels, run * sizes.inner, sizes.inner);
+      backwards(begin, end, sizes.inner, [&](int64_t run)
+                    INLINED { map_run(own, run % sizes.channels, run * sizes.inner, sizes.inner); });
     });
   Status status = parallel(rows, length, [&](int64_t begin, int64_t end) {
     const Map own = map;
-    for (int64_t row = begin; row < end; ++row) map_row(own, row * length, length);
+    backwards(begin, end, length, [&](int64_t row) INLINED { map_row(own, row * length, length); });
   });
   for (int64_t index = rows * length; index < sizes.numel(); index += sizes.columns())
     map_row(map, index, sizes.columns());
   return status;
+}
+
+// Numbers of channels, which are of one kind each: sums, what a user brings, statistics, coefficients.
+
+template <typename Number>
+void forward_coefficients(int64_t channels, const double* __restrict sum, const double* __restrict sum_of_squares,
+                          double count, double eps, const double* __restrict weight, const double* __restrict bias,
+                          double* __restrict mean, double* __restrict var, double* __restrict invstd,
+                          Number* __restrict center, Number* __restrict scale, Number* __restrict shift) {
+  for (int64_t channel = 0; channel < channels; ++channel) {
+    double of_channel = sum[channel] / count, spread = sum_of_squares[channel] / count - of_channel * of_channel;
+    mean[channel] = of_channel;
+    var[channel] = spread = spread < 0 ? 0 : spread;  // NaN stays
+    invstd[channel] = 1 / std::sqrt(spread + eps);
+    center[channel] = Number(of_channel);
+    double wide_scale = invstd[channel] * weight[channel];
+    scale[channel] = Number(wide_scale);
+    shift[channel] = Number(bias[channel] - (of_channel - center[channel]) * wide_scale);
+  }
+}
+
+template <typename Number>
+void backward_coefficients(int64_t channels, const double* __restrict sum_dy, const double* __restrict sum_dy_xmu,
+                           double count, const double* __restrict mean, const double* __restrict invstd,
+                           const double* __restrict weight, Number* __restrict center, Number* __restrict a,
+                           Number* __restrict b, Number* __restrict c) {
+  for (int64_t channel = 0; channel < channels; ++channel) {
+    center[channel] = Number(mean[channel]);
+    double wide_a = invstd[channel] * weight[channel];
+    double wide_b = -wide_a * invstd[channel] * invstd[channel] * (sum_dy_xmu[channel] / count);
+    a[channel] = Number(wide_a);
+    b[channel] = Number(wide_b);
+    c[channel] = Number(-wide_a * (sum_dy[channel] / count) - wide_b * (mean[channel] - center[channel]));
+  }
 }

@@ -18,7 +18,7 @@ from syncbn.kernels import cpu
 from syncbn.layout import Layout
 
 SIZES = "SymInt outer, SymInt channels, SymInt inner"
-_library = torch.library.Library("syncbn", "DEF")
+_library = torch.library.Library("syncbn", "DEF")  # type: ignore[no-untyped-call]
 
 
 def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -26,8 +26,8 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         name = schema.partition("(")[0]
-        _library.define(schema)
-        _library.impl(name, function, "CPU")
+        _library.define(schema)  # type: ignore[no-untyped-call]
+        _library.impl(name, function, "CPU")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"syncbn::{name}", fake, lib=_library)
         return getattr(torch.ops.syncbn, name).default  # type: ignore[no-any-return]
 
