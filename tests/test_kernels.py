@@ -469,6 +469,19 @@ def test_the_reference_can_be_forced(value: str | None, code: int, shown: str) -
         assert run.stdout.strip() == all_kernels.available()
 
 
+def test_slow_training_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of small inputs, as in tests, and not in evaluation."""
+    monkeypatch.setattr(cpu, "why_not", lambda: "no compiler here")
+    monkeypatch.setattr(all_kernels, "_why_forced", lambda: None)
+    layer, large = syncbn.SyncBatchNorm1d(1), torch.randn(250_001, 1)
+    layer(large[:1000])
+    layer.eval()(large)
+    layer.train()
+    with pytest.warns(UserWarning, match="no fast kernels for CPUs.*no compiler here"):
+        layer(large)
+    layer(large)  # where warnings are errors
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
 @pytest.mark.triton
 def test_what_keeps_triton_from_running_is_told_and_not_raised() -> None:

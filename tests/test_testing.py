@@ -124,6 +124,7 @@ SYNCBN = ["-m", "syncbn"]
 def test_info() -> None:
     facts = json.loads(run(sys.executable, *SYNCBN, "info", "--json"))
     assert facts["torch"] == torch.__version__
+    assert facts["syncbn"].endswith(str(Path(syncbn.__file__).parent))
     assert facts["kernels"] == syncbn.kernels.available()
     assert "gloo" in facts["backends"]
     table = run(sys.executable, *SYNCBN, "info")

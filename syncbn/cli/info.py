@@ -23,7 +23,7 @@ def info() -> dict[str, str]:
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     variables = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
     return {
-        "syncbn": f"{_version('syncbn')}, {Path(__file__).parent}",
+        "syncbn": f"{_version('syncbn')}, {Path(__file__).parent.parent}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version("triton"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from types import ModuleType
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from syncbn import torch_private
 from syncbn.kernels import cpu, reference
+
+LARGE_BYTES = 1_000_000  # of an input with which it matters how fast the kernels are
 
 
 def select_kernels(x: Tensor | None, *others: Tensor | None) -> ModuleType:
@@ -30,7 +33,11 @@ def select_kernels(x: Tensor | None, *others: Tensor | None) -> ModuleType:
     if type(x) is not Tensor:
         return reference
     compiling = torch_private.is_compiling()
-    if x.is_cpu and _why_no_cpp() is None:
+    if x.is_cpu:
+        if (why_not := _why_no_cpp()) is not None:
+            if x.nbytes > LARGE_BYTES and not compiling and not _why_forced():
+                _warn_of_slowness(why_not)
+            return reference
         if not compiling:
             return cpu if torch_private.may_pass_dispatcher_by(x, *others) else _cpu_operators()
         return reference if torch.is_grad_enabled() or torch.compiler.is_exporting() else _cpu_operators()
@@ -81,6 +88,13 @@ def _why_no_triton() -> str | None:
     except Exception as error:  # of whatever class: no triton, no C compiler, a GPU that it does not know
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     return None
+
+
+@functools.cache
+def _warn_of_slowness(why_not: str) -> None:
+    warnings.warn(
+        f"syncbn has no fast kernels for CPUs, torch operations take several times as long: {why_not}", stacklevel=2
+    )
 
 
 @functools.cache
