@@ -73,6 +73,7 @@ def test_a_mode_sees_the_operators() -> None:
         assert f"syncbn::{name}" in operators.names
 
 
+@pytest.mark.filterwarnings("ignore")  # a torch for GPUs warns where there is none
 def test_a_profiler_sees_the_operators() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step(*drawn())

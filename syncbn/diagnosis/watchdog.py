@@ -1,9 +1,10 @@
-"""Watches over this rank in a thread: gives a sign of life each second, and warns while the rank waits long."""
+"""Watches over this rank in a thread: writes where it is, gives a sign of life each second, warns while it waits long."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING
 
@@ -27,16 +28,20 @@ def start(rank: ThisRank, world: weakref.ref[dist.ProcessGroup]) -> None:
 
 def _watch(rank: ThisRank, world: weakref.ref[dist.ProcessGroup]) -> None:
     # Between its looks it holds nothing that would keep the group alive.
-    while not rank.ended.wait(HEARTBEAT_SECONDS) and dist.group.WORLD is world():
+    while not rank.ended.wait(min(rank.interval, HEARTBEAT_SECONDS)) and dist.group.WORLD is world():
         _look(rank)
 
 
 def _look(rank: ThisRank) -> None:
-    """A sign of life; a warning while this rank waits long. (In nccl's all_reduce the host does not.)"""
+    """Its position if that is new, or a sign of life; a warning while it waits long. (In nccl's all_reduce the host does
+    not.)"""
     waiting = rank.waiting
     with rank.writing:
-        unwritten = waiting is not None and rank.written_position is not rank.position
-        if (rank.beats() or unwritten) and not rank.ended.is_set():
+        if rank.beats():
+            due = time.monotonic() - rank.written >= HEARTBEAT_SECONDS or rank.written_position is not rank.position
+        else:
+            due = waiting is not None and rank.written_position is not rank.position
+        if due and not rank.ended.is_set():
             rank.write_position()
     if waiting is None or waiting.seconds() < waiting.next_warning_seconds:
         return
