@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 scripts/bench_overhead.py
 
-In turn, forward and backward of (2, 8, 2, 2) float32: a synchronised layer; the same layer by itself (process_group=1); an
-autograd Function that does nothing but all_reduce as many numbers, once each way. What the first takes beyond the sum of
-the other two is the overhead: signatures, positions, watchdog. Prints rank 0's medians over the rounds, in microseconds.
+In turn, forward and backward of (2, 8, 2, 2) float32: a synchronised layer; the same layer by itself (process_group=1);
+an autograd Function that only issues the same two all_reduces. What the first takes beyond the sum of the other two is
+the overhead: signatures, positions, the error messages. Prints rank 0's medians over the rounds, in microseconds.
 """
 
 from __future__ import annotations

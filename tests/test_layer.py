@@ -6,7 +6,10 @@ import copy
 import io
 import itertools
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -16,8 +19,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import syncbn
-from syncbn import layer
-from syncbn.distributed import groups
 
 NUMBERED = [
     (nn.BatchNorm1d, syncbn.SyncBatchNorm1d, (4, 3)),
@@ -267,26 +268,28 @@ def test_repr_names_what_is_not_default() -> None:
     assert text.endswith("process_group='node', channel_last=True, fuse_relu=True)")
 
 
-def test_one_warning_when_launched_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = syncbn.SyncBatchNorm(3)
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    groups._warn_if_launched_on_several_ranks.cache_clear()
-    with pytest.warns(UserWarning, match=r"not synchronising: WORLD_SIZE is 4 .*init_process_group\(\)"):
-        layer(torch.randn(4, 3))
-    layer(torch.randn(4, 3))  # once: a second warning would be an error here
-    layer.eval()(torch.randn(4, 3))
-    groups._warn_if_launched_on_several_ranks.cache_clear()
+WITHOUT_RANKS = """
+import os, warnings, torch, syncbn
+warnings.simplefilter("always")
+layer = syncbn.SyncBatchNorm(3)
+replica = layer._replicate_for_data_parallel()
+for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+    setattr(replica, name, tensor.detach().clone())  # as torch.nn.parallel.replicate does, which needs GPUs
+for called in (layer, layer, replica, replica):
+    called(torch.randn(4, 3))
+"""
 
 
-def test_one_warning_in_a_data_parallel_replica() -> None:
-    original = syncbn.SyncBatchNorm(3)
-    replica = original._replicate_for_data_parallel()
-    for name, tensor in (*original.named_parameters(), *original.named_buffers()):
-        setattr(replica, name, tensor.detach().clone())  # as torch.nn.parallel.replicate does, which needs GPUs
-    layer._warn_in_data_parallel.cache_clear()
-    with pytest.warns(UserWarning, match=r"not synchronising: .*nn.DataParallel.*DistributedDataParallel"):
-        replica(torch.randn(4, 3))
-    replica(torch.randn(4, 3))
+def test_one_warning_where_there_are_no_ranks() -> None:
+    """Launched on several without a process group, and in a replica of nn.DataParallel."""
+    command = [sys.executable, "-c", WITHOUT_RANKS]
+    run = subprocess.run(command, env=os.environ | {"WORLD_SIZE": "4"}, capture_output=True, text=True, check=True)
+    assert run.stderr.count("UserWarning: ") == 2
+    launched, replica = [line for line in run.stderr.splitlines() if "UserWarning: " in line]
+    assert "not synchronising: WORLD_SIZE is 4 but" in launched
+    assert "init_process_group() before" in launched
+    assert "not synchronising: the layer runs in a replica of nn.DataParallel" in replica
+    assert "Use DistributedDataParallel" in replica
 
 
 def test_bit_equal_evaluation_under_checkpoint_both_ways() -> None:

@@ -5,10 +5,10 @@ Each rank writes to the store of the default process group, under keys that begi
     position                its last all_reduce of syncbn, what it has done since, its process, the time
     called/0/layer4.1.bn3   once, that it has called this layer on the group named 0
 
-A write takes 5 us in a loop and 25 to 120 us after a pause, so a thread (watchdog.py) writes the position: soon after it
-has changed, and each second. The others' positions are read (report.py) only when there is
-something to say, and fast: torchrun ends the ranks that are left some 0.1 s after the first has failed. A position
-older than this process is not read: torchrun may keep a store when it restarts the ranks.
+A write takes 5 us in a loop and 25 to 120 us after a pause, so a thread (watchdog.py) writes the position, soon after
+it has changed and each second. The others' positions are read (report.py) only when there is something to say, and
+fast: torchrun ends the ranks that are left some 0.1 s after the first has failed. A position older than this process is
+not read: torchrun may keep a store when it restarts the ranks.
 """
 
 from __future__ import annotations

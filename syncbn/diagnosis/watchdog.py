@@ -1,4 +1,4 @@
-"""Watches over this rank in a thread: writes where it is, gives a sign of life each second, warns while it waits long."""
+"""Writes where this rank is, in a thread, as a sign of life each second; warns while the rank waits long."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def _watch(rank: ThisRank, world: weakref.ref[dist.ProcessGroup]) -> None:
 
 
 def _look(rank: ThisRank) -> None:
-    """Its position if that is new, or a sign of life; a warning while it waits long. (In nccl's all_reduce the host does
-    not.)"""
+    """Write the position if it is new or old; warn of a long wait. (In nccl's all_reduce the host does not wait.)"""
     waiting = rank.waiting
     with rank.writing:
         if rank.beats():

@@ -172,5 +172,5 @@ def test_a_lazy_layer_synchronises_its_first_forward(ranks: Ranks) -> None:
     expected = nn.BatchNorm2d(1, device=ranks.device)
     mine = ranks.even(len(x))
     torch.testing.assert_close(layer(x[mine]), expected(x)[mine], rtol=1e-5, atol=1e-5)
-    assert layer._synchronised_ranks == ranks.size
+    assert syncbn.summary(layer)[0].last_step == f"synchronised over {ranks.size} ranks"
     torch.testing.assert_close(layer.state_dict(), expected.state_dict(), rtol=1e-5, atol=1e-6)

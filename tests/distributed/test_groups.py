@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from voting import Ranks, World
+from voting import Ranks
 
 import syncbn
-from syncbn.distributed import groups, members, new_groups
+from syncbn.distributed import groups, members
+
+
+def make_world_anew() -> None:
+    """Another default group, for which no groups are made yet."""
+    import voting  # whose world is there by now
+
+    assert voting.world is not None
+    voting.world.leave()
+    voting.world.enter()
 
 
 def ranks_that_share(layer: syncbn.SyncBatchNorm, ranks: Ranks) -> list[int]:
@@ -62,18 +73,18 @@ def test_node_of_two_ranks(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Non
         pytest.skip("two hosts of two ranks")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", str(ranks.rank % 2))
-    new_groups._made.clear()
+    make_world_anew()
     layer = layer_of("node", ranks)
     assert ranks_that_share(layer, ranks) == ([0, 1] if ranks.rank < 2 else [2, 3])
     assert members.size("node") == 2
-    new_groups._made.clear()
+    make_world_anew()
 
 
 def test_node_needs_its_variable_on_every_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unset on one rank only, it is an error on all: the others would wait in new_group."""
     if ranks.rank == 1:
         monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    new_groups._made.clear()
+    make_world_anew()
     with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE.*on rank 1 it is None"):
         layer_of("node", ranks)
     dist.barrier()
@@ -81,7 +92,7 @@ def test_node_needs_its_variable_on_every_rank(ranks: Ranks, monkeypatch: pytest
 
 def test_node_before_its_groups_are_made(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a layer that was built before init_process_group: the size is looked up, and nonsense is named."""
-    new_groups._made.clear()
+    make_world_anew()
     assert members.size("node") == ranks.size
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
     with pytest.raises(ValueError, match=r"needs the environment variable LOCAL_WORLD_SIZE.*it is 'two'"):
@@ -166,20 +177,14 @@ def test_a_converted_torch_layer_keeps_its_group(ranks: Ranks) -> None:
 
 
 def test_a_new_default_group_makes_new_groups(ranks: Ranks) -> None:
-    import voting
 
     layer = layer_of(1, ranks)
     everyone = [layer_of(None, ranks), layer_of(ranks.size, ranks), layer_of(dist.group.WORLD, ranks)]
-    world: World | None = voting.world
-    assert world is not None
-    world.leave()
-    world.enter()
+    make_world_anew()
     assert groups.existing(layer.process_group) is None
     for one in everyone:
         assert ranks_that_share(one, ranks) == list(range(ranks.size))
         assert groups.existing(one.process_group) is dist.group.WORLD
-    # A value that is its own key would never be released.
-    assert all(group is not default for default, made in new_groups._made.items() for group in made.values())
     assert ranks_that_share(layer, ranks) == [ranks.rank]
 
 
@@ -199,6 +204,15 @@ def test_summary(ranks: Ranks) -> None:
     printed = str(syncbn.summary(model))
     assert f"synchronised over {ranks.size} ranks" in printed
     assert printed.endswith(f"\nkernels: {syncbn.kernels.available()}")
+
+
+def test_an_old_default_group_is_released(ranks: Ranks) -> None:
+    """A table from it to the groups that were made would keep it alive where one of these is itself."""
+    layer_of(ranks.size, ranks)(torch.randn(3, 2, dtype=torch.float64, device=ranks.device))
+    old = weakref.ref(dist.group.WORLD)
+    make_world_anew()
+    gc.collect()
+    assert old() is None
 
 
 def test_specification_before_init_process_group(ranks: Ranks) -> None:
