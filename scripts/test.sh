@@ -8,10 +8,11 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment
 
-programs=(tests/test_{accelerate,crashes,examples,faults,imagenet,lightning,testing,two_hosts,voting}.py)
+programs=(tests/test_{accelerate,crashes,examples,imagenet,lightning,testing,two_hosts,voting}.py)
+faults=(tests/test_faults.py)
 interpreted=(tests/test_kernels.py tests/test_moments.py)
 others=(tests --ignore tests/distributed)
-for file in "${programs[@]}"; do
+for file in "${programs[@]}" "${faults[@]}"; do
     others+=(--ignore "$file")
 done
 rank_counts=(2 3 4)
@@ -49,7 +50,10 @@ run_part() {
     cat "$logs/$name.log"
 }
 
-[[ $quick ]] || part "programs" python3 -m pytest "${programs[@]}" "$@"
+if [[ ! $quick ]]; then
+    part "programs" python3 -m pytest "${programs[@]}" "$@"
+    part "faults" python3 -m pytest "${faults[@]}" "$@"
+fi
 for count in "${rank_counts[@]}"; do
     kernels=${SYNCBN_KERNELS-}
     [[ $count != 3 ]] || kernels=reference

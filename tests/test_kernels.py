@@ -401,7 +401,7 @@ def test_other_instructions(capability: str) -> None:
             "-x",
             __file__,
             "-k",
-            "not instructions and not reference and not triton",
+            "not instructions and not operators and not reference and not triton",
         ],
         env=os.environ | {"ATEN_CPU_CAPABILITY": capability},
         capture_output=True,
