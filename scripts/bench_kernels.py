@@ -47,10 +47,10 @@ def calls_of(case: Case, device: torch.device) -> dict[str, tuple[Callable[[], o
     weight, bias = torch.ones(channels, **of_channels), torch.zeros(channels, **of_channels)
     served = kernels.select_kernels(x)
     sums = served.channel_sums(x, layout)
-    packed, forward = served.forward_coefficients(sums, weight, bias, EPS, weight.dtype)
+    packed, forward = served.forward_coefficients(sums, weight, bias, EPS, x.dtype)
     y = served.normalize(x, layout, forward, z, True)
     of_dy, _, _ = served.gradient_sums(dy, x, y, layout, packed, weight.dtype, bias.dtype)
-    backward = served.backward_coefficients(of_dy, packed, weight, weight.dtype)
+    backward = served.backward_coefficients(of_dy, packed, weight, x.dtype)
     copy = torch.empty_like(x)
     calls = {
         "copy": (lambda: copy.copy_(x), 2),

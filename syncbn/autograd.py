@@ -29,7 +29,6 @@ from syncbn.distributed.collectives import Ranks
 from syncbn.double_backward import BackwardInput, Gradients
 from syncbn.kernels import select_kernels
 from syncbn.layout import Layout
-from syncbn.moments import compute_dtype
 
 Result = TypeVar("Result")
 
@@ -93,7 +92,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
             x, weight, bias, residual, num_values = tensors[index::num_inputs]
             if num_values is not None or x.numel() <= layout.sizes[1]:  # else this rank alone has two
                 require_two_values(sums[-1], x, f"inputs[{index}]: " if num_inputs > 1 else "")
-            of_input, coefficients = kernels.forward_coefficients(sums, weight, bias, call.eps, compute_dtype(x.dtype))
+            of_input, coefficients = kernels.forward_coefficients(sums, weight, bias, call.eps, x.dtype)
             ys.append(kernels.normalize(x, layout, coefficients, residual, call.relu))
             statistics.append(of_input)
         return (*ys, *statistics)
@@ -158,7 +157,7 @@ def gradients(per_input: Sequence[BackwardInput], ranks: Ranks) -> list[Gradient
         grad_x, grad_residual = None, dy if needs_residual else None
         relu_masks_residual = needs_residual and y is not None
         if needs_x or relu_masks_residual:
-            coefficients = kernels.backward_coefficients(totals[index], statistics, weight, compute_dtype(x.dtype))
+            coefficients = kernels.backward_coefficients(totals[index], statistics, weight, x.dtype)
             grad_x, of_residual = kernels.input_gradient(dy, x, y, layout, coefficients, relu_masks_residual)
             grad_residual = of_residual if relu_masks_residual else grad_residual
         results.append((grad_x, *of_parameters[index], grad_residual))

@@ -1,9 +1,8 @@
-"""Computes per-channel values in float64: sums -> statistics -> coefficients of the maps, and running statistics.
+"""Computes per-channel values in float64: sums -> mean, variance -> running statistics.
 
 C channels, n values of a channel over all ranks; S = sum x and Q = sum x^2 of a channel. Packed are
     sums          (2C + 1,)  S, Q, n
     statistics    (3C + 1,)  mean, biased var, invstd = 1 / sqrt(var + eps), n
-    coefficients  (3C,) or (4C,)  what a map needs of each channel, see forward_coefficients and backward_coefficients
 Everything here is of that size, so its cost does not depend on the batch. Knows no ranks, no layout.
 """
 
@@ -46,46 +45,6 @@ def unpack(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def inverse_std(var: Tensor, eps: float) -> Tensor:
     """1 / sqrt(var + eps)."""
     return (var + eps).rsqrt()
-
-
-def forward_coefficients(
-    sums: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The statistics of all ranks' `sums`, and center, scale, shift: y = (x - center) * scale + shift.
-
-    The coefficients are (3C,), of the dtype in which the map computes. mean = center + rest: x - center is exact, and
-    the shift makes up for the rest.
-    """
-    statistics = from_sums(sums, eps)
-    mean, _, invstd, _ = unpack(statistics)
-    center, rest = _split(mean, dtype)
-    scale = invstd if weight is None else invstd * weight
-    shift = -rest * scale if bias is None else bias - rest * scale
-    return statistics, _packed(center, scale, shift)
-
-
-def backward_coefficients(sums: Tensor, statistics: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """center, a, b, c (4C,): grad_x = dy * a + (x - center) * b + c, by all ranks' sums of dy and of dy * (x - mean).
-
-    That is (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight.
-    """
-    mean, _, invstd, num_values = unpack(statistics)
-    center, rest = _split(mean, dtype)
-    mean_dy, mean_dy_xmu = (sums / num_values.clamp(min=1)).chunk(2)
-    a = invstd if weight is None else invstd * weight
-    b = -a * invstd.square() * mean_dy_xmu
-    return _packed(center, a, b, -a * mean_dy - b * rest)
-
-
-def _split(mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    center = mean.to(dtype)
-    return center, mean - center
-
-
-def _packed(center: Tensor, *others: Tensor) -> Tensor:
-    """In the dtype of the center. Inductor does not compute again, for each value of a map, what torch.cat puts in
-    memory."""
-    return torch.cat((center, *[one.to(center.dtype) for one in others]))
 
 
 def unbiased(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:

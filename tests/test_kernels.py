@@ -34,6 +34,7 @@ SIZES = [
     (3, 0, 2),
     (4, 0, 40),
 ]
+SIZES_OF_ALL_OPTIONS = SIZES[1:5]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EPS = 1e-5
 
@@ -50,6 +51,13 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 def on_cpu(kernels: ModuleType) -> bool:
     return "gpu" not in kernels.__name__
+
+
+def with_options(names: str, options: list[tuple[object, ...]]) -> pytest.MarkDecorator:
+    """All options at some sizes, the last at each size."""
+    cases = [(one, *option) for one in SIZES_OF_ALL_OPTIONS for option in options]
+    cases += [(one, *options[-1]) for one in SIZES if one not in SIZES_OF_ALL_OPTIONS]
+    return pytest.mark.parametrize(f"sizes, {names}", cases, ids=str)
 
 
 def draw(num: int, sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -73,7 +81,7 @@ def normalized(
     relu: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """y and the statistics."""
-    statistics, coefficients = kernels.forward_coefficients(sums, weight, bias, eps, moments.compute_dtype(x.dtype))
+    statistics, coefficients = kernels.forward_coefficients(sums, weight, bias, eps, x.dtype)
     return kernels.normalize(x, Layout.of(x, 1), coefficients, residual, relu), statistics
 
 
@@ -88,7 +96,7 @@ def gradients(
     of_residual: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Of x and of the residual."""
-    coefficients = kernels.backward_coefficients(sums, statistics, weight, moments.compute_dtype(x.dtype))
+    coefficients = kernels.backward_coefficients(sums, statistics, weight, x.dtype)
     return kernels.input_gradient(dy, x, y, Layout.of(x, 1), coefficients, of_residual)
 
 
@@ -140,8 +148,7 @@ def test_channel_sums(kernels: ModuleType, sizes: tuple[int, int, int], dtype: t
     assert sums[-1] == sizes[0] * sizes[2]
 
 
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("relu", [False, True])
+@with_options("residual, relu", [(False, False), (True, False), (False, True), (True, True)])
 def test_normalize(
     kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype, residual: bool, relu: bool
 ) -> None:
@@ -173,7 +180,7 @@ def test_nothing_is_lost_beside_a_large_mean(kernels: ModuleType) -> None:
     close(out, dy.double() - mean_dy[:, None] - xmu * mean_dy_xmu[:, None])
 
 
-@pytest.mark.parametrize("relu", [False, True])
+@with_options("relu", [(False,), (True,)])
 def test_gradient_sums(kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype, relu: bool) -> None:
     dy, x, y = draw(3, sizes, dtype)
     mean, invstd = of_channels(2, sizes[1])
@@ -190,8 +197,10 @@ def test_gradient_sums(kernels: ModuleType, sizes: tuple[int, int, int], dtype: 
     assert kernels.gradient_sums(dy, x, None, Layout.of(x, 1), statistics, None, None)[1:] == (None, None)
 
 
-@pytest.mark.parametrize(("relu", "residual"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("num_values", [0.0, 7.0])
+@with_options(
+    "relu, residual, num_values",
+    [(True, True, 0.0), (False, False, 0.0), (True, False, 7.0), (False, False, 7.0), (True, True, 7.0)],
+)
 def test_input_gradient(
     kernels: ModuleType,
     sizes: tuple[int, int, int],

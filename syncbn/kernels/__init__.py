@@ -35,7 +35,7 @@ def select_kernels(x: Tensor | None, *others: Tensor | None) -> ModuleType:
     compiling = torch_private.is_compiling()
     if x.is_cpu:
         if (why_not := _why_no_cpp()) is not None:
-            if x.nbytes > LARGE_BYTES and not compiling and not _why_forced():
+            if not compiling and x.nbytes > LARGE_BYTES and not _why_forced():
                 _warn_of_slowness(why_not)
             return reference
         if not compiling:

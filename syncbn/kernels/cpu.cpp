@@ -42,17 +42,17 @@ struct Half {
 template <typename T>
 using Compute = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-constexpr int64_t GRAIN = 32768;      // values that are worth the start of a thread
-constexpr int64_t SHORTEST_RUN = 32;  // values
-constexpr int64_t LONG_ROW = 64;      // values, so that what is left behind whole vectors counts little
-constexpr int64_t OWN_SCRATCH = 1024;    // doubles
-constexpr int64_t SOME = 256;            // channels
-constexpr int64_t PADDING = 16;       // numbers, as many as the widest vector has
-constexpr int64_t FETCHED_AHEAD = 512;   // values of a run, at most: what follows these comes by itself
-constexpr int64_t ROWS_AHEAD = 16;
+constexpr int64_t GRAIN = 32768;          // values that are worth the start of a thread
+constexpr int64_t SHORTEST_RUN = 32;      // values
+constexpr int64_t LONG_ROW = 64;          // values, so that what is left behind whole vectors counts little
+constexpr int64_t PADDING = 16;           // numbers, as many as the widest vector has
+constexpr int64_t FETCHED_AHEAD = 512;    // values of a run, at most: what follows these comes by itself
+constexpr int64_t ROWS_AHEAD = 16;        // that are fetched
+constexpr int64_t LEAST_RUNS = 8;         // of a channel in a part of a sum
+constexpr int64_t LEAST_ROWS = 32;        // in a part of a sum, whose two doubles for each column are half a byte a value
 constexpr int64_t MOST_COEFFICIENTS = 4;  // of a map
-constexpr int64_t LEAST_RUNS = 8;        // of a channel in a part of a sum
-constexpr int64_t LEAST_ROWS = 32;       // in a part of a sum, whose two doubles for each column are half a byte a value
+constexpr int64_t OWN_SCRATCH = 1024;     // doubles
+constexpr int64_t SOME = 256;             // channels
 
 struct Sizes {
   int64_t outer, channels, inner;
@@ -65,8 +65,8 @@ struct Sizes {
   int64_t long_row() const { return columns() * rows_in_one(); }
   int64_t long_rows() const { return outer / rows_in_one(); }
 
-  // Whether there is a number for each run, or column of a long row, where there is one for each channel.
-  bool coefficients_are_spread() const { return in_runs() || (inner == 1 && channels >= LONG_ROW); }
+  // Whether a map has more columns, or less than a vector of them, than channels.
+  bool needs_spread() const { return !in_runs() && (inner != 1 || channels < LONG_ROW); }
 
   // One number of each channel -> of each channel in runs, else of each column of a long row, then PADDING more.
   template <typename Number, typename From>
@@ -154,16 +154,16 @@ const Instructions instructions = best_instructions();
 
 // Runs a statement in which SET is the namespace of the best instructions.
 #if defined(GCC_TARGETS)
-#define WITH_BEST_INSTRUCTIONS(...)             \
-  if (instructions == Instructions::AVX512) {   \
-    namespace SET = avx512;                     \
-    __VA_ARGS__;                                \
+#define WITH_BEST_INSTRUCTIONS(...)                \
+  if (instructions == Instructions::AVX512) {      \
+    namespace SET = avx512;                        \
+    __VA_ARGS__;                                   \
   } else if (instructions == Instructions::AVX2) { \
-    namespace SET = avx2;                       \
-    __VA_ARGS__;                                \
-  } else {                                      \
-    namespace SET = baseline;                   \
-    __VA_ARGS__;                                \
+    namespace SET = avx2;                          \
+    __VA_ARGS__;                                   \
+  } else {                                         \
+    namespace SET = baseline;                      \
+    __VA_ARGS__;                                   \
   }
 #else
 #define WITH_BEST_INSTRUCTIONS(...) \
@@ -277,7 +277,7 @@ EXPORTED int64_t syncbn_scratch(int adds, int64_t outer, int64_t channels, int64
   int64_t doubles = 0;
   if (adds)
     doubles = sizes.spread_size() + size_of_parts(sizes);
-  else if (!sizes.coefficients_are_spread())
+  else if (sizes.needs_spread())
     doubles = MOST_COEFFICIENTS * sizes.spread_size();
   return doubles > OWN_SCRATCH ? doubles * sizeof(double) : 0;
 }

@@ -80,7 +80,7 @@ def channel_sums(x: Tensor, layout: Layout) -> Tensor:
 def forward_coefficients(
     sums: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    channels, weight, bias = sums.numel() // 2, _dense(weight), _dense(bias)
+    channels, weight, bias, dtype = sums.numel() // 2, _dense(weight), _dense(bias), moments.compute_dtype(dtype)
     statistics, coefficients = sums.new_empty(3 * channels + 1), sums.new_empty(3 * channels, dtype=dtype)
     _Library.forward_coefficients(
         CODES[dtype], channels, sums.data_ptr(), *_numbers_of(weight), *_numbers_of(bias), eps,
@@ -119,7 +119,7 @@ def gradient_sums(
 
 
 def backward_coefficients(sums: Tensor, statistics: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    channels, weight = sums.numel() // 2, _dense(weight)
+    channels, weight, dtype = sums.numel() // 2, _dense(weight), moments.compute_dtype(dtype)
     coefficients = sums.new_empty(4 * channels, dtype=dtype)
     _Library.backward_coefficients(
         CODES[dtype], channels, sums.data_ptr(), statistics.data_ptr(), *_numbers_of(weight), coefficients.data_ptr()

@@ -522,7 +522,7 @@ Status apply(Sizes sizes, Map map, const void* coefficients, double* scratch) {
   int64_t length = sizes.long_row(), rows = sizes.long_rows();
   for (int64_t index = 0; index < Map::NUMBERS; ++index) {
     map.numbers[index] = static_cast<const Number*>(coefficients) + index * sizes.channels;
-    if (!sizes.coefficients_are_spread())
+    if (sizes.needs_spread())
       map.numbers[index] = sizes.spread(map.numbers[index], reinterpret_cast<Number*>(scratch) + index * sizes.spread_size());
   }
   // Backwards, as of a large tensor the caches hold what was added up last.

@@ -46,7 +46,7 @@ def _channel_sums(x: Tensor, *sizes: int) -> Tensor:
     "forward_coefficients(Tensor sums, Tensor? weight, Tensor? bias, float eps, ScalarType dtype) -> (Tensor, Tensor)",
     fake=lambda sums, weight, bias, eps, dtype: (
         sums.new_empty(len(sums) // 2 * 3 + 1),
-        sums.new_empty(len(sums) // 2 * 3, dtype=dtype),
+        sums.new_empty(len(sums) // 2 * 3, dtype=moments.compute_dtype(dtype)),
     ),
 )
 def _forward_coefficients(
@@ -97,7 +97,7 @@ def _gradient_sums(
 
 @_operator(
     "backward_coefficients(Tensor sums, Tensor statistics, Tensor? weight, ScalarType dtype) -> Tensor",
-    fake=lambda sums, statistics, weight, dtype: sums.new_empty(2 * len(sums), dtype=dtype),
+    fake=lambda sums, statistics, weight, dtype: sums.new_empty(2 * len(sums), dtype=moments.compute_dtype(dtype)),
 )
 def _backward_coefficients(sums: Tensor, statistics: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     channels = len(sums) // 2

@@ -109,7 +109,8 @@ def forward_coefficients(
 ) -> tuple[Tensor, Tensor]:
     channels = len(sums) // 2
     with _device_of(sums):
-        statistics, coefficients = _empty_numbers(sums, 3 * channels + 1), sums.new_empty(3 * channels, dtype=dtype)
+        statistics = _empty_numbers(sums, 3 * channels + 1)
+        coefficients = sums.new_empty(3 * channels, dtype=moments.compute_dtype(dtype))
         gpu_kernels.forward_coefficients[_blocks_of(channels)](
             sums, _dense(weight), _dense(bias), statistics, coefficients, *_two(eps), channels,
             CHANNELS=CHANNELS, **FUSED,
@@ -151,7 +152,7 @@ def gradient_sums(
 def backward_coefficients(sums: Tensor, statistics: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     channels = len(sums) // 2
     with _device_of(sums):
-        coefficients = sums.new_empty(4 * channels, dtype=dtype)
+        coefficients = sums.new_empty(4 * channels, dtype=moments.compute_dtype(dtype))
         gpu_kernels.backward_coefficients[_blocks_of(channels)](
             sums, statistics, _dense(weight), coefficients, channels, CHANNELS=CHANNELS, **FUSED
         )

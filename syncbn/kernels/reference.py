@@ -1,8 +1,8 @@
 """Defines the kernels as torch operations, which run on every device: the other kernel modules must compute the same.
 
 C: channels. `layout` says how x lies in memory: without gaps, as (outer, C, inner). So do dy, y and the residual, which
-    have the dtype and shape of x. weight and bias are (C,) of any float dtype. What is float64 and what the
-    coefficients are: moments.py, whose functions of per-channel values are kernels too.
+    have the dtype and shape of x. Sums and statistics are float64, packed as in moments.py; the coefficients of a map,
+    (3C,) or (4C,), are of the dtype in which it computes; weight and bias (C,) are of any float dtype.
 Reductions add in float64; values of 16 bits, a few at a time, at first in float32 if that is faster, and on GPUs
     float32 values too: squares of values beyond 1.8e19 then overflow, those of values below 1e-19 lose digits.
 Maps compute single values in float32, or in float64 for float64 values. Beside values beyond 1e18 the float32 number b
@@ -14,18 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from syncbn import moments
 from syncbn.layout import Layout
-from syncbn.moments import backward_coefficients, forward_coefficients, unpack, update_running_stats
-
-__all__ = [
-    "backward_coefficients",
-    "channel_sums",
-    "forward_coefficients",
-    "gradient_sums",
-    "input_gradient",
-    "normalize",
-    "update_running_stats",
-]
+from syncbn.moments import unpack
 
 
 def channel_sums(x: Tensor, layout: Layout) -> Tensor:
@@ -33,6 +24,21 @@ def channel_sums(x: Tensor, layout: Layout) -> Tensor:
     wide = layout.fold(x).to(torch.float64)
     num_values = wide.new_full((1,), wide.shape[0] * wide.shape[2])
     return torch.cat((wide.sum((0, 2)), wide.square().sum((0, 2)), num_values))
+
+
+def forward_coefficients(
+    sums: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The statistics of all ranks' `sums`, and center, scale, shift for an input of this dtype.
+
+    mean = center + rest: in a map x - center is exact, and the shift makes up for the rest.
+    """
+    statistics = moments.from_sums(sums, eps)
+    mean, _, invstd, _ = unpack(statistics)
+    center, rest = _split(mean, dtype)
+    scale = invstd if weight is None else invstd * weight
+    shift = -rest * scale if bias is None else bias - rest * scale
+    return statistics, _packed(center, scale, shift)
 
 
 def normalize(x: Tensor, layout: Layout, coefficients: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
@@ -69,6 +75,19 @@ def gradient_sums(
     return torch.cat((sum_dy, sum_dy_xmu)), grad_weight, None if bias_dtype is None else sum_dy.to(bias_dtype)
 
 
+def backward_coefficients(sums: Tensor, statistics: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """center, a, b, c for an input of this dtype, by all ranks' sums of dy and of dy * (x - mean).
+
+    With them grad_x = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight.
+    """
+    mean, _, invstd, num_values = unpack(statistics)
+    center, rest = _split(mean, dtype)
+    mean_dy, mean_dy_xmu = (sums / num_values.clamp(min=1)).chunk(2)
+    a = invstd if weight is None else invstd * weight
+    b = -a * invstd.square() * mean_dy_xmu
+    return _packed(center, a, b, -a * mean_dy - b * rest)
+
+
 def input_gradient(
     dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, coefficients: Tensor, of_residual: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -81,6 +100,24 @@ def input_gradient(
     dy = _through_relu(layout.fold(dy), None if y is None else layout.fold(y))
     grad_x = dy.to(center.dtype) * a + (layout.fold(x).to(center.dtype) - center) * b + c
     return _laid_out(grad_x, x, layout), _laid_out(dy, x, layout) if of_residual else None
+
+
+def update_running_stats(
+    running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float | Tensor, moves: bool = True
+) -> None:
+    """running = (1 - momentum) * running + momentum * statistic, in place; see moments.py."""
+    moments.update_running_stats(running_mean, running_var, statistics, momentum, moves)
+
+
+def _split(mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    center = mean.to(moments.compute_dtype(dtype))
+    return center, mean - center
+
+
+def _packed(center: Tensor, *others: Tensor) -> Tensor:
+    """In the dtype of the center. Inductor does not compute again, for each value of a map, what torch.cat puts in
+    memory."""
+    return torch.cat((center, *[one.to(center.dtype) for one in others]))
 
 
 def _laid_out(values: Tensor, x: Tensor, layout: Layout) -> Tensor:
