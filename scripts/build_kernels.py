@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -38,15 +39,18 @@ def build(root: Path, library: Path, flags: list[str] = FLAGS) -> None:
 
     The environment may set CXX, CXXFLAGS and LDFLAGS.
     """
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    compiler = shlex.split(os.environ.get("CXX") or "c++")
     flags = flags + shlex.split(os.environ.get("CXXFLAGS", "")) + SHARED + shlex.split(os.environ.get("LDFLAGS", ""))
     with tempfile.TemporaryDirectory() as folder:
         stub = Path(folder, "stub.cpp")
         stub.write_text(STUB)
         names = ["-Wl,-soname,libtorch_cpu.so", "-o", f"{folder}/libtorch_cpu.so"]
         subprocess.run([*compiler, "-shared", "-fPIC", stub, *names], check=True)
-        source = [root / SOURCE, "-o", library, f"-L{folder}", "-ltorch_cpu"]
+        source = [root / SOURCE, "-o", f"{folder}/built.so", f"-L{folder}", "-ltorch_cpu"]
         subprocess.run([*compiler, *flags, *source], check=True)
+        unfinished = library.with_suffix(".unfinished")  # beside it, so that the library is replaced at once
+        shutil.copy(f"{folder}/built.so", unfinished)
+        unfinished.replace(library)
 
 
 class KernelsHook(BuildHookInterface[Any]):
@@ -55,7 +59,6 @@ class KernelsHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called by hatchling before it makes the wheel; in the source tree too, as an editable install uses that."""
         root = Path(self.root)
-        (root / LIBRARY).unlink(missing_ok=True)  # of an earlier build
         try:
             if not sys.platform.startswith("linux"):
                 raise OSError(f"there are none for {sys.platform}")

@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 2 -m syncbn check         do these ranks equal one, and what does that cost
 
 check takes as many ranks on as many hosts as torchrun gives it: nccl when each has a GPU, else gloo. Rank 0 prints. The
-exit status is 0 when all is well, 1 when W ranks do not equal one, 2 for a bad command line. Tables need rich
-(pip install rich), --json does not.
+exit status is 0 when all is well, 1 when W ranks do not equal one, 2 for a bad command line. Without rich (pip install
+rich) tables are plain text.
 """
 
 from __future__ import annotations
@@ -56,13 +56,7 @@ def _parse_arguments() -> argparse.Namespace:
                 help="of the model to tell the cost of (%(default)s, as ResNet-50 has)",
             )
             command.add_argument("--channels", type=_positive, default=256, help="of each (default %(default)s)")
-    arguments = parser.parse_args()
-    if not arguments.json:
-        try:
-            import rich  # noqa: F401
-        except ImportError:
-            parser.error("tables need rich: pip install rich, or --json")
-    return arguments
+    return parser.parse_args()
 
 
 def _positive(text: str) -> int:
@@ -115,9 +109,13 @@ def _print_check(results: dict[str, Any]) -> None:
 
 
 def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        for row in (columns, *rows):
+            print("  ".join(row).strip())
+        return
     table = Table(*columns, show_header=any(columns))
     for row in rows:
         table.add_row(*row)

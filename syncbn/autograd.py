@@ -115,9 +115,11 @@ class SyncBatchNormFunction(torch.autograd.Function):
         for index, layout in enumerate(call.layouts):
             x, weight, statistics, *ys = saved[index::num_inputs]
             needs_x, needs_weight, needs_bias, needs_residual, _ = needed[index::num_inputs]
-            x, y = layout.dense(x), layout.dense(ys[0]) if ys else None  # saved_tensors_hooks may have moved them
             dy = grad_outputs[index]
             dy = torch.zeros_like(x) if dy is None else layout.dense(dy)
+            # saved_tensors_hooks may have moved or rounded them.
+            x, y = layout.dense(_as(dy.dtype, x)), layout.dense(_as(dy.dtype, ys[0])) if ys else None
+            statistics = _as(torch.float64, statistics)
             dtypes = weight.dtype if needs_weight else None, ctx.bias_dtypes[index] if needs_bias else None
             per_input.append(BackwardInput(x, dy, y, layout, weight, statistics, needs_x, needs_residual, *dtypes))
         if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
@@ -145,7 +147,7 @@ class _EagerFunction(torch.autograd.Function):
 
 def gradients(per_input: Sequence[BackwardInput], ranks: Ranks) -> list[Gradients]:
     """Compute the gradients of each input, without a graph. The all_reduce happens whatever is needed."""
-    given = [tensor for one in per_input for tensor in (one.x, one.dy, one.weight)]
+    given = [tensor for one in per_input for tensor in (one.x, one.dy, one.y, one.weight, one.statistics)]
     kernels, local, of_parameters = select_kernels(*given), [], []
     for x, dy, y, layout, _, statistics, _, _, weight_dtype, bias_dtype in per_input:
         sums, grad_weight, grad_bias = kernels.gradient_sums(dy, x, y, layout, statistics, weight_dtype, bias_dtype)
@@ -162,6 +164,10 @@ def gradients(per_input: Sequence[BackwardInput], ranks: Ranks) -> list[Gradient
             grad_residual = of_residual if relu_masks_residual else grad_residual
         results.append((grad_x, *of_parameters[index], grad_residual))
     return results
+
+
+def _as(dtype: torch.dtype, saved: Tensor) -> Tensor:
+    return saved if saved.dtype == dtype else saved.to(dtype)
 
 
 def _all_reduce(local: list[Tensor], ranks: Ranks, pass_name: str) -> Sequence[Tensor]:

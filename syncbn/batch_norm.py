@@ -28,7 +28,7 @@ def train(inputs: Sequence[Arguments], ranks: Ranks) -> list[tuple[Tensor, Tenso
         inputs[0].check_numbers()  # which all inputs share
     except Exception as error:  # of whatever class a subclass's _check_input_dim raises
         faults.raise_on_all_ranks(error, inputs, ranks, name)
-    return autograd.normalize(list(map(Arguments.prepare, inputs)), inputs[0].eps, inputs[0].relu, ranks)
+    return autograd.normalize(list(map(Arguments.prepare, inputs)), inputs[0].eps, bool(inputs[0].relu), ranks)
 
 
 def move_running_stats(
@@ -43,7 +43,7 @@ def move_running_stats(
     if pool is not None:
         pool.add(statistics, moves)
     elif running_mean is not None and running_var is not None:
-        select_kernels(running_mean, running_var).update_running_stats(
+        select_kernels(running_mean, running_var, statistics).update_running_stats(
             running_mean, running_var, statistics, arguments.momentum, moves
         )
     if counter is not None and moves:

@@ -27,27 +27,25 @@ inside_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-def may_pass_dispatcher_by(*tensors: Tensor | None) -> bool:
-    """Whether the values of tensors on the CPU may be read and written at their addresses: they are there, and nobody
-    wants to see an operator.
+def may_skip_dispatcher(*tensors: Tensor | None) -> bool:
+    """Whether code may read and write these tensors, which are on the CPU, at their addresses: their values are there,
+    and nobody wants to see an operator.
 
     Not where the thread has a dispatch key beside those that it always has: that of a dispatch mode, a transform or a
     tracer; nor while a profiler records; nor for a subclass, a negative view or a tensor of zeros.
     """
-    if torch._C._dispatch_tls_local_include_set().raw_repr() & ~_keys_of_threads or profiler_enabled():
+    if torch._C._dispatch_tls_local_include_set().raw_repr() & ~_USUAL_KEYS or profiler_enabled():
         return False
     for tensor in tensors:
-        if tensor is not None and (
-            type(tensor) not in _classes_of_tensors or tensor.is_neg() or tensor._is_zerotensor()
-        ):
+        if tensor is not None and (type(tensor) not in _PLAIN_CLASSES or tensor.is_neg() or tensor._is_zerotensor()):
             return False
     return True
 
 
-_classes_of_tensors = {Tensor, nn.Parameter}
-_keys_of_threads: int = 0
+_PLAIN_CLASSES = {Tensor, nn.Parameter}
+_USUAL_KEYS: int = 0
 for _key in (torch._C.DispatchKey.BackendSelect, torch._C.DispatchKey.ADInplaceOrView):
-    _keys_of_threads |= torch._C.DispatchKeySet(_key).raw_repr()
+    _USUAL_KEYS |= torch._C.DispatchKeySet(_key).raw_repr()
 
 
 def inside_backward() -> bool:

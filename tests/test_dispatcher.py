@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -124,6 +125,57 @@ def test_saved_tensors_may_come_back_as_others() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, give):
         for actual, one in zip(step(x, dy, weight), expected, strict=True):
             torch.testing.assert_close(actual, one)
+
+
+def test_saved_tensors_may_come_back_rounded() -> None:
+    """As from hooks that compress what is saved, statistics too."""
+    x, dy, weight = drawn()
+    expected = step(x, dy, weight)
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.bfloat16(), lambda packed: packed.float()):
+        for actual, one in zip(step(x, dy, weight), expected, strict=True):
+            torch.testing.assert_close(actual, one, rtol=0.1, atol=0.1)
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.half(), lambda packed: packed):
+        for actual, one in zip(step(x, dy, weight), expected, strict=True):
+            torch.testing.assert_close(actual.float(), one, rtol=0.1, atol=0.1)
+
+
+def test_tensors_without_memory_are_refused() -> None:
+    """In C their address would mean that there is no such tensor."""
+    x, dy, weight = drawn()
+    for freed in (x, weight):
+        freed.untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match="has no memory"):
+            step(x, dy, weight)
+
+
+def test_autograd_sees_that_running_statistics_have_changed() -> None:
+    layer = syncbn.SyncBatchNorm1d(3)
+    y = layer.eval()(torch.randn(4, 3, requires_grad=True))
+    layer.train()(torch.randn(4, 3))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    with torch.inference_mode():
+        syncbn.SyncBatchNorm1d(3)(torch.randn(4, 3))
+
+
+def test_statistics_of_a_fake_input_beside_true_buffers() -> None:
+    layer = syncbn.SyncBatchNorm1d(3)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        x = mode.from_tensor(torch.randn(4, 3))
+    assert type(layer(x)) is type(x)
+
+
+def test_a_flag_of_numpy() -> None:
+    numpy = pytest.importorskip("numpy")
+    y = sync_batch_norm(torch.randn(4, 3), None, None, training=True, fuse_relu=numpy.bool_(True))
+    assert y.min() == 0
+
+
+@pytest.mark.parametrize(("name", "value"), [("INTERFACE", -1), ("PARAMETERS", {"no_such_function": ()})])
+def test_a_library_of_another_version_is_told(name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An editable install may find one that was built before the sources changed."""
+    monkeypatch.setattr(cpu, name, value)
+    assert re.search("another version|does not load", cpu.why_not.__wrapped__() or "")
 
 
 def test_export_holds_torch_operations() -> None:

@@ -31,12 +31,12 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def test_may_pass_dispatcher_by() -> None:
+def test_may_skip_dispatcher() -> None:
     """Not where the thread has the keys of a tracer, or a transform; more in test_dispatcher.py."""
     seen = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(torch_private.may_pass_dispatcher_by(torch.ones(2)))
+        seen.append(torch_private.may_skip_dispatcher(torch.ones(2)))
         return x + 1
 
     look(torch.ones(2))

@@ -6,9 +6,10 @@ Each rank writes to the store of the default process group, under keys that begi
     called/0/layer4.1.bn3   once, that it has called this layer on the group named 0
 
 A write takes 5 us in a loop and 25 to 120 us after a pause, so a thread (watchdog.py) writes the position, soon after
-it has changed and each second. The others' positions are read (report.py) only when there is something to say, and
-fast: torchrun ends the ranks that are left some 0.1 s after the first has failed. A position older than this process is
-not read: torchrun may keep a store when it restarts the ranks.
+it has changed and each second: a rank that is killed may have gone 0.05 s further than its position says. The others'
+positions are read (report.py) only when there is something to say, and fast: torchrun ends the ranks that are left some
+0.1 s after the first has failed. A position older than this process is not read: torchrun may keep a store when it
+restarts the ranks.
 """
 
 from __future__ import annotations
@@ -124,8 +125,9 @@ class ThisRank:
 
     def write_position(self) -> None:
         with self.writing:
-            self.written, self.written_position = time.monotonic(), self.position
-            self.write("position", "\n".join(map(str, (*self.position, time.time(), self.process_and_host))))
+            position = self.position
+            self.written, self.written_position = time.monotonic(), position
+            self.write("position", "\n".join(map(str, (*position, time.time(), self.process_and_host))))
 
     def write(self, key: str, text: str) -> None:
         if self.store_answers:

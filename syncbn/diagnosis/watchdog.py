@@ -1,4 +1,4 @@
-"""Writes where this rank is, in a thread, as a sign of life each second; warns while the rank waits long."""
+"""Writes where this rank is, in a thread, when that changes and each second; warns while the rank waits long."""
 
 from __future__ import annotations
 

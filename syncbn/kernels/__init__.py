@@ -39,7 +39,7 @@ def select_kernels(x: Tensor | None, *others: Tensor | None) -> ModuleType:
                 _warn_of_slowness(why_not)
             return reference
         if not compiling:
-            return cpu if torch_private.may_pass_dispatcher_by(x, *others) else _cpu_operators()
+            return cpu if torch_private.may_skip_dispatcher(x, *others) else _cpu_operators()
         return reference if torch.is_grad_enabled() or torch.compiler.is_exporting() else _cpu_operators()
     if x.is_cuda and not compiling and _why_no_triton() is None:
         # Outside of the Functions a torch.func transform wraps tensors, which have no memory then.

@@ -44,7 +44,7 @@ using Compute = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 constexpr int64_t GRAIN = 32768;          // values that are worth the start of a thread
 constexpr int64_t SHORTEST_RUN = 32;      // values
-constexpr int64_t LONG_ROW = 64;          // values, so that what is left behind whole vectors counts little
+constexpr int64_t LONG_ROW = 64;          // values, so that the rest behind whole vectors is small
 constexpr int64_t PADDING = 16;           // numbers, as many as the widest vector has
 constexpr int64_t FETCHED_AHEAD = 512;    // values of a run, at most: what follows these comes by itself
 constexpr int64_t ROWS_AHEAD = 16;        // that are fetched
@@ -52,7 +52,7 @@ constexpr int64_t LEAST_RUNS = 8;         // of a channel in a part of a sum
 constexpr int64_t LEAST_ROWS = 32;        // in a part of a sum, whose two doubles for each column are half a byte a value
 constexpr int64_t MOST_COEFFICIENTS = 4;  // of a map
 constexpr int64_t OWN_SCRATCH = 1024;     // doubles
-constexpr int64_t SOME = 256;             // channels
+constexpr int64_t CHANNELS_AT_ONCE = 256;             // channels
 
 struct Sizes {
   int64_t outer, channels, inner;
@@ -65,7 +65,7 @@ struct Sizes {
   int64_t long_row() const { return columns() * rows_in_one(); }
   int64_t long_rows() const { return outer / rows_in_one(); }
 
-  // Whether a map has more columns, or less than a vector of them, than channels.
+  // Whether a map's coefficients must be copied out, one for each column: for rows with inner > 1, and for short rows.
   bool needs_spread() const { return !in_runs() && (inner != 1 || channels < LONG_ROW); }
 
   // One number of each channel -> of each channel in runs, else of each column of a long row, then PADDING more.
@@ -218,13 +218,13 @@ T from_double(double number) {
 
 // Calls body(first, count) for some channels at a time, so that their numbers can be widened on the stack.
 template <typename Body>
-void some_at_a_time(int64_t channels, const Body& body) {
-  for (int64_t first = 0; first < channels; first += SOME) body(first, std::min(SOME, channels - first));
+void in_portions(int64_t channels, const Body& body) {
+  for (int64_t first = 0; first < channels; first += CHANNELS_AT_ONCE) body(first, std::min(CHANNELS_AT_ONCE, channels - first));
 }
 
-// SOME numbers as doubles.
+// CHANNELS_AT_ONCE numbers as doubles.
 struct Widened {
-  double values[SOME];
+  double values[CHANNELS_AT_ONCE];
 
   // numbers[first:][:count], or where there are none the other number.
   Widened(const void* numbers, int dtype, int64_t first, int64_t count, double otherwise) {
@@ -270,6 +270,9 @@ struct Statistics {
 
 }  // namespace
 
+// Changes with the parameters of the functions: cpu.py compares it with its own.
+EXPORTED int syncbn_interface() noexcept { return 1; }
+
 // How many bytes of scratch a function needs for a tensor of these sizes, one that adds up, or one that maps; 0 where what
 // it has is enough.
 EXPORTED int64_t syncbn_scratch(int adds, int64_t outer, int64_t channels, int64_t inner) noexcept {
@@ -302,7 +305,7 @@ EXPORTED int syncbn_forward_coefficients(int compute_dtype, int64_t channels, co
   double count = std::max(1.0, sums[2 * channels]);
   return with_compute_dtype(compute_dtype, [&](auto zero) {
     auto *center = static_cast<decltype(zero)*>(coefficients), *scale = center + channels, *shift = scale + channels;
-    some_at_a_time(channels, [&](int64_t first, int64_t some) {
+    in_portions(channels, [&](int64_t first, int64_t some) {
       Widened weights(weight, weight_dtype, first, some, 1), biases(bias, bias_dtype, first, some, 0);
       WITH_BEST_INSTRUCTIONS(SET::forward_coefficients(
           some, sums + first, sums + channels + first, count, eps, weights.values, biases.values, statistics.mean + first,
@@ -341,8 +344,8 @@ EXPORTED int syncbn_gradient_sums(int dtype, const void* dy, const void* x, cons
       return SET::sum(sizes, term, scratch.doubles + sizes.spread_size(), sums);
     });
   });
-  some_at_a_time(channels, [&](int64_t first, int64_t some) {
-    double *sum_dy = sums + first, *sum_dy_xmu = sums + channels + first, of_weight[SOME];
+  in_portions(channels, [&](int64_t first, int64_t some) {
+    double *sum_dy = sums + first, *sum_dy_xmu = sums + channels + first, of_weight[CHANNELS_AT_ONCE];
     for (int64_t index = 0; index < some; ++index) {
       double mean = statistics.mean[first + index], rest = dtype == FLOAT64 ? 0 : mean - float(mean);
       sum_dy_xmu[index] -= rest == 0 ? 0 : rest * sum_dy[index];  // 0 times an infinite sum is NaN
@@ -361,7 +364,7 @@ EXPORTED int syncbn_backward_coefficients(int compute_dtype, int64_t channels, c
   double count = std::max(1.0, *statistics.num_values);
   return with_compute_dtype(compute_dtype, [&](auto zero) {
     auto *center = static_cast<decltype(zero)*>(coefficients), *a = center + channels, *b = a + channels;
-    some_at_a_time(channels, [&](int64_t first, int64_t some) {
+    in_portions(channels, [&](int64_t first, int64_t some) {
       Widened weights(weight, weight_dtype, first, some, 1);
       WITH_BEST_INSTRUCTIONS(SET::backward_coefficients(
           some, sums + first, sums + channels + first, count, statistics.mean + first, statistics.invstd + first,
@@ -391,7 +394,7 @@ EXPORTED int syncbn_update_running_stats(int64_t channels, void* running_mean, i
   Statistics statistics(packed, channels);
   double count = *statistics.num_values;
   auto move = [&](void* running, int dtype, const double* statistic, double factor) {
-    some_at_a_time(channels, [&](int64_t first, int64_t some) {
+    in_portions(channels, [&](int64_t first, int64_t some) {
       Widened moved(running, dtype, first, some, 0);
       for (int64_t index = 0; index < some; ++index)
         moved.values[index] = (1 - momentum) * moved.values[index] + momentum * (statistic[first + index] * factor);

@@ -1,7 +1,7 @@
 """Calls the kernels for CPU tensors, plain C functions (cpu.cpp), directly.
 
-A direct call takes 2 us where an operator takes 5, and passes torch's dispatcher by: only for what
-torch_private.may_pass_dispatcher_by accepts; the rest is for cpu_operators.py. What each function computes is defined
+A direct call takes 2 us where an operator takes 5, and skips torch's dispatcher: only for what
+torch_private.may_skip_dispatcher accepts; the rest is for cpu_operators.py. What each function computes is defined
 by the function of the same name in reference.py. Its tensors are dense as `layout` says, which is not checked here.
 """
 
@@ -22,6 +22,7 @@ from syncbn.layout import Layout
 FILE = Path(__file__).with_name("_cpu.so")
 CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # cpu.cpp's
 NO_DTYPE = 0  # beside a tensor that is None
+INTERFACE = 1  # of the C functions: an older library would read other arguments
 MAPS, ADDS = 0, 1  # what a function does that needs scratch
 
 _address, _size, _code, _number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
@@ -56,24 +57,26 @@ def why_not() -> str | None:
     if sys.platform == "win32":
         return "there are none for Windows"
     if not FILE.exists():
-        return "not built: install a C++ compiler, then syncbn again with pip install --no-cache-dir --force-reinstall"
+        return "not built: no C++ compiler, or it failed; `pip install -v --no-deps --force-reinstall` of syncbn tells"
     try:
         loaded = ctypes.CDLL(str(FILE))
-    except OSError as error:  # another processor, or a torch without torch_parallel_for
+        functions = {name: loaded[f"syncbn_{name}"] for name in (*PARAMETERS, "interface", "scratch")}
+    except (OSError, AttributeError) as error:  # another processor, a torch without torch_parallel_for, another version
         return f"{FILE.name} does not load: {error}"
+    if functions["interface"]() != INTERFACE:
+        return f"{FILE.name} is of another version of syncbn: install it again"
     for name, parameters in PARAMETERS.items():
-        function = loaded[f"syncbn_{name}"]
-        function.argtypes, function.errcheck = parameters, _require_ok  # type: ignore[assignment]
-        setattr(_Library, name, function)
-    loaded.syncbn_scratch.argtypes, loaded.syncbn_scratch.restype = (_code, *_sizes), _size
-    _Library.scratch = functools.lru_cache(4096)(loaded.syncbn_scratch)
+        functions[name].argtypes, functions[name].errcheck = parameters, _require_ok  # type: ignore[assignment]
+        setattr(_Library, name, functions[name])
+    functions["scratch"].argtypes, functions["scratch"].restype = (_code, *_sizes), _size
+    _Library.scratch = functools.lru_cache(4096)(functions["scratch"])
     return None
 
 
 def channel_sums(x: Tensor, layout: Layout) -> Tensor:
     sums = x.new_empty(2 * layout.sizes[1] + 1, dtype=torch.float64)
     scratch = _scratch(x, layout, ADDS)
-    _Library.channel_sums(CODES[x.dtype], x.data_ptr(), *layout.sizes, _address_of(scratch), sums.data_ptr())
+    _Library.channel_sums(CODES[x.dtype], _address_of(x), *layout.sizes, _address_of(scratch), _address_of(sums))
     return sums
 
 
@@ -83,8 +86,8 @@ def forward_coefficients(
     channels, weight, bias, dtype = sums.numel() // 2, _dense(weight), _dense(bias), moments.compute_dtype(dtype)
     statistics, coefficients = sums.new_empty(3 * channels + 1), sums.new_empty(3 * channels, dtype=dtype)
     _Library.forward_coefficients(
-        CODES[dtype], channels, sums.data_ptr(), *_numbers_of(weight), *_numbers_of(bias), eps,
-        statistics.data_ptr(), coefficients.data_ptr(),
+        CODES[dtype], channels, _address_of(sums), *_numbers_of(weight), *_numbers_of(bias), eps,
+        _address_of(statistics), _address_of(coefficients),
     )  # fmt: skip
     return statistics, coefficients
 
@@ -92,8 +95,8 @@ def forward_coefficients(
 def normalize(x: Tensor, layout: Layout, coefficients: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
     y, scratch = torch.empty_like(x), _scratch(x, layout, MAPS)
     _Library.normalize(
-        CODES[x.dtype], x.data_ptr(), *layout.sizes, coefficients.data_ptr(), _address_of(residual), relu,
-        _address_of(scratch), y.data_ptr(),
+        CODES[x.dtype], _address_of(x), *layout.sizes, _address_of(coefficients), _address_of(residual), relu,
+        _address_of(scratch), _address_of(y),
     )  # fmt: skip
     return y
 
@@ -112,8 +115,8 @@ def gradient_sums(
     grad_weight = None if weight_dtype is None else x.new_empty(channels, dtype=weight_dtype)
     grad_bias = None if bias_dtype is None else x.new_empty(channels, dtype=bias_dtype)
     _Library.gradient_sums(
-        CODES[x.dtype], dy.data_ptr(), x.data_ptr(), _address_of(y), *layout.sizes, statistics.data_ptr(),
-        _address_of(scratch), sums.data_ptr(), *_numbers_of(grad_weight), *_numbers_of(grad_bias),
+        CODES[x.dtype], _address_of(dy), _address_of(x), _address_of(y), *layout.sizes, _address_of(statistics),
+        _address_of(scratch), _address_of(sums), *_numbers_of(grad_weight), *_numbers_of(grad_bias),
     )  # fmt: skip
     return sums, grad_weight, grad_bias
 
@@ -122,7 +125,12 @@ def backward_coefficients(sums: Tensor, statistics: Tensor, weight: Tensor | Non
     channels, weight, dtype = sums.numel() // 2, _dense(weight), moments.compute_dtype(dtype)
     coefficients = sums.new_empty(4 * channels, dtype=dtype)
     _Library.backward_coefficients(
-        CODES[dtype], channels, sums.data_ptr(), statistics.data_ptr(), *_numbers_of(weight), coefficients.data_ptr()
+        CODES[dtype],
+        channels,
+        _address_of(sums),
+        _address_of(statistics),
+        *_numbers_of(weight),
+        _address_of(coefficients),
     )
     return coefficients
 
@@ -133,8 +141,8 @@ def input_gradient(
     scratch = _scratch(x, layout, MAPS)
     grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x) if of_residual else None
     _Library.input_gradient(
-        CODES[x.dtype], dy.data_ptr(), x.data_ptr(), _address_of(y), *layout.sizes, coefficients.data_ptr(),
-        _address_of(scratch), grad_x.data_ptr(), _address_of(grad_residual),
+        CODES[x.dtype], _address_of(dy), _address_of(x), _address_of(y), *layout.sizes, _address_of(coefficients),
+        _address_of(scratch), _address_of(grad_x), _address_of(grad_residual),
     )  # fmt: skip
     return grad_x, grad_residual
 
@@ -144,10 +152,16 @@ def update_running_stats(
 ) -> None:
     if isinstance(momentum, Tensor) or not (running_mean.is_contiguous() and running_var.is_contiguous()):
         moments.update_running_stats(running_mean, running_var, statistics, momentum, moves)
-    elif moves:  # one operator, which has no result that selective checkpointing could count
+    elif moves:
         _Library.update_running_stats(
-            running_mean.numel(), *_numbers_of(running_mean), *_numbers_of(running_var), statistics.data_ptr(), momentum
+            running_mean.numel(),
+            *_numbers_of(running_mean),
+            *_numbers_of(running_var),
+            _address_of(statistics),
+            momentum,
         )
+        if not running_mean.is_inference():  # so that autograd sees that they have changed
+            torch.autograd.graph.increment_version((running_mean, running_var))
 
 
 def _scratch(x: Tensor, layout: Layout, adds: int) -> Tensor | None:
@@ -157,12 +171,18 @@ def _scratch(x: Tensor, layout: Layout, adds: int) -> Tensor | None:
 
 
 def _address_of(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    """None, which is NULL in C, for None alone. **Raises** RuntimeError for a tensor without memory."""
+    if tensor is None:
+        return None
+    address = tensor.data_ptr()
+    if not address and tensor.numel():
+        raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage was resized to 0 bytes")
+    return address
 
 
 def _numbers_of(tensor: Tensor | None) -> tuple[int | None, int]:
     """The address and the dtype of a channel's numbers."""
-    return (None, NO_DTYPE) if tensor is None else (tensor.data_ptr(), CODES[tensor.dtype])
+    return (None, NO_DTYPE) if tensor is None else (_address_of(tensor), CODES[tensor.dtype])
 
 
 def _dense(of_channels: Tensor | None) -> Tensor | None:

@@ -215,7 +215,7 @@ def input_gradient(
 def update_running_stats(
     running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float | Tensor, moves: bool = True
 ) -> None:
-    if isinstance(momentum, Tensor):
+    if isinstance(momentum, Tensor) or running_mean.is_neg() or running_var.is_neg():
         moments.update_running_stats(running_mean, running_var, statistics, momentum, moves)
-    elif moves:
+    elif moves:  # one operator, which has no result that selective checkpointing could count
         _update_running_stats(running_mean, running_var, statistics, momentum)
