@@ -22,9 +22,9 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
-from syncbn.diagnosis import positions
 
 TIMEOUT = timedelta(seconds=3)  # of a collective
+UNTIL_WRITTEN_SECONDS = 0.5  # a thread writes a rank's position, soon after it has changed
 STEPS, FAULTY_STEP = 6, 3
 FAULT, LAYER = sys.argv[1:]
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -66,7 +66,13 @@ class Body(nn.Module):
 
 
 def kill(*_: object) -> None:
+    time.sleep(UNTIL_WRITTEN_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    time.sleep(UNTIL_WRITTEN_SECONDS)
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def fork(model: nn.Module) -> None:
@@ -116,7 +122,7 @@ def before_step(model: nn.Sequential) -> None:
         model.body.bn1.process_group = 1 if AT_FAULT else RANKS
     if FAULT == "kill -9 in the all_reduce":
         if AT_FAULT:
-            threading.Timer(0.5, kill).start()
+            threading.Thread(target=kill).start()
         else:
             time.sleep(1)
 
@@ -133,7 +139,7 @@ def fail_to_load() -> None:
 BEFORE_FAULTY_STEP: dict[str, Callable[[nn.Module], object]] = {
     "in evaluation": lambda model: model.eval(),
     "exception in the data loader": lambda model: fail_to_load(),
-    "stopped for longer than the time-out": lambda model: os.kill(os.getpid(), signal.SIGSTOP),
+    "stopped for longer than the time-out": lambda model: stop(),
     "group destroyed": lambda model: dist.destroy_process_group(),
     "group made anew": lambda model: remake_group(),
     "fork after use": fork,
@@ -157,7 +163,6 @@ AMONG_UNEVEN_RANKS = {"kill -9 inside join": join, "kill -9 inside recompute_run
 
 
 def main() -> None:
-    positions.SECONDS_BETWEEN_WRITES = 1e-3  # the steps take less
     warnings.simplefilter("ignore", FutureWarning)  # DistributedDataParallel's of broadcast_buffers
     store, _, _ = next(dist.rendezvous("env://"))
     store.set(f"rank {RANK} is there", "")  # one may start much later than the others
