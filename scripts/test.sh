@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # All tests, in parts, three at a time, as those that start programs wait more than they compute: on 2, 3 (with the
-# reference kernels) and 4 ranks, those that start programs, those of the GPU's kernels in Triton's interpreter, and the
-# others. Ends with what failed and pytest's summary of each part.
+# reference kernels) and 4 ranks, three parts that start programs, those of the GPU's kernels in Triton's interpreter, and
+# the others. Ends with what failed and pytest's summary of each part.
 #   --quick    the essential part, under 3 minutes: 2 ranks, and no test that starts programs or is interpreted
 # Other arguments go to pytest, as in: scripts/test.sh -k voting
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment
 
-programs=(tests/test_{accelerate,crashes,examples,imagenet,lightning,testing,two_hosts,voting}.py)
+programs=(tests/test_{accelerate,crashes,lightning,testing,two_hosts,voting}.py)
+examples=(tests/test_{examples,imagenet}.py)
 faults=(tests/test_faults.py)
 interpreted=(tests/test_kernels.py tests/test_moments.py)
 others=(tests --ignore tests/distributed)
-for file in "${programs[@]}" "${faults[@]}"; do
+for file in "${programs[@]}" "${examples[@]}" "${faults[@]}"; do
     others+=(--ignore "$file")
 done
 rank_counts=(2 3 4)
@@ -52,6 +53,7 @@ run_part() {
 
 if [[ ! $quick ]]; then
     part "programs" python3 -m pytest "${programs[@]}" "$@"
+    part "examples" python3 -m pytest "${examples[@]}" "$@"
     part "faults" python3 -m pytest "${faults[@]}" "$@"
 fi
 for count in "${rank_counts[@]}"; do
