@@ -22,11 +22,11 @@ nm --dynamic --undefined-only "$folder/wheel/syncbn/kernels/_cpu.so"
 CXX=false python -m build --wheel --outdir runs/dist "$folder/clone" >>runs/build.log 2>&1
 ls -l runs/dist
 
-install_pinned() { # into the environment that users have
+install_for_user() { # into the environment that users have
     "$folder/user/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
 }
 python3 -m venv "$folder/user"
-install_pinned --constraint scripts/constraints.txt torch pytest numpy
+install_for_user --constraint scripts/constraints.txt torch pytest numpy
 cp tests/test_tiny.py tests/trained_as_one.py "$folder"
 sdist=$(echo runs/dist/*.tar.gz) wheel=$(echo runs/dist/*manylinux*.whl)
 ways=(
@@ -42,19 +42,18 @@ for way in "${ways[@]}"; do
         export CXX=$compiler
         start=$SECONDS
         case $way in
-        "pip install .") install_pinned "$folder/clone" ;;
-        *git+file*) install_pinned "git+file://$folder/clone" ;;
-        *editable*) install_pinned --editable "$folder/clone" ;;
+        "pip install .") install_for_user "$folder/clone" ;;
+        *git+file*) install_for_user "git+file://$folder/clone" ;;
+        *editable*) install_for_user --editable "$folder/clone" ;;
         uv*) "$uv" pip install --quiet --python "$folder/user" --no-cache "$folder/clone" ;;
-        *tar.gz) install_pinned --no-cache-dir "$sdist" ;;
-        *whl) install_pinned "$wheel" ;;
+        *tar.gz) install_for_user --no-cache-dir "$sdist" ;;
+        *whl) install_for_user "$wheel" ;;
         esac
         seconds=$((SECONDS - start))
         says=$(cd "$folder" && user/bin/python -m syncbn info --json | grep -o 'cpu: [^;"]*')
         tested=$(cd "$folder" && user/bin/python -m pytest -q test_tiny.py | tail -n 1)
         printf '%s\t%s\t%s s\t%s\t%s\n' "$way" "$([[ $compiler == c++ ]] && echo compiler || echo none)" "$seconds" "$says" "$tested" |
             tee -a "$folder/table"
-        install_pinned pip >/dev/null
         "$folder/user/bin/python" -m pip uninstall --quiet --yes syncbn
         rm -f "$folder/clone/syncbn/kernels/_cpu.so"
     done

@@ -116,10 +116,11 @@ class SyncBatchNormFunction(torch.autograd.Function):
             x, weight, statistics, *ys = saved[index::num_inputs]
             needs_x, needs_weight, needs_bias, needs_residual, _ = needed[index::num_inputs]
             dy = grad_outputs[index]
-            dy = torch.zeros_like(x) if dy is None else layout.dense(dy)
-            # saved_tensors_hooks may have moved or rounded them.
-            x, y = layout.dense(_as(dy.dtype, x)), layout.dense(_as(dy.dtype, ys[0])) if ys else None
-            statistics = _as(torch.float64, statistics)
+            if dy is None:
+                dy = torch.zeros_like(x)
+            # saved_tensors_hooks may have rounded or moved what was saved.
+            x, *ys, statistics = _as(dy.dtype, x), *[_as(dy.dtype, y) for y in ys], _as(torch.float64, statistics)
+            x, dy, y = layout.dense(x), layout.dense(dy), layout.dense(ys[0]) if ys else None
             dtypes = weight.dtype if needs_weight else None, ctx.bias_dtypes[index] if needs_bias else None
             per_input.append(BackwardInput(x, dy, y, layout, weight, statistics, needs_x, needs_residual, *dtypes))
         if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd

@@ -43,7 +43,7 @@ def may_skip_dispatcher(*tensors: Tensor | None) -> bool:
 
 
 _PLAIN_CLASSES = {Tensor, nn.Parameter}
-_USUAL_KEYS: int = 0
+_USUAL_KEYS: int = 0  # which every thread includes, outside of inference mode
 for _key in (torch._C.DispatchKey.BackendSelect, torch._C.DispatchKey.ADInplaceOrView):
     _USUAL_KEYS |= torch._C.DispatchKeySet(_key).raw_repr()
 
