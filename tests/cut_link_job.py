@@ -21,12 +21,14 @@ import syncbn
 FOLDER = Path(sys.argv[1])
 LAYERS_IN_ORDER = 7  # of the model
 CALL = 2 * LAYERS_IN_ORDER + 5  # of them all: the fifth of the third step, 4.bn1
+UNTIL_WRITTEN_SECONDS = 1.0  # a thread writes a rank's position, soon after it has changed
 
 calls = itertools.count(1)
 
 
 def wait_for_the_cut(layer: nn.Module, _: object) -> None:
     if isinstance(layer, syncbn.SyncBatchNorm) and layer.training and next(calls) == CALL:
+        time.sleep(UNTIL_WRITTEN_SECONDS)
         (FOLDER / f"rank {os.environ['RANK']}").touch()
         while not (FOLDER / "cut").exists():
             time.sleep(0.01)
