@@ -29,10 +29,10 @@ prepare_environment() {
     fi
 }
 
-# Triton, with which the GPU's kernels run on CPUs too; 1 GB, and for tests only. Not among the constraints, as a torch for
-# GPUs asks for a version of its own and brings it.
+# Triton, with which the GPU's kernels run on CPUs too; 0.6 GB, and for tests only. Not among the constraints, as a torch
+# for GPUs asks for a version of its own and brings it. (The interpreter of 3.6 needs a numpy before 2.4.)
 prepare_triton() {
-    [[ ! -x .venv/bin/pip ]] || python -c 'import triton' 2>/dev/null || install_pinned --no-deps triton==3.9.0
+    [[ ! -x .venv/bin/pip ]] || python -c 'import triton' 2>/dev/null || install_pinned --no-deps triton==3.6.0
 }
 
 pip_reaches_an_index() {

@@ -16,7 +16,7 @@ from syncbn import torch_private
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which single values of this dtype are computed: float32, or float64 for float64 values."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def from_sums(sums: Tensor, eps: float) -> Tensor:

@@ -28,8 +28,8 @@ profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type:
 
 
 def may_skip_dispatcher(*tensors: Tensor | None) -> bool:
-    """Whether code may read and write these tensors, which are on the CPU, at their addresses: their values are there,
-    and nobody wants to see an operator.
+    """Whether code may read and write these tensors at their addresses: their values are there, and nobody wants to see
+    an operator.
 
     Not where the thread has a dispatch key beside those that it always has: that of a dispatch mode, a transform or a
     tracer; nor while a profiler records; nor for a subclass, a negative view or a tensor of zeros.

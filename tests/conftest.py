@@ -43,7 +43,7 @@ def nan_in_new_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=["reference", "cpu", "cpu_operators", pytest.param("triton", marks=pytest.mark.triton)])
+@pytest.fixture(params=["reference", "cpu", "operators", pytest.param("triton", marks=pytest.mark.triton)])
 def kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     """Each kernel module; within the test new tensors are on its device. Triton's runs on CPUs too, interpreted."""
     if request.param != "triton":
@@ -57,5 +57,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     if not (interpreted or torch.cuda.is_available()):
         pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
     with torch.device("cpu" if interpreted else "cuda"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, in the interpreter, of infinities
+        # NumPy's, in the interpreter: of infinities; of scalars
+        warnings.simplefilter("ignore", RuntimeWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
         yield importlib.import_module("syncbn.kernels.gpu")

@@ -16,7 +16,7 @@ from syncbn.distributed import groups
 from syncbn.layout import Layout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-MOST_LAUNCHES = {"forward": 4, "backward": 3}
+MOST_LAUNCHES = {"forward": 5, "backward": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -163,14 +163,16 @@ def test_more_values_than_an_int32_counts(channels_last: bool) -> None:
     values = shape[2] * shape[3]
     assert sums[:64].eq(3 * values).all()
     assert sums[64:128].eq(9 * values).all()
-    y, statistics = served.normalize(x, layout, sums, 1e-5, None, None, None, False)
+    statistics, coefficients = served.forward_coefficients(sums, None, None, 1e-5, x.dtype)
+    y = served.normalize(x, layout, coefficients, None, relu=False)
     mean, invstd = 3 / shape[0], (9 / shape[0] - 9 / shape[0] ** 2 + 1e-5) ** -0.5
     torch.testing.assert_close(y[-1], torch.full_like(y[-1], (3 - mean) * invstd))
     torch.testing.assert_close(y[0], torch.full_like(y[0], -mean * invstd))
     del y
-    of_dy, _, _ = served.gradient_sums(x, x, None, layout, statistics, 1e-5, None, None)
+    of_dy, _, _ = served.gradient_sums(x, x, None, layout, statistics, None, None)
     torch.testing.assert_close(of_dy[64:], torch.full_like(of_dy[64:], 3 * values * (3 - mean)))
-    grad_x, _ = served.input_gradient(x, x, None, layout, statistics, 1e-5, None, of_dy, False)
+    coefficients = served.backward_coefficients(of_dy, statistics, None, x.dtype)
+    grad_x, _ = served.input_gradient(x, x, None, layout, coefficients, of_residual=False)
     num_values = shape[0] * values
     expected = (3 - 3 / shape[0] - (3 - mean) * invstd**2 * of_dy[64].item() / num_values) * invstd
     torch.testing.assert_close(grad_x[-1], torch.full_like(grad_x[-1], expected))

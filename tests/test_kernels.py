@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -269,11 +270,11 @@ def test_squares_of_16_bits_lose_nothing(
 def test_results_are_the_same_again_and_on_other_threads(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
     if kernels is reference:
         pytest.skip("torch's sums depend on the number of threads")
-    if truncates(kernels) and sizes[2] > 100_000:
+    if truncates(kernels) and math.prod(sizes) > 100_000:
         pytest.skip("the interpreter takes a minute")
     dy, x = draw(2, sizes, torch.float32)
     results = []
-    for threads in (1, 2, 3):
+    for threads in (1, 2, 3) if on_cpu(kernels) else (1, 1):
         torch.set_num_threads(threads)
         sums = kernels.channel_sums(x, Layout.of(x, 1))
         out, statistics = normalized(kernels, x, sums)
@@ -486,17 +487,25 @@ def test_slow_training_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layer(large[:1000])
     layer.eval()(large)
     layer.train()
-    with pytest.warns(UserWarning, match="no fast kernels for CPUs.*no compiler here"):
+    with pytest.warns(UserWarning, match="no fast kernels for this cpu device.*no compiler here"):
         layer(large)
     layer(large)  # where warnings are errors
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
 @pytest.mark.triton
-def test_what_keeps_triton_from_running_is_told_and_not_raised() -> None:
-    reason = all_kernels._why_no_triton()
+def test_what_keeps_triton_from_running_is_told_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each GPU is asked once; not while a graph is made, of either kind."""
+    monkeypatch.setattr(all_kernels, "_triton_works", {})
+    device = torch.device("cuda", 1)
+    assert all_kernels._why_no_triton(device, compiling=True) is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert all_kernels._why_no_triton(device, compiling=False) is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    reason = all_kernels._why_no_triton(device, compiling=False)
     assert reason
     assert "\n" not in reason
+    assert all_kernels._triton_works == {device: reason}
 
 
 def test_which_tensors_the_operators_serve() -> None:

@@ -23,44 +23,44 @@ LARGE_BYTES = 1_000_000  # of an input with which it matters how fast the kernel
 def select_kernels(x: Tensor | None, *others: Tensor | None) -> ModuleType:
     """The kernel module for tensors like `x`, in a call that takes `others` beside it.
 
-    Tensor subclasses and exported programs get torch's operations, as do compiled graphs on GPUs. On CPUs what Inductor
-    makes of those takes 2 to 12 times as long as the operators, which it calls as they are.
+    Tensor subclasses and exported programs get torch's operations. Compiled graphs get the operators: what Inductor
+    makes of torch's operations takes 2 to 12 times as long on CPUs.
 
     Neither operators nor direct calls have a gradient. In eager mode only autograd.Functions call them; but Dynamo
     traces through the forward of a Function when nothing outside requires grad, as in torch.func, and then grad mode
     stays on.
     """
-    if type(x) is not Tensor:
+    if type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
         return reference
     compiling = torch_private.is_compiling()
-    if x.is_cpu:
-        if (why_not := _why_no_cpp()) is not None:
-            if not compiling and x.nbytes > LARGE_BYTES and not _why_forced():
-                _warn_of_slowness(why_not)
-            return reference
-        if not compiling:
-            return cpu if torch_private.may_skip_dispatcher(x, *others) else _cpu_operators()
-        return reference if torch.is_grad_enabled() or torch.compiler.is_exporting() else _cpu_operators()
-    if x.is_cuda and not compiling and _why_no_triton() is None:
-        # Outside of the Functions a torch.func transform wraps tensors, which have no memory then.
-        return reference if torch_private.inside_functorch() else _gpu()
-    return reference
+    why_not = _why_none(x.device, compiling)
+    if why_not is not None:
+        if not compiling and x.nbytes > LARGE_BYTES and not _why_forced():
+            _warn_of_slowness(x.device.type, why_not)
+        return reference
+    if compiling:
+        return reference if torch.is_grad_enabled() or torch.compiler.is_exporting() else _operators()
+    if not torch_private.may_skip_dispatcher(x, *others):
+        return _operators()
+    return cpu if x.is_cpu else _gpu()
 
 
 def available() -> str:
     """Which kernels serve the tensors of this machine, and why not faster ones, in one line."""
-    why_not = _why_no_cpp()
-    lines = [f"cpu: torch operations ({why_not})" if why_not else "cpu: C++"]
+    devices = {torch.device("cpu"): "C++"}
     if torch.cuda.is_available():
-        why_not = _why_no_triton()
-        lines.append(f"cuda: torch operations ({why_not})" if why_not else "cuda: Triton")
+        devices[torch.device("cuda", torch.cuda.current_device())] = "Triton"
+    lines = []
+    for device, language in devices.items():
+        why_not = _why_none(device, compiling=False)
+        lines.append(f"{device.type}: {f'torch operations ({why_not})' if why_not else language}")
     return "; ".join(lines)
 
 
-def _cpu_operators() -> ModuleType:
-    from syncbn.kernels import cpu_operators  # which registers them
+def _operators() -> ModuleType:
+    from syncbn.kernels import operators  # which registers them
 
-    return cpu_operators
+    return operators
 
 
 def _gpu() -> ModuleType:
@@ -70,30 +70,38 @@ def _gpu() -> ModuleType:
 
 
 @torch_private.constant_in_graphs
-def _why_no_cpp() -> str | None:
-    """None when the C++ kernels serve CPU tensors, which loads them, else the reason in a line."""
-    return _why_forced() or cpu.why_not()
+def _why_none(device: torch.device, compiling: bool) -> str | None:
+    """None when there are kernels for tensors on this device, which loads them, else the reason in a line."""
+    return _why_forced() or (cpu.why_not() if device.type == "cpu" else _why_no_triton(device, compiling))
 
 
-@functools.cache
-def _why_no_triton() -> str | None:
-    """None when kernels in Triton run on the GPU, which one of them does once, else the reason in a line."""
-    if why_forced := _why_forced():
-        return why_forced
+_triton_works: dict[torch.device, str | None] = {}  # or why not
+
+
+def _why_no_triton(device: torch.device, compiling: bool) -> str | None:
+    """None when kernels in Triton run on this GPU, which one of them does once, else the reason in a line."""
+    if device in _triton_works:
+        return _triton_works[device]
+    if compiling or torch.cuda.is_current_stream_capturing():
+        return None  # a graph takes no launch of ours, and what fails there says nothing of other times
     try:
-        buffers, statistics = torch.zeros(2, 1, device="cuda"), torch.zeros(4, dtype=torch.float64, device="cuda")
+        buffers, statistics = torch.zeros(2, 1, device=device), torch.zeros(4, dtype=torch.float64, device=device)
         _gpu().update_running_stats(*buffers, statistics, 0.1)
     except torch.OutOfMemoryError:  # says nothing of the next time
         raise
     except Exception as error:  # of whatever class: no triton, no C compiler, a GPU that it does not know
-        return f"{type(error).__name__}: {error}".partition("\n")[0]
-    return None
+        _triton_works[device] = f"{type(error).__name__}: {error}".partition("\n")[0]
+    else:
+        _triton_works[device] = None
+    return _triton_works[device]
 
 
 @functools.cache
-def _warn_of_slowness(why_not: str) -> None:
+def _warn_of_slowness(device_type: str, why_not: str) -> None:
     warnings.warn(
-        f"syncbn has no fast kernels for CPUs, torch operations take several times as long: {why_not}", stacklevel=2
+        f"syncbn has no fast kernels for this {device_type} device, torch operations take several times as long: "
+        f"{why_not}",
+        stacklevel=2,
     )
 
 

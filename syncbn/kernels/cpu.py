@@ -1,7 +1,7 @@
 """Calls the kernels for CPU tensors, plain C functions (cpu.cpp), directly.
 
 A direct call takes 2 us where an operator takes 5, and skips torch's dispatcher: only for what
-torch_private.may_skip_dispatcher accepts; the rest is for cpu_operators.py. What each function computes is defined
+torch_private.may_skip_dispatcher accepts; the rest is for operators.py. What each function computes is defined
 by the function of the same name in reference.py. Its tensors are dense as `layout` says, which is not checked here.
 """
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -19,69 +20,119 @@ from syncbn import moments
 from syncbn.kernels import gpu_kernels
 from syncbn.layout import Layout
 
-SHORTEST_RUN = 32  # columns
-TILE = 4096  # values
-COLUMNS_OF_RUN = 512  # of a tile, at most where there are rows enough for the rest
-COLUMNS_OF_ROW = 128  # of a tile, at most
+SHORTEST_RUN = 32  # values; of shorter ones a thread would load few at once
+BYTES_OF_THREAD = 16  # that it loads at once
+COLUMNS = 128  # of a tile that is not in runs, at most
+THREADS = 256  # of a program, at most
 SUMMING_PROGRAMS = 1024  # about as many as run at once on a large GPU
+MOST_PARTS = 256  # of a sum, which a second kernel adds
 MAPPING_PROGRAMS = 8192
-CHANNELS = 8  # of a program that adds the parts, or has one number a channel
-FUSED = {"enable_fp_fusion": True}  # a * b + c as one operation; Triton 3.9 warns unless told, as its default changes
+SUMMING_REGISTERS, MAPPING_REGISTERS = 80, 64  # of a thread: for three programs on a multiprocessor, or four
+NUMBERS = 1024  # that a program adds at once, in the second kernel of a sum
+CHANNELS = 128  # of a program that has one number a channel
 
 
-class Plan(NamedTuple):
-    """How a kernel goes over a tensor."""
+class Launch:
+    """A kernel, with its grid and what it takes after its tensors.
 
-    grid: tuple[int, int]  # spans, and programs of each, its parts
-    sizes: dict[str, int]  # outer, channels, inner, columns, num_tiles, tiles_of_program
-    constants: dict[str, Any]  # of the kernel, and its warps
-    of_parts: dict[str, int]  # num_parts, width, inner, channels: for the kernel that adds the parts
-    blocks: tuple[int]  # its grid
+    Triton's own launch looks at every argument, to find what it has compiled for such arguments; here the numbers are
+    the same each time, and only the kinds of tensors may change.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, int], *numbers: Any, **options: Any) -> None:
+        self.kernel, self.grid, self.numbers = kernel, (*grid, 1), numbers
+        self.options = options | {"enable_fp_fusion": True}  # a * b + c as one operation; Triton 3.9 warns unless told
+        self.compiled: dict[object, Callable[..., None]] = {}  # for the kinds of tensors
+
+    def __call__(self, *tensors: Tensor | None, floats: tuple[float, ...] = ()) -> None:
+        """Launch on the GPU of the first tensor."""
+        device = tensors[0].get_device()  # type: ignore[union-attr]
+        if device >= 0 and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(*tensors, floats=floats)
+            return
+        kinds = device, *[None if one is None else (one.dtype, one.data_ptr() % 16 == 0) for one in tensors]
+        if kinds in self.compiled:
+            self.compiled[kinds](*tensors, *floats, *self.numbers)
+            return
+        compiled = self.kernel[self.grid](*tensors, *floats, *self.numbers, **self.options)
+        if compiled is not None:  # not interpreted
+            self.compiled[kinds] = compiled[self.grid]
 
 
-@functools.lru_cache(1024)
-def _plan(sizes: tuple[int, int, int], dtype: torch.dtype, most_programs: int) -> Plan:
-    outer, channels, inner = sizes
-    if outer * inner == 0:
-        outer, inner = 0, 1
-    in_runs = inner >= SHORTEST_RUN
-    columns = channels * inner
-    rows = triton.next_power_of_2(max(1, outer))
-    width = min(triton.next_power_of_2(inner), max(COLUMNS_OF_RUN, TILE // rows)) if in_runs else COLUMNS_OF_ROW
-    width = min(width, triton.next_power_of_2(max(1, columns)))
-    height = min(rows, TILE // width)
-    spans = max(1, channels if in_runs else triton.cdiv(columns, width))
-    num_tiles = triton.cdiv(outer, height) * (triton.cdiv(inner, width) if in_runs else 1)
-    parts = max(1, min(num_tiles, most_programs // spans))
-    tiles_of_program = triton.cdiv(num_tiles, parts)
-    parts = triton.cdiv(num_tiles, tiles_of_program) if num_tiles else 1
-    return Plan(
-        (spans, parts),
-        {
-            "outer": outer,
-            "channels": channels,
-            "inner": inner,
-            "columns": columns,
-            "num_tiles": num_tiles,
-            "tiles_of_program": tiles_of_program,
-        },
-        {
-            "IN_RUNS": in_runs,
-            "ROWS": height,
-            "COLUMNS": width,
-            "INDEX": tl.int32 if outer * columns < 2**31 else tl.int64,
-            "COMPUTE": tl.float64 if dtype == torch.float64 else tl.float32,
-            "num_warps": min(8, max(1, height * width // 512)),
-        }
-        | FUSED,
-        {
-            "num_parts": parts,
-            "width": channels if in_runs else columns,
-            "inner": 1 if in_runs else inner,
-            "channels": channels,
-        },
-        _blocks_of(channels),
-    )
+class Launches:
+    """The launches for tensors of these sizes and this dtype."""
+
+    def __init__(self, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+        outer, channels, inner = sizes
+        if outer * inner == 0:
+            outer, inner = 0, 1
+        columns, vector = channels * inner, BYTES_OF_THREAD // dtype.itemsize
+        in_runs = inner >= SHORTEST_RUN and channels > 0
+        align = math.gcd(inner if in_runs else columns, 16)
+        if in_runs:
+            width = min(vector, align)
+            spans, num_rows = channels, outer * inner // width
+        else:
+            width = min(COLUMNS, triton.next_power_of_2(max(1, columns)))
+            spans, num_rows = max(1, triton.cdiv(columns, width)), outer
+        vectors_of_span = triton.next_power_of_2(max(1, num_rows * width // vector))
+        threads = min(THREADS, max(32, vectors_of_span // 4))
+        rows = threads * max(1, vector // width // 2) if in_runs else max(1, threads * vector // width)
+        compute = tl.float64 if dtype == torch.float64 else tl.float32
+        index = tl.int64 if outer * columns >= 2**31 else tl.int32
+        fits = in_runs or spans * width == columns
+        # Of 16-bit values a thread has eight columns, and as many float64 sums in its registers.
+        group_of_sums = 2 if dtype.itemsize == 2 and not in_runs else 4
+        division = _division(inner // width) if in_runs else (0, 0)
+
+        def over_tiles(kernel: Any, *constants: object, group: int, most_parts: int, maxnreg: int) -> Launch:
+            num_groups = triton.cdiv(num_rows, group * rows)
+            groups_of_program = triton.cdiv(num_groups, max(1, min(num_groups, most_parts)))
+            parts = triton.cdiv(num_groups, max(1, groups_of_program))
+            rows_of_program = groups_of_program * group * rows
+            tiles = gpu_kernels.Tiles(in_runs, rows, width, align, fits, group, index, compute)
+            numbers = num_rows, rows_of_program, channels, inner, columns, *division, tiles, *constants
+            return Launch(kernel, (spans, max(1, parts)), *numbers, num_warps=threads // 32, maxnreg=maxnreg)
+
+        most_parts = min(MOST_PARTS, SUMMING_PROGRAMS // spans)
+        self.parts_of_sums = over_tiles(
+            gpu_kernels.parts_of_sums, group=group_of_sums, most_parts=most_parts, maxnreg=SUMMING_REGISTERS
+        )
+        num_parts = self.parts_of_sums.grid[1]
+        of_column = (num_parts, channels, 1) if in_runs else (num_parts, columns, inner)  # parts, their width, columns
+        at_once = min(MOST_PARTS, max(8, triton.next_power_of_2(num_parts * of_column[2])))
+        blocks = max(1, triton.cdiv(channels, NUMBERS // at_once)), 1
+        of_parts = *of_column, channels, at_once, NUMBERS // at_once
+        self.sums = Launch(gpu_kernels.sums, blocks, *of_parts)
+        self.gradient_sums = Launch(gpu_kernels.gradient_sums, blocks, *of_parts, compute)
+        self.numbers_of_parts = 2 * of_column[1] * num_parts + 1
+        self.parts_are_sums = num_parts * of_column[2] == 1
+
+        of_map: dict[str, Any] = {"group": 4, "most_parts": MAPPING_PROGRAMS // spans, "maxnreg": MAPPING_REGISTERS}
+        self.normalize = [over_tiles(gpu_kernels.normalize, relu, **of_map) for relu in (False, True)]
+        self.input_gradient = over_tiles(gpu_kernels.input_gradient, **of_map)
+
+
+class LaunchesOfChannels:
+    """The launches for numbers of so many channels."""
+
+    def __init__(self, channels: int) -> None:
+        grid = max(1, triton.cdiv(channels, CHANNELS)), 1
+        self.forward_coefficients = Launch(gpu_kernels.forward_coefficients, grid, channels, CHANNELS)
+        self.backward_coefficients = Launch(gpu_kernels.backward_coefficients, grid, channels, CHANNELS)
+        self.update_running_stats = Launch(gpu_kernels.update_running_stats, grid, channels, CHANNELS)
+
+
+launches = functools.lru_cache(1024)(Launches)
+launches_of_channels = functools.lru_cache(1024)(LaunchesOfChannels)
+
+
+def _division(number: int) -> tuple[int, int]:
+    """multiplier, 32 bits as an int32, and shift: n // number = n * multiplier >> 32 >> shift for 0 <= n < 2^31."""
+    shift = (number - 1).bit_length() - 1
+    multiplier = -(-(2 ** (32 + shift)) // number)
+    return multiplier - 2**32 * (multiplier >= 2**31), shift
 
 
 @functools.lru_cache(1024)
@@ -92,15 +143,13 @@ def _two(number: float) -> tuple[float, float]:
 
 
 def channel_sums(x: Tensor, layout: Layout) -> Tensor:
-    plan = _plan(layout.sizes, x.dtype, SUMMING_PROGRAMS)
-    channels = plan.sizes["channels"]
-    with _device_of(x):
-        parts = _empty_parts(x, plan)
-        gpu_kernels.parts_of_sums[plan.grid](x, None, None, None, parts, **plan.sizes, **plan.constants)
-        if parts.numel() == 2 * channels + 1:  # one part, with one column a channel: the sums themselves
-            return parts
-        sums = _empty_numbers(x, 2 * channels + 1)
-        gpu_kernels.sums[plan.blocks](parts, sums, **plan.of_parts, CHANNELS=CHANNELS, **FUSED)
+    of_sizes = launches(layout.sizes, x.dtype)
+    parts = _empty_numbers(x, of_sizes.numbers_of_parts)
+    of_sizes.parts_of_sums(x, None, None, None, parts)
+    if of_sizes.parts_are_sums:
+        return parts
+    sums = _empty_numbers(x, 2 * layout.sizes[1] + 1)
+    of_sizes.sums(parts, sums)
     return sums
 
 
@@ -108,21 +157,16 @@ def forward_coefficients(
     sums: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     channels = len(sums) // 2
-    with _device_of(sums):
-        statistics = _empty_numbers(sums, 3 * channels + 1)
-        coefficients = sums.new_empty(3 * channels, dtype=moments.compute_dtype(dtype))
-        gpu_kernels.forward_coefficients[_blocks_of(channels)](
-            sums, _dense(weight), _dense(bias), statistics, coefficients, *_two(eps), channels,
-            CHANNELS=CHANNELS, **FUSED,
-        )  # fmt: skip
+    statistics = _empty_numbers(sums, 3 * channels + 1)
+    coefficients = sums.new_empty(3 * channels, dtype=moments.compute_dtype(dtype))
+    launch = launches_of_channels(channels).forward_coefficients
+    launch(sums, _dense(weight), _dense(bias), statistics, coefficients, floats=_two(eps))
     return statistics, coefficients
 
 
 def normalize(x: Tensor, layout: Layout, coefficients: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
-    plan = _plan(layout.sizes, x.dtype, MAPPING_PROGRAMS)
-    with _device_of(x):
-        y = torch.empty_like(x)
-        gpu_kernels.normalize[plan.grid](x, residual, y, coefficients, **plan.sizes, RELU=relu, **plan.constants)
+    y = torch.empty_like(x)
+    launches(layout.sizes, x.dtype).normalize[relu](x, residual, y, coefficients)
     return y
 
 
@@ -135,74 +179,48 @@ def gradient_sums(
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    plan = _plan(layout.sizes, x.dtype, SUMMING_PROGRAMS)
-    channels = plan.sizes["channels"]
-    with _device_of(x):
-        parts, sums = _empty_parts(x, plan), _empty_numbers(x, 2 * channels)
-        grad_weight = None if weight_dtype is None else x.new_empty(channels, dtype=weight_dtype)
-        grad_bias = None if bias_dtype is None else x.new_empty(channels, dtype=bias_dtype)
-        gpu_kernels.parts_of_sums[plan.grid](x, dy, y, statistics, parts, **plan.sizes, **plan.constants)
-        gpu_kernels.gradient_sums[plan.blocks](
-            parts, statistics, sums, grad_weight, grad_bias,
-            **plan.of_parts, CHANNELS=CHANNELS, COMPUTE=plan.constants["COMPUTE"], **FUSED,
-        )  # fmt: skip
+    of_sizes, channels = launches(layout.sizes, x.dtype), layout.sizes[1]
+    parts, sums = _empty_numbers(x, of_sizes.numbers_of_parts), _empty_numbers(x, 2 * channels)
+    grad_weight = None if weight_dtype is None else x.new_empty(channels, dtype=weight_dtype)
+    grad_bias = None if bias_dtype is None else x.new_empty(channels, dtype=bias_dtype)
+    of_sizes.parts_of_sums(x, dy, y, statistics, parts)
+    of_sizes.gradient_sums(parts, statistics, sums, grad_weight, grad_bias)
     return sums, grad_weight, grad_bias
 
 
 def backward_coefficients(sums: Tensor, statistics: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     channels = len(sums) // 2
-    with _device_of(sums):
-        coefficients = sums.new_empty(4 * channels, dtype=moments.compute_dtype(dtype))
-        gpu_kernels.backward_coefficients[_blocks_of(channels)](
-            sums, statistics, _dense(weight), coefficients, channels, CHANNELS=CHANNELS, **FUSED
-        )
+    coefficients = sums.new_empty(4 * channels, dtype=moments.compute_dtype(dtype))
+    launches_of_channels(channels).backward_coefficients(sums, statistics, _dense(weight), coefficients)
     return coefficients
 
 
 def input_gradient(
     dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, coefficients: Tensor, of_residual: bool
 ) -> tuple[Tensor, Tensor | None]:
-    plan = _plan(layout.sizes, x.dtype, MAPPING_PROGRAMS)
-    with _device_of(x):
-        grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x) if of_residual else None
-        gpu_kernels.input_gradient[plan.grid](
-            dy, x, y, grad_x, grad_residual, coefficients, **plan.sizes, **plan.constants
-        )
+    grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x) if of_residual else None
+    launches(layout.sizes, x.dtype).input_gradient(dy, x, y, grad_x, grad_residual, coefficients)
     return grad_x, grad_residual
 
 
 def update_running_stats(
     running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float | Tensor, moves: bool = True
 ) -> None:
-    if isinstance(momentum, Tensor):
-        moments.update_running_stats(running_mean, running_var, statistics, momentum, moves)
-        return
     if not moves:
         return
-    channels = running_mean.numel()
-    with _device_of(running_mean):
-        gpu_kernels.update_running_stats[_blocks_of(channels)](
-            running_mean, running_var, statistics, *_two(momentum), running_mean.stride(0), running_var.stride(0),
-            channels, CHANNELS=CHANNELS, **FUSED,
-        )  # fmt: skip
-
-
-def _device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Makes the GPU of x the current one, on which Triton launches."""
-    return torch.cuda.device_of(x)  # type: ignore[no-untyped-call]
-
-
-def _empty_parts(x: Tensor, plan: Plan) -> Tensor:
-    """For the parts of the two sums, and the number of a channel's values."""
-    return _empty_numbers(x, 2 * plan.of_parts["width"] * plan.of_parts["num_parts"] + 1)
+    launch = launches_of_channels(running_mean.numel()).update_running_stats
+    means, variances = running_mean.contiguous(), running_var.contiguous()
+    if isinstance(momentum, Tensor):
+        launch(means, variances, statistics, momentum, floats=(0.0, 0.0))
+    else:
+        launch(means, variances, statistics, None, floats=_two(momentum))
+    for buffer, moved in ((running_mean, means), (running_var, variances)):
+        if moved is not buffer:
+            buffer.copy_(moved)
 
 
 def _empty_numbers(x: Tensor, count: int) -> Tensor:
     return x.new_empty(count, dtype=torch.float64)
-
-
-def _blocks_of(channels: int) -> tuple[int]:
-    return (max(1, triton.cdiv(channels, CHANNELS)),)
 
 
 def _dense(of_channels: Tensor | None) -> Tensor | None:

@@ -1,12 +1,20 @@
 """Computes, in Triton, what gpu.py launches. Uses only features of Triton 3.6.
 
-A tensor is (outer, channel, inner) numbers in memory: `outer` rows of channels * inner columns. In runs each program
-has the columns of one channel; else it has some neighbouring columns, each with its channel. A program goes over tiles
-of several rows and columns, in an order that depends on the sizes only.
+A tensor is (outer, channel, inner) values in memory, columns = channels * inner of them beside each other. A program
+goes over *rows* of neighbouring values, several of them at a time, which is a *tile*:
 
-A program adds FEW tiles in float32 before it adds on in float64; of x it adds the differences from a center near the
-mean, as float32 would lose small ones beside a large mean. A second kernel adds what the programs found, always in the
-same order: no addition is atomic, and the same input gives the same bits. Of float64 values all is float64.
+    in runs   a program has values of one channel. A row is as many as a thread loads at once, of one run of `inner`
+              neighbours.
+    else      a program has some neighbouring columns, each with its channel. A row is one of the `outer`.
+
+Programs are numbered (span, part): which channel or columns, and which of the rows.
+
+A program adds a group of tiles in float32 before it adds on in float64; of x it adds the differences from a center near
+the mean, as float32 would lose small ones beside a large mean. A second kernel adds what the programs found. The order
+of additions depends on the sizes only: no addition is atomic, and the same input gives the same bits. Of float64 values
+all is float64.
+
+Maps go over the tiles in reverse: what the sums have read last may still be in the GPU's cache.
 """
 
 # Triton has types of its own, and reads this source: constants are upper case, branches on them need their else.
@@ -15,79 +23,94 @@ same order: no addition is atomic, and the same input gives the same bits. Of fl
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-FEW = tl.constexpr(16)  # tiles that are added in float32
 
-# Triton compiles anew for an int that is 1, or a multiple of 16, which helps where it shows that memory is aligned. Of
-# these it knows nothing, as they change with the size of the batch.
-OF_BATCH = ["outer", "num_tiles", "tiles_of_program"]
+class Tiles(NamedTuple):
+    """How a kernel goes over a tensor: constants."""
+
+    in_runs: bool
+    rows: int
+    columns: int
+    align: int  # divides inner in runs, else all columns of a row of the tensor
+    fits: bool  # no program has columns that do not exist
+    group: int  # tiles that are loaded before the first is used, and added in float32
+    index: Any  # tl.int64 where int32 does not count the values
+    compute: Any  # tl.float32, or tl.float64
+
+
+# Triton would compile anew for a size that is 1, or a multiple of 16.
+SIZES = ["num_rows", "rows_of_program", "channels", "inner", "columns", "multiplier", "shift"]
 
 
 # What a program sees. A number of a channel is one number in a run, else one for each column.
 
 
 @triton.jit
-def _channel(span, channels, inner, IN_RUNS: tl.constexpr, COLUMNS: tl.constexpr):
+def _channel(span, channels, inner, TILES: tl.constexpr):
     """The channel of the program's values, and whether there is such a channel."""
-    if IN_RUNS:
+    if TILES.in_runs:
         channel = span
     else:
-        channel = (span * COLUMNS + tl.arange(0, COLUMNS)) // inner
+        channel = (span * TILES.columns + tl.arange(0, TILES.columns)) // inner
     return channel, channel < channels
 
 
 @triton.jit
-def _tile(
-    tile, span, outer, columns, inner,
-    IN_RUNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr,
-):  # fmt: skip
-    """Where the values of a tile are, (ROWS, COLUMNS), and which exist."""
-    tile, span, column = tl.cast(tile, INDEX), tl.cast(span, INDEX), tl.arange(0, COLUMNS)
-    if IN_RUNS:
-        tiles_of_row = tl.cdiv(inner, COLUMNS)
-        row_tile = tile // tiles_of_row
-        column_of_run = tile % tiles_of_row * COLUMNS + column
-        column = span * inner + column_of_run
-        exists = (column_of_run < inner) & (column < columns)
+def _tile(first_row, program, MASKED: tl.constexpr, TILES: tl.constexpr):
+    """Where the values of a tile are, (rows, columns), and which exist.
+
+    program: (stop, span, inner, columns, multiplier, shift); with MASKED rows from `stop` on do not exist.
+    """
+    stop, span, inner, columns, multiplier, shift = program
+    inner, columns = inner // TILES.align * TILES.align, columns // TILES.align * TILES.align  # so that Triton knows
+    row, column = first_row + tl.arange(0, TILES.rows), tl.arange(0, TILES.columns)
+    span = tl.cast(span, row.dtype)
+    if TILES.in_runs:
+        rows_of_run = inner // TILES.columns
+        if TILES.index == tl.int64:
+            run = row // rows_of_run
+        else:  # the same without a division, see gpu.py
+            run = (tl.umulhi(row.to(tl.uint32), multiplier.to(tl.uint32)) >> shift).to(tl.int32)
+        start = row * TILES.columns + run * (columns - inner)
+        column += span * inner
     else:
-        row_tile = tile
-        column = span * COLUMNS + column
-        exists = column < columns
-    row = row_tile * ROWS + tl.arange(0, ROWS)
-    return row[:, None] * columns + column[None, :], (row < outer)[:, None] & exists[None, :]
+        start = row * columns
+        column += span * TILES.columns
+    offsets = start[:, None] + column[None, :]
+    exists = tl.full((TILES.rows, TILES.columns), True, tl.int1)  # with which Triton loads without a mask
+    if MASKED:
+        exists &= (row < stop)[:, None]
+    if not TILES.fits:
+        exists &= (column < columns)[None, :]
+    return offsets, exists
 
 
 @triton.jit
-def _values_of_tile(tile, outer, inner, IN_RUNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """How many, int64, of a channel in a run, else of a column."""
-    tile = tl.cast(tile, tl.int64)
-    if IN_RUNS:
-        tiles_of_row = tl.cdiv(inner, COLUMNS)
-        rows = tl.minimum(outer - tile // tiles_of_row * ROWS, ROWS)
-        return rows * tl.minimum(inner - tile % tiles_of_row * COLUMNS, COLUMNS)
-    else:
-        return tl.minimum(outer - tile * ROWS, ROWS)
+def _load(pointer, offsets, exists, TILES: tl.constexpr):
+    """0 where there is nothing."""
+    return tl.load(pointer + offsets, mask=exists, other=0.0).to(TILES.compute)
 
 
 @triton.jit
-def _across(numbers, IN_RUNS: tl.constexpr):
+def _through_relu(dy, y, offsets, exists, TILES: tl.constexpr):
+    """dy, but 0 where y, the output of a relu, is 0; y may be None."""
+    if y is None:
+        return dy
+    else:
+        return tl.where(_load(y, offsets, exists, TILES) <= 0, 0.0, dy)
+
+
+@triton.jit
+def _across(numbers, TILES: tl.constexpr):
     """Numbers of channels, such that they go with a tile."""
-    if IN_RUNS:
+    if TILES.in_runs:
         return numbers
     else:
         return numbers[None, :]
-
-
-@triton.jit
-def _sum(tile, IN_RUNS: tl.constexpr):
-    """Of each channel."""
-    of_columns = tl.sum(tile, 0)
-    if IN_RUNS:
-        return tl.sum(of_columns, 0)
-    else:
-        return of_columns
 
 
 @triton.jit
@@ -116,73 +139,89 @@ def _store_number(pointer, index, number, exists):
 # Sums.
 
 
-@triton.jit(do_not_specialize=OF_BATCH)
+@triton.jit
+def _add_group(first, second, first_row, program, x, dy, y, center, MASKED: tl.constexpr, TILES: tl.constexpr):
+    """`first` and `second` with what a group of tiles adds to them: float64, a number each row in runs, else a tile."""
+    firsts = tl.full((TILES.rows, TILES.columns), 0.0, TILES.compute)
+    seconds = tl.full((TILES.rows, TILES.columns), 0.0, TILES.compute)
+    GROUP: tl.constexpr = TILES.group
+    for tile in tl.static_range(GROUP):
+        offsets, exists = _tile(first_row + tile * TILES.rows, program, MASKED, TILES)
+        difference = _load(x, offsets, exists, TILES) - _across(center, TILES)
+        if dy is None:
+            if MASKED:
+                difference = tl.where(exists, difference, 0.0)
+            firsts += difference
+            seconds += difference * difference
+        else:
+            gradient = _through_relu(_load(dy, offsets, exists, TILES), y, offsets, exists, TILES)
+            firsts += gradient
+            seconds += gradient * difference
+    if TILES.in_runs:  # a thread has the whole row
+        return first + tl.sum(firsts, 1).to(tl.float64), second + tl.sum(seconds, 1).to(tl.float64)
+    else:
+        return first + firsts.to(tl.float64), second + seconds.to(tl.float64)
+
+
+@triton.jit(do_not_specialize=SIZES)
 def parts_of_sums(
-    x, dy, y, statistics, parts, outer, channels, inner, columns, num_tiles, tiles_of_program,
-    IN_RUNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr, COMPUTE: tl.constexpr,
+    x, dy, y, statistics, parts, num_rows, rows_of_program, channels, inner, columns, multiplier, shift,
+    TILES: tl.constexpr,
 ):  # fmt: skip
     """Of x and x^2; or of dy and dy * (x - mean), where dy is given, of dy behind the relu where its output y is.
 
     parts: (parts, 2, channels in runs, else columns) numbers, and one more, how many values a channel has.
     """
     span, part = tl.program_id(0), tl.program_id(1)
-    first_tile = part * tiles_of_program
-    last_tile = tl.minimum(first_tile + tiles_of_program, num_tiles)
-    channel, exists = _channel(span, channels, inner, IN_RUNS, COLUMNS)
+    start = tl.cast(part, TILES.index) * rows_of_program
+    stop = tl.minimum(start + rows_of_program, num_rows)
+    program = (stop, span, inner, columns, multiplier, shift)
+    channel, exists = _channel(span, channels, inner, TILES)
+    values_of_row = TILES.columns if TILES.in_runs else 1  # that are a channel's
     if dy is None:
-        offsets, mask = _tile(first_tile, span, outer, columns, inner, IN_RUNS, ROWS, COLUMNS, INDEX)
-        values = tl.load(x + offsets, mask=mask, other=0.0).to(COMPUTE)
-        center = _sum(values, IN_RUNS) / tl.maximum(
-            _values_of_tile(first_tile, outer, inner, IN_RUNS, ROWS, COLUMNS), 1
-        )
+        offsets, found = _tile(start, program, True, TILES)
+        center = tl.sum(_load(x, offsets, found, TILES), 0)
+        if TILES.in_runs:
+            center = tl.sum(center, 0)
+        center /= tl.maximum(tl.minimum(stop - start, TILES.rows), 1) * values_of_row
         center = tl.where(tl.abs(center) < float("inf"), center, 0.0)  # also NaN
     else:
-        center = tl.load(statistics + channel, mask=exists, other=0.0).to(COMPUTE)
+        center = tl.load(statistics + channel, mask=exists, other=0.0).to(TILES.compute)
 
-    first = tl.zeros_like(center).to(tl.float64)
-    second = tl.zeros_like(center).to(tl.float64)
-    num_values = tl.full([], 0, tl.int64)
-    for few_tiles in range(first_tile, last_tile, FEW):
-        firsts = tl.zeros((ROWS, COLUMNS), COMPUTE)
-        seconds = tl.zeros((ROWS, COLUMNS), COMPUTE)
-        for tile in range(few_tiles, tl.minimum(few_tiles + FEW, last_tile)):
-            offsets, mask = _tile(tile, span, outer, columns, inner, IN_RUNS, ROWS, COLUMNS, INDEX)
-            num_values += _values_of_tile(tile, outer, inner, IN_RUNS, ROWS, COLUMNS)
-            value = tl.load(x + offsets, mask=mask, other=0.0).to(COMPUTE)
-            difference = tl.where(mask, value - _across(center, IN_RUNS), 0.0)
-            if dy is None:
-                firsts += difference
-                seconds += difference * difference
-            else:
-                gradient = tl.load(dy + offsets, mask=mask, other=0.0).to(COMPUTE)
-                if y is not None:
-                    output = tl.load(y + offsets, mask=mask, other=0.0).to(COMPUTE)
-                    gradient = tl.where(output <= 0, 0.0, gradient)
-                firsts += gradient
-                seconds += gradient * difference
-        first += _sum(firsts.to(tl.float64), IN_RUNS)
-        second += _sum(seconds.to(tl.float64), IN_RUNS)
+    if TILES.in_runs:
+        first = tl.full((TILES.rows,), 0.0, tl.float64)
+        second = tl.full((TILES.rows,), 0.0, tl.float64)
+    else:
+        first = tl.full((TILES.rows, TILES.columns), 0.0, tl.float64)
+        second = tl.full((TILES.rows, TILES.columns), 0.0, tl.float64)
+    rest = stop - (stop - start) % (TILES.group * TILES.rows)
+    for row in range(start, rest, TILES.group * TILES.rows):
+        first, second = _add_group(first, second, row, program, x, dy, y, center, False, TILES)
+    if rest < stop:
+        first, second = _add_group(first, second, rest, program, x, dy, y, center, True, TILES)
+    first, second = tl.sum(first, 0), tl.sum(second, 0)
 
     if dy is None:  # about zero
-        of_center = center.to(tl.float64) * num_values
+        of_center = center.to(tl.float64) * (tl.cast(stop - start, tl.float64) * values_of_row)
         second += center * (2 * first + of_center)
         first += of_center
-    if IN_RUNS:
+    if TILES.in_runs:
         column, width = channel, channels
     else:
-        column, width = span * COLUMNS + tl.arange(0, COLUMNS), columns
+        column, width = span * TILES.columns + tl.arange(0, TILES.columns), columns
     pair = parts + 2 * tl.cast(part, tl.int64) * width
     tl.store(pair + column, first, mask=exists)
     tl.store(pair + width + column, second, mask=exists)
     if (span == 0) & (part == 0):
-        of_channel = tl.full([], outer, tl.float64) * inner
-        tl.store(parts + 2 * tl.cast(tl.num_programs(1), tl.int64) * width, of_channel)
+        values = tl.cast(num_rows, tl.float64) * (TILES.columns if TILES.in_runs else inner)
+        tl.store(parts + 2 * tl.cast(tl.num_programs(1), tl.int64) * width, values)
 
 
 @triton.jit
-def _totals(parts, channel, exists, num_parts, width, inner, CHANNELS: tl.constexpr):
+def _totals(
+    parts, channel, exists, num_parts, width, inner, PARTS: tl.constexpr, CHANNELS: tl.constexpr
+):  # fmt: skip
     """The two sums of each channel over all parts and its columns, `inner` of them."""
-    PARTS: tl.constexpr = 128
     first = tl.zeros((PARTS, CHANNELS), tl.float64)
     second = tl.zeros((PARTS, CHANNELS), tl.float64)
     for first_part in range(0, num_parts * inner, PARTS):
@@ -196,10 +235,10 @@ def _totals(parts, channel, exists, num_parts, width, inner, CHANNELS: tl.conste
 
 
 @triton.jit(do_not_specialize=["num_parts"])
-def sums(parts, sums, num_parts, width, inner, channels, CHANNELS: tl.constexpr):
+def sums(parts, sums, num_parts, width, inner, channels, PARTS: tl.constexpr, CHANNELS: tl.constexpr):
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < channels
-    first, second = _totals(parts, channel, exists, num_parts, width, inner, CHANNELS)
+    first, second = _totals(parts, channel, exists, num_parts, width, inner, PARTS, CHANNELS)
     tl.store(sums + channel, first, mask=exists)
     tl.store(sums + channels + channel, second, mask=exists)
     if tl.program_id(0) == 0:
@@ -210,11 +249,11 @@ def sums(parts, sums, num_parts, width, inner, channels, CHANNELS: tl.constexpr)
 @triton.jit(do_not_specialize=["num_parts"])
 def gradient_sums(
     parts, statistics, sums, grad_weight, grad_bias, num_parts, width, inner, channels,
-    CHANNELS: tl.constexpr, COMPUTE: tl.constexpr,
+    PARTS: tl.constexpr, CHANNELS: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < channels
-    sum_dy, sum_dy_xmu = _totals(parts, channel, exists, num_parts, width, inner, CHANNELS)
+    sum_dy, sum_dy_xmu = _totals(parts, channel, exists, num_parts, width, inner, PARTS, CHANNELS)
     mean = tl.load(statistics + channel, mask=exists, other=0.0)
     rest = mean - mean.to(COMPUTE).to(tl.float64)
     sum_dy_xmu -= tl.where(rest != 0, rest * sum_dy, 0.0)  # 0 times an infinite sum is NaN
@@ -281,73 +320,113 @@ def backward_coefficients(sums, statistics, weight, coefficients, channels, CHAN
 
 
 @triton.jit
-def _coefficient(coefficients, index, channels, channel, exists, IN_RUNS: tl.constexpr):
+def _rows_in_reverse(num_rows, rows_of_program, TILES: tl.constexpr):
+    """The span of the program, the first of its rows, and where they stop."""
+    span, part = tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    start = tl.cast(part, TILES.index) * rows_of_program
+    return span, start, tl.minimum(start + rows_of_program, num_rows)
+
+
+@triton.jit
+def _coefficient(coefficients, index, channels, channel, exists, TILES: tl.constexpr):
     """The coefficient of this index, such that it goes with a tile."""
-    return _across(tl.load(coefficients + index * channels + channel, mask=exists, other=0.0), IN_RUNS)
+    return _across(tl.load(coefficients + index * channels + channel, mask=exists, other=0.0), TILES)
 
 
-@triton.jit(do_not_specialize=OF_BATCH)
-def normalize(
-    x, residual, y, coefficients,
-    outer, channels, inner, columns, num_tiles, tiles_of_program, RELU: tl.constexpr,
-    IN_RUNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr, COMPUTE: tl.constexpr,
+@triton.jit
+def _normalize_group(
+    first_row, program, x, residual, y, numbers, RELU: tl.constexpr, MASKED: tl.constexpr, TILES: tl.constexpr
 ):  # fmt: skip
-    span, part = tl.program_id(0), tl.program_id(1)
-    channel, exists = _channel(span, channels, inner, IN_RUNS, COLUMNS)
-    center = _coefficient(coefficients, 0, channels, channel, exists, IN_RUNS)
-    scale = _coefficient(coefficients, 1, channels, channel, exists, IN_RUNS)
-    shift = _coefficient(coefficients, 2, channels, channel, exists, IN_RUNS)
-    first_tile = part * tiles_of_program
-    for tile in range(first_tile, tl.minimum(first_tile + tiles_of_program, num_tiles)):
-        offsets, mask = _tile(tile, span, outer, columns, inner, IN_RUNS, ROWS, COLUMNS, INDEX)
-        value = (tl.load(x + offsets, mask=mask, other=0.0).to(COMPUTE) - center) * scale + shift
+    center, scale, shift = numbers
+    GROUP: tl.constexpr = TILES.group
+    for tile in tl.static_range(GROUP):
+        offsets, exists = _tile(first_row + tile * TILES.rows, program, MASKED, TILES)
+        value = (_load(x, offsets, exists, TILES) - center) * scale + shift
         if residual is not None:
-            value += tl.load(residual + offsets, mask=mask, other=0.0).to(COMPUTE)
+            value += _load(residual, offsets, exists, TILES)
         if RELU:
             value = tl.where(value <= 0, 0.0, value)
-        tl.store(y + offsets, value, mask=mask)
+        tl.store(y + offsets, value, mask=exists)
 
 
-@triton.jit(do_not_specialize=OF_BATCH)
+@triton.jit(do_not_specialize=SIZES)
+def normalize(
+    x, residual, y, coefficients, num_rows, rows_of_program, channels, inner, columns, multiplier, shift,
+    TILES: tl.constexpr, RELU: tl.constexpr,
+):  # fmt: skip
+    span, start, stop = _rows_in_reverse(num_rows, rows_of_program, TILES)
+    program = (stop, span, inner, columns, multiplier, shift)
+    channel, exists = _channel(span, channels, inner, TILES)
+    numbers = (
+        _coefficient(coefficients, 0, channels, channel, exists, TILES),
+        _coefficient(coefficients, 1, channels, channel, exists, TILES),
+        _coefficient(coefficients, 2, channels, channel, exists, TILES),
+    )
+    of_group = TILES.group * TILES.rows
+    rest = stop - (stop - start) % of_group
+    if rest < stop:
+        _normalize_group(rest, program, x, residual, y, numbers, RELU, True, TILES)
+    for row in range(start, rest, of_group):
+        _normalize_group(rest - of_group - (row - start), program, x, residual, y, numbers, RELU, False, TILES)
+
+
+@triton.jit
+def _gradient_group(
+    first_row, program, dy, x, y, grad_x, grad_residual, numbers, MASKED: tl.constexpr, TILES: tl.constexpr
+):  # fmt: skip
+    center, a, b, c = numbers
+    GROUP: tl.constexpr = TILES.group
+    for tile in tl.static_range(GROUP):
+        offsets, exists = _tile(first_row + tile * TILES.rows, program, MASKED, TILES)
+        gradient = _through_relu(_load(dy, offsets, exists, TILES), y, offsets, exists, TILES)
+        if grad_residual is not None:
+            tl.store(grad_residual + offsets, gradient, mask=exists)
+        value = gradient * a + (_load(x, offsets, exists, TILES) - center) * b + c
+        tl.store(grad_x + offsets, value, mask=exists)
+
+
+@triton.jit(do_not_specialize=SIZES)
 def input_gradient(
     dy, x, y, grad_x, grad_residual, coefficients,
-    outer, channels, inner, columns, num_tiles, tiles_of_program,
-    IN_RUNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr, COMPUTE: tl.constexpr,
+    num_rows, rows_of_program, channels, inner, columns, multiplier, shift, TILES: tl.constexpr,
 ):  # fmt: skip
-    span, part = tl.program_id(0), tl.program_id(1)
-    channel, exists = _channel(span, channels, inner, IN_RUNS, COLUMNS)
-    center = _coefficient(coefficients, 0, channels, channel, exists, IN_RUNS)
-    a = _coefficient(coefficients, 1, channels, channel, exists, IN_RUNS)
-    b = _coefficient(coefficients, 2, channels, channel, exists, IN_RUNS)
-    c = _coefficient(coefficients, 3, channels, channel, exists, IN_RUNS)
-    first_tile = part * tiles_of_program
-    for tile in range(first_tile, tl.minimum(first_tile + tiles_of_program, num_tiles)):
-        offsets, mask = _tile(tile, span, outer, columns, inner, IN_RUNS, ROWS, COLUMNS, INDEX)
-        gradient = tl.load(dy + offsets, mask=mask, other=0.0).to(COMPUTE)
-        if y is not None:
-            output = tl.load(y + offsets, mask=mask, other=0.0).to(COMPUTE)
-            gradient = tl.where(output <= 0, 0.0, gradient)
-        if grad_residual is not None:
-            tl.store(grad_residual + offsets, gradient, mask=mask)
-        value = tl.load(x + offsets, mask=mask, other=0.0).to(COMPUTE) - center
-        tl.store(grad_x + offsets, gradient * a + value * b + c, mask=mask)
+    span, start, stop = _rows_in_reverse(num_rows, rows_of_program, TILES)
+    program = (stop, span, inner, columns, multiplier, shift)
+    channel, exists = _channel(span, channels, inner, TILES)
+    numbers = (
+        _coefficient(coefficients, 0, channels, channel, exists, TILES),
+        _coefficient(coefficients, 1, channels, channel, exists, TILES),
+        _coefficient(coefficients, 2, channels, channel, exists, TILES),
+        _coefficient(coefficients, 3, channels, channel, exists, TILES),
+    )
+    of_group = TILES.group * TILES.rows
+    rest = stop - (stop - start) % of_group
+    if rest < stop:
+        _gradient_group(rest, program, dy, x, y, grad_x, grad_residual, numbers, True, TILES)
+    for row in range(start, rest, of_group):
+        first_row = rest - of_group - (row - start)
+        _gradient_group(first_row, program, dy, x, y, grad_x, grad_residual, numbers, False, TILES)
 
 
 @triton.jit
 def update_running_stats(
-    running_mean, running_var, statistics, momentum, momentum_rest, mean_stride, var_stride, channels,
+    running_mean, running_var, statistics, momentum_in_memory, momentum, momentum_rest, channels,
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
+    """By momentum + momentum_rest, unless momentum_in_memory is given."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < channels
     num_values = tl.load(statistics + 3 * channels)
-    share = _float64(momentum, momentum_rest)
+    if momentum_in_memory is None:
+        share = _float64(momentum, momentum_rest)
+    else:
+        share = tl.load(momentum_in_memory).to(tl.float64)
     mean = tl.load(statistics + channel, mask=exists, other=0.0)
     var = tl.load(statistics + channels + channel, mask=exists, other=0.0)
     unbiased_var = var * (num_values / tl.maximum(num_values - 1, 1.0))
-    old_mean = tl.load(running_mean + channel * mean_stride, mask=exists, other=0.0).to(tl.float64)
-    old_var = tl.load(running_var + channel * var_stride, mask=exists, other=0.0).to(tl.float64)
+    old_mean = tl.load(running_mean + channel, mask=exists, other=0.0).to(tl.float64)
+    old_var = tl.load(running_var + channel, mask=exists, other=0.0).to(tl.float64)
     moved_mean = (1 - share) * old_mean + share * mean
     moved_var = (1 - share) * old_var + share * unbiased_var
-    _store_number(running_mean, channel * mean_stride, tl.where(num_values > 0, moved_mean, old_mean), exists)
-    _store_number(running_var, channel * var_stride, tl.where(num_values > 1, moved_var, old_var), exists)
+    _store_number(running_mean, channel, tl.where(num_values > 0, moved_mean, old_mean), exists)
+    _store_number(running_var, channel, tl.where(num_values > 1, moved_var, old_var), exists)

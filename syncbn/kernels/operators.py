@@ -1,13 +1,15 @@
-"""Registers the kernels for CPU tensors as torch operators, once it is imported, and calls these.
+"""Registers the kernels for CPUs and GPUs as torch operators, once it is imported, and calls these.
 
-For what cpu.py cannot take: compiled graphs, dispatch modes, transforms, and tensors whose values are not at their
-address. The operators check their tensors, as anybody may call them, and have no gradient of their own: only for use
-inside an autograd.Function.
+For what cpu.py and gpu.py cannot take: compiled graphs, dispatch modes, transforms, and tensors whose values are not at
+their address. The operators check their tensors, as anybody may call them, and have no gradient of their own: only for
+use inside an autograd.Function.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,24 +24,32 @@ _library = torch.library.Library("syncbn", "DEF")  # type: ignore[no-untyped-cal
 
 
 def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes the decorated function an operator for CPU tensors; `fake` returns tensors like its own, without values."""
+    """Makes the decorated function, which takes the kernel module first, an operator; `fake` returns tensors like its
+    own, without values."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         name = schema.partition("(")[0]
         _library.define(schema)  # type: ignore[no-untyped-call]
-        _library.impl(name, function, "CPU")  # type: ignore[no-untyped-call]
+        _library.impl(name, functools.partial(function, cpu), "CPU")  # type: ignore[no-untyped-call]
+        _library.impl(name, functools.partial(_on_gpu, function), "CUDA")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"syncbn::{name}", fake, lib=_library)
         return getattr(torch.ops.syncbn, name).default  # type: ignore[no-any-return]
 
     return register
 
 
+def _on_gpu(function: Callable[..., Any], *arguments: Any) -> Any:
+    from syncbn.kernels import gpu  # which imports triton
+
+    return function(gpu, *arguments)
+
+
 @_operator(
     f"channel_sums(Tensor x, {SIZES}) -> Tensor",
     fake=lambda x, outer, channels, inner: x.new_empty(2 * channels + 1, dtype=torch.float64),
 )
-def _channel_sums(x: Tensor, *sizes: int) -> Tensor:
-    return cpu.channel_sums(x, _layout(sizes, x))
+def _channel_sums(kernels: ModuleType, x: Tensor, *sizes: int) -> Tensor:
+    return kernels.channel_sums(x, _layout(sizes, x))  # type: ignore[no-any-return]
 
 
 @_operator(
@@ -50,13 +60,13 @@ def _channel_sums(x: Tensor, *sizes: int) -> Tensor:
     ),
 )
 def _forward_coefficients(
-    sums: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
+    kernels: ModuleType, sums: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     channels = len(sums) // 2
-    _check_numbers("sums", sums, 2 * channels + 1, torch.float64)
-    _check_numbers("weight", weight, channels)
-    _check_numbers("bias", bias, channels)
-    return cpu.forward_coefficients(sums, weight, bias, eps, dtype)
+    _check_numbers(sums.device, "sums", sums, 2 * channels + 1, torch.float64)
+    _check_numbers(sums.device, "weight", weight, channels)
+    _check_numbers(sums.device, "bias", bias, channels)
+    return kernels.forward_coefficients(sums, weight, bias, eps, dtype)  # type: ignore[no-any-return]
 
 
 @_operator(
@@ -64,11 +74,18 @@ def _forward_coefficients(
     fake=lambda x, *_: torch.empty_like(x),
 )
 def _normalize(
-    x: Tensor, outer: int, channels: int, inner: int, coefficients: Tensor, residual: Tensor | None, relu: bool
+    kernels: ModuleType,
+    x: Tensor,
+    outer: int,
+    channels: int,
+    inner: int,
+    coefficients: Tensor,
+    residual: Tensor | None,
+    relu: bool,
 ) -> Tensor:
     layout = _layout((outer, channels, inner), x)
-    _check_numbers("coefficients", coefficients, 3 * channels, moments.compute_dtype(x.dtype))
-    return cpu.normalize(x, layout, coefficients, _like_input("residual", residual, x, layout), relu)
+    _check_numbers(x.device, "coefficients", coefficients, 3 * channels, moments.compute_dtype(x.dtype))
+    return kernels.normalize(x, layout, coefficients, _like_input("residual", residual, x, layout), relu)  # type: ignore[no-any-return]
 
 
 @_operator(
@@ -80,6 +97,7 @@ def _normalize(
     ),
 )
 def _gradient_sums(
+    kernels: ModuleType,
     dy: Tensor,
     x: Tensor,
     y: Tensor | None,
@@ -91,20 +109,22 @@ def _gradient_sums(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     layout = _layout((outer, channels, inner), x)
     dy, y = _like_input("dy", dy, x, layout), _like_input("y", y, x, layout)
-    _check_numbers("statistics", statistics, 3 * channels + 1, torch.float64)
-    return cpu.gradient_sums(dy, x, y, layout, statistics, *dtypes)
+    _check_numbers(x.device, "statistics", statistics, 3 * channels + 1, torch.float64)
+    return kernels.gradient_sums(dy, x, y, layout, statistics, *dtypes)  # type: ignore[no-any-return]
 
 
 @_operator(
     "backward_coefficients(Tensor sums, Tensor statistics, Tensor? weight, ScalarType dtype) -> Tensor",
     fake=lambda sums, statistics, weight, dtype: sums.new_empty(2 * len(sums), dtype=moments.compute_dtype(dtype)),
 )
-def _backward_coefficients(sums: Tensor, statistics: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _backward_coefficients(
+    kernels: ModuleType, sums: Tensor, statistics: Tensor, weight: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     channels = len(sums) // 2
-    _check_numbers("sums", sums, 2 * channels, torch.float64)
-    _check_numbers("statistics", statistics, 3 * channels + 1, torch.float64)
-    _check_numbers("weight", weight, channels)
-    return cpu.backward_coefficients(sums, statistics, weight, dtype)
+    _check_numbers(sums.device, "sums", sums, 2 * channels, torch.float64)
+    _check_numbers(sums.device, "statistics", statistics, 3 * channels + 1, torch.float64)
+    _check_numbers(sums.device, "weight", weight, channels)
+    return kernels.backward_coefficients(sums, statistics, weight, dtype)  # type: ignore[no-any-return]
 
 
 @_operator(
@@ -113,6 +133,7 @@ def _backward_coefficients(sums: Tensor, statistics: Tensor, weight: Tensor | No
     fake=lambda dy, x, *arguments: (torch.empty_like(x), torch.empty_like(x) if arguments[-1] else None),
 )
 def _input_gradient(
+    kernels: ModuleType,
     dy: Tensor,
     x: Tensor,
     y: Tensor | None,
@@ -124,20 +145,22 @@ def _input_gradient(
 ) -> tuple[Tensor, Tensor | None]:
     layout = _layout((outer, channels, inner), x)
     dy, y = _like_input("dy", dy, x, layout), _like_input("y", y, x, layout)
-    _check_numbers("coefficients", coefficients, 4 * channels, moments.compute_dtype(x.dtype))
-    return cpu.input_gradient(dy, x, y, layout, coefficients, of_residual)
+    _check_numbers(x.device, "coefficients", coefficients, 4 * channels, moments.compute_dtype(x.dtype))
+    return kernels.input_gradient(dy, x, y, layout, coefficients, of_residual)  # type: ignore[no-any-return]
 
 
 @_operator(
     "update_running_stats(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor statistics, float momentum) -> ()",
     fake=lambda *_: None,
 )
-def _update_running_stats(running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float) -> None:
+def _update_running_stats(
+    kernels: ModuleType, running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float
+) -> None:
     channels = len(statistics) // 3
-    _check_numbers("statistics", statistics, 3 * channels + 1, torch.float64)
-    _check_numbers("running_mean", running_mean, channels)
-    _check_numbers("running_var", running_var, channels)
-    cpu.update_running_stats(running_mean, running_var, statistics, momentum)
+    _check_numbers(statistics.device, "statistics", statistics, 3 * channels + 1, torch.float64)
+    _check_numbers(statistics.device, "running_mean", running_mean, channels)
+    _check_numbers(statistics.device, "running_var", running_var, channels)
+    kernels.update_running_stats(running_mean, running_var, statistics, momentum)
 
 
 def _layout(sizes: tuple[int, ...], x: Tensor) -> Layout:
@@ -159,21 +182,25 @@ def _like_input(name: str, other: Any, x: Tensor, layout: Layout) -> Any:
     """`other`, if there is one, as x lies in memory. **Raises** RuntimeError unless it has the dtype and shape of x."""
     if other is None:
         return None
-    if other.dtype != x.dtype or other.shape != x.shape:
+    if (other.dtype, other.shape, other.device) != (x.dtype, x.shape, x.device):
         raise RuntimeError(
-            f"expected {name} of {x.dtype} and {tuple(x.shape)}, got {other.dtype} and {tuple(other.shape)}"
+            f"expected {name} of {x.dtype} and {tuple(x.shape)} on {x.device}, got {other.dtype} and "
+            f"{tuple(other.shape)} on {other.device}"
         )
     return layout.dense(other)  # a materialised tensor of zeros has strides of 0
 
 
-def _check_numbers(name: str, numbers: Tensor | None, count: int, dtype: torch.dtype | None = None) -> None:
+def _check_numbers(
+    device: torch.device, name: str, numbers: Tensor | None, count: int, dtype: torch.dtype | None = None
+) -> None:
     """Raises RuntimeError unless there are `count` numbers of this dtype without gaps; without a dtype, floats."""
     if numbers is None:
         return
     fits = numbers.dtype == dtype and numbers.is_contiguous() if dtype else numbers.dtype in cpu.CODES
-    if not numbers.is_cpu or numbers.shape != (count,) or not fits:
+    if numbers.device != device or numbers.shape != (count,) or not fits:
         raise RuntimeError(
-            f"expected {name} of {count} {dtype or 'floats'} on the CPU, got {tuple(numbers.shape)}, {numbers.dtype}"
+            f"expected {name} of {count} {dtype or 'floats'} on {device}, got {tuple(numbers.shape)}, {numbers.dtype} "
+            f"on {numbers.device}"
         )
 
 

@@ -1,0 +1,253 @@
+"""Predict from compiled code, without a GPU, how fast the Triton kernels run: registers, loads, float64 work.
+
+    python scripts/gpu_static.py                                the table of sm_90; minutes, as each case is compiled
+    python scripts/gpu_static.py --capability 80 --kernels normalize --shapes 32x512x14x14
+
+Records the launches of syncbn/kernels/gpu.py for tensors without memory, compiles their kernels as a launch would, and
+reads the machine code. In the innermost loop that loads (or in the whole kernel where none loops) it counts, a thread:
+
+    "ins" instructions, "f64" those of float64 and conversions, "bytes" loaded and stored, "load" bytes of the widest
+
+The model, of a multiprocessor in the middle of a large tensor, in cycles for what a warp does in one turn of that loop:
+
+    memory     bytes, at COPY of the multiprocessor's share of the memory's rate, which is what a copy reaches
+    issue      an instruction each 1 / ISSUED
+    float64    an instruction each 1 / Machine.float64, a conversion each 1 / CONVERTED
+    in flight  LATENCY and twice the instructions, divided by the warps that are there at once
+
+The fraction of copy speed is the first divided by the longest. Caches, launches and the last programs are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import JITFunction
+
+from syncbn.kernels import gpu
+from syncbn.layout import Layout
+
+SHAPES = "32x64x112x112 32x256x56x56 32x512x14x14 32x2048x7x7 8x64x512x512"
+DTYPES = "float32 bfloat16"
+KERNELS = "channel_sums gradient_sums normalize input_gradient"
+POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+}
+LATENCY = 700  # cycles of a load from memory under load
+COPY = 0.9  # of the memory's rate, which a copy reaches
+ISSUED = 2.8  # instructions of a warp a cycle and multiprocessor, of the 4 that are possible
+CONVERTED = 0.5  # likewise, between float32 and float64
+
+
+class Machine(NamedTuple):
+    """A GPU; rates are a cycle and multiprocessor."""
+
+    bytes: float  # of memory
+    float64: float  # instructions of a warp
+    shared: int  # bytes
+
+
+# A100 SXM 80 GB: 2.04 TB/s, 108 multiprocessors at 1.41 GHz. H100 SXM: 3.35 TB/s, 132 at 1.755 GHz.
+MACHINES = {80: Machine(2.04e12 / 108 / 1.41e9, 1.0, 164 << 10), 90: Machine(3.35e12 / 132 / 1.755e9, 2.0, 227 << 10)}
+
+
+class Launch(NamedTuple):
+    """What a launch passes."""
+
+    kernel: JITFunction
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]  # num_warps and such
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Launches are listed instead of done."""
+    launches: list[Launch] = []
+
+    def run(kernel: JITFunction, *arguments: Any, grid: tuple[int, ...], warmup: bool, **named: Any) -> None:
+        given = dict(zip(kernel.arg_names, arguments, strict=False)) | named
+        options = {name: value for name, value in given.items() if name not in kernel.arg_names}
+        launches.append(Launch(kernel, grid, {name: given[name] for name in kernel.arg_names}, options))
+
+    with mock.patch.object(JITFunction, "run", run):
+        yield launches
+
+
+def compiled(launch: Launch, capability: int) -> Any:
+    """The kernel as Triton compiles it for these arguments, all tensors being aligned."""
+    kernel, signature, constants, attributes = launch.kernel, {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        argument = launch.arguments[parameter.name]
+        fixed = parameter.is_constexpr or argument is None
+        if fixed or (not parameter.do_not_specialize and type(argument) is int and argument == 1):
+            signature[parameter.name], constants[index,] = "constexpr", argument
+            continue
+        if isinstance(argument, Tensor):
+            signature[parameter.name] = POINTERS[argument.dtype]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(argument, float) else "i64" if argument >= 2**31 else "i32"
+        aligned = isinstance(argument, Tensor) or (isinstance(argument, int) and argument % 16 == 0)
+        if aligned and not parameter.do_not_specialize:
+            attributes[index,] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
+
+
+class Code(NamedTuple):
+    """What a thread does in the loop that matters; and what a block needs."""
+
+    registers: int
+    spills: int  # loads and stores of them
+    shared: int  # bytes
+    instructions: int
+    float64: int  # of them, without conversions
+    conversions: int  # to and from float64
+    bytes: int  # loaded and stored
+    widest_load: int  # bytes
+
+
+WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+FLOAT64, CONVERSION = re.compile(r"\bD(ADD|MUL|FMA|SETP|MNMX)\b"), re.compile(r"\b(F2F|I2F|F2I)\S*F64")
+
+
+def read(kernel: Any) -> Code:
+    """Read the machine code of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+        listing = subprocess.run(
+            [tools / "nvdisasm", "-c", file.name], check=True, capture_output=True, text=True
+        ).stdout
+        usage = subprocess.run(
+            [tools / "cuobjdump", "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    instructions, labels = [], {}
+    for line in listing.splitlines():
+        if label := re.match(r"^(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif instruction := re.match(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);?\s*(/\*.*)?$", line):
+            instructions.append(instruction[1].strip())
+    loop = instructions
+    for index, instruction in enumerate(instructions):
+        if (branch := re.search(r"\bBRA\S* `\((\.L_x_\d+)\)", instruction)) and labels[branch[1]] <= index:
+            body = instructions[labels[branch[1]] : index + 1]
+            if any("LDG" in one for one in body) and len(body) < len(loop):
+                loop = body
+    loads = [_width(one) for one in loop if "LDG" in one]
+    stores = [_width(one) for one in loop if "STG" in one]
+    (registers,) = re.findall(r"REG:(\d+)", usage)
+    spills = sum("LDL" in one or "STL" in one for one in instructions)
+    return Code(
+        registers=int(registers),
+        spills=spills,
+        shared=kernel.metadata.shared,
+        instructions=len(loop),
+        float64=sum(bool(FLOAT64.search(one)) for one in loop),
+        conversions=sum(bool(CONVERSION.search(one)) for one in loop),
+        bytes=sum(loads + stores),
+        widest_load=max(loads, default=0),
+    )
+
+
+def _width(instruction: str) -> int:
+    parts = re.search(r"(?:LDG|STG)\.(\S+)", instruction)
+    assert parts is not None
+    return next((WIDTHS[part] for part in parts[1].split(".") if part in WIDTHS), 4)
+
+
+class Row(NamedTuple):
+    """A line of the table."""
+
+    case: str
+    code: Code
+    blocks: int  # on a multiprocessor
+    fraction: float  # of copy speed
+    limit: str
+
+
+def row_of(launch: Launch, case: str, capability: int) -> Row:
+    """Compile, read and predict."""
+    code, machine = read(compiled(launch, capability)), MACHINES[capability]
+    warps = launch.options.get("num_warps", 4)
+    by_registers = 65536 // (math.ceil(code.registers / 8) * 8 * 32 * warps)
+    by_shared = machine.shared // (code.shared + 1024)
+    blocks = min(by_registers, by_shared, 64 // warps, 32)
+    cycles = {
+        "memory": 32 * code.bytes / (COPY * machine.bytes),
+        "issue": code.instructions / ISSUED,
+        "float64": code.float64 / machine.float64 + code.conversions / CONVERTED,
+        "in flight": (LATENCY + 2 * code.instructions) / (blocks * warps),
+    }
+    limit = max(cycles, key=lambda name: cycles[name])
+    return Row(case, code, blocks, cycles["memory"] / cycles[limit], limit)
+
+
+def calls(x: Tensor, layout: Layout) -> dict[str, Callable[[], object]]:
+    """Each kernel of whole tensors, called as a training step does."""
+    statistics, f32 = x.new_empty(3 * x.shape[1] + 1, dtype=torch.float64), torch.float32
+    of_forward, of_backward = x.new_empty(3 * x.shape[1], dtype=f32), x.new_empty(4 * x.shape[1], dtype=f32)
+    return {
+        "channel_sums": lambda: gpu.channel_sums(x, layout),
+        "gradient_sums": lambda: gpu.gradient_sums(x, x, None, layout, statistics, f32, f32),
+        "normalize": lambda: gpu.normalize(x, layout, of_forward, None, False),
+        "input_gradient": lambda: gpu.input_gradient(x, x, None, layout, of_backward, False),
+    }
+
+
+def table(capability: int, shapes: list[str], dtypes: list[str], kernels: list[str]) -> Iterator[Row]:
+    """A row for each kernel and case."""
+    for shape in shapes:
+        for channels_last in (False, True):
+            for dtype in dtypes:
+                x = torch.empty([int(size) for size in shape.split("x")], dtype=getattr(torch, dtype), device="meta")
+                if channels_last:
+                    x = x.to(memory_format=torch.channels_last)
+                for name in kernels:
+                    with recorded() as launches:
+                        calls(x, Layout.of(x, 1))[name]()
+                    case = f"{name:14} {shape:13} {'last ' if channels_last else 'first'} {dtype:8}"
+                    yield row_of(launches[0], case, capability)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, default=90, choices=MACHINES)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES.split())
+    parser.add_argument("--dtypes", nargs="+", default=DTYPES.split())
+    parser.add_argument("--kernels", nargs="+", default=KERNELS.split())
+    arguments = parser.parse_args()
+    print(f"sm_{arguments.capability}, Triton {triton.__version__}")
+    print(f"{'':44} regs spill shared blocks load  ins  f64 bytes ins/B copy")
+    for row in table(arguments.capability, arguments.shapes, arguments.dtypes, arguments.kernels):
+        code = row.code
+        print(
+            f"{row.case:44} {code.registers:4} {code.spills:5} {code.shared:6} {row.blocks:6} "
+            f"{code.widest_load:4} {code.instructions:4} {code.float64 + code.conversions:4} {code.bytes:5} "
+            f"{code.instructions / max(code.bytes, 1):5.2f} {row.fraction:4.2f} {row.limit}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""What the GPU kernels compile to, on a machine without a GPU: no spills, wide loads, no float64 where it costs."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
+
+import gpu_static
+
+from syncbn.kernels import gpu
+from syncbn.layout import Layout
+
+MAPS = "normalize", "input_gradient"
+
+
+@pytest.mark.parametrize(
+    ("shape", "capability"), [("32x64x112x112", 90), ("32x512x14x14", 90), ("32x2048x7x7", 90), ("32x512x14x14", 80)]
+)
+def test_promises_of_the_table(shape: str, capability: int) -> None:
+    for row in gpu_static.table(capability, [shape], ["float32", "bfloat16"], gpu_static.KERNELS.split()):
+        kernel, _, order, dtype = row.case.split()
+        code = row.code
+        assert not code.spills, row
+        assert (code.float64, code.conversions) == (0, 0) or kernel not in MAPS, row
+        assert row.blocks >= 3, row
+        size = shape.split("x")[-1]
+        if size == "7" and order == "first":
+            assert row.fraction >= 0.6, row
+            continue
+        narrow = size == "14" and order == "first" and dtype == "bfloat16"  # 196 values: 4 of them are aligned
+        assert code.widest_load == (8 if narrow else 16), row
+        assert row.fraction >= (0.85 if kernel in MAPS else 0.8), row
+
+
+def launches_of_a_step(x: Tensor, parameter: torch.dtype, *, affine: bool = True) -> list[gpu_static.Launch]:
+    """Those of forward and backward, with a residual and a relu."""
+    layout, channels = Layout.of(x, 1), x.shape[1]
+    weight = x.new_empty(channels, dtype=parameter) if affine else None
+    with gpu_static.recorded() as launches:
+        sums = gpu.channel_sums(x, layout)
+        statistics, coefficients = gpu.forward_coefficients(sums, weight, weight, 1e-5, x.dtype)
+        y = gpu.normalize(x, layout, coefficients, x if affine else None, relu=affine)
+        sums, _, _ = gpu.gradient_sums(x, x, y, layout, statistics, parameter if affine else None, None)
+        coefficients = gpu.backward_coefficients(sums, statistics, weight, x.dtype)
+        gpu.input_gradient(x, x, y, layout, coefficients, of_residual=affine)
+        gpu.update_running_stats(x.new_empty(channels), x.new_empty(channels), statistics, 0.1)
+        gpu.update_running_stats(x.new_empty(channels), x.new_empty(channels), statistics, x.new_empty(()))
+    return launches
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "parameter"),
+    [
+        (70, torch.float16, torch.float32),
+        (80, torch.float32, torch.bfloat16),
+        (90, torch.bfloat16, torch.float32),
+        (90, torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sizes", [(64, 64, 3136), (64, 512, 4), (1, 1, 1), (4, 8, 25), (3, 8, 49)], ids=str)
+def test_all_launches_compile(
+    sizes: tuple[int, ...], capability: int, dtype: torch.dtype, parameter: torch.dtype
+) -> None:
+    """In the same order each time, and without a division for each value of a map."""
+    launches = launches_of_a_step(torch.empty(sizes, dtype=dtype, device="meta"), parameter)
+    assert len(launches) <= 5 + 4 + 1  # forward with running statistics, backward, and the other momentum
+    for launch in launches:
+        assembly = gpu_static.compiled(launch, capability).asm["ptx"]
+        assert not re.search(r"\b(atom|red)\.", assembly), "their order would change results"
+        if launch.kernel.__name__ in MAPS:
+            assert dtype == torch.float64 or ".f64" not in assembly
+            assert "div.rn.f" not in assembly
+
+
+@pytest.mark.parametrize("sizes", [(2**31 + 5, 1, 1), (1, 1, 2**31 + 5), (2**17, 2**10, 2**6)], ids=str)
+def test_more_values_than_an_int32_counts(sizes: tuple[int, ...]) -> None:
+    for launch in launches_of_a_step(torch.empty(sizes, device="meta"), torch.float32, affine=False):
+        assembly: Any = gpu_static.compiled(launch, 90).asm["ptx"]
+        if launch.kernel.__name__ in (*MAPS, "parts_of_sums"):
+            assert re.search(r"(mad\.lo|mul\.lo|mul\.wide)\S*64", assembly)
+
+
+@pytest.mark.parametrize("number", [2, 3, 5, 7, 49, 98, 784, 12544, 2**20, 2**30 + 1])
+def test_division(number: int) -> None:
+    multiplier, shift = gpu._division(number)
+    assert -(2**31) <= multiplier < 2**31
+    for one in (0, 1, number - 1, number, number + 1, 12345 * number - 1, 12345 * number, 2**31 - 1):
+        if one < 2**31:
+            assert (one * (multiplier % 2**32) >> 32) >> shift == one // number
