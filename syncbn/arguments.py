@@ -172,7 +172,7 @@ def require_two_values(num_values: Tensor, x: Tensor, name: str = "") -> None:
     no values. Then nothing is raised.
     """
     can_read = num_values.is_cpu and type(num_values) is Tensor and not torch_private.is_compiling()
-    if can_read and num_values.item() == 1:
+    if can_read and 1 in torch_private.innermost(num_values).flatten().tolist():
         raise ValueError(
             f"{name}Expected more than 1 value per channel when training, got 1 over all ranks "
             f"(input size on this rank {tuple(x.shape)}). Use a larger batch or eval()."

@@ -26,8 +26,9 @@ from torch.profiler import record_function
 from syncbn import double_backward, torch_private
 from syncbn.arguments import Prepared, require_two_values
 from syncbn.distributed.collectives import Ranks
+from syncbn.distributed.transforms import TransformedRanks
 from syncbn.double_backward import BackwardInput, Gradients
-from syncbn.kernels import select_kernels
+from syncbn.kernels import is_transformed, reference, select_kernels
 from syncbn.layout import Layout
 
 Result = TypeVar("Result")
@@ -52,8 +53,10 @@ def normalize(prepared: Sequence[Prepared], eps: float, relu: bool, ranks: Ranks
         builds_graph = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
         # Without gradients Dynamo (torch 2.13) hands a forward with *args a context, which it does not take.
         function = SyncBatchNormFunction.apply if builds_graph else SyncBatchNormFunction.forward
-    elif torch_private.inside_functorch():
+    elif torch_private.inside_functorch() or torch_private.forward_mode_level() >= 0:
         function = SyncBatchNormFunction.apply
+        if is_transformed(*tensors):  # for which torch's operations have rules, and this Function has none
+            function, ranks = SyncBatchNormFunction.forward, TransformedRanks(ranks)
     outputs = function(Call(layouts, eps, relu, ranks), *tensors)
     results = []
     for index, mask in enumerate(masks):
@@ -72,7 +75,8 @@ class SyncBatchNormFunction(torch.autograd.Function):
 
     Saved for backward: x, weight, the statistics, and y when relu is fused.
     Collectives: one all_reduce of 2C + 1 float64 in forward, one of 2C in backward (two with create_graph=True), and
-    the signatures of signatures.py; none when there is nothing to synchronise. Backward issues its all_reduce whatever
+    the signatures of signatures.py; none when there is nothing to synchronise. A stack of gradients (is_grads_batched,
+    vmap) has as many as one gradient. Backward issues its all_reduce whatever
     needs_input_grad says: another rank may need the sums.
     """
 
@@ -124,7 +128,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
             dtypes = weight.dtype if needs_weight else None, ctx.bias_dtypes[index] if needs_bias else None
             per_input.append(BackwardInput(x, dy, y, layout, weight, statistics, needs_x, needs_residual, *dtypes))
         if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
-            results = double_backward.gradients(per_input, call.eps, call.ranks)
+            results = double_backward.gradients(per_input, call.eps, TransformedRanks(call.ranks))
         else:
             results = gradients(per_input, call.ranks)
         flat = [gradient for role in zip(*results, strict=True) for gradient in role]
@@ -150,6 +154,8 @@ def gradients(per_input: Sequence[BackwardInput], ranks: Ranks) -> list[Gradient
     """Compute the gradients of each input, without a graph. The all_reduce happens whatever is needed."""
     given = [tensor for one in per_input for tensor in (one.x, one.dy, one.y, one.weight, one.statistics)]
     kernels, local, of_parameters = select_kernels(*given), [], []
+    if kernels is reference and is_transformed(*given):
+        ranks = TransformedRanks(ranks)
     for x, dy, y, layout, _, statistics, _, _, weight_dtype, bias_dtype in per_input:
         sums, grad_weight, grad_bias = kernels.gradient_sums(dy, x, y, layout, statistics, weight_dtype, bias_dtype)
         local.append(sums)

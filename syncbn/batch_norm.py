@@ -39,7 +39,7 @@ def move_running_stats(
     Inside a backward, as in activation checkpointing's recompute, nothing moves: it has in the first forward.
     """
     running_mean, running_var = arguments.running_mean, arguments.running_var
-    moves = not torch_private.inside_backward()
+    moves = torch_private.is_compiling() or torch_private.current_backward() == -1  # a graph recomputes no writes
     if pool is not None:
         pool.add(statistics, moves)
     elif running_mean is not None and running_var is not None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from syncbn import moments
-from syncbn.distributed.collectives import Ranks
+from syncbn.distributed.transforms import TransformedRanks
 from syncbn.layout import Layout
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of x, weight, bias, residual
@@ -30,7 +30,7 @@ class BackwardInput(NamedTuple):
     bias_dtype: torch.dtype | None
 
 
-def gradients(per_input: Sequence[BackwardInput], eps: float, ranks: Ranks) -> list[Gradients]:
+def gradients(per_input: Sequence[BackwardInput], eps: float, ranks: TransformedRanks) -> list[Gradients]:
     """Compute the gradients of each input as a graph.
 
     Mean and variance are computed again from x, with the all_reduce as part of the graph: two in all, whatever the
@@ -70,32 +70,14 @@ def gradients(per_input: Sequence[BackwardInput], eps: float, ranks: Ranks) -> l
 
 
 def _means(
-    per_input: Sequence[BackwardInput], pairs: list[tuple[Tensor, Tensor]], ranks: Ranks
+    per_input: Sequence[BackwardInput], pairs: list[tuple[Tensor, Tensor]], ranks: TransformedRanks
 ) -> list[tuple[Tensor, Tensor]]:
     """The means of both terms of each pair, folded tensors, over the values of all ranks: one all_reduce."""
     sums = [torch.cat((first.sum((0, 2)), second.sum((0, 2)))) for first, second in pairs]
-    total = torch.cat(sums)
-    if ranks.group is not None:
-        total = _AllReduce.apply(total, ranks, "backward")  # type: ignore[no-untyped-call]
+    total = ranks.all_reduce(torch.cat(sums), "backward")
     means = []
     for of_input, one in zip(torch.split(total, [len(one) for one in sums]), per_input, strict=True):
         num_values = one.statistics[-1].clamp(min=1)
         first, second = (of_input / num_values).chunk(2)
         means.append((first, second))
     return means
-
-
-class _AllReduce(torch.autograd.Function):
-    """The sum of a tensor over the ranks; its gradient is the sum of all ranks' gradients."""
-
-    @staticmethod
-    def forward(sums: Tensor, ranks: Ranks, pass_name: str) -> Tensor:
-        return ranks.all_reduce(sums.clone(), pass_name)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Ranks, str], output: Tensor) -> None:
-        _, ctx.ranks, _ = inputs
-
-    @staticmethod
-    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None]:
-        return _AllReduce.apply(grad_total, ctx.ranks, "double backward"), None, None  # type: ignore[no-untyped-call]

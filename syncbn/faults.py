@@ -10,9 +10,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from syncbn import torch_private
 from syncbn.arguments import Arguments
 from syncbn.distributed.collectives import Ranks
-from syncbn.torch_private import is_compiling
 
 
 def raise_on_all_ranks(
@@ -28,9 +28,11 @@ def raise_on_all_ranks(
     known = [number for number in num_channels if number is not None]
     if not inputs or len(known) < len(inputs):
         raise error
-    if ranks.group is None or _device_of(inputs[0]).type != "cpu" or is_compiling():  # where no rank reads the mark
-        raise error
+    if ranks.group is None or _device_of(inputs[0]).type != "cpu" or torch_private.is_compiling():
+        raise error  # where no rank reads the mark
     sums = torch.zeros(2 * sum(known) + len(inputs), dtype=torch.float64)
+    if torch_private.inside_vmap() and isinstance(x := inputs[0].input, Tensor):  # the others send a stack
+        sums = torch_private.innermost(x.new_zeros(len(sums), dtype=torch.float64)).flatten()
     sums[-1] = math.nan
     ranks.all_reduce(sums, pass_name, counted=True, error=error)
     raise AssertionError("the mark of a fault was lost") from error

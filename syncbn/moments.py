@@ -63,7 +63,7 @@ def update_running_stats(
     channel (n = 1) leaves running_var as it is: both without reading n on the host. With `moves` False nothing changes
     although the same operators run, whose results selective checkpointing finds by counting.
     """
-    mean, var, num_values = unbiased(statistics)
+    mean, var, num_values = unbiased(statistics.detach())  # from the tangents, which no_grad leaves
     for running, statistic, enough in ((running_mean, mean, num_values > 0), (running_var, var, num_values > 1)):
         moved = (1 - momentum) * running.to(torch.float64) + momentum * statistic
         moved = torch.where(enough, moved, running)

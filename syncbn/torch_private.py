@@ -7,6 +7,7 @@ torch is running: compiled, inside a backward, under a dispatch mode. (_BatchNor
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Collection
 from datetime import timedelta
@@ -24,6 +25,12 @@ is_compiling = torch.compiler.is_compiling  # public; here so that there is one 
 current_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
 # Whether a torch.func transform is active, whose tensors have no memory.
 inside_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# Of forward mode, that of torch.func too; -1 outside.
+forward_mode_level: Callable[[], int] = functools.partial(getattr, torch.autograd.forward_ad, "_current_level")
+# Whether is_grads_batched=True has made the tensor of a stack, by a vmap that is not torch.func's.
+is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+# The number of the backward in which this is called, as by the recompute of activation checkpointing; -1 outside.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
 profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
@@ -32,9 +39,13 @@ def may_skip_dispatcher(*tensors: Tensor | None) -> bool:
     an operator.
 
     Not where the thread has a dispatch key beside those that it always has: that of a dispatch mode, a transform or a
-    tracer; nor while a profiler records; nor for a subclass, a negative view or a tensor of zeros.
+    tracer; nor in forward mode, nor while a profiler records; nor for a subclass, a negative view or a tensor of zeros.
     """
-    if torch._C._dispatch_tls_local_include_set().raw_repr() & ~_USUAL_KEYS or profiler_enabled():
+    if (
+        torch._C._dispatch_tls_local_include_set().raw_repr() & ~_USUAL_KEYS
+        or profiler_enabled()
+        or forward_mode_level() >= 0
+    ):
         return False
     for tensor in tensors:
         if tensor is not None and (type(tensor) not in _PLAIN_CLASSES or tensor.is_neg() or tensor._is_zerotensor()):
@@ -48,12 +59,18 @@ for _key in (torch._C.DispatchKey.BackendSelect, torch._C.DispatchKey.ADInplaceO
     _USUAL_KEYS |= torch._C.DispatchKeySet(_key).raw_repr()
 
 
-def inside_backward() -> bool:
-    """Whether this is called during a backward, as by the recompute of activation checkpointing.
+def apply_to_stack(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """function(tensor), and of the whole stack (B, ...) where the tensor is a batched gradient."""
+    if is_compiling() or not is_batched_gradient(tensor):
+        return function(tensor)
+    return torch._add_batch_dim(function(torch._remove_batch_dim(tensor, 1, 0, 0)), 0, 1)
 
-    In a compiled graph that is never so: it recomputes values, not the writes to buffers.
-    """
-    return not is_compiling() and torch._C._current_graph_task_id() != -1
+
+def innermost(tensor: Tensor) -> Tensor:
+    """The tensor with the values, which transforms of torch.func have wrapped; with the stacks of vmap, in any dims."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def inside_selective_checkpoint() -> bool:
@@ -77,6 +94,17 @@ def constant_in_graphs(function: Function) -> Function:
     torch._dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant_in_graphs
+def inside_vmap_or_forward_mode() -> bool:
+    """Whether torch.func.vmap, or forward mode of whatever kind, is active; Dynamo enters them as it traces."""
+    return forward_mode_level() >= 0 or (inside_functorch() and inside_vmap())
+
+
+def inside_vmap() -> bool:
+    """Whether torch.func.vmap is among the active transforms."""
+    return any(one.key().name == "Vmap" for one in torch._C._functorch.get_interpreter_stack() or ())
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -30,7 +30,7 @@ ORDER = [
     "batch_norm evaluation",
     "faults autograd",
     "double_backward distributed.members",
-    "distributed.groups",
+    "distributed.groups distributed.transforms",
     "distributed.collectives",
     "diagnosis.signatures",
     "diagnosis.positions",

@@ -44,23 +44,21 @@ def test_may_skip_dispatcher() -> None:
     torch.func.grad(lambda x: look(x).sum())(torch.ones(2))
     with torch.autograd.forward_ad.dual_level():
         look(torch.ones(2))
-    assert seen == [True, False, False, True]
+    assert seen == [True, False, False, False]
 
 
-def test_inside_backward() -> None:
-    """True in a recompute of either kind of checkpointing, False in its first pass; in a graph always False."""
+def test_current_backward() -> None:
+    """Not -1 in a recompute of either kind of checkpointing."""
     for use_reentrant in (False, True):
         seen = []
 
         def forward(x: torch.Tensor, seen: list[bool] = seen) -> torch.Tensor:
-            seen.append(torch_private.inside_backward())
+            seen.append(torch_private.current_backward() == -1)
             return x.sin()
 
         x = torch.ones(2, requires_grad=True)
         checkpoint(forward, x, use_reentrant=use_reentrant).sum().backward()
-        assert seen == [False, True]
-    compiled = torch.compile(torch_private.inside_backward, backend="eager", fullgraph=True)
-    assert compiled() is False
+        assert seen == [True, False]
 
 
 def test_inside_functorch() -> None:
@@ -73,6 +71,85 @@ def test_inside_functorch() -> None:
     function(torch.ones(2))
     torch.func.grad(function)(torch.ones(2))
     assert seen == [False, True]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode uses it
+def test_forward_mode_level() -> None:
+    seen = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_private.forward_mode_level())
+        return x.sin()
+
+    x = torch.ones(2)
+    function(x)
+    torch.func.jvp(function, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        function(x)
+    assert seen == [-1, 0, 0]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit.script. is deprecated")  # torch's own
+def test_inside_vmap_and_forward_mode() -> None:
+    """In graphs too, whatever transform is the outermost."""
+    seen = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append((torch_private.inside_vmap(), torch_private.inside_vmap_or_forward_mode()))
+        return x.sin().sum()
+
+    x = torch.ones(2)
+    function(x)
+    torch.func.grad(function)(x)
+    torch.vmap(torch.func.grad(function))(torch.ones(3, 2))
+    torch.func.grad(lambda x: torch.vmap(function)(x).sum())(torch.ones(3, 2))
+    torch.func.jvp(function, (x,), (x,))
+    torch.func.hessian(function)(x)
+    assert seen == [(False, False), (False, False), (True, True), (True, True), (False, True), (True, True)]
+
+    def asks(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() if torch_private.inside_vmap_or_forward_mode() else x
+
+    def transformed(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return asks(x), torch.vmap(asks)(x), torch.func.jvp(asks, (x,), (x,))[0], torch.func.vjp(asks, x)[0]
+
+    compiled = torch.compile(transformed, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), (x, x.sin(), x.sin(), x))
+
+
+def test_batched_gradients_and_their_stack() -> None:
+    """What is done to the stack is done to each gradient, and has a graph."""
+    seen = []
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: object, dy: torch.Tensor) -> torch.Tensor:
+            seen.append((torch_private.is_batched_gradient(dy), tuple(dy.shape)))
+
+            def double(stack: torch.Tensor) -> torch.Tensor:
+                seen.append((torch_private.is_batched_gradient(stack), tuple(stack.shape)))
+                return 2 * stack
+
+            return torch_private.apply_to_stack(double, dy)
+
+    x = torch.ones(2, requires_grad=True)
+    (first,) = torch.autograd.grad(Doubled.apply(x.square()), x, torch.eye(2), is_grads_batched=True, create_graph=True)
+    assert seen == [(True, (2,)), (False, (2, 2))]
+    assert torch.equal(first, 4 * torch.eye(2))
+    assert torch.equal(torch.autograd.grad(first.sum(), x)[0], torch.tensor([4.0, 4.0]))
+    torch.autograd.grad(Doubled.apply(x).sum(), x)
+    assert seen[2:] == [(False, (2,)), (False, (2,))]
+
+
+def test_innermost() -> None:
+    x, found = torch.ones(2, 3), []
+    assert torch_private.innermost(x) is x
+    torch.vmap(torch.func.grad(lambda row: found.append(torch_private.innermost(row)) or row.sum()))(x)
+    assert found[0] is x
 
 
 def test_profiler_enabled() -> None:

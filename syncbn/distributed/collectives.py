@@ -96,6 +96,10 @@ class Ranks:
                 signature = signatures.signed(self.call, pass_name, counted, sums, mode)
             payload = torch.cat((sums, signature))
         if compiling:
+            if torch_private.inside_vmap_or_forward_mode():  # Dynamo would lose the total
+                raise RuntimeError(
+                    "compiled graphs with vmap or forward mode over ranks: compile without fullgraph=True"
+                )
             dist.all_reduce(payload, group=self.group)
             return payload[: len(sums)]
         first_warning = min([FIRST_WARNING_SECONDS, *[one.first_warning_seconds for one in interceptors]])

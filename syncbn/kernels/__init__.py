@@ -26,9 +26,9 @@ def select_kernels(x: Tensor | None, *others: Tensor | None) -> ModuleType:
     Tensor subclasses and exported programs get torch's operations. Compiled graphs get the operators: what Inductor
     makes of torch's operations takes 2 to 12 times as long on CPUs.
 
-    Neither operators nor direct calls have a gradient. In eager mode only autograd.Functions call them; but Dynamo
-    traces through the forward of a Function when nothing outside requires grad, as in torch.func, and then grad mode
-    stays on.
+    Neither operators nor direct calls have a gradient, a tangent or a rule for vmap: forward mode and vmap get torch's
+    operations. Else, in eager mode only autograd.Functions call them; but Dynamo traces through the forward of a
+    Function when nothing outside requires grad, as in torch.func, and then grad mode stays on.
     """
     if type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
         return reference
@@ -41,8 +41,18 @@ def select_kernels(x: Tensor | None, *others: Tensor | None) -> ModuleType:
     if compiling:
         return reference if torch.is_grad_enabled() or torch.compiler.is_exporting() else _operators()
     if not torch_private.may_skip_dispatcher(x, *others):
-        return _operators()
+        return reference if is_transformed(x, *others) else _operators()
     return cpu if x.is_cpu else _gpu()
+
+
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Whether vmap or forward mode is active in eager mode, for which only torch's operations have rules."""
+    if torch_private.is_compiling():
+        return False
+    for tensor in tensors:
+        if tensor is not None and torch_private.is_batched_gradient(tensor):
+            return True
+    return torch_private.inside_vmap_or_forward_mode()
 
 
 def available() -> str:

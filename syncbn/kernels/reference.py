@@ -122,9 +122,7 @@ def _packed(center: Tensor, *others: Tensor) -> Tensor:
 
 def _laid_out(values: Tensor, x: Tensor, layout: Layout) -> Tensor:
     """The folded `values` in the shape, dtype and memory format of x; not as a view, which users may not change."""
-    out = torch.empty_like(x)
-    layout.fold(out).copy_(values)
-    return out
+    return layout.unfold(values, x.shape).to(x.dtype, copy=True)
 
 
 def _through_relu(dy: Tensor, y: Tensor | None) -> Tensor:
