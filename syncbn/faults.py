@@ -32,9 +32,9 @@ def raise_on_all_ranks(
         raise error  # where no rank reads the mark
     sums = torch.zeros(2 * sum(known) + len(inputs), dtype=torch.float64)
     if torch_private.inside_vmap() and isinstance(x := inputs[0].input, Tensor):  # the others send a stack
-        sums = torch_private.innermost(x.new_zeros(len(sums), dtype=torch.float64)).flatten()
+        sums = x.new_zeros(len(sums), dtype=torch.float64)
     sums[-1] = math.nan
-    ranks.all_reduce(sums, pass_name, counted=True, error=error)
+    ranks.all_reduce(torch_private.innermost(sums).flatten(), pass_name, counted=True, error=error)
     raise AssertionError("the mark of a fault was lost") from error
 
 

@@ -57,4 +57,4 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None, None, None], sums: Tensor, *others: Any) -> tuple[Tensor, int]:
-        return _all_reduce(sums.movedim(in_dims[0], 0), *others), 0
+        return _all_reduce(sums, *others), in_dims[0]

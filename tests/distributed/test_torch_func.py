@@ -237,16 +237,34 @@ def test_stacks_of_weights_or_residuals(ranks: Ranks) -> None:
     torch.testing.assert_close(added, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_faults_inside_vmap(ranks: Ranks) -> None:
-    """Every rank has the ValueError of a rank, and that of one value a channel."""
+def test_nan_passes(ranks: Ranks) -> None:
+    """A gradient that is NaN is no fault, which NaN in the place of the count would mark."""
     x, _ = data(ranks)
     stack = torch.stack((x, x.sin()))[:, ranks.even(len(x))]
-    num_weights = 5 if ranks.rank == 0 else 3
-    with pytest.raises(ValueError, match="5 channels" if ranks.size == 1 else "rank 0: .*expected 5 channels"):
-        vmap(lambda x: sync_batch_norm(x, torch.zeros(3), torch.ones(3), torch.ones(num_weights), training=True))(stack)
-    single = torch.ones(2, int(ranks.rank == 0), 3, device=ranks.device)
+    gradients = vmap(grad(lambda x: (sync_batch_norm(x, None, None, training=True) * float("nan")).sum()))(stack)
+    assert gradients.isnan().all()
+
+
+@FORWARD_MODE_WARNS
+@pytest.mark.parametrize("inner", ["forward", "grad", "jvp"])
+def test_faults_inside_vmap(ranks: Ranks, inner: str) -> None:
+    """Every rank has the ValueError of one rank, and that of one value a channel; nothing of it stays."""
+
+    def transformed(function: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+        if inner == "grad":
+            return vmap(grad(lambda x: function(x).sum()))
+        return vmap(function if inner == "forward" else lambda x: jvp(function, (x,), (x,)))
+
+    x, _ = data(ranks)
+    x = x[ranks.even(len(x))]
+    layer = syncbn.SyncBatchNorm(3, track_running_stats=False).double().to(ranks.device)
+    expected = layer(x)
+    with pytest.raises(ValueError, match="3 channels in dim 1 of the input, got 2"):
+        transformed(lambda x: layer(x[:, :2] if ranks.rank == 0 else x))(torch.stack((x, x)))
+    single = torch.ones(2, int(ranks.rank == 0), 3, dtype=x.dtype, device=ranks.device)
     with pytest.raises(ValueError, match="Expected more than 1 value per channel when training, got 1 over all ranks"):
-        vmap(lambda x: sync_batch_norm(x, None, None, training=True))(single)
+        transformed(layer)(single)
+    torch.testing.assert_close(layer(x), expected)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
