@@ -113,7 +113,7 @@ def test_functional_call(ranks: Ranks) -> None:
 
 
 def definition(x: Tensor, weight: Tensor) -> Tensor:
-    """In forward mode the gradients of F.batch_norm have wrong derivatives (torch 2.11 to 2.15)."""
+    """From which one can differentiate a tangent again: that of F.batch_norm gets wrong values (torch 2.11 to 2.15)."""
     xmu = x - x.mean((0, 2), keepdim=True)
     return xmu / (xmu.square().mean((0, 2), keepdim=True) + 1e-5).sqrt() * weight[:, None]
 
