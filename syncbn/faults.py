@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from syncbn import torch_private
+from syncbn import torch_private, tracing
 from syncbn.arguments import Arguments
 from syncbn.distributed.collectives import Ranks
 
@@ -20,8 +20,11 @@ def raise_on_all_ranks(
 ) -> NoReturn:
     """Join the all_reduce of the others as a faulty rank, and raise `error` on every rank, `name` of the input first.
 
-    It is raised here alone on a GPU, in a compiled graph, and where the arguments do not tell how much the others send.
+    It is raised here alone on a GPU, in a compiled graph or a trace of torch.fx, and where the arguments do not tell
+    how much the others send.
     """
+    for one in inputs:
+        tracing.refuse_proxies(one)
     if name:
         error = type(error)(f"{name}{error}")
     num_channels = [_likely_channels(one) for one in inputs]

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import batch_norm, evaluation, torch_private
+from syncbn import batch_norm, evaluation, torch_private, tracing
 from syncbn.arguments import Arguments, check_eps, check_momentum
 from syncbn.diagnosis import positions
 from syncbn.distributed import groups
@@ -135,7 +136,12 @@ class SyncBatchNorm(_BatchNorm):
         With no process group, or one rank, the batch is this rank's. With one value per channel over all ranks:
         ValueError, as F.batch_norm. In a forward inside a backward, as activation checkpointing's recompute, the
         running statistics do not move.
+
+        A torch.fx.Proxy makes the layer a leaf of the graph, as nn.BatchNorm is; TraceError where it cannot be.
         """
+        if isinstance(input, Proxy):
+            options = {name: given for name, given in (("z", z), ("mask", mask)) if given is not None}
+            return tracing.leaf(self, SyncBatchNorm.forward, input.tracer, (input,), options)
         momentum, channel_dim = 0.0 if self.momentum is None else self.momentum, -1 if self.channel_last else 1
         has_number_of_dims = type(self)._check_input_dim is not _BatchNorm._check_input_dim
         check_input_dim = self._check_input_dim if has_number_of_dims else None
@@ -149,9 +155,7 @@ class SyncBatchNorm(_BatchNorm):
         if not self.track_running_stats:
             arguments.running_mean = arguments.running_var = None
         counter = self.num_batches_tracked if self.track_running_stats else None
-        if (
-            self.momentum is None and counter is not None
-        ):  # the average of all batches; the host does not wait for the counter
+        if self.momentum is None and counter is not None:  # average all batches; the host does not wait for the counter
             arguments.momentum = 1.0 / (counter + 1).to(torch.float64)
         return self._train(arguments, counter)
 

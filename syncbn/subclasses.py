@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
+from syncbn import tracing
 from syncbn.arguments import Arguments
 from syncbn.evaluation import plain_batch_norm
 from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
@@ -77,6 +79,12 @@ class _KeepsForward(_Made):
     """For an original with a forward of its own."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(args, Proxy):  # which stands for all arguments of the module that is traced
+            first: Any = args
+        else:
+            first = args[0] if args else next(iter(kwargs.values()), None)
+        if isinstance(first, Proxy):
+            return tracing.leaf(self, _KeepsForward.forward, first.tracer, args, kwargs)
         with _SynchroniseBatchNorm(self):
             output = super().forward(*args, **kwargs)
         if self.training and self._synchronised_ranks is None and not is_compiling():

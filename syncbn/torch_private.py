@@ -107,6 +107,11 @@ def inside_vmap() -> bool:
     return any(one.key().name == "Vmap" for one in torch._C._functorch.get_interpreter_stack() or ())
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether hooks of this module run before or after its forward."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile has wrapped this module: torch.compile(module) returns a wrapper that holds the module as
     _orig_mod, module.compile() sets _compiled_call_impl."""

@@ -39,6 +39,7 @@ ORDER = [
     "diagnosis.model_paths diagnosis.processes",
     "distributed.new_groups distributed.specification",
     "distributed.exchange",
+    "tracing",
     "arguments kernels.__init__",
     "masks kernels.operators",
     "kernels.gpu kernels.reference",

@@ -203,6 +203,17 @@ def test_constant_in_graphs() -> None:
         torch.compile(lambda x: x * unmarked(), backend="eager", fullgraph=True)(x)
 
 
+def test_has_forward_hooks() -> None:
+    """Not those of a backward, which do nothing with what torch.fx passes."""
+    for name, expected in (("forward_pre", True), ("forward", True), ("full_backward", False)):
+        layer = nn.Linear(2, 2)
+        assert not torch_private.has_forward_hooks(layer)
+        handle = getattr(layer, f"register_{name}_hook")(lambda *_: None)
+        assert torch_private.has_forward_hooks(layer) is expected
+        handle.remove()
+        assert not torch_private.has_forward_hooks(layer)
+
+
 def test_is_compiled_and_without_compile() -> None:
     layer = nn.Linear(2, 2)
     assert not torch_private.is_compiled(layer)

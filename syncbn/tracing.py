@@ -1,0 +1,47 @@
+"""Answers torch.fx, which records a model: with a leaf where it can, else with an error that has the remedy.
+
+torch.fx.Tracer takes the layers of torch.nn for leaves (`is_leaf_module`) and traces through all others, so a layer of
+ours makes its leaf itself, in its forward. Nothing here waits for other ranks: often one rank alone records.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.fx import Proxy, Tracer
+from torch.fx.proxy import TraceError
+
+from syncbn import torch_private
+from syncbn.arguments import Arguments
+
+OWN_TRACER = "trace with a torch.fx.Tracer whose is_leaf_module is True for it"
+
+
+def leaf(layer: nn.Module, forward: object, tracer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The Proxy of a node `call_module`, which stands for this call of `layer` in the graph.
+
+    `forward` is the function that asks. **Raises** TraceError where it is not all that the call runs: what is around
+    it, `super().forward(x) * 2` say, is traced, and the leaf would run it again.
+    """
+    path, reason = tracer.path_of_module(layer) if isinstance(tracer, Tracer) else "", None
+    if not path:
+        reason = "torch.fx asks is_leaf_module only of modules inside the one that is traced; trace one that holds it"
+    elif getattr(layer.forward, "__func__", None) is not forward:
+        reason = f"it has a forward around syncbn's, which would run twice; {OWN_TRACER}"
+    elif torch_private.has_forward_hooks(layer):
+        reason = f"it has forward hooks, which would run twice; {OWN_TRACER}"
+    if reason is not None:
+        raise TraceError(f"syncbn: {path or 'the layer'} ({type(layer).__name__}) cannot be a leaf here: {reason}")
+    return tracer.create_proxy("call_module", path, args, kwargs)
+
+
+def refuse_proxies(arguments: Arguments) -> None:
+    """**Raises** TraceError where torch.fx traces through this call."""
+    tensors = {"input": arguments.input, **arguments.per_channel(), "z": arguments.z, "mask": arguments.mask}
+    proxies = [name for name, given in tensors.items() if isinstance(given, Proxy)]
+    if proxies:
+        raise TraceError(
+            f"syncbn: torch.fx cannot trace through batch norm of all ranks ({', '.join(proxies)}: Proxy). Tracer's "
+            'is_leaf_module makes a layer a leaf, torch.fx.wrap("sync_batch_norm") in your module a function.'
+        )
