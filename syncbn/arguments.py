@@ -96,7 +96,8 @@ def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor],
     if hasattr(x, "device_mesh"):
         raise TypeError("the input is a DTensor, expected this rank's values as a plain tensor: pass input.to_local()")
     if x.dtype not in SUPPORTED_DTYPES:
-        raise TypeError(f"expected a float16, bfloat16, float32 or float64 input, got {x.dtype}; convert it first")
+        remedy = "call syncbn.revert_syncbn_model(model) before quantising" if x.is_quantized else "convert it first"
+        raise TypeError(f"expected a float16, bfloat16, float32 or float64 input, got {x.dtype}; {remedy}")
     if x.layout != torch.strided:
         raise TypeError(f"expected a dense input, got layout {x.layout}; use input.to_dense()")
     if check_input_dim is not None:

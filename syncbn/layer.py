@@ -176,6 +176,8 @@ class SyncBatchNorm(_BatchNorm):
             self._synchronised_ranks = num_ranks
         return output
 
+    __prepare_scriptable__ = tracing.refuse_script  # which torch.jit.script calls first
+
     def extra_repr(self) -> str:
         """nn.BatchNorm's line and, where they are not the default, the arguments that it does not have."""
         ours = {"process_group": None, "channel_last": False, "fuse_relu": False}

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 is_compiling = torch.compiler.is_compiling  # public; here so that there is one place to ask
+is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]  # public
 current_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
 # Whether a torch.func transform is active, whose tensors have no memory.
 inside_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active

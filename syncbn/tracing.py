@@ -1,4 +1,4 @@
-"""Answers torch.fx, which records a model: with a leaf where it can, else with an error that has the remedy.
+"""Answers those who record a model: torch.fx gets a leaf where it can, the others an error with the remedy.
 
 torch.fx.Tracer takes the layers of torch.nn for leaves (`is_leaf_module`) and traces through all others, so a layer of
 ours makes its leaf itself, in its forward. Nothing here waits for other ranks: often one rank alone records.
@@ -6,7 +6,7 @@ ours makes its leaf itself, in its forward. Nothing here waits for other ranks: 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.fx import Proxy, Tracer
@@ -16,6 +16,7 @@ from syncbn import torch_private
 from syncbn.arguments import Arguments
 
 OWN_TRACER = "trace with a torch.fx.Tracer whose is_leaf_module is True for it"
+REVERT = "call syncbn.revert_syncbn_model(model) first"
 
 
 def leaf(layer: nn.Module, forward: object, tracer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -45,3 +46,19 @@ def refuse_proxies(arguments: Arguments) -> None:
             f"syncbn: torch.fx cannot trace through batch norm of all ranks ({', '.join(proxies)}: Proxy). Tracer's "
             'is_leaf_module makes a layer a leaf, torch.fx.wrap("sync_batch_norm") in your module a function.'
         )
+
+
+def refuse_jit_trace() -> NoReturn:
+    """**Raises** RuntimeError: torch.jit.trace cannot record a training step."""
+    raise RuntimeError(
+        "syncbn: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm of all ranks: "
+        f"{REVERT}, or model.eval()"
+    )
+
+
+def refuse_script(layer: nn.Module) -> NoReturn:
+    """**Raises** RuntimeError: torch.jit.script cannot compile the layer."""
+    remedy = REVERT
+    if "_original_class" not in vars(layer):  # which revert_syncbn_model leaves
+        remedy = "load its state_dict into a model that is built with nn.BatchNorm"
+    raise RuntimeError(f"syncbn: torch.jit.script cannot compile {type(layer).__name__}: {remedy}")

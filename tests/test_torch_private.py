@@ -214,6 +214,21 @@ def test_has_forward_hooks() -> None:
         assert not torch_private.has_forward_hooks(layer)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit:FutureWarning")
+def test_is_jit_tracing() -> None:
+    seen = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_private.is_jit_tracing())
+        return x + 1
+
+    function(torch.ones(2))
+    torch.jit.trace(function, torch.ones(2), check_trace=False)
+    assert seen == [False, True]
+    compiled = torch.compile(lambda x: x + torch_private.is_jit_tracing(), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(2)), torch.ones(2))
+
+
 def test_is_compiled_and_without_compile() -> None:
     layer = nn.Linear(2, 2)
     assert not torch_private.is_compiled(layer)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from syncbn import torch_private
+from syncbn import torch_private, tracing
 from syncbn.diagnosis import call_sites
 from syncbn.distributed import new_groups
 from syncbn.distributed.collectives import Ranks, interceptors
@@ -28,6 +28,8 @@ def make_groups(spec: Specification) -> None:
 
 def begin_call(spec: Specification, caller: nn.Module | str, input: Tensor | None) -> Ranks:
     """Count a call of a layer, or of the function of this name; the ranks that it synchronises. See `resolve`."""
+    if torch_private.is_jit_tracing():
+        tracing.refuse_jit_trace()
     group = resolve(spec)
     return Ranks(group, None if group is None else call_sites.new_call(caller, group, input))
 

@@ -25,6 +25,7 @@ def through_function(x: Tensor) -> Tensor:
     return syncbn.functional.sync_batch_norm(x, None, None, training=True)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit:FutureWarning")  # of TorchScript
 @pytest.mark.parametrize("kind", ["plain", "calls super"])
 def test_one_rank_records_alone(ranks: Ranks, kind: str) -> None:
     """The group is used for the first time while only the last rank records."""
@@ -36,6 +37,10 @@ def test_one_rank_records_alone(ranks: Ranks, kind: str) -> None:
             for function in (model[1], through_function):
                 with pytest.raises(TraceError):
                     fx.symbolic_trace(function)
+                with pytest.raises(RuntimeError, match="cannot record batch norm of all ranks"):
+                    torch.jit.trace(function, x)
+            with pytest.raises(RuntimeError, match="cannot compile"):
+                torch.jit.script(model)
         assert collectives.total == 0
     model(x[:, :1])
     assert syncbn.summary(model)[0].last_step == f"synchronised over {ranks.size} ranks"

@@ -1,0 +1,170 @@
+"""Each row of docs/deploy.md: what a converted model gives, and that a reverted one passes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
+from torch import nn
+from torch.ao import quantization
+from torch.ao.quantization import quantize_fx
+
+import syncbn
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of TorchScript and torch.ao.quantization
+    pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning"),  # the same from torch 2.15 on
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),  # of a comparison in F.batch_norm
+    pytest.mark.filterwarnings("ignore:.*(reduce_range|observer|TypedStorage|quantize|ONNX Preprocess):UserWarning"),
+]
+
+X = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+
+
+def plain(training: bool, layer: nn.Module | None = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    layer = nn.BatchNorm2d(4) if layer is None else layer
+    return nn.Sequential(nn.Conv2d(3, 4, 3), layer, nn.ReLU()).train(training)
+
+
+def converted(training: bool, layer: nn.Module | None = None) -> nn.Sequential:
+    return syncbn.convert_syncbn_model(plain(training, layer))
+
+
+def reverted(training: bool) -> nn.Sequential:
+    return syncbn.revert_syncbn_model(converted(training))
+
+
+def torchs(training: bool) -> nn.Module:
+    return nn.SyncBatchNorm.convert_sync_batchnorm(plain(training))
+
+
+def classes(model: nn.Module) -> list[str]:
+    return [type(module).__name__ for module in model.children()]
+
+
+def fuse(model: nn.Module) -> nn.Module:
+    return importlib.import_module("torch.fx.experimental.optimization").fuse(model)
+
+
+def prepare_qat_fx(model: nn.Module) -> nn.Module:
+    return quantize_fx.prepare_qat_fx(model, quantization.get_default_qat_qconfig_mapping(), (X,))
+
+
+@pytest.mark.parametrize(
+    ("transform", "training", "fused"),
+    [
+        (fuse, False, ["Conv2d", "ReLU"]),
+        (quantize_fx.fuse_fx, False, ["ConvReLU2d"]),
+        (prepare_qat_fx, True, ["FusedMovingAvgObsFakeQuantize", "ConvBnReLU2d", "FusedMovingAvgObsFakeQuantize"]),
+    ],
+)
+def test_fusion_of_graphs(transform: Callable[[nn.Module], nn.Module], training: bool, fused: list[str]) -> None:
+    """It leaves a converted model's layers as it does torch's SyncBatchNorm, and fuses a reverted model's."""
+    ours, expected = transform(converted(training)), transform(torchs(training))
+    assert [node.target for node in ours.graph.nodes] == [node.target for node in expected.graph.nodes]
+    torch.testing.assert_close(ours(X), expected(X))
+    of_reverted, of_plain = transform(reverted(training)), transform(plain(training))
+    assert classes(of_reverted) == fused
+    assert torch.equal(of_reverted(X), of_plain(X))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_eager_fusion(training: bool) -> None:
+    """It goes by the exact class, and the message is torch's."""
+    fuse_modules = quantization.fuse_modules_qat if training else quantization.fuse_modules
+    for model in (converted(training), torchs(training)):
+        with pytest.raises(AssertionError, match="did not find fuser method for"):
+            fuse_modules(model, [["0", "1", "2"]])
+    fused = fuse_modules(reverted(training), [["0", "1", "2"]])
+    assert classes(fused) == ["ConvBnReLU2d" if training else "ConvReLU2d", "Identity", "Identity"]
+
+
+def quantised(model: nn.Module) -> nn.Module:
+    """By eager quantisation-aware training of one step."""
+    model = nn.Sequential(quantization.QuantStub(), model, quantization.DeQuantStub()).train()
+    model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    prepared = quantization.prepare_qat(model)
+    prepared(X).sum().backward()
+    return quantization.convert(prepared.eval())
+
+
+def test_eager_quantisation() -> None:
+    with pytest.raises(TypeError, match=r"got torch\.quint8; call syncbn\.revert_syncbn_model\(model\) before quant"):
+        quantised(converted(True))(X)
+    fused = [quantization.fuse_modules_qat(model, [["0", "1", "2"]]) for model in (reverted(True), plain(True))]
+    actual, expected = map(quantised, fused)
+    assert torch.equal(actual(X), expected(X))
+
+
+KINDS = {
+    "of torch": lambda: nn.BatchNorm2d(4),
+    "calls super": lambda: CallsSuper2d(4),
+    "own": lambda: BatchNormAct2d(4),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_jit_script(kind: str, training: bool) -> None:
+    """The model is left whole, and can be traced."""
+    model = converted(training, KINDS[kind]())
+    modules = {name: (module, type(module)) for name, module in model.named_modules()}
+    with pytest.raises(RuntimeError, match=r"cannot compile Sync\w+: call syncbn\.revert_syncbn_model\(model\) first"):
+        torch.jit.script(model)
+    assert {name: (module, type(module)) for name, module in model.named_modules()} == modules
+    assert torch.equal(torch.jit.trace(model.eval(), X)(X), model(X))
+    model = reverted(training)
+    torch.testing.assert_close(torch.jit.script(model)(X), model(X))
+
+
+def test_jit_script_of_a_built_layer() -> None:
+    """Which a revert leaves, so that the remedy is another."""
+    with pytest.raises(RuntimeError, match="load its state_dict into a model that is built with"):
+        torch.jit.script(nn.Sequential(syncbn.SyncBatchNorm2d(3)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_jit_trace_in_training(kind: str) -> None:
+    model = converted(True, KINDS[kind]())
+    with pytest.raises(
+        RuntimeError, match=r"cannot record .*: call syncbn\.revert_syncbn_model\(model\) first, or .*eval"
+    ):
+        torch.jit.trace(model, X)
+    with pytest.raises(RuntimeError, match=r"torch\.jit\.trace"):
+        torch.jit.trace(lambda x: syncbn.functional.sync_batch_norm(x, None, None, training=True), X)
+    model = reverted(True)
+    traced = torch.jit.trace(model, X, check_trace=False)
+    torch.testing.assert_close(traced(X[:2]), model(X[:2]))
+
+
+def onnx(model: nn.Module) -> bytes:
+    file, mode = io.BytesIO(), torch.onnx.TrainingMode.TRAINING if model.training else torch.onnx.TrainingMode.EVAL
+    torch.onnx.export(model, (X,), file, dynamo=False, training=mode, do_constant_folding=False)
+    return file.getvalue()
+
+
+def test_onnx_in_training() -> None:
+    """Of TorchScript's exporter."""
+    remedy = r"call syncbn\.revert_syncbn_model\(model\) first"
+    with pytest.raises(RuntimeError, match=rf"torch\.onnx\.export\(dynamo=False\) uses, .*: {remedy}"):
+        onnx(converted(True))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("onnx") is None, reason="needs the package onnx")
+def test_onnx() -> None:
+    assert onnx(reverted(True)) == onnx(plain(True))
+    assert onnx(reverted(False)) == onnx(plain(False))
+    assert len(onnx(converted(False))) == len(onnx(plain(False)))  # but for names
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_export(training: bool) -> None:
+    for model in (converted(training), reverted(training)):
+        program = torch.export.export(model, (X,))
+        torch.testing.assert_close(program.module()(X), model(X))
