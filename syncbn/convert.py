@@ -37,15 +37,17 @@ def convert_syncbn_model(
 
     The name is apex's. Only the class of a layer changes: nn.BatchNorm1d/2d/3d and nn.SyncBatchNorm become ours, a
     subclass becomes a class that keeps its behaviour and gains synchronisation (see subclasses.py), a parametrization
-    stays, a lazy layer is synchronised from its first forward. Converting again changes nothing. What cannot be
-    converted is left alone and named in one warning: subclasses of nn.SyncBatchNorm, scripted layers, and layers that
-    have an attribute of a name that ours need.
+    stays, a lazy layer is synchronised from its first forward. Converting again sets the group, if one is given, of
+    layers that are synchronised already, and changes nothing else. What cannot be converted is left alone and named in
+    one warning: subclasses of nn.SyncBatchNorm, scripted layers, and layers that have an attribute of a name that ours
+    need.
 
     Args:
         model: any module, also a single batch-norm layer. Convert before wrapping it:
             DistributedDataParallel(convert_syncbn_model(model)).
         process_group: as in `SyncBatchNorm`. With an int or "node", and torch.distributed initialised, a collective of
-            ALL ranks of the default group. None keeps the group that an nn.SyncBatchNorm already has.
+            ALL ranks of the default group. None keeps the group that a layer already has, of nn.SyncBatchNorm or ours;
+            `layer.process_group = None` resets it.
         channel_last: the layers' inputs have the channels in the last dim.
 
     Raises:
@@ -68,6 +70,10 @@ def convert_syncbn_model(
     for layer in layers:
         synchronised_class(_class_of(layer))
     groups.make_groups(spec)
+    if spec is not None:
+        for module in model.modules():
+            if isinstance(module, SyncBatchNorm):
+                module.process_group = spec
     for layer, own_spec in zip(layers, specs, strict=True):
         _convert(layer, own_spec, channel_last)
     if left_alone:
@@ -90,7 +96,7 @@ def revert_syncbn_model(model: AnyModule) -> AnyModule:
             converted.append(layer)
     # An nn.SyncBatchNorm holds its group itself. Looking it up may raise, so it comes before any change.
     own_groups = {
-        layer: None if layer.process_group is None else groups.existing(layer.process_group)
+        layer: groups.of_torch(layer._process_group)
         for layer in converted
         if vars(layer)["_original_class"] is nn.SyncBatchNorm
     }

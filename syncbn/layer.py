@@ -16,7 +16,7 @@ from syncbn.arguments import Arguments, check_eps, check_momentum
 from syncbn.diagnosis import positions
 from syncbn.distributed import groups
 from syncbn.distributed.collectives import Ranks
-from syncbn.distributed.specification import specification
+from syncbn.distributed.specification import given, specification
 
 if TYPE_CHECKING:
     from syncbn.distributed.specification import ProcessGroupLike, Specification
@@ -91,12 +91,13 @@ class SyncBatchNorm(_BatchNorm):
         self.process_group = process_group
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
-        groups.make_groups(self.process_group)
+        groups.make_groups(self._process_group)
 
     @property
-    def process_group(self) -> Specification:
-        """The ranks to synchronise: None, an int, "node", a DeviceMesh; `GlobalRanks` for a ProcessGroup."""
-        return self._process_group
+    def process_group(self) -> ProcessGroupLike:
+        """The ranks to synchronise, as they were given; None for the default group. A ProcessGroup that was destroyed,
+        or does not exist where the layer was loaded, is shown by its ranks."""
+        return given(self._process_group)
 
     @process_group.setter
     def process_group(self, process_group: ProcessGroupLike) -> None:
@@ -180,11 +181,9 @@ class SyncBatchNorm(_BatchNorm):
 
     def extra_repr(self) -> str:
         """nn.BatchNorm's line and, where they are not the default, the arguments that it does not have."""
-        ours = {"process_group": None, "channel_last": False, "fuse_relu": False}
+        ours = {"process_group": self._process_group, "channel_last": self.channel_last, "fuse_relu": self.fuse_relu}
         theirs: str = super().extra_repr()  # type: ignore[no-untyped-call]
-        return theirs + "".join(
-            f", {name}={getattr(self, name)!r}" for name, default in ours.items() if getattr(self, name) != default
-        )
+        return theirs + "".join(f", {name}={value!r}" for name, value in ours.items() if value not in (None, False))
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:

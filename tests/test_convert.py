@@ -36,8 +36,9 @@ def test_only_the_class_changes_and_revert_is_exact(
     assert type(layer) is converted
     assert not layer.training
     state = dict(vars(layer))
-    assert syncbn.convert_syncbn_model(layer, process_group=1) is layer  # twice changes nothing
+    assert syncbn.convert_syncbn_model(layer) is layer  # twice changes nothing
     assert vars(layer) == state
+    assert syncbn.convert_syncbn_model(layer, process_group=1).process_group == 1  # but the group, where it is given
     syncbn.revert_syncbn_model(layer)
     assert type(layer) is original
     assert vars(layer) == before

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from syncbn.distributed import new_groups
 from syncbn.distributed.groups import existing
-from syncbn.distributed.specification import GlobalRanks
+from syncbn.distributed.specification import GlobalRanks, includes_this_rank
 
 if TYPE_CHECKING:
     from syncbn.distributed.specification import Specification
@@ -22,17 +22,19 @@ def world() -> dist.ProcessGroup | None:
 
 
 def ranks_of(spec: Specification) -> list[int]:
-    """The global ranks that `spec` means, this one alone where its group is not made yet."""
-    group = existing(spec)
+    """The global ranks that `spec` means, this one alone where its group is not made yet or without it."""
+    group = existing(spec) if includes_this_rank(spec) else None
     return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
 
 def size(spec: Specification) -> int:
-    """How many ranks `spec` means, also before its group is made; 1 without a process group."""
+    """How many ranks `spec` means, also before its group is made; 1 without a process group, 0 without this rank."""
     if dist.group.WORLD is None:
         return 1
     if isinstance(spec, int):
         return spec
+    if not includes_this_rank(spec):
+        return 0
     if isinstance(spec, GlobalRanks):
         return len(spec.ranks)
     group = existing(spec)

@@ -6,6 +6,8 @@ A layer keeps a specification and not the group itself, so that it can be copied
     "node"        the ranks of one host: LOCAL_WORLD_SIZE consecutive ranks
     DeviceMesh    a mesh of one dim
     ProcessGroup  kept as `GlobalRanks`: its global ranks and a handle that deepcopy shares and pickle drops
+
+`given` gives back what the user passed. A group that this rank is not in may be kept too: training raises.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class GlobalRanks:
-    """A ProcessGroup as its global ranks and a handle that deepcopy shares and pickle drops, to be looked up again."""
+    """A ProcessGroup as its global ranks and a handle that deepcopy shares and pickle drops, to be looked up again.
+
+    torch gives a rank that is not in a new group GroupMember.NON_GROUP_MEMBER: no ranks.
+    """
 
     def __init__(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None = None) -> None:
         self.ranks = ranks
@@ -37,22 +42,15 @@ class GlobalRanks:
         return GlobalRanks, (self.ranks,)
 
     def __repr__(self) -> str:
-        return f"ranks {list(self.ranks)}"
+        return f"ranks {list(self.ranks)}" if self.ranks else "a group without this rank"
 
-    def group(self) -> dist.ProcessGroup:
-        """The handle; after unpickling, or when its group was destroyed, the oldest group of exactly these ranks.
-
-        **Raises** RuntimeError when there is none.
-        """
+    def group(self) -> dist.ProcessGroup | None:
+        """The handle; after unpickling, or when its group was destroyed, the oldest group of exactly these ranks, if
+        there is one."""
         existing_groups = torch_private.existing_groups()
         if self.handle not in existing_groups:
             same = (group for group in existing_groups if _ranks_of(group) == self.ranks)
             self.handle = next(same, None)
-        if self.handle is None:
-            raise RuntimeError(
-                f"this layer was loaded with a process group of the global {self}, and no such group exists here. Make "
-                "it with torch.distributed.new_group, or set layer.process_group = None for the default group."
-            )
         return self.handle
 
 
@@ -60,21 +58,19 @@ def specification(process_group: ProcessGroupLike) -> Specification:
     """What a layer keeps of `process_group`. Communicates nothing.
 
     **Raises** TypeError for anything that is not a specification; ValueError for an int below 1, a string other than
-    "node", a mesh of several dims, and a group or mesh that does not contain this rank.
+    "node", a mesh of several dims, and a group that was destroyed.
     """
     if process_group is None or isinstance(process_group, GlobalRanks) or process_group == "node":
         return process_group
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("this rank is not in process_group; give each rank a group that contains it")
+        return GlobalRanks(())
     if isinstance(process_group, int) and not isinstance(process_group, bool):
         if process_group < 1:
             raise ValueError(f"process_group={process_group}: an int is the number of ranks per group, at least 1")
         return process_group
     if isinstance(process_group, dist.ProcessGroup):
-        if dist.get_rank(process_group) < 0:
-            raise ValueError(
-                f"this rank ({dist.get_rank()}) is not in process_group, whose ranks are {_ranks_of(process_group)}"
-            )
+        if process_group not in torch_private.existing_groups():
+            raise ValueError("process_group was destroyed; pass one that exists, or None for the default group")
         return GlobalRanks(_ranks_of(process_group), process_group)
     if _is_device_mesh(process_group):
         if process_group.ndim != 1:
@@ -82,13 +78,25 @@ def specification(process_group: ProcessGroupLike) -> Specification:
                 f"process_group is a DeviceMesh of {process_group.ndim} dims, expected 1; select one of "
                 f'{process_group.mesh_dim_names or "its dims"} by its name: mesh["name"]'
             )
-        if process_group.get_coordinate() is None:
-            raise ValueError(f"this rank ({dist.get_rank()}) is not in process_group {process_group}")
         return process_group
     raise TypeError(
         'process_group must be None, a ProcessGroup, an int (ranks per group), "node" or a 1-D DeviceMesh, '
         f"got {process_group!r} of type {type(process_group).__name__}"
     )
+
+
+def given(spec: Specification) -> ProcessGroupLike:
+    """What the user passed; for a ProcessGroup that does not exist here `spec` itself."""
+    if not isinstance(spec, GlobalRanks):
+        return spec
+    return (spec.group() or spec) if spec.ranks else dist.GroupMember.NON_GROUP_MEMBER
+
+
+def includes_this_rank(spec: Specification) -> bool:
+    """Whether this rank is in the group."""
+    if isinstance(spec, GlobalRanks):
+        return bool(spec.ranks)
+    return spec is None or isinstance(spec, (int, str)) or spec.get_coordinate() is not None
 
 
 def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:

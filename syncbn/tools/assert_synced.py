@@ -70,8 +70,8 @@ def _cohorts(model: nn.Module) -> dict[str, int]:
     """For the buffers of layers that synchronise over a part of the ranks: the first of these."""
     cohorts = {}
     for name, layer in model.named_modules():
-        if isinstance(layer, SyncBatchNorm) and layer.process_group is not None:
-            first = members.ranks_of(layer.process_group)[0]
+        if isinstance(layer, SyncBatchNorm) and layer._process_group is not None:
+            first = members.ranks_of(layer._process_group)[0]
             for buffer, _ in layer.named_buffers(prefix=name, recurse=False):
                 cohorts[buffer] = first
     return cohorts

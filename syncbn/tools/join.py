@@ -179,7 +179,7 @@ def _check(ddp_model: nn.Module) -> None:
     parts = {"the model": dist.get_world_size(ddp_model.process_group)}
     for name, layer in ddp_model.named_modules():
         if isinstance(layer, SyncBatchNorm):
-            parts[name] = members.size(layer.process_group)
+            parts[name] = members.size(layer._process_group)
     partial = ", ".join(f"{name} over {size}" for name, size in parts.items() if size != num_ranks)
     if partial:
         raise ValueError(f"syncbn.join needs everything to run over all {num_ranks} ranks, but not so: {partial}")

@@ -157,7 +157,7 @@ def _over_all_ranks(model: nn.Module, layers: list[_BatchNorm]) -> Iterator[list
             raise ValueError(
                 f"layers that convert_syncbn_model leaves as they are cannot take part: {', '.join(names)}"
             )
-        own_groups = {layer: layer.process_group for layer in taking_part}
+        own_groups = {layer: layer._process_group for layer in taking_part}
         for layer in taking_part:
             layer.training, layer.process_group = True, None
         yield taking_part

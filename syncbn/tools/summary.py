@@ -68,7 +68,7 @@ def summary(model: nn.Module) -> Summary:
 
 
 def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
-    group_size = members.size(layer.process_group)
+    group_size = members.size(layer._process_group)
     numbers = 2 * layer.num_features
     on_cpu = all(tensor.is_cpu for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))
     bytes_if_sent = BYTES_PER_NUMBER * (group_size > 1)

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim.swa_utils import AveragedModel
 from voting import Ranks
 
 import syncbn
@@ -107,13 +108,29 @@ def test_sizes_that_do_not_divide(ranks: Ranks) -> None:
     assert syncbn.create_syncbn_process_group(0) is None
 
 
-def test_group_without_this_rank(ranks: Ranks) -> None:
-    others = dist.new_group([0])
-    if ranks.rank == 0:
-        layer_of(others, ranks)
-    else:
-        with pytest.raises(ValueError, match="this rank is not in process_group"):
-            layer_of(others, ranks)
+@pytest.mark.parametrize("kind", ["group", "mesh"])
+def test_a_rank_outside_its_group_builds_and_is_told_when_it_trains(ranks: Ranks, kind: str) -> None:
+    """As in torch's test_SyncBatchNorm_process_group, where the group is of rank 0 alone."""
+    others = dist.new_group([0]) if kind == "group" else DeviceMesh(ranks.device.type, [0])
+    built = layer_of(others, ranks)
+    converted = syncbn.convert_syncbn_model(nn.BatchNorm1d(2).to(ranks.device, torch.float64), others)
+    copies = [copy.deepcopy(built)] if kind == "mesh" else [copy.deepcopy(built), pickle.loads(pickle.dumps(built))]
+    for layer in (built, converted, *copies):
+        assert layer.process_group == others
+        x = torch.randn(3, 2, dtype=torch.float64, device=ranks.device)
+        layer.eval()(x)
+        layer.train()
+        assert syncbn.summary(layer)[0].group_size == (ranks.rank == 0)
+        if ranks.rank == 0:
+            layer(x)
+        else:
+            with pytest.raises(ValueError, match=r"this rank is not in .* set layer.process_group on each rank"):
+                layer(x)
+            assert layer.num_batches_tracked == 0
+    syncbn.assert_synced(built)  # a collective: their buffers differ, and that is well
+    given = syncbn.convert_syncbn_model(nn.SyncBatchNorm(2), others)
+    expected = dist.GroupMember.NON_GROUP_MEMBER if ranks.rank else groups.existing(built._process_group)
+    assert syncbn.revert_syncbn_model(given).process_group is expected
 
 
 def test_groups_are_made_once(ranks: Ranks) -> None:
@@ -127,14 +144,19 @@ def test_copies_pickles_and_saves(ranks: Ranks) -> None:
     """deepcopy shares the handle; pickle drops it, and an existing group of the same ranks is found again."""
     group = dist.new_group(list(range(ranks.size)))
     model = nn.Sequential(layer_of(group, ranks), layer_of(ranks.size, ranks))
+    assert model[0].process_group is group
+    assert "process_group=ranks [0" in repr(model[0])
     copied = copy.deepcopy(model)
-    assert copied[0].process_group.group() is group
+    averaged = AveragedModel(model, use_buffers=True)
+    averaged.update_parameters(model)
+    for other in (copied, averaged.module):
+        assert other[0].process_group is group
     pickled = pickle.loads(pickle.dumps(model))
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    for other in (copied, pickled, loaded):
+    for other in (copied, averaged.module, pickled, loaded):
         assert ranks_that_share(other[0], ranks) == list(range(ranks.size))
         assert ranks_that_share(other[1], ranks) == list(range(ranks.size))
     assert syncbn.summary(pickled)[0].last_step == f"synchronised over {ranks.size} ranks"
@@ -144,7 +166,8 @@ def test_copies_pickles_and_saves(ranks: Ranks) -> None:
 def test_a_group_that_does_not_exist_here(ranks: Ranks) -> None:
     layer = layer_of(None, ranks)
     layer.process_group = pickle.loads(pickle.dumps(groups.GlobalRanks((0, 97))))
-    with pytest.raises(RuntimeError, match=r"global ranks \[0, 97\], and no such group exists here"):
+    assert repr(layer.process_group) == "ranks [0, 97]"
+    with pytest.raises(RuntimeError, match=r"\(ranks \[0, 97\]\) was destroyed, or no such group exists here"):
         ranks_that_share(layer, ranks)
     assert syncbn.summary(layer)[0].group_size == 2
     layer.eval()(torch.zeros(1, 2, dtype=torch.float64, device=ranks.device))
@@ -152,8 +175,9 @@ def test_a_group_that_does_not_exist_here(ranks: Ranks) -> None:
 
 def test_a_conversion_or_revert_that_fails_changes_nothing(ranks: Ranks) -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.SyncBatchNorm(2))
-    model[1].process_group = dist.GroupMember.NON_GROUP_MEMBER
-    with pytest.raises(ValueError, match="this rank is not in process_group"):
+    model[1].process_group = dist.new_group()
+    dist.destroy_process_group(model[1].process_group)
+    with pytest.raises(ValueError, match="process_group was destroyed; pass one that exists"):
         syncbn.convert_syncbn_model(model)
     assert [type(layer) for layer in model] == [nn.BatchNorm1d, nn.SyncBatchNorm]
     model[1].process_group = None
@@ -169,11 +193,47 @@ def test_a_converted_torch_layer_keeps_its_group(ranks: Ranks) -> None:
     group = dist.new_group(list(range(ranks.size)))
     layer = nn.SyncBatchNorm(2, process_group=group, dtype=torch.float64, device=ranks.device)
     syncbn.convert_syncbn_model(layer)
-    assert layer.process_group.group() is group
+    assert layer.process_group is group
     assert ranks_that_share(pickle.loads(pickle.dumps(layer)), ranks) == list(range(ranks.size))
     assert syncbn.revert_syncbn_model(layer).process_group is group
     syncbn.convert_syncbn_model(layer, process_group=1)  # said here, it overrides the layer's own
     assert ranks_that_share(layer, ranks) == [ranks.rank]
+
+
+def test_converting_again_keeps_the_group_unless_one_is_given(ranks: Ranks) -> None:
+    group = dist.new_group(list(range(ranks.size)))
+    for kind in (nn.BatchNorm1d, nn.SyncBatchNorm, syncbn.SyncBatchNorm1d):
+        model = syncbn.convert_syncbn_model(nn.Sequential(kind(2)).to(ranks.device, torch.float64), group)
+        assert syncbn.convert_syncbn_model(model)[0].process_group is group
+        assert ranks_that_share(syncbn.convert_syncbn_model(model, 1)[0], ranks) == [ranks.rank]
+        model[0].process_group = None
+        assert model[0].process_group is None
+        assert ranks_that_share(model[0], ranks) == list(range(ranks.size))
+
+
+@pytest.mark.parametrize("all_groups", [True, False])
+@pytest.mark.parametrize("kind", ["group", "mesh"])
+def test_a_layer_whose_own_group_was_destroyed_does_not_train_alone(ranks: Ranks, kind: str, all_groups: bool) -> None:
+    import voting
+
+    mesh = DeviceMesh(ranks.device.type, [[rank] for rank in range(ranks.size)], mesh_dim_names=("all", "own"))["own"]
+    layer, x = layer_of(mesh if kind == "mesh" else mesh.get_group(), ranks), torch.randn(3, 2, dtype=torch.float64)
+    layer(x.to(ranks.device))
+    if all_groups:
+        voting.world.leave()
+    else:
+        dist.destroy_process_group(mesh.get_group())
+    try:
+        with pytest.raises(RuntimeError, match="was destroyed, or no such group exists here; make it again"):
+            layer(x.to(ranks.device))
+        assert layer.num_batches_tracked == 1
+        layer.eval()(x.to(ranks.device))
+        assert "process_group=" in repr(layer)
+        layer.process_group = None
+        assert all_groups or ranks_that_share(layer, ranks) == list(range(ranks.size))
+    finally:
+        if all_groups:
+            voting.world.enter()
 
 
 def test_a_new_default_group_makes_new_groups(ranks: Ranks) -> None:
@@ -184,7 +244,7 @@ def test_a_new_default_group_makes_new_groups(ranks: Ranks) -> None:
     assert groups.existing(layer.process_group) is None
     for one in everyone:
         assert ranks_that_share(one, ranks) == list(range(ranks.size))
-        assert groups.existing(one.process_group) is dist.group.WORLD
+        assert groups.existing(one._process_group) is dist.group.WORLD
     assert ranks_that_share(layer, ranks) == [ranks.rank]
 
 
