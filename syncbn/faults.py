@@ -1,4 +1,4 @@
-"""Raises a fault in one rank's arguments on every rank, so that none is left waiting."""
+"""Raises a fault in one rank's arguments on every rank, so that none is left waiting, with the name of the layer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from syncbn import torch_private, tracing
 from syncbn.arguments import Arguments
+from syncbn.diagnosis.model_paths import in_words, path_in_model
 from syncbn.distributed.collectives import Ranks
 
 
@@ -39,6 +40,20 @@ def raise_on_all_ranks(
     sums[-1] = math.nan
     ranks.all_reduce(torch_private.innermost(sums).flatten(), pass_name, counted=True, error=error)
     raise AssertionError("the mark of a fault was lost") from error
+
+
+def raise_with_name(error: Exception, layer: nn.Module) -> NoReturn:
+    """Raise what the forward of `layer` has raised with the layer's name before it, unless it names the layer already.
+
+    That of another class than ours have is raised as it is, since nobody knows how to make another, and so is that in a
+    compiled graph, which has no frames to find the name in.
+    """
+    if is_compiling() or type(error) not in (RuntimeError, TypeError, ValueError):
+        raise error
+    name = in_words(path_in_model(layer)) or type(layer).__name__
+    if name in str(error):
+        raise error
+    raise type(error)(f"{name}: {error}") from error
 
 
 def _likely_channels(arguments: Arguments) -> int | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import batch_norm, evaluation, torch_private, tracing
+from syncbn import batch_norm, evaluation, faults, torch_private, tracing
 from syncbn.arguments import Arguments, check_eps, check_momentum
 from syncbn.diagnosis import positions
 from syncbn.distributed import groups
@@ -150,15 +150,18 @@ class SyncBatchNorm(_BatchNorm):
             input, self.running_mean, self.running_var, self.weight, self.bias, momentum, self.eps,
             channel_dim, z, self.fuse_relu, mask, self.num_features, check_input_dim,
         )  # fmt: skip
-        if not self.training:
-            positions.note_evaluation()
-            return evaluation.evaluate(arguments)
-        if not self.track_running_stats:
-            arguments.running_mean = arguments.running_var = None
-        counter = self.num_batches_tracked if self.track_running_stats else None
-        if self.momentum is None and counter is not None:  # average all batches; the host does not wait for the counter
-            arguments.momentum = 1.0 / (counter + 1).to(torch.float64)
-        return self._train(arguments, counter)
+        try:
+            if not self.training:
+                positions.note_evaluation()
+                return evaluation.evaluate(arguments)
+            if not self.track_running_stats:
+                arguments.running_mean = arguments.running_var = None
+            counter = self.num_batches_tracked if self.track_running_stats else None
+            if self.momentum is None and counter is not None:  # the average of all batches; without waiting for a GPU
+                arguments.momentum = 1.0 / (counter + 1).to(torch.float64)
+            return self._train(arguments, counter)
+        except (RuntimeError, TypeError, ValueError) as error:
+            faults.raise_with_name(error, self)
 
     def _train(self, arguments: Arguments, counter: Tensor | None = None) -> Tensor:
         """F.batch_norm(training=True) of these arguments over all ranks of the group; `counter` is incremented."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -134,6 +135,13 @@ class JoinAfter(Join):
     def _get_num_nonjoined_procs(self) -> Any:
         self.before_iteration()
         return super()._get_num_nonjoined_procs()  # type: ignore[no-untyped-call]
+
+
+def is_pipeline_stage(candidate: object) -> bool:
+    """Whether this is a stage of torch.distributed.pipelining, of one of its two classes: with `stage_index`, and the
+    `group` of the pipeline's ranks, of which each holds other stages; None for the default group."""
+    pipelining = sys.modules.get("torch.distributed.pipelining.stage")  # slow to import; without it there is no stage
+    return pipelining is not None and isinstance(candidate, pipelining._PipelineStageBase)
 
 
 def default_store() -> dist.Store:

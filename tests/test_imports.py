@@ -36,7 +36,7 @@ ORDER = [
     "diagnosis.positions",
     "diagnosis.watchdog",
     "diagnosis.report diagnosis.call_sites",
-    "diagnosis.model_paths diagnosis.processes",
+    "diagnosis.model_paths diagnosis.pipelines diagnosis.processes",
     "distributed.new_groups distributed.specification",
     "distributed.exchange",
     "tracing",

@@ -265,6 +265,25 @@ def test_join_asks_how_many_have_not_joined(group: dist.ProcessGroup) -> None:
     assert "_get_num_nonjoined_procs()" in inspect.getsource(Join.__exit__)
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own
+def test_is_pipeline_stage(group: dist.ProcessGroup) -> None:
+    """A stage of either class; the modules in it are called by its methods."""
+    assert not torch_private.is_pipeline_stage(nn.Linear(2, 2))
+    from torch.distributed import pipelining
+
+    seen = []
+    stage = pipelining.PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"))
+    pipe = pipelining.pipeline(nn.Linear(2, 2), (torch.ones(1, 2),))
+    for one in (stage, pipe.build_stage(0, torch.device("cpu"), group)):
+        assert torch_private.is_pipeline_stage(one)
+        assert one.stage_index == 0
+        one.submod.register_forward_hook(lambda *_: seen.append([frame.frame.f_locals for frame in inspect.stack()]))
+        one.forward_maybe_with_nosync(torch.ones(1, 2))
+        assert any(of_frame.get("self") is one for of_frame in seen.pop())
+    assert stage.group is None
+    assert one.group is group
+
+
 def test_default_store_existing_groups_and_timeout(group: dist.ProcessGroup) -> None:
     torch_private.default_store().set("syncbn/test", "here")
     assert torch_private.default_store().get("syncbn/test") == b"here"

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from syncbn.diagnosis.model_paths import path_in_model
+from syncbn.diagnosis import pipelines
+from syncbn.diagnosis.model_paths import in_words, path_in_model
 from syncbn.torch_private import is_compiling
 
 
@@ -18,7 +19,7 @@ class CallSite:
 
     def __init__(self, path: str, name: str, num_ranks: int) -> None:
         self.path = path  # the dotted name in the model, or that of the function; empty for a layer without a model
-        self.name = path or name
+        self.name = in_words(path) or name
         self.num_ranks = num_ranks
         self.num_calls = 0
         self.signs = True  # until a rank turns out to have another path for the same layer
@@ -43,7 +44,10 @@ _sites: WeakKeyDictionary[dist.ProcessGroup, Sites] = WeakKeyDictionary()
 
 
 def new_call(of: nn.Module | str, group: dist.ProcessGroup, input: Tensor | None) -> LayerCall | None:
-    """The next call of a layer, or of the function of this name, on `group`; None in a compiled graph."""
+    """The next call of a layer, or of the function of this name, on `group`; None in a compiled graph.
+
+    **Raises** ValueError where the first call of a layer shows that it is in a stage of a pipeline over these ranks.
+    """
     if is_compiling():
         return None
     if group not in _sites:
@@ -53,6 +57,7 @@ def new_call(of: nn.Module | str, group: dist.ProcessGroup, input: Tensor | None
         site = of_functions.get(of) or of_functions.setdefault(of, CallSite(of, of, group.size()))
     else:
         if of not in of_layers:
+            pipelines.require_one_stage(group)
             of_layers[of] = CallSite(path_in_model(of), type(of).__name__, group.size())
         site = of_layers[of]
     site.num_calls += 1

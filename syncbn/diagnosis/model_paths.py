@@ -10,6 +10,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
+def in_words(path: str) -> str:
+    """The path, or `layer '1'` for one that would read as a number."""
+    return f"layer '{path}'" if path.replace(".", "").isdecimal() else path
+
+
 def may_be_one_layer(paths: Sequence[str]) -> bool:
     """Whether these can be of one layer: some ranks have wrapped the model in another module, or have no model."""
     longest = max(paths, key=len)

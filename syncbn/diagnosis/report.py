@@ -22,8 +22,9 @@ SETTLE_SECONDS = 0.3  # that a rank which has gone is given to say why
 READ_SECONDS = 5.0  # that reading may take
 EVALUATES, HAS_LEFT = "is in evaluation mode", "has left"
 REMEDY = (
-    "Every rank must call the same layers in the same order, all converted and in training mode. SYNCBN_DEBUG=1 makes "
-    "the ranks compare before each all_reduce."
+    "Every rank must call the same layers in the same order, all converted and in training mode; ranks that hold "
+    "different layers, as a pipeline's, need a process_group for each stage. SYNCBN_DEBUG=1 makes the ranks compare "
+    "before each all_reduce."
 )
 REMEDY_OF_ENDED = (
     "What ended a process, its own output may say; if it is gloo::EnforceNotMet, the ranks sent different sizes: "

@@ -1,0 +1,85 @@
+"""Stages of a pipeline: each over the ranks that hold it, as one process; over others they are refused, not waited for."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from voting import Ranks
+
+import syncbn
+
+pytestmark = pytest.mark.skipif(int(os.environ.get("WORLD_SIZE", "1")) % 2 == 1, reason="a pipeline of two stages")
+MICRO_BATCHES, SHARE = 2, 3  # per rank: samples of a micro-batch
+
+
+def two_stages(device: torch.device) -> nn.Sequential:
+    torch.manual_seed(0)
+    first, second = ([nn.Linear(8, 8), nn.BatchNorm1d(8)] for _ in range(2))
+    return nn.Sequential(nn.Sequential(*first, nn.Tanh()), nn.Sequential(*second, nn.Linear(8, 1))).to(
+        device, torch.float64
+    )
+
+
+def mesh_of(ranks: Ranks) -> DeviceMesh:
+    return init_device_mesh(ranks.device.type, (2, ranks.size // 2), mesh_dim_names=("pp", "dp"))
+
+
+def loss_fn(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def test_each_stage_over_its_own_ranks_trains_as_one_process(ranks: Ranks) -> None:
+    """Each micro-batch is normalised by itself, over the ranks that hold the stage, as docs/pipelines.md has it."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    mesh = mesh_of(ranks)
+    index, num_parts, part = mesh["pp"].get_local_rank(), mesh["dp"].size(), mesh["dp"].get_local_rank()
+    whole = two_stages(ranks.device)
+    batch = torch.randn(MICRO_BATCHES, num_parts, SHARE, 8, dtype=torch.float64, device=ranks.device)
+    for micro_batch in batch:
+        (loss_fn(whole(micro_batch.flatten(0, 1)), batch.new_tensor(1.0)) / MICRO_BATCHES).backward()
+
+    module = syncbn.convert_syncbn_model(two_stages(ranks.device)[index], process_group=mesh["dp"])
+    example = torch.zeros(SHARE, 8, dtype=torch.float64, device=ranks.device)
+    stage = PipelineStage(module, index, 2, ranks.device, input_args=(example,), group=mesh.get_group("pp"))
+    schedule = ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=loss_fn)
+    if index == 0:
+        schedule.step(batch[:, part].flatten(0, 1))
+    else:
+        schedule.step(target=batch.new_ones(MICRO_BATCHES * SHARE, 1))
+    assert module[1].num_batches_tracked >= MICRO_BATCHES  # and that by which the stage finds the shapes of its outputs
+    assert syncbn.summary(module)[0].group_size == num_parts
+    for parameter, expected in zip(module.parameters(), whole[index].parameters(), strict=True):
+        grad = parameter.grad.clone()
+        dist.all_reduce(grad, group=mesh.get_group("dp"))
+        torch.testing.assert_close(grad / num_parts, expected.grad)
+
+
+@pytest.mark.parametrize("wrap", [nn.Identity, DistributedDataParallel])
+def test_a_stage_over_the_whole_pipeline_is_refused(ranks: Ranks, wrap: type[nn.Module]) -> None:
+    from torch.distributed.pipelining import PipelineStage
+
+    mesh = mesh_of(ranks)
+    index, pipeline = mesh["pp"].get_local_rank(), dist.get_process_group_ranks(mesh.get_group("pp"))
+    x = torch.randn(SHARE, 8, dtype=torch.float64, device=ranks.device)
+
+    def step(process_group: object) -> None:
+        module = syncbn.convert_syncbn_model(two_stages(ranks.device)[index], process_group)
+        if wrap is DistributedDataParallel:
+            module = DistributedDataParallel(module, process_group=mesh.get_group("dp"))
+        stage = PipelineStage(module, index, 2, ranks.device, input_args=(x,), group=mesh.get_group("pp"))
+        stage.forward_maybe_with_nosync(x)
+
+    words = rf"^layer '1': the layer is in stage {index} of a pipeline over ranks {pipeline[0]}"
+    for too_large in (None, dist.group.WORLD, mesh["pp"]):
+        with pytest.raises(ValueError, match=words + r".* which hold other stages, and synchronises over ranks 0"):
+            step(too_large)
+    step(mesh["dp"])
+    step(1)
+    syncbn.convert_syncbn_model(two_stages(ranks.device))(x)  # without a pipeline
