@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from syncbn.distributed import groups
+from syncbn.distributed import groups, members
 from syncbn.distributed.specification import specification
 from syncbn.layer import SyncBatchNorm
 from syncbn.subclasses import synchronised_class
@@ -96,7 +96,7 @@ def revert_syncbn_model(model: AnyModule) -> AnyModule:
             converted.append(layer)
     # An nn.SyncBatchNorm holds its group itself. Looking it up may raise, so it comes before any change.
     own_groups = {
-        layer: groups.of_torch(layer._process_group)
+        layer: members.of_torch(layer._process_group)
         for layer in converted
         if vars(layer)["_original_class"] is nn.SyncBatchNorm
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from syncbn import torch_private, tracing
 from syncbn.diagnosis import call_sites
 from syncbn.distributed import new_groups
 from syncbn.distributed.collectives import Ranks, interceptors
-from syncbn.distributed.specification import GlobalRanks, includes_this_rank
+from syncbn.distributed.specification import own_group
 
 if TYPE_CHECKING:
     from syncbn.distributed.specification import Specification
@@ -38,7 +38,7 @@ def resolve(spec: Specification) -> dist.ProcessGroup | None:
     """The group to synchronise over now; None for a group of one rank, and when there is no process group.
 
     The first call with an int or "node" makes the groups. **Raises** RuntimeError when that would happen inside a
-    compiled graph; ValueError for a part of the ranks inside syncbn.join; and as `existing`.
+    compiled graph; ValueError for a part of the ranks inside syncbn.join; and as `own_group`.
     """
     group = existing(spec)
     if group is None:
@@ -75,38 +75,13 @@ def _joined(group: dist.ProcessGroup, joined: dist.ProcessGroup, spec: Specifica
 def existing(spec: Specification) -> dist.ProcessGroup | None:
     """The group that `spec` means; None when it is not made yet or there is no process group. Communicates nothing.
 
-    A layer with a ProcessGroup or DeviceMesh of its own never falls back on other ranks, or on none. **Raises**
-    RuntimeError where that does not exist, as when it was destroyed; ValueError where this rank is not in it.
+    **Raises** as `own_group`.
     """
     if spec is None:
         return dist.group.WORLD
     if isinstance(spec, (int, str)):
         return new_groups.made(spec)
-    if isinstance(spec, GlobalRanks):
-        group = spec.group()
-    else:
-        try:
-            group = spec.get_group()
-        except (RuntimeError, IndexError):  # it was destroyed; this rank is not in it
-            group = None
-    if group is None and not includes_this_rank(spec):
-        raise ValueError(
-            f"this rank is not in the layer's process_group ({spec}) and cannot train it; set layer.process_group on "
-            "each rank to a group that contains it, or to None for the default group"
-        )
-    if group is None:
-        raise RuntimeError(
-            f"the layer's process_group ({spec}) was destroyed, or no such group exists here; make it again and set "
-            "layer.process_group to it, or to None for the default group"
-        )
-    return group
-
-
-def of_torch(spec: Specification) -> Any:
-    """What an nn.SyncBatchNorm holds for `spec`. **Raises** as `existing`, but where this rank is not in the group."""
-    if dist.group.WORLD is None or spec is None:
-        return None
-    return existing(spec) if includes_this_rank(spec) else dist.GroupMember.NON_GROUP_MEMBER
+    return own_group(spec)
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -41,3 +41,10 @@ def size(spec: Specification) -> int:
     if group is not None:
         return group.size()
     return new_groups.ranks_per_host([(os.environ.get("LOCAL_WORLD_SIZE"), None)] * dist.get_world_size())
+
+
+def of_torch(spec: Specification) -> Any:
+    """What an nn.SyncBatchNorm holds for `spec`. **Raises** RuntimeError where its group does not exist."""
+    if dist.group.WORLD is None or spec is None:
+        return None
+    return existing(spec) if includes_this_rank(spec) else dist.GroupMember.NON_GROUP_MEMBER

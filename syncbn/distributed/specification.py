@@ -99,6 +99,32 @@ def includes_this_rank(spec: Specification) -> bool:
     return spec is None or isinstance(spec, (int, str)) or spec.get_coordinate() is not None
 
 
+def own_group(spec: GlobalRanks | DeviceMesh) -> dist.ProcessGroup:
+    """The group of a layer that has one of its own, and falls back neither on other ranks nor on none.
+
+    **Raises** RuntimeError where it does not exist, as when it was destroyed; ValueError where this rank is not in it.
+    """
+    group: dist.ProcessGroup | None = None
+    if isinstance(spec, GlobalRanks):
+        group = spec.group()
+    else:
+        try:
+            group = spec.get_group()
+        except (RuntimeError, IndexError):  # it was destroyed; this rank is not in it
+            group = None
+    if group is None and not includes_this_rank(spec):
+        raise ValueError(
+            f"this rank is not in the layer's process_group ({spec}) and cannot train it; set layer.process_group on "
+            "each rank to a group that contains it, or to None for the default group"
+        )
+    if group is None:
+        raise RuntimeError(
+            f"the layer's process_group ({spec}) was destroyed, or no such group exists here; make it again and set "
+            "layer.process_group to it, or to None for the default group"
+        )
+    return group
+
+
 def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
