@@ -150,6 +150,14 @@ def check_like_input(name: str, given: Tensor, x: Tensor) -> None:
     _check_device(name, given, x)
 
 
+def check_num_features(num_features: int) -> None:
+    """Raises TypeError unless `num_features` is an int, ValueError unless it is positive."""
+    if isinstance(num_features, bool) or not isinstance(num_features, numbers.Integral):
+        raise TypeError(f"num_features must be an int, the number of channels, got {num_features!r}; pass int(...)")
+    if num_features < 1:
+        raise ValueError(f"num_features must be positive, got {num_features}")
+
+
 def check_momentum(momentum: float | Tensor) -> None:
     """Raises TypeError unless `momentum` is a number or a tensor, ValueError for a tensor of several numbers."""
     if not isinstance(momentum, Tensor):

@@ -12,7 +12,7 @@ from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn import batch_norm, evaluation, faults, torch_private, tracing
-from syncbn.arguments import Arguments, check_eps, check_momentum
+from syncbn.arguments import Arguments, check_eps, check_momentum, check_num_features
 from syncbn.diagnosis import positions
 from syncbn.distributed import groups
 from syncbn.distributed.collectives import Ranks
@@ -80,8 +80,7 @@ class SyncBatchNorm(_BatchNorm):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if num_features < 1:
-            raise ValueError(f"num_features must be positive, got {num_features}")
+        check_num_features(num_features)
         check_eps(eps)
         if momentum is not None:
             check_momentum(momentum)

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
-from syncbn import tracing
+from syncbn import faults, tracing
 from syncbn.arguments import Arguments
 from syncbn.evaluation import plain_batch_norm
 from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
@@ -116,11 +116,19 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    if training and layer.training:
-        return layer._train(Arguments(input, running_mean, running_var, weight, bias, momentum, eps))
-    if layer.training and not is_compiling():
-        layer._synchronised_ranks = 1  # frozen statistics, as the original wants it
-    return plain_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    arguments = Arguments(input, running_mean, running_var, weight, bias, momentum, eps)
+    try:
+        if training and layer.training:
+            return layer._train(arguments)
+        if layer.training and not is_compiling():
+            layer._synchronised_ranks = 1  # frozen statistics, as the original wants it
+        try:
+            return plain_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        except RuntimeError:  # torch's, which may say neither values nor remedy
+            arguments.check()
+            raise
+    except (RuntimeError, TypeError, ValueError) as error:
+        faults.raise_with_name(error, layer)
 
 
 def _empty_instance(original: type[nn.Module]) -> SyncBatchNorm:

@@ -12,7 +12,7 @@ import importlib
 import sys
 from collections.abc import Callable, Collection
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -137,7 +137,7 @@ class JoinAfter(Join):
         return super()._get_num_nonjoined_procs()  # type: ignore[no-untyped-call]
 
 
-def is_pipeline_stage(candidate: object) -> bool:
+def is_pipeline_stage(candidate: object) -> TypeGuard[Any]:
     """Whether this is a stage of torch.distributed.pipelining, of one of its two classes: with `stage_index`, and the
     `group` of the pipeline's ranks, of which each holds other stages; None for the default group."""
     pipelining = sys.modules.get("torch.distributed.pipelining.stage")  # slow to import; without it there is no stage

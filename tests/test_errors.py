@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
 from torch.distributed import GroupMember
 
 import syncbn
@@ -34,6 +35,8 @@ def layer(**changed: object) -> syncbn.SyncBatchNorm:
 CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], str]] = [
     (lambda: layer(num_features=0), lambda: layer(num_features=1), ValueError, "num_features must be positive, got 0"),
     (lambda: layer(num_features=-2), lambda: layer(), ValueError, "num_features must be positive, got -2"),
+    (lambda: layer(num_features="8"), lambda: layer(num_features=np.int64(8)), TypeError, "num_features must be an int, the number of channels, got '8'; pass int(...)"),
+    (lambda: layer(num_features=8.0), lambda: layer(num_features=8), TypeError, "the number of channels, got 8.0"),
     (lambda: layer(eps=0), lambda: layer(eps=1e-30), ValueError, "eps must be positive during training, but got 0"),
     (lambda: layer(eps=float("nan")), lambda: layer(eps=1), ValueError, "eps must be positive during training, but got nan"),
     (lambda: layer(eps="1"), lambda: layer(eps=0.1), TypeError, "eps must be a number, got '1' of type str"),
@@ -122,6 +125,33 @@ def test_node_rejects_what_is_not_consecutive_hosts() -> None:
     ):
         with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE.*" + re.escape(words)):
             ranks_per_host(told)
+
+
+def test_errors_of_a_layer_name_it_and_the_remedy() -> None:
+    """In training and evaluation; also of a subclass that calls F.batch_norm, where torch says only
+    "running_mean should contain 5 elements not 3"."""
+
+    class Model(torch.nn.Module):
+        def __init__(self, kind: type[torch.nn.Module]) -> None:
+            super().__init__()
+            self.body = torch.nn.Sequential(syncbn.convert_syncbn_model(kind(3)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x)
+
+    values = (
+        "expected 3 channels in dim 1 of the input, got 5 (input shape (2, 5, 4, 4)): running_mean should contain 5 "
+        "elements not 3, shape (5,) not (3,); correct num_features"
+    )
+    for kind in (torch.nn.BatchNorm2d, BatchNormAct2d, CallsSuper2d):
+        model = Model(kind)
+        for training in (True, False):
+            model.train(training)(torch.randn(2, 3, 4, 4))
+            for path, called in (("body.0", model), ("layer '0'", model.body), (f"Sync{kind.__name__}", model.body[0])):
+                with pytest.raises(ValueError, match="^" + re.escape(f"{path}: {values}")):
+                    called(torch.randn(2, 5, 4, 4))
+        with pytest.raises(ValueError, match=r"^body\.0: Expected more than 1 value per channel when training"):
+            model.train()(torch.randn(1, 3, 1, 1))
 
 
 def test_numpy_numbers_are_numbers() -> None:

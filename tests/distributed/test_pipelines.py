@@ -1,4 +1,4 @@
-"""Stages of a pipeline: each over the ranks that hold it, as one process; over others they are refused, not waited for."""
+"""Stages of a pipeline: each over the ranks that hold it, as one process; over others they are refused."""
 
 from __future__ import annotations
 
