@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
+from syncbn import left_alone
 from syncbn.distributed import groups, members
 from syncbn.distributed.specification import specification
 from syncbn.layer import SyncBatchNorm
-from syncbn.subclasses import synchronised_class
+from syncbn.left_alone import LeftAlone
+from syncbn.subclasses import ADDED, class_of, synchronised_class
 
 if TYPE_CHECKING:
     from syncbn.distributed.specification import ProcessGroupLike, Specification
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
-
-# What a conversion adds to a layer's own attributes, and a revert takes away.
-ADDED = ("_original_class", "_process_group", "channel_last", "fuse_relu", "_synchronised_ranks", "_statistics_pool")
 
 
 def convert_syncbn_model(
@@ -39,8 +37,8 @@ def convert_syncbn_model(
     subclass becomes a class that keeps its behaviour and gains synchronisation (see subclasses.py), a parametrization
     stays, a lazy layer is synchronised from its first forward. Converting again sets the group, if one is given, of
     layers that are synchronised already, and changes nothing else. What cannot be converted is left alone and named in
-    one warning: subclasses of nn.SyncBatchNorm, scripted layers, and layers that have an attribute of a name that ours
-    need.
+    one warning, by class, with what to do: subclasses of nn.SyncBatchNorm, scripted and exported layers, layers that
+    have an attribute of a name that ours need, and other modules with running statistics of their own.
 
     Args:
         model: any module, also a single batch-norm layer. Convert before wrapping it:
@@ -61,14 +59,13 @@ def convert_syncbn_model(
     >>> type(convert_syncbn_model(model)[1]).__name__
     'SyncBatchNorm2d'
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected an nn.Module to convert, got {type(model).__name__}")
-    layers, left_alone = _select(model, channel_last)
+    check_module(model)
+    layers, found = _select(model, channel_last)
     spec = specification(process_group)
     # An nn.SyncBatchNorm holds its group itself, which could be neither copied nor pickled.
     specs = [specification(vars(layer).get("process_group")) if spec is None else spec for layer in layers]
     for layer in layers:
-        synchronised_class(_class_of(layer))
+        synchronised_class(class_of(layer))
     groups.make_groups(spec)
     if spec is not None:
         for module in model.modules():
@@ -76,8 +73,8 @@ def convert_syncbn_model(
                 module.process_group = spec
     for layer, own_spec in zip(layers, specs, strict=True):
         _convert(layer, own_spec, channel_last)
-    if left_alone:
-        warnings.warn("syncbn left as it is, not synchronised: " + "; ".join(left_alone), stacklevel=2)
+    if found:
+        warnings.warn(f"syncbn left as they are, not synchronised: {left_alone.described(found)}", stacklevel=2)
     return model
 
 
@@ -89,6 +86,7 @@ def revert_syncbn_model(model: AnyModule) -> AnyModule:
 
     **Raises** RuntimeError when a layer is wrapped by FSDP2.
     """
+    check_module(model)
     converted = []
     for name, layer in model.named_modules():
         if isinstance(layer, SyncBatchNorm) and "_original_class" in vars(layer):
@@ -112,38 +110,33 @@ def revert_syncbn_model(model: AnyModule) -> AnyModule:
     return model
 
 
-def _select(model: nn.Module, channel_last: bool) -> tuple[list[_BatchNorm], list[str]]:
-    """The layers to convert; and those to leave alone: name, class and reason of each."""
+def check_module(model: nn.Module) -> None:
+    """**Raises** TypeError unless `model` is a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected an nn.Module, got {model!r} of type {type(model).__name__}; pass the model")
+
+
+def _select(model: nn.Module, channel_last: bool) -> tuple[list[_BatchNorm], list[LeftAlone]]:
+    """The layers to convert, and those to leave alone."""
     layers: list[_BatchNorm] = []
-    left_alone: list[str] = []
+    found: list[LeftAlone] = []
     for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in module.original_name:
-            left_alone.append(f"{name or 'the model'} ({module.original_name}): it is scripted, convert it before")
-        if not isinstance(module, _BatchNorm) or isinstance(module, SyncBatchNorm):
-            continue
-        _require_no_fsdp(name, module, "convert_syncbn_model")
-        if channel_last and isinstance(module, LazyModuleMixin):
-            raise ValueError(f"{name!r} is lazy and counts channels in dim 1; run a forward before channel_last=True")
-        reason = _reason_to_leave_alone(module)
+        reason = left_alone.reason_to_leave_alone(module)
         if reason:
-            left_alone.append(f"{name or 'the model'} ({_class_of(module).__name__}): {reason}")
-        else:
+            found.append(LeftAlone(name, left_alone.kind_of(module), reason))
+        elif left_alone.is_convertible(module):
+            assert isinstance(module, _BatchNorm)
+            _require_no_fsdp(name, module, "convert_syncbn_model")
+            if channel_last and isinstance(module, LazyModuleMixin):
+                raise ValueError(
+                    f"{name!r} is lazy and counts channels in dim 1; run a forward before channel_last=True"
+                )
             layers.append(module)
-    return layers, left_alone
-
-
-def _reason_to_leave_alone(layer: _BatchNorm) -> str | None:
-    original_class = _class_of(layer)
-    if original_class is nn.SyncBatchNorm:
-        return None
-    if issubclass(original_class, nn.SyncBatchNorm):
-        return "a subclass of nn.SyncBatchNorm communicates by itself, derive it from nn.BatchNorm1d, 2d or 3d"
-    taken = [name for name in ("process_group", *ADDED) if hasattr(layer, name)]
-    return f"it has attributes that ours need, rename {', '.join(taken)}" if taken else None
+    return layers, found
 
 
 def _convert(layer: _BatchNorm, spec: Specification, channel_last: bool) -> None:
-    original_class = _class_of(layer)
+    original_class = class_of(layer)
     vars(layer).pop("process_group", None)
     _set_class(layer, synchronised_class(original_class))
     assert isinstance(layer, SyncBatchNorm)
@@ -152,13 +145,8 @@ def _convert(layer: _BatchNorm, spec: Specification, channel_last: bool) -> None
     layer.channel_last = channel_last
 
 
-def _class_of(layer: nn.Module) -> type[Any]:
-    """The layer's class, without the one that torch.nn.utils.parametrize makes for each layer on top of it."""
-    return type(layer).__bases__[0] if is_parametrized(layer) else type(layer)
-
-
 def _set_class(layer: nn.Module, new_class: type[nn.Module]) -> None:
-    """Exchange `_class_of(layer)`; the class on top of it is made again on top of the new one."""
+    """Exchange `class_of(layer)`; the class on top of it is made again on top of the new one."""
     if is_parametrized(layer):
         namespace = {
             name: value for name, value in vars(type(layer)).items() if name not in ("__dict__", "__weakref__")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from syncbn import faults, tracing
@@ -34,6 +35,9 @@ OURS: dict[type[nn.Module], type[SyncBatchNorm]] = {
     nn.SyncBatchNorm: SyncBatchNorm,
 }
 
+# What a conversion adds to a layer's own attributes, and a revert takes away.
+ADDED = ("_original_class", "_process_group", "channel_last", "fuse_relu", "_synchronised_ranks", "_statistics_pool")
+
 _classes = dict(OURS)  # and those made so far
 
 
@@ -42,6 +46,11 @@ def synchronised_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
     if original not in _classes:
         _classes[original] = _make_class(original)
     return _classes[original]
+
+
+def class_of(layer: nn.Module) -> type[Any]:
+    """The layer's class, without the one that torch.nn.utils.parametrize makes for each layer on top of it."""
+    return type(layer).__bases__[0] if is_parametrized(layer) else type(layer)
 
 
 def _make_class(original: type[nn.Module]) -> type[SyncBatchNorm]:

@@ -103,14 +103,75 @@ def test_what_is_left_alone_is_named_in_one_warning() -> None:
     classes = {name: type(module) for name, module in model.items()}
     with pytest.warns(
         UserWarning,
-        match=r"not synchronised: a \(SubclassOfSyncBatchNorm\): .* derive it from .*; "
-        r"b \(BatchNormAct2d\): .* rename channel_last; c \(BatchNorm2d\): it is scripted",
+        match=r"not synchronised: 1 SubclassOfSyncBatchNorm \(a\): .* derive it from .*; "
+        r"1 BatchNormAct2d \(b\): .* rename channel_last; 1 BatchNorm2d \(c\): scripted, convert before torch.jit",
     ) as warned:
         syncbn.convert_syncbn_model(model)
     assert len(warned) == 1
     assert [name for name, module in model.items() if type(module) is not classes[name]] == ["plain"]
     syncbn.revert_syncbn_model(model)
     assert model["b"].channel_last == "mine"
+
+
+class HeteroBatchNorm(nn.Module):
+    """As torch_geometric's: statistics for each type of node, by mathematics of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3))
+        self.register_buffer("running_mean", torch.zeros(2, 3))
+        self.register_buffer("running_var", torch.ones(2, 3))
+
+
+class FrozenBatchNorm2d(nn.Module):
+    """As detectron2's and torchvision's: nothing in it moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.register_buffer(name, torch.ones(3))
+
+
+def test_modules_with_statistics_of_their_own_are_named() -> None:
+    instance = nn.InstanceNorm2d(3, track_running_stats=True)
+    model = nn.Sequential(FrozenBatchNorm2d(), nn.BatchNorm2d(3), instance, syncbn.SyncBatchNorm(3))
+    assert syncbn.convert_syncbn_model(copy.deepcopy(model))  # of which nothing is to be said
+    model.extend([HeteroBatchNorm(), nn.ModuleList([HeteroBatchNorm()])])
+    with pytest.warns(UserWarning, match="HeteroBatchNorm") as warned:
+        syncbn.convert_syncbn_model(model)
+    assert [str(one.message) for one in warned] == [
+        "syncbn left as they are, not synchronised: 2 HeteroBatchNorm (layer '4', layer '5.0'): normalises by itself; "
+        "if by its batch, let its forward call syncbn.functional.sync_batch_norm"
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own
+@pytest.mark.parametrize("unflatten", [False, True])
+def test_an_exported_graph_is_named(unflatten: bool) -> None:
+    exported = torch.export.export(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)), (torch.ones(2, 3, 2, 2),))
+    model = nn.ModuleDict({"graph": torch.export.unflatten(exported) if unflatten else exported.module()})
+    with pytest.warns(UserWarning, match=r"1 \w*Module \(graph\.1\): a part of an exported graph, convert before"):
+        syncbn.convert_syncbn_model(model)
+
+
+def test_the_warning_of_many_layers_is_short() -> None:
+    """As of a ResNet whose 49 layers timm's convert_sync_batchnorm has made its SyncBatchNormAct."""
+    timms = type("SyncBatchNormAct", (nn.SyncBatchNorm,), {"__module__": "timm.layers.norm_act"})
+    layers = nn.Sequential(*[timms(3) for _ in range(49)])
+    with pytest.warns(
+        UserWarning, match=r"49 SyncBatchNormAct \(layer '0', layer '1', layer '2', \.\.\.\): do not call timm's"
+    ):
+        syncbn.convert_syncbn_model(layers)
+    many = nn.ModuleDict()
+    for index in range(40):
+        many["a" * 300 + str(index)] = type(f"Norm{index}" * 30, (nn.SyncBatchNorm,), {})(3)
+    with pytest.warns(UserWarning, match="and [0-9]+ others") as warned:
+        syncbn.convert_syncbn_model(many)
+    text = str(warned[0].message)
+    assert len(text) < 1000
+    named = text.count("derive it")
+    assert named > 1
+    assert text.endswith(f"; and {40 - named} others")
 
 
 def parametrized(layer: nn.Module) -> nn.Module:
@@ -272,4 +333,14 @@ def test_layers_built_as_syncbn_stay() -> None:
 def test_a_model_without_batch_norm() -> None:
     model = nn.Linear(2, 2)
     assert syncbn.convert_syncbn_model(model) is model
-    assert str(syncbn.summary(model)).startswith("no synchronised layers")
+    assert str(syncbn.summary(model)) == "no synchronised layers: the model has no batch norm"
+
+
+def test_summary_says_why_there_are_no_synchronised_layers() -> None:
+    model = nn.ModuleDict({"a": nn.BatchNorm2d(3), "b": nn.SyncBatchNorm(3), "c": HeteroBatchNorm()})
+    assert str(syncbn.summary(model)) == (
+        "no synchronised layers: 1 BatchNorm2d (a): call syncbn.convert_syncbn_model(model); "
+        "1 SyncBatchNorm (b): call syncbn.convert_syncbn_model(model); 1 HeteroBatchNorm (c): normalises by itself; if "
+        "by its batch, let its forward call syncbn.functional.sync_batch_norm"
+    )
+    assert syncbn.summary(model) == ()

@@ -25,6 +25,7 @@ ORDER = [
     "tools.agreed_layers",
     "diagnosis.debug_mode distributed.shadowing",
     "functional convert",
+    "left_alone",
     "subclasses",
     "layer",
     "batch_norm evaluation",

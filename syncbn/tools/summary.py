@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from syncbn import kernels
+from syncbn import kernels, left_alone
+from syncbn.convert import check_module
 from syncbn.diagnosis.signatures import NUM_SIGNED
 from syncbn.distributed import members
 from syncbn.layer import SyncBatchNorm
@@ -30,9 +31,11 @@ class LayerSummary(NamedTuple):
 class Summary(tuple[LayerSummary, ...]):
     """The rows that `summary` returns; printed, a table with a line of totals and one about the kernels."""
 
+    why_empty: str = ""
+
     def __str__(self) -> str:
         if not self:
-            return "no synchronised layers: call syncbn.convert_syncbn_model(model)"
+            return f"no synchronised layers: {self.why_empty}"
         header = ("layer", "class", "channels", "group size", "bytes forward", "bytes backward", "last eager step")
         total = (
             "total",
@@ -59,12 +62,16 @@ def summary(model: nn.Module) -> Summary:
         whether it really synchronised in its last training step, over how many ranks. That is recorded in eager mode
         only: a layer in a module that torch.compile has wrapped says "compiled", if `model` is that or holds it.
     """
+    check_module(model)
     compiled = {part for module in model.modules() if is_compiled(module) for part in module.modules()}
-    return Summary(
+    rows = Summary(
         _row(name or "(the model)", layer, layer in compiled)
         for name, layer in model.named_modules()
         if isinstance(layer, SyncBatchNorm)
     )
+    if not rows:
+        rows.why_empty = left_alone.described(left_alone.unsynchronised(model)) or "the model has no batch norm"
+    return rows
 
 
 def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
