@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from syncbn.distributed.specification import ProcessGroupLike, Specification
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+TARGETS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # of `revert_syncbn_model`
 
 
 def convert_syncbn_model(
@@ -78,33 +80,56 @@ def convert_syncbn_model(
     return model
 
 
-def revert_syncbn_model(model: AnyModule) -> AnyModule:
+def revert_syncbn_model(model: AnyModule, target: type[_BatchNorm] | None = None) -> AnyModule:
     """Give every layer that `convert_syncbn_model` converted its original class back, in place, and return `model`.
 
     Statistics and parameters are those that training left. Layers that were built as syncbn layers have no original
     class and stay.
 
-    **Raises** RuntimeError when a layer is wrapped by FSDP2.
+    Args:
+        model: any module, also a single layer.
+        target: what each nn.SyncBatchNorm becomes, one that `convert_syncbn_model` has converted or that torch's
+            converter has made: nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d. It does not tell which it was, and
+            they differ in the inputs that they take; where a model has several, revert its parts one by one. None
+            leaves it an nn.SyncBatchNorm. Its subclasses stay.
+
+    Raises:
+        ValueError, TypeError: another `target`; not a module.
+        RuntimeError: a layer is wrapped by FSDP2, or the process group of one that becomes an nn.SyncBatchNorm does not
+            exist.
+
+    After an error the model is as it was.
+
+    >>> model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+    >>> type(revert_syncbn_model(model, nn.BatchNorm2d)[1]).__name__
+    'BatchNorm2d'
     """
     check_module(model)
-    converted = []
+    if target is not None and target not in TARGETS:
+        raise ValueError(f"target must be nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d or None, got {target!r}")
+    new_classes: dict[nn.Module, type[nn.Module]] = {}
     for name, layer in model.named_modules():
-        if isinstance(layer, SyncBatchNorm) and "_original_class" in vars(layer):
-            _require_no_fsdp(name, layer, "revert_syncbn_model")
-            converted.append(layer)
+        original_class: Any = class_of(layer)
+        if isinstance(layer, SyncBatchNorm):
+            original_class = vars(layer).get("_original_class", original_class)
+        if original_class is nn.SyncBatchNorm and target is not None:
+            original_class = target
+        if original_class is class_of(layer):
+            continue
+        _require_no_fsdp(name, layer, "revert_syncbn_model")
+        if issubclass(original_class, LazyModuleMixin) and not isinstance(layer, LazyModuleMixin):
+            original_class = original_class.cls_to_become
+        new_classes[layer] = original_class
     # An nn.SyncBatchNorm holds its group itself. Looking it up may raise, so it comes before any change.
     own_groups = {
         layer: members.of_torch(layer._process_group)
-        for layer in converted
-        if vars(layer)["_original_class"] is nn.SyncBatchNorm
+        for layer, new_class in new_classes.items()
+        if new_class is nn.SyncBatchNorm and isinstance(layer, SyncBatchNorm)
     }
-    for layer in converted:
-        original_class = vars(layer)["_original_class"]
-        if issubclass(original_class, LazyModuleMixin) and not isinstance(layer, LazyModuleMixin):
-            original_class = original_class.cls_to_become
-        for name in ADDED:
+    for layer, new_class in new_classes.items():
+        for name in (*ADDED, "process_group"):
             vars(layer).pop(name, None)
-        _set_class(layer, original_class)
+        _set_class(layer, new_class)
         if layer in own_groups:
             vars(layer)["process_group"] = own_groups[layer]
     return model

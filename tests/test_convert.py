@@ -325,6 +325,48 @@ def test_a_layer_that_fsdp2_wraps_raises_and_nothing_changes() -> None:
     assert [type(layer) for layer in model] == [nn.BatchNorm2d, wrapped]
 
 
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize(
+    ("target", "shape"), [(nn.BatchNorm1d, ()), (nn.BatchNorm2d, (5, 5)), (nn.BatchNorm3d, (2, 2, 2))]
+)
+def test_what_torchs_converter_made_becomes_the_class_that_the_user_says(
+    target: type[nn.Module], shape: tuple[int, ...], converted: bool
+) -> None:
+    """pytorch#41081, yolov5#1018: exactly the model as it was before torch's converter."""
+    plain = nn.Sequential(target(3, momentum=None), nn.Sequential(target(3, affine=False), parametrized(target(3))))
+    before = [{name: type(value) for name, value in vars(module).items()} for module in plain.modules()]
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain[:1])).extend([copy.deepcopy(plain[1])])
+    model[1][0] = nn.SyncBatchNorm.convert_sync_batchnorm(model[1][0])
+    model[0].weight.requires_grad_(False)
+    calls: list[str] = []
+    hook = model[0].register_forward_hook(lambda *_: calls.append("hook"))
+    if converted:
+        syncbn.convert_syncbn_model(model, process_group=1)
+    tensors = [id(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    assert syncbn.revert_syncbn_model(model, target) is model
+    assert type(model[0]) is type(model[1][0]) is target
+    assert type(model[1][1]).__name__ == f"Parametrized{target.__name__}"
+    assert [id(tensor) for tensor in (*model.parameters(), *model.buffers())] == tensors
+    assert not model[0].weight.requires_grad
+    x = torch.randn(4, 3, *shape)
+    torch.testing.assert_close(model(x), plain(x))
+    assert torch.equal(model.eval()(x), plain.eval()(x))
+    assert calls == ["hook"] * 2
+    hook.remove()
+    assert [{name: type(value) for name, value in vars(module).items()} for module in model.modules()] == before
+    with pytest.raises(ValueError, match=r"expected .* input"):
+        model(torch.randn(2, 3, 2, 2, 2, 2))
+
+
+def test_a_target_concerns_torchs_synchronised_layers_alone() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), SubclassOfSyncBatchNorm(3), syncbn.SyncBatchNorm(3), nn.SyncBatchNorm(3))
+    syncbn.convert_syncbn_model(model[0])
+    syncbn.revert_syncbn_model(model, nn.BatchNorm2d)
+    assert [type(layer) for layer in model] == [
+        nn.BatchNorm1d, SubclassOfSyncBatchNorm, syncbn.SyncBatchNorm, nn.BatchNorm2d
+    ]  # fmt: skip
+
+
 def test_layers_built_as_syncbn_stay() -> None:
     model = nn.Sequential(syncbn.SyncBatchNorm2d(3, fuse_relu=True))
     assert type(syncbn.revert_syncbn_model(model)[0]) is syncbn.SyncBatchNorm2d
@@ -333,7 +375,7 @@ def test_layers_built_as_syncbn_stay() -> None:
 def test_a_model_without_batch_norm() -> None:
     model = nn.Linear(2, 2)
     assert syncbn.convert_syncbn_model(model) is model
-    assert str(syncbn.summary(model)) == "no synchronised layers: the model has no batch norm"
+    assert str(syncbn.summary(model)) == "no synchronised layers: the model has no batch norm that trains"
 
 
 def test_summary_says_why_there_are_no_synchronised_layers() -> None:

@@ -75,6 +75,8 @@ CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], s
     (lambda: layer()(X, mask=torch.ones(4)), lambda: layer()(X, mask=torch.ones(4) != 0), TypeError, "got torch.float32; use mask != 0"),
     (lambda: syncbn.convert_syncbn_model(torch.nn.BatchNorm2d), lambda: syncbn.convert_syncbn_model(torch.nn.BatchNorm2d(3)), TypeError, "expected an nn.Module, got <class 'torch.nn.modules.batchnorm.BatchNorm2d'> of type type; pass the model"),
     (lambda: syncbn.revert_syncbn_model(3), lambda: syncbn.revert_syncbn_model(torch.nn.Linear(2, 2)), TypeError, "expected an nn.Module, got 3 of type int; pass the model"),
+    (lambda: syncbn.revert_syncbn_model(layer(), syncbn.SyncBatchNorm2d), lambda: syncbn.revert_syncbn_model(layer(), torch.nn.BatchNorm2d), ValueError, "target must be nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d or None, got <class 'syncbn"),
+    (lambda: syncbn.revert_syncbn_model(layer(), "2d"), lambda: syncbn.revert_syncbn_model(layer(), None), ValueError, "nn.BatchNorm3d or None, got '2d'"),
     (lambda: syncbn.summary([layer()]), lambda: syncbn.summary(layer()), TypeError, "expected an nn.Module, got [SyncBatchNorm(3"),
     (lambda: function(channel_dim=3), lambda: function(channel_dim=-2), ValueError, "channel_dim=3 does not exist in an input of shape (4, 3, 5)"),
     (lambda: syncbn.create_syncbn_process_group(2), lambda: syncbn.create_syncbn_process_group(0), RuntimeError, "needs torch.distributed.init_process_group() first"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from syncbn import kernels, left_alone
 from syncbn.convert import check_module
@@ -25,7 +26,7 @@ class LayerSummary(NamedTuple):
     group_size: int  # ranks; 1 without a process group
     forward_bytes: int  # sent per training step: 8 * (2C + 1), on CPU 8 * (2C + 4); 0 in a group of one
     backward_bytes: int  # 8 * 2C, on CPU 8 * (2C + 4); 0 in a group of one
-    last_step: str  # whether the last training step synchronised
+    last_step: str  # whether the last training step in eager mode synchronised
 
 
 class Summary(tuple[LayerSummary, ...]):
@@ -60,7 +61,10 @@ def summary(model: nn.Module) -> Summary:
 
     Columns: name; class; channels; ranks of its group; bytes it sends per training step forward and backward; and
         whether it really synchronised in its last training step, over how many ranks. That is recorded in eager mode
-        only: a layer in a module that torch.compile has wrapped says "compiled", if `model` is that or holds it.
+        only: a layer in a module that torch.compile has wrapped says "compiled", if `model` is that or holds it; one
+        that has counted batches otherwise, compiled or before it was loaded, says how many.
+
+    **Raises** TypeError unless `model` is a module.
     """
     check_module(model)
     compiled = {part for module in model.modules() if is_compiled(module) for part in module.modules()}
@@ -70,7 +74,9 @@ def summary(model: nn.Module) -> Summary:
         if isinstance(layer, SyncBatchNorm)
     )
     if not rows:
-        rows.why_empty = left_alone.described(left_alone.unsynchronised(model)) or "the model has no batch norm"
+        rows.why_empty = (
+            left_alone.described(left_alone.unsynchronised(model)) or "the model has no batch norm that trains"
+        )
     return rows
 
 
@@ -82,7 +88,7 @@ def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
     if compiled:
         last_step = "compiled"
     elif layer._synchronised_ranks is None:
-        last_step = "none yet"
+        last_step = _without_eager_step(layer)
     elif layer._synchronised_ranks == 1:
         last_step = "not synchronised"
     else:
@@ -96,3 +102,10 @@ def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
         backward_bytes=bytes_if_sent * (numbers + (NUM_SIGNED if on_cpu else 0)),
         last_step=last_step,
     )
+
+
+def _without_eager_step(layer: SyncBatchNorm) -> str:
+    """What `layer`, which has made none in this process, has counted nevertheless."""
+    counter = layer.num_batches_tracked
+    num_batches = 0 if counter is None or counter.is_meta or is_lazy(counter) else int(counter)
+    return f"none here; {num_batches} compiled or loaded" if num_batches else "none yet"

@@ -18,6 +18,7 @@ from voting import Ranks
 
 import syncbn
 from syncbn.distributed import groups, members
+from syncbn.distributed.specification import GlobalRanks
 
 
 def make_world_anew() -> None:
@@ -160,12 +161,12 @@ def test_copies_pickles_and_saves(ranks: Ranks) -> None:
         assert ranks_that_share(other[0], ranks) == list(range(ranks.size))
         assert ranks_that_share(other[1], ranks) == list(range(ranks.size))
     assert syncbn.summary(pickled)[0].last_step == f"synchronised over {ranks.size} ranks"
-    assert syncbn.summary(pickle.loads(pickle.dumps(pickled)))[0].last_step == "none yet"
+    assert syncbn.summary(pickle.loads(pickle.dumps(pickled)))[0].last_step == "none here; 1 compiled or loaded"
 
 
 def test_a_group_that_does_not_exist_here(ranks: Ranks) -> None:
     layer = layer_of(None, ranks)
-    layer.process_group = pickle.loads(pickle.dumps(groups.GlobalRanks((0, 97))))
+    layer.process_group = pickle.loads(pickle.dumps(GlobalRanks((0, 97))))
     assert repr(layer.process_group) == "ranks [0, 97]"
     with pytest.raises(RuntimeError, match=r"\(ranks \[0, 97\]\) was destroyed, or no such group exists here"):
         ranks_that_share(layer, ranks)
@@ -182,7 +183,7 @@ def test_a_conversion_or_revert_that_fails_changes_nothing(ranks: Ranks) -> None
     assert [type(layer) for layer in model] == [nn.BatchNorm1d, nn.SyncBatchNorm]
     model[1].process_group = None
     syncbn.convert_syncbn_model(model)
-    model[1].process_group = groups.GlobalRanks((0, 97))
+    model[1].process_group = GlobalRanks((0, 97))
     with pytest.raises(RuntimeError, match="no such group exists here"):
         syncbn.revert_syncbn_model(model)
     assert [type(layer) for layer in model] == [syncbn.SyncBatchNorm1d, syncbn.SyncBatchNorm]
@@ -301,3 +302,17 @@ def test_groups_cannot_be_made_inside_a_compiled_graph(ranks: Ranks) -> None:
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match=r"convert the layers after torch.distributed.init_process_group\(\)"):
         compiled(torch.randn(3, 2, dtype=torch.float64, device=ranks.device))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
+def test_summary_of_compiled_steps_that_it_does_not_see(ranks: Ranks) -> None:
+    layer = layer_of(None, ranks)
+    step = torch.compile(lambda x: layer(x), backend="eager")
+    assert syncbn.summary(layer)[0].last_step == "none yet"
+    for number in (1, 2):
+        step(torch.randn(3, 2, dtype=torch.float64, device=ranks.device))
+        assert syncbn.summary(layer)[0].last_step == f"none here; {number} compiled or loaded"
+    assert syncbn.summary(copy.deepcopy(layer).to("meta"))[0].last_step == "none yet"
+    layer(torch.randn(3, 2, dtype=torch.float64, device=ranks.device))
+    assert syncbn.summary(layer)[0].last_step == f"synchronised over {ranks.size} ranks"
+    torch._dynamo.reset()  # which keeps the process group
