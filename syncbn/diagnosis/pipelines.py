@@ -17,7 +17,7 @@ def require_one_stage(group: dist.ProcessGroup) -> None:
     Such ranks would wait for each other: one in batch norm, the next for the output of the stage before it. **Raises**
     ValueError where the group has several ranks of one pipeline.
     """
-    frame: FrameType | None = sys._getframe()
+    frame: FrameType | None = sys._getframe().f_back  # not this frame, whose f_locals would hold it, and the group
     while frame is not None:
         stage = frame.f_locals.get("self")
         if torch_private.is_pipeline_stage(stage):

@@ -238,5 +238,5 @@ def test_compiled_forward_changes_no_python_state(ranks: Ranks) -> None:
     compiled(own_input(ranks))
     after = vars(layer)
     assert after.keys() == before.keys()
-    assert syncbn.summary(layer)[0].last_step == "none yet"
+    assert syncbn.summary(layer)[0].last_step == "none here; 1 compiled or loaded"
     assert syncbn.summary(compiled)[0].last_step == "compiled"

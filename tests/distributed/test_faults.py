@@ -85,7 +85,9 @@ def test_channel_dim_that_is_none(ranks: Ranks, channel_dim: object) -> None:
 
 def test_the_layer_and_every_faulty_rank_are_named(ranks: Ranks) -> None:
     layer = syncbn.SyncBatchNorm(3)
-    named = rf"^1 forward, call 1:\nranks 0-{ranks.size - 1}: .*expected 3 channels in dim 1 of the input, got 2"
+    named = (
+        rf"^layer '1' forward, call 1:\nranks 0-{ranks.size - 1}: .*expected 3 channels in dim 1 of the input, got 2"
+    )
     with pytest.raises(ValueError, match=named):
         nn.Sequential(nn.Identity(), layer)(torch.randn(2, 2))
     with pytest.raises(ValueError, match=r"rank 0: .*got 5.*\nrank 1: .*got 6"):
