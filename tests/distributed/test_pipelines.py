@@ -82,7 +82,7 @@ def test_a_stage_over_the_whole_pipeline_is_refused(ranks: Ranks, wrap: type[nn.
 
     words = rf"^layer '1': the layer is in stage {index} of a pipeline over ranks {pipeline[0]}"
     for too_large in (None, dist.group.WORLD, mesh["pp"]):
-        with pytest.raises(ValueError, match=words + r".* which hold other stages, and synchronises over ranks 0"):
+        with pytest.raises(ValueError, match=words + r".* which hold other stages, and synchronises over ranks "):
             step(too_large)
     step(mesh["dp"])
     step(1)
