@@ -14,6 +14,9 @@ import torch
 
 from syncbn.kernels import cpu
 
+# Without it matrix products on a GPU raise under use_deterministic_algorithms. cuBLAS reads it when it starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=4, help="how often test_crashes.py kills a rank (default: 4)")
