@@ -77,6 +77,7 @@ class World:
             rank=self.ranks.rank,
             world_size=self.ranks.size,
             timeout=COLLECTIVE_TIMEOUT,
+            device_id=self.ranks.device if self.backend == "nccl" else None,
         )
 
     def leave(self) -> None:
