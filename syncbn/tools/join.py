@@ -127,13 +127,18 @@ class _Session(Shadowing):
     def serve(self) -> None:
         """The thread."""
         try:
-            if self.device.type != "cpu":
-                torch.cuda.set_device(self.device)
-            self.shadow(lambda: self.iterations.put(True))
+            with self.own_stream():
+                self.shadow(lambda: self.iterations.put(True))
         except BaseException as error:
             self.error = error
         finally:
             self.iterations.put(False)
+
+    def own_stream(self) -> contextlib.AbstractContextManager[object]:
+        """On a GPU Join lets the default stream wait for the others, who wait for what the thread sends."""
+        if self.device.type == "cpu":
+            return contextlib.nullcontext()
+        return torch.cuda.stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
 
     def wait_for_iteration(self) -> None:
         """Until the others begin an iteration or all have joined. **Raises** what the thread raised."""

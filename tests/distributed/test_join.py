@@ -3,8 +3,10 @@ each step, the batches of the ranks that still have one."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+import queue
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -21,6 +23,7 @@ from voting import Ranks
 import syncbn
 from syncbn import torch_private
 from syncbn.distributed import collectives
+from syncbn.tools import join
 
 SHARE, NUM_BATCHES = 2, 6
 NUM_LAYERS = 2
@@ -313,3 +316,25 @@ def test_a_call_over_a_part_of_the_ranks_inside_is_refused(ranks: Ranks) -> None
     x = torch.randn(2, 3, device=ranks.device)
     with pytest.raises(ValueError, match="must synchronise over all 4 ranks, not over 2"), syncbn.join(ddp):
         syncbn.functional.sync_batch_norm(x, None, None, training=True, process_group=pair)
+
+
+def test_a_joined_rank_sends_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where Join lets the default stream wait for the other ranks, which wait for what is sent."""
+    device, streams = torch.device("cuda", 1), ["default"]
+
+    @contextlib.contextmanager
+    def stream(of: torch.device) -> Iterator[None]:
+        streams.append(f"stream of {of}")
+        yield
+        streams.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    session = object.__new__(join._Session)
+    session.device, session.iterations, session.error = device, queue.SimpleQueue(), None
+    session.shadow = lambda iteration: shadowed_on.append(streams[-1])
+    shadowed_on: list[str] = []
+    session.serve()
+    assert shadowed_on == [f"stream of {device}"]
+    assert streams == ["default"]
+    assert session.error is None
