@@ -156,9 +156,16 @@ def existing_groups() -> Collection[dist.ProcessGroup]:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long its collectives wait; torch gives a new group 10 or 30 minutes whatever the default group's are."""
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    timeout: timedelta = group._get_backend(device).options._timeout
+    timeout: timedelta = group._get_backend(device_of(group)).options._timeout
     return timeout
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where tensors for the host to read may be sent from: the CPU, or where the group has no backend for it, its
+    GPU."""
+    if "cpu" in dist.get_backend_config(group):  # not its get_backend, which may be "undefined" or "cuda:nccl"
+        return torch.device("cpu")
+    return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
 
 
 # torch.distributed.nn.functional holds the default group, if there is one when it is first imported, in the defaults of

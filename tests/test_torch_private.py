@@ -293,6 +293,28 @@ def test_default_store_existing_groups_and_timeout(group: dist.ProcessGroup) -> 
     assert torch_private.timeout_of(second) == timedelta(seconds=33)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "cpu:gloo,cuda:gloo", None])
+def test_device_of_a_group_with_a_cpu(backend: str | None) -> None:
+    """Where it is not given ("undefined") it has what torch finds: with a GPU nccl, too."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    for group in (dist.group.WORLD, dist.new_group([0], timeout=TIMEOUT)):
+        assert torch_private.device_of(group) == torch.device("cpu")
+        assert torch_private.timeout_of(group) == TIMEOUT
+    dist.destroy_process_group()
+
+
+def test_device_of_a_group_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of "nccl" and "cuda:nccl". One that is bound to a GPU may have another than the current one."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    group = dist.group.WORLD
+    assert torch_private.device_of(group) == torch.device("cuda", 2)
+    assert torch_private.timeout_of(group) == TIMEOUT
+    group.bound_device_id = torch.device("cuda", 1)
+    assert torch_private.device_of(group) == torch.device("cuda", 1)
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("group_first", [False, True])
 def test_no_default_argument_keeps_the_group(group_first: bool) -> None:
     """torch.distributed.nn.functional does if it is first imported beside a group: syncbn imports it only before."""

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from syncbn import torch_private
+
 TEXT_BYTES = 4096
 
 
@@ -91,5 +93,4 @@ def in_words(ranks: list[int]) -> str:
 
 def _device_of(group: dist.ProcessGroup | dist.ProcessGroupGloo) -> torch.device:
     """Where its tensors are."""
-    on_gpu = isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return torch_private.device_of(group) if isinstance(group, dist.ProcessGroup) else torch.device("cpu")

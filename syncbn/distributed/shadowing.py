@@ -48,7 +48,8 @@ class Shadowing(Interceptor):
         self.group: dist.ProcessGroup = dist.new_group(timeout=timeout)
         self.joined_group = self.group
         # A GPU would have to stop the host to read an integer.
-        self.header_group = self.group if device.type == "cpu" else dist.new_group(timeout=timeout, backend="gloo")
+        on_cpu = torch_private.device_of(self.group).type == "cpu"
+        self.header_group = self.group if on_cpu else dist.new_group(timeout=timeout, backend="gloo")
         self.thread: threading.Thread | None = None  # that shadows, if it is not this one
         self.num_announced = 0
         self.over = False

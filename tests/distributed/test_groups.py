@@ -21,13 +21,16 @@ from syncbn.distributed import groups, members
 from syncbn.distributed.specification import GlobalRanks
 
 
-def make_world_anew() -> None:
-    """Another default group, for which no groups are made yet."""
+def make_world_anew(backend: str | None = "") -> None:
+    """Another default group, for which no groups are made yet; with another backend than the tests' if one is given."""
     import voting  # whose world is there by now
 
     assert voting.world is not None
     voting.world.leave()
+    usual = voting.world.backend
+    voting.world.backend = usual if backend == "" else backend
     voting.world.enter()
+    voting.world.backend = usual
 
 
 def ranks_that_share(layer: syncbn.SyncBatchNorm, ranks: Ranks) -> list[int]:
@@ -316,3 +319,24 @@ def test_summary_of_compiled_steps_that_it_does_not_see(ranks: Ranks) -> None:
     layer(torch.randn(3, 2, dtype=torch.float64, device=ranks.device))
     assert syncbn.summary(layer)[0].last_step == f"synchronised over {ranks.size} ranks"
     torch._dynamo.reset()  # which keeps the process group
+
+
+@pytest.mark.parametrize("backend", ["cpu:gloo", "cpu:gloo,cuda:gloo", None])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the backends of a machine without a GPU")
+def test_backends_by_device(ranks: Ranks, backend: str | None) -> None:
+    """torch.distributed.get_backend says of these "cpu:gloo", "cpu:gloo,cuda:gloo" and "undefined"."""
+    make_world_anew(backend)
+    model = nn.Sequential(nn.Linear(3, 2), layer_of(ranks.size, ranks).float(), layer_of("node", ranks).float())
+    x = torch.randn(4, 3)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    with syncbn.join(ddp):
+        for _ in range(2 if ranks.rank else 1):
+            ddp(x).sum().backward()
+    with syncbn.debug():
+        model(x)
+    with pytest.raises(ValueError, match=r"rank 0: .*expected 3 channels"):
+        syncbn.functional.sync_batch_norm(x if ranks.rank else x[:, :2], None, None, torch.ones(3), training=True)
+    syncbn.recompute_running_stats(model, [x])
+    syncbn.merge_running_stats(model)
+    syncbn.assert_synced(model)
+    make_world_anew()
