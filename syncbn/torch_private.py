@@ -12,6 +12,7 @@ import importlib
 import sys
 from collections.abc import Callable, Collection
 from datetime import timedelta
+from types import FrameType
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -166,6 +167,20 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     if "cpu" in dist.get_backend_config(group):  # not its get_backend, which may be "undefined" or "cuda:nccl"
         return torch.device("cpu")
     return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
+
+
+def waits_for_others(frame: FrameType) -> bool:
+    """Whether the innermost frame of a thread is one in which torch waits for other ranks: in backward, for the
+    gradients of DistributedDataParallel."""
+    return frame.f_globals.get("__name__") in _WAITING_MODULES
+
+
+_WAITING_MODULES = {
+    "torch.autograd.graph",
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.utils",
+    "torch.nn.parallel.distributed",
+}
 
 
 # torch.distributed.nn.functional holds the default group, if there is one when it is first imported, in the defaults of

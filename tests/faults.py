@@ -51,6 +51,14 @@ FAULTS = {
             well=1,
         ),
         Fault(
+            "one more step, DDP broadcasts buffers",  # whose broadcast fails: not a collective of syncbn
+            "",
+            said_at_fault=r"a collective outside of syncbn's layers failed on rank 1\.\n"
+            + _where("after body.bn1 backward, call 6; has left", "after body.bn1 backward, call 6")
+            + r"A rank that has left .*syncbn\.join",
+            well=1,
+        ),
+        Fault(
             "in evaluation",
             "",
             _where(

@@ -180,10 +180,10 @@ def main() -> None:
         model.double()
     # It compares the parameters at its start; these two faults are for models that it does not wrap.
     unwrapped = FAULT in ("channels", "dtype")
-    ddp = model if unwrapped else DistributedDataParallel(model, broadcast_buffers=False)
+    ddp = model if unwrapped else DistributedDataParallel(model, broadcast_buffers="buffers" in FAULT)
     if FAULT in AMONG_UNEVEN_RANKS:
         AMONG_UNEVEN_RANKS[FAULT](ddp, body)
-    for step in range(1, STEPS + 1 + (AT_FAULT and FAULT == "one more step")):
+    for step in range(1, STEPS + 1 + (AT_FAULT and FAULT.startswith("one more step"))):
         body.faulty = AT_FAULT and step == FAULTY_STEP
         if step == FAULTY_STEP:
             before_step(model)

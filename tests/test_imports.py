@@ -36,7 +36,7 @@ ORDER = [
     "diagnosis.signatures",
     "diagnosis.positions",
     "diagnosis.watchdog",
-    "diagnosis.report diagnosis.call_sites",
+    "diagnosis.report diagnosis.call_sites diagnosis.waits",
     "diagnosis.model_paths diagnosis.pipelines diagnosis.processes",
     "distributed.new_groups distributed.specification",
     "distributed.exchange",

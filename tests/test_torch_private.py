@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from datetime import timedelta
+from types import FrameType
 
 import pytest
 import torch
@@ -313,6 +315,28 @@ def test_device_of_a_group_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     group.bound_device_id = torch.device("cuda", 1)
     assert torch_private.device_of(group) == torch.device("cuda", 1)
     dist.destroy_process_group()
+
+
+def test_waits_for_others(group: dist.ProcessGroup) -> None:
+    """The frames that call into torch's C++ and wait there, and none of a forward or of this test."""
+    calling = set()
+
+    def watch(frame: FrameType, event: str, function: object) -> None:
+        if event == "c_call":
+            calling.add((getattr(function, "__name__", ""), torch_private.waits_for_others(frame)))
+
+    x = torch.ones(2, 3)
+    sys.setprofile(watch)
+    try:
+        dist.barrier()
+        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+        ddp(x).sum().backward()
+        time.sleep(0)
+    finally:
+        sys.setprofile(None)
+    waiting = {"wait", "_verify_params_across_processes", "_broadcast_coalesced", "run_backward"}
+    assert {name for name, waits in calling if waits} >= waiting
+    assert {name for name, waits in calling if not waits} >= {"linear", "batch_norm", "sleep"}
 
 
 @pytest.mark.parametrize("group_first", [False, True])

@@ -19,7 +19,6 @@ import math
 import os
 import threading
 import time
-import weakref
 from typing import Self
 from weakref import WeakKeyDictionary
 
@@ -28,15 +27,11 @@ import torch.distributed as dist
 from syncbn import torch_private
 from syncbn.diagnosis import processes, report, watchdog
 from syncbn.diagnosis.call_sites import LayerCall
-from syncbn.diagnosis.report import EVALUATES, HAS_LEFT, Position, RanksDifferError
-
-SECONDS_BETWEEN_WRITES = 0.05  # of a rank, at least
-SECONDS_PER_WRITE = 10e-6  # of all ranks together: a store takes some 100,000 writes a second
-FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
-LEAVE_SECONDS = 0.3  # for which a rank that leaves waits for its own heartbeat
+from syncbn.diagnosis.report import EVALUATES, Position, RanksDifferError
+from syncbn.diagnosis.waits import FIRST_WARNING_SECONDS, OnGpu, Wait
 
 
-class Waiting:
+class Waiting(Wait):
     """Around an all_reduce: makes known where this rank is and, when it fails, says where all are."""
 
     def __init__(
@@ -50,13 +45,15 @@ class Waiting:
         self.call = call
         self.doing = "a step of others, out of data"
         if call is not None:
-            self.doing = f"{call.site.name} {pass_name}, call {call.number}"
+            self.layer = call.site.name
+            self.doing = f"{self.layer} {pass_name}, call {call.number}"
         self.start = time.monotonic()
         self.next_warning_seconds = first_warning_seconds
 
     def __enter__(self) -> Self:
         self.rank = _this_rank()
         self.position = self.rank.begin(self)
+        self.number = self.position.number
         return self
 
     def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
@@ -67,9 +64,8 @@ class Waiting:
                 f"{report.where_all_are(self, report.one_is_gone)}\nThe process group says: {error}"
             ) from error
 
-    def seconds(self) -> float:
-        """Since it began."""
-        return time.monotonic() - self.start
+    def ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self.group)
 
 
 class ThisRank:
@@ -84,13 +80,14 @@ class ThisRank:
         self.numbers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
         self.position = Position("", 0, "")
         self.written, self.written_position = -math.inf, self.position
-        interval = max(SECONDS_BETWEEN_WRITES, world.size() * SECONDS_PER_WRITE)
-        self.interval = math.inf if _keeps_all_writes(self.store) else interval
-        self.waiting: Waiting | None = None
+        self.num_ranks = world.size()
+        self.interval = watchdog.interval(self.store, self.num_ranks)
+        self.waiting: Waiting | None = None  # on the host
+        self.on_gpu = OnGpu()
         self.ended = threading.Event()
-        weakref.finalize(world, self.leave)
+        self.failed = False  # it ends as a collective outside of the layers failed
         self.write_position()
-        watchdog.start(self, weakref.ref(world))
+        self.watchdog = watchdog.start(self, world)
 
     def beats(self) -> bool:
         """Whether it writes every second."""
@@ -112,16 +109,6 @@ class ThisRank:
         """This rank calls a layer in evaluation mode."""
         if self.position.since != EVALUATES:
             self.position = self.position._replace(since=EVALUATES)
-
-    def leave(self) -> None:
-        """The default process group, or this program, ends: because of an exception, perhaps."""
-        since = "; ".join(filter(None, (self.position.since, HAS_LEFT + processes.why_it_ends())))
-        self.ended.set()
-        # The heartbeat may be in a call of a dead store.
-        if self.process == os.getpid() and self.writing.acquire(timeout=LEAVE_SECONDS):
-            self.position = self.position._replace(since=since)
-            self.write_position()
-            self.writing.release()
 
     def write_position(self) -> None:
         with self.writing:
@@ -159,10 +146,3 @@ def _this_rank() -> ThisRank:
     if rank is None:
         rank = _ranks[world] = ThisRank(world)
     return rank
-
-
-def _keeps_all_writes(store: dist.Store) -> bool:
-    """Whether a write does not replace the last one, as in a FileStore."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, dist.FileStore)

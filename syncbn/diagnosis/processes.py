@@ -7,6 +7,7 @@ import functools
 import os
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -59,12 +60,37 @@ def on_this_host(rank: int) -> bool:
         return True
 
 
+def main_thread_seconds() -> float | None:
+    """Of the processor, that the main thread has used; None where that cannot be known, as on macOS and Windows."""
+    main = threading.main_thread()
+    if main.ident is None or not main.is_alive() or not hasattr(time, "pthread_getcpuclockid"):
+        return None
+    return time.clock_gettime(time.pthread_getcpuclockid(main.ident))
+
+
 def why_it_ends() -> str:
     """The first line of the exception because of which this program, or a part of it, ends; empty without one."""
-    handled, last = sys.exc_info()[1], getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    error = handled or last
+    handled, error = sys.exc_info()[1], _last_error()
     why = "" if error is None else f" {'while handling' if handled else 'with'} {type(error).__name__}: {error}"
     return why.partition("\n")[0][:200]
+
+
+def a_collective_failed() -> bool:
+    """Whether this exception comes from a failed collective, and not from syncbn, whose errors say where the ranks are.
+
+    gloo's exceptions are RuntimeErrors that begin with the place in its source.
+    """
+    error = _last_error()
+    while error is not None and "syncbn: " not in str(error):
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _last_error() -> BaseException | None:
+    """That is handled, or that was handled by nobody."""
+    return sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
 inherited_groups: WeakSet[dist.ProcessGroup] = WeakSet()  # that this process has from the one which it was forked from

@@ -9,13 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch.distributed as dist
-
 from syncbn.diagnosis import processes
 from syncbn.distributed.exchange import by_rank, in_words
 
 if TYPE_CHECKING:
-    from syncbn.diagnosis.positions import Waiting
+    from syncbn.diagnosis.waits import Wait
 
 SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; more than hosts' clocks differ
 SETTLE_SECONDS = 0.3  # that a rank which has gone is given to say why
@@ -29,6 +27,11 @@ REMEDY = (
 REMEDY_OF_ENDED = (
     "What ended a process, its own output may say; if it is gloo::EnforceNotMet, the ranks sent different sizes: "
     "SYNCBN_DEBUG=1 tells which."
+)
+
+REMEDY_OF_LEFT = (
+    "A rank that has left without an error had fewer batches, perhaps: give all ranks as many, or train inside "
+    "syncbn.join."
 )
 
 
@@ -66,93 +69,102 @@ def anything(found: list[Found]) -> bool:
     return True
 
 
-def where_all_are(waiting: Waiting, enough: Callable[[list[Found]], bool] = anything) -> str:
-    """A line for each position of the ranks of the group; read again for 0.3 s until it is `enough`."""
-    rank, layer = waiting.rank, "" if waiting.call is None else waiting.call.site.name
-    reader = _Reader(rank.rank, rank.store, rank.beats(), waiting.group, waiting.position, layer)
-    rank.write_position()
-    where = reader.where_all_are(enough)
-    rank.store_answers = where is not None  # else it is not called again
-    return reader.without_store() if where is None else where
+def where_all_are(wait: Wait, enough: Callable[[list[Found]], bool] = anything) -> str:
+    """A line for each position of the ranks that wait for one another; read again for 0.3 s until it is `enough`."""
+    reader, tables = _Reader(wait, enough), list[str]()
+    wait.rank.write_position()
+    thread = threading.Thread(target=lambda: tables.extend(reader.table()), daemon=True)
+    thread.start()
+    thread.join(READ_SECONDS)  # the store's host may be stopped
+    wait.rank.store_answers = bool(tables)  # else it is not called again
+    return tables[0] if tables else reader.without_store()
+
+
+def where_all_were(wait: Wait) -> str:
+    """The same at the program's end, when no thread may be started, and some rank is perhaps gone."""
+    reader = _Reader(wait, one_is_gone)
+    tables = reader.table() if wait.rank.store_answers else []
+    return tables[0] if tables else reader.without_store()
 
 
 @dataclass(slots=True)
 class _Reader:
-    """A rank that waits, and reads where the others are."""
+    """Reads where the ranks are that wait for one another."""
 
-    rank: int  # global
-    store: dist.Store
-    beats: bool  # the ranks write every second
-    group: dist.ProcessGroup
-    position: Position  # of this rank
-    layer: str  # in which it waits, or nothing
+    wait: Wait
+    enough: Callable[[list[Found]], bool]
 
-    def where_all_are(self, enough: Callable[[list[Found]], bool]) -> str | None:
-        """A line for each position, with its ranks; read again for 0.3 s until it is `enough`. None when the store does
-        not answer in 5 s: its host may be stopped."""
-        tables: list[str] = []
-
-        def read() -> None:
-            with contextlib.suppress(RuntimeError, ValueError):  # a store or group that has ended
-                tables.append(self._table(enough))
-
-        thread = threading.Thread(target=read, daemon=True)
-        thread.start()
-        thread.join(READ_SECONDS)
-        return tables[0] if tables else None
+    def table(self) -> list[str]:
+        """A line for each position, with its ranks; read again for 0.3 s until it is `enough`. Nothing from a store
+        that has ended."""
+        with contextlib.suppress(RuntimeError, ValueError):  # a store or group that has ended
+            return [self._table()]
+        return []
 
     def without_store(self) -> str:
         """What this rank knows by itself."""
-        others = [rank for rank in dist.get_process_group_ranks(self.group) if rank != self.rank]
-        elsewhere = [rank for rank in others if not processes.on_this_host(rank)]
+        rank = self.wait.rank.rank
+        others = [other for other in self.wait.ranks() if other != rank]
+        elsewhere = [other for other in others if not processes.on_this_host(other)]
         hosts = f" ({in_words(elsewhere)}: on other hosts)" if elsewhere else ""
         return (
-            f"rank {self.rank}: in {self.position.doing}\n{in_words(others)}: not known, as the process group's store "
-            f"has not answered for {READ_SECONDS:.0f} s{hosts}"
+            f"rank {rank}: {self._place(self.wait.position)}\n{in_words(others)}: not known, as the process group's "
+            f"store has not answered for {READ_SECONDS:.0f} s{hosts}"
         )
 
-    def _table(self, enough: Callable[[list[Found]], bool]) -> str:
+    def _table(self) -> str:
         deadline = time.monotonic() + SETTLE_SECONDS
-        ranks = dist.get_process_group_ranks(self.group)
-        while not enough(found := self._read(ranks)) and time.monotonic() < deadline:
+        ranks = self.wait.ranks()
+        while not self.enough(found := self._read(ranks)) and time.monotonic() < deadline:
             time.sleep(0.02)
         table = by_rank(ranks, [one.words for one in found])
         if any(one.ended for one in found):
             return f"{table}\n{REMEDY_OF_ENDED}"
+        if any(one.words.endswith(HAS_LEFT) for one in found):
+            return f"{table}\n{REMEDY_OF_LEFT}"
         return table if one_is_gone(found) else f"{table}\n{REMEDY}"
 
     def _read(self, ranks: list[int]) -> list[Found]:
         keys = [f"syncbn/{rank}/position" for rank in ranks]
         texts: list[bytes | None]
-        if self.store.has_extended_api() and self.store.check(keys):  # type: ignore[attr-defined]
-            texts = [*self.store.multi_get(keys)]  # two round trips in all
+        store = self.wait.rank.store
+        if store.has_extended_api() and store.check(keys):  # type: ignore[attr-defined]
+            texts = [*store.multi_get(keys)]  # two round trips in all
         else:
-            texts = [self.store.get(key) if self.store.check([key]) else None for key in keys]
+            texts = [store.get(key) if store.check([key]) else None for key in keys]
         return [self._found(rank, text) for rank, text in zip(ranks, texts, strict=True)]
 
     def _found(self, rank: int, text: bytes | None) -> Found:
         position, age, process, host = _parsed(text)
-        arrived = position.group == self.position.group and position.number >= self.position.number
-        words = []
+        is_this, since, words = rank == self.wait.rank.rank, position.since, []
+        if is_this:  # which may be about to leave
+            since = since.partition(HAS_LEFT)[0].rstrip("; ")
         if position.doing:
-            elsewhere = " on another process group" * (position.group != self.position.group)
-            words.append(f"{'in' if arrived else 'after'} {position.doing}{elsewhere}")
-        if not arrived and self.layer:
-            called = f"syncbn/{rank}/called/{self.position.group}/{self.layer}"
-            if not position.doing or not self.store.check([called]):
-                words.append(f"has not been seen in {self.layer}")
-        if position.since:
-            words.append(position.since)
-        gone, state = HAS_LEFT in position.since, ""
-        if not gone and rank != self.rank:
+            words.append(self._place(position))
+        if self.wait.layer and not self._arrived(position):
+            called = f"syncbn/{rank}/called/{self.wait.position.group}/{self.wait.layer}"
+            if not position.doing or not self.wait.rank.store.check([called]):
+                words.append(f"has not been seen in {self.wait.layer}")
+        if since:
+            words.append(since)
+        gone, state = HAS_LEFT in since, ""
+        if not gone and not is_this:
             if host == processes.host():
                 state = processes.state_of(process)
-            elif process and age > SILENCE_SECONDS and self.beats:
+            elif process and age > SILENCE_SECONDS and self.wait.rank.beats():
                 state = f"not heard of for {age:.0f} s"
         if state:
             words.append(state)
         words_of_rank = "; ".join(words) or "has not been seen"
         return Found(words_of_rank, gone or bool(state), state.endswith(processes.HAS_ENDED))
+
+    def _arrived(self, position: Position) -> bool:
+        """Whether a rank of this position is in what this rank waits in."""
+        return position.group == self.wait.position.group and position.number >= self.wait.number
+
+    def _place(self, position: Position) -> str:
+        elsewhere = " on another process group" * (self.wait.position.group not in ("", position.group))
+        return f"{'in' if self._arrived(position) else 'after'} {position.doing}{elsewhere}"
 
 
 def _parsed(text: bytes | None) -> tuple[Position, float, str, str]:

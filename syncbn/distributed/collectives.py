@@ -30,8 +30,9 @@ from torch import Tensor
 from syncbn import torch_private
 from syncbn.diagnosis import signatures
 from syncbn.diagnosis.call_sites import LayerCall
-from syncbn.diagnosis.positions import FIRST_WARNING_SECONDS, Waiting
+from syncbn.diagnosis.positions import Waiting
 from syncbn.diagnosis.signatures import NUM_SIGNED
+from syncbn.diagnosis.waits import FIRST_WARNING_SECONDS, event_behind
 from syncbn.distributed.exchange import raise_faults
 
 
@@ -108,7 +109,10 @@ class Ranks:
                 dist.all_reduce(payload, group=self.group)
             else:
                 payload = torch_private.all_reduce_operator(payload, self.group)
-            if payload.is_cpu and type(payload) is Tensor:  # a subclass such as FakeTensor may have no values
+            values = type(payload) is Tensor  # a subclass such as FakeTensor may have none
+            if payload.is_cuda and values:
+                waiting.rank.on_gpu.add(waiting, event_behind(payload.device))
+            if payload.is_cpu and values:
                 count, num_signed, total, squares = payload[-NUM_SIGNED:].tolist()
                 if num_signed * squares != total * total:
                     signatures.compare(waiting, pass_name, everyone_signed=num_signed == self.group.size())

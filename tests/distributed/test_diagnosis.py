@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import queue
 import re
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from voting import Ranks
 
 import syncbn
 from syncbn import torch_private
-from syncbn.diagnosis import call_sites, model_paths, positions, report, signatures
+from syncbn.diagnosis import call_sites, model_paths, positions, processes, report, signatures, waits
 from syncbn.distributed import collectives, exchange
 from syncbn.distributed.collectives import Interceptor, intercepted_by
 from syncbn.distributed.collectives import Ranks as CalledRanks
@@ -260,6 +262,219 @@ def test_a_long_wait_is_told(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> 
         )
     else:
         assert not told
+
+
+# Collectives outside of the layers.
+
+
+def barrier(late: bool) -> None:
+    be_late(late)
+    dist.barrier()
+
+
+def first_ddp(late: bool) -> None:
+    be_late(late)
+    DistributedDataParallel(nn.Linear(3, 3))
+
+
+def buffers(late: bool) -> None:
+    ddp = DistributedDataParallel(Block())
+    be_late(late)
+    ddp(torch.randn(4, 3))
+
+
+def gradients(late: bool) -> None:
+    ddp = DistributedDataParallel(nn.Linear(3, 3))
+    y = ddp(torch.randn(4, 3))
+    y.register_hook(lambda _: be_late(late))
+    y.sum().backward()
+
+
+def be_late(late: bool) -> None:
+    if late:
+        time.sleep(2)
+
+
+def exchanged(late: bool) -> None:
+    be_late(late)
+    syncbn.assert_synced(nn.BatchNorm1d(3))
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """A rank warns when it has waited half a second outside of syncbn."""
+    monkeypatch.setattr(waits, "FIRST_WARNING_SECONDS", 0.5)
+    caplog.set_level(logging.WARNING, "syncbn")
+    return caplog
+
+
+@on_cpu
+@pytest.mark.parametrize("collective", [barrier, first_ddp, buffers, gradients, exchanged])
+def test_a_long_wait_elsewhere_is_told(
+    ranks: Ranks, impatient: pytest.LogCaptureFixture, collective: Callable[[bool], None]
+) -> None:
+    syncbn.SyncBatchNorm(3)(torch.randn(4, 3))
+    collective(late=ranks.rank == 0)
+    told = "\n".join(impatient.messages)
+    if ranks.rank:
+        assert re.search(
+            rf"rank {ranks.rank} has waited \d+ s for others, at \w+.py:\d+ in a collective outside of syncbn's layers."
+            r"\n"
+            rf"ranks 0-{ranks.size - 1}: after SyncBatchNorm forward, call 1\nEvery rank must",
+            told,
+        ), told
+    else:
+        assert not told
+    dist.barrier()  # all have read the positions
+
+
+@on_cpu
+def test_other_waits_are_not_told(ranks: Ranks, impatient: pytest.LogCaptureFixture) -> None:
+    """Of data, in a hook of backward, in many short collectives, in evaluation: all longer than the patience."""
+    layer, x = syncbn.SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
+    y = layer(x)
+    with contextlib.suppress(queue.Empty):
+        queue.SimpleQueue[None]().get(timeout=1)
+    y.register_hook(lambda _: time.sleep(1))
+    y.sum().backward()
+    for _ in range(100):
+        dist.barrier()
+        time.sleep(0.01)
+    end = torch.tensor(time.monotonic() + 1)
+    dist.broadcast(end, 0)
+    while time.monotonic() < end:
+        layer.eval()(x)
+    dist.barrier()
+    assert not impatient.messages
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
+        (dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:94"), True),
+        (RuntimeError("Trying to backward through the graph a second time"), False),
+        (OSError("/data/gloo/1.png"), False),
+        (RuntimeError("syncbn: a collective failed on rank 0: [/gloo/gloo/transport/tcp/pair.cc:553]"), False),
+    ],
+)
+def test_errors_of_collectives(error: Exception, is_one: bool) -> None:
+    """Also as the cause of another's error, and of ours never."""
+    for outer, expected in ((None, is_one), (ValueError("training failed"), is_one), (RuntimeError("syncbn: "), False)):
+        try:
+            if outer is None:
+                raise error
+            raise outer from error
+        except (RuntimeError, OSError, ValueError):
+            assert processes.a_collective_failed() is expected
+    assert not processes.a_collective_failed()
+
+
+# On a GPU the host does not wait; here it is played by an event that a test holds.
+
+
+class HeldEvent:
+    """As torch.cuda.Event."""
+
+    happened = False
+
+    def query(self) -> bool:
+        return self.happened
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[HeldEvent | None]:
+    """The last is behind the next all_reduce; the tensors say that they are on a GPU."""
+    given: list[HeldEvent | None] = [HeldEvent()]
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(collectives, "event_behind", lambda device: given[-1])
+    return given
+
+
+def all_reduce(name: str) -> None:
+    assert dist.group.WORLD is not None
+    call = call_sites.new_call(name, dist.group.WORLD, None)
+    CalledRanks(dist.group.WORLD, call).all_reduce(torch.zeros(4, dtype=torch.float64), "forward")
+
+
+@on_cpu
+def test_a_long_wait_of_the_gpu_is_told(
+    ranks: Ranks, impatient: pytest.LogCaptureFixture, events: list[HeldEvent | None]
+) -> None:
+    """The oldest unfinished all_reduce is named, though the host has gone on; nothing once all are finished."""
+    finished, held, last = (HeldEvent() for _ in range(3))
+    finished.happened = True
+    own_patience = Interceptor()
+    own_patience.first_warning_seconds = 0.5
+    with intercepted_by(own_patience):
+        for name, event in {"first": finished, "second": held, "third": last}.items():
+            events.append(event)
+            all_reduce(name)
+    time.sleep(1.2)
+    told = "\n".join(impatient.messages)
+    expected = (
+        rf"rank {ranks.rank} has waited \d s for others, in second forward, call 1 on the GPU, .*\n"
+        rf"ranks 0-{ranks.size - 1}: in third forward, call 1\n"
+    )
+    assert re.search(expected, told), told
+    held.happened = last.happened = True
+    impatient.clear()
+    time.sleep(1.2)
+    assert not impatient.messages
+    dist.barrier()
+
+
+@on_cpu
+def test_no_event_is_asked_while_a_graph_is_captured(
+    ranks: Ranks, impatient: pytest.LogCaptureFixture, events: list[HeldEvent | None]
+) -> None:
+    own_patience = Interceptor()
+    own_patience.first_warning_seconds = 0.5
+    asked = []
+    with intercepted_by(own_patience):
+        all_reduce("warm-up")
+        held = events[-1]
+        assert held is not None
+        held.query = lambda: bool(asked.append(True))
+        events.append(None)  # as while capturing
+        all_reduce("captured")
+        time.sleep(1)
+    assert not asked
+    assert not impatient.messages
+    dist.barrier()
+
+
+def test_a_gpu_that_is_behind_does_not_wait() -> None:
+    """The host may go on long before it: the time counts from when the all_reduce before has finished."""
+    on_gpu, events = waits.OnGpu(), [HeldEvent() for _ in range(3)]
+    for event in events:
+        wait = waits.Wait()
+        wait.position, wait.start, wait.next_warning_seconds = report.Position("0", 1, ""), -1e9, 30.0
+        on_gpu.add(wait, event)
+    first = on_gpu.oldest()
+    assert first is not None
+    assert waits.is_long(first)
+    events[0].happened = True
+    second = on_gpu.oldest()
+    assert second not in (None, first)
+    assert not waits.is_long(second)
+
+
+def test_the_program_writes_at_first_calls_alone(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread writes all else: a write may take as long as an all_reduce."""
+    layer, x = syncbn.SyncBatchNorm(3, device=ranks.device), torch.randn(4, 3, device=ranks.device)
+    layer(x)
+    written, write = [], positions.ThisRank.write
+
+    def watched(rank: positions.ThisRank, key: str, text: str) -> None:
+        written.append(threading.current_thread().name)
+        write(rank, key, text)
+
+    monkeypatch.setattr(positions.ThisRank, "write", watched)
+    for _ in range(3):
+        layer(x).sum().backward()
+        time.sleep(0.2)
+    assert set(written) == {"syncbn.watchdog"}
 
 
 def test_ranks_in_words() -> None:

@@ -1,0 +1,144 @@
+"""Finds what this rank waits in for others: an all_reduce of a layer, on the host or on a GPU, or another collective.
+
+| it waits in                        | which is known from                                                            |
+|------------------------------------|--------------------------------------------------------------------------------|
+| an all_reduce of a layer, on a CPU | the `with` block around it                                                     |
+| an all_reduce of a layer, on a GPU | an event behind it on the GPU's stream: the host goes on at once               |
+| a collective outside of the layers | the main thread: it stands in a function that waits for other ranks, and has   |
+|                                    | used no processor time since it was first seen there                           |
+
+The last is a collective of DistributedDataParallel, the data loader or the program, and is seen while the host waits
+in it without spinning, as with gloo; under nccl the host most often goes on, and waits later, if at all.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from syncbn import torch_private
+from syncbn.diagnosis import processes
+from syncbn.distributed import exchange
+
+if TYPE_CHECKING:
+    from syncbn.diagnosis.positions import ThisRank
+    from syncbn.diagnosis.report import Position
+
+FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
+
+
+class Wait:
+    """A wait of this rank for others."""
+
+    rank: ThisRank
+    position: Position  # of this rank
+    number: int  # whoever has begun so many all_reduces on the position's group is in this one
+    layer = ""  # which the others may not have called
+    place = ""  # in words, where it is not what the host is known to do
+    start: float
+    next_warning_seconds: float
+
+    def ranks(self) -> list[int]:
+        """The global ranks that wait for one another. **Raises** ValueError for a group that has ended."""
+        raise NotImplementedError
+
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self.start
+
+
+class Event(Protocol):
+    """What lies on a GPU's stream behind an all_reduce, as torch.cuda.Event."""
+
+    def query(self) -> bool:
+        """Whether the GPU has come to it. The host does not wait."""
+
+
+def event_behind(device: torch.device) -> Event | None:
+    """What the current stream of a GPU comes to behind all that it has been given; None while a graph is captured."""
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+class OnGpu:
+    """The all_reduces that the host has left and the GPU, as far as is known, has not finished.
+
+    While a graph is captured no thread may ask an event, or CUDA fails the capture. So the program asks, at its next
+    all_reduce, and the watchdog when a warning is due; and a captured all_reduce makes both forget what there was.
+    """
+
+    def __init__(self) -> None:
+        self._unfinished: deque[tuple[Wait, Event]] = deque()
+        self._lock = threading.Lock()  # the program and the watchdog ask
+
+    def add(self, wait: Wait, event: Event | None) -> None:
+        """The host has left this one, which ends with the event; None while a graph is captured."""
+        with self._lock:
+            if event is None:
+                self._unfinished.clear()
+                return
+            self._forget_finished()
+            wait.place = f", in {wait.position.doing} on the GPU, beside which the hosts may go on"
+            self._unfinished.append((wait, event))
+
+    def oldest(self) -> Wait | None:
+        """The first of them; it is asked again when a warning of it is due."""
+        with self._lock:
+            if self._unfinished and is_long(self._unfinished[0][0]):
+                self._forget_finished()
+            return self._unfinished[0][0] if self._unfinished else None
+
+    def clear(self) -> None:
+        """Forget all, and so their groups."""
+        with self._lock:
+            self._unfinished.clear()
+
+    def _forget_finished(self) -> None:
+        while self._unfinished and self._unfinished[0][1].query():
+            self._unfinished.popleft()
+            if self._unfinished:  # until now the GPU may have been behind
+                self._unfinished[0][0].start = time.monotonic()
+
+
+class Elsewhere(Wait):
+    """In a collective outside of the layers: for any of the ranks, after the last all_reduce of a layer."""
+
+    def __init__(self, rank: ThisRank, line: str = "", processor_seconds: float | None = None) -> None:
+        self.rank, self.position = rank, rank.position
+        self.place = f", at {line} in a collective outside of syncbn's layers"
+        self.number = self.position.number + 1
+        self.processor_seconds = processor_seconds
+        self.start, self.next_warning_seconds = time.monotonic(), FIRST_WARNING_SECONDS
+
+    def ranks(self) -> list[int]:
+        return list(range(self.rank.num_ranks))
+
+
+def elsewhere(rank: ThisRank, last: Elsewhere | None) -> Elsewhere | None:
+    """What the main thread waits in now, outside of the layers; `last` is what was found last."""
+    seconds = processes.main_thread_seconds()
+    if last is not None and last.processor_seconds == seconds and last.position is rank.position:
+        return last
+    # Only now: a thread that uses no more processor time than `seconds` stays in this frame.
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if seconds is None or frame is None:
+        return None
+    if frame.f_globals is not vars(exchange) and not torch_private.waits_for_others(frame):
+        return None
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "syncbn.")):
+        frame = frame.f_back
+    return Elsewhere(rank, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}", seconds)
+
+
+def is_long(wait: Wait) -> bool:
+    """Whether a warning of it is due."""
+    return wait.seconds() >= wait.next_warning_seconds
