@@ -136,18 +136,20 @@ class _Reader:
 
     def _found(self, rank: int, text: bytes | None) -> Found:
         position, age, process, host = _parsed(text)
-        is_this, since, words = rank == self.wait.rank.rank, position.since, []
-        if is_this:  # which may be about to leave
-            since = since.partition(HAS_LEFT)[0].rstrip("; ")
+        is_this = rank == self.wait.rank.rank
+        if is_this:  # whose last position may not be written yet, and which may be about to leave
+            position = self.wait.rank.position
+            position = position._replace(since=position.since.partition(HAS_LEFT)[0].rstrip("; "))
+        words = []
         if position.doing:
             words.append(self._place(position))
         if self.wait.layer and not self._arrived(position):
             called = f"syncbn/{rank}/called/{self.wait.position.group}/{self.wait.layer}"
             if not position.doing or not self.wait.rank.store.check([called]):
                 words.append(f"has not been seen in {self.wait.layer}")
-        if since:
-            words.append(since)
-        gone, state = HAS_LEFT in since, ""
+        if position.since:
+            words.append(position.since)
+        gone, state = HAS_LEFT in position.since, ""
         if not gone and not is_this:
             if host == processes.host():
                 state = processes.state_of(process)

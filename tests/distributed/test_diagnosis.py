@@ -244,6 +244,18 @@ def test_positions_in_the_store(ranks: Ranks) -> None:
     all_are("in SyncBatchNorm forward, call 2")
 
 
+def test_a_rank_knows_its_own_position(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a thread has written it."""
+    syncbn.SyncBatchNorm(3, device=ranks.device)(torch.randn(4, 3, device=ranks.device))
+    dist.barrier()
+    monkeypatch.setattr(positions.ThisRank, "write", lambda *_: None)
+    call = call_sites.new_call("this test", dist.group.WORLD, None)
+    with positions.Waiting(dist.group.WORLD, call, "unwritten") as waiting:
+        where = report.where_all_are(waiting)
+    assert f"rank {ranks.rank}: in this test unwritten, call {call.number}\n" in where
+    dist.barrier()
+
+
 @on_cpu
 def test_a_long_wait_is_told(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     layer, x = syncbn.SyncBatchNorm(3), torch.randn(4, 3)
