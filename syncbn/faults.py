@@ -48,7 +48,7 @@ def raise_with_name(error: Exception, layer: nn.Module) -> NoReturn:
     That of another class than ours have is raised as it is, since nobody knows how to make another, and so is that in a
     compiled graph, which has no frames to find the name in.
     """
-    if is_compiling() or type(error) not in (RuntimeError, TypeError, ValueError):
+    if torch_private.is_compiling() or type(error) not in (RuntimeError, TypeError, ValueError):
         raise error
     name = in_words(path_in_model(layer)) or type(layer).__name__
     if name in str(error):
