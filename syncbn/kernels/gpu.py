@@ -210,10 +210,10 @@ def update_running_stats(
         return
     launch = launches_of_channels(running_mean.numel()).update_running_stats
     means, variances = running_mean.contiguous(), running_var.contiguous()
-    if isinstance(momentum, Tensor):
+    if isinstance(momentum, Tensor) and momentum.device == statistics.device:
         launch(means, variances, statistics, momentum, floats=(0.0, 0.0))
     else:
-        launch(means, variances, statistics, None, floats=_two(momentum))
+        launch(means, variances, statistics, None, floats=_two(float(momentum)))
     for buffer, moved in ((running_mean, means), (running_var, variances)):
         if moved is not buffer:
             buffer.copy_(moved)
