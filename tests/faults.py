@@ -1,6 +1,6 @@
 """A catalogue of what can go wrong on one rank of several: what the ranks say then, and when all of them have ended.
 
-    python tests/faults.py          prints it as the README's table, beside a synchronised layer that is written by hand
+    python tests/faults.py          prints the table of docs/when_ranks_disagree.md, with a layer written by hand beside
 
 The job is faulty_job.py; its collectives wait for 3 s.
 """

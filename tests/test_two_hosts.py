@@ -32,7 +32,7 @@ class Host:
         self.agents: list[subprocess.Popen[str]] = []
 
     def start(self, *job: object) -> None:
-        """The README's line for several hosts, the same on each."""
+        """The line of docs/tutorial.md for several hosts, the same on each."""
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "host0:29500", "--rdzv-id", "job"]
         torchrun = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", *rendezvous, *map(str, job)]
         named = ["unshare", "--uts", "sh", "-c", f'hostname {self.name} && exec "$@"', "sh"]

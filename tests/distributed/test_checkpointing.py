@@ -31,7 +31,7 @@ def block(**options: object) -> nn.Module:
 
 
 def keep_all_reduces(context: object, operator: object, *_: object, **__: object) -> CheckpointPolicy:
-    """The README's recipe."""
+    """The recipe of docs/torch_features.md."""
     is_all_reduce = operator is torch.ops._c10d_functional.all_reduce.default
     return CheckpointPolicy.MUST_SAVE if is_all_reduce else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -164,7 +164,7 @@ def test_layers_in_groups_of_two(ranks: Ranks) -> None:
 
 
 def test_uneven_batches_with_the_loss_scaled_by_count(ranks: Ranks) -> None:
-    """The README's recipe: DDP averages over ranks, so a rank with more samples must count for more."""
+    """The recipe of docs/uneven_data.md: DDP averages over ranks, so a rank with more samples must count for more."""
     sizes = [3, 1, 2, 2][: ranks.size]
     x, labels = data(ranks)
     x, labels = x[0, : sum(sizes)], labels[0, : sum(sizes)]

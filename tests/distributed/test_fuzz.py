@@ -331,7 +331,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def loss(rows: Tensor, eps: float) -> float:
-    """Of sums about zero in float64, some times 1e-16 * (mean / std)^2 (README), for the sums' own rounding."""
+    """Of sums about zero in float64: some times 1e-16 * (mean / std)^2 (docs/performance.md) for the sums' rounding."""
     rows = rows.double()
     return 8 * 2.0**-53 * (rows.square().mean(0) / (rows.var(0, correction=0) + eps)).max().item()
 

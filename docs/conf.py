@@ -1,14 +1,20 @@
-"""Sphinx: the API from the docstrings. See scripts/docs.sh."""
+"""Configures Sphinx: the guides in this folder, and the API from the docstrings. See scripts/docs.sh."""
 
 import importlib.metadata
 
 project = "syncbn"
 author = "the syncbn authors"
 release = importlib.metadata.version("syncbn")
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-html_theme = "alabaster"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+myst_heading_anchors = 3  # of which a link may name one, as on GitHub
+html_theme = "furo"
+html_title = f"syncbn {release}"
+html_show_copyright = False
+html_static_path = ["static"]
+html_css_files = ["tables.css"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"  # not those that a derived class inherits
 autodoc_mock_imports = ["lightning", "pytorch_lightning"]
 
 
