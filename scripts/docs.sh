@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The guides of docs/ and the API, from the docstrings, in runs/docs/index.html. A warning is an error, as is a broken link
-# between pages.
+# The guides of docs/ and the API, from the docstrings, in runs/docs/index.html. A warning is an error, as is a broken
+# link between pages.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment
