@@ -98,6 +98,11 @@ def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor],
     if x.dtype not in SUPPORTED_DTYPES:
         remedy = "call syncbn.revert_syncbn_model(model) before quantising" if x.is_quantized else "convert it first"
         raise TypeError(f"expected a float16, bfloat16, float32 or float64 input, got {x.dtype}; {remedy}")
+    if x.is_nested:
+        raise TypeError(
+            f"expected a NestedTensor to be jagged, without holes between its sequences, got layout {x.layout}; "
+            "use torch.nested.as_nested_tensor(input.unbind(), layout=torch.jagged)"
+        )
     if x.layout != torch.strided:
         raise TypeError(f"expected a dense input, got layout {x.layout}; use input.to_dense()")
     if check_input_dim is not None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from syncbn import autograd, masks
+from syncbn import autograd, masks, other_tensors
 from syncbn.arguments import Arguments
 from syncbn.distributed.collectives import Ranks
 from syncbn.layout import Layout
@@ -15,6 +15,13 @@ from syncbn.moments import compute_dtype
 
 def evaluate(arguments: Arguments) -> Tensor:
     """F.batch_norm, then + z, then relu; of this rank's batch without running statistics. Communicates nothing."""
+    if type(arguments.input) is Tensor:
+        return _evaluate(arguments)
+    arguments, wrap = other_tensors.unwrap(arguments)
+    return wrap(_evaluate(arguments))
+
+
+def _evaluate(arguments: Arguments) -> Tensor:
     try:
         arguments.check()
     except (TypeError, ValueError) as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from syncbn import autograd, batch_norm, evaluation, faults
+from syncbn import autograd, batch_norm, evaluation, faults, other_tensors
 from syncbn.arguments import Arguments, check_channels, check_input, check_like_input
 from syncbn.distributed import groups
 from syncbn.distributed.collectives import Ranks
@@ -58,7 +58,8 @@ def sync_batch_norm(
         input: (N, C, ...) or, with `channel_dim=-1`, (N, ..., C); 2 or more dims; float16, bfloat16, float32 or
             float64. N and the other sizes but C may differ between ranks, and be 0. While weight or bias requires grad,
             `requires_grad` of the input may differ too; when neither does, and for second derivatives, it must agree on
-            all ranks, else backward waits for a rank that never comes.
+            all ranks, else backward waits for a rank that never comes. A jagged NestedTensor (N, length, C, ...) stands
+            for its values (sum of lengths, C, ...), of which `channel_dim` is a dim.
         running_mean, running_var: (C,), any float dtype, both or neither. An all-empty batch leaves them as they are.
         weight, bias: (C,), any float dtype, each optional.
         training: synchronise, and normalise by the statistics of this batch.
@@ -98,10 +99,13 @@ def sync_batch_norm(
     if not training:
         arguments.require_running_stats()
         return evaluation.evaluate(arguments)
-    ranks = groups.begin_call(specification(process_group), "sync_batch_norm", input)
+    wrap = None
+    if type(input) is not Tensor:
+        arguments, wrap = other_tensors.unwrap(arguments)
+    ranks = groups.begin_call(specification(process_group), "sync_batch_norm", arguments.input)
     [(output, statistics)] = batch_norm.train([arguments], ranks)
     batch_norm.move_running_stats(arguments, statistics)
-    return output
+    return output if wrap is None else wrap(output)
 
 
 def sync_batch_norm_many(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import batch_norm, evaluation, faults, torch_private, tracing
+from syncbn import batch_norm, evaluation, faults, other_tensors, torch_private, tracing
 from syncbn.arguments import Arguments, check_eps, check_momentum, check_num_features
 from syncbn.diagnosis import positions
 from syncbn.distributed import groups
@@ -121,7 +121,8 @@ class SyncBatchNorm(_BatchNorm):
 
         Args:
             input: (N, C, ...), or (N, ..., C) with `channel_last`; 2 or more dims, the numbered classes as in torch;
-                any N, which may differ between ranks and be 0. float16, bfloat16, float32 or float64.
+                any N, which may differ between ranks and be 0. float16, bfloat16, float32 or float64. Of a jagged
+                NestedTensor (N, length, C, ...) its values (sum of lengths, C, ...).
             z: residual of the input's shape, added before the relu.
             mask: bool, which values count: (N,), or the input's shape without the channels' dim, where sizes of 1 stand
                 for all. The others enter no sum, whatever they hold; outputs and gradients there are 0.
@@ -164,20 +165,22 @@ class SyncBatchNorm(_BatchNorm):
 
     def _train(self, arguments: Arguments, counter: Tensor | None = None) -> Tensor:
         """F.batch_norm(training=True) of these arguments over all ranks of the group; `counter` is incremented."""
+        pool, wrap = self._statistics_pool, None
+        if pool is not None and arguments.running_mean is not self.running_mean:
+            pool = None  # a subclass's own buffers
+        if type(arguments.input) is not Tensor:
+            arguments, wrap = other_tensors.unwrap(arguments)
         if self._is_replica:
             _warn_in_data_parallel()
             ranks = Ranks(None)
         else:
             ranks = groups.begin_call(self._process_group, self, arguments.input)
         [(output, statistics)] = batch_norm.train([arguments], ranks)
-        pool = self._statistics_pool
-        if pool is not None and arguments.running_mean is not self.running_mean:
-            pool = None  # a subclass's own buffers
         batch_norm.move_running_stats(arguments, statistics, counter, pool)
         num_ranks = 1 if ranks.group is None else ranks.group.size()
         if self._synchronised_ranks != num_ranks and not torch_private.is_compiling():
             self._synchronised_ranks = num_ranks
-        return output
+        return output if wrap is None else wrap(output)
 
     __prepare_scriptable__ = tracing.refuse_script  # which torch.jit.script calls first
 

@@ -76,6 +76,12 @@ def innermost(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def ragged_dim(nested: Tensor) -> int:
+    """The dim of a jagged NestedTensor in which its sequences differ; its values have no dim for the batch."""
+    dim: int = nested._ragged_idx  # type: ignore[attr-defined]
+    return dim
+
+
 def inside_selective_checkpoint() -> bool:
     """Whether the dispatch mode is that of selective checkpointing, which may leave an operator out."""
     return type(current_dispatch_mode()).__module__ == "torch.utils.checkpoint"

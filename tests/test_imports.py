@@ -29,6 +29,8 @@ ORDER = [
     "subclasses",
     "layer",
     "batch_norm evaluation",
+    "other_tensors",
+    "nested",
     "faults autograd",
     "double_backward distributed.members",
     "distributed.groups distributed.transforms",

@@ -154,6 +154,14 @@ def test_innermost() -> None:
     assert found[0] is x
 
 
+def test_ragged_dim() -> None:
+    offsets = torch.tensor([0, 2, 5])
+    for dim, shape in ((1, (5, 4)), (2, (4, 5))):
+        nested = torch.nested.nested_tensor_from_jagged(torch.randn(shape), offsets, jagged_dim=dim)
+        assert torch_private.ragged_dim(nested) == dim
+        assert [size for size in nested.shape if isinstance(size, int)] == [2, 4]
+
+
 def test_profiler_enabled() -> None:
     assert not torch_private.profiler_enabled()
     with torch.profiler.profile(acc_events=True):

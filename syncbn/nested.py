@@ -1,0 +1,41 @@
+"""Takes a jagged NestedTensor for its values: sequences of different lengths one behind another, without padding."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncbn import torch_private
+from syncbn.arguments import Arguments
+
+
+def is_jagged(candidate: Any) -> bool:
+    """Whether this is a NestedTensor with layout=torch.jagged whose values have no holes."""
+    is_nested = isinstance(candidate, Tensor) and candidate.is_nested and candidate.layout == torch.jagged
+    return is_nested and candidate.lengths() is None
+
+
+def unwrap(arguments: Arguments) -> tuple[Arguments, Callable[[Tensor], Tensor]]:
+    """These arguments with the values (sum of lengths, ...) of the input (N, length, ...), and what makes of the output
+    a NestedTensor of the input's offsets.
+
+    The ragged dim may be another than dim 1, as in (N, C, length), and becomes the first all the same. z and mask may
+    be nested as the input is, or values.
+    """
+    x: Any = arguments.input
+    offsets, jagged_dim = x.offsets(), torch_private.ragged_dim(x)
+
+    def values(given: Any) -> Any:
+        if not is_jagged(given) or given.offsets() is not offsets:
+            return given
+        return given.values().movedim(torch_private.ragged_dim(given) - 1, 0)
+
+    def wrap(output: Tensor) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(output.movedim(0, jagged_dim - 1), offsets, jagged_dim=jagged_dim)
+
+    z, mask = values(arguments.z), values(arguments.mask)
+    return dataclasses.replace(arguments, input=values(x), z=z, mask=mask), wrap
