@@ -8,13 +8,16 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from syncbn import masks, torch_private
 from syncbn.layout import Layout
+
+if TYPE_CHECKING:
+    from syncbn.distributed.specification import OfMesh, Specification
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 REMEDY = "correct num_features, channel_last or channel_dim"
@@ -42,6 +45,7 @@ class Arguments:
     mask: Tensor | None = None
     num_channels: int | None = None  # of the layer; None where the tensors alone tell
     check_input_dim: Callable[[Tensor], Any] | None = None  # of a layer with a number of dims, as torch's
+    process_group: Specification | OfMesh = None
     name: str = ""  # "inputs[1]: " where there are several inputs, with which errors begin
 
     def check(self) -> None:
@@ -100,8 +104,8 @@ def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor],
         raise TypeError(f"expected a float16, bfloat16, float32 or float64 input, got {x.dtype}; {remedy}")
     if x.is_nested:
         raise TypeError(
-            f"expected a NestedTensor to be jagged, without holes between its sequences, got layout {x.layout}; "
-            "use torch.nested.as_nested_tensor(input.unbind(), layout=torch.jagged)"
+            f"expected a dense input, or one NestedTensor that is jagged, without holes between its sequences, got "
+            f"layout {x.layout}; use torch.nested.as_nested_tensor(input.unbind(), layout=torch.jagged) or its values()"
         )
     if x.layout != torch.strided:
         raise TypeError(f"expected a dense input, got layout {x.layout}; use input.to_dense()")

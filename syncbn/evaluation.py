@@ -17,6 +17,7 @@ def evaluate(arguments: Arguments) -> Tensor:
     """F.batch_norm, then + z, then relu; of this rank's batch without running statistics. Communicates nothing."""
     if type(arguments.input) is Tensor:
         return _evaluate(arguments)
+    arguments.process_group = None  # which is not asked
     arguments, wrap = other_tensors.unwrap(arguments)
     return wrap(_evaluate(arguments))
 

@@ -59,7 +59,8 @@ def sync_batch_norm(
             float64. N and the other sizes but C may differ between ranks, and be 0. While weight or bias requires grad,
             `requires_grad` of the input may differ too; when neither does, and for second derivatives, it must agree on
             all ranks, else backward waits for a rank that never comes. A jagged NestedTensor (N, length, C, ...) stands
-            for its values (sum of lengths, C, ...), of which `channel_dim` is a dim.
+            for its values (sum of lengths, C, ...), of which `channel_dim` is a dim; of a DTensor the dims of its mesh
+            that shard other dims than the channels' say over which ranks the batch lies.
         running_mean, running_var: (C,), any float dtype, both or neither. An all-empty batch leaves them as they are.
         weight, bias: (C,), any float dtype, each optional.
         training: synchronise, and normalise by the statistics of this batch.
@@ -99,10 +100,10 @@ def sync_batch_norm(
     if not training:
         arguments.require_running_stats()
         return evaluation.evaluate(arguments)
-    wrap = None
+    arguments.process_group, wrap = specification(process_group), None
     if type(input) is not Tensor:
         arguments, wrap = other_tensors.unwrap(arguments)
-    ranks = groups.begin_call(specification(process_group), "sync_batch_norm", arguments.input)
+    ranks = groups.begin_call(arguments.process_group, "sync_batch_norm", arguments.input)
     [(output, statistics)] = batch_norm.train([arguments], ranks)
     batch_norm.move_running_stats(arguments, statistics)
     return output if wrap is None else wrap(output)

@@ -122,13 +122,15 @@ class SyncBatchNorm(_BatchNorm):
         Args:
             input: (N, C, ...), or (N, ..., C) with `channel_last`; 2 or more dims, the numbered classes as in torch;
                 any N, which may differ between ranks and be 0. float16, bfloat16, float32 or float64. Of a jagged
-                NestedTensor (N, length, C, ...) its values (sum of lengths, C, ...).
+                NestedTensor (N, length, C, ...) its values (sum of lengths, C, ...). Of a DTensor this rank's values;
+                the ranks of one batch are then those along the dims of its mesh that shard other dims than the
+                channels'. Parameters and buffers are DTensors too, or this rank's share.
             z: residual of the input's shape, added before the relu.
             mask: bool, which values count: (N,), or the input's shape without the channels' dim, where sizes of 1 stand
                 for all. The others enter no sum, whatever they hold; outputs and gradients there are 0.
 
         Returns:
-            Tensor of the input's shape, dtype and memory format.
+            Tensor of the input's kind, shape, dtype and memory format; a DTensor with the input's placements.
 
         Raises:
             ValueError, TypeError: a bad argument; on CPU in eager mode a fault of any rank is raised on every rank,
@@ -148,7 +150,7 @@ class SyncBatchNorm(_BatchNorm):
         check_input_dim = self._check_input_dim if has_number_of_dims else None
         arguments = Arguments(
             input, self.running_mean, self.running_var, self.weight, self.bias, momentum, self.eps,
-            channel_dim, z, self.fuse_relu, mask, self.num_features, check_input_dim,
+            channel_dim, z, self.fuse_relu, mask, self.num_features, check_input_dim, self._process_group,
         )  # fmt: skip
         try:
             if not self.training:
@@ -174,7 +176,7 @@ class SyncBatchNorm(_BatchNorm):
             _warn_in_data_parallel()
             ranks = Ranks(None)
         else:
-            ranks = groups.begin_call(self._process_group, self, arguments.input)
+            ranks = groups.begin_call(arguments.process_group, self, arguments.input)
         [(output, statistics)] = batch_norm.train([arguments], ranks)
         batch_norm.move_running_stats(arguments, statistics, counter, pool)
         num_ranks = 1 if ranks.group is None else ranks.group.size()

@@ -125,7 +125,9 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    arguments = Arguments(input, running_mean, running_var, weight, bias, momentum, eps)
+    arguments = Arguments(
+        input, running_mean, running_var, weight, bias, momentum, eps, process_group=layer._process_group
+    )
     try:
         if training and layer.training:
             return layer._train(arguments)

@@ -30,7 +30,7 @@ ORDER = [
     "layer",
     "batch_norm evaluation",
     "other_tensors",
-    "nested",
+    "nested distributed.dtensors",
     "faults autograd",
     "double_backward distributed.members",
     "distributed.groups distributed.transforms",

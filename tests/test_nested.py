@@ -84,15 +84,3 @@ def test_other_layouts_are_refused_with_the_remedy() -> None:
         assert layer(torch.nested.as_nested_tensor(refused.unbind(), layout=torch.jagged)).is_nested
     with pytest.raises(ValueError, match="expected z of the input's shape"):
         layer(jagged(torch.randn(9, 4), its), jagged(torch.randn(9, 4), torch.tensor([0, 1, 1, 9])))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
-def test_one_graph() -> None:
-    layer = syncbn.SyncBatchNorm(4)
-    x = torch.randn(9, 4)
-    expected = copy.deepcopy(layer)(x)
-    nested = jagged(x, offsets()).requires_grad_()
-    output = torch.compile(layer, fullgraph=True, backend="aot_eager")(nested).values()
-    torch.testing.assert_close(output, expected)
-    output.square().sum().backward()
-    assert nested.grad is not None

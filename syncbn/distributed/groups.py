@@ -14,7 +14,7 @@ from syncbn import torch_private, tracing
 from syncbn.diagnosis import call_sites
 from syncbn.distributed import new_groups
 from syncbn.distributed.collectives import Ranks, interceptors
-from syncbn.distributed.specification import own_group
+from syncbn.distributed.specification import OfMesh, own_group
 
 if TYPE_CHECKING:
     from syncbn.distributed.specification import Specification
@@ -26,7 +26,7 @@ def make_groups(spec: Specification) -> None:
         new_groups.make(spec)
 
 
-def begin_call(spec: Specification, caller: nn.Module | str, input: Tensor | None) -> Ranks:
+def begin_call(spec: Specification | OfMesh, caller: nn.Module | str, input: Tensor | None) -> Ranks:
     """Count a call of a layer, or of the function of this name; the ranks that it synchronises. See `resolve`."""
     if torch_private.is_jit_tracing():
         tracing.refuse_jit_trace()
@@ -34,7 +34,7 @@ def begin_call(spec: Specification, caller: nn.Module | str, input: Tensor | Non
     return Ranks(group, None if group is None else call_sites.new_call(caller, group, input))
 
 
-def resolve(spec: Specification) -> dist.ProcessGroup | None:
+def resolve(spec: Specification | OfMesh) -> dist.ProcessGroup | None:
     """The group to synchronise over now; None for a group of one rank, and when there is no process group.
 
     The first call with an int or "node" makes the groups. **Raises** RuntimeError when that would happen inside a
@@ -42,6 +42,8 @@ def resolve(spec: Specification) -> dist.ProcessGroup | None:
     """
     group = existing(spec)
     if group is None:
+        if isinstance(spec, OfMesh):
+            return None
         compiling = torch_private.is_compiling()
         if dist.group.WORLD is None:
             if not compiling:
@@ -63,7 +65,7 @@ def resolve(spec: Specification) -> dist.ProcessGroup | None:
     return group
 
 
-def _joined(group: dist.ProcessGroup, joined: dist.ProcessGroup, spec: Specification) -> dist.ProcessGroup:
+def _joined(group: dist.ProcessGroup, joined: dist.ProcessGroup, spec: object) -> dist.ProcessGroup:
     if group.size() < joined.size():
         raise ValueError(
             f"inside syncbn.join every layer must synchronise over all {joined.size()} ranks, not over {group.size()} "
@@ -72,7 +74,7 @@ def _joined(group: dist.ProcessGroup, joined: dist.ProcessGroup, spec: Specifica
     return joined
 
 
-def existing(spec: Specification) -> dist.ProcessGroup | None:
+def existing(spec: Specification | OfMesh) -> dist.ProcessGroup | None:
     """The group that `spec` means; None when it is not made yet or there is no process group. Communicates nothing.
 
     **Raises** as `own_group`.
@@ -81,6 +83,8 @@ def existing(spec: Specification) -> dist.ProcessGroup | None:
         return dist.group.WORLD
     if isinstance(spec, (int, str)):
         return new_groups.made(spec)
+    if isinstance(spec, OfMesh):
+        return spec.group
     return own_group(spec)
 
 

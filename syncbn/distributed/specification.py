@@ -12,7 +12,7 @@ A layer keeps a specification and not the group itself, so that it can be copied
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeGuard
 
 import torch.distributed as dist
 
@@ -52,6 +52,12 @@ class GlobalRanks:
             same = (group for group in existing_groups if _ranks_of(group) == self.ranks)
             self.handle = next(same, None)
         return self.handle
+
+
+class OfMesh(NamedTuple):
+    """What the mesh of a DTensor says instead of a specification: the group itself; None for this rank alone."""
+
+    group: dist.ProcessGroup | None
 
 
 def specification(process_group: ProcessGroupLike) -> Specification:

@@ -14,6 +14,7 @@ from voting import Ranks
 
 import syncbn
 from syncbn.distributed import groups
+from syncbn.functional import sync_batch_norm_many
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="no rank reads the mark on a GPU: the faulty rank raises alone"
@@ -141,16 +142,12 @@ def test_one_value_in_the_whole_group(ranks: Ranks) -> None:
     assert layer.num_batches_tracked == 1
 
 
-def test_dtensor_input(ranks: Ranks) -> None:
+def test_several_dtensors(ranks: Ranks) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
     mesh = init_device_mesh("cpu", (ranks.size,))
-    layer = syncbn.SyncBatchNorm(3)
-
-    def global_input() -> Tensor:
-        return DTensor.from_local(GOOD, mesh, [Shard(0)])
-
+    one = DTensor.from_local(GOOD, mesh, [Shard(0)])
     with pytest.raises(TypeError, match=r"the input is a DTensor.*pass input.to_local\(\)"):
-        layer(global_input())
-    layer(global_input().to_local())
+        sync_batch_norm_many([one])
+    sync_batch_norm_many([one.to_local()])

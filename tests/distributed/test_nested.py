@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from oracle import full_batch, relative_error
 from torch import Tensor
@@ -46,3 +47,15 @@ def test_a_converted_subclass(ranks: Ranks) -> None:
     plain = copy.deepcopy(layer)
     assert torch.equal(layer(torch.nested.nested_tensor_from_jagged(x, offsets)).values(), plain(x))
     assert layer.running_mean.max() > 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
+def test_one_graph(ranks: Ranks) -> None:
+    layer = syncbn.SyncBatchNorm(3, device=ranks.device)
+    x = torch.randn(5, 3, device=ranks.device)
+    expected = copy.deepcopy(layer)(x)
+    nested = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 2, 5], device=ranks.device)).requires_grad_()
+    output = torch.compile(layer, fullgraph=True, backend="aot_eager")(nested).values()
+    torch.testing.assert_close(output, expected)
+    output.square().sum().backward()
+    assert nested.grad is not None

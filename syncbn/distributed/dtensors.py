@@ -1,0 +1,140 @@
+"""Takes DTensors for this rank's values, and a mesh for the ranks whose values are of one batch.
+
+Per dim of the input's mesh, and what follows for the parameters and buffers that are DTensors too:
+
+| input                   | ranks along it                     | parameters, buffers | their gradients |
+|-------------------------|------------------------------------|---------------------|-----------------|
+| Shard of batch or space | add up their sums                  | Replicate           | Partial         |
+| Shard of the channels   | normalise each its own             | Shard(0)            | Shard(0)        |
+| Replicate               | compute the same                   | Replicate           | Replicate       |
+
+Parameters and buffers that are plain tensors are this rank's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from syncbn.arguments import Arguments
+from syncbn.distributed import groups
+from syncbn.distributed.specification import GlobalRanks, OfMesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from syncbn.distributed.specification import Specification
+
+
+def is_dtensor(candidate: Any) -> bool:
+    """Whether this is a DTensor; without importing its module, which is slow."""
+    return isinstance(candidate, Tensor) and hasattr(candidate, "device_mesh")
+
+
+def unwrap(arguments: Arguments) -> tuple[Arguments, Callable[[Tensor], Tensor]]:
+    """These arguments with this rank's values of each DTensor and with the ranks that add up their sums, and what makes
+    of the output a DTensor placed as the input.
+
+    **Raises** ValueError, which is the same on all ranks, where the placements do not fit, or these ranks are not those
+    of the process group that the user passed.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    x: Any = arguments.input
+    mesh, placements, shape, stride = x.device_mesh, x.placements, x.shape, x.stride()
+    of_channels, of_batch = [], []  # whether each dim of the mesh shards them
+    for placement in placements:
+        if placement.is_partial():
+            raise ValueError(
+                f"the input is a DTensor whose values are not added up yet, its placements are {placements}; "
+                "call input.redistribute(placements=...) with Shard or Replicate first"
+            )
+        of_channels.append(not placement.is_replicate() and placement.dim - arguments.channel_dim in (0, x.ndim))
+        of_batch.append(not placement.is_replicate() and not of_channels[-1])
+    of_parameters = tuple(Shard(0) if channels else Replicate() for channels in of_channels)
+    of_gradients = tuple(
+        Partial() if batch else placement for batch, placement in zip(of_batch, of_parameters, strict=True)
+    )
+
+    def local(name: str, given: Any, wanted: Any, of_gradient: Any = None) -> Any:
+        if is_dtensor(given):
+            if (given.device_mesh, given.placements) != (mesh, wanted):
+                raise ValueError(
+                    f"the input is a DTensor with placements {placements} on {mesh}; expected {name} to have "
+                    f"{wanted} there, got {given.placements} on {given.device_mesh}; redistribute it"
+                )
+            return given.to_local(grad_placements=of_gradient)
+        return given
+
+    plain: dict[str, Any] = {"input": x.to_local(), "z": local("z", arguments.z, placements)}
+    for name, given in arguments.per_channel().items():
+        plain[name] = local(name, given, of_parameters, of_gradients)
+        if any(of_channels) and given is plain[name] is not None:
+            _require_own_channels(name, given, x, arguments.channel_dim, of_parameters)
+    if is_dtensor(arguments.mask):
+        raise ValueError("mask is a DTensor, expected that of this rank's values; pass mask.to_local()")
+    momentum: Any = arguments.momentum
+    plain["momentum"] = momentum.to_local() if is_dtensor(momentum) else momentum  # of a num_batches_tracked
+    if any(of_channels):
+        plain["num_channels"] = None
+    group = _group(mesh, of_batch)
+    if arguments.process_group is not None:
+        _require_same(arguments.process_group, group, placements)
+    plain["process_group"] = OfMesh(group)
+
+    def wrap(output: Tensor) -> Tensor:
+        return DTensor.from_local(output, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    return dataclasses.replace(arguments, **plain), wrap
+
+
+def _require_own_channels(name: str, given: Tensor, x: Any, channel_dim: int, of_parameters: Any) -> None:
+    """Raises ValueError where a plain tensor has the channels of all ranks, and x only those of this one."""
+    if given.shape == (x.shape[channel_dim],) != (x.to_local().shape[channel_dim],):
+        raise ValueError(
+            f"the input is a DTensor whose channels are sharded, its placements are {x.placements}, but {name} has "
+            f"those of all ranks; call distribute_tensor({name}, input.device_mesh, {list(of_parameters)})"
+        )
+
+
+def _group(mesh: DeviceMesh, adds_up: list[bool]) -> dist.ProcessGroup | None:
+    """The group of the ranks that differ from this one along these dims of the mesh alone; None for this rank alone.
+
+    **Raises** ValueError where this rank is not in the mesh, or no group has these ranks.
+    """
+    own = mesh.get_coordinate()
+    if own is None:
+        raise ValueError(f"this rank is not in the mesh of the input, which is a DTensor on {mesh}")
+    dims = [dim for dim, adds in enumerate(adds_up) if adds and mesh.size(dim) > 1]
+    if not dims:
+        return None
+    if len(dims) == 1:
+        return mesh.get_group(dims[0])
+    if math.prod([mesh.size(dim) for dim in dims]) == dist.get_world_size():
+        return dist.group.WORLD
+    ranks = mesh.mesh[tuple(slice(None) if dim in dims else own[dim] for dim in range(mesh.ndim))]
+    group = GlobalRanks(tuple(sorted(ranks.flatten().tolist()))).group()
+    if group is None:
+        raise ValueError(
+            f"the batch of the input, a DTensor on {mesh}, lies on ranks {ranks.tolist()}, which have no process group "
+            "in common; make it once with torch.distributed.new_group, on all ranks"
+        )
+    return group
+
+
+def _require_same(spec: Specification | OfMesh, group: dist.ProcessGroup | None, placements: Any) -> None:
+    """Raises ValueError unless `spec`, which the user passed, means the ranks of this group."""
+    given, of_mesh = (
+        [dist.get_rank()] if one is None else sorted(dist.get_process_group_ranks(one))
+        for one in (groups.resolve(spec), group)
+    )
+    if given != of_mesh:
+        raise ValueError(
+            f"process_group is ranks {given}, but the batch of the input, a DTensor with placements {placements}, lies "
+            f"on ranks {of_mesh}; set process_group=None, or pass input.to_local()"
+        )

@@ -1,0 +1,217 @@
+"""DTensors: sums over exactly the dims of the mesh that shard batch or space, equal to the unsharded input's."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from voting import Ranks
+
+import syncbn
+from syncbn.functional import sync_batch_norm
+
+# of 5 images of 4 channels and 3 x 6 pixels: uneven shards on 2 ranks, and an empty one on 4
+SHAPE = (5, 4, 3, 6)
+OF_BATCH = (Shard(0), Shard(2), Shard(3))
+
+
+def numbers(seed: int, ranks: Ranks) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(SHAPE, generator=generator, dtype=torch.float64).to(ranks.device)
+
+
+def mesh_of(ranks: Ranks, *sizes: int) -> DeviceMesh:
+    return init_device_mesh(ranks.device.type, sizes or (ranks.size,))
+
+
+def new_layer(ranks: Ranks, **options: object) -> syncbn.SyncBatchNorm:
+    layer = syncbn.SyncBatchNorm(4, dtype=torch.float64, device=ranks.device, **options)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([1.0, 0.5, -2.0, 3.0]))
+        layer.bias.copy_(torch.tensor([0.0, 1.0, -1.0, 0.1]))
+    return layer
+
+
+def placed(layer: nn.Module, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
+    """The parameters and buffers of the layer as DTensors, as a sharded or replicated model has them."""
+
+    def place(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for name, given in [*module.named_parameters(), *module.named_buffers()]:
+            its = placements if given.ndim else (Replicate(),) * mesh.ndim
+            new = distribute_tensor(given.detach(), mesh, its)
+            setattr(module, name, nn.Parameter(new) if isinstance(given, nn.Parameter) else new)
+
+    distribute_module(layer, mesh, place)
+
+
+def require_equal(
+    ranks: Ranks, mesh: DeviceMesh, placements: tuple[Placement, ...], distributed: bool, num_all_reduces: int
+) -> None:
+    """A step and an evaluation of a layer, whose parameters are DTensors or not, on a DTensor with a residual."""
+    layer = new_layer(ranks, fuse_relu=True)
+    expected_layer = new_layer(ranks, fuse_relu=True, process_group=1)
+    if distributed:
+        of_channels = tuple(Shard(0) if one == Shard(1) else Replicate() for one in placements)
+        placed(layer, mesh, of_channels)
+    x, z, dy = (numbers(seed, ranks) for seed in range(3))
+    expected_x, expected_z = x.clone().requires_grad_(), z.clone().requires_grad_()
+    expected = expected_layer(expected_x, expected_z)
+    expected.backward(dy)
+    x, z, dy = (distribute_tensor(one, mesh, placements) for one in (x, z, dy))
+    x.requires_grad_()
+    z.requires_grad_()
+    with CommDebugMode() as communication:
+        output = layer(x, z)
+        output.backward(dy)
+    assert communication.get_total_counts() == num_all_reduces
+    assert isinstance(output, DTensor)
+    assert output.placements == x.grad.placements == placements
+    assert output.shape == SHAPE
+    pairs = [(output, expected), (x.grad, expected_x.grad), (z.grad, expected_z.grad)]
+    pairs += [(layer.running_mean, expected_layer.running_mean), (layer.running_var, expected_layer.running_var)]
+    if distributed:
+        pairs += [(layer.weight.grad, expected_layer.weight.grad), (layer.bias.grad, expected_layer.bias.grad)]
+    else:  # this rank's share, of several ranks or of each
+        for own, whole in (
+            (layer.weight.grad, expected_layer.weight.grad),
+            (layer.bias.grad, expected_layer.bias.grad),
+        ):
+            pairs.append((ranks.total(own) if num_all_reduces else own, whole))
+    layer.eval()
+    expected_layer.eval()
+    with CommDebugMode() as communication:
+        output = layer(x, z)
+    assert communication.get_total_counts() == 0
+    assert output.placements == placements
+    pairs.append((output, expected_layer(expected_x, expected_z)))
+    for actual, wanted in pairs:
+        actual = actual.full_tensor() if isinstance(actual, DTensor) else actual
+        torch.testing.assert_close(actual, wanted, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("placement", [*OF_BATCH, Replicate()], ids=repr)
+def test_one_dim(ranks: Ranks, placement: Placement, distributed: bool) -> None:
+    num_all_reduces = 0 if placement == Replicate() or ranks.size == 1 else 2
+    require_equal(ranks, mesh_of(ranks), (placement,), distributed, num_all_reduces)
+
+
+def test_shards_of_channels(ranks: Ranks) -> None:
+    """Each rank normalises its own channels, and nothing is sent."""
+    require_equal(ranks, mesh_of(ranks), (Shard(1),), distributed=True, num_all_reduces=0)
+
+
+@pytest.mark.parametrize("placements", list(itertools.product((Shard(0), Shard(3), Shard(1), Replicate()), repeat=2)))
+def test_two_dims(ranks: Ranks, placements: tuple[Placement, Placement]) -> None:
+    for sizes in {(ranks.size, 1), (1, ranks.size), (2, ranks.size // 2)} if ranks.size > 1 else {(1, 1)}:
+        adds_up = any(one in OF_BATCH and size > 1 for one, size in zip(placements, sizes, strict=True))
+        require_equal(ranks, mesh_of(ranks, *sizes), placements, True, 2 * adds_up)
+
+
+def test_a_model_and_its_optimizer(ranks: Ranks) -> None:
+    """Converted and then distributed; the average of all batches."""
+    plain = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm2d(4, momentum=None)).to(ranks.device, torch.float64)
+    for parameter in plain.parameters():
+        torch.distributed.broadcast(parameter.data, 0)
+    model = syncbn.convert_syncbn_model(copy.deepcopy(plain))
+    mesh = mesh_of(ranks)
+    distribute_module(model, mesh)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
+    for seed in range(3):
+        x = numbers(seed, ranks)[:4]  # nn.Linear refuses uneven shards
+        inputs = (distribute_tensor(x, mesh, [Shard(0)]), x)
+        for one, its, optimizer in zip((model, plain), inputs, optimizers, strict=True):
+            optimizer.zero_grad()
+            one(its).pow(3).mean().backward()
+            optimizer.step()
+    for name, expected in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name].full_tensor(), expected)
+
+
+def test_function(ranks: Ranks) -> None:
+    mesh, x = mesh_of(ranks), numbers(0, ranks)
+    mask = torch.arange(ranks.size, device=ranks.device) > 0  # one image a rank, and the first does not count
+    x = x.repeat(ranks.size, 1, 1, 1)[: ranks.size]
+    stats = (torch.zeros(4, dtype=x.dtype, device=ranks.device), torch.ones(4, dtype=x.dtype, device=ranks.device))
+    own = mask[ranks.rank : ranks.rank + 1]
+    for training in (True, False):
+        expected = sync_batch_norm(x, *stats, training=training, mask=mask, process_group=1)
+        stats[0].zero_()
+        stats[1].fill_(1)
+        output = sync_batch_norm(distribute_tensor(x, mesh, [Shard(0)]), *stats, training=training, mask=own)
+        torch.testing.assert_close(output.full_tensor(), expected)
+        stats[0].zero_()
+        stats[1].fill_(1)
+
+
+def test_second_derivative(ranks: Ranks) -> None:
+    def penalty(x: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(new_layer(ranks, process_group=None)(x).pow(3).sum(), x, create_graph=True)
+        return gradient.square().sum()
+
+    x = numbers(0, ranks)
+    expected = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(
+        new_layer(ranks, process_group=1)(expected).pow(3).sum(), expected, create_graph=True
+    )
+    gradient.square().sum().backward()
+    sharded = distribute_tensor(x, mesh_of(ranks), [Shard(2)]).requires_grad_()
+    penalty(sharded).backward()
+    torch.testing.assert_close(sharded.grad.full_tensor(), expected.grad)
+
+
+def test_process_group(ranks: Ranks) -> None:
+    """It may say what the mesh says, and nothing else."""
+    if ranks.size == 1:
+        pytest.skip("all groups are one rank")
+    mesh, x = mesh_of(ranks), numbers(0, ranks)
+    for same in (mesh, torch.distributed.group.WORLD, ranks.size):
+        new_layer(ranks, process_group=same)(distribute_tensor(x, mesh, [Shard(0)]))
+    new_layer(ranks, process_group=1)(distribute_tensor(x, mesh, [Replicate()]))
+    for other, placement in ((1, Shard(0)), (mesh, Replicate()), (mesh, Shard(1))):
+        layer = syncbn.SyncBatchNorm(4, affine=False, track_running_stats=False, process_group=other)
+        with pytest.raises(
+            ValueError, match=r"process_group is ranks .*, but the batch of the input.*process_group=None"
+        ):
+            layer(distribute_tensor(x, mesh, [placement]))
+
+
+def test_placements_that_do_not_fit(ranks: Ranks) -> None:
+    if ranks.size == 1:
+        pytest.skip("all placements are the same")
+    mesh, x = mesh_of(ranks), numbers(0, ranks)
+    layer = new_layer(ranks)
+    sharded = distribute_tensor(x, mesh, [Shard(0)])
+    with pytest.raises(ValueError, match=r"not added up yet.*redistribute"):
+        layer(DTensor.from_local(x, mesh, [Partial()]))
+    with pytest.raises(ValueError, match=r"expected z to have \(Shard\(dim=0\),\) there, got \(Shard\(dim=2\),\)"):
+        layer(sharded, distribute_tensor(x, mesh, [Shard(2)]))
+    layer(sharded, sharded)
+    with pytest.raises(ValueError, match=r"pass mask.to_local\(\)"):
+        layer(sharded, mask=distribute_tensor(x[:, 0] > 0, mesh, [Shard(0)]))
+    with pytest.raises(ValueError, match=r"channels are sharded.*distribute_tensor\(running_mean, "):
+        layer(distribute_tensor(x, mesh, [Shard(1)]))
+    placed(layer, mesh, (Replicate(),))
+    with pytest.raises(ValueError, match=r"expected running_mean to have \(Shard\(dim=0\),\) there"):
+        layer(distribute_tensor(x, mesh, [Shard(1)]))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("distributed", [True, False])
+def test_one_graph(ranks: Ranks, distributed: bool) -> None:
+    mesh, x = mesh_of(ranks), numbers(0, ranks)
+    layer, expected = new_layer(ranks), new_layer(ranks, process_group=1)(x)
+    if distributed:
+        placed(layer, mesh, (Replicate(),))
+    sharded = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+    output = torch.compile(layer, fullgraph=True, backend="aot_eager")(sharded)
+    output.sum().backward()
+    torch.testing.assert_close(output.full_tensor(), expected)
+    assert sharded.grad.placements == (Shard(0),)
