@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
+from syncbn import torch_private
 from syncbn.arguments import Arguments
 from syncbn.distributed import groups
 from syncbn.distributed.specification import GlobalRanks, OfMesh
@@ -88,7 +89,11 @@ def unwrap(arguments: Arguments) -> tuple[Arguments, Callable[[Tensor], Tensor]]
     plain["process_group"] = OfMesh(group)
 
     def wrap(output: Tensor) -> Tensor:
-        return DTensor.from_local(output, mesh, placements, run_check=False, shape=shape, stride=stride)
+        y = DTensor.from_local(output, mesh, placements, run_check=False, shape=shape, stride=stride)
+        if y.requires_grad and not torch_private.is_compiling():
+            # The backward of from_local places a gradient too, but outside of the graph of second derivatives.
+            y.register_hook(lambda gradient: gradient.redistribute(placements=placements))  # type: ignore[no-untyped-call]
+        return y
 
     return dataclasses.replace(arguments, **plain), wrap
 

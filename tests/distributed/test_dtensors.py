@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -150,20 +151,22 @@ def test_function(ranks: Ranks) -> None:
         stats[1].fill_(1)
 
 
-def test_second_derivative(ranks: Ranks) -> None:
-    def penalty(x: Tensor) -> Tensor:
-        (gradient,) = torch.autograd.grad(new_layer(ranks, process_group=None)(x).pow(3).sum(), x, create_graph=True)
-        return gradient.square().sum()
+@pytest.mark.parametrize("of_gradient", [Shard(2), Replicate()], ids=repr)
+def test_second_derivative(ranks: Ranks, of_gradient: Placement) -> None:
+    """Also through a gradient that is placed otherwise: from_local's backward alone would lose its graph."""
+    mesh = mesh_of(ranks)
+
+    def second_derivative(process_group: int | None, x: Tensor, placed: Callable[[Tensor], Tensor]) -> Tensor:
+        y = new_layer(ranks, process_group=process_group)(x)
+        (gradient,) = torch.autograd.grad(y, x, placed(y), create_graph=True)
+        (gradient * gradient.detach()).sum().backward()
+        return x.grad
 
     x = numbers(0, ranks)
-    expected = x.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(
-        new_layer(ranks, process_group=1)(expected).pow(3).sum(), expected, create_graph=True
-    )
-    gradient.square().sum().backward()
-    sharded = distribute_tensor(x, mesh_of(ranks), [Shard(2)]).requires_grad_()
-    penalty(sharded).backward()
-    torch.testing.assert_close(sharded.grad.full_tensor(), expected.grad)
+    expected = second_derivative(1, x.clone().requires_grad_(), torch.square)
+    sharded = distribute_tensor(x, mesh, [Shard(2)]).requires_grad_()
+    actual = second_derivative(None, sharded, lambda y: y.redistribute(placements=[of_gradient]).square())
+    torch.testing.assert_close(actual.full_tensor(), expected)
 
 
 def test_process_group(ranks: Ranks) -> None:
