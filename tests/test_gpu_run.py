@@ -1,0 +1,99 @@
+"""scripts/gpu.sh, whose one run on a GPU no typing error may cost: its flow with a CPU in the GPU's place."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import gpu_run
+import pytest
+from jobs import run
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+# Plays ncu and compute-sanitizer: runs what follows their options, and says of each launch what ncu would.
+STAND_IN = f"""#!{sys.executable}
+import json, subprocess, sys
+arguments = sys.argv[1:]
+if "--query-metrics" in arguments:
+    print("Metric Name  Unit\\ndram__throughput  %\\ngpu__time_duration  ns")
+    sys.exit()
+done = subprocess.run(arguments[arguments.index(sys.executable):], stdout=subprocess.PIPE, text=True)
+print(done.stdout)
+if "--metrics" in arguments:
+    metrics = arguments[arguments.index("--metrics") + 1].split(",")
+    launches = done.stdout.count('"launch"')
+    for row in [metrics, ["%"] * len(metrics)] + [["50"] * len(metrics)] * launches:
+        print(",".join(f'"{{word}}"' for word in ["ID", *row]))
+else:
+    print("========= ERROR SUMMARY: 0 errors")
+sys.exit(done.returncode)
+"""
+
+
+def test_a_dry_run(tmp_path: Path) -> None:
+    for name in ("ncu", "compute-sanitizer"):
+        (tmp_path / name).write_text(STAND_IN)
+        (tmp_path / name).chmod(0o755)
+    parts = ["machine", "correctness", "ncu", "sanitizer", "tests_gpu"]
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    command = [sys.executable, SCRIPTS / "gpu_run.py", "--dry-run", "--parts", *parts, "--output", tmp_path / "runs"]
+    said = run("env", f"PATH={path}", *command)
+    (file,) = (tmp_path / "runs").iterdir()
+    of_run = json.loads(file.read_text())
+    assert of_run["dry run"]
+    assert list(of_run["parts"]) == parts
+    for name, part in of_run["parts"].items():
+        assert set(part) == {"verdict", "seconds", "results", "logs"}
+        assert f"{part['seconds']:6.1f} s  {part['verdict']}" in said
+        needs_triton = name in ("correctness", "ncu", "sanitizer") and importlib.util.find_spec("triton") is None
+        if needs_triton or (name == "tests_gpu" and part["verdict"] != "passed"):
+            assert part["verdict"].startswith("skipped: ")
+            continue
+        assert part["verdict"].startswith("passed"), part
+        assert part["results"]
+    if importlib.util.find_spec("triton") is not None:
+        for result in of_run["parts"]["correctness"]["results"]:
+            assert len(result["errors"]) == 7
+        profiled = [result for result in of_run["parts"]["ncu"]["results"] if "DRAM %" in result]
+        assert len(profiled) == 2 * 2 * 4  # memory formats, dtypes, kernels
+        assert all(result["DRAM %"] == "50" for result in profiled)
+
+
+def test_a_part_that_takes_too_long_leaves_nothing(tmp_path: Path) -> None:
+    sleeper = "import subprocess, sys; print('RESULT {\"ok\": true}', flush=True); subprocess.run(sys.argv[1:])"
+    part = gpu_run.Part(tmp_path, 3.0, dry_run=True)
+    process = part.start(sys.executable, "-c", sleeper, "setsid", "--wait", "sleep", "60")
+    part.wait_for(process, "ok", part.deadline)
+    time.sleep(0.5)
+    started = gpu_run.descendants(process.popen.pid)
+    assert started
+    assert not part.wait(process)
+    assert part.verdict() == "took longer than 3 s; 1 results"
+    for child in started:
+        status = Path(f"/proc/{child}/stat")
+        assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.parametrize(
+    ("program", "verdict"),
+    [
+        ("", "passed"),
+        ("""print('RESULT {"ok": false, "case": "a"}')""", 'failed: 1 of 1, first {"ok": false, "case": "a"}'),
+        ("raise SystemExit(3)", "failed: exit status 3"),
+    ],
+)
+def test_verdicts(tmp_path: Path, program: str, verdict: str) -> None:
+    part = gpu_run.Part(tmp_path, 30.0, dry_run=True)
+    assert part.wait(part.start(sys.executable, "-c", program))
+    assert part.verdict() == verdict
+
+
+def test_what_is_missing_skips_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gpu_run.PARTS, "speed", gpu_run.Limited(lambda part: gpu_run.needs("no_such_package"), 30))
+    outcome = gpu_run.run_part("speed", 30, dry_run=True)
+    assert outcome["verdict"] == "skipped: needs no_such_package"
+    assert gpu_run.run_part("speed", 5, dry_run=True)["verdict"] == "skipped: no time is left"
