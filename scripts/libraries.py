@@ -275,8 +275,8 @@ float64, random weights, {steps} steps of SGD under DistributedDataParallel, sli
 - *order alone*: by how much the last gradients of nn.BatchNorm on one process change when the samples come in reverse
   order. Nothing but rounding differs there: a network that amplifies it shows it in both columns.
 
-A model matches up to 1e-9, or up to 100 times the order alone; where one does not, the script fails. ignite's row is its
-trainer with its `auto_model`: parameters and buffers after 3 steps, slices of equal size.
+A model matches up to 1e-9, or up to 100 times the order alone; where one does not, the script fails. ignite's row is
+its trainer with its `auto_model`: parameters and buffers after 3 steps, slices of equal size.
 
 | library | version | model | layers | largest error | order alone | date |
 |---|---|---|---|---|---|---|

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from types import ModuleType
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -57,3 +58,36 @@ def test_running_stats(kernels: ModuleType) -> None:
             kernels.update_running_stats(running_mean, running_var, statistics, 0.25)
             assert torch.equal(running_mean, torch.tensor([mean], dtype=torch.float64).to(dtype))
             assert torch.equal(running_var, torch.tensor([var], dtype=torch.float64).to(dtype))
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_autograd_sees_that_running_stats_have_moved(kernels: ModuleType, stride: int) -> None:
+    buffers = [torch.zeros(2 * stride)[::stride] for _ in range(2)]
+    before = [buffer._version for buffer in buffers]
+    kernels.update_running_stats(*buffers, torch.ones(7, dtype=torch.float64), 0.25)
+    assert all(buffer._version > version for buffer, version in zip(buffers, before, strict=True))
+
+
+def test_momentum_in_memory(kernels: ModuleType) -> None:
+    statistics, momentum = torch.tensor([3.0, 2.0, 9.0, 5.0], dtype=torch.float64), torch.tensor(0.25)
+    moved = []
+    for given in (0.25, momentum):
+        buffers = torch.zeros(1), torch.ones(1)
+        kernels.update_running_stats(*buffers, statistics, given)
+        moved.append(torch.cat(buffers))
+    assert torch.equal(*moved)
+    assert moved[0].any()
+
+
+def test_statistics_without_memory_are_refused(kernels: ModuleType) -> None:
+    statistics = torch.ones(4, dtype=torch.float64)
+    statistics.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"has no memory|storage of size 0|out of bounds"):
+        kernels.update_running_stats(torch.zeros(1), torch.ones(1), statistics, 0.25)
+
+
+def test_eps_of_numpy(kernels: ModuleType) -> None:
+    """The sum of two float32 that stand for it must not be NumPy's, which Triton does not take."""
+    sums = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    expected, _ = kernels.forward_coefficients(sums, None, None, float(numpy.float32(EPS)), torch.float32)
+    assert torch.equal(kernels.forward_coefficients(sums, None, None, numpy.float32(EPS), torch.float32)[0], expected)

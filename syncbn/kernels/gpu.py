@@ -51,10 +51,15 @@ class Launch:
             with torch.cuda.device(device):
                 self(*tensors, floats=floats)
             return
-        kinds = device, *[None if one is None else (one.dtype, one.data_ptr() % 16 == 0) for one in tensors]
+        kinds = device, *map(_kind, tensors)
         if kinds in self.compiled:
             self.compiled[kinds](*tensors, *floats, *self.numbers)
             return
+        for one in tensors:
+            if one is not None and one.numel() and not one.untyped_storage().nbytes():
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(one.shape)} has no memory: its storage was resized to 0 bytes"
+                )
         compiled = self.kernel[self.grid](*tensors, *floats, *self.numbers, **self.options)
         if compiled is not None:  # not interpreted
             self.compiled[kinds] = compiled[self.grid]
@@ -80,7 +85,7 @@ class Launches:
         threads = min(THREADS, max(32, vectors_of_span // 4))
         rows = threads * max(1, vector // width // 2) if in_runs else max(1, threads * vector // width)
         compute = tl.float64 if dtype == torch.float64 else tl.float32
-        index = tl.int64 if outer * columns >= 2**31 else tl.int32
+        index = tl.int64 if outer * columns >= 2**31 - 2**24 else tl.int32  # with room for rows that do not exist
         fits = in_runs or spans * width == columns
         # Of 16-bit values a thread has eight columns, and as many float64 sums in its registers.
         group_of_sums = 2 if dtype.itemsize == 2 and not in_runs else 4
@@ -128,6 +133,14 @@ launches = functools.lru_cache(1024)(Launches)
 launches_of_channels = functools.lru_cache(1024)(LaunchesOfChannels)
 
 
+def _kind(tensor: Tensor | None) -> object:
+    """What Triton compiles for; and whether there is memory."""
+    if tensor is None:
+        return None
+    pointer = tensor.data_ptr()
+    return tensor.dtype, pointer % 16 == 0, pointer == 0
+
+
 def _division(number: int) -> tuple[int, int]:
     """multiplier, 32 bits as an int32, and shift: n // number = n * multiplier >> 32 >> shift for 0 <= n < 2^31."""
     shift = (number - 1).bit_length() - 1
@@ -139,7 +152,7 @@ def _division(number: int) -> tuple[int, int]:
 def _two(number: float) -> tuple[float, float]:
     """Two float32 whose sum is the number, to 48 bits."""
     high = ctypes.c_float(number).value
-    return high, number - high
+    return high, float(number) - high
 
 
 def channel_sums(x: Tensor, layout: Layout) -> Tensor:
@@ -217,6 +230,8 @@ def update_running_stats(
     for buffer, moved in ((running_mean, means), (running_var, variances)):
         if moved is not buffer:
             buffer.copy_(moved)
+        elif not buffer.is_inference():  # autograd is to see that it has changed
+            torch.autograd.graph.increment_version(buffer)
 
 
 def _empty_numbers(x: Tensor, count: int) -> Tensor:

@@ -203,7 +203,7 @@ def parts_of_sums(
 
     if dy is None:  # about zero
         of_center = center.to(tl.float64) * (tl.cast(stop - start, tl.float64) * values_of_row)
-        second += center * (2 * first + of_center)
+        second += tl.where(center != 0, center * (2 * first + of_center), 0.0)  # 0 times an infinite sum is NaN
         first += of_center
     if TILES.in_runs:
         column, width = channel, channels
