@@ -119,10 +119,12 @@ def error_of(actual: Tensor, expected: Tensor, name: str, dtype: torch.dtype) ->
 
     Sums: float32 may be added in float32 for a while, as values of 16 bits may. Else some roundings of the result.
     """
-    if actual.dtype != expected.dtype or actual.shape != expected.shape or actual.stride() != expected.stride():
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
         return float("inf")
     if actual.numel() == 0:
         return 0.0
+    if actual.stride() != expected.stride():
+        return float("inf")
     actual, expected, kind = actual.double(), expected.double(), actual.dtype
     float32 = torch.finfo(torch.float32).eps
     if name == "gradient_sums" or name == "channel_sums":
