@@ -209,6 +209,7 @@ def test_placements_that_do_not_fit(ranks: Ranks) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("distributed", [True, False])
 def test_one_graph(ranks: Ranks, distributed: bool) -> None:
+    torch._dynamo.reset()
     mesh, x = mesh_of(ranks), numbers(0, ranks)
     layer, expected = new_layer(ranks), new_layer(ranks, process_group=1)(x)
     if distributed:

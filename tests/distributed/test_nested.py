@@ -51,6 +51,7 @@ def test_a_converted_subclass(ranks: Ranks) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
 def test_one_graph(ranks: Ranks) -> None:
+    torch._dynamo.reset()
     layer = syncbn.SyncBatchNorm(3, device=ranks.device)
     x = torch.randn(5, 3, device=ranks.device)
     expected = copy.deepcopy(layer)(x)
