@@ -45,7 +45,7 @@ def resolve(spec: Specification | OfMesh) -> dist.ProcessGroup | None:
         if isinstance(spec, OfMesh):
             return None
         compiling = torch_private.is_compiling()
-        if dist.group.WORLD is None:
+        if not dist.is_initialized():
             if not compiling:
                 _warn_if_launched_on_several_ranks()
             return None
@@ -79,8 +79,8 @@ def existing(spec: Specification | OfMesh) -> dist.ProcessGroup | None:
 
     **Raises** as `own_group`.
     """
-    if spec is None:
-        return dist.group.WORLD
+    if spec is None:  # in graphs of torch 2.11 WORLD itself is never None
+        return dist.group.WORLD if dist.is_initialized() else None
     if isinstance(spec, (int, str)):
         return new_groups.made(spec)
     if isinstance(spec, OfMesh):
