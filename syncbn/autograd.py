@@ -76,8 +76,8 @@ class SyncBatchNormFunction(torch.autograd.Function):
     Saved for backward: x, weight, the statistics, and y when relu is fused.
     Collectives: one all_reduce of 2C + 1 float64 in forward, one of 2C in backward (two with create_graph=True), and
     the signatures of signatures.py; none when there is nothing to synchronise. A stack of gradients (is_grads_batched,
-    vmap) has as many as one gradient. Backward issues its all_reduce whatever
-    needs_input_grad says: another rank may need the sums.
+    vmap) has as many as one gradient. Backward issues its all_reduce whatever needs_input_grad says: another rank may
+    need the sums.
     """
 
     @staticmethod

@@ -134,7 +134,7 @@ launches_of_channels = functools.lru_cache(1024)(LaunchesOfChannels)
 
 
 def _kind(tensor: Tensor | None) -> object:
-    """What Triton compiles for; and whether there is memory."""
+    """What Triton compiles for: the dtype, and whether the address is a multiple of 16; and whether there is memory."""
     if tensor is None:
         return None
     pointer = tensor.data_ptr()
