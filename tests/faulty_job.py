@@ -162,7 +162,7 @@ def recompute(model: nn.Module, body: Body) -> None:
 AMONG_UNEVEN_RANKS = {"kill -9 inside join": join, "kill -9 inside recompute_running_stats": recompute}
 
 
-def main() -> None:
+def train() -> None:
     warnings.simplefilter("ignore", FutureWarning)  # DistributedDataParallel's of broadcast_buffers
     store, _, _ = next(dist.rendezvous("env://"))
     store.set(f"rank {RANK} is there", "")  # one may start much later than the others
@@ -195,8 +195,8 @@ def main() -> None:
         if body.faulty and FAULT == "kill -9 in backward":
             y.register_hook(kill)
         y.square().mean().backward()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    train()
+    dist.destroy_process_group()  # once DDP is gone: see docs/rules.md
