@@ -211,7 +211,7 @@ def machine(part: Part) -> None:
 def correctness(part: Part) -> None:
     """Every kernel against the reference, at real and ragged sizes."""
     needs("triton")
-    dtypes = DTYPES[::3] if part.dry_run else DTYPES
+    dtypes = DTYPES[:1] if part.dry_run else DTYPES
     formats = FORMATS[1:] if part.dry_run else FORMATS
     variants = VARIANTS[1:] if part.dry_run else VARIANTS
     shards = [(dtype, order, variant) for dtype in dtypes for order in formats for variant in variants]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All tests, in parts, three at a time, as those that start programs wait more than they compute: on 2, 3 (with the
+# All tests, in parts, four at a time, as those that start programs wait more than they compute: on 2, 3 (with the
 # reference kernels) and 4 ranks, three parts that start programs, those of the GPU's kernels in Triton's interpreter, and
 # the others. Ends with what failed and pytest's summary of each part.
 #   --quick    the essential part, under 3 minutes: 2 ranks, and no test that starts programs or is interpreted
@@ -35,8 +35,8 @@ logs=$(mktemp -d)
 set -m # each part is a process group, which can be ended as one
 trap 'for job in $(jobs -pr); do kill -- "-$job"; done; rm -rf "$logs"' EXIT
 
-part() { # NAME COMMAND...: once there is room beside the other
-    while [[ $(jobs -pr | wc -l) -ge 3 ]]; do
+part() { # NAME COMMAND...: once there is room beside the others
+    while [[ $(jobs -pr | wc -l) -ge 4 ]]; do
         wait -n || true
     done
     run_part "$@" &

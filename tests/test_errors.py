@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from jobs import ENVIRONMENT
+from starter import Started
 from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
 from torch.distributed import GroupMember
 
@@ -163,18 +163,18 @@ def test_numpy_numbers_are_numbers() -> None:
 
 
 @pytest.mark.parametrize(("value", "ends_well"), [("", True), ("0", True), ("1", True), ("yes", False)])
-def test_the_environment_variable_of_debug_mode(value: str, ends_well: bool) -> None:
-    code = """
+def test_the_environment_variable_of_debug_mode(tmp_path: Path, value: str, ends_well: bool) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("""
 import torch
 import syncbn
 
 compiled = torch.compile(lambda: torch.compiler.is_compiling(), backend="eager")
 print(not compiled())  # debug mode runs all uncompiled
-"""
-    process = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"SYNCBN_DEBUG": value}, capture_output=True, text=True
-    )
+""")
+    process = Started([str(program)], ENVIRONMENT | {"SYNCBN_DEBUG": value})
+    assert (process.wait(60) == 0) == ends_well
     if ends_well:
-        assert process.stdout == f"{value == '1'}\n"
+        assert process.text() == f"{value == '1'}\n"
     else:
-        assert "ValueError: SYNCBN_DEBUG must be 1, 0 or not set, got 'yes'" in process.stderr
+        assert "ValueError: SYNCBN_DEBUG must be 1, 0 or not set, got 'yes'" in process.text()

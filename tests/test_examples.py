@@ -10,7 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+import bench_steps
 import pytest
+import torch
 from jobs import ENVIRONMENT, EXAMPLES, ON_TWO_RANKS, processes_with, run, run_on_ranks, run_script
 
 
@@ -81,12 +83,14 @@ def test_bench_on_two_ranks(tmp_path: Path) -> None:
         tmp_path,
         "--shapes",
         *shapes,
+        "--dtypes",
+        *("float32", "bfloat16"),
     )
     results = json.loads((tmp_path / "bench.json").read_text())
     assert results["about"]["ranks"] == 2
     times = {(row["case"], row["peer"]): row for row in results["times"]}
     cases = {case for case, _ in times}
-    assert len(cases) == (2 + 1) * 4  # layouts of each shape, times dtypes
+    assert len(cases) == (2 + 1) * 2  # layouts of each shape, times dtypes
     for case in cases:
         assert all(row["both"] > row["forward"] > 0 for (other, _), row in times.items() if other == case)
         assert {"syncbn fused", "nn.BatchNorm", "hand-written fused", "two all_reduces"} <= {
@@ -103,7 +107,7 @@ def test_bench_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_bench_steps_on_two_ranks(tmp_path: Path) -> None:
-    script, models = EXAMPLES.parent / "scripts" / "bench_steps.py", ("resnet", "segmentation", "block")
+    script, models = EXAMPLES.parent / "scripts" / "bench_steps.py", ("segmentation", "block")
     settings = ("--rounds", 1, "--scale", 0.15, "--channels-last")
     run_on_ranks(2, script, "--models", *models, *settings, "--output", tmp_path)
     results = json.loads((tmp_path / "steps.json").read_text())
@@ -111,6 +115,13 @@ def test_bench_steps_on_two_ranks(tmp_path: Path) -> None:
     for model in models:
         assert results["times"][model].keys() == {"nn.BatchNorm", "syncbn", "hand-written"}
         assert all(0 < one["forward"] < one["both"] for one in results["times"][model].values())
+
+
+def test_the_resnet_of_bench_steps() -> None:
+    """Which is slow to train: 161 parameters, those of torchvision's resnet50."""
+    model = bench_steps.resnet(torch.nn.BatchNorm2d)
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 1000)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032
 
 
 def test_bench_kernels(tmp_path: Path) -> None:

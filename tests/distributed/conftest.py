@@ -6,7 +6,15 @@ import pytest
 
 from syncbn.diagnosis import report
 
+NUM_RANKS = os.environ.get("WORLD_SIZE")
 collect_ignore_glob = [] if "RANK" in os.environ else ["*"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip on other numbers of ranks what is marked for two."""
+    for item in items:
+        if NUM_RANKS != "2" and item.get_closest_marker("two_ranks"):
+            item.add_marker(pytest.mark.skip(reason="slow, and nothing in it depends on W"))
 
 
 @pytest.fixture(autouse=True)

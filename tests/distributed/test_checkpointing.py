@@ -168,11 +168,10 @@ def test_a_forward_inside_backward_leaves_the_statistics(ranks: Ranks) -> None:
     assert not layer.running_mean.any()
 
 
+@pytest.mark.two_ranks
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo and Inductor use what torch itself deprecates
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(ranks: Ranks, backend: str) -> None:
-    if ranks.size != 2:
-        pytest.skip("slow, and nothing in it depends on W")
     torch._dynamo.reset()
     plain = block().to(ranks.device)
     inner = copy.deepcopy(plain)

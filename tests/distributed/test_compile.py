@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 
 import pytest
@@ -22,7 +21,7 @@ from syncbn import kernels
 
 # Dynamo and Inductor use what torch itself deprecates (torch 2.13, November 2026).
 pytestmark = [
-    pytest.mark.skipif(os.environ.get("WORLD_SIZE") != "2", reason="slow, and nothing in it depends on W"),
+    pytest.mark.two_ranks,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]

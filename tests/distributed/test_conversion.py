@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 
 import pytest
@@ -127,7 +126,7 @@ def test_evaluation_without_running_statistics_is_local(ranks: Ranks) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo and Inductor use what torch itself deprecates
-@pytest.mark.skipif(os.environ.get("WORLD_SIZE") != "2", reason="slow, and nothing in it depends on W")
+@pytest.mark.two_ranks
 @pytest.mark.parametrize(
     ("kind", "backend"),
     [("timm's", "inductor"), ("calls super", "aot_eager"), ("parametrized subclass", "aot_eager")],

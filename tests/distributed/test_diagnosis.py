@@ -169,6 +169,7 @@ def test_one_rank_wraps_the_model(ranks: Ranks) -> None:
         outer(x).sum().backward()
 
 
+@pytest.mark.two_ranks
 @on_cpu
 @ignores_deprecation
 def test_one_rank_is_compiled(ranks: Ranks) -> None:
@@ -320,6 +321,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture)
     return caplog
 
 
+@pytest.mark.two_ranks
 @on_cpu
 @pytest.mark.parametrize("collective", [barrier, first_ddp, buffers, gradients, exchanged])
 def test_a_long_wait_elsewhere_is_told(
@@ -340,6 +342,7 @@ def test_a_long_wait_elsewhere_is_told(
     dist.barrier()  # all have read the positions
 
 
+@pytest.mark.two_ranks
 @on_cpu
 def test_other_waits_are_not_told(ranks: Ranks, impatient: pytest.LogCaptureFixture) -> None:
     """Of data, in a hook of backward, in many short collectives, in evaluation: all longer than the patience."""
@@ -409,6 +412,7 @@ def all_reduce(name: str) -> None:
     CalledRanks(dist.group.WORLD, call).all_reduce(torch.zeros(4, dtype=torch.float64), "forward")
 
 
+@pytest.mark.two_ranks
 @on_cpu
 def test_a_long_wait_of_the_gpu_is_told(
     ranks: Ranks, impatient: pytest.LogCaptureFixture, events: list[HeldEvent | None]
@@ -566,6 +570,7 @@ def test_debug_mode_names_the_rank_of_a_nan(ranks: Ranks, bad: float) -> None:
     assert expected.isnan().all()  # torch's policy
 
 
+@pytest.mark.two_ranks
 @ignores_deprecation
 def test_debug_mode_runs_compiled_modules_uncompiled(ranks: Ranks, doing: list[str]) -> None:
     layer, x = syncbn.SyncBatchNorm(3).to(ranks.device), torch.randn(2, 3, device=ranks.device)

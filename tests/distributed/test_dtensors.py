@@ -218,6 +218,7 @@ def test_placements_that_do_not_fit(ranks: Ranks) -> None:
         layer(distribute_tensor(x, mesh, [Shard(1)]))
 
 
+@pytest.mark.two_ranks
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("distributed", [True, False])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from torch import Tensor
@@ -177,7 +175,7 @@ def test_lists_of_different_lengths(ranks: Ranks) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
-@pytest.mark.skipif(os.environ.get("WORLD_SIZE") != "2", reason="slow, and nothing in it depends on W")
+@pytest.mark.two_ranks
 def test_compiles(ranks: Ranks) -> None:
     torch._dynamo.reset()
     one, other = Levels(ranks), Levels(ranks)

@@ -49,6 +49,7 @@ def test_a_converted_subclass(ranks: Ranks) -> None:
     assert layer.running_mean.max() > 0
 
 
+@pytest.mark.two_ranks
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
 def test_one_graph(ranks: Ranks) -> None:
     torch._dynamo.reset()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -110,7 +109,7 @@ def test_where_nothing_can_be_accumulated(ranks: Ranks) -> None:
         compiled(part(ranks, ranks.rank, 0).float())
 
 
-@pytest.mark.skipif(os.environ.get("WORLD_SIZE") != "2", reason="slow, and nothing in it depends on W")
+@pytest.mark.two_ranks
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
 def test_a_graph_compiled_before_breaks(ranks: Ranks) -> None:
     torch._dynamo.reset()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -141,7 +140,7 @@ class Sum(torch.autograd.Function):
         return Copy.apply(grad)
 
 
-@pytest.mark.parametrize("check", [gradcheck, gradgradcheck])
+@pytest.mark.parametrize("check", [gradcheck, pytest.param(gradgradcheck, marks=pytest.mark.two_ranks)])
 @pytest.mark.parametrize("variant", ["plain", "weight and bias", "relu and residual"])
 def test_replicated_function(ranks: Ranks, check: Callable[..., bool], variant: str) -> None:
     """Numerical derivatives of the function whose every rank holds all inputs and all outputs.
@@ -180,7 +179,7 @@ def test_replicated_function(ranks: Ranks, check: Callable[..., bool], variant: 
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
-@pytest.mark.skipif(os.environ.get("WORLD_SIZE") != "2", reason="slow, and nothing in it depends on W")
+@pytest.mark.two_ranks
 def test_compiled_graphs_refuse_a_second_derivative(ranks: Ranks) -> None:
     """As for every module under aot_autograd: torch's error, not wrong numbers."""
     torch._dynamo.reset()

@@ -56,6 +56,7 @@ def test_grad_and_grad_of_grad(ranks: Ranks) -> None:
     torch.testing.assert_close(second(ours)(x[mine], weight), second(plain)(x, weight)[mine], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.two_ranks
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled(ranks: Ranks) -> None:
     """Dynamo then traces through the Function's forward: what it finds there has gradients, or is refused; no zeros."""
@@ -267,6 +268,7 @@ def test_faults_inside_vmap(ranks: Ranks, inner: str) -> None:
     torch.testing.assert_close(layer(x), expected)
 
 
+@pytest.mark.two_ranks
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @FORWARD_MODE_WARNS
 @pytest.mark.parametrize("transform", [vmap, lambda function: lambda x: jvp(function, (x,), (x.sin(),))[1]])
