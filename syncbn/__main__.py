@@ -105,6 +105,7 @@ def _print_check(results: dict[str, Any]) -> None:
         )
     if results["synced"]:
         print(results["synced"])
+    print("Which layers of your model gain from synchronisation: help(syncbn.measure_local_noise)")
     print("passed" if results["passed"] else "FAILED: these ranks do not train as one process does")
 
 

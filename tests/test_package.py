@@ -98,8 +98,8 @@ print(threading.active_count())
 PUBLIC = {
     "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d",
     "convert_syncbn_model", "revert_syncbn_model", "create_syncbn_process_group",
-    "accumulate_running_stats", "assert_synced", "debug", "join", "merge_running_stats", "recompute_running_stats",
-    "summary", "functional", "kernels",
+    "accumulate_running_stats", "assert_synced", "debug", "join", "measure_local_noise", "merge_running_stats",
+    "recompute_running_stats", "summary", "functional", "kernels",
 }  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def test_the_public_table() -> None:
         assert importlib.util.find_spec(f"syncbn.{name}"), name
 
 
-@pytest.mark.parametrize("name", ["functional", "convert"])
+@pytest.mark.parametrize("name", ["functional", "convert", "tools.measure_local_noise"])
 def test_examples_in_docstrings(name: str) -> None:
     result = doctest.testmod(importlib.import_module(f"syncbn.{name}"))
     assert result.attempted > 0

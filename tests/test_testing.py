@@ -182,6 +182,7 @@ def test_exit_statuses_of_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     output = capsys.readouterr().out
     assert "passed" in output
     assert "One rank has nothing to synchronise: torchrun" in output
+    assert "help(syncbn.measure_local_noise)" in output
     with pytest.raises(SystemExit) as caught:
         check_here(monkeypatch, "--layers", "0")
     assert caught.value.code == 2

@@ -57,11 +57,15 @@ def raise_faults(error: Exception | None, group: dist.ProcessGroup, where: str =
     raise error_class(where + by_rank(faulty, texts)) from error
 
 
-def require_equal(what: str, error: Exception | None, group: dist.ProcessGroup) -> None:
+def require_equal(what: str, error: Exception | None, group: dist.ProcessGroup | None) -> None:
     """Check that the models are the same, as far as `what` says, before collectives that depend on it.
 
     **Raises** on every rank: what any rank raises, of which `error` is this rank's; ValueError where `what` differs.
     """
+    if group is None:
+        if error is not None:
+            raise error
+        return
     local = (error is not None, what[:1000], hashlib.blake2b(what.encode()).hexdigest())
     gathered = all_gather_json(local, group)
     if any(faulty for faulty, *_ in gathered):

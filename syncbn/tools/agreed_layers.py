@@ -42,10 +42,6 @@ def agreed_layers(
         prepare(layers)
     except (TypeError, ValueError) as error:
         fault = error
-    world = members.world()
-    if world is not None:
-        channels = " + ".join(str(layer.num_features) for layer in layers)
-        require_equal(f"BatchNorm layers of {channels} channels{count_given}", fault, world)
-    elif fault is not None:
-        raise fault
+    channels = " + ".join(str(layer.num_features) for layer in layers)
+    require_equal(f"BatchNorm layers of {channels} channels{count_given}", fault, members.world())
     return layers

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from syncbn import kernels, left_alone
@@ -12,6 +13,7 @@ from syncbn.convert import check_module
 from syncbn.diagnosis.signatures import NUM_SIGNED
 from syncbn.distributed import members
 from syncbn.layer import SyncBatchNorm
+from syncbn.tools.table import table
 from syncbn.torch_private import is_compiled
 
 BYTES_PER_NUMBER = 8  # float64
@@ -38,20 +40,8 @@ class Summary(tuple[LayerSummary, ...]):
         if not self:
             return f"no synchronised layers: {self.why_empty}"
         header = ("layer", "class", "channels", "group size", "bytes forward", "bytes backward", "last eager step")
-        total = (
-            "total",
-            "",
-            "",
-            "",
-            sum(row.forward_bytes for row in self),
-            sum(row.backward_bytes for row in self),
-            "",
-        )
-        rows = [tuple(map(str, row)) for row in (header, *self, total)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        rule = "  ".join("-" * width for width in widths)
-        return "\n".join((lines[0], rule, *lines[1:-1], rule, lines[-1], f"kernels: {kernels.available()}"))
+        num_bytes = (sum(row.forward_bytes for row in self), sum(row.backward_bytes for row in self))
+        return f"{table(header, self, ('total', '', '', '', *num_bytes, ''))}\nkernels: {kernels.available()}"
 
     __repr__ = __str__
 
@@ -82,9 +72,7 @@ def summary(model: nn.Module) -> Summary:
 
 def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
     group_size = members.size(layer._process_group)
-    numbers = 2 * layer.num_features
-    on_cpu = all(tensor.is_cpu for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))
-    bytes_if_sent = BYTES_PER_NUMBER * (group_size > 1)
+    forward_bytes, backward_bytes = bytes_if_synchronised(layer) if group_size > 1 else (0, 0)
     if compiled:
         last_step = "compiled"
     elif layer._synchronised_ranks is None:
@@ -98,10 +86,18 @@ def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
         type(layer).__name__,
         layer.num_features,
         group_size,
-        forward_bytes=bytes_if_sent * (numbers + (NUM_SIGNED if on_cpu else 1)),
-        backward_bytes=bytes_if_sent * (numbers + (NUM_SIGNED if on_cpu else 0)),
-        last_step=last_step,
+        forward_bytes,
+        backward_bytes,
+        last_step,
     )
+
+
+def bytes_if_synchronised(layer: _BatchNorm) -> tuple[int, int]:
+    """What a rank gives to the all_reduce of a call's forward, and of its backward, in a group of two ranks or more."""
+    numbers = 2 * layer.num_features
+    on_cpu = all(tensor.is_cpu for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))
+    forward, backward = (NUM_SIGNED, NUM_SIGNED) if on_cpu else (1, 0)  # beside the sums
+    return BYTES_PER_NUMBER * (numbers + forward), BYTES_PER_NUMBER * (numbers + backward)
 
 
 def _without_eager_step(layer: SyncBatchNorm) -> str:

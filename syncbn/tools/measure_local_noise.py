@@ -1,0 +1,286 @@
+"""Measures how far each rank's own batch statistics lie from those of all ranks, and so who needs synchronised layers.
+
+For one channel in one call of a layer: rank r has n_r values of mean m_r and biased variance v_r, its group n, m and v.
+The figures are root mean squares over channels, ranks and calls of
+
+    mean_deviation    (m_r - m) / sqrt(v)
+    var_deviation     v_r / v - 1
+    output_deviation  what the rank's outputs, (x - m_r) / sqrt(v_r), are away from (x - m) / sqrt(v): its square has
+                      the mean (m_r - m)^2 / v + (sqrt(v_r / v) - 1)^2 over the rank's values
+
+and the predicted ones of what the squares would be on average if the values were independent. The n values are then as
+good as dealt to the ranks at random: m_r is the mean of n_r of them, drawn without replacement, and whatever their
+distribution
+
+    E[(m_r - m)^2 / v] = (n - n_r) / (n_r (n - 1)),                                       about 1 / n_r - 1 / n.
+
+If they are normal, too, the rank's share n_r v_r / (n v) of the sum of squares is distributed as
+Beta((n_r - 1) / 2, (n - n_r) / 2), whose moments are b1 = (n_r - 1) / (n - 1) and b2 = (n_r^2 - 1) / (n^2 - 1), and
+
+    E[(v_r / v - 1)^2] = (n / n_r)^2 b2 - 2 (n / n_r) b1 + 1,                             about 2 / n_r - 2 / n.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from syncbn import masks, moments, nested, torch_private
+from syncbn.arguments import Arguments
+from syncbn.convert import check_module
+from syncbn.distributed import groups
+from syncbn.distributed.collectives import joined_group
+from syncbn.distributed.exchange import require_equal
+from syncbn.distributed.specification import specification
+from syncbn.kernels import select_kernels
+from syncbn.layer import SyncBatchNorm
+from syncbn.layout import Layout
+from syncbn.left_alone import kind_of
+from syncbn.tools.summary import bytes_if_synchronised
+from syncbn.tools.table import table
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from syncbn.distributed.collectives import Ranks
+    from syncbn.distributed.specification import ProcessGroupLike, Specification
+
+GAINS_FROM = 0.1  # of the outputs' deviation
+ROUNDING = 1e-14  # of a variance, relative to the mean's square: below it the channel is constant
+LEGEND = f"""\
+off: a rank's own mean and variance from its group's, in the group's standard deviations and relative; and its outputs
+    (standard deviation 1) from what they are with the group's; root mean squares over channels, ranks and calls
+predicted: what independent values would give, as many as there are
+gains: yes where a rank's outputs are off by more than {GAINS_FROM} without synchronisation
+bytes: what synchronisation sends in a call, forward and backward"""
+
+
+class LayerNoise(NamedTuple):
+    """One batch-norm layer. Its deviations are root mean squares over channels, ranks (or slices) and calls."""
+
+    layer: str  # name in the model
+    kind: str  # class
+    num_calls: int  # on each rank, in training mode
+    values_per_rank: float  # of a channel in a call; the mean over ranks and calls
+    values_per_group: float
+    mean_deviation: float  # of a rank's mean from its group's, in the group's standard deviations
+    predicted_mean_deviation: float  # of independent values
+    var_deviation: float  # of a rank's variance from its group's, relative to that
+    predicted_var_deviation: float  # of independent normal values
+    output_deviation: float  # of a rank's normalised values, by its own statistics, from those by its group's
+    bytes_per_call: int  # forward and backward, which a rank sends if the layer is synchronised
+
+    @property
+    def gains(self) -> bool:
+        """Whether a rank's outputs are off by more than 0.1 standard deviations if the layer is not synchronised."""
+        return self.output_deviation > GAINS_FROM
+
+
+class LocalNoise(list[LayerNoise]):
+    """The rows of `measure_local_noise`, in the model's order, once its block has ended; printed, a table."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "nothing measured: the block has not ended, or no batch-norm layer was called in training mode"
+        header = (
+            "layer", "class", "values/rank", "values/group", "mean off", "predicted", "variance off", "predicted",
+            "outputs off", "gains", "bytes",
+        )  # fmt: skip
+        rows = []
+        for row in self:
+            values, deviations = [f"{one:.10g}" for one in row[3:5]], [f"{one:.3f}" for one in row[5:10]]
+            rows.append((*row[:2], *values, *deviations, "yes" if row.gains else "no", row.bytes_per_call))
+        total = ("total", *[""] * 8, f"{sum(row.gains for row in self)} of {len(self)}", sum(row[-1] for row in self))
+        return f"{table(header, rows, total)}\n{LEGEND}"
+
+    __repr__ = __str__
+
+
+@contextlib.contextmanager
+def measure_local_noise(
+    model: nn.Module, process_group: ProcessGroupLike = None, num_slices: int = 1
+) -> Iterator[LocalNoise]:
+    """Do I need it? Within, measure how far each rank's own batch statistics lie from those of all ranks.
+
+        with syncbn.measure_local_noise(model) as noise:
+            for images, labels in itertools.islice(loader, 10):
+                ...  # training steps as always; forwards under torch.no_grad() do as well
+        print(noise)
+
+    For each batch-norm layer, converted or not, the table has the values of a channel on a rank and in its group, and
+    how far the rank's own mean and variance are off beside what as many independent values would give (the formulas
+    stand at the top of measure_local_noise.py). Neighbouring values of an image are alike, and count for fewer: what is
+    measured is usually larger. Where it is much larger, the ranks' data differ in kind, as sorted data do.
+
+    A layer gains from synchronisation, says the table, where a rank's outputs are off by more than 0.1 standard
+    deviations without. That is a rule of thumb: it is what some 150 independent values leave. Whether the noise harms
+    the training, or helps it as regularisation, only a training run tells.
+
+    Nothing of the training changes, but that compiled modules run in eager mode. Calls in evaluation mode, and the
+    recompute of activation checkpointing, are not counted. Nothing is sent until the block ends, which is a collective:
+    an exchange of texts and two all_reduces of all ranks (and one more for each other group that a layer has); a block
+    that ends with an exception sends nothing. A step keeps 8 * (2C + 1) bytes for each call of a layer.
+
+    Args:
+        model: in whatever wrapper. Where its layers are synchronised, a rank's inputs are those of a synchronised
+            model; where they are not, the layers before have added their own noise.
+        process_group: the ranks to compare, as in `SyncBatchNorm`, for every layer. None takes the group that a layer
+            has, and the default group for one that has none. With an int or "node" entering is a collective of ALL
+            ranks of the default group.
+        num_slices: cut each rank's batch into so many parts, and take each for a rank: one process with the batch of 8
+            ranks and num_slices=8 tells what these would have. A part without samples is left out.
+
+    Yields:
+        a list of `LayerNoise`, of the layers that were called in training mode; empty until the block has ended, then
+        the same on all ranks. Its str() is the table. Deviations are NaN where each channel is constant.
+
+    Raises:
+        TypeError: `model` is not a module; a bad `process_group`.
+        ValueError: one rank alone with num_slices=1, which has nothing to compare; num_slices below 1; at the end, on
+            every rank, that the ranks' layers, calls or num_slices differ, or the input of a layer cannot be read.
+        RuntimeError: inside `syncbn.join`.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    >>> with measure_local_noise(model, num_slices=8) as noise, torch.no_grad():
+    ...     _ = model(torch.randn(16, 3, 10, 10))  # as if 8 ranks had 2 images each
+    >>> noise[0].values_per_rank, noise[0].values_per_group
+    (128.0, 1024.0)
+    """
+    check_module(model)
+    if not isinstance(num_slices, int) or num_slices < 1:
+        raise ValueError(f"num_slices must be a number of parts of a batch, 1 or more, got {num_slices!r}")
+    if joined_group() is not None:
+        raise RuntimeError("measure_local_noise cannot be used inside syncbn.join; leave its block before")
+    spec = specification(process_group)
+    if groups.resolve(spec) is None and num_slices == 1:
+        raise ValueError(
+            "measure_local_noise has one rank, which has nothing to compare; pass num_slices=8 to cut its batch into "
+            "the parts of 8 ranks, or start several with torchrun"
+        )
+    recorders = [
+        _Recorder(name or "(the model)", layer, _specification(layer) if spec is None else spec, num_slices)
+        for name, layer in model.named_modules()
+        if isinstance(layer, _BatchNorm)
+    ]
+    noise = LocalNoise()
+    with torch.compiler.set_stance("force_eager"), contextlib.ExitStack() as hooks:
+        for recorder in recorders:
+            hooks.enter_context(recorder.layer.register_forward_pre_hook(recorder.record, with_kwargs=True))
+        yield noise
+    ranks = groups.begin_call(spec, "measure_local_noise", None)
+    _require_the_same_calls(recorders, num_slices, ranks.group)
+    called = [recorder for recorder in recorders if recorder.sums]
+    if called:
+        noise.extend(_rows(called, ranks))
+
+
+class _Recorder:
+    """What this rank has seen of one layer."""
+
+    def __init__(self, name: str, layer: _BatchNorm, spec: Specification, num_slices: int) -> None:
+        self.name, self.layer, self.spec, self.num_slices = name, layer, spec, num_slices
+        self.sums: list[Tensor] = []  # for each call (2C + 1, num_slices), packed as in moments.py
+        self.fault: Exception | None = None
+
+    @torch.no_grad()
+    def record(self, layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """A hook before the forward of the layer. It raises nothing, as the other ranks go on until the end."""
+        if not layer.training or torch_private.current_backward() != -1:
+            return
+        try:
+            self.sums.append(self.local_sums(*inputs, **options))
+        except (RuntimeError, TypeError, ValueError) as error:
+            self.fault = self.fault or type(error)(f"{self.name}: {error}")
+
+    def local_sums(self, input: Tensor, z: object = None, mask: Tensor | None = None) -> Tensor:
+        """Those of each slice of this call's input; z and mask are options of synchronised layers."""
+        channel_dim = -1 if getattr(self.layer, "channel_last", False) else 1
+        arguments = Arguments(input, None, None, None, None, 0.0, self.layer.eps, channel_dim, mask=mask)
+        arguments.num_channels = self.layer.num_features
+        if nested.is_jagged(input):
+            arguments, _ = nested.unwrap(arguments)
+        arguments.check()
+        x, mask = arguments.input.detach(), arguments.mask
+        if mask is not None:
+            x, mask = masks.apply(mask, x, channel_dim)
+        slices = []
+        for part in x.tensor_split(self.num_slices):
+            layout = Layout.of(part, channel_dim)
+            slices.append(select_kernels(part).channel_sums(layout.dense(part), layout))
+        sums = torch.stack(slices, dim=1)
+        if mask is not None:
+            sums[-1] = torch.stack([valid.sum() for valid in mask.tensor_split(self.num_slices)])
+        return sums
+
+
+def _specification(layer: _BatchNorm) -> Specification:
+    """Which ranks the layer synchronises, or None."""
+    if isinstance(layer, SyncBatchNorm):
+        return layer._process_group
+    return specification(layer.process_group) if isinstance(layer, nn.SyncBatchNorm) else None
+
+
+def _require_the_same_calls(recorders: list[_Recorder], num_slices: int, group: ProcessGroup | None) -> None:
+    """**Raises** on every rank where the ranks differ, and the fault of any rank."""
+    channels = " + ".join(str(recorder.layer.num_features) for recorder in recorders)
+    calls = " + ".join(str(len(recorder.sums)) for recorder in recorders)
+    fault = next((recorder.fault for recorder in recorders if recorder.fault is not None), None)
+    what = f"batch-norm layers of {channels} channels, called {calls} times in training, num_slices={num_slices}"
+    require_equal(what, fault, group)
+
+
+@torch.no_grad()
+def _rows(recorders: list[_Recorder], ranks: Ranks) -> list[LayerNoise]:
+    """Of layers that have been called, on all `ranks`. Two all_reduces, and one more for each other group."""
+    device = recorders[0].sums[0].device
+    local = [torch.stack(recorder.sums, dim=1).to(device) for recorder in recorders]  # (2C + 1, calls, num_slices)
+    squares = torch.stack(list(map(_squares, local, _totals(recorders, local))))
+    means = ranks.all_reduce(squares.flatten(), "all_reduce").view_as(squares)
+    means = means[:, 1:] / means[:, :1]
+    means[:, 2:].sqrt_()
+    return [
+        LayerNoise._make((one.name, kind_of(one.layer), len(one.sums), *figures, sum(bytes_if_synchronised(one.layer))))
+        for one, figures in zip(recorders, means.tolist(), strict=True)
+    ]
+
+
+def _totals(recorders: list[_Recorder], local: list[Tensor]) -> list[Tensor]:
+    """The sums of each layer's calls over its group, (2C + 1, calls, 1). One all_reduce for each group."""
+    totals = [sums.sum(2, keepdim=True) for sums in local]
+    of_groups: dict[Any, list[int]] = {}
+    for index, recorder in enumerate(recorders):
+        of_groups.setdefault(groups.resolve(recorder.spec), []).append(index)
+    for indices in of_groups.values():
+        ranks = groups.begin_call(recorders[indices[0]].spec, "measure_local_noise", None)
+        packed = ranks.all_reduce(torch.cat([totals[index].flatten() for index in indices]), "all_reduce")
+        sizes = [totals[index].numel() for index in indices]
+        for index, total in zip(indices, torch.split(packed, sizes), strict=True):
+            totals[index] = total.view_as(totals[index])
+    return totals
+
+
+def _squares(local: Tensor, total: Tensor) -> Tensor:
+    """Of one layer, what adds up over channels that are not constant, ranks and calls: 1; n_r; n; and the squares of a
+    `LayerNoise`'s deviations, in their order. (8,)"""
+    mean, var, _, local_n = moments.unpack(moments.from_sums(local, eps=1.0))  # nobody reads its invstd
+    group_mean, group_var, _, n = moments.unpack(moments.from_sums(total, eps=1.0))
+    of_mean, of_var = (mean - group_mean).square() / group_var, var / group_var
+    times, b1, b2 = n / local_n, (local_n - 1) / (n - 1), (local_n.square() - 1) / (n.square() - 1)
+    terms = (
+        torch.ones_like(mean),
+        local_n,
+        n,
+        of_mean,
+        (n - local_n) / (local_n * (n - 1)),
+        (of_var - 1).square(),
+        times.square() * b2 - 2 * times * b1 + 1,
+        of_mean + (of_var.sqrt() - 1).square(),
+    )
+    constant = group_var <= ROUNDING * group_mean.square()  # False for NaN, which is to be seen
+    left_out = constant | (local_n == 0)
+    return torch.stack([torch.where(left_out, 0.0, term).sum() for term in terms])

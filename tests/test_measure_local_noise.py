@@ -1,0 +1,227 @@
+"""What measure_local_noise tells one process, whose batch it cuts into slices; on several in distributed/."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from noise_by_hand import figures_by_hand
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import syncbn
+from syncbn.tools.measure_local_noise import LocalNoise
+
+CHANNELS = 3
+
+
+def batch(num_samples: int, seed: int = 0) -> Tensor:
+    """(N, C, 2, 2) with a mean far from 0."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_samples, CHANNELS, 2, 2, generator=generator, dtype=torch.float64) * 3 + 100
+
+
+def measured(model: nn.Module, *inputs: Tensor, num_slices: int, **options: Tensor) -> LocalNoise:
+    with syncbn.measure_local_noise(model, num_slices=num_slices) as noise:
+        for x in inputs:
+            model(x, **options)
+    return noise
+
+
+def channels_last(x: Tensor) -> Tensor:
+    return x.to(memory_format=torch.channels_last)
+
+
+def channels_at_the_end(x: Tensor) -> Tensor:
+    return x.movedim(1, -1).contiguous()
+
+
+@pytest.mark.parametrize(
+    ("layer", "arranged"),
+    [
+        (nn.BatchNorm2d(CHANNELS), channels_last),
+        (nn.SyncBatchNorm(CHANNELS), Tensor.contiguous),
+        (nn.LazyBatchNorm2d(), Tensor.contiguous),
+        (syncbn.SyncBatchNorm2d(CHANNELS), channels_last),
+        (syncbn.SyncBatchNorm(CHANNELS, channel_last=True), channels_at_the_end),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+@pytest.mark.parametrize("num_slices", [2, 5])
+def test_figures(layer: nn.Module, arranged: Callable[[Tensor], Tensor], num_slices: int) -> None:
+    """Of two batches, of which one cannot be cut evenly and the other not into 5."""
+    batches = [batch(7), batch(4, seed=1)]
+    [row] = measured(layer.to(torch.float64), *map(arranged, batches), num_slices=num_slices)
+    parts = [[part for part in x.tensor_split(num_slices) if len(part)] for x in batches]
+    assert row[:3] == ("(the model)", type(layer).__name__, 2)
+    assert row[3:10] == pytest.approx(figures_by_hand(parts), rel=1e-9)
+    assert row.bytes_per_call == 2 * 8 * (2 * CHANNELS + 4)
+
+
+def test_masked_values_do_not_count() -> None:
+    x = batch(4)
+    mask = torch.arange(2 * 4).view(4, 1, 2) % 3 != 0
+    layer = syncbn.SyncBatchNorm2d(CHANNELS, dtype=torch.float64)
+    [row] = measured(layer, x.masked_fill(~mask[:, None], math.nan), num_slices=2, mask=mask)
+    valid = [
+        x[samples].movedim(1, -1)[mask[samples].expand(2, 2, 2)] for samples in (slice(0, 2), slice(2, 4))
+    ]  # (n_r, C) each
+    assert row[3:10] == pytest.approx(figures_by_hand([valid]), rel=1e-9)
+
+
+@pytest.mark.parametrize("values_per_rank", [1, 4, 50])
+def test_independent_values_give_what_is_predicted(values_per_rank: int) -> None:
+    """Up to a few standard errors: each figure is the root of a mean over 40,000 squares."""
+    generator = torch.Generator().manual_seed(values_per_rank)
+    normal = torch.randn(20, 4 * values_per_rank, 500, generator=generator, dtype=torch.float64)
+    [row] = measured(nn.BatchNorm1d(500, dtype=torch.float64), *normal, num_slices=4)
+    assert row.mean_deviation == pytest.approx(row.predicted_mean_deviation, rel=0.02)
+    assert row.var_deviation == pytest.approx(row.predicted_var_deviation, rel=0.02)
+    assert row.predicted_mean_deviation == pytest.approx(math.sqrt(3 / (4 * values_per_rank - 1)))
+    if values_per_rank == 50:
+        assert row.predicted_var_deviation == pytest.approx(math.sqrt(2 / 50 - 2 / 200), rel=0.02)
+    [row] = measured(nn.BatchNorm1d(500, dtype=torch.float64), *normal.exp(), num_slices=4)
+    assert row.mean_deviation == pytest.approx(row.predicted_mean_deviation, rel=0.02)  # of whatever distribution
+
+
+def test_sorted_data() -> None:
+    """Each slice has classes of its own, and they differ in mean."""
+    torch.manual_seed(0)
+    labels = torch.arange(4).repeat_interleave(256)
+    x = torch.randn(1024, 8) + labels[:, None]
+    shuffled, ordered = (
+        measured(nn.BatchNorm1d(8), x[order], num_slices=4) for order in (torch.randperm(1024), torch.arange(1024))
+    )
+    assert shuffled[0].mean_deviation < 2 * shuffled[0].predicted_mean_deviation
+    assert ordered[0].mean_deviation > 10 * ordered[0].predicted_mean_deviation
+    assert not shuffled[0].gains
+    assert ordered[0].gains
+
+
+def test_constant_channels_are_left_out() -> None:
+    x = batch(4)
+    x[:, 0] = 0.1
+    [row] = measured(nn.BatchNorm2d(CHANNELS, dtype=torch.float64), x, num_slices=2)
+    assert row[3:10] == pytest.approx(figures_by_hand([[*x[:, 1:].tensor_split(2)]]), rel=1e-9)
+    [row] = measured(nn.BatchNorm2d(CHANNELS), torch.full((4, CHANNELS, 2, 2), 0.1), num_slices=2)
+    assert math.isnan(row.mean_deviation)
+    assert not row.gains
+
+
+def test_nan_is_to_be_seen() -> None:
+    x = batch(4)
+    x[0, 0, 0, 0] = math.nan
+    [row] = measured(nn.BatchNorm2d(CHANNELS, dtype=torch.float64), x, num_slices=2)
+    assert math.isnan(row.mean_deviation)
+
+
+class Twice(nn.Module):
+    """Calls one layer twice a step; the other one has been frozen, and a third is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.frozen, self.idle = nn.BatchNorm2d(4), nn.BatchNorm2d(4).eval(), nn.BatchNorm2d(4)
+        self.first, self.second = nn.Conv2d(CHANNELS, 4, 1), nn.Conv2d(4, 4, 1)
+        self.head = nn.Sequential(nn.Dropout(0.5), nn.Flatten(), nn.Linear(16, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.norm, self.first(x), use_reentrant=False)
+        return self.head(self.frozen(self.norm(self.second(x.relu()))))
+
+
+def train(model: nn.Module, num_steps: int = 3) -> tuple[list[Tensor], Tensor]:
+    """The model's state, its last gradients, and the state of the random numbers."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        model(batch(8, seed=step).float()).square().sum().backward()
+        optimizer.step()
+    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    return [*model.state_dict().values(), *gradients], torch.get_rng_state()
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_training_is_bitwise_the_same(converted: bool) -> None:
+    torch.manual_seed(0)
+    model = Twice()
+    if converted:
+        syncbn.convert_syncbn_model(model)
+    same = copy.deepcopy(model)
+    expected, random_state = train(model)
+    with syncbn.measure_local_noise(same, num_slices=4) as noise:
+        tensors, same_random_state = train(same)
+    assert len(tensors) > len(model.state_dict())
+    assert all(map(torch.equal, tensors, expected))
+    assert torch.equal(random_state, same_random_state)
+    assert [(row.layer, row.num_calls) for row in noise] == [("norm", 6)]
+    assert not any(module._forward_pre_hooks for module in same.modules())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
+def test_compiled_modules_run_in_eager_mode() -> None:
+    layer = nn.BatchNorm2d(CHANNELS, dtype=torch.float64)
+    compiled = torch.compile(layer, backend="eager")
+    compiled(batch(4))
+    [row] = measured(compiled, batch(4), num_slices=2)
+    assert row[3:10] == pytest.approx(figures_by_hand([[*batch(4).tensor_split(2)]]), rel=1e-9)
+    torch._dynamo.reset()
+
+
+def test_the_table() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.Flatten(), nn.BatchNorm1d(12)).double()
+    with syncbn.measure_local_noise(model, num_slices=2) as noise:
+        assert str(noise).startswith("nothing measured: the block has not ended, or no batch-norm layer was called")
+        model(batch(1000).round())
+    lines = str(noise).splitlines()
+    columns = "layer class values/rank values/group mean off predicted variance off predicted outputs off gains bytes"
+    assert " ".join(lines[0].split()) == columns
+    assert lines[2].split()[:4] == ["0", "BatchNorm2d", "2000", "4000"]
+    assert lines[3].split()[:4] == ["2", "BatchNorm1d", "500", "1000"]
+    assert lines[2].split()[-2:] == ["no", "160"]
+    assert lines[5].split() == ["total", "0", "of", "2", str(160 + 2 * 8 * (24 + 4))]
+    assert repr(noise) == str(noise)
+    assert "gains: yes where a rank's outputs are off by more than 0.1" in lines[-2]
+    assert "yes" in str(measured(model, batch(4), num_slices=2))
+
+
+def test_an_exception_leaves_nothing() -> None:
+    layer = nn.BatchNorm2d(CHANNELS)
+
+    def fail_in_block() -> None:
+        with syncbn.measure_local_noise(layer, num_slices=2) as noise:
+            layer(batch(4).float())
+            found.append(noise)
+            raise KeyError("no such image")
+
+    found: list[object] = []
+    with pytest.raises(KeyError):
+        fail_in_block()
+    assert found == [[]]
+    assert not layer._forward_pre_hooks
+
+
+class OfTokens(nn.BatchNorm1d):
+    """Takes (N, L, C), as wrappers for transformers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+def test_what_cannot_be_measured() -> None:
+    tokens = nn.Sequential(OfTokens(CHANNELS))
+    words = r"0: expected 3 channels in dim 1 of the input, got 5 \(input shape \(2, 5, 3\)\)"
+    with pytest.raises(ValueError, match=words):
+        measured(tokens, *torch.randn(3, 2, 5, CHANNELS), num_slices=2)
+    layer = nn.BatchNorm2d(CHANNELS)
+    for words, options in (
+        ("one rank, which has nothing to compare; pass num_slices=8", {}),
+        ("num_slices must be a number of parts of a batch, 1 or more, got 0", {"num_slices": 0}),
+        ("num_slices must be .* got 2.0", {"num_slices": 2.0}),
+        ("process_group=0: an int is the number of ranks per group", {"num_slices": 2, "process_group": 0}),
+    ):
+        with pytest.raises(ValueError, match=words), syncbn.measure_local_noise(layer, **options):
+            pass
