@@ -72,6 +72,13 @@ def test_wgan_gp_on_two_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "samples.png").stat().st_size > 10_000
 
 
+def test_local_noise() -> None:
+    output = run_script(EXAMPLES / "local_noise.py", "--ranks", 2, "--steps", 2)
+    assert "4.shortcut.1" in output
+    assert "2 ranks: layers that gain" in output
+    assert "0 of 7" in output
+
+
 def test_bench_on_two_ranks(tmp_path: Path) -> None:
     shapes = ["4x8x6x6", "2x7x12"]
     run_on_ranks(

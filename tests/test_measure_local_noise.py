@@ -72,6 +72,13 @@ def test_masked_values_do_not_count() -> None:
     assert row[3:10] == pytest.approx(figures_by_hand([valid]), rel=1e-9)
 
 
+def test_sequences_count_their_values() -> None:
+    values = batch(5).movedim(1, -1).reshape(20, CHANNELS)
+    sequences = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 3, 10, 20]))
+    [row] = measured(syncbn.SyncBatchNorm(CHANNELS, dtype=torch.float64), sequences, num_slices=2)
+    assert row[3:10] == pytest.approx(figures_by_hand([[*values.tensor_split(2)]]), rel=1e-9)
+
+
 @pytest.mark.parametrize("values_per_rank", [1, 4, 50])
 def test_independent_values_give_what_is_predicted(values_per_rank: int) -> None:
     """Up to a few standard errors: each figure is the root of a mean over 40,000 squares."""
@@ -216,6 +223,14 @@ def test_what_cannot_be_measured() -> None:
     words = r"0: expected 3 channels in dim 1 of the input, got 5 \(input shape \(2, 5, 3\)\)"
     with pytest.raises(ValueError, match=words):
         measured(tokens, *torch.randn(3, 2, 5, CHANNELS), num_slices=2)
+    ensemble = nn.Sequential(nn.BatchNorm2d(CHANNELS, track_running_stats=False, dtype=torch.float64))
+
+    def measured_ensemble() -> None:
+        with syncbn.measure_local_noise(ensemble, num_slices=2):
+            torch.vmap(ensemble)(batch(4)[None])
+
+    with pytest.raises(RuntimeError, match=r"0: an ensemble under torch\.func\.vmap has no batch of its own"):
+        measured_ensemble()
     layer = nn.BatchNorm2d(CHANNELS)
     for words, options in (
         ("one rank, which has nothing to compare; pass num_slices=8", {}),

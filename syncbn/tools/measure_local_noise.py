@@ -109,13 +109,14 @@ def measure_local_noise(
 
         with syncbn.measure_local_noise(model) as noise:
             for images, labels in itertools.islice(loader, 10):
-                ...  # training steps as always; forwards under torch.no_grad() do as well
+                ...  # training steps as always, or forwards in training mode alone
         print(noise)
 
     For each batch-norm layer, converted or not, the table has the values of a channel on a rank and in its group, and
     how far the rank's own mean and variance are off beside what as many independent values would give (the formulas
-    stand at the top of measure_local_noise.py). Neighbouring values of an image are alike, and count for fewer: what is
-    measured is usually larger. Where it is much larger, the ranks' data differ in kind, as sorted data do.
+    stand at the top of measure_local_noise.py). The values of one image are not independent: in deep layers they are
+    alike and count for fewer. Where the measured is many times the predicted, the ranks' data differ in kind, as sorted
+    data do.
 
     A layer gains from synchronisation, says the table, where a rank's outputs are off by more than 0.1 standard
     deviations without. That is a rule of thumb: it is what some 150 independent values leave. Whether the noise harms
@@ -124,14 +125,14 @@ def measure_local_noise(
     Nothing of the training changes, but that compiled modules run in eager mode. Calls in evaluation mode, and the
     recompute of activation checkpointing, are not counted. Nothing is sent until the block ends, which is a collective:
     an exchange of texts and two all_reduces of all ranks (and one more for each other group that a layer has); a block
-    that ends with an exception sends nothing. A step keeps 8 * (2C + 1) bytes for each call of a layer.
+    that ends with an exception sends nothing. Each call of a layer keeps 8 * (2C + 1) bytes, times num_slices.
 
     Args:
         model: in whatever wrapper. Where its layers are synchronised, a rank's inputs are those of a synchronised
             model; where they are not, the layers before have added their own noise.
         process_group: the ranks to compare, as in `SyncBatchNorm`, for every layer. None takes the group that a layer
-            has, and the default group for one that has none. With an int or "node" entering is a collective of ALL
-            ranks of the default group.
+            has, and the default group for one that has none. A stage of a pipeline gives that of its replicas. With an
+            int or "node" entering is a collective of ALL ranks of the default group.
         num_slices: cut each rank's batch into so many parts, and take each for a rank: one process with the batch of 8
             ranks and num_slices=8 tells what these would have. A part without samples is left out.
 
@@ -199,6 +200,8 @@ class _Recorder:
 
     def local_sums(self, input: Tensor, z: object = None, mask: Tensor | None = None) -> Tensor:
         """Those of each slice of this call's input; z and mask are options of synchronised layers."""
+        if torch_private.inside_vmap():
+            raise RuntimeError("an ensemble under torch.func.vmap has no batch of its own; measure one of its models")
         channel_dim = -1 if getattr(self.layer, "channel_last", False) else 1
         arguments = Arguments(input, None, None, None, None, 0.0, self.layer.eps, channel_dim, mask=mask)
         arguments.num_channels = self.layer.num_features
