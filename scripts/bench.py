@@ -3,6 +3,7 @@
     python scripts/bench.py                                                one process: nothing is synchronised
     torchrun --standalone --nproc-per-node 2 scripts/bench.py              two ranks, a process group between them
     torchrun --standalone --nproc-per-node 2 scripts/bench.py --shapes 32x64x56x56 --dtypes float32 --rounds 50
+    python scripts/bench.py --guard [REF]                                  this tree beside another commit
 
 Each round runs every peer twice, in turn, and times the second; a time is the median over the rounds of the slowest
 rank's, its spread half the distance between the quartiles; the first call is timed apart. Only ratios within one run
@@ -42,6 +43,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from bench_guard import guard
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -113,6 +115,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=30, help="of each case (default %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="per rank (default %(default)s)")
     parser.add_argument("--compiled", action="store_true", help="also under torch.compile")
+    parser.add_argument("--guard", nargs="?", const="", metavar="REF", help="only the comparison of bench_guard.py")
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder (default %(default)s)")
     return parser.parse_args()
 
@@ -514,10 +517,12 @@ def main() -> None:
     first = not dist.is_initialized() or dist.get_rank() == 0
     console = Console(quiet=not first, width=150)
     about = describe(arguments.threads)
-    if first:
+    if first and arguments.guard is None:
         about |= import_seconds()
     for key, value in about.items():
         console.print(f"{key}: {value}", highlight=False)
+    if arguments.guard is not None:
+        sys.exit(guard(arguments.guard, arguments.rounds))
     results = {}
     for case in cases(arguments.shapes, arguments.dtypes):
         results[case.name] = run_case(case, device, arguments.rounds, arguments.compiled)
