@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -176,6 +177,12 @@ def test_a_library_of_another_version_is_told(name: str, value: object, monkeypa
     """An editable install may find one that was built before the sources changed."""
     monkeypatch.setattr(cpu, name, value)
     assert re.search("another version|does not load", cpu.why_not.__wrapped__() or "")
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_no_library_elsewhere_than_on_linux(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    assert cpu.why_not.__wrapped__() == f"there are none for {platform}"
 
 
 def test_export_holds_torch_operations() -> None:

@@ -24,6 +24,7 @@ def info() -> dict[str, str]:
     variables = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
     return {
         "syncbn": f"{_version('syncbn')}, {Path(__file__).parent.parent}",
+        "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version("triton"),

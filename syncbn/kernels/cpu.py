@@ -54,8 +54,8 @@ class _Library:
 @functools.cache
 def why_not() -> str | None:
     """Load the functions, once: None when they are there, else the reason in a line."""
-    if sys.platform == "win32":
-        return "there are none for Windows"
+    if sys.platform != "linux":
+        return f"there are none for {sys.platform}"
     if not FILE.exists():
         return "not built: no C++ compiler, or it failed; `pip install -v --no-deps --force-reinstall` of syncbn tells"
     try:

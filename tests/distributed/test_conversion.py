@@ -14,7 +14,7 @@ from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d, Positive
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize
-from torch.optim.swa_utils import AveragedModel, update_bn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from voting import Ranks
 
 import syncbn
@@ -162,6 +162,30 @@ def test_averaged_model_and_update_bn(ranks: Ranks) -> None:
     assert isinstance(averaged["sync"].module[1], syncbn.SyncBatchNorm2d)
     for name, expected in averaged["alone"].state_dict().items():
         torch.testing.assert_close(averaged["sync"].state_dict()[name], expected, rtol=1e-11, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_an_ema_copy(ranks: Ranks, use_buffers: bool) -> None:
+    """Its updates and evaluation need no other rank; its statistics are averaged, or the model's, as on one process."""
+    batches = data(ranks)
+    mine = ranks.even(batches.shape[1])
+    of_copies = []
+    for kind in ("alone", "sync"):
+        model = make("plain").to(ranks.device)
+        trained, seen = model, batches
+        if kind == "sync":
+            syncbn.convert_syncbn_model(model)
+            trained, seen = DistributedDataParallel(model), batches[:, mine]
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)
+        for x in seen:
+            train(trained, x[None])
+            if kind == "alone" or ranks.rank == 0:
+                averaged.update_parameters(model)
+                averaged.eval()(x)
+        of_copies.append(averaged.state_dict())
+    if ranks.rank == 0:
+        assert torch.equal(averaged.module[1].running_var, model[1].running_var) != use_buffers
+        torch.testing.assert_close(*of_copies, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
