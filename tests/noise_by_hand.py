@@ -9,7 +9,7 @@ import statistics
 from torch import Tensor
 
 
-def figures_by_hand(calls: list[list[Tensor]]) -> list[float]:
+def figures_by_hand(calls: list[list[Tensor]], eps: float = 1e-5) -> list[float]:
     """Of calls with a part (n, C, ...) for each rank: values of a rank and of the group; the deviations of means,
     measured and predicted, of variances, measured and predicted, and of outputs."""
     rows = []
@@ -20,7 +20,8 @@ def figures_by_hand(calls: list[list[Tensor]]) -> list[float]:
             n, mean, std = len(everything), statistics.fmean(everything), statistics.pstdev(everything)
             for local in values:
                 local_mean, local_std, k = statistics.fmean(local), statistics.pstdev(local), len(local)
-                off = [((x - local_mean) / local_std - (x - mean) / std) ** 2 for x in local]
+                local_divisor, divisor = math.sqrt(local_std**2 + eps), math.sqrt(std**2 + eps)
+                off = [((x - local_mean) / local_divisor - (x - mean) / divisor) ** 2 for x in local]
                 rows.append(
                     (
                         k,

@@ -42,7 +42,7 @@ def channels_at_the_end(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("layer", "arranged"),
     [
-        (nn.BatchNorm2d(CHANNELS), channels_last),
+        (nn.BatchNorm2d(CHANNELS, eps=2.0), channels_last),
         (nn.SyncBatchNorm(CHANNELS), Tensor.contiguous),
         (nn.LazyBatchNorm2d(), Tensor.contiguous),
         (syncbn.SyncBatchNorm2d(CHANNELS), channels_last),
@@ -57,7 +57,7 @@ def test_figures(layer: nn.Module, arranged: Callable[[Tensor], Tensor], num_sli
     [row] = measured(layer.to(torch.float64), *map(arranged, batches), num_slices=num_slices)
     parts = [[part for part in x.tensor_split(num_slices) if len(part)] for x in batches]
     assert row[:3] == ("(the model)", type(layer).__name__, 2)
-    assert row[3:10] == pytest.approx(figures_by_hand(parts), rel=1e-9)
+    assert row[3:10] == pytest.approx(figures_by_hand(parts, layer.eps), rel=1e-9)
     assert row.bytes_per_call == 2 * 8 * (2 * CHANNELS + 4)
 
 
@@ -88,6 +88,8 @@ def test_independent_values_give_what_is_predicted(values_per_rank: int) -> None
     assert row.mean_deviation == pytest.approx(row.predicted_mean_deviation, rel=0.02)
     assert row.var_deviation == pytest.approx(row.predicted_var_deviation, rel=0.02)
     assert row.predicted_mean_deviation == pytest.approx(math.sqrt(3 / (4 * values_per_rank - 1)))
+    if values_per_rank == 1:  # its outputs would be 0
+        assert row.output_deviation == pytest.approx(row.mean_deviation, rel=1e-4)
     if values_per_rank == 50:
         assert row.predicted_var_deviation == pytest.approx(math.sqrt(2 / 50 - 2 / 200), rel=0.02)
     [row] = measured(nn.BatchNorm1d(500, dtype=torch.float64), *normal.exp(), num_slices=4)

@@ -5,8 +5,8 @@ The figures are root mean squares over channels, ranks and calls of
 
     mean_deviation    (m_r - m) / sqrt(v)
     var_deviation     v_r / v - 1
-    output_deviation  what the rank's outputs, (x - m_r) / sqrt(v_r), are away from (x - m) / sqrt(v): its square has
-                      the mean (m_r - m)^2 / v + (sqrt(v_r / v) - 1)^2 over the rank's values
+    output_deviation  (x - m_r) / sqrt(v_r + eps) - (x - m) / sqrt(v + eps), over the rank's values x: its square has
+                      the mean (m_r - m)^2 / (v + eps) + v_r (1 / sqrt(v_r + eps) - 1 / sqrt(v + eps))^2
 
 and the predicted ones of what the squares would be on average if the values were independent. The n values are then as
 good as dealt to the ranks at random: m_r is the mean of n_r of them, drawn without replacement, and whatever their
@@ -72,7 +72,7 @@ class LayerNoise(NamedTuple):
     predicted_mean_deviation: float  # of independent values
     var_deviation: float  # of a rank's variance from its group's, relative to that
     predicted_var_deviation: float  # of independent normal values
-    output_deviation: float  # of a rank's normalised values, by its own statistics, from those by its group's
+    output_deviation: float  # of a rank's outputs before weight and bias, by its own statistics, from the group's
     bytes_per_call: int  # forward and backward, which a rank sends if the layer is synchronised
 
     @property
@@ -93,7 +93,7 @@ class LocalNoise(list[LayerNoise]):
         )  # fmt: skip
         rows = []
         for row in self:
-            values, deviations = [f"{one:.10g}" for one in row[3:5]], [f"{one:.3f}" for one in row[5:10]]
+            values, deviations = [f"{round(one, 1):.10g}" for one in row[3:5]], [f"{one:.3f}" for one in row[5:10]]
             rows.append((*row[:2], *values, *deviations, "yes" if row.gains else "no", row.bytes_per_call))
         total = ("total", *[""] * 8, f"{sum(row.gains for row in self)} of {len(self)}", sum(row[-1] for row in self))
         return f"{table(header, rows, total)}\n{LEGEND}"
@@ -242,7 +242,8 @@ def _rows(recorders: list[_Recorder], ranks: Ranks) -> list[LayerNoise]:
     """Of layers that have been called, on all `ranks`. Two all_reduces, and one more for each other group."""
     device = recorders[0].sums[0].device
     local = [torch.stack(recorder.sums, dim=1).to(device) for recorder in recorders]  # (2C + 1, calls, num_slices)
-    squares = torch.stack(list(map(_squares, local, _totals(recorders, local))))
+    all_eps = (recorder.layer.eps for recorder in recorders)
+    squares = torch.stack(list(map(_squares, local, _totals(recorders, local), all_eps)))
     means = ranks.all_reduce(squares.flatten(), "all_reduce").view_as(squares)
     means = means[:, 1:] / means[:, :1]
     means[:, 2:].sqrt_()
@@ -267,22 +268,22 @@ def _totals(recorders: list[_Recorder], local: list[Tensor]) -> list[Tensor]:
     return totals
 
 
-def _squares(local: Tensor, total: Tensor) -> Tensor:
+def _squares(local: Tensor, total: Tensor, eps: float) -> Tensor:
     """Of one layer, what adds up over channels that are not constant, ranks and calls: 1; n_r; n; and the squares of a
     `LayerNoise`'s deviations, in their order. (8,)"""
-    mean, var, _, local_n = moments.unpack(moments.from_sums(local, eps=1.0))  # nobody reads its invstd
-    group_mean, group_var, _, n = moments.unpack(moments.from_sums(total, eps=1.0))
-    of_mean, of_var = (mean - group_mean).square() / group_var, var / group_var
+    mean, var, invstd, local_n = moments.unpack(moments.from_sums(local, eps))
+    group_mean, group_var, group_invstd, n = moments.unpack(moments.from_sums(total, eps))
+    off = mean - group_mean
     times, b1, b2 = n / local_n, (local_n - 1) / (n - 1), (local_n.square() - 1) / (n.square() - 1)
     terms = (
         torch.ones_like(mean),
         local_n,
         n,
-        of_mean,
+        off.square() / group_var,
         (n - local_n) / (local_n * (n - 1)),
-        (of_var - 1).square(),
+        (var / group_var - 1).square(),
         times.square() * b2 - 2 * times * b1 + 1,
-        of_mean + (of_var.sqrt() - 1).square(),
+        (off * group_invstd).square() + var * (invstd - group_invstd).square(),
     )
     constant = group_var <= ROUNDING * group_mean.square()  # False for NaN, which is to be seen
     left_out = constant | (local_n == 0)
