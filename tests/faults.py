@@ -1,6 +1,7 @@
 """A catalogue of what can go wrong on one rank of several: what the ranks say then, and when all of them have ended.
 
-    python tests/faults.py          prints the table of docs/when_ranks_disagree.md, with a layer written by hand beside
+    python tests/faults.py              prints the table of docs/when_ranks_disagree.md, beside a layer written by hand
+    python tests/faults.py channels     prints that row alone
 
 The job is faulty_job.py; its collectives wait for 3 s.
 """
@@ -11,6 +12,7 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -203,7 +205,7 @@ def condensed(outcome: Outcome) -> str:
 
 def main() -> None:
     print("| one rank | by hand | syncbn | with SYNCBN_DEBUG=1 | all have ended after |\n|---|---|---|---|---:|")
-    for fault in FAULTS.values():
+    for fault in (FAULTS[name] for name in sys.argv[1:] or FAULTS):
         cells, seconds = [fault.name], []
         for layer, debug in (("plain", False), ("syncbn", False), ("syncbn", True)):
             if layer == "plain" and not fault.by_hand:

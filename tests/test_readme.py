@@ -1,21 +1,30 @@
-"""README.md is short, its programs run, and it and the guides link to files that are there."""
+"""README.md is short and its programs run; what README.md and the guides link to and name is there."""
 
 from __future__ import annotations
 
 import json
+import pkgutil
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from faults import FAULTS
 from jobs import ENVIRONMENT, run, run_on_ranks
+
+import syncbn
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", ROOT / ".github" / "CONTRIBUTING.md", *GUIDES]
+OF_PROFILER = {"syncbn.forward", "syncbn.backward"}  # names that are no objects
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -30,12 +39,71 @@ def test_size() -> None:
     assert len(README.encode()) <= 13_000
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def without_blocks(page: Path) -> str:
+    """The text outside of ``` and ```."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them, and MyST down to the third level (docs/conf.py)."""
+    headings = re.findall(r"^#{1,3} (.*)$", without_blocks(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
 def test_links(page: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
-    files = [unquote(link) for link in links if not link.startswith("http")]
-    assert [file for file in files if not (page.parent / file).exists()] == []
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_blocks(page)):
+        file, _, anchor = unquote(link).partition("#")
+        target = page.parent / file if file else page
+        if not link.startswith("http") and not (target.exists() and (not anchor or anchor in anchors(target))):
+            broken.append(link)
+    assert not broken
+
+
+@each_page
+def test_names(page: Path) -> None:
+    """Those of files, from the root, and those in the package."""
+    files = re.findall(r"(?<![\w/.-])(?:scripts|tests|examples|docs|syncbn|\.github)/[\w/.-]*\w", page.read_text())
+    assert [file for file in files if not (ROOT / file).exists()] == []
+    names = set(re.findall(r"(?<![\w/.-])syncbn(?:\.\w+)+", page.read_text())) - OF_PROFILER
+    assert [name for name in sorted(names) if not exists(name)] == []
+
+
+def exists(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (AttributeError, ImportError):
+        return False
+    return True
+
+
+def test_toctrees() -> None:
+    """They hold each guide once."""
+    trees = re.findall(
+        r"^```{toctree}\n(?:^:.*\n)*\n([^`]*)```$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE
+    )
+    assert sorted("\n".join(trees).split()) == [guide.stem for guide in GUIDES if guide.stem != "index"]
+
+
+def test_the_reference_has_all_that_is_public() -> None:
+    reference = (ROOT / "docs" / "api.md").read_text()
+    public = [name for name, value in vars(syncbn).items() if name[0] != "_" and callable(value)]
+    assert [name for name in public if f":: syncbn.{name}\n" not in reference] == []
+
+
+def test_the_table_of_faults() -> None:
+    """It has a row for each, and README.md says how many these are."""
+    guide = (ROOT / "docs" / "when_ranks_disagree.md").read_text()
+    rows = re.findall(r"^\| (.*?) \|", guide[guide.index("## A catalogue of faults") :], re.MULTILINE)
+    assert rows == ["one rank", *FAULTS]
+    assert f"{len(FAULTS)} faults tried" in README
+
+
+def test_no_1_0_before_a_run_on_a_gpu() -> None:
+    """docs/releasing.md"""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert version.startswith("0.") or "has run on a GPU so far" not in (ROOT / "docs" / "gpu.md").read_text()
 
 
 def test_train_py_on_two_ranks(tmp_path: Path) -> None:
