@@ -32,11 +32,7 @@ from rich.table import Table
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
-SHAPES = (
-    (32, 64, 56, 56),
-    (64, 512, 7, 7),
-    (2048, 1024),
-)  # of 6 to 26 MB in float32, beside which Python's time is small
+SHAPES = (32, 64, 56, 56), (64, 512, 7, 7), (2048, 1024)  # 6 to 26 MB of float32: Python's time is small beside
 DTYPES = "float32", "bfloat16"
 LIMIT = 1.15  # times as long as the other commit's
 ATTEMPTS = 3
