@@ -1,0 +1,112 @@
+"""Digits in shards that are sorted by class: each rank sees classes that no other rank sees.
+
+    local               nn.BatchNorm2d; tested with rank 0's running statistics, as DistributedDataParallel leaves them
+    local, merged       the same model with syncbn.merge_running_stats
+    local, recomputed   the same model with syncbn.recompute_running_stats over all ranks' images
+    syncbn              synchronised batch norm
+
+Each is trained on shuffled shards, where every rank sees all classes, and on sorted ones. A rank has a batch of 16
+images, enough for batch norm, so that it is not their number that makes the difference. A local layer normalises the
+classes of its rank by their own mean and variance, so what it lets through does not say which rank's classes they are,
+and no single set of statistics serves all classes in evaluation.
+
+    torchrun --standalone --nproc-per-node 5 examples/evidence/sorted_shards.py     2 classes for each rank; 2 minutes
+    torchrun --standalone --nproc-per-node 2 examples/evidence/sorted_shards.py     5 classes for each rank; 1 minute
+    torchrun --standalone --nproc-per-node 2 examples/evidence/sorted_shards.py --seeds 1 --epochs 2
+
+Writes metrics.json and errors.png to --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import time
+
+import torch
+from common import (
+    Errors,
+    build_network,
+    epochs_of,
+    falling,
+    local_noise,
+    new_parser,
+    parallel,
+    print_noise,
+    report,
+    split,
+    test_error,
+    train,
+)
+from digits import load_images
+from launch import progress_bar, rank, run_on_ranks, world_size
+from torch import Tensor, nn
+
+import syncbn
+from syncbn.tools.measure_local_noise import LocalNoise
+
+IMAGES_PER_RANK = 16
+LEARNING_RATE = 0.1
+SHARDS = "shuffled", "sorted"
+WAYS = "local", "syncbn"
+NUM_CLASSES = 10
+NUM_MEASURED = 20  # batches on which local noise is measured
+
+
+def shards(labels: Tensor, kind: str, seed: int) -> list[Tensor]:
+    """Indices of each rank's training images, of as many for each."""
+    if kind == "shuffled":
+        everyones = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+        of_ranks = everyones.tensor_split(world_size())
+    else:
+        classes = torch.arange(NUM_CLASSES).tensor_split(world_size())
+        of_ranks = [torch.isin(labels.cpu(), some).nonzero().flatten() for some in classes]
+    return [indices[: min(map(len, of_ranks))] for indices in of_ranks]
+
+
+def variants(model: nn.Module, way: str, images: Tensor) -> dict[str, nn.Module]:
+    """What there is to test of a trained model; `images` are this rank's."""
+    if way == "syncbn":
+        return {way: model}
+    merged, recomputed = copy.deepcopy(model), copy.deepcopy(model)
+    syncbn.merge_running_stats(merged)
+    syncbn.recompute_running_stats(recomputed, images.split(IMAGES_PER_RANK), progress=False)
+    return {way: model, f"{way}, merged": merged, f"{way}, recomputed": recomputed}
+
+
+def job(arguments: argparse.Namespace, device: torch.device) -> None:
+    """Train with each seed on each kind of shards in each way, test, report."""
+    start = time.monotonic()
+    training, test = split(load_images(torch.float32, device))
+    runs = list(itertools.product(range(arguments.seeds), SHARDS, WAYS))
+    errors: Errors = {}
+    noise: dict[str, LocalNoise] = {}
+    with progress_bar(0, len(runs)) as advance:
+        for seed, kind, way in runs:
+            torch.manual_seed(seed)
+            model = build_network().to(device)
+            if way == "syncbn":
+                syncbn.convert_syncbn_model(model)
+            indices = shards(training[1], kind, seed)[rank()]
+            batches = epochs_of(indices, IMAGES_PER_RANK, arguments.epochs, seed)
+            *_, loss = train(parallel(model), training, batches, falling(LEARNING_RATE, len(batches)))
+            if (seed, way) == (0, "syncbn"):
+                noise[kind] = local_noise(model, training[0], batches[:NUM_MEASURED])
+            for name, variant in variants(model, way, training[0][indices]).items():
+                errors.setdefault(name, {}).setdefault(kind, []).append(test_error(variant, test))
+            advance(f"seed {seed}, {kind} shards, {way}: loss {loss:.3f}")
+    print_noise("shards", noise)
+    report(errors, "shards", "Sorted shards", arguments, start)
+
+
+def main() -> None:
+    """Run the job."""
+    parser = new_parser(__doc__, "sorted_shards")
+    parser.set_defaults(epochs=8)
+    arguments = parser.parse_args()
+    run_on_ranks(lambda device: job(arguments, device))
+
+
+if __name__ == "__main__":
+    main()

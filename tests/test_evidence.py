@@ -1,0 +1,29 @@
+"""The jobs of examples/evidence/ run with tiny settings, on 2 ranks, and train what they say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jobs import EXAMPLES, run_on_ranks
+
+
+def run_job(name: str, output: Path, *settings: object) -> tuple[str, dict[str, Any]]:
+    """What a job prints, and its metrics.json; with one seed."""
+    text = run_on_ranks(2, EXAMPLES / "evidence" / f"{name}.py", "--seeds", 1, "--output", output, *settings)
+    metrics = json.loads((output / "metrics.json").read_text())
+    assert metrics["ranks"] == 2
+    assert all(0 < error < 100 for way in metrics["test errors in %"].values() for (error,) in way.values())
+    assert (output / "errors.png").stat().st_size > 5_000
+    return text, metrics
+
+
+def test_sorted_shards(tmp_path: Path) -> None:
+    text, metrics = run_job("sorted_shards", tmp_path, "--epochs", 2)
+    errors = {way: of_shards["sorted"] for way, of_shards in metrics["test errors in %"].items()}
+    assert errors.keys() == {"local", "local, merged", "local, recomputed", "syncbn"}
+    assert errors["syncbn"] < errors["local"]
+    assert len(set(map(tuple, errors.values()))) == 4
+    assert "shards: sorted\n" in text, "the noisier ones"
+    assert "SyncBatchNorm2d" in text
