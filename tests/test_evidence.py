@@ -19,6 +19,15 @@ def run_job(name: str, output: Path, *settings: object) -> tuple[str, dict[str, 
     return text, metrics
 
 
+def test_images_per_rank(tmp_path: Path) -> None:
+    text, metrics = run_job("images_per_rank", tmp_path, "--images", 4, "--epochs", 1)
+    errors = [way["4"] for way in metrics["test errors in %"].values()]
+    # From the same weights on the same batches: what is the same was trained the same way.
+    assert len({error for (error,) in errors}) == 3
+    assert "SyncBatchNorm2d" in text
+    assert "layers that gain" in text
+
+
 def test_sorted_shards(tmp_path: Path) -> None:
     text, metrics = run_job("sorted_shards", tmp_path, "--epochs", 2)
     errors = {way: of_shards["sorted"] for way, of_shards in metrics["test errors in %"].items()}
