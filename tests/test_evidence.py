@@ -36,3 +36,11 @@ def test_sorted_shards(tmp_path: Path) -> None:
     assert len(set(map(tuple, errors.values()))) == 4
     assert "shards: sorted\n" in text, "the noisier ones"
     assert "SyncBatchNorm2d" in text
+
+
+def test_population_statistics(tmp_path: Path) -> None:
+    text, metrics = run_job("population_statistics", tmp_path, "--epochs", 2, "--batches", 60)
+    moving, recomputed = metrics["test errors in %"].values()
+    assert recomputed["1"][0] < 0.7 * moving["1"][0], "10 steps do not fill a moving average"
+    assert recomputed.keys() == moving.keys() == {"1", "2"}
+    assert "synchronised over 2 ranks" in text
