@@ -44,3 +44,13 @@ def test_population_statistics(tmp_path: Path) -> None:
     assert recomputed["1"][0] < 0.7 * moving["1"][0], "10 steps do not fill a moving average"
     assert recomputed.keys() == moving.keys() == {"1", "2"}
     assert "synchronised over 2 ranks" in text
+
+
+def test_padded_sequences(tmp_path: Path) -> None:
+    text, metrics = run_job("padded_sequences", tmp_path, "--epochs", 1, "--shares", 90)
+    errors = metrics["test errors in %"]
+    # float64 roundings of 1e-16, which 16 steps of training make larger, by far less than this.
+    assert metrics["largest distance of the losses with a mask from those without padding"] < 1e-11
+    assert errors["alone"] == errors["padded, mask"]
+    assert errors["padded, no mask"] != errors["alone"]
+    assert "synchronised over 2 ranks" in text

@@ -1,0 +1,164 @@
+"""Sequences of varied lengths, padded to a common length, with and without a mask for batch norm: the study that
+https://github.com/pytorch/pytorch/issues/70529 asks for, in small.
+
+    alone             no padding: each sequence goes through the convolutions by itself, and batch norm sees the values
+                      of all sequences
+    padded, mask      syncbn's `mask`: padding enters no statistics, and is 0 after each batch norm
+    padded, no mask   batch norm takes padding for values
+
+All of them know the lengths where it comes to the mean over time. A sequence is noise of 16 to 32 steps, to which one
+of 8 motifs is added, at some place; the network names it. Training and test sequences are the same whatever the share
+of padding. With "varied" each batch draws its share, as batches of real sequences have shares of their own. The mean of
+the noise is 0, as of standardised features, or 3, in units of the noise: there zeros are far from all values.
+
+    torchrun --standalone --nproc-per-node 2 examples/evidence/padded_sequences.py         two minutes on two cores
+    torchrun --standalone --nproc-per-node 2 examples/evidence/padded_sequences.py --seeds 1 --epochs 1 --shares 75
+
+Writes metrics.json and errors.png to --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from common import Errors, epochs_of, falling, new_parser, own, parallel, report, test_error, train
+from launch import progress_bar, rank, run_on_ranks
+from torch import Tensor, nn
+
+import syncbn
+
+WAYS = "alone", "padded, mask", "padded, no mask"
+NUM_CLASSES, NUM_FEATURES = 8, 4
+SHORTEST, LONGEST = 16, 32  # steps of a sequence
+MOTIF = 8  # steps of a motif
+NUM_TRAIN, NUM_TEST = 512, 1024
+MEANS = 0, 3  # of the noise, whose standard deviation is 1
+BATCH = 32  # sequences of all ranks
+LEARNING_RATE = 0.05
+HIGHEST_SHARE = 90.0  # %, of batches that draw theirs
+VARIED = "varied"
+
+Batch = list[Tensor] | tuple[Tensor, Tensor]
+
+
+@functools.cache
+def draw(mean: float, seed: int) -> tuple[list[Tensor], Tensor]:
+    """Sequences (4, length), labels (number,), to train and to test."""
+    of_motifs = torch.Generator().manual_seed(0)
+    motifs = torch.randn(NUM_CLASSES, NUM_FEATURES, MOTIF, generator=of_motifs, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(NUM_CLASSES, (NUM_TRAIN + NUM_TEST,), generator=generator)
+    sequences = []
+    for label in labels:
+        length = int(torch.randint(SHORTEST, LONGEST + 1, (), generator=generator))
+        place = int(torch.randint(length - MOTIF + 1, (), generator=generator))
+        sequence = mean + torch.randn(NUM_FEATURES, length, generator=generator, dtype=torch.float64)
+        sequence[:, place : place + MOTIF] += motifs[label]
+        sequences.append(sequence)
+    return sequences, labels
+
+
+class Sequences:
+    """Picks batches: lists of sequences where `shares` is None, else padded ones with these shares of padding in %."""
+
+    def __init__(self, sequences: list[Tensor], shares: Iterator[float] | None) -> None:
+        self.sequences, self.shares = sequences, shares
+
+    def __getitem__(self, picked: Tensor) -> Batch:
+        """A list of (4, length); or (N, 4, T), 0 behind each sequence, and (N, T), which says what is not padding."""
+        sequences = [self.sequences[index] for index in picked]
+        if self.shares is None:
+            return sequences
+        lengths = torch.tensor([x.shape[1] for x in sequences])
+        steps = max(int(lengths.max()), round(float(lengths.double().mean()) / (1 - next(self.shares) / 100)))
+        x = torch.stack([F.pad(x, (0, steps - x.shape[1])) for x in sequences])
+        return x, torch.arange(steps) < lengths[:, None]
+
+
+class Network(nn.Module):
+    """Three convolutions over time, each with batch norm and relu; the mean over time; a linear layer."""
+
+    def __init__(self, masked: bool, width: int = 16) -> None:
+        super().__init__()
+        channels = [NUM_FEATURES, width, width, width]
+        self.masked = masked
+        self.convs = nn.ModuleList(nn.Conv1d(*pair, 5, padding=2, bias=False) for pair in itertools.pairwise(channels))
+        self.norms = nn.ModuleList(syncbn.SyncBatchNorm1d(width) for _ in self.convs)
+        self.last = nn.Linear(width, NUM_CLASSES)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits (N, 8)."""
+        if isinstance(batch, list):
+            return self.last(torch.stack([x.mean(1) for x in self.alone(batch)]))
+        x, mask = batch
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = F.relu(norm(conv(x), mask=mask if self.masked else None))
+        return self.last((x * mask[:, None]).sum(2) / mask.sum(1, keepdim=True))
+
+    def alone(self, sequences: list[Tensor]) -> list[Tensor]:
+        """Each sequence (width, length), after convolutions of its own."""
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            outputs = [conv(x) for x in sequences]
+            values = F.relu(norm(torch.cat(outputs, 1)[None]))[0]  # (width, sum of lengths)
+            sequences = list(values.split([x.shape[1] for x in outputs], 1))
+        return sequences
+
+
+def shares_of(setting: str, seed: int) -> Iterator[float]:
+    """For each batch the share of padding, in %: always the same, or drawn."""
+    if setting != VARIED:
+        yield from itertools.repeat(float(setting))
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield HIGHEST_SHARE * torch.rand((), generator=generator).item()
+
+
+def job(arguments: argparse.Namespace, device: torch.device) -> None:
+    """Train with each seed, mean and share of padding in each way, test, report."""
+    start = time.monotonic()
+    runs = list(itertools.product(range(arguments.seeds), MEANS, arguments.shares, WAYS))
+    settings = [f"{mean}, {share}" for mean in MEANS for share in arguments.shares]
+    errors: Errors = {way: {setting: [] for setting in settings} for way in WAYS}
+    losses: dict[str, list[float]] = {}
+    distance = 0.0
+    of_tests = torch.arange(NUM_TRAIN, NUM_TRAIN + NUM_TEST)
+    with progress_bar(0, len(runs)) as advance:
+        for seed, mean, share, way in runs:
+            sequences, labels = draw(mean, seed)
+            shares = None if way == "alone" else shares_of(share, seed)
+            torch.manual_seed(seed)
+            model = Network(masked=way == "padded, mask").double()
+            batches = own(epochs_of(torch.arange(NUM_TRAIN), BATCH, arguments.epochs, seed))
+            data = Sequences(sequences, shares), labels
+            losses[way] = list(train(parallel(model), data, batches, falling(LEARNING_RATE, len(batches))))
+            if way == "padded, mask":
+                distance = max(distance, *(abs(a - b) for a, b in zip(losses[way], losses["alone"], strict=True)))
+            tests = data[0][of_tests], labels[of_tests]
+            errors[way][f"{mean}, {share}"].append(test_error(model, tests))
+            advance(f"seed {seed}, mean {mean}, padding {share}, {way}: loss {losses[way][-1]:.3f}")
+    name = "largest distance of the losses with a mask from those without padding"
+    report(errors, "mean, % of padding", "Padded sequences", arguments, start, **{name: distance})
+    if rank() == 0:
+        print(syncbn.summary(model))
+        print(f"{name}: {distance:.1e}")
+
+
+def main() -> None:
+    """Run the job."""
+    parser = new_parser(__doc__, "padded_sequences")
+    parser.set_defaults(epochs=8)
+    parser.add_argument(
+        "--shares", nargs="+", default=["50", "90", VARIED], help="of padding, in %% (default %(default)s)"
+    )
+    arguments = parser.parse_args()
+    run_on_ranks(lambda device: job(arguments, device))
+
+
+if __name__ == "__main__":
+    main()
