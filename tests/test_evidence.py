@@ -54,3 +54,12 @@ def test_padded_sequences(tmp_path: Path) -> None:
     assert errors["alone"] == errors["padded, mask"]
     assert errors["padded, no mask"] != errors["alone"]
     assert "synchronised over 2 ranks" in text
+
+
+def test_uneven_data(tmp_path: Path) -> None:
+    text, metrics = run_job("uneven_data", tmp_path, "--epochs", 1, "--shares", 90)
+    errors = metrics["test errors in %"]
+    assert metrics["steps"] == {"join": {"90 %": 67}, "drop": {"90 %": 7}, "drop, as many steps": {"90 %": 67}}
+    assert errors["join"]["90 %"] < errors["drop"]["90 %"]
+    assert errors["join"] != errors["drop, as many steps"]
+    assert "synchronised over 2 ranks" in text

@@ -1,0 +1,107 @@
+"""Ranks with unequal shares of the data: training on all of them under syncbn.join, or dropping the rest.
+
+    join                   syncbn.join: an epoch is as long as the longest share
+    drop                   an epoch is as long as the shortest share; what the others have beyond it is dropped
+    drop, as many steps    the same with more epochs, which make as many steps as join does
+
+Rank 0 has 50, 75 or 90 % of the images, the others share the rest. Each epoch shuffles each rank's share anew, so that
+it drops other images. The optimizer is SGD without momentum: a rank that has joined makes no steps of its own, and its
+momentum would stay behind that of the others.
+
+    torchrun --standalone --nproc-per-node 2 examples/evidence/uneven_data.py          two minutes on two cores
+    torchrun --standalone --nproc-per-node 2 examples/evidence/uneven_data.py --seeds 1 --epochs 2 --shares 90
+
+Writes metrics.json and errors.png to --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import sys
+import time
+
+import torch
+from common import (
+    Data,
+    Errors,
+    build_network,
+    epochs_of,
+    falling,
+    new_parser,
+    parallel,
+    report,
+    split,
+    test_error,
+    train,
+)
+from digits import load_images
+from launch import progress_bar, rank, run_on_ranks, world_size
+from torch import Tensor, nn
+
+import syncbn
+
+WAYS = "join", "drop", "drop, as many steps"
+IMAGES_PER_RANK = 8
+LEARNING_RATE = 0.2
+
+
+def shares_of(num_images: int, percent: int, seed: int) -> tuple[Tensor, ...]:
+    """Indices of each rank's images, of which rank 0 has so many percent."""
+    order = torch.randperm(num_images, generator=torch.Generator().manual_seed(seed))
+    of_rank_0 = num_images * percent // 100
+    return order[:of_rank_0], *order[of_rank_0:].tensor_split(world_size() - 1)
+
+
+def train_on_share(model: nn.Module, data: Data, shares: tuple[Tensor, ...], way: str, epochs: int, seed: int) -> int:
+    """Train on this rank's share; returns the number of steps of the rank that makes most."""
+    steps_of_ranks = [len(share) // IMAGES_PER_RANK for share in shares]  # in an epoch
+    steps = max(steps_of_ranks) if way == "join" else min(steps_of_ranks)
+    total = epochs * (steps if way == "drop" else max(steps_of_ranks))
+    learning_rate = falling(LEARNING_RATE, total)
+    for done in range(0, total, steps):
+        batches = epochs_of(shares[rank()], IMAGES_PER_RANK, epochs=1, seed=1000 * seed + done)[
+            : min(steps, total - done)
+        ]
+        joining = syncbn.join(model, divide_by_initial_world_size=False) if way == "join" else contextlib.nullcontext()
+        with joining:
+            list(train(model, data, batches, lambda step, done=done: learning_rate(done + step), momentum=0))
+    return total
+
+
+def job(arguments: argparse.Namespace, device: torch.device) -> None:
+    """Train with each seed and share of rank 0 in each way, test, report."""
+    if world_size() < 2:
+        sys.exit("uneven_data.py needs two ranks or more; start it with torchrun")
+    start = time.monotonic()
+    training, test = split(load_images(torch.float32, device))
+    errors: Errors = {way: {f"{percent} %": [] for percent in arguments.shares} for way in WAYS}
+    steps: dict[str, dict[str, int]] = {way: {} for way in WAYS}
+    runs = list(itertools.product(range(arguments.seeds), arguments.shares, WAYS))
+    with progress_bar(0, len(runs)) as advance:
+        for seed, percent, way in runs:
+            torch.manual_seed(seed)
+            model = parallel(syncbn.convert_syncbn_model(build_network().to(device)))
+            shares = shares_of(len(training[0]), percent, seed)
+            steps[way][f"{percent} %"] = train_on_share(model, training, shares, way, arguments.epochs, seed)
+            errors[way][f"{percent} %"].append(test_error(model, test))
+            advance(f"seed {seed}, {percent} % on rank 0, {way}")
+    if rank() == 0:
+        print(syncbn.summary(model))
+    report(errors, "images on rank 0", "Uneven data", arguments, start, steps=steps)
+
+
+def main() -> None:
+    """Run the job."""
+    parser = new_parser(__doc__, "uneven_data")
+    parser.set_defaults(epochs=8)
+    parser.add_argument(
+        "--shares", type=int, nargs="+", default=[50, 75, 90], help="%% of the images on rank 0 (default %(default)s)"
+    )
+    arguments = parser.parse_args()
+    run_on_ranks(lambda device: job(arguments, device))
+
+
+if __name__ == "__main__":
+    main()
