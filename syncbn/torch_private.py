@@ -105,6 +105,35 @@ def constant_in_graphs(function: Function) -> Function:
     return function
 
 
+def group_in_graph(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """`group` as an all_reduce of a compiled graph takes it, so that under compile_on_one_rank (torch 2.15) it stays an
+    input of the graph, which serves every rank.
+
+    Where the input itself goes into an all_reduce, AOTAutograd puts the group of this rank into the graph, and cannot
+    copy it for backward. It follows what an operator returns; ours returns what it is given.
+    """
+    return torch.ops.syncbn.same_group(group) if _compiles_on_one_rank() else group
+
+
+@constant_in_graphs
+def _compiles_on_one_rank() -> bool:
+    """Whether the graph that is traced is for every rank, and then there is the operator."""
+    compiles_on_one_rank = getattr(torch.compiler.config, "compile_on_one_rank", False)
+    if compiles_on_one_rank:
+        _define_same_group()
+    return compiles_on_one_rank
+
+
+@functools.cache
+def _define_same_group() -> torch.library.Library:
+    library = torch.library.Library("syncbn", "FRAGMENT")  # type: ignore[no-untyped-call]
+    group = "torch.distributed.distributed_c10d.ProcessGroup"  # which torch 2.15 has registered as a type of operators
+    library.define(f"same_group({group} group) -> {group}")  # type: ignore[no-untyped-call]
+    library.impl("same_group", lambda group: group, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake("syncbn::same_group", lambda group: getattr(group, "real_obj", group), lib=library)
+    return library
+
+
 @constant_in_graphs
 def inside_vmap_or_forward_mode() -> bool:
     """Whether torch.func.vmap, or forward mode of whatever kind, is active; Dynamo enters them as it traces."""

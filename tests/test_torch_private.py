@@ -213,6 +213,36 @@ def test_constant_in_graphs() -> None:
         torch.compile(lambda x: x * unmarked(), backend="eager", fullgraph=True)(x)
 
 
+@pytest.mark.skipif(not hasattr(torch.compiler.config, "compile_on_one_rank"), reason="torch 2.15 is the first")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
+def test_group_in_graph(group: dist.ProcessGroup) -> None:
+    """Without it AOTAutograd copies the graph for backward, and no group can be copied: where this fails to raise, the
+    operator is no longer needed."""
+
+    class AllReduce(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor, in_graph: bool) -> torch.Tensor:
+            ctx.in_graph = in_graph
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: object, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+            dy = dy * 2
+            dist.all_reduce(dy, group=torch_private.group_in_graph(group) if ctx.in_graph else group)
+            return dy, None
+
+    def gradient(in_graph: bool) -> torch.Tensor:
+        torch._dynamo.reset()
+        x = torch.ones(3, requires_grad=True)
+        with torch.compiler.config.patch(compile_on_one_rank=True):
+            torch.compile(AllReduce.apply, backend="aot_eager", fullgraph=True)(x, in_graph).sum().backward()
+        return x.grad
+
+    assert torch.equal(gradient(in_graph=True), torch.full((3,), 2.0))
+    with pytest.raises(TypeError, match="ProcessGroup"):
+        gradient(in_graph=False)
+
+
 def test_has_forward_hooks() -> None:
     """Not those of a backward, which do nothing with what torch.fx passes."""
     for name, expected in (("forward_pre", True), ("forward", True), ("full_backward", False)):

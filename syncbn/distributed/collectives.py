@@ -101,7 +101,7 @@ class Ranks:
                 raise RuntimeError(
                     "compiled graphs with vmap or forward mode over ranks: compile without fullgraph=True"
                 )
-            dist.all_reduce(payload, group=self.group)
+            dist.all_reduce(payload, group=torch_private.group_in_graph(self.group))
             return payload[: len(sums)]
         first_warning = min([FIRST_WARNING_SECONDS, *[one.first_warning_seconds for one in interceptors]])
         with Waiting(self.group, self.call, pass_name, first_warning) as waiting:

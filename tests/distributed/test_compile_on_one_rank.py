@@ -1,0 +1,99 @@
+"""Graphs under compile_on_one_rank (torch 2.15), which one rank compiles for all: a group is an input of theirs."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from voting import Ranks
+
+import syncbn
+from syncbn.distributed.exchange import all_gather_json
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(torch.compiler.config, "compile_on_one_rank"), reason="torch 2.15 is the first"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Dynamo uses what torch itself deprecates
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+# On 4 ranks all but the first and the last have two groups, of 2 ranks and with names of their own.
+PROCESS_GROUPS: dict[str, Callable[[str], object]] = {
+    "default": lambda device: None,
+    "int": lambda device: 2,
+    "group": lambda device: dist.new_subgroups(2)[0],
+    "mesh": lambda device: init_device_mesh(device, (dist.get_world_size() // 2, 2), mesh_dim_names=("a", "b"))["b"],
+    "node": lambda device: "node",
+}
+
+
+@pytest.fixture(autouse=True)
+def even(ranks: Ranks) -> None:
+    if ranks.size % 2:
+        pytest.skip("for groups of 2 ranks")
+
+
+class Graphs:
+    """A back end of torch.compile that keeps the graphs of AOTAutograd, forward and backward, and runs them."""
+
+    def __init__(self) -> None:
+        self.graphs: list[torch.fx.Graph] = []
+        self.backend = aot_autograd(fw_compiler=self.keep, bw_compiler=self.keep)
+
+    def keep(self, module: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        self.graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    def require_portable(self) -> None:
+        """Each is the same on all ranks, and its group comes from outside."""
+        assert dist.group.WORLD is not None
+        for graph in self.graphs:
+            [all_reduce] = graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_reduce.default)
+            assert isinstance(all_reduce.args[2], torch.fx.Node), str(graph)  # else a name
+            assert not graph.find_nodes(op="get_attr"), str(
+                graph
+            )  # else a group, which was there when the graph was traced
+            checksums = all_gather_json(zlib.crc32(str(graph).encode()), dist.group.WORLD)
+            assert len(set(checksums)) == 1, str(graph)
+        assert len(self.graphs) == 2
+
+
+def compiled_step(layer: syncbn.SyncBatchNorm, x: Tensor, backend: object) -> tuple[Tensor, Tensor]:
+    """The output and the gradient of x."""
+    torch._dynamo.reset()
+    x = x.detach().clone().requires_grad_()
+    with torch.compiler.config.patch(compile_on_one_rank=True):
+        output = torch.compile(layer, backend=backend, fullgraph=True)(x)
+        output.sin().sum().backward()
+    return output, x.grad
+
+
+@pytest.mark.parametrize("kind", PROCESS_GROUPS)
+def test_groups_are_inputs_of_a_graph(ranks: Ranks, kind: str) -> None:
+    layer = syncbn.SyncBatchNorm(3, process_group=PROCESS_GROUPS[kind](ranks.device.type), device=ranks.device)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(ranks.rank)).to(ranks.device).requires_grad_()
+    output = copy.deepcopy(layer)(x)
+    output.sin().sum().backward()
+    graphs = Graphs()
+    torch.testing.assert_close(compiled_step(layer, x, graphs.backend), (output, x.grad))
+    graphs.require_portable()
+    if kind == "int":  # for one, as it takes long
+        torch.testing.assert_close(compiled_step(layer, x, "inductor"), (output, x.grad))
+
+
+def test_the_group_of_a_dtensor(ranks: Ranks) -> None:
+    layer = syncbn.SyncBatchNorm(3, device=ranks.device)
+    mesh = init_device_mesh(ranks.device.type, (ranks.size // 2, 2))
+    x = distribute_tensor(torch.randn(4, 3, device=ranks.device), mesh, [Replicate(), Shard(0)])
+    expected, graphs = copy.deepcopy(layer)(x), Graphs()
+    output, _ = compiled_step(layer, x, graphs.backend)
+    torch.testing.assert_close(output.to_local(), expected.to_local())
+    graphs.require_portable()
