@@ -17,7 +17,7 @@ from counting import CountCollectives
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from torch_names import BROADCAST_BUFFERS
+from torch_names import BROADCAST_BUFFERS, LAZY_BUCKETS
 from voting import Ranks
 
 import syncbn
@@ -77,6 +77,11 @@ def make_ddp(ranks: Ranks, **options: object) -> tuple[DistributedDataParallel, 
     return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
 
 
+def require_equal_state(actual: nn.Module, expected: nn.Module) -> None:
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(actual.state_dict()[name], value, rtol=1e-11, atol=1e-11, msg=name)
+
+
 @pytest.mark.parametrize("counts", UNEVEN, ids=str)
 @pytest.mark.parametrize("broadcast_buffers", [True, False])
 def test_equals_one_process(ranks: Ranks, counts: list[int], broadcast_buffers: bool) -> None:
@@ -88,9 +93,28 @@ def test_equals_one_process(ranks: Ranks, counts: list[int], broadcast_buffers: 
     with syncbn.join(ddp, divide_by_initial_world_size=False):
         for x, labels in own:
             step(ddp, optimizer, x, labels)
-    for name, expected in alone.state_dict().items():
-        actual = ddp.module.state_dict()[name]
-        torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11, msg=name)
+    require_equal_state(ddp.module, alone)
+
+
+@pytest.mark.skipif(not LAZY_BUCKETS, reason="torch 2.15 is the first")
+@pytest.mark.parametrize("counts", [[6, 3], [6, 0], [0, 6, 4]], ids=str)
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize("manual", [False, True])
+def test_lazy_buckets_and_manual_finalization(
+    ranks: Ranks, counts: list[int], options: dict[str, bool], manual: bool
+) -> None:
+    """Buckets that exist in backward alone, also of a joined rank, and a backward that the caller ends."""
+    counts = num_batches_of(counts, ranks)
+    ddp, optimizer = make_ddp(ranks, bucket_cap_mb=1e-3, **LAZY_BUCKETS, **options)
+    ddp.require_manual_backward_finalization = manual
+    with syncbn.join(ddp, divide_by_initial_world_size=False):
+        for x, labels in batches(ranks.rank, ranks)[: counts[ranks.rank]]:
+            optimizer.zero_grad()
+            F.cross_entropy(ddp(x), labels).backward()
+            if manual:
+                ddp.finalize_backward()
+            optimizer.step()
+    require_equal_state(ddp.module, train_alone(ranks, counts))
 
 
 def test_the_context_leaves_nothing_behind(ranks: Ranks) -> None:
