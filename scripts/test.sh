@@ -9,7 +9,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment
 
 programs=(tests/test_{accelerate,crashes,lightning,testing,two_hosts,voting}.py)
-examples=(tests/test_{examples,imagenet}.py)
+examples=(tests/test_{evidence,examples,imagenet}.py)
 faults=(tests/test_faults.py)
 interpreted=(tests/test_kernels.py tests/test_moments.py)
 others=(tests --ignore tests/distributed)

@@ -28,7 +28,7 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):  # noqa: ANN
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         self.names.append(operator.name())
         return operator(*args, **(kwargs or {}))
 
