@@ -31,6 +31,7 @@ from digits import ResidualBlock
 from launch import print_table, rank, world_size
 from local_noise import in_words
 
+START = time.monotonic()  # of the job
 NUM_TRAIN = 600  # of the 1,797 digits; the others test, so that an error is known to 0.1 %
 
 Data = tuple[Tensor, Tensor]  # images and labels
@@ -40,12 +41,23 @@ Errors = dict[str, dict[str, list[float]]]  # of each way, in each setting: the 
 def new_parser(manual: str, name: str) -> argparse.ArgumentParser:
     """With the knobs of all jobs."""
     parser = argparse.ArgumentParser(description=manual, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3, help="runs, of which mean and spread are shown (%(default)s)")
-    parser.add_argument("--epochs", type=int, default=4, help="passes over the training data (default %(default)s)")
+    parser.add_argument(
+        "--seeds", type=positive, default=3, help="runs, of which mean and spread are shown (%(default)s)"
+    )
+    parser.add_argument(
+        "--epochs", type=positive, default=4, help="passes over the training data (default %(default)s)"
+    )
     parser.add_argument(
         "--output", type=Path, default=Path("runs") / name, help="folder to write (default %(default)s)"
     )
     return parser
+
+
+def positive(text: str) -> int:
+    """An option's whole number."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number
 
 
 def build_network(width: int = 16) -> nn.Module:
@@ -70,7 +82,12 @@ def split(data: Data) -> tuple[Data, Data]:
 
 
 def epochs_of(indices: Tensor, batch: int, epochs: int, seed: int) -> list[Tensor]:
-    """Shuffled batches of so many of these indices; what does not fill a batch is left out of its epoch."""
+    """Shuffled batches of so many of these indices; what does not fill a batch is left out of its epoch.
+
+    **Exits** where they do not fill one.
+    """
+    if len(indices) < batch:
+        sys.exit(f"a batch of {batch} is more than all {len(indices)} that there are to train with")
     generator = torch.Generator().manual_seed(seed)
     whole = len(indices) // batch * batch
     orders = [indices[torch.randperm(len(indices), generator=generator)[:whole]] for _ in range(epochs)]
@@ -139,19 +156,27 @@ def local_noise(model: nn.Module, images: Tensor, batches: Iterable[Tensor]) -> 
 
 
 def print_noise(axis: str, noise: dict[str, LocalNoise]) -> None:
-    """The layers of the noisiest setting, and a row for each setting; on rank 0."""
-    if rank() != 0:
-        return
+    """The layers of the noisiest setting, and a row for each setting."""
     noisiest = max(noise, key=lambda setting: max(row.output_deviation for row in noise[setting]))
     print(f"{axis}: {noisiest}", noise[noisiest], sep="\n")
     rows = [(setting, *in_words(layers)) for setting, layers in noise.items()]
     print_table("What local batch norm would do", [(axis, "layers that gain", "outputs off by up to"), *rows])
 
 
-def report(errors: Errors, axis: str, title: str, arguments: argparse.Namespace, start: float, **more: Any) -> None:
-    """Table, JSON and plot of the errors against the settings, which `axis` names; on rank 0."""
+def report(
+    errors: Errors,
+    axis: str,
+    title: str,
+    arguments: argparse.Namespace,
+    noise: dict[str, LocalNoise] | None = None,
+    **more: Any,
+) -> None:
+    """Table, JSON and plot of the errors against the settings, which `axis` names, and of noise there; on rank 0."""
     if rank() != 0:
         return
+    if noise:
+        print_noise(axis, noise)
+        more["local noise"] = {setting: [row._asdict() for row in layers] for setting, layers in noise.items()}
     settings = list(next(iter(errors.values())))
     rows = [(axis, *settings)]
     for way, by_setting in errors.items():
@@ -163,7 +188,7 @@ def report(errors: Errors, axis: str, title: str, arguments: argparse.Namespace,
         "torch": torch.__version__,
         "device": platform.machine(),
         "ranks": world_size(),
-        "seconds": time.monotonic() - start,
+        "seconds": time.monotonic() - START,
         "settings": {name: str(value) for name, value in vars(arguments).items()},
         "test errors in %": errors,
         **more,

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import time
 
 import torch
 from common import (
@@ -29,7 +28,7 @@ from common import (
     new_parser,
     own,
     parallel,
-    print_noise,
+    positive,
     report,
     split,
     test_error,
@@ -63,7 +62,6 @@ def normalised(model: nn.Module, way: str) -> nn.Module:
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
     """Train with each seed and number of images in each way, test, report."""
-    start = time.monotonic()
     training, test = split(load_images(torch.float32, device))
     errors: Errors = {way: {str(images): [] for images in arguments.images} for way in WAYS}
     noise: dict[str, LocalNoise] = {}
@@ -79,15 +77,14 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
                 noise[str(images)] = local_noise(model, training[0], batches[:NUM_MEASURED])
             errors[way][str(images)].append(test_error(model, test))
             advance(f"seed {seed}, {images} images per rank, {way}: loss {loss:.3f}")
-    print_noise("images per rank", noise)
-    report(errors, "images per rank", "Images per rank", arguments, start)
+    report(errors, "images per rank", "Images per rank", arguments, noise)
 
 
 def main() -> None:
     """Run the job."""
     parser = new_parser(__doc__, "images_per_rank")
     parser.add_argument(
-        "--images", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="per rank and step (default %(default)s)"
+        "--images", type=positive, nargs="+", default=[1, 2, 4, 8, 16], help="per rank and step (default %(default)s)"
     )
     arguments = parser.parse_args()
     run_on_ranks(lambda device: job(arguments, device))

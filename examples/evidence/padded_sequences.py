@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import time
 from collections.abc import Iterator
 
 import torch
@@ -48,7 +47,7 @@ Batch = list[Tensor] | tuple[Tensor, Tensor]
 
 
 @functools.cache
-def draw(mean: float, seed: int) -> tuple[list[Tensor], Tensor]:
+def draw(mean: float, seed: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
     """Sequences (4, length), labels (number,), to train and to test."""
     of_motifs = torch.Generator().manual_seed(0)
     motifs = torch.randn(NUM_CLASSES, NUM_FEATURES, MOTIF, generator=of_motifs, dtype=torch.float64)
@@ -60,8 +59,8 @@ def draw(mean: float, seed: int) -> tuple[list[Tensor], Tensor]:
         place = int(torch.randint(length - MOTIF + 1, (), generator=generator))
         sequence = mean + torch.randn(NUM_FEATURES, length, generator=generator, dtype=torch.float64)
         sequence[:, place : place + MOTIF] += motifs[label]
-        sequences.append(sequence)
-    return sequences, labels
+        sequences.append(sequence.to(device))
+    return sequences, labels.to(device)
 
 
 class Sequences:
@@ -78,7 +77,7 @@ class Sequences:
         lengths = torch.tensor([x.shape[1] for x in sequences])
         steps = max(int(lengths.max()), round(float(lengths.double().mean()) / (1 - next(self.shares) / 100)))
         x = torch.stack([F.pad(x, (0, steps - x.shape[1])) for x in sequences])
-        return x, torch.arange(steps) < lengths[:, None]
+        return x, (torch.arange(steps) < lengths[:, None]).to(x.device)
 
 
 class Network(nn.Module):
@@ -121,7 +120,6 @@ def shares_of(setting: str, seed: int) -> Iterator[float]:
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
     """Train with each seed, mean and share of padding in each way, test, report."""
-    start = time.monotonic()
     runs = list(itertools.product(range(arguments.seeds), MEANS, arguments.shares, WAYS))
     settings = [f"{mean}, {share}" for mean in MEANS for share in arguments.shares]
     errors: Errors = {way: {setting: [] for setting in settings} for way in WAYS}
@@ -130,10 +128,10 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
     of_tests = torch.arange(NUM_TRAIN, NUM_TRAIN + NUM_TEST)
     with progress_bar(0, len(runs)) as advance:
         for seed, mean, share, way in runs:
-            sequences, labels = draw(mean, seed)
+            sequences, labels = draw(mean, seed, device)
             shares = None if way == "alone" else shares_of(share, seed)
             torch.manual_seed(seed)
-            model = Network(masked=way == "padded, mask").double()
+            model = Network(masked=way == "padded, mask").to(device, torch.float64)
             batches = own(epochs_of(torch.arange(NUM_TRAIN), BATCH, arguments.epochs, seed))
             data = Sequences(sequences, shares), labels
             losses[way] = list(train(parallel(model), data, batches, falling(LEARNING_RATE, len(batches))))
@@ -143,7 +141,7 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
             errors[way][f"{mean}, {share}"].append(test_error(model, tests))
             advance(f"seed {seed}, mean {mean}, padding {share}, {way}: loss {losses[way][-1]:.3f}")
     name = "largest distance of the losses with a mask from those without padding"
-    report(errors, "mean, % of padding", "Padded sequences", arguments, start, **{name: distance})
+    report(errors, "mean, % of padding", "Padded sequences", arguments, **{name: distance})
     if rank() == 0:
         print(syncbn.summary(model))
         print(f"{name}: {distance:.1e}")

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import time
 
 import torch
 from common import (
@@ -30,6 +29,7 @@ from common import (
     new_parser,
     own,
     parallel,
+    positive,
     report,
     split,
     test_error,
@@ -46,7 +46,6 @@ CHUNK = 50  # images of a batch that recomputes
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
     """Train with each seed and batch size, test after each epoch, report."""
-    start = time.monotonic()
     training, test = split(load_images(torch.float32, device))
     share = training[0].tensor_split(world_size())[rank()]
     errors: Errors = {}
@@ -70,7 +69,7 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
             advance(f"seed {seed}, batch {batch}")
     if rank() == 0:
         print(syncbn.summary(model))
-    report(errors, "epochs", "Population statistics", arguments, start)
+    report(errors, "epochs", "Population statistics", arguments)
 
 
 def main() -> None:
@@ -78,7 +77,7 @@ def main() -> None:
     parser = new_parser(__doc__, "population_statistics")
     parser.set_defaults(epochs=8)
     parser.add_argument(
-        "--batches", type=int, nargs="+", default=[8, 40, 200], help="images of all ranks per step (%(default)s)"
+        "--batches", type=positive, nargs="+", default=[8, 40, 200], help="images of all ranks per step (%(default)s)"
     )
     arguments = parser.parse_args()
     run_on_ranks(lambda device: job(arguments, device))

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import time
 
 import torch
 from common import (
@@ -33,7 +32,6 @@ from common import (
     local_noise,
     new_parser,
     parallel,
-    print_noise,
     report,
     split,
     test_error,
@@ -77,7 +75,6 @@ def variants(model: nn.Module, way: str, images: Tensor) -> dict[str, nn.Module]
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
     """Train with each seed on each kind of shards in each way, test, report."""
-    start = time.monotonic()
     training, test = split(load_images(torch.float32, device))
     runs = list(itertools.product(range(arguments.seeds), SHARDS, WAYS))
     errors: Errors = {}
@@ -96,8 +93,7 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
             for name, variant in variants(model, way, training[0][indices]).items():
                 errors.setdefault(name, {}).setdefault(kind, []).append(test_error(variant, test))
             advance(f"seed {seed}, {kind} shards, {way}: loss {loss:.3f}")
-    print_noise("shards", noise)
-    report(errors, "shards", "Sorted shards", arguments, start)
+    report(errors, "shards", "Sorted shards", arguments, noise)
 
 
 def main() -> None:

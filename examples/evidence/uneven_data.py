@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import itertools
 import sys
-import time
 
 import torch
 from common import (
@@ -57,13 +56,14 @@ def shares_of(num_images: int, percent: int, seed: int) -> tuple[Tensor, ...]:
 def train_on_share(model: nn.Module, data: Data, shares: tuple[Tensor, ...], way: str, epochs: int, seed: int) -> int:
     """Train on this rank's share; returns the number of steps of the rank that makes most."""
     steps_of_ranks = [len(share) // IMAGES_PER_RANK for share in shares]  # in an epoch
+    if min(steps_of_ranks) == 0:
+        sys.exit(f"each rank needs {IMAGES_PER_RANK} images, and they have {', '.join(map(str, map(len, shares)))}")
     steps = max(steps_of_ranks) if way == "join" else min(steps_of_ranks)
     total = epochs * (steps if way == "drop" else max(steps_of_ranks))
     learning_rate = falling(LEARNING_RATE, total)
     for done in range(0, total, steps):
-        batches = epochs_of(shares[rank()], IMAGES_PER_RANK, epochs=1, seed=1000 * seed + done)[
-            : min(steps, total - done)
-        ]
+        batches = epochs_of(shares[rank()], IMAGES_PER_RANK, epochs=1, seed=1000 * seed + done)
+        batches = batches[: min(steps, total - done)]
         joining = syncbn.join(model, divide_by_initial_world_size=False) if way == "join" else contextlib.nullcontext()
         with joining:
             list(train(model, data, batches, lambda step, done=done: learning_rate(done + step), momentum=0))
@@ -74,7 +74,6 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
     """Train with each seed and share of rank 0 in each way, test, report."""
     if world_size() < 2:
         sys.exit("uneven_data.py needs two ranks or more; start it with torchrun")
-    start = time.monotonic()
     training, test = split(load_images(torch.float32, device))
     errors: Errors = {way: {f"{percent} %": [] for percent in arguments.shares} for way in WAYS}
     steps: dict[str, dict[str, int]] = {way: {} for way in WAYS}
@@ -89,7 +88,7 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
             advance(f"seed {seed}, {percent} % on rank 0, {way}")
     if rank() == 0:
         print(syncbn.summary(model))
-    report(errors, "images on rank 0", "Uneven data", arguments, start, steps=steps)
+    report(errors, "images on rank 0", "Uneven data", arguments, steps=steps)
 
 
 def main() -> None:
