@@ -97,8 +97,7 @@ def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor],
     """Raises ValueError or TypeError unless x is a dense float tensor of 2 or more dims that has `channel_dim`."""
     if not isinstance(x, Tensor):
         raise TypeError(f"expected a Tensor as input, got {type(x).__name__}")
-    if hasattr(x, "device_mesh"):
-        raise TypeError("the input is a DTensor, expected this rank's values as a plain tensor: pass input.to_local()")
+    _refuse_dtensor("input", x)
     if x.dtype not in SUPPORTED_DTYPES:
         remedy = "call syncbn.revert_syncbn_model(model) before quantising" if x.is_quantized else "convert it first"
         raise TypeError(f"expected a float16, bfloat16, float32 or float64 input, got {x.dtype}; {remedy}")
@@ -129,6 +128,8 @@ def check_channels(
             continue
         if not isinstance(given, Tensor):
             raise TypeError(f"expected {name} to be a Tensor of shape ({actual},), got {type(given).__name__}")
+        if type(given) is not Tensor:
+            _refuse_dtensor(name, given)
         if given.dtype not in SUPPORTED_DTYPES:
             raise TypeError(f"expected {name} to be a float tensor, got {given.dtype}; convert it first")
         if given.shape != wanted:
@@ -152,6 +153,7 @@ def check_like_input(name: str, given: Tensor, x: Tensor) -> None:
         got = getattr(given, "dtype", type(given).__name__)
         hint = f"; a mask is passed as mask=, not as {name}" if got is torch.bool else ""
         raise TypeError(f"expected {name} to be a float tensor, got {got}{hint}")
+    _refuse_dtensor(name, given)
     if given.shape != x.shape:
         raise ValueError(
             f"expected {name} of the input's shape {tuple(x.shape)}, got {tuple(given.shape)}; expand() it first"
@@ -200,6 +202,11 @@ def require_two_values(num_values: Tensor, x: Tensor, name: str = "") -> None:
 def _check_number(name: str, number: float) -> None:
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
         raise TypeError(f"{name} must be a number, got {number!r} of type {type(number).__name__}")
+
+
+def _refuse_dtensor(name: str, given: Tensor) -> None:
+    if hasattr(given, "device_mesh"):
+        raise TypeError(f"{name} is a DTensor, expected this rank's values as a plain tensor: pass {name}.to_local()")
 
 
 def _check_device(name: str, given: Tensor, x: Tensor) -> None:

@@ -62,6 +62,8 @@ def plain_batch_norm(
     eps: float,
 ) -> Tensor:
     """F.batch_norm, which is not called by that name because subclasses.py makes it mean that of all ranks."""
+    if input.shape[1] == 0:  # this rank's share of a DTensor may have no channels, for which torch has no batch norm
+        return input.clone()
     if training and input.numel() == input.shape[1]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
     return torch.batch_norm(

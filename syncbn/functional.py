@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from syncbn import autograd, batch_norm, evaluation, faults, other_tensors
+from syncbn import autograd, batch_norm, evaluation, faults, nested, other_tensors
 from syncbn.arguments import Arguments, check_channels, check_input, check_like_input
 from syncbn.distributed import groups
 from syncbn.distributed.collectives import Ranks
@@ -145,31 +145,35 @@ def sync_batch_norm_many(
     tensor([[-1.0000,  0.0000],
             [ 1.0000,  0.0000]])
     """
-    given = {"running_means": running_means, "running_vars": running_vars, "weights": weights, "biases": biases}
+    lists = {"running_means": running_means, "running_vars": running_vars, "weights": weights, "biases": biases}
     xs = _as_list("inputs", inputs)
     roles: dict[str, list[Any]] = {
-        name: [None] * len(xs) if one is None else _as_list(name, one) for name, one in given.items()
+        name: [None] * len(xs) if one is None else _as_list(name, one) for name, one in lists.items()
     }
-    arguments = [
-        Arguments(x, mean, var, weight, bias, momentum, eps, channel_dim, name=f"inputs[{index}]: ")
+    spec = specification(process_group) if training else None
+    given = [
+        Arguments(x, mean, var, weight, bias, momentum, eps, channel_dim, process_group=spec, name=f"inputs[{index}]: ")
         for index, (x, mean, var, weight, bias) in enumerate(itertools.zip_longest(xs, *roles.values()))
     ][: len(xs)]
+    unwrapped = list(map(other_tensors.unwrap, given))
+    arguments = [one for one, _ in unwrapped]
     ranks = Ranks(None)
     if training:
-        spec = specification(process_group)
-        ranks = groups.begin_call(spec, "sync_batch_norm_many", xs[0] if xs else None)
+        of_first = arguments[0].process_group if arguments else spec
+        ranks = groups.begin_call(of_first, "sync_batch_norm_many", xs[0] if xs else None)
     try:
         _check_lists(xs, roles)
+        _check_groups(arguments)
     except ValueError as error:
         faults.raise_on_all_ranks(error, arguments, ranks)
     if not training:
         for one in arguments:
             one.require_running_stats()
-        return [evaluation.evaluate(one) for one in arguments]
+        return [wrap(evaluation.evaluate(one)) for one, wrap in unwrapped]
     results = batch_norm.train(arguments, ranks) if xs else []
     for one, (_, statistics) in zip(arguments, results, strict=True):
         batch_norm.move_running_stats(one, statistics)
-    return [output for output, _ in results]
+    return [wrap(output) for (output, _), (_, wrap) in zip(results, unwrapped, strict=True)]
 
 
 def batch_norm_backward(
@@ -218,6 +222,8 @@ def batch_norm_backward(
         ranks = groups.begin_call(specification(process_group), "batch_norm_backward", input)
     try:
         needs_input, needs_weight, needs_bias = output_mask
+        if nested.is_jagged(input):
+            raise TypeError("input is a NestedTensor; pass grad_output.values() and input.values()")
         check_input(input, channel_dim)
         check_like_input("grad_output", grad_output, input)
         for name, given in (("mean", mean), ("invstd", invstd)):
@@ -273,6 +279,16 @@ def _as_list(name: str, given: Iterable[Any]) -> list[Any]:
     if isinstance(given, Tensor):
         raise TypeError(f"expected {name} to be a list of tensors, got one tensor; use {name}.unbind()")
     return list(given)
+
+
+def _check_groups(arguments: list[Arguments]) -> None:
+    """Raises ValueError unless all inputs, of which some may be DTensors, are synchronised over the same ranks."""
+    for one in arguments:
+        if one.process_group != arguments[0].process_group:
+            raise ValueError(
+                f"{one.name}the batches of this input and of inputs[0] lie on different ranks, and one or both are "
+                "DTensors; call sync_batch_norm for each"
+            )
 
 
 def _check_lists(xs: list[Tensor], roles: dict[str, list[Any]]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import syncbn
-from syncbn.functional import sync_batch_norm
+from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_norm_many
 
 LENGTHS = (3, 1, 5)
 
@@ -70,6 +70,27 @@ def test_function_with_residual_and_mask(training: bool) -> None:
     for others in ({"z": z, "mask": mask}, {"z": jagged(z, its), "mask": jagged(mask, its)}):
         output = sync_batch_norm(jagged(x, its), *stats, **others, **options)
         assert torch.equal(output.values(), expected)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_several_inputs(training: bool) -> None:
+    """Some nested, some not."""
+    x, its = torch.randn(9, 4), offsets()
+    means, variances = [torch.zeros(4), torch.zeros(4)], [torch.ones(4), torch.ones(4)]
+    expected = sync_batch_norm(x, means[0].clone(), variances[0].clone(), training=training)
+    nested, plain = sync_batch_norm_many([jagged(x, its), x], means, variances, training=training)
+    assert nested.offsets() is its
+    assert torch.equal(nested.values(), expected)
+    assert torch.equal(plain, expected)
+    assert torch.equal(means[0], means[1])
+    assert means[0].any() == training
+
+
+def test_the_hand_written_backward_takes_values() -> None:
+    x, its, mean, invstd = torch.randn(9, 4), offsets(), torch.zeros(4), torch.ones(4)
+    with pytest.raises(TypeError, match=r"pass grad_output.values\(\) and input.values\(\)"):
+        batch_norm_backward(jagged(x, its), jagged(x, its), mean, invstd)
+    batch_norm_backward(jagged(x, its).values(), jagged(x, its).values(), mean, invstd)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")

@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from voting import Ranks
 
 import syncbn
-from syncbn.functional import sync_batch_norm
+from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_norm_many
 
 pytestmark = pytest.mark.skipif(
     torch.__version__.startswith("2.11"), reason="gradients come replicated there; the cause is not known"
@@ -114,9 +114,20 @@ def test_one_dim(ranks: Ranks, placement: Placement, distributed: bool) -> None:
 
 
 def test_shards_of_channels(ranks: Ranks) -> None:
-    """Each rank normalises its own channels, and nothing is sent."""
-    require_divisor(ranks)
+    """Each rank normalises its own channels, on 3 ranks one of them none, and nothing is sent."""
     require_equal(ranks, mesh_of(ranks), (Shard(1),), distributed=True, num_all_reduces=0)
+
+
+def test_a_rank_without_channels(ranks: Ranks) -> None:
+    """The last; in training, and in evaluation without running statistics, which normalises this batch too."""
+    x, mesh = numbers(0, ranks).repeat(1, ranks.size, 1, 1)[:, : ranks.size - 1], mesh_of(ranks)
+    if ranks.size == 1:
+        pytest.skip("there would be no channels at all")
+    layer = syncbn.SyncBatchNorm(ranks.size - 1, affine=False, track_running_stats=False)
+    expected = torch.nn.functional.batch_norm(x, None, None, training=True)
+    for training in (True, False):
+        output = layer.train(training)(distribute_tensor(x, mesh, [Shard(1)]))
+        torch.testing.assert_close(output.full_tensor(), expected)
 
 
 @pytest.mark.parametrize("placements", list(itertools.product((Shard(0), Shard(3), Shard(1), Replicate()), repeat=2)))
@@ -162,6 +173,49 @@ def test_function(ranks: Ranks) -> None:
         torch.testing.assert_close(output.full_tensor(), expected)
         stats[0].zero_()
         stats[1].fill_(1)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_several_inputs(ranks: Ranks, training: bool) -> None:
+    """As single ones, with one all_reduce; those of one call lie on the same ranks."""
+    mesh, x = mesh_of(ranks), numbers(0, ranks)
+    inputs = [distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(x + 1, mesh, [Shard(2)])]
+    means, variances = ([torch.full((4,), one, dtype=x.dtype, device=ranks.device) for _ in range(2)] for one in (0, 1))
+    expected = [
+        sync_batch_norm(one, mean.clone(), var.clone(), training=training)
+        for one, mean, var in zip(inputs, means, variances, strict=True)
+    ]
+    with CommDebugMode() as communication:
+        outputs = sync_batch_norm_many(inputs, means, variances, training=training)
+    assert communication.get_total_counts() == (training and ranks.size > 1)
+    for output, wanted in zip(outputs, expected, strict=True):
+        assert output.placements == wanted.placements
+        assert torch.equal(output.to_local(), wanted.to_local())
+    if training and ranks.size > 1:
+        for other in (distribute_tensor(x, mesh, [Replicate()]), x):
+            with pytest.raises(
+                ValueError, match=r"inputs\[1\]: the batches.*different ranks.*sync_batch_norm for each"
+            ):
+                sync_batch_norm_many([inputs[0], other], means, variances)
+
+
+def test_refused_where_plain_tensors_are_expected(ranks: Ranks) -> None:
+    mesh, x = mesh_of(ranks), numbers(0, ranks)
+    mean, invstd = torch.zeros(4, dtype=x.dtype, device=ranks.device), torch.ones(4, dtype=x.dtype, device=ranks.device)
+
+    def replicated(plain: Tensor) -> DTensor:
+        return distribute_tensor(plain, mesh, [Replicate()])
+
+    batch_norm_backward(x, x, mean, invstd)
+    for name, refused in (
+        ("input", lambda: batch_norm_backward(x, replicated(x), mean, invstd)),
+        ("grad_output", lambda: batch_norm_backward(replicated(x), x, mean, invstd)),
+        ("mean", lambda: batch_norm_backward(x, x, replicated(mean), invstd)),
+        ("z", lambda: sync_batch_norm(x, mean, invstd, training=True, z=replicated(x))),
+        ("weight", lambda: sync_batch_norm(x, mean, invstd, nn.Parameter(replicated(mean)), training=True)),
+    ):
+        with pytest.raises(TypeError, match=rf"{name} is a DTensor.*pass {name}.to_local\(\)"):
+            refused()
 
 
 @pytest.mark.parametrize("of_gradient", [Shard(2), Replicate()], ids=repr)

@@ -14,7 +14,6 @@ from voting import Ranks
 
 import syncbn
 from syncbn.distributed import groups
-from syncbn.functional import sync_batch_norm_many
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="no rank reads the mark on a GPU: the faulty rank raises alone"
@@ -140,14 +139,3 @@ def test_one_value_in_the_whole_group(ranks: Ranks) -> None:
         assert torch.equal(buffer, before[name]), name
     layer(torch.randn(2 * share, 3))
     assert layer.num_batches_tracked == 1
-
-
-def test_several_dtensors(ranks: Ranks) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    mesh = init_device_mesh("cpu", (ranks.size,))
-    one = DTensor.from_local(GOOD, mesh, [Shard(0)])
-    with pytest.raises(TypeError, match=r"the input is a DTensor.*pass input.to_local\(\)"):
-        sync_batch_norm_many([one])
-    sync_batch_norm_many([one.to_local()])
