@@ -7,7 +7,7 @@
 As in the paper, the number of epochs is always the same and the learning rate is proportional to the images of a step,
 so that fewer images make more and smaller steps. Here it falls to 0 in a straight line.
 
-    torchrun --standalone --nproc-per-node 2 examples/evidence/images_per_rank.py          three minutes on two cores
+    torchrun --standalone --nproc-per-node 2 examples/evidence/images_per_rank.py          minutes on two cores
     torchrun --standalone --nproc-per-node 2 examples/evidence/images_per_rank.py --seeds 1 --epochs 1 --images 2 8
 
 Writes metrics.json and errors.png to --output.

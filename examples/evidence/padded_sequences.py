@@ -11,7 +11,7 @@ of 8 motifs is added, at some place; the network names it. Training and test seq
 of padding. With "varied" each batch draws its share, as batches of real sequences have shares of their own. The mean of
 the noise is 0, as of standardised features, or 3, in units of the noise: there zeros are far from all values.
 
-    torchrun --standalone --nproc-per-node 2 examples/evidence/padded_sequences.py         two minutes on two cores
+    torchrun --standalone --nproc-per-node 2 examples/evidence/padded_sequences.py          minutes on two cores
     torchrun --standalone --nproc-per-node 2 examples/evidence/padded_sequences.py --seeds 1 --epochs 1 --shares 75
 
 Writes metrics.json and errors.png to --output.

@@ -8,7 +8,7 @@ A model is trained with each batch size, with a learning rate proportional to it
 epochs. A large batch makes few steps in an epoch, so that the moving average lags behind the weights, and holds some of
 the values that it began with.
 
-    torchrun --standalone --nproc-per-node 2 examples/evidence/population_statistics.py      two minutes on two cores
+    torchrun --standalone --nproc-per-node 2 examples/evidence/population_statistics.py          minutes on two cores
     torchrun --standalone --nproc-per-node 2 examples/evidence/population_statistics.py --seeds 1 --epochs 2
 
 Writes metrics.json and errors.png to --output.

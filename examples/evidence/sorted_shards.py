@@ -10,8 +10,8 @@ images, enough for batch norm, so that it is not their number that makes the dif
 classes of its rank by their own mean and variance, so what it lets through does not say which rank's classes they are,
 and no single set of statistics serves all classes in evaluation.
 
-    torchrun --standalone --nproc-per-node 5 examples/evidence/sorted_shards.py     2 classes for each rank; 2 minutes
-    torchrun --standalone --nproc-per-node 2 examples/evidence/sorted_shards.py     5 classes for each rank; 1 minute
+    torchrun --standalone --nproc-per-node 5 examples/evidence/sorted_shards.py          2 classes for each rank
+    torchrun --standalone --nproc-per-node 2 examples/evidence/sorted_shards.py          5 classes for each rank
     torchrun --standalone --nproc-per-node 2 examples/evidence/sorted_shards.py --seeds 1 --epochs 2
 
 Writes metrics.json and errors.png to --output.

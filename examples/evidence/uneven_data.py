@@ -8,7 +8,7 @@ Rank 0 has 50, 75 or 90 % of the images, the others share the rest. Each epoch s
 it drops other images. The optimizer is SGD without momentum: a rank that has joined makes no steps of its own, and its
 momentum would stay behind that of the others.
 
-    torchrun --standalone --nproc-per-node 2 examples/evidence/uneven_data.py          two minutes on two cores
+    torchrun --standalone --nproc-per-node 2 examples/evidence/uneven_data.py          minutes on two cores
     torchrun --standalone --nproc-per-node 2 examples/evidence/uneven_data.py --seeds 1 --epochs 2 --shares 90
 
 Writes metrics.json and errors.png to --output.
