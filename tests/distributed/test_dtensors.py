@@ -17,9 +17,8 @@ from voting import Ranks
 import syncbn
 from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_norm_many
 
-pytestmark = pytest.mark.skipif(
-    torch.__version__.startswith("2.11"), reason="gradients come replicated there; the cause is not known"
-)
+# Its DTensors replicate the gradient of an uneven shard where autograd copies it; its to_local has no second derivative.
+TORCH_211 = torch.__version__.startswith("2.11")
 
 # of 5 images of 4 channels and 3 x 6 pixels: uneven shards on 2 ranks, and an empty one on 4
 SHAPE = (5, 4, 3, 6)
@@ -80,9 +79,11 @@ def require_equal(
     with CommDebugMode() as communication:
         output = layer(x, z)
         output.backward(dy)
-    assert communication.get_total_counts() == num_all_reduces
     assert isinstance(output, DTensor)
-    assert output.placements == x.grad.placements == placements
+    assert output.placements == placements
+    if not TORCH_211:
+        assert communication.get_total_counts() == num_all_reduces
+        assert x.grad.placements == placements
     assert output.shape == SHAPE
     pairs = [(output, expected), (x.grad, expected_x.grad), (z.grad, expected_z.grad)]
     pairs += [(layer.running_mean, expected_layer.running_mean), (layer.running_var, expected_layer.running_var)]
@@ -218,6 +219,7 @@ def test_refused_where_plain_tensors_are_expected(ranks: Ranks) -> None:
             refused()
 
 
+@pytest.mark.skipif(TORCH_211, reason="to_local loses it")
 @pytest.mark.parametrize("of_gradient", [Shard(2), Replicate()], ids=repr)
 def test_second_derivative(ranks: Ranks, of_gradient: Placement) -> None:
     """Also through a gradient that is placed otherwise: from_local's backward alone would lose its graph."""
