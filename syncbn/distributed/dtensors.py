@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from syncbn.distributed.specification import Specification
+
+TO_LOCAL_LOSES_GRAPH = torch.__version__.startswith("2.11")  # that of the gradient, with which x.grad would be None
 
 
 def is_dtensor(candidate: Any) -> bool:
@@ -88,11 +91,16 @@ def unwrap(arguments: Arguments) -> tuple[Arguments, Callable[[Tensor], Tensor]]
         _require_same(arguments.process_group, group, placements)
     plain["process_group"] = OfMesh(group)
 
+    def place(gradient: Any) -> Any:
+        """The backward of from_local does, too, but outside of the graph of second derivatives."""
+        if TO_LOCAL_LOSES_GRAPH and torch.is_grad_enabled():
+            raise RuntimeError("DTensors of torch 2.11 have no second derivatives: leave out create_graph, or use 2.13")
+        return gradient.redistribute(placements=placements)
+
     def wrap(output: Tensor) -> Tensor:
         y = DTensor.from_local(output, mesh, placements, run_check=False, shape=shape, stride=stride)
         if y.requires_grad and not torch_private.is_compiling():
-            # The backward of from_local places a gradient too, but outside of the graph of second derivatives.
-            y.register_hook(lambda gradient: gradient.redistribute(placements=placements))  # type: ignore[no-untyped-call]
+            y.register_hook(place)  # type: ignore[no-untyped-call]
         return y
 
     return dataclasses.replace(arguments, **plain), wrap
