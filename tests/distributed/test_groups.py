@@ -180,6 +180,7 @@ def test_a_group_that_does_not_exist_here(ranks: Ranks) -> None:
 def test_a_conversion_or_revert_that_fails_changes_nothing(ranks: Ranks) -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.SyncBatchNorm(2))
     model[1].process_group = dist.new_group()
+    dist.barrier()  # else a rank may leave the group while another still connects to it
     dist.destroy_process_group(model[1].process_group)
     with pytest.raises(ValueError, match="process_group was destroyed; pass one that exists"):
         syncbn.convert_syncbn_model(model)
