@@ -97,8 +97,8 @@ def slower_each_time(steps: list[Step], measure: Callable[[list[Step]], Ratios])
 
 
 def last_release() -> str:
-    """The newest tag. **Raises** SystemExit where there is none."""
-    command = ["git", "describe", "--tags", "--abbrev=0"]
+    """The newest tag before this commit. **Raises** SystemExit where there is none."""
+    command = ["git", "describe", "--tags", "--abbrev=0", "HEAD^"]
     described = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if described.returncode:
         raise SystemExit(

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All tests, in parts, four at a time, as those that start programs wait more than they compute: on 2, 3 (with the
-# reference kernels) and 4 ranks, three parts that start programs, those of the GPU's kernels in Triton's interpreter, and
+# reference kernels) and 4 ranks, four parts that start programs, those of the GPU's kernels in Triton's interpreter, and
 # the others. Ends with what failed and pytest's summary of each part.
 #   --quick    the essential part, under 3 minutes: 2 ranks, and no test that starts programs or is interpreted
 # Other arguments go to pytest, as in: scripts/test.sh -k voting
@@ -8,12 +8,13 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment
 
-programs=(tests/test_{accelerate,crashes,lightning,testing,two_hosts,voting}.py)
+crashes=(tests/test_{crashes,two_hosts}.py)
+programs=(tests/test_{accelerate,lightning,testing,voting}.py)
 examples=(tests/test_{evidence,examples,imagenet}.py)
 faults=(tests/test_faults.py)
 interpreted=(tests/test_kernels.py tests/test_moments.py)
 others=(tests --ignore tests/distributed)
-for file in "${programs[@]}" "${examples[@]}" "${faults[@]}"; do
+for file in "${crashes[@]}" "${programs[@]}" "${examples[@]}" "${faults[@]}"; do
     others+=(--ignore "$file")
 done
 rank_counts=(2 3 4)
@@ -52,8 +53,9 @@ run_part() {
 }
 
 if [[ ! $quick ]]; then
-    part "programs" python3 -m pytest "${programs[@]}" "$@"
     part "examples" python3 -m pytest "${examples[@]}" "$@"
+    part "crashes" python3 -m pytest "${crashes[@]}" "$@"
+    part "programs" python3 -m pytest "${programs[@]}" "$@"
     part "faults" python3 -m pytest "${faults[@]}" "$@"
 fi
 for count in "${rank_counts[@]}"; do

@@ -60,6 +60,7 @@ def test_the_last_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         bench_guard.last_release()
     git("tag", "v0.1.0")
     git("commit", "--allow-empty", "--message", "second")
+    git("tag", "v0.1.1")  # which is to be compared with the one before
     assert bench_guard.last_release() == "v0.1.0"
     with pytest.raises(SystemExit, match=r"git archive v0\.2\.0 syncbn scripts: fatal: not a valid object name"):
         bench_guard.copy_commit("v0.2.0", tmp_path / "copy")

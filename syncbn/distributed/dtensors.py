@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from syncbn.distributed.specification import Specification
 
-TO_LOCAL_LOSES_GRAPH = torch.__version__.startswith("2.11")  # that of the gradient, with which x.grad would be None
+# That of the gradient, with which x.grad would be None: seen in 2.11, and not in 2.13.
+TO_LOCAL_LOSES_GRAPH = torch.__version__ < "2.13"
 
 
 def is_dtensor(candidate: Any) -> bool:

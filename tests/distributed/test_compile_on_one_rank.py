@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
-# On 4 ranks all but the first and the last have two groups, of 2 ranks and with names of their own.
+# On 4 ranks "int", "group" and "mesh" give two groups of 2 ranks, which have different names.
 PROCESS_GROUPS: dict[str, Callable[[str], object]] = {
     "default": lambda device: None,
     "int": lambda device: 2,

@@ -193,3 +193,19 @@ def test_a_deep_copy_of_a_trained_layer_trains_on(ranks: Ranks) -> None:
     for name, expected in model.state_dict().items():
         # DDP's first step reduces other buckets than its later ones: from three ranks on, sums differ by a rounding.
         torch.testing.assert_close(copied.state_dict()[name], expected, rtol=1e-11, atol=1e-11, msg=name)
+
+
+def test_an_overflow_on_one_rank_is_skipped_by_all(ranks: Ranks) -> None:
+    """GradScaler asks each rank's gradients alone, here without DDP between them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), syncbn.SyncBatchNorm1d(4)).to(ranks.device)
+    before = model[0].weight.detach().clone()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler(ranks.device.type, 2.0**10)
+    for factor in (float("inf"), 1.0):
+        y = model(torch.randn(5, 3, device=ranks.device))
+        scaler.scale((y.pow(3) * (factor if ranks.rank == ranks.size - 1 else 1.0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert scaler.get_scale() == 2.0**9
+        assert torch.equal(model[0].weight, before) == (factor != 1)

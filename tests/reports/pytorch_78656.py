@@ -9,7 +9,6 @@ import inspect
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules._functions import SyncBatchNorm
 
 import syncbn
@@ -27,12 +26,9 @@ def main() -> None:
     torch.testing.assert_close(layer.state_dict(), alone.state_dict())
     assert whole.grad is not None
     torch.testing.assert_close(mine.grad, whole.grad[: len(mine)], rtol=1e-4, atol=1e-4)
-    with FakeTensorMode():  # its tensors have no values, so reading one raises an error
-        fake = torch.randn(mine.shape, requires_grad=True)
-        syncbn.SyncBatchNorm2d(3)(fake).pow(3).sum().backward()
     if rank == 0:
         print("torch: its forward", "selects counts by a mask" if by_mask else "has no mask", "(it needs a GPU)")
-        print("syncbn: partly. A rank without images is exact, and no value is read on the host; not run on a GPU")
+        print("syncbn: partly. A rank without images is exact, and needs no mask; no graph was captured on a GPU")
 
 
 if __name__ == "__main__":
