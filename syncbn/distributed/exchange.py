@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -57,22 +57,34 @@ def raise_faults(error: Exception | None, group: dist.ProcessGroup, where: str =
     raise error_class(where + by_rank(faulty, texts)) from error
 
 
-def require_equal(what: str, error: Exception | None, group: dist.ProcessGroup | None) -> None:
-    """Check that the models are the same, as far as `what` says, before collectives that depend on it.
+def require_equal(lines: Sequence[str], error: Exception | None, group: dist.ProcessGroup | None) -> None:
+    """Check that the models are the same, as far as these lines say, before collectives that depend on it.
 
-    **Raises** on every rank: what any rank raises, of which `error` is this rank's; ValueError where `what` differs.
+    **Raises** on every rank: what any rank raises, of which `error` is this rank's; ValueError where the lines differ,
+    with the first that does.
     """
     if group is None:
         if error is not None:
             raise error
         return
-    local = (error is not None, what[:1000], hashlib.blake2b(what.encode()).hexdigest())
-    gathered = all_gather_json(local, group)
-    if any(faulty for faulty, *_ in gathered):
+    gathered = all_gather_text(digest_of_lines(lines) if error is None else "", group)
+    if "" in gathered:
         raise_faults(error, group)
-    if len({digest for *_, digest in gathered}) > 1:
-        words = by_rank(dist.get_process_group_ranks(group), [text for _, text, _ in gathered])
-        raise ValueError(f"the ranks' models differ:\n{words}")
+    if len(set(gathered)) > 1:
+        raise ValueError(f"the ranks' models differ, first in:\n{first_difference(lines, group)}")
+
+
+def digest_of_lines(lines: Sequence[str]) -> str:
+    """Which differs where the lines do."""
+    return hashlib.blake2b("\n".join(lines).encode()).hexdigest()
+
+
+def first_difference(lines: Sequence[str], group: dist.ProcessGroup) -> str:
+    """Of lines that differ between the ranks, the first that does, by rank. A collective for each line up to it."""
+    rest = iter(lines)
+    while len(set(of_ranks := all_gather_text(next(rest, "nothing more"), group))) == 1:
+        pass
+    return by_rank(dist.get_process_group_ranks(group), of_ranks)
 
 
 def by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:

@@ -42,6 +42,6 @@ def agreed_layers(
         prepare(layers)
     except (TypeError, ValueError) as error:
         fault = error
-    channels = " + ".join(str(layer.num_features) for layer in layers)
-    require_equal(f"BatchNorm layers of {channels} channels{count_given}", fault, members.world())
+    lines = [f"BatchNorm layer {index}: {layer.num_features} channels" for index, layer in enumerate(layers, 1)]
+    require_equal([f"BatchNorm layers{count_given}", *lines], fault, members.world())
     return layers

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from syncbn.distributed import members
-from syncbn.distributed.exchange import all_gather, all_gather_text, all_reduce_max, by_rank, in_words
+from syncbn.distributed.exchange import (
+    all_gather,
+    all_gather_text,
+    all_reduce_max,
+    digest_of_lines,
+    first_difference,
+    in_words,
+)
 from syncbn.layer import SyncBatchNorm
 
 if TYPE_CHECKING:
@@ -79,18 +86,10 @@ def _cohorts(model: nn.Module) -> dict[str, int]:
 
 def _require_the_same_names(lines: list[str], world: ProcessGroup) -> None:
     """**Raises** AssertionError on every rank with the first line that differs."""
-    text = "\n".join(lines)
-    digests = all_gather_text(hashlib.blake2b(text.encode()).hexdigest(), world)
-    if len(set(digests)) == 1:
-        return
-    ranks = [*range(world.size())]
-    for index in itertools.count():
-        lines_of_ranks = all_gather_text(lines[index] if index < len(lines) else "nothing more", world)
-        if len(set(lines_of_ranks)) > 1:
-            raise AssertionError(
-                "the ranks have not the same tensors; of each the first that differs:\n"
-                + by_rank(ranks, lines_of_ranks)
-            )
+    if len(set(all_gather_text(digest_of_lines(lines), world))) > 1:
+        raise AssertionError(
+            f"the ranks have not the same tensors; of each the first that differs:\n{first_difference(lines, world)}"
+        )
 
 
 def _digest(tensor: Tensor) -> int:

@@ -230,11 +230,9 @@ def _specification(layer: _BatchNorm) -> Specification:
 
 def _require_the_same_calls(recorders: list[_Recorder], num_slices: int, group: ProcessGroup | None) -> None:
     """**Raises** on every rank where the ranks differ, and the fault of any rank."""
-    channels = " + ".join(str(recorder.layer.num_features) for recorder in recorders)
-    calls = " + ".join(str(len(recorder.sums)) for recorder in recorders)
+    lines = [f"{one.name}: {one.layer.num_features} channels, called {len(one.sums)} times" for one in recorders]
     fault = next((recorder.fault for recorder in recorders if recorder.fault is not None), None)
-    what = f"batch-norm layers of {channels} channels, called {calls} times in training, num_slices={num_slices}"
-    require_equal(what, fault, group)
+    require_equal([f"num_slices={num_slices}", *lines], fault, group)
 
 
 @torch.no_grad()
