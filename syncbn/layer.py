@@ -19,6 +19,8 @@ from syncbn.distributed.collectives import Ranks
 from syncbn.distributed.specification import given, specification
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from syncbn.distributed.specification import ProcessGroupLike, Specification
     from syncbn.moments import Pool
 
@@ -64,6 +66,7 @@ class SyncBatchNorm(_BatchNorm):
     _process_group: Specification = None
     _is_replica: bool = False  # nn.DataParallel sets it in its copies
     _statistics_pool: Pool | None = None  # collects each batch's statistics, which then do not move the running ones
+    _observer: Callable[[Arguments], None] | None = None  # sees what is normalised in training
 
     def __init__(
         self,
@@ -104,7 +107,11 @@ class SyncBatchNorm(_BatchNorm):
 
     def __getstate__(self) -> dict[str, Any]:
         state = vars(self).copy()
-        for name in ("_synchronised_ranks", "_statistics_pool"):  # of this process, not of a copy elsewhere
+        for name in (
+            "_synchronised_ranks",
+            "_statistics_pool",
+            "_observer",
+        ):  # of this process, not of a copy elsewhere
             state.pop(name, None)
         return state
 
@@ -167,6 +174,8 @@ class SyncBatchNorm(_BatchNorm):
 
     def _train(self, arguments: Arguments, counter: Tensor | None = None) -> Tensor:
         """F.batch_norm(training=True) of these arguments over all ranks of the group; `counter` is incremented."""
+        if self._observer is not None:
+            self._observer(arguments)
         pool, wrap = self._statistics_pool, None
         if pool is not None and arguments.running_mean is not self.running_mean:
             pool = None  # a subclass's own buffers

@@ -36,7 +36,10 @@ OURS: dict[type[nn.Module], type[SyncBatchNorm]] = {
 }
 
 # What a conversion adds to a layer's own attributes, and a revert takes away.
-ADDED = ("_original_class", "_process_group", "channel_last", "fuse_relu", "_synchronised_ranks", "_statistics_pool")
+ADDED = (
+    "_original_class", "_process_group", "channel_last", "fuse_relu", "_synchronised_ranks", "_statistics_pool",
+    "_observer",
+)  # fmt: skip
 
 _classes = dict(OURS)  # and those made so far
 

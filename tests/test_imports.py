@@ -22,7 +22,7 @@ ORDER = [
     "__init__",
     "tools.measure_local_noise",
     "tools.join tools.recompute_running_stats tools.merge_running_stats tools.assert_synced tools.summary",
-    "tools.accumulate_running_stats tools.table",
+    "tools.accumulate_running_stats tools.observed tools.table",
     "tools.agreed_layers",
     "diagnosis.debug_mode distributed.shadowing",
     "functional convert",

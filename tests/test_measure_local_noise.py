@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -220,19 +222,87 @@ class OfTokens(nn.BatchNorm1d):
         return super().forward(x.transpose(1, 2)).transpose(1, 2)
 
 
-def test_what_cannot_be_measured() -> None:
-    tokens = nn.Sequential(OfTokens(CHANNELS))
-    words = r"0: expected 3 channels in dim 1 of the input, got 5 \(input shape \(2, 5, 3\)\)"
-    with pytest.raises(ValueError, match=words):
-        measured(tokens, *torch.randn(3, 2, 5, CHANNELS), num_slices=2)
+class OfTokensByFunction(nn.BatchNorm1d):
+    """Calls the function itself, as timm's BatchNormAct2d does, and takes what others do not."""
+
+    def forward(self, x: Tensor, scale: float = 1.0, *, training: bool = True) -> Tensor:
+        x = x.transpose(1, 2) * scale
+        self.num_batches_tracked.add_(1)
+        y = nn.functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, training, self.momentum, self.eps
+        )
+        return y.transpose(1, 2)
+
+
+class Ghost(nn.BatchNorm1d):
+    """Has mathematics of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("kind", [OfTokens, OfTokensByFunction])
+def test_what_the_class_normalises_is_measured(kind: Any, converted: bool) -> None:
+    """And not the input of the module, whose dim 1 is as long as that of the channels."""
+    x = torch.randn(8, CHANNELS, CHANNELS, dtype=torch.float64) + torch.arange(CHANNELS) * 5
+    model = nn.Sequential(kind(CHANNELS, dtype=torch.float64))
+    if converted:
+        syncbn.convert_syncbn_model(model)
+    state = torch.overrides._len_torch_function_stack()
+    [row] = measured(model, x, num_slices=2)
+    assert row[3:10] == pytest.approx(figures_by_hand([[*x.transpose(1, 2).tensor_split(2)]]), rel=1e-9)
+    assert torch.overrides._len_torch_function_stack() == state
+    assert not any(module._forward_hooks or "_observer" in vars(module) for module in model.modules())
+
+
+def test_options_of_a_class_are_its_own() -> None:
+    layer = OfTokensByFunction(CHANNELS)
+    with syncbn.measure_local_noise(layer, num_slices=2) as noise:
+        layer(torch.randn(4, 5, CHANNELS), scale=2.0, training=False)  # by running statistics
+        layer(torch.randn(4, 5, CHANNELS), scale=2.0, training=True)
+    assert [row.num_calls for row in noise] == [1]
+    assert not noise.not_measured
+
+
+def test_a_forward_that_fails_leaves_nothing() -> None:
+    layer = nn.BatchNorm2d(CHANNELS, dtype=torch.float64)
+    depth = torch.overrides._len_torch_function_stack()
+    with syncbn.measure_local_noise(layer, num_slices=2) as noise:
+        with pytest.raises(ValueError, match="expected 4D"):
+            layer(batch(4)[0])
+        assert torch.overrides._len_torch_function_stack() == depth
+        layer(batch(4))
+    assert [row.num_calls for row in noise] == [1]
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_what_cannot_be_measured_is_named(converted: bool) -> None:
+    model = nn.ModuleList([nn.BatchNorm1d(CHANNELS), nn.BatchNorm1d(CHANNELS), Ghost(CHANNELS)])
+    if converted:
+        syncbn.convert_syncbn_model(model)
+    x = torch.randn(4, CHANNELS)
+    with warnings.catch_warnings(), syncbn.measure_local_noise(model, num_slices=2) as noise:
+        warnings.simplefilter("ignore")  # of mathematics of its own
+        model[0](x)
+        model[2](x)
+        with pytest.raises((RuntimeError, ValueError)):
+            model[1](x[:, :2])
+    assert [row.layer for row in noise] == ["0"]
+    assert "expected 3 channels in dim 1 of the input, got 2" in noise.not_measured["1"]
+    assert "Ghost calls neither super().forward nor F.batch_norm" in noise.not_measured["2"]
+    assert [line.split(":")[1] for line in str(noise).splitlines()[-2:]] == [" 1", " 2"]
+    assert str(noise).splitlines()[-1].startswith("not measured: 2: the forward of its class ")
+
+
+def test_an_ensemble_is_not_measured() -> None:
     ensemble = nn.Sequential(nn.BatchNorm2d(CHANNELS, track_running_stats=False, dtype=torch.float64))
+    with syncbn.measure_local_noise(ensemble, num_slices=2) as noise:
+        torch.vmap(ensemble)(batch(4)[None])
+    assert str(noise).startswith("not measured: 0: an ensemble under torch.func.vmap has no batch of its own")
 
-    def measured_ensemble() -> None:
-        with syncbn.measure_local_noise(ensemble, num_slices=2):
-            torch.vmap(ensemble)(batch(4)[None])
 
-    with pytest.raises(RuntimeError, match=r"0: an ensemble under torch\.func\.vmap has no batch of its own"):
-        measured_ensemble()
+def test_bad_arguments() -> None:
     layer = nn.BatchNorm2d(CHANNELS)
     for words, options in (
         ("one rank, which has nothing to compare; pass num_slices=8", {}),

@@ -87,6 +87,13 @@ def first_difference(lines: Sequence[str], group: dist.ProcessGroup) -> str:
     return by_rank(dist.get_process_group_ranks(group), of_ranks)
 
 
+def gather_by_rank(text: str, group: dist.ProcessGroup) -> str:
+    """The ranks' texts that are not empty, a line for each, with its ranks."""
+    texts = zip(dist.get_process_group_ranks(group), all_gather_text(text, group), strict=True)
+    told = {rank: text for rank, text in texts if text}
+    return by_rank(told, told.values())
+
+
 def by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
     """A line for each of the texts, with its ranks: "ranks 0-2, 5: in bn1 forward, call 3"."""
     ranks_of: dict[str, list[int]] = {}

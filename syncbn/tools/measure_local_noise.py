@@ -23,6 +23,7 @@ Beta((n_r - 1) / 2, (n - n_r) / 2), whose moments are b1 = (n_r - 1) / (n - 1) a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,14 +34,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from syncbn import masks, moments, nested, torch_private
 from syncbn.arguments import Arguments
 from syncbn.convert import check_module
-from syncbn.distributed import groups
+from syncbn.diagnosis.positions import Waiting
+from syncbn.distributed import dtensors, groups
 from syncbn.distributed.collectives import joined_group
-from syncbn.distributed.exchange import require_equal
+from syncbn.distributed.exchange import all_reduce_max, gather_by_rank, require_equal
 from syncbn.distributed.specification import specification
 from syncbn.kernels import select_kernels
 from syncbn.layer import SyncBatchNorm
 from syncbn.layout import Layout
 from syncbn.left_alone import kind_of
+from syncbn.tools.observed import observed
 from syncbn.tools.summary import bytes_if_synchronised
 from syncbn.tools.table import table
 
@@ -84,9 +87,15 @@ class LayerNoise(NamedTuple):
 class LocalNoise(list[LayerNoise]):
     """The rows of `measure_local_noise`, in the model's order, once its block has ended; printed, a table."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.not_measured: dict[str, str] = {}  # the names of layers that are left out, and why
+
     def __str__(self) -> str:
+        left_out = "".join(f"\nnot measured: {name}: {why}" for name, why in self.not_measured.items())
         if not self:
-            return "nothing measured: the block has not ended, or no batch-norm layer was called in training mode"
+            words = "nothing measured: the block has not ended, or no batch-norm layer was called in training mode"
+            return left_out[1:] or words
         header = (
             "layer", "class", "values/rank", "values/group", "mean off", "predicted", "variance off", "predicted",
             "outputs off", "gains", "bytes",
@@ -96,7 +105,7 @@ class LocalNoise(list[LayerNoise]):
             values, deviations = [f"{round(one, 1):.10g}" for one in row[3:5]], [f"{one:.3f}" for one in row[5:10]]
             rows.append((*row[:2], *values, *deviations, "yes" if row.gains else "no", row.bytes_per_call))
         total = ("total", *[""] * 8, f"{sum(row.gains for row in self)} of {len(self)}", sum(row[-1] for row in self))
-        return f"{table(header, rows, total)}\n{LEGEND}"
+        return f"{table(header, rows, total)}\n{LEGEND}{left_out}"
 
     __repr__ = __str__
 
@@ -122,10 +131,15 @@ def measure_local_noise(
     deviations without. That is a rule of thumb: it is what some 150 independent values leave. Whether the noise harms
     the training, or helps it as regularisation, only a training run tells.
 
+    What counts as a layer's input is what the forward of its class gives to super().forward or F.batch_norm. Where that
+    cannot be read on some rank, the layer is left out on all, and named with the reason below the table and in
+    `not_measured`.
+
     Nothing of the training changes, but that compiled modules run in eager mode. Calls in evaluation mode, and the
     recompute of activation checkpointing, are not counted. Nothing is sent until the block ends, which is a collective:
-    an exchange of texts and two all_reduces of all ranks (and one more for each other group that a layer has); a block
-    that ends with an exception sends nothing. Each call of a layer keeps 8 * (2C + 1) bytes, times num_slices.
+    an exchange of texts and three all_reduces of all ranks (and one more for each other group that a layer has). So
+    take as many steps in it on every rank. A block that ends with an exception sends nothing. Each call of a layer
+    keeps 8 * (2C + 1) bytes, times num_slices.
 
     Args:
         model: in whatever wrapper. Where its layers are synchronised, a rank's inputs are those of a synchronised
@@ -143,7 +157,7 @@ def measure_local_noise(
     Raises:
         TypeError: `model` is not a module; a bad `process_group`.
         ValueError: one rank alone with num_slices=1, which has nothing to compare; num_slices below 1; at the end, on
-            every rank, that the ranks' layers, calls or num_slices differ, or the input of a layer cannot be read.
+            every rank, that the ranks' layers, calls or num_slices differ, with the first that does.
         RuntimeError: inside `syncbn.join`.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
@@ -171,11 +185,13 @@ def measure_local_noise(
     noise = LocalNoise()
     with torch.compiler.set_stance("force_eager"), contextlib.ExitStack() as hooks:
         for recorder in recorders:
-            hooks.enter_context(recorder.layer.register_forward_pre_hook(recorder.record, with_kwargs=True))
+            hooks.enter_context(observed(recorder.layer, recorder.record, recorder.leave_out))
         yield noise
     ranks = groups.begin_call(spec, "measure_local_noise", None)
-    _require_the_same_calls(recorders, num_slices, ranks.group)
-    called = [recorder for recorder in recorders if recorder.sums]
+    with contextlib.nullcontext() if ranks.group is None else Waiting(ranks.group, ranks.call, "exchange"):
+        _require_the_same_calls(recorders, num_slices, ranks.group)
+        noise.not_measured.update(_not_measured(recorders, ranks.group))
+    called = [one for one in recorders if one.num_calls and one.name not in noise.not_measured]
     if called:
         noise.extend(_rows(called, ranks))
 
@@ -185,27 +201,35 @@ class _Recorder:
 
     def __init__(self, name: str, layer: _BatchNorm, spec: Specification, num_slices: int) -> None:
         self.name, self.layer, self.spec, self.num_slices = name, layer, spec, num_slices
+        self.num_calls = 0  # in training mode
         self.sums: list[Tensor] = []  # for each call (2C + 1, num_slices), packed as in moments.py
-        self.fault: Exception | None = None
+        self.eps = layer.eps
+        self.why_left_out = ""
 
     @torch.no_grad()
-    def record(self, layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """A hook before the forward of the layer. It raises nothing, as the other ranks go on until the end."""
-        if not layer.training or torch_private.current_backward() != -1:
+    def record(self, arguments: Arguments) -> None:
+        """A call of the layer. This raises nothing, as the training goes on and the other ranks do."""
+        if torch_private.current_backward() != -1:
             return
+        self.num_calls += 1
         try:
-            self.sums.append(self.local_sums(*inputs, **options))
-        except (RuntimeError, TypeError, ValueError) as error:
-            self.fault = self.fault or type(error)(f"{self.name}: {error}")
+            self.sums.append(self.local_sums(arguments))
+        except Exception as error:  # of whatever class a strange input raises
+            self.leave_out(str(error))
 
-    def local_sums(self, input: Tensor, z: object = None, mask: Tensor | None = None) -> Tensor:
-        """Those of each slice of this call's input; z and mask are options of synchronised layers."""
+    def leave_out(self, why: str) -> None:
+        """The layer is not measured."""
+        self.why_left_out = self.why_left_out or " ".join(why.split()) or "its input cannot be read"
+
+    def local_sums(self, arguments: Arguments) -> Tensor:
+        """Those of each slice of this call's input."""
         if torch_private.inside_vmap():
             raise RuntimeError("an ensemble under torch.func.vmap has no batch of its own; measure one of its models")
-        channel_dim = -1 if getattr(self.layer, "channel_last", False) else 1
-        arguments = Arguments(input, None, None, None, None, 0.0, self.layer.eps, channel_dim, mask=mask)
-        arguments.num_channels = self.layer.num_features
-        if nested.is_jagged(input):
+        if dtensors.is_dtensor(arguments.input):
+            raise TypeError("its input is a DTensor, whose mesh says which ranks share a batch; measure plain tensors")
+        self.eps, channel_dim = arguments.eps, arguments.channel_dim
+        arguments = dataclasses.replace(arguments, num_channels=self.layer.num_features, check_input_dim=None)
+        if nested.is_jagged(arguments.input):
             arguments, _ = nested.unwrap(arguments)
         arguments.check()
         x, mask = arguments.input.detach(), arguments.mask
@@ -229,10 +253,21 @@ def _specification(layer: _BatchNorm) -> Specification:
 
 
 def _require_the_same_calls(recorders: list[_Recorder], num_slices: int, group: ProcessGroup | None) -> None:
-    """**Raises** on every rank where the ranks differ, and the fault of any rank."""
-    lines = [f"{one.name}: {one.layer.num_features} channels, called {len(one.sums)} times" for one in recorders]
-    fault = next((recorder.fault for recorder in recorders if recorder.fault is not None), None)
-    require_equal([f"num_slices={num_slices}", *lines], fault, group)
+    """**Raises** ValueError on every rank where the ranks differ."""
+    lines = [f"{one.name}: {one.layer.num_features} channels, called {one.num_calls} times" for one in recorders]
+    require_equal([f"num_slices={num_slices}", *lines], None, group)
+
+
+def _not_measured(recorders: list[_Recorder], group: ProcessGroup | None) -> dict[str, str]:
+    """The names of layers that any rank leaves out, and why: the same on all ranks. An all_reduce, and an exchange of
+    texts for each of these layers."""
+    if group is None:
+        return {one.name: one.why_left_out for one in recorders if one.why_left_out}
+    left_out = all_reduce_max(torch.tensor([int(bool(one.why_left_out)) for one in recorders]), group)
+    found = {}
+    for index in left_out.nonzero().flatten().tolist():
+        found[recorders[index].name] = gather_by_rank(recorders[index].why_left_out, group).replace("\n", "; ")
+    return found
 
 
 @torch.no_grad()
@@ -240,7 +275,7 @@ def _rows(recorders: list[_Recorder], ranks: Ranks) -> list[LayerNoise]:
     """Of layers that have been called, on all `ranks`. Two all_reduces, and one more for each other group."""
     device = recorders[0].sums[0].device
     local = [torch.stack(recorder.sums, dim=1).to(device) for recorder in recorders]  # (2C + 1, calls, num_slices)
-    all_eps = (recorder.layer.eps for recorder in recorders)
+    all_eps = (recorder.eps for recorder in recorders)
     squares = torch.stack(list(map(_squares, local, _totals(recorders, local), all_eps)))
     means = ranks.all_reduce(squares.flatten(), "all_reduce").view_as(squares)
     means = means[:, 1:] / means[:, :1]
