@@ -33,6 +33,11 @@ def measured(model: nn.Module, *inputs: Tensor, num_slices: int, **options: Tens
     return noise
 
 
+def gains_in_table(noise: LocalNoise) -> str:
+    """What the table says of the first layer."""
+    return str(noise).splitlines()[2].split()[-2]
+
+
 def channels_last(x: Tensor) -> Tensor:
     return x.to(memory_format=torch.channels_last)
 
@@ -117,9 +122,18 @@ def test_constant_channels_are_left_out() -> None:
     x[:, 0] = 0.1
     [row] = measured(nn.BatchNorm2d(CHANNELS, dtype=torch.float64), x, num_slices=2)
     assert row[3:10] == pytest.approx(figures_by_hand([[*x[:, 1:].tensor_split(2)]]), rel=1e-9)
-    [row] = measured(nn.BatchNorm2d(CHANNELS), torch.full((4, CHANNELS, 2, 2), 0.1), num_slices=2)
+    noise = measured(nn.BatchNorm2d(CHANNELS), torch.full((4, CHANNELS, 2, 2), 0.1), num_slices=2)
+    [row] = noise
     assert math.isnan(row.mean_deviation)
+    assert math.isnan(row.values_per_rank)
     assert not row.gains
+    assert gains_in_table(noise) == "-"
+
+
+def test_a_small_deviation_around_a_large_mean_is_no_constant() -> None:
+    x = torch.randn(64, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 0.01 + 100
+    [row] = measured(nn.BatchNorm1d(1, dtype=torch.float64), x, num_slices=2)
+    assert row[3:10] == pytest.approx(figures_by_hand([[*x.tensor_split(2)]]), rel=1e-6)
 
 
 def test_nan_is_to_be_seen() -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,7 +60,7 @@ LEGEND = f"""\
 off: a rank's own mean and variance from its group's, in the group's standard deviations and relative; and its outputs
     (standard deviation 1) from what they are with the group's; root mean squares over channels, ranks and calls
 predicted: what independent values would give, as many as there are
-gains: yes where a rank's outputs are off by more than {GAINS_FROM} without synchronisation
+gains: yes where a rank's outputs are off by more than {GAINS_FROM} without synchronisation; -: nothing to compare
 bytes: what synchronisation sends in a call, forward and backward"""
 
 
@@ -80,7 +81,8 @@ class LayerNoise(NamedTuple):
 
     @property
     def gains(self) -> bool:
-        """Whether a rank's outputs are off by more than 0.1 standard deviations if the layer is not synchronised."""
+        """Whether a rank's outputs are off by more than 0.1 standard deviations if the layer is not synchronised; False
+        where there is nothing to compare."""
         return self.output_deviation > GAINS_FROM
 
 
@@ -103,7 +105,9 @@ class LocalNoise(list[LayerNoise]):
         rows = []
         for row in self:
             values, deviations = [f"{round(one, 1):.10g}" for one in row[3:5]], [f"{one:.3f}" for one in row[5:10]]
-            rows.append((*row[:2], *values, *deviations, "yes" if row.gains else "no", row.bytes_per_call))
+            compared = row.values_per_rank < row.values_per_group and not math.isnan(row.output_deviation)
+            gains = ("yes" if row.gains else "no") if compared else "-"
+            rows.append((*row[:2], *values, *deviations, gains, row.bytes_per_call))
         total = ("total", *[""] * 8, f"{sum(row.gains for row in self)} of {len(self)}", sum(row[-1] for row in self))
         return f"{table(header, rows, total)}\n{LEGEND}{left_out}"
 
@@ -128,8 +132,10 @@ def measure_local_noise(
     data do.
 
     A layer gains from synchronisation, says the table, where a rank's outputs are off by more than 0.1 standard
-    deviations without. That is a rule of thumb: it is what some 150 independent values leave. Whether the noise harms
-    the training, or helps it as regularisation, only a training run tells.
+    deviations without. That is a rule of thumb: it is what some 150 independent values leave on each of many ranks, or
+    75 on each of 2, as the square is about 1.5 (1 / n_r - 1 / n). So 2 ranks understate the noise in a job of 64 by up
+    to sqrt(2): ranks times num_slices must be those of the job. Whether the noise harms the training, or helps it as
+    regularisation, only a training run tells.
 
     What counts as a layer's input is what the forward of its class gives to super().forward or F.batch_norm. Where that
     cannot be read on some rank, the layer is left out on all, and named with the reason below the table and in
@@ -152,7 +158,9 @@ def measure_local_noise(
 
     Yields:
         a list of `LayerNoise`, of the layers that were called in training mode; empty until the block has ended, then
-        the same on all ranks. Its str() is the table. Deviations are NaN where each channel is constant.
+        the same on all ranks of `process_group` (with an int, "node" or a part of the ranks each group has its own).
+        Its str() is the table. Deviations and values are NaN where each channel is constant; a layer whose group is
+        this rank alone, with num_slices=1, has deviations of 0.
 
     Raises:
         TypeError: `model` is not a module; a bad `process_group`.

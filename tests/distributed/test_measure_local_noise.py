@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from voting import Ranks
 
 import syncbn
+from syncbn.diagnosis import positions
+from syncbn.distributed.exchange import require_equal
 
 CHANNELS = 3
 
@@ -68,6 +70,7 @@ def test_each_layer_is_measured_in_its_group(ranks: Ranks, monkeypatch: pytest.M
                 one(x)
         return noise
 
+    assert [line.split()[-2] for line in str(measured()).splitlines()[3:5]] == ["-", "-"]
     parts = [part(ranks, rank) for rank in range(ranks.size)]
     over_all = figures_by_hand([parts])
     of_alone = [over_all[0], over_all[0], 0, 0, 0, 0, 0]
@@ -184,3 +187,19 @@ def test_not_inside_join(ranks: Ranks) -> None:
         syncbn.measure_local_noise(ddp),
     ):
         pass
+
+
+def test_the_exchange_at_the_end_is_a_wait_that_is_told(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks with fewer steps than others stand there; and no synchronised layer may have started the watchdog."""
+    seen = []
+
+    def look(*arguments: Any) -> None:
+        waiting = positions._this_rank().waiting
+        seen.append(waiting and waiting.doing.partition(", ")[0])
+        require_equal(*arguments)
+
+    monkeypatch.setattr("syncbn.tools.measure_local_noise.require_equal", look)
+    with syncbn.measure_local_noise(layer(ranks)):
+        pass
+    assert seen == ["measure_local_noise exchange"]
+    assert positions._this_rank().waiting is None
