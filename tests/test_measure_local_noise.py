@@ -290,6 +290,19 @@ def test_a_forward_that_fails_leaves_nothing() -> None:
     assert [row.num_calls for row in noise] == [1]
 
 
+def test_an_interrupt_leaves_nothing() -> None:
+    """For which torch calls no hooks after the forward."""
+
+    class Interrupted(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    depth = torch.overrides._len_torch_function_stack()
+    with pytest.raises(KeyboardInterrupt):
+        measured(Interrupted(CHANNELS), torch.randn(4, CHANNELS), num_slices=2)
+    assert torch.overrides._len_torch_function_stack() == depth
+
+
 @pytest.mark.parametrize("converted", [False, True])
 def test_what_cannot_be_measured_is_named(converted: bool) -> None:
     model = nn.ModuleList([nn.BatchNorm1d(CHANNELS), nn.BatchNorm1d(CHANNELS), Ghost(CHANNELS)])
