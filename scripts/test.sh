@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# All tests, in parts, four at a time, as those that start programs wait more than they compute: on 2, 3 (with the
-# reference kernels) and 4 ranks, four parts that start programs, those of the GPU's kernels in Triton's interpreter, and
-# the others. Ends with what failed and pytest's summary of each part.
+# All tests, in parts, four at a time, as those that start programs wait more than they compute: four parts that start
+# programs, those of the GPU's kernels in Triton's interpreter, the others of one process, and last, as they use all cores,
+# those on 2, 3 (with the reference kernels) and 4 ranks. Ends with what failed and pytest's summary of each part.
 #   --quick    the essential part, under 3 minutes: 2 ranks, and no test that starts programs or is interpreted
 # Other arguments go to pytest, as in: scripts/test.sh -k voting
 set -euo pipefail
@@ -57,15 +57,15 @@ if [[ ! $quick ]]; then
     part "crashes" python3 -m pytest "${crashes[@]}" "$@"
     part "programs" python3 -m pytest "${programs[@]}" "$@"
     part "faults" python3 -m pytest "${faults[@]}" "$@"
+    part "interpreted" env TRITON_INTERPRET=1 python3 -m pytest "${interpreted[@]}" -m triton "$@"
 fi
+part "one process" python3 -m pytest "${others[@]}" "$@"
 for count in "${rank_counts[@]}"; do
     kernels=${SYNCBN_KERNELS-}
     [[ $count != 3 ]] || kernels=reference
     part "$count ranks" env ${kernels:+SYNCBN_KERNELS=$kernels} PYTHONPATH="tests${PYTHONPATH:+:$PYTHONPATH}" python3 -m torch.distributed.run \
         --standalone --nproc-per-node "$count" --local-ranks-filter 0 -m pytest -p voting tests/distributed "$@"
 done
-[[ $quick ]] || part "interpreted" env TRITON_INTERPRET=1 python3 -m pytest "${interpreted[@]}" -m triton "$@"
-part "one process" python3 -m pytest "${others[@]}" "$@"
 wait
 
 summary='^=.* in [0-9.]*s'
