@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from syncbn.distributed.specification import OfMesh, Specification
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-PLAIN_CLASSES = (Tensor, torch.nn.Parameter)  # a Parameter of a DTensor is of the class DTensor
 REMEDY = "correct num_features, channel_last or channel_dim"
 
 
@@ -129,7 +128,7 @@ def check_channels(
             continue
         if not isinstance(given, Tensor):
             raise TypeError(f"expected {name} to be a Tensor of shape ({actual},), got {type(given).__name__}")
-        if type(given) not in PLAIN_CLASSES:
+        if type(given) not in torch_private.PLAIN_CLASSES:
             _refuse_dtensor(name, given)
         if given.dtype not in SUPPORTED_DTYPES:
             raise TypeError(f"expected {name} to be a float tensor, got {given.dtype}; convert it first")

@@ -107,11 +107,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def __getstate__(self) -> dict[str, Any]:
         state = vars(self).copy()
-        for name in (
-            "_synchronised_ranks",
-            "_statistics_pool",
-            "_observer",
-        ):  # of this process, not of a copy elsewhere
+        for name in ("_synchronised_ranks", "_statistics_pool", "_observer"):  # of this process, not of a copy
             state.pop(name, None)
         return state
 

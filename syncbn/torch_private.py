@@ -51,12 +51,12 @@ def may_skip_dispatcher(*tensors: Tensor | None) -> bool:
     ):
         return False
     for tensor in tensors:
-        if tensor is not None and (type(tensor) not in _PLAIN_CLASSES or tensor.is_neg() or tensor._is_zerotensor()):
+        if tensor is not None and (type(tensor) not in PLAIN_CLASSES or tensor.is_neg() or tensor._is_zerotensor()):
             return False
     return True
 
 
-_PLAIN_CLASSES = {Tensor, nn.Parameter}
+PLAIN_CLASSES = {Tensor, nn.Parameter}  # a Parameter of a DTensor is of the class DTensor
 _USUAL_KEYS: int = 0  # which every thread includes, outside of inference mode
 for _key in (torch._C.DispatchKey.BackendSelect, torch._C.DispatchKey.ADInplaceOrView):
     _USUAL_KEYS |= torch._C.DispatchKeySet(_key).raw_repr()

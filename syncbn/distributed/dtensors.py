@@ -95,7 +95,9 @@ def unwrap(arguments: Arguments) -> tuple[Arguments, Callable[[Tensor], Tensor]]
     def place(gradient: Any) -> Any:
         """The backward of from_local does, too, but outside of the graph of second derivatives."""
         if TO_LOCAL_LOSES_GRAPH and torch.is_grad_enabled():
-            raise RuntimeError("DTensors of torch 2.11 have no second derivatives: leave out create_graph, or use 2.13")
+            raise RuntimeError(
+                "DTensors have no second derivatives before torch 2.13: leave out create_graph, or use 2.13"
+            )
         return gradient.redistribute(placements=placements)
 
     def wrap(output: Tensor) -> Tensor:
