@@ -2,14 +2,14 @@
 # All tests, in parts, four at a time, as those that start programs wait more than they compute: four parts that start
 # programs, those of the GPU's kernels in Triton's interpreter, the others of one process, and last, as they use all cores,
 # those on 2, 3 (with the reference kernels) and 4 ranks. Ends with what failed and pytest's summary of each part.
-#   --quick    the essential part, under 3 minutes: 2 ranks, and no test that starts programs or is interpreted
+#   --quick    the essential part, under 4 minutes: 2 ranks, and no test that starts programs or is interpreted
 # Other arguments go to pytest, as in: scripts/test.sh -k voting
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment
 
 crashes=(tests/test_{crashes,two_hosts}.py)
-programs=(tests/test_{accelerate,lightning,testing,voting}.py)
+programs=(tests/test_{accelerate,gpu_run,lightning,readme,testing,voting}.py)
 examples=(tests/test_{evidence,examples,imagenet}.py)
 faults=(tests/test_faults.py)
 interpreted=(tests/test_kernels.py tests/test_moments.py)
