@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import queue
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -330,6 +331,7 @@ def test_what_cannot_be_joined_is_refused_inside(
 
     with pytest.raises(Exception, match=message), syncbn.join(ddp):
         body()
+    gc.collect()  # torch 2.11 leaves the mode of a selective checkpoint that raised only with its generator
 
 
 def test_a_call_over_a_part_of_the_ranks_inside_is_refused(ranks: Ranks) -> None:
