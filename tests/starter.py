@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import json
 import os
 import runpy
@@ -19,7 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
-PRELOADED = "torch", "torch._dynamo", "torch.distributed.fsdp", "numpy"  # not syncbn, which reads the environment
+# What programs import that takes long, where it is installed; not syncbn, which reads the environment.
+PRELOADED = "torch", "torch._dynamo", "torch.distributed.fsdp", "sklearn.datasets", "matplotlib.pyplot"
 
 
 class Started:
@@ -105,7 +107,9 @@ def _serve() -> list[str]:
 
 if __name__ == "__main__":
     for name in PRELOADED:
-        __import__(name)
+        with contextlib.suppress(ImportError):
+            __import__(name)
+    gc.freeze()  # else each program copies all these objects when it collects garbage, and twice when it ends
     sys.argv = _serve()
     if sys.argv:
         sys.path[0] = str(Path(sys.argv[0]).parent)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import EXAMPLES, run
+from jobs import EXAMPLES, run, run_script
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (pip install syncbn[accelerate])")
 
@@ -24,7 +24,7 @@ SETTINGS = ["--mixed_precision", "no", "--dynamo_backend", "no"]
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     script = [EXAMPLES / "accelerate_digits.py", "--epochs", 1, "--cpu", "--output"]
-    run(sys.executable, *script, tmp_path / "one.json")
+    run_script(*script, tmp_path / "one.json")
     run(*LAUNCH, *SETTINGS, *script, tmp_path / "two.json")
     one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
     assert (one["processes"], two["processes"]) == (1, 2)

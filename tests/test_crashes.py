@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import ENVIRONMENT, EXAMPLES, ON_TWO_RANKS, TORCHRUN, processes_with, run
+from jobs import ENVIRONMENT, EXAMPLES, ON_TWO_RANKS, TORCHRUN, processes_with, run_on_ranks
 
 SETTINGS = ["--epochs", "2", "--width", "4", "--checkpoint-every", "1"]
 # Else torchrun's restarts find the addresses of processes that have ended: https://github.com/pytorch/pytorch/issues/135712
@@ -77,7 +77,7 @@ def test_killed_at_random_moments(folder: Path, pytestconfig: pytest.Config) -> 
     """
     num_kills, chance = pytestconfig.getoption("--kills"), random.Random(0)
     steps = 8 * num_kills  # an epoch
-    run(*ON_TWO_RANKS, *digits(folder / "calm", steps))
+    run_on_ranks(2, *digits(folder / "calm", steps))
     calm, folder = load(folder / "calm"), folder / "killed"
     folder.mkdir()
     command = [*ON_TWO_RANKS, "--max-restarts", str(num_kills), *digits(folder, steps)]

@@ -153,6 +153,7 @@ def test_an_import_does_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="open files are read from /proc")
 def test_the_check_above_can_fail(tmp_path: Path) -> None:
-    start = 'threading.Timer(9, print).start(); kept = open("/dev/null"); tempfile.mkdtemp()'
+    thread = "threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    start = f'{thread}; kept = open("/dev/null"); tempfile.mkdtemp()'
     found = effects(f"{start}; dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)", tmp_path)
     assert all(found[name] for name in ("threads", "files", "folders", "group"))
