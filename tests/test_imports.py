@@ -47,7 +47,7 @@ ORDER = [
     "arguments kernels.__init__",
     "masks kernels.operators",
     "kernels.gpu kernels.reference",
-    "kernels.cpu kernels.gpu_kernels",
+    "kernels.cpu kernels.gpu_channels kernels.gpu_tiles",
     "moments",
     "layout torch_private",
 ]  # fmt: skip

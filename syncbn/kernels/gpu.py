@@ -1,5 +1,6 @@
-"""Launches the kernels for CUDA tensors, and decides how they go over a tensor. Their code is in gpu_kernels.py.
+"""Launches the kernels for CUDA tensors, and decides how they go over a tensor.
 
+The code of those that go over a tensor is in gpu_tiles.py, of those of channels' numbers in gpu_channels.py.
 Launches: channel_sums 2, or 1 for a small tensor, gradient_sums 2, the others 1 each. Nothing waits for the GPU.
 """
 
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from syncbn import moments
-from syncbn.kernels import gpu_kernels
+from syncbn.kernels import gpu_channels, gpu_tiles
 from syncbn.layout import Layout
 
 SHORTEST_RUN = 32  # values; of shorter ones a thread would load few at once
@@ -96,27 +97,27 @@ class Launches:
             groups_of_program = triton.cdiv(num_groups, max(1, min(num_groups, most_parts)))
             parts = triton.cdiv(num_groups, max(1, groups_of_program))
             rows_of_program = groups_of_program * group * rows
-            tiles = gpu_kernels.Tiles(in_runs, rows, width, align, fits, group, index, compute)
+            tiles = gpu_tiles.Tiles(in_runs, rows, width, align, fits, group, index, compute)
             numbers = num_rows, rows_of_program, channels, inner, columns, *division, tiles, *constants
             return Launch(kernel, (spans, max(1, parts)), *numbers, num_warps=threads // 32, maxnreg=maxnreg)
 
         most_parts = min(MOST_PARTS, SUMMING_PROGRAMS // spans)
         self.parts_of_sums = over_tiles(
-            gpu_kernels.parts_of_sums, group=group_of_sums, most_parts=most_parts, maxnreg=SUMMING_REGISTERS
+            gpu_tiles.parts_of_sums, group=group_of_sums, most_parts=most_parts, maxnreg=SUMMING_REGISTERS
         )
         num_parts = self.parts_of_sums.grid[1]
         of_column = (num_parts, channels, 1) if in_runs else (num_parts, columns, inner)  # parts, their width, columns
         at_once = min(MOST_PARTS, max(8, triton.next_power_of_2(num_parts * of_column[2])))
         blocks = max(1, triton.cdiv(channels, NUMBERS // at_once)), 1
         of_parts = *of_column, channels, at_once, NUMBERS // at_once
-        self.sums = Launch(gpu_kernels.sums, blocks, *of_parts)
-        self.gradient_sums = Launch(gpu_kernels.gradient_sums, blocks, *of_parts, compute)
+        self.sums = Launch(gpu_channels.sums, blocks, *of_parts)
+        self.gradient_sums = Launch(gpu_channels.gradient_sums, blocks, *of_parts, compute)
         self.numbers_of_parts = 2 * of_column[1] * num_parts + 1
         self.parts_are_sums = num_parts * of_column[2] == 1
 
         of_map: dict[str, Any] = {"group": 4, "most_parts": MAPPING_PROGRAMS // spans, "maxnreg": MAPPING_REGISTERS}
-        self.normalize = [over_tiles(gpu_kernels.normalize, relu, **of_map) for relu in (False, True)]
-        self.input_gradient = over_tiles(gpu_kernels.input_gradient, **of_map)
+        self.normalize = [over_tiles(gpu_tiles.normalize, relu, **of_map) for relu in (False, True)]
+        self.input_gradient = over_tiles(gpu_tiles.input_gradient, **of_map)
 
 
 class LaunchesOfChannels:
@@ -124,9 +125,9 @@ class LaunchesOfChannels:
 
     def __init__(self, channels: int) -> None:
         grid = max(1, triton.cdiv(channels, CHANNELS)), 1
-        self.forward_coefficients = Launch(gpu_kernels.forward_coefficients, grid, channels, CHANNELS)
-        self.backward_coefficients = Launch(gpu_kernels.backward_coefficients, grid, channels, CHANNELS)
-        self.update_running_stats = Launch(gpu_kernels.update_running_stats, grid, channels, CHANNELS)
+        self.forward_coefficients = Launch(gpu_channels.forward_coefficients, grid, channels, CHANNELS)
+        self.backward_coefficients = Launch(gpu_channels.backward_coefficients, grid, channels, CHANNELS)
+        self.update_running_stats = Launch(gpu_channels.update_running_stats, grid, channels, CHANNELS)
 
 
 launches = functools.lru_cache(1024)(Launches)
