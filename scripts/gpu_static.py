@@ -8,9 +8,11 @@ reads the machine code. In the innermost loop that loads (or in the whole kernel
 
     "ins" instructions, "f64" those of float64 and conversions, "bytes" loaded and stored, "load" bytes of the widest
 
+"lanes" is the share of them that have columns of the tensor; the others load and store nothing.
+
 The model, of a multiprocessor in the middle of a large tensor, in cycles for what a warp does in one turn of that loop:
 
-    memory     bytes, at COPY of the multiprocessor's share of the memory's rate, which is what a copy reaches
+    memory     bytes of the lanes in use, at COPY of the multiprocessor's share of the memory's rate, as a copy reaches
     issue      an instruction each 1 / ISSUED
     float64    an instruction each 1 / Machine.float64, a conversion each 1 / CONVERTED
     in flight  LATENCY and twice the instructions, divided by the warps that are there at once
@@ -175,11 +177,18 @@ def _width(instruction: str) -> int:
     return next((WIDTHS[part] for part in parts[1].split(".") if part in WIDTHS), 4)
 
 
+def lanes_in_use(launch: Launch) -> float:
+    """The share of lanes that have columns, in the middle of a tensor."""
+    tiles = launch.arguments["TILES"]
+    return 1.0 if tiles.in_runs else launch.arguments["columns"] / (launch.grid[0] * tiles.columns)
+
+
 class Row(NamedTuple):
     """A line of the table."""
 
     case: str
     code: Code
+    lanes: float  # the share that is in use
     blocks: int  # on a multiprocessor
     fraction: float  # of copy speed
     limit: str
@@ -187,19 +196,19 @@ class Row(NamedTuple):
 
 def row_of(launch: Launch, case: str, capability: int) -> Row:
     """Compile, read and predict."""
-    code, machine = read(compiled(launch, capability)), MACHINES[capability]
+    code, machine, lanes = read(compiled(launch, capability)), MACHINES[capability], lanes_in_use(launch)
     warps = launch.options.get("num_warps", 4)
     by_registers = 65536 // (math.ceil(code.registers / 8) * 8 * 32 * warps)
     by_shared = machine.shared // (code.shared + 1024)
     blocks = min(by_registers, by_shared, 64 // warps, 32)
     cycles = {
-        "memory": 32 * code.bytes / (COPY * machine.bytes),
+        "memory": lanes * 32 * code.bytes / (COPY * machine.bytes),
         "issue": code.instructions / ISSUED,
         "float64": code.float64 / machine.float64 + code.conversions / CONVERTED,
         "in flight": (LATENCY + 2 * code.instructions) / (blocks * warps),
     }
     limit = max(cycles, key=lambda name: cycles[name])
-    return Row(case, code, blocks, cycles["memory"] / cycles[limit], limit)
+    return Row(case, code, lanes, blocks, cycles["memory"] / cycles[limit], limit)
 
 
 def calls(x: Tensor, layout: Layout) -> dict[str, Callable[[], object]]:
@@ -238,13 +247,13 @@ def main() -> None:
     parser.add_argument("--kernels", nargs="+", default=KERNELS.split())
     arguments = parser.parse_args()
     print(f"sm_{arguments.capability}, Triton {triton.__version__}")
-    print(f"{'':44} regs spill shared blocks load  ins  f64 bytes ins/B copy")
+    print(f"{'':44} regs spill shared blocks load  ins  f64 bytes ins/B lanes copy")
     for row in table(arguments.capability, arguments.shapes, arguments.dtypes, arguments.kernels):
         code = row.code
         print(
             f"{row.case:44} {code.registers:4} {code.spills:5} {code.shared:6} {row.blocks:6} "
             f"{code.widest_load:4} {code.instructions:4} {code.float64 + code.conversions:4} {code.bytes:5} "
-            f"{code.instructions / max(code.bytes, 1):5.2f} {row.fraction:4.2f} {row.limit}",
+            f"{code.instructions / max(code.bytes, 1):5.2f} {row.lanes:5.2f} {row.fraction:4.2f} {row.limit}",
             flush=True,
         )
 

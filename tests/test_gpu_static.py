@@ -41,6 +41,18 @@ def test_promises_of_the_table(shape: str, capability: int) -> None:
         assert row.fraction >= (0.85 if kernel in MAPS else 0.8), row
 
 
+@pytest.mark.parametrize(
+    ("channels", "columns", "lanes"),
+    [(40, 64, 0.62), (72, 32, 0.75), (96, 32, 1), (112, 128, 0.87), (144, 32, 0.9), (320, 64, 1), (960, 128, 0.93)],
+)
+def test_tiles_are_wide_and_few_lanes_idle(channels: int, columns: int, lanes: float) -> None:
+    """Of tensors in channels last, with the numbers of channels of EfficientNet and MobileNet."""
+    for launch in launches_of_a_step(torch.empty(6272, channels, device="meta"), torch.float32):
+        if "TILES" in launch.arguments:
+            assert launch.arguments["TILES"].columns == columns
+            assert gpu_static.lanes_in_use(launch) >= lanes
+
+
 def launches_of_a_step(x: Tensor, parameter: torch.dtype, *, affine: bool = True) -> list[gpu_static.Launch]:
     """Those of forward and backward, with a residual and a relu."""
     layout, channels = Layout.of(x, 1), x.shape[1]

@@ -23,7 +23,7 @@ from syncbn.layout import Layout
 
 SHORTEST_RUN = 32  # values; of shorter ones a thread would load few at once
 BYTES_OF_THREAD = 16  # that it loads at once
-COLUMNS = 128  # of a tile that is not in runs, at most
+COLUMNS = 128, 64, 32  # of a tile that is not in runs: its rows are at least 64 bytes, two sectors of memory
 THREADS = 256  # of a program, at most
 SUMMING_PROGRAMS = 1024  # about as many as run at once on a large GPU
 MOST_PARTS = 256  # of a sum, which a second kernel adds
@@ -80,8 +80,11 @@ class Launches:
             width = min(vector, align)
             spans, num_rows = channels, outer * inner // width
         else:
-            width = min(COLUMNS, triton.next_power_of_2(max(1, columns)))
-            spans, num_rows = max(1, triton.cdiv(columns, width)), outer
+            across = max(1, columns)
+            widths = [min(width, triton.next_power_of_2(across)) for width in COLUMNS]
+            # The widest of those with the fewest idle lanes, which count in eighths of the columns.
+            width = min(widths, key=lambda width: 8 * (-across % width) // across)
+            spans, num_rows = triton.cdiv(across, width), outer
         vectors_of_span = triton.next_power_of_2(max(1, num_rows * width // vector))
         threads = min(THREADS, max(32, vectors_of_span // 4))
         rows = threads * max(1, vector // width // 2) if in_runs else max(1, threads * vector // width)
