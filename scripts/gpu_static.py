@@ -10,14 +10,16 @@ reads the machine code. In the innermost loop that loads (or in the whole kernel
 
 "lanes" is the share of them that have columns of the tensor; the others load and store nothing.
 
-The model, of a multiprocessor in the middle of a large tensor, in cycles for what a warp does in one turn of that loop:
+The model: the programs of a launch run in waves, each of as many as fit on the GPU at once, the last of those that are
+left; 2.5 "waves" are two full ones and a half. A wave takes the longest of these, in cycles for one turn of that loop:
 
-    memory     bytes of the lanes in use, at COPY of the multiprocessor's share of the memory's rate, as a copy reaches
-    issue      an instruction each 1 / ISSUED
-    float64    an instruction each 1 / Machine.float64, a conversion each 1 / CONVERTED
-    in flight  LATENCY and twice the instructions, divided by the warps that are there at once
+    memory     bytes of the lanes in use, at COPY of the memory's rate, which is what a copy reaches
+    issue      an instruction each 1 / ISSUED, on the multiprocessor with the most programs
+    float64    likewise, an instruction each 1 / Machine.float64, a conversion each 1 / CONVERTED
+    in flight  LATENCY and twice the instructions: a warp waits for its loads, however few others there are
 
-The fraction of copy speed is the first divided by the longest. Caches, launches and the last programs are not in it.
+The fraction of copy speed is the time of the memory, divided by that of the waves; the limit named is that of the first
+wave. Caches, launches and what programs do outside of their loops are not in it.
 """
 
 from __future__ import annotations
@@ -62,13 +64,17 @@ CONVERTED = 0.5  # likewise, between float32 and float64
 class Machine(NamedTuple):
     """A GPU; rates are a cycle and multiprocessor."""
 
+    multiprocessors: int
     bytes: float  # of memory
     float64: float  # instructions of a warp
     shared: int  # bytes
 
 
 # A100 SXM 80 GB: 2.04 TB/s, 108 multiprocessors at 1.41 GHz. H100 SXM: 3.35 TB/s, 132 at 1.755 GHz.
-MACHINES = {80: Machine(2.04e12 / 108 / 1.41e9, 1.0, 164 << 10), 90: Machine(3.35e12 / 132 / 1.755e9, 2.0, 227 << 10)}
+MACHINES = {
+    80: Machine(108, 2.04e12 / 108 / 1.41e9, 1.0, 164 << 10),
+    90: Machine(132, 3.35e12 / 132 / 1.755e9, 2.0, 227 << 10),
+}
 
 
 class Launch(NamedTuple):
@@ -189,7 +195,8 @@ class Row(NamedTuple):
     case: str
     code: Code
     lanes: float  # the share that is in use
-    blocks: int  # on a multiprocessor
+    blocks: int  # that fit on a multiprocessor
+    waves: float
     fraction: float  # of copy speed
     limit: str
 
@@ -201,14 +208,23 @@ def row_of(launch: Launch, case: str, capability: int) -> Row:
     by_registers = 65536 // (math.ceil(code.registers / 8) * 8 * 32 * warps)
     by_shared = machine.shared // (code.shared + 1024)
     blocks = min(by_registers, by_shared, 64 // warps, 32)
-    cycles = {
-        "memory": lanes * 32 * code.bytes / (COPY * machine.bytes),
-        "issue": code.instructions / ISSUED,
-        "float64": code.float64 / machine.float64 + code.conversions / CONVERTED,
-        "in flight": (LATENCY + 2 * code.instructions) / (blocks * warps),
-    }
-    limit = max(cycles, key=lambda name: cycles[name])
-    return Row(case, code, lanes, blocks, cycles["memory"] / cycles[limit], limit)
+
+    def cycles_of_wave(blocks: float) -> dict[str, float]:
+        """Of so many on each multiprocessor."""
+        most_warps = math.ceil(blocks) * warps
+        return {
+            "memory": blocks * warps * lanes * 32 * code.bytes / (COPY * machine.bytes),
+            "issue": most_warps * code.instructions / ISSUED,
+            "float64": most_warps * (code.float64 / machine.float64 + code.conversions / CONVERTED),
+            "in flight": LATENCY + 2 * code.instructions,
+        }
+
+    programs, at_once = math.prod(launch.grid), blocks * machine.multiprocessors
+    counts = [min(at_once, programs - start) for start in range(0, programs, at_once)]
+    waves = [cycles_of_wave(count / machine.multiprocessors) for count in counts]
+    fraction = sum(wave["memory"] for wave in waves) / sum(max(wave.values()) for wave in waves)
+    limit = max(waves[0], key=lambda name: waves[0][name])
+    return Row(case, code, lanes, blocks, programs / at_once, fraction, limit)
 
 
 def calls(x: Tensor, layout: Layout) -> dict[str, Callable[[], object]]:
@@ -247,11 +263,11 @@ def main() -> None:
     parser.add_argument("--kernels", nargs="+", default=KERNELS.split())
     arguments = parser.parse_args()
     print(f"sm_{arguments.capability}, Triton {triton.__version__}")
-    print(f"{'':44} regs spill shared blocks load  ins  f64 bytes ins/B lanes copy")
+    print(f"{'':44} regs spill shared blocks waves load  ins  f64 bytes ins/B lanes copy")
     for row in table(arguments.capability, arguments.shapes, arguments.dtypes, arguments.kernels):
         code = row.code
         print(
-            f"{row.case:44} {code.registers:4} {code.spills:5} {code.shared:6} {row.blocks:6} "
+            f"{row.case:44} {code.registers:4} {code.spills:5} {code.shared:6} {row.blocks:6} {row.waves:5.1f} "
             f"{code.widest_load:4} {code.instructions:4} {code.float64 + code.conversions:4} {code.bytes:5} "
             f"{code.instructions / max(code.bytes, 1):5.2f} {row.lanes:5.2f} {row.fraction:4.2f} {row.limit}",
             flush=True,

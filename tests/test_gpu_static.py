@@ -53,6 +53,16 @@ def test_tiles_are_wide_and_few_lanes_idle(channels: int, columns: int, lanes: f
             assert gpu_static.lanes_in_use(launch) >= lanes
 
 
+def test_the_prediction_knows_how_many_programs_there_are() -> None:
+    """The H100 has 132 multiprocessors with room for three programs each; a fourth has to wait."""
+    launch = launches_of_a_step(torch.empty(6272, 128, dtype=torch.bfloat16, device="meta"), torch.float32)[0]
+    grids = [(1, programs, 1) for programs in (1, 132 * 3, 132 * 3 + 1)]
+    one, full, more = [gpu_static.row_of(launch._replace(grid=grid), "", 90) for grid in grids]
+    assert one.fraction < 0.1
+    assert (full.blocks, full.waves, full.fraction) == (3, 1, 1)
+    assert more.fraction < 0.8
+
+
 def launches_of_a_step(x: Tensor, parameter: torch.dtype, *, affine: bool = True) -> list[gpu_static.Launch]:
     """Those of forward and backward, with a residual and a relu."""
     layout, channels = Layout.of(x, 1), x.shape[1]
