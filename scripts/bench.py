@@ -416,7 +416,7 @@ def import_seconds() -> dict[str, float]:
     seconds: dict[str, float] = {}
     for statement in ("import torch", "import torch, syncbn"):
         code = f"import time; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
-        runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, check=True) for _ in range(5)]
+        runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, check=True) for _ in range(3)]
         seconds[statement] = statistics.median(float(run.stdout) for run in runs)
     return seconds
 

@@ -2,21 +2,23 @@
 # All tests, in parts, four at a time, as those that start programs wait more than they compute: four parts that start
 # programs, those of the GPU's kernels in Triton's interpreter, the others of one process, and last, as they use all cores,
 # those on 2, 3 (with the reference kernels) and 4 ranks. Ends with what failed and pytest's summary of each part.
-#   --quick    the essential part, under 4 minutes: 2 ranks, and no test that starts programs or is interpreted
+#   --quick    the essential part, under 2 minutes: 2 ranks, and no test that starts programs, is compiled or interpreted
 # Other arguments go to pytest, as in: scripts/test.sh -k voting
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment
 
 crashes=(tests/test_{crashes,two_hosts}.py)
-programs=(tests/test_{accelerate,gpu_run,lightning,readme,testing,voting}.py)
+programs=(tests/test_{accelerate,gpu_run,lightning,package,readme,testing,voting}.py)
 examples=(tests/test_{evidence,examples,imagenet}.py)
 faults=(tests/test_faults.py)
 interpreted=(tests/test_kernels.py tests/test_moments.py)
+compiled=(tests/test_{gpu_static,inductor}.py tests/distributed/test_compile{,_on_one_rank}.py)
 others=(tests --ignore tests/distributed)
 for file in "${crashes[@]}" "${programs[@]}" "${examples[@]}" "${faults[@]}"; do
     others+=(--ignore "$file")
 done
+on_ranks=(tests/distributed)
 rank_counts=(2 3 4)
 quick=
 arguments=()
@@ -29,8 +31,14 @@ for argument in "$@"; do
     fi
 done
 set -- "${arguments[@]}"
-[[ $quick ]] ||
+if [[ $quick ]]; then
+    for file in "${compiled[@]}"; do
+        others+=(--ignore "$file")
+        on_ranks+=(--ignore "$file")
+    done
+else
     prepare_triton || echo "Triton cannot be had here: its tests are skipped" >&2
+fi
 
 logs=$(mktemp -d)
 set -m # each part is a process group, which can be ended as one
@@ -64,7 +72,7 @@ for count in "${rank_counts[@]}"; do
     kernels=${SYNCBN_KERNELS-}
     [[ $count != 3 ]] || kernels=reference
     part "$count ranks" env ${kernels:+SYNCBN_KERNELS=$kernels} PYTHONPATH="tests${PYTHONPATH:+:$PYTHONPATH}" python3 -m torch.distributed.run \
-        --standalone --nproc-per-node "$count" --local-ranks-filter 0 -m pytest -p voting tests/distributed "$@"
+        --standalone --nproc-per-node "$count" --local-ranks-filter 0 -m pytest -p voting "${on_ranks[@]}" "$@"
 done
 wait
 

@@ -21,7 +21,8 @@ import time
 from pathlib import Path
 
 # What programs import that takes long, where it is installed; not syncbn, which reads the environment.
-PRELOADED = "torch", "torch._dynamo", "torch.distributed.fsdp", "sklearn.datasets", "matplotlib.pyplot"
+PRELOADED = "torch.distributed.fsdp", "sklearn.datasets", "matplotlib.pyplot"
+PRELOADED_LAST = "torch._dynamo"  # which imports triton, whose objects (3.9) say so when they are not collected in the end
 
 
 class Started:
@@ -109,7 +110,8 @@ if __name__ == "__main__":
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             __import__(name)
-    gc.freeze()  # else each program copies all these objects when it collects garbage, and twice when it ends
+    gc.freeze()  # else each program copies all these objects when it ends, as it then collects garbage
+    __import__(PRELOADED_LAST)
     sys.argv = _serve()
     if sys.argv:
         sys.path[0] = str(Path(sys.argv[0]).parent)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import run
+from jobs import run, run_script
 
 pytest.importorskip("lightning", reason="lightning is not installed (pip install syncbn[lightning])")
 
@@ -25,7 +25,7 @@ print(net[1].running_var.sum().item())
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     for devices in (1, 2):
-        run(sys.executable, JOB, devices, tmp_path)
+        run_script(JOB, devices, tmp_path)
     one, two = (torch.load(tmp_path / f"{devices}.pt") for devices in (1, 2))
     for name, value in one["state_dict"].items():
         torch.testing.assert_close(two["state_dict"][name], value, rtol=1e-12, atol=1e-12)

@@ -13,6 +13,8 @@ from voting import Ranks
 import syncbn
 from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_norm_many
 
+pytestmark = pytest.mark.two_ranks
+
 OPTIONS = {
     "plain": {},
     "momentum None": {"momentum": None},
