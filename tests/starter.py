@@ -22,9 +22,8 @@ from pathlib import Path
 
 # What programs import that takes long, where it is installed; not syncbn, which reads the environment.
 PRELOADED = "torch.distributed.fsdp", "sklearn.datasets", "matplotlib.pyplot"
-PRELOADED_LAST = (
-    "torch._dynamo"  # which imports triton, whose objects (3.9) say so when they are not collected in the end
-)
+# Not among the frozen objects: it imports triton, which (3.9) complains of objects that are not collected in the end.
+PRELOADED_LAST = "torch._dynamo"
 
 
 class Started:
