@@ -412,13 +412,16 @@ def count_waits(peer: Peer, x: Tensor, z: Tensor, dy: Tensor) -> int:
 
 
 def import_seconds() -> dict[str, float]:
-    """Medians over fresh processes."""
-    seconds: dict[str, float] = {}
-    for statement in ("import torch", "import torch, syncbn"):
-        code = f"import time; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
-        runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, check=True) for _ in range(3)]
-        seconds[statement] = statistics.median(float(run.stdout) for run in runs)
-    return seconds
+    """Medians over fresh processes; of syncbn, after torch."""
+    seconds: dict[str, list[float]] = {"import torch": [], "import syncbn": []}
+    timed = [f"start = time.perf_counter(); {name}; print(time.perf_counter() - start)" for name in seconds]
+    for _ in range(3):
+        run = subprocess.run(
+            [sys.executable, "-c", "; ".join(["import time", *timed])], capture_output=True, check=True
+        )
+        for of_name, text in zip(seconds.values(), run.stdout.split(), strict=True):
+            of_name.append(float(text))
+    return {name: statistics.median(of_name) for name, of_name in seconds.items()}
 
 
 def describe(threads: int) -> dict[str, object]:

@@ -20,7 +20,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=2, help="how often test_crashes.py kills a rank (default: 2)")
-    parser.addoption("--fuzz-cases", type=int, default=150, help="programs that test_fuzz.py draws (default: 150)")
+    parser.addoption("--fuzz-cases", type=int, default=100, help="programs that test_fuzz.py draws (default: 100)")
     parser.addoption("--fuzz-seed", type=int, default=0, help="which (default: 0)")
     parser.addoption("--large", action="store_true", help="run tests that take many GB too")
 

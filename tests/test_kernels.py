@@ -35,7 +35,7 @@ SIZES = [
     (3, 0, 2),
     (4, 0, 40),
 ]
-SIZES_OF_ALL_OPTIONS = SIZES[1:5]
+SIZES_OF_ALL_OPTIONS = SIZES[1], *SIZES[3:5]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EPS = 1e-5
 

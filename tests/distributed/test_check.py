@@ -13,6 +13,7 @@ from voting import Ranks
 from syncbn.cli import check
 
 
+@pytest.mark.two_ranks
 def test_ranks_that_drift_apart_do_not_pass(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     original = check.differences
 
