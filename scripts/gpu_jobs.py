@@ -33,6 +33,7 @@ from syncbn.layout import Layout
 
 Shape = tuple[int, int, int, int]
 REAL = [(32, 64, 112, 112), (32, 256, 56, 56), (32, 512, 14, 14), (32, 2048, 7, 7), (8, 64, 512, 512)]
+NARROW_TILES = (32, 144, 56, 56)  # in channels last: rows of 64 bytes, as wider ones would leave lanes idle
 RAGGED = [
     (4, 3, 9, 7),  # 63 values: not a multiple of any vector
     (5, 2, 7, 7),  # 49: a run just longer than the shortest
@@ -207,7 +208,7 @@ def speed(arguments: argparse.Namespace) -> None:
 
     device = arguments.device
     flushed = torch.empty(0 if arguments.dry_run else FLUSHED_BYTES, dtype=torch.uint8, device=device)
-    for shape in TINY if arguments.dry_run else REAL:
+    for shape in TINY if arguments.dry_run else [*REAL, NARROW_TILES]:
         for order in ("first", "last"):
             for dtype in (torch.float32, torch.bfloat16):
                 case = Case(shape, dtype, order, "plain", device)
