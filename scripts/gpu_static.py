@@ -8,10 +8,11 @@ reads the machine code. In the innermost loop that loads (or in the whole kernel
 
     "ins" instructions, "f64" those of float64 and conversions, "bytes" loaded and stored, "load" bytes of the widest
 
-"lanes" is the share of them that have columns of the tensor; the others load and store nothing.
+"lanes" is the share of the threads' columns that the tensor has; for the others nothing is loaded or stored.
 
-The model: the programs of a launch run in waves, each of as many as fit on the GPU at once, the last of those that are
-left; 2.5 "waves" are two full ones and a half. A wave takes the longest of these, in cycles for one turn of that loop:
+The model: the programs of a launch run in waves, each of as many as fit on the GPU at once, but the last, which has the
+rest; 2.5 "waves" are two full ones and a half. All programs have as many turns of that loop. A wave takes the longest
+of these, in cycles for one turn:
 
     memory     bytes of the lanes in use, at COPY of the memory's rate, which is what a copy reaches
     issue      an instruction each 1 / ISSUED, on the multiprocessor with the most programs
@@ -184,7 +185,7 @@ def _width(instruction: str) -> int:
 
 
 def lanes_in_use(launch: Launch) -> float:
-    """The share of lanes that have columns, in the middle of a tensor."""
+    """The share of lanes that have columns, over all spans; rows that a tile has too many are not counted."""
     tiles = launch.arguments["TILES"]
     return 1.0 if tiles.in_runs else launch.arguments["columns"] / (launch.grid[0] * tiles.columns)
 

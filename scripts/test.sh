@@ -2,7 +2,8 @@
 # All tests, in parts, four at a time, as those that start programs wait more than they compute: four parts that start
 # programs, those of the GPU's kernels in Triton's interpreter, the others of one process, and last, as they use all cores,
 # those on 2, 3 (with the reference kernels) and 4 ranks. Ends with what failed and pytest's summary of each part.
-#   --quick    the essential part, under 2 minutes: 2 ranks, and no test that starts programs, is compiled or interpreted
+#   --quick    the essential part, in 2 minutes: 2 ranks, and none of the files below that mostly start programs, compile
+#              or interpret
 # Other arguments go to pytest, as in: scripts/test.sh -k voting
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

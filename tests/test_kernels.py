@@ -30,6 +30,8 @@ SIZES = [
     (1, 1, 1),
     (2, 5, 1000),
     (150, 2, 37),  # several parts of a sum
+    (9, 112, 1),  # wide rows, some columns behind them
+    (9, 256, 1),  # two wide rows beside each other
     (0, 3, 4),  # an empty rank
     (3, 2, 0),
     (3, 0, 2),

@@ -23,9 +23,9 @@ from syncbn.layout import Layout
 
 SHORTEST_RUN = 32  # values; of shorter ones a thread would load few at once
 BYTES_OF_THREAD = 16  # that it loads at once
-COLUMNS = 128, 64, 32  # of a tile that is not in runs: its rows are at least 64 bytes, two sectors of memory
+COLUMNS = 128, 64, 32  # of a tile that is not in runs; fewer where the tensor has fewer. 32 of 16 bits are 64 bytes
 THREADS = 256  # of a program, at most
-SUMMING_PROGRAMS = 1024  # about as many as run at once on a large GPU
+SUMMING_PROGRAMS = 1024  # two or three times as many as run at once on a large GPU
 MOST_PARTS = 256  # of a sum, which a second kernel adds
 MAPPING_PROGRAMS = 8192
 SUMMING_REGISTERS, MAPPING_REGISTERS = 80, 64  # of a thread: for three programs on a multiprocessor, or four
@@ -82,7 +82,7 @@ class Launches:
         else:
             across = max(1, columns)
             widths = [min(width, triton.next_power_of_2(across)) for width in COLUMNS]
-            # The widest of those with the fewest idle lanes, which count in eighths of the columns.
+            # The widest, unless a narrower one has fewer idle lanes, counted in whole eighths of the columns.
             width = min(widths, key=lambda width: 8 * (-across % width) // across)
             spans, num_rows = triton.cdiv(across, width), outer
         vectors_of_span = triton.next_power_of_2(max(1, num_rows * width // vector))
