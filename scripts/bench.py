@@ -54,9 +54,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import syncbn
-from syncbn import batch_norm
-from syncbn.arguments import Arguments
-from syncbn.distributed.collectives import Ranks
+from syncbn.distributed import groups
+from syncbn.distributed.reduction import GraphReduction
 
 SHAPES = "32x64x56x56 32x256x28x28 64x256x56x56 8x64x32x32 8x512x7x7 256x1024 4x32x16x32x32 16x197x384"
 DTYPES = "float32 bfloat16 float16 float64"
@@ -166,21 +165,10 @@ class TorchSyncBatchNorm(nn.SyncBatchNorm):
         return TorchFunction.apply(x, *of_layer, group, dist.get_world_size(group))
 
 
-class SyncBatchNorm(syncbn.SyncBatchNorm):
-    """Ours, which on GPUs synchronises with one rank too, for comparison with the former."""
-
-    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        if x.is_cpu or not dist.is_initialized() or dist.get_world_size() > 1:
-            return super().forward(x, z)
-        self.num_batches_tracked.add_(1)
-        buffers, parameters = (self.running_mean, self.running_var), (self.weight, self.bias)
-        channel_dim = -1 if self.channel_last else 1
-        arguments = Arguments(
-            x, *buffers, *parameters, self.momentum, self.eps, channel_dim, z, self.fuse_relu, None, self.num_features
-        )
-        [(output, statistics)] = batch_norm.train([arguments], Ranks(dist.group.WORLD))
-        batch_norm.move_running_stats(arguments, statistics)
-        return output
+def synchronise_one_rank() -> None:
+    """Ours does from now on, too, for comparison with the former; else it would leave a group of one rank alone."""
+    groups.resolve = lambda specification: dist.group.WORLD
+    groups.reduction_in_graph = lambda specification: GraphReduction(dist.group.WORLD)
 
 
 class ChannelsAtEnd(nn.Module):
@@ -205,7 +193,8 @@ def make_peers(case: Case, device: torch.device, compiled: bool) -> dict[str, Pe
     torch_class = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[len(case.shape)]
     peers: dict[str, Peer] = {}
     of_parameters = {"device": device, "dtype": torch.promote_types(case.dtype, torch.float32)}
-    ours = [SyncBatchNorm(channels, channel_last=at_end, fuse_relu=fused, **of_parameters) for fused in (False, True)]
+    of_ours = {"channel_last": at_end, **of_parameters}
+    ours = [syncbn.SyncBatchNorm(channels, fuse_relu=fused, **of_ours) for fused in (False, True)]
     peers["syncbn"] = lambda x, z: ours[0](x)
     peers["syncbn fused"] = lambda x, z: ours[1](x, z)
     norms = {"nn.BatchNorm": plain(torch_class(channels)), "hand-written": HandWritten(channels, case.channel_dim)}
@@ -526,6 +515,8 @@ def main() -> None:
         console.print(f"{key}: {value}", highlight=False)
     if arguments.guard is not None:
         sys.exit(guard(arguments.guard, arguments.rounds))
+    if device.type == "cuda" and dist.is_initialized() and dist.get_world_size() == 1:
+        synchronise_one_rank()
     results = {}
     for case in cases(arguments.shapes, arguments.dtypes):
         results[case.name] = run_case(case, device, arguments.rounds, arguments.compiled)

@@ -1,4 +1,4 @@
-"""Time each kernel on large tensors, beside a copy: how much of the memory's speed it reaches.
+"""Time each function of the kernels on large tensors, beside a copy: how much of the memory's speed it reaches.
 
     python scripts/bench_kernels.py                                          a GPU if there is one, else a CPU thread
     python scripts/bench_kernels.py --shapes 64x256x56x56 --dtypes float32
@@ -20,8 +20,9 @@ import torch
 from bench import Case, Stopwatch, cases, choose_device, describe, draw
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
-from syncbn import kernels
+from syncbn.kernels import select
 from syncbn.layout import Layout
 
 EPS = 1e-5
@@ -45,25 +46,32 @@ def calls_of(case: Case, device: torch.device) -> dict[str, tuple[Callable[[], o
     layout, channels = Layout.of(x, case.channel_dim), case.shape[case.channel_dim]
     of_channels = {"dtype": torch.promote_types(case.dtype, torch.float32), "device": device}
     weight, bias = torch.ones(channels, **of_channels), torch.zeros(channels, **of_channels)
-    served = kernels.select_kernels(x)
-    sums = served.channel_sums(x, layout)
-    packed, forward = served.forward_coefficients(sums, weight, bias, EPS, x.dtype)
-    y = served.normalize(x, layout, forward, z, True)
-    of_dy, _, _ = served.gradient_sums(dy, x, y, layout, packed, weight.dtype, bias.dtype)
-    backward = served.backward_coefficients(of_dy, packed, weight, x.dtype)
+    kernels = select._in_eager_mode(x)
+    sums = kernels.forward_sums(x, layout)
+    y, packed = kernels.forward_outputs(x, layout, sums, weight, bias, z, EPS, True)
+    dtypes = weight.dtype, bias.dtype
+    of_dy, _, _ = kernels.backward_sums(dy, x, y, layout, packed, *dtypes)
     copy = torch.empty_like(x)
+
+    def forward_outputs(residual: Tensor | None) -> Callable[[], object]:
+        fused = residual is not None
+        return lambda: kernels.forward_outputs(x, layout, sums, weight, bias, residual, EPS, fused)
+
+    def backward_sums(y: Tensor | None) -> Callable[[], object]:
+        return lambda: kernels.backward_sums(dy, x, y, layout, packed, *dtypes)
+
+    def backward_outputs(y: Tensor | None) -> Callable[[], object]:
+        return lambda: kernels.backward_outputs(dy, x, y, layout, of_dy, packed, weight, y is not None)
+
     calls = {
         "copy": (lambda: copy.copy_(x), 2),
-        "channel_sums": (lambda: served.channel_sums(x, layout), 1),
-        "normalize": (lambda: served.normalize(x, layout, forward, None, False), 2),
-        "gradient_sums": (lambda: served.gradient_sums(dy, x, None, layout, packed, weight.dtype, bias.dtype), 2),
-        "input_gradient": (lambda: served.input_gradient(dy, x, None, layout, backward, False), 3),
-        "normalize fused": (lambda: served.normalize(x, layout, forward, z, True), 3),
-        "gradient_sums fused": (
-            lambda: served.gradient_sums(dy, x, y, layout, packed, weight.dtype, bias.dtype),
-            3,
-        ),
-        "input_gradient fused": (lambda: served.input_gradient(dy, x, y, layout, backward, True), 5),
+        "forward_sums": (lambda: kernels.forward_sums(x, layout), 1),
+        "forward_outputs": (forward_outputs(None), 2),
+        "backward_sums": (backward_sums(None), 2),
+        "backward_outputs": (backward_outputs(None), 3),
+        "forward_outputs fused": (forward_outputs(z), 3),
+        "backward_sums fused": (backward_sums(y), 3),
+        "backward_outputs fused": (backward_outputs(y), 5),
     }
     if device.type == "cuda" and case.channel_dim == 1:
         mean, invstd = torch.batch_norm_stats(x, EPS)
@@ -115,7 +123,7 @@ def main() -> None:
     for case in cases(arguments.shapes, arguments.dtypes):
         results[case.name] = run_case(case, device, arguments.rounds)
         console.print(f"\n{case.name}")
-        table = Table("kernel")
+        table = Table("function")
         table.add_column("ms", justify="right")
         table.add_column("share of the copy's rate", justify="right")
         for name, one in results[case.name].items():

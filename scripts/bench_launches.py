@@ -23,8 +23,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.backends.compiler import GPUTarget
 
 import syncbn
-from syncbn import autograd, batch_norm
-from syncbn.kernels import gpu
+from syncbn.kernels import gpu, select
+from syncbn.kernels.plans import TensorPlan
+from syncbn.layout import Layout
 
 STEPS = 100  # of a round
 
@@ -107,11 +108,11 @@ def main() -> None:
     torch.set_num_threads(1)
     triton.runtime.driver.set_active(Driver())
 
-    def select_kernels(*tensors: Tensor | None) -> Any:
-        return gpu
+    def new_plan(x: Tensor, layout: Layout, **options: Any) -> TensorPlan:
+        """As for a tensor on a GPU, which is not signed."""
+        return TensorPlan(gpu, layout, **options)
 
-    for module in (autograd, batch_norm):
-        module.select_kernels = select_kernels
+    select.new_plan = new_plan
     print(f"Triton {triton.__version__}, torch {torch.__version__}")
     table({"nn.BatchNorm2d, on the CPU": nn.BatchNorm2d(8), "syncbn": syncbn.SyncBatchNorm2d(8)}, arguments.rounds)
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())

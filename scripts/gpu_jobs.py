@@ -52,7 +52,7 @@ RAGGED = [
     (4, 0, 5, 8),
 ]
 TINY = [(4, 3, 9, 7)]
-OF_WHOLE_TENSORS = {"channel_sums": 1, "normalize": 2, "gradient_sums": 2, "input_gradient": 3}  # and how many, as x
+OF_WHOLE_TENSORS = {"forward_sums": 1, "forward_outputs": 2, "backward_sums": 2, "backward_outputs": 3}  # like x
 EPS = 1e-5
 FLUSHED_BYTES = 256 << 20  # more than a second cache has
 ROUNDS = 12
@@ -86,16 +86,16 @@ class Case:
         self.weight = torch.linspace(0.5, 1.5, channels, dtype=parameter, device=device) if with_all else None
         self.bias = None if self.weight is None else self.weight - 1
         self.of_weight = None if self.weight is None else parameter
-        self.sums = reference.channel_sums(self.x, self.layout)
-        self.statistics, self.forward = reference.forward_coefficients(self.sums, self.weight, self.bias, EPS, dtype)
-        y = reference.normalize(self.x, self.layout, self.forward, self.residual, self.relu)
+        self.sums = reference.forward_sums(self.x, self.layout)
+        y, self.statistics = reference.forward_outputs(
+            self.x, self.layout, self.sums, self.weight, self.bias, self.residual, EPS, self.relu
+        )
         self.y = y if self.relu else None
-        self.dy_sums, _, _ = reference.gradient_sums(self.dy, self.x, self.y, self.layout, self.statistics, None, None)
-        self.backward = reference.backward_coefficients(self.dy_sums, self.statistics, self.weight, dtype)
+        self.dy_sums, _, _ = reference.backward_sums(self.dy, self.x, self.y, self.layout, self.statistics, None, None)
 
     def calls(self, kernels: Any) -> dict[str, Callable[[], tuple[Tensor | None, ...]]]:
-        """Each kernel by its name; all get what the reference found before, so that no error goes on to the next."""
-        dtype, x, dy, layout, stats = self.x.dtype, self.x, self.dy, self.layout, self.statistics
+        """Each function by its name; all get what the reference found before, so that no error goes on to the next."""
+        x, dy, y, layout, stats, weight = self.x, self.dy, self.y, self.layout, self.statistics, self.weight
 
         def moved() -> tuple[Tensor, Tensor]:
             means, variances = stats.new_zeros(x.shape[1]).float(), stats.new_ones(x.shape[1]).float()
@@ -103,14 +103,14 @@ class Case:
             return means, variances
 
         return {
-            "channel_sums": lambda: (kernels.channel_sums(x, layout),),
-            "forward_coefficients": lambda: kernels.forward_coefficients(self.sums, self.weight, self.bias, EPS, dtype),
-            "normalize": lambda: (kernels.normalize(x, layout, self.forward, self.residual, self.relu),),
-            "gradient_sums": lambda: kernels.gradient_sums(
-                dy, x, self.y, layout, stats, self.of_weight, self.of_weight
+            "forward_sums": lambda: (kernels.forward_sums(x, layout),),
+            "forward_outputs": lambda: kernels.forward_outputs(
+                x, layout, self.sums, weight, self.bias, self.residual, EPS, self.relu
             ),
-            "backward_coefficients": lambda: (kernels.backward_coefficients(self.dy_sums, stats, self.weight, dtype),),
-            "input_gradient": lambda: kernels.input_gradient(dy, x, self.y, layout, self.backward, self.relu),
+            "backward_sums": lambda: kernels.backward_sums(dy, x, y, layout, stats, self.of_weight, self.of_weight),
+            "backward_outputs": lambda: kernels.backward_outputs(
+                dy, x, y, layout, self.dy_sums, stats, weight, self.relu
+            ),
             "update_running_stats": moved,
         }
 
@@ -128,7 +128,7 @@ def error_of(actual: Tensor, expected: Tensor, name: str, dtype: torch.dtype) ->
         return float("inf")
     actual, expected, kind = actual.double(), expected.double(), actual.dtype
     float32 = torch.finfo(torch.float32).eps
-    if name == "gradient_sums" or name == "channel_sums":
+    if name in ("forward_sums", "backward_sums"):
         relative = 1e-13 if dtype == torch.float64 else 2.0**-20
         allowed = relative * (expected.abs() + expected.abs().max() + 1)
     else:
@@ -139,7 +139,7 @@ def error_of(actual: Tensor, expected: Tensor, name: str, dtype: torch.dtype) ->
 
 
 def compare(case: Case) -> None:
-    """Each kernel beside the reference, twice: the same input gives the same bits."""
+    """Each function beside the reference, twice: the same input gives the same bits."""
     from syncbn.kernels import gpu
 
     errors, ok = {}, True
@@ -203,7 +203,7 @@ def milliseconds(call: Callable[[], object], device: torch.device, flushed: Tens
 
 
 def speed(arguments: argparse.Namespace) -> None:
-    """Each kernel of whole tensors, torch's own, and a copy, in turn; medians."""
+    """Each function that goes over whole tensors, with what it does for channels; torch's own, and a copy; in turn."""
     from syncbn.kernels import gpu
 
     device = arguments.device
@@ -250,7 +250,7 @@ def calls_of_torch(x: Tensor, dy: Tensor) -> dict[str, tuple[Callable[[], object
 
 
 def kernels_once(arguments: argparse.Namespace) -> None:
-    """For a tool that watches: the kernels of whole tensors at real sizes, or all kernels at 30 ragged ones."""
+    """For a tool that watches: the functions that go over whole tensors at real sizes, or all at 30 ragged ones."""
     from syncbn.kernels import gpu
 
     (sizes,) = arguments.words
@@ -413,8 +413,10 @@ class OfOneRank(nn.SyncBatchNorm):
 def synchronise_one_rank() -> None:
     """Likewise for ours."""
     from syncbn.distributed import groups
+    from syncbn.distributed.reduction import GraphReduction
 
     groups.resolve = lambda specification: dist.group.WORLD
+    groups.reduction_in_graph = lambda specification: GraphReduction(dist.group.WORLD)
 
 
 def norm_of(name: str) -> Callable[[int], nn.Module]:

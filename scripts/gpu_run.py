@@ -209,7 +209,7 @@ def machine(part: Part) -> None:
 
 
 def correctness(part: Part) -> None:
-    """Every kernel against the reference, at real and ragged sizes."""
+    """Every function of the kernels against the reference, at real and ragged sizes."""
     needs("triton")
     dtypes = DTYPES[:1] if part.dry_run else DTYPES
     formats = FORMATS[1:] if part.dry_run else FORMATS
@@ -220,16 +220,16 @@ def correctness(part: Part) -> None:
 
 
 def speed(part: Part) -> None:
-    """Each kernel's time, beside a copy of as many bytes."""
+    """The time of each function of the kernels, beside a copy of as many bytes."""
     needs("triton")
     part.wait(part.job("speed"))
-    own = [result for result in part.all_results() if result["kernel"] in OWN_KERNELS]
+    own = [result for result in part.all_results() if result["kernel"] in OWN_FUNCTIONS]
     if own:
         slowest = min(own, key=lambda result: result["share of copy"])
         part.summary = f"slowest {slowest['share of copy']:.2f} of copy, {slowest['kernel']} {slowest['case']}"
 
 
-OWN_KERNELS = "channel_sums", "normalize", "gradient_sums", "input_gradient"
+OWN_FUNCTIONS = "forward_sums", "forward_outputs", "backward_sums", "backward_outputs"
 
 
 def ncu(part: Part) -> None:

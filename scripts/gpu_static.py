@@ -1,10 +1,11 @@
 """Predict from compiled code, without a GPU, how fast the Triton kernels run: registers, loads, float64 work.
 
     python scripts/gpu_static.py                                the table of sm_90; minutes, as each case is compiled
-    python scripts/gpu_static.py --capability 80 --kernels normalize --shapes 32x512x14x14
+    python scripts/gpu_static.py --capability 80 --functions forward_outputs --shapes 32x512x14x14
 
-Records the launches of syncbn/kernels/gpu.py for tensors without memory, compiles their kernels as a launch would, and
-reads the machine code. In the innermost loop that loads (or in the whole kernel where none loops) it counts, a thread:
+Records the launches of syncbn/kernels/gpu.py for tensors without memory, compiles as a launch would the one kernel of
+each function that goes over a whole tensor, and reads the machine code. In the innermost loop that loads (or in the
+whole kernel where none loops) it counts, a thread:
 
     "ins" instructions, "f64" those of float64 and conversions, "bytes" loaded and stored, "load" bytes of the widest
 
@@ -48,7 +49,7 @@ from syncbn.layout import Layout
 
 SHAPES = "32x64x112x112 32x256x56x56 32x512x14x14 32x2048x7x7 8x64x512x512"
 DTYPES = "float32 bfloat16"
-KERNELS = "channel_sums gradient_sums normalize input_gradient"
+FUNCTIONS = "forward_sums backward_sums forward_outputs backward_outputs"
 POINTERS = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
@@ -229,30 +230,32 @@ def row_of(launch: Launch, case: str, capability: int) -> Row:
 
 
 def calls(x: Tensor, layout: Layout) -> dict[str, Callable[[], object]]:
-    """Each kernel of whole tensors, called as a training step does."""
-    statistics, f32 = x.new_empty(3 * x.shape[1] + 1, dtype=torch.float64), torch.float32
-    of_forward, of_backward = x.new_empty(3 * x.shape[1], dtype=f32), x.new_empty(4 * x.shape[1], dtype=f32)
+    """The functions of both passes, called as a training step does."""
+    channels, f32 = x.shape[1], torch.float32
+    total, statistics = (x.new_empty(count * channels + 1, dtype=torch.float64) for count in (2, 3))
+    weight = x.new_empty(channels, dtype=f32)
     return {
-        "channel_sums": lambda: gpu.channel_sums(x, layout),
-        "gradient_sums": lambda: gpu.gradient_sums(x, x, None, layout, statistics, f32, f32),
-        "normalize": lambda: gpu.normalize(x, layout, of_forward, None, False),
-        "input_gradient": lambda: gpu.input_gradient(x, x, None, layout, of_backward, False),
+        "forward_sums": lambda: gpu.forward_sums(x, layout),
+        "backward_sums": lambda: gpu.backward_sums(x, x, None, layout, statistics, f32, f32),
+        "forward_outputs": lambda: gpu.forward_outputs(x, layout, total, weight, weight, None, 1e-5, False),
+        "backward_outputs": lambda: gpu.backward_outputs(x, x, None, layout, total[:-1], statistics, weight, False),
     }
 
 
-def table(capability: int, shapes: list[str], dtypes: list[str], kernels: list[str]) -> Iterator[Row]:
-    """A row for each kernel and case."""
+def table(capability: int, shapes: list[str], dtypes: list[str], functions: list[str]) -> Iterator[Row]:
+    """A row for each function and case."""
     for shape in shapes:
         for channels_last in (False, True):
             for dtype in dtypes:
                 x = torch.empty([int(size) for size in shape.split("x")], dtype=getattr(torch, dtype), device="meta")
                 if channels_last:
                     x = x.to(memory_format=torch.channels_last)
-                for name in kernels:
+                for name in functions:
                     with recorded() as launches:
                         calls(x, Layout.of(x, 1))[name]()
-                    case = f"{name:14} {shape:13} {'last ' if channels_last else 'first'} {dtype:8}"
-                    yield row_of(launches[0], case, capability)
+                    (tiled,) = [launch for launch in launches if "TILES" in launch.arguments]
+                    case = f"{name:16} {shape:13} {'last ' if channels_last else 'first'} {dtype:8}"
+                    yield row_of(tiled, case, capability)
 
 
 def main() -> None:
@@ -261,14 +264,14 @@ def main() -> None:
     parser.add_argument("--capability", type=int, default=90, choices=MACHINES)
     parser.add_argument("--shapes", nargs="+", default=SHAPES.split())
     parser.add_argument("--dtypes", nargs="+", default=DTYPES.split())
-    parser.add_argument("--kernels", nargs="+", default=KERNELS.split())
+    parser.add_argument("--functions", nargs="+", default=FUNCTIONS.split())
     arguments = parser.parse_args()
     print(f"sm_{arguments.capability}, Triton {triton.__version__}")
-    print(f"{'':44} regs spill shared blocks waves load  ins  f64 bytes ins/B lanes copy")
-    for row in table(arguments.capability, arguments.shapes, arguments.dtypes, arguments.kernels):
+    print(f"{'':46} regs spill shared blocks waves load  ins  f64 bytes ins/B lanes copy")
+    for row in table(arguments.capability, arguments.shapes, arguments.dtypes, arguments.functions):
         code = row.code
         print(
-            f"{row.case:44} {code.registers:4} {code.spills:5} {code.shared:6} {row.blocks:6} {row.waves:5.1f} "
+            f"{row.case:46} {code.registers:4} {code.spills:5} {code.shared:6} {row.blocks:6} {row.waves:5.1f} "
             f"{code.widest_load:4} {code.instructions:4} {code.float64 + code.conversions:4} {code.bytes:5} "
             f"{code.instructions / max(code.bytes, 1):5.2f} {row.lanes:5.2f} {row.fraction:4.2f} {row.limit}",
             flush=True,

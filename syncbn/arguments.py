@@ -1,10 +1,11 @@
 """Holds what the user passed to one batch norm, and checks it: ValueError or TypeError with the values and the remedy.
 
-Nothing is changed before the checks have passed; a fault is raised on all ranks, see faults.py.
+Nothing is changed before the checks have passed; a fault is raised on all ranks, see argument_errors.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,18 +14,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from syncbn import masks, torch_private
+from syncbn import masks, torch_private, torch_state
 from syncbn.layout import Layout
 
 if TYPE_CHECKING:
-    from syncbn.distributed.specification import OfMesh, Specification
+    from syncbn.distributed.group_spec import GroupSpec, OfMesh
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 REMEDY = "correct num_features, channel_last or channel_dim"
 
 
-# One input as the autograd Function takes it: its layout; the mask, of its shape with one channel; and x, weight, bias,
-# residual, num_values.
+# One input as the autograd Function of a side road takes it: its layout; the mask, of its shape with one channel; and
+# x, weight, bias, residual, num_values.
 Prepared: TypeAlias = tuple[Layout, Tensor | None, tuple[Tensor | None, ...]]
 
 
@@ -37,7 +38,7 @@ class Arguments:
     running_var: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
-    momentum: float | Tensor
+    momentum: float | Tensor | None  # None: the average of all batches, which the counter counts
     eps: float
     channel_dim: int = 1
     z: Tensor | None = None
@@ -45,7 +46,8 @@ class Arguments:
     mask: Tensor | None = None
     num_channels: int | None = None  # of the layer; None where the tensors alone tell
     check_input_dim: Callable[[Tensor], Any] | None = None  # of a layer with a number of dims, as torch's
-    process_group: Specification | OfMesh = None
+    process_group: GroupSpec | OfMesh = None
+    counter: Tensor | None = None  # num_batches_tracked
     name: str = ""  # "inputs[1]: " where there are several inputs, with which errors begin
 
     def check(self) -> None:
@@ -61,8 +63,8 @@ class Arguments:
             masks.check(self.mask, x, self.channel_dim)
 
     def check_numbers(self) -> None:
-        """Raises ValueError or TypeError unless momentum and eps are such as training takes."""
-        if type(self.momentum) is not float:
+        """Raises ValueError or TypeError unless momentum is one number, or None, and eps is positive."""
+        if type(self.momentum) is not float and (self.momentum is not None or self.counter is None):
             check_momentum(self.momentum)
         check_eps(self.eps)
 
@@ -74,7 +76,7 @@ class Arguments:
             )
 
     def prepare(self) -> Prepared:
-        """What the autograd Function takes, of arguments that have been checked."""
+        """What the autograd Function of a side road takes, of arguments that have been checked."""
         x, mask, num_values = self.input, None, None
         if self.mask is not None:
             x, mask = masks.apply(self.mask, x, self.channel_dim)
@@ -82,6 +84,11 @@ class Arguments:
         layout = Layout.of(x, self.channel_dim)
         residual = None if self.z is None else layout.dense(self.z.to(x.dtype))
         return layout, mask, (layout.dense(x), self.weight, self.bias, residual, num_values)
+
+    def without_running_stats(self) -> Arguments:
+        """The same arguments, of which nothing moves."""
+        momentum = 0.0 if self.momentum is None else self.momentum
+        return dataclasses.replace(self, running_mean=None, running_var=None, counter=None, momentum=momentum)
 
     def per_channel(self) -> dict[str, Tensor | None]:
         """The tensors (C,), by their names."""
@@ -128,7 +135,7 @@ def check_channels(
             continue
         if not isinstance(given, Tensor):
             raise TypeError(f"expected {name} to be a Tensor of shape ({actual},), got {type(given).__name__}")
-        if type(given) not in torch_private.PLAIN_CLASSES:
+        if type(given) not in torch_state.PLAIN_CLASSES:
             _refuse_dtensor(name, given)
         if given.dtype not in SUPPORTED_DTYPES:
             raise TypeError(f"expected {name} to be a float tensor, got {given.dtype}; convert it first")
@@ -169,7 +176,7 @@ def check_num_features(num_features: int) -> None:
         raise ValueError(f"num_features must be positive, got {num_features}")
 
 
-def check_momentum(momentum: float | Tensor) -> None:
+def check_momentum(momentum: float | Tensor | None) -> None:
     """Raises TypeError unless `momentum` is a number or a tensor, ValueError for a tensor of several numbers."""
     if not isinstance(momentum, Tensor):
         _check_number("momentum", momentum)
@@ -188,10 +195,9 @@ def check_eps(eps: float) -> None:
 def require_two_values(num_values: Tensor, x: Tensor, name: str = "") -> None:
     """Raises F.batch_norm's ValueError when the whole group has one value per channel.
 
-    On a GPU the host would stop to read that, and in a compiled graph it cannot; a subclass such as FakeTensor may have
-    no values. Then nothing is raised.
+    On a GPU the host would stop to read that; a subclass such as FakeTensor may have no values. Then nothing is raised.
     """
-    can_read = num_values.is_cpu and type(num_values) is Tensor and not torch_private.is_compiling()
+    can_read = num_values.is_cpu and type(num_values) is Tensor
     if can_read and 1 in torch_private.innermost(num_values).flatten().tolist():
         raise ValueError(
             f"{name}Expected more than 1 value per channel when training, got 1 over all ranks "
@@ -199,7 +205,7 @@ def require_two_values(num_values: Tensor, x: Tensor, name: str = "") -> None:
         )
 
 
-def _check_number(name: str, number: float) -> None:
+def _check_number(name: str, number: float | None) -> None:
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
         raise TypeError(f"{name} must be a number, got {number!r} of type {type(number).__name__}")
 

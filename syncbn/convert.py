@@ -15,15 +15,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from syncbn import left_alone
+from syncbn import convertibility
+from syncbn.convertibility import NotConverted
 from syncbn.distributed import groups, members
-from syncbn.distributed.specification import specification
+from syncbn.distributed.group_spec import to_spec
 from syncbn.layer import SyncBatchNorm
-from syncbn.left_alone import LeftAlone
-from syncbn.subclasses import ADDED, class_of, synchronised_class
+from syncbn.synchronised_classes import ADDED, class_of, synchronised_class
 
 if TYPE_CHECKING:
-    from syncbn.distributed.specification import ProcessGroupLike, Specification
+    from syncbn.distributed.group_spec import GroupSpec, ProcessGroupLike
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -36,11 +36,11 @@ def convert_syncbn_model(
     """Make each batch-norm layer of `model` a synchronised layer, in place, and return `model`.
 
     The name is apex's. Only the class of a layer changes: nn.BatchNorm1d/2d/3d and nn.SyncBatchNorm become ours, a
-    subclass becomes a class that keeps its behaviour and gains synchronisation (see subclasses.py), a parametrization
-    stays, a lazy layer is synchronised from its first forward. Converting again sets the group, if one is given, of
-    layers that are synchronised already, and changes nothing else. What cannot be converted is left alone and named in
-    one warning, by class, with what to do: subclasses of nn.SyncBatchNorm, scripted and exported layers, layers that
-    have an attribute of a name that ours need, and other modules with running statistics of their own.
+    subclass becomes a class that keeps its behaviour and gains synchronisation (see synchronised_classes.py), a
+    parametrization stays, a lazy layer is synchronised from its first forward. Converting again sets the group, if one
+    is given, of layers that are synchronised already, and changes nothing else. What cannot be converted is left alone
+    and named in one warning, by class, with what to do: subclasses of nn.SyncBatchNorm, scripted and exported layers,
+    layers that have an attribute of a name that ours need, and other modules with running statistics of their own.
 
     Args:
         model: any module, also a single batch-norm layer. Convert before wrapping it:
@@ -63,9 +63,9 @@ def convert_syncbn_model(
     """
     check_module(model)
     layers, found = _select(model, channel_last)
-    spec = specification(process_group)
+    spec = to_spec(process_group)
     # An nn.SyncBatchNorm holds its group itself, which could be neither copied nor pickled.
-    specs = [specification(vars(layer).get("process_group")) if spec is None else spec for layer in layers]
+    specs = [to_spec(vars(layer).get("process_group")) if spec is None else spec for layer in layers]
     for layer in layers:
         synchronised_class(class_of(layer))
     groups.make_groups(spec)
@@ -76,7 +76,7 @@ def convert_syncbn_model(
     for layer, own_spec in zip(layers, specs, strict=True):
         _convert(layer, own_spec, channel_last)
     if found:
-        warnings.warn(f"syncbn left as they are, not synchronised: {left_alone.described(found)}", stacklevel=2)
+        warnings.warn(f"syncbn left as they are, not synchronised: {convertibility.described(found)}", stacklevel=2)
     return model
 
 
@@ -141,15 +141,15 @@ def check_module(model: nn.Module) -> None:
         raise TypeError(f"expected an nn.Module, got {model!r} of type {type(model).__name__}; pass the model")
 
 
-def _select(model: nn.Module, channel_last: bool) -> tuple[list[_BatchNorm], list[LeftAlone]]:
+def _select(model: nn.Module, channel_last: bool) -> tuple[list[_BatchNorm], list[NotConverted]]:
     """The layers to convert, and those to leave alone."""
     layers: list[_BatchNorm] = []
-    found: list[LeftAlone] = []
+    found: list[NotConverted] = []
     for name, module in model.named_modules():
-        reason = left_alone.reason_to_leave_alone(module)
+        reason = convertibility.reason_not_convertible(module)
         if reason:
-            found.append(LeftAlone(name, left_alone.kind_of(module), reason))
-        elif left_alone.is_convertible(module):
+            found.append(NotConverted(name, convertibility.kind_of(module), reason))
+        elif convertibility.is_convertible(module):
             assert isinstance(module, _BatchNorm)
             _require_no_fsdp(name, module, "convert_syncbn_model")
             if channel_last and isinstance(module, LazyModuleMixin):
@@ -160,7 +160,7 @@ def _select(model: nn.Module, channel_last: bool) -> tuple[list[_BatchNorm], lis
     return layers, found
 
 
-def _convert(layer: _BatchNorm, spec: Specification, channel_last: bool) -> None:
+def _convert(layer: _BatchNorm, spec: GroupSpec, channel_last: bool) -> None:
     original_class = class_of(layer)
     vars(layer).pop("process_group", None)
     _set_class(layer, synchronised_class(original_class))

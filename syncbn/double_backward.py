@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from syncbn import moments
-from syncbn.distributed.transforms import TransformedRanks
+from syncbn.distributed.differentiable import DifferentiableReduction
 from syncbn.layout import Layout
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of x, weight, bias, residual
@@ -29,8 +29,12 @@ class BackwardInput(NamedTuple):
     weight_dtype: torch.dtype | None  # of grad_weight; None where it is not needed
     bias_dtype: torch.dtype | None
 
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+        """x, dy, y, weight, statistics."""
+        return self.x, self.dy, self.y, self.weight, self.statistics
 
-def gradients(per_input: Sequence[BackwardInput], eps: float, ranks: TransformedRanks) -> list[Gradients]:
+
+def gradients(per_input: Sequence[BackwardInput], eps: float, reduction: DifferentiableReduction) -> list[Gradients]:
     """Compute the gradients of each input as a graph.
 
     Mean and variance are computed again from x, with the all_reduce as part of the graph: two in all, whatever the
@@ -44,14 +48,14 @@ def gradients(per_input: Sequence[BackwardInput], eps: float, ranks: Transformed
 
     invstds, xmus = [], []
     pairs = [(wide_x, wide_x.square()) for wide_x in wide_xs]
-    for wide_x, (mean, mean_square) in zip(wide_xs, _means(per_input, pairs, ranks), strict=True):
+    for wide_x, (mean, mean_square) in zip(wide_xs, _means(per_input, pairs, reduction), strict=True):
         invstds.append(moments.inverse_std((mean_square - mean.square()).clamp(min=0), eps))
         xmus.append(wide_x - mean[:, None])
 
     results: list[Gradients] = []
     pairs = [(wide_dy, wide_dy * xmu) for wide_dy, xmu in zip(wide_dys, xmus, strict=True)]
     for one, wide_dy, xmu, invstd, (mean_dy, mean_dy_xmu) in zip(
-        per_input, wide_dys, xmus, invstds, _means(per_input, pairs, ranks), strict=True
+        per_input, wide_dys, xmus, invstds, _means(per_input, pairs, reduction), strict=True
     ):
         scale = invstd if one.weight is None else invstd * one.weight
         wide_grad_x = (wide_dy - mean_dy[:, None] - xmu * (invstd.square() * mean_dy_xmu)[:, None]) * scale[:, None]
@@ -70,11 +74,11 @@ def gradients(per_input: Sequence[BackwardInput], eps: float, ranks: Transformed
 
 
 def _means(
-    per_input: Sequence[BackwardInput], pairs: list[tuple[Tensor, Tensor]], ranks: TransformedRanks
+    per_input: Sequence[BackwardInput], pairs: list[tuple[Tensor, Tensor]], reduction: DifferentiableReduction
 ) -> list[tuple[Tensor, Tensor]]:
     """The means of both terms of each pair, folded tensors, over the values of all ranks: one all_reduce."""
     sums = [torch.cat((first.sum((0, 2)), second.sum((0, 2)))) for first, second in pairs]
-    total = ranks.all_reduce(torch.cat(sums), "backward")
+    total = reduction.total(torch.cat(sums), "backward")
     means = []
     for of_input, one in zip(torch.split(total, [len(one) for one in sums]), per_input, strict=True):
         num_values = one.statistics[-1].clamp(min=1)

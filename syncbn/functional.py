@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from syncbn import autograd, batch_norm, evaluation, faults, nested, other_tensors
+from syncbn import argument_errors, step
 from syncbn.arguments import Arguments, check_channels, check_input, check_like_input
-from syncbn.distributed import groups
-from syncbn.distributed.collectives import Ranks
-from syncbn.distributed.specification import specification
+from syncbn.distributed.differentiable import Reduction
+from syncbn.distributed.group_spec import to_spec
+from syncbn.distributed.reduction import ONE_RANK, Caller
 from syncbn.double_backward import BackwardInput
 from syncbn.layout import Layout
+from syncbn.many import sync_batch_norm_many
 from syncbn.moments import compute_dtype
+from syncbn.roads import choice, nested, watched
 
 if TYPE_CHECKING:
-    from syncbn.distributed.specification import ProcessGroupLike
+    from syncbn.distributed.group_spec import ProcessGroupLike
 
 __all__ = ["batch_norm_backward", "sync_batch_norm", "sync_batch_norm_many"]
+
+_SYNC_BATCH_NORM, _BATCH_NORM_BACKWARD = Caller("sync_batch_norm"), Caller("batch_norm_backward")
 
 
 def sync_batch_norm(
@@ -94,86 +96,15 @@ def sync_batch_norm(
     tensor([[-1.0000, -1.0000],
             [ 1.0000,  1.0000]])
     """
-    arguments = Arguments(
-        input, running_mean, running_var, weight, bias, momentum, eps, channel_dim, z, fuse_relu, mask
-    )
-    if not training:
-        arguments.require_running_stats()
-        return evaluation.evaluate(arguments)
-    arguments.process_group, wrap = specification(process_group), None
-    if type(input) is not Tensor:
-        arguments, wrap = other_tensors.unwrap(arguments)
-    ranks = groups.begin_call(arguments.process_group, "sync_batch_norm", arguments.input)
-    [(output, statistics)] = batch_norm.train([arguments], ranks)
-    batch_norm.move_running_stats(arguments, statistics)
-    return output if wrap is None else wrap(output)
-
-
-def sync_batch_norm_many(
-    inputs: Iterable[Tensor],
-    running_means: Iterable[Tensor | None] | None = None,
-    running_vars: Iterable[Tensor | None] | None = None,
-    weights: Iterable[Tensor | None] | None = None,
-    biases: Iterable[Tensor | None] | None = None,
-    training: bool = True,
-    momentum: float | Tensor = 0.1,
-    eps: float = 1e-5,
-    process_group: ProcessGroupLike = None,
-    *,
-    channel_dim: int = 1,
-) -> list[Tensor]:
-    r"""`sync_batch_norm` of each of k independent inputs, with one all_reduce for all of them each way.
-
-    For detection heads over several pyramid levels, siamese views and the like: equal to k calls, each input with
-    statistics, buffers and parameters of its own. The all_reduces carry the sum of k calls' bytes: latency is what is
-    saved. None in evaluation, with one rank or no process group. Every rank must pass as many inputs.
-
-    Args:
-        inputs: k tensors as `sync_batch_norm` takes them, on one device; their shapes and channels may differ.
-        running_means, running_vars, weights, biases: k tensors (C,) or None each; None for none at all.
-        training, momentum, eps, process_group, channel_dim: as in `sync_batch_norm`, for all inputs.
-
-    Returns:
-        k tensors of the inputs' shapes, dtypes and memory formats.
-
-    Raises:
-        ValueError, TypeError: as `sync_batch_norm`, with the index of the input. (A number of inputs that differs
-            between ranks cannot be told: gloo aborts.)
-
-    >>> levels = [torch.tensor([[1.0], [3.0]]), torch.tensor([[10.0, 0.0], [30.0, 0.0]])]
-    >>> sync_batch_norm_many(levels)[1]
-    tensor([[-1.0000,  0.0000],
-            [ 1.0000,  0.0000]])
-    """
-    lists = {"running_means": running_means, "running_vars": running_vars, "weights": weights, "biases": biases}
-    xs = _as_list("inputs", inputs)
-    roles: dict[str, list[Any]] = {
-        name: [None] * len(xs) if one is None else _as_list(name, one) for name, one in lists.items()
-    }
-    spec = specification(process_group) if training else None
-    given = [
-        Arguments(x, mean, var, weight, bias, momentum, eps, channel_dim, process_group=spec, name=f"inputs[{index}]: ")
-        for index, (x, mean, var, weight, bias) in enumerate(itertools.zip_longest(xs, *roles.values()))
-    ][: len(xs)]
-    unwrapped = list(map(other_tensors.unwrap, given))
-    arguments = [one for one, _ in unwrapped]
-    ranks = Ranks(None)
+    spec = to_spec(process_group) if training else None
+    given = Arguments(
+        input, running_mean, running_var, weight, bias, momentum, eps, channel_dim, z, fuse_relu, mask,
+        process_group=spec,
+    )  # fmt: skip
     if training:
-        of_first = arguments[0].process_group if arguments else spec
-        ranks = groups.begin_call(of_first, "sync_batch_norm_many", xs[0] if xs else None)
-    try:
-        _check_lists(xs, roles)
-        _check_groups(arguments)
-    except ValueError as error:
-        faults.raise_on_all_ranks(error, arguments, ranks)
-    if not training:
-        for one in arguments:
-            one.require_running_stats()
-        return [wrap(evaluation.evaluate(one)) for one, wrap in unwrapped]
-    results = batch_norm.train(arguments, ranks) if xs else []
-    for one, (_, statistics) in zip(arguments, results, strict=True):
-        batch_norm.move_running_stats(one, statistics)
-    return [wrap(output) for (output, _), (_, wrap) in zip(results, unwrapped, strict=True)]
+        return step.train(given, _SYNC_BATCH_NORM)[0]
+    given.require_running_stats()
+    return step.evaluate(given)
 
 
 def batch_norm_backward(
@@ -217,9 +148,9 @@ def batch_norm_backward(
         ValueError, TypeError: a bad argument; on CPU in eager mode on every rank, as in `sync_batch_norm`, when mean
             gives C.
     """
-    ranks = Ranks(None)
+    reduction: Reduction = ONE_RANK
     if training:
-        ranks = groups.begin_call(specification(process_group), "batch_norm_backward", input)
+        reduction = choice.reduction_now(to_spec(process_group), _BATCH_NORM_BACKWARD, input)
     try:
         needs_input, needs_weight, needs_bias = output_mask
         if nested.is_jagged(input):
@@ -232,14 +163,14 @@ def batch_norm_backward(
         check_channels(input, channel_dim, None, {"mean": mean, "invstd": invstd, "weight": weight})
     except (TypeError, ValueError) as error:
         per_channel = Arguments(input, mean, invstd, weight, None, 0.0, 1.0, channel_dim)
-        faults.raise_on_all_ranks(error, [per_channel], ranks, pass_name="backward")
+        argument_errors.raise_on_all_ranks(error, [per_channel], reduction, pass_name="backward")
 
     with torch.no_grad():
         layout = Layout.of(input, channel_dim)
         mean, invstd = mean.to(torch.float64), invstd.to(torch.float64)
         outer, _, inner = layout.sizes
         num_values = mean.new_full((1,), outer * inner)
-        statistics = torch.cat((mean, torch.zeros_like(mean), invstd, num_values))  # nobody reads the var
+        statistics = torch.cat((mean, torch.zeros_like(mean), invstd, num_values))  # the var is unused
         dtype = compute_dtype(input.dtype) if weight is None else weight.dtype
         one = BackwardInput(
             x=layout.dense(input),
@@ -253,7 +184,7 @@ def batch_norm_backward(
             weight_dtype=dtype if needs_weight else None,
             bias_dtype=dtype if needs_bias else None,
         )
-        [(grad_input, grad_weight, grad_bias, _)] = autograd.gradients([one], _WithCount(ranks, statistics))
+        grad_input, grad_weight, grad_bias, _ = watched.gradients(one, _WithCount(reduction, statistics))  # type: ignore[arg-type]  # a reduction, too
         if needs_input and not training:
             scale = invstd if weight is None else invstd * weight
             column = scale.to(compute_dtype(input.dtype)).view(-1, *(1,) * (input.ndim - layout.channel_dim - 1))
@@ -261,42 +192,15 @@ def batch_norm_backward(
     return grad_input, grad_weight, grad_bias
 
 
-class _WithCount(Ranks):
-    """Ranks that exchange with the sums n, the number of values, and write its total into the `statistics`."""
+class _WithCount:
+    """A reduction that adds up with the sums n, the number of values, and writes its total into the `statistics`."""
 
-    def __init__(self, ranks: Ranks, statistics: Tensor) -> None:
-        super().__init__(ranks.group, ranks.call)
-        self.num_values = statistics[-1:]
+    def __init__(self, reduction: Reduction, statistics: Tensor) -> None:
+        self.reduction, self.group, self.num_ranks = reduction, reduction.group, reduction.num_ranks
+        self.reads_totals, self.num_values = reduction.reads_totals, statistics[-1:]
 
-    def all_reduce(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:
+    def total(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:
         """Of the sums and n together."""
-        total = super().all_reduce(torch.cat((sums, self.num_values)), pass_name, counted=True)
+        total = self.reduction.total(torch.cat((sums, self.num_values)), pass_name, counted=True)
         self.num_values.copy_(total[-1:])
         return total[:-1]
-
-
-def _as_list(name: str, given: Iterable[Any]) -> list[Any]:
-    if isinstance(given, Tensor):
-        raise TypeError(f"expected {name} to be a list of tensors, got one tensor; use {name}.unbind()")
-    return list(given)
-
-
-def _check_groups(arguments: list[Arguments]) -> None:
-    """Raises ValueError unless all inputs, of which some may be DTensors, are synchronised over the same ranks."""
-    for one in arguments:
-        if one.process_group != arguments[0].process_group:
-            raise ValueError(
-                f"{one.name}the batches of this input and of inputs[0] lie on different ranks, and one or both are "
-                "DTensors; call sync_batch_norm for each"
-            )
-
-
-def _check_lists(xs: list[Tensor], roles: dict[str, list[Any]]) -> None:
-    """Raises ValueError unless the other lists are as long as that of the inputs, which are on one device."""
-    for name, role in roles.items():
-        if len(role) != len(xs):
-            raise ValueError(f"expected {len(xs)} {name}, one for each input, got {len(role)}")
-    devices = [x.device for x in xs if isinstance(x, Tensor)]
-    for index, device in enumerate(devices):
-        if device != devices[0]:
-            raise ValueError(f"inputs[{index}]: the input is on {device} but inputs[0] on {devices[0]}; move one")

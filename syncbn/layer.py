@@ -11,18 +11,17 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import batch_norm, evaluation, faults, other_tensors, torch_private, tracing
+from syncbn import argument_errors, step
 from syncbn.arguments import Arguments, check_eps, check_momentum, check_num_features
-from syncbn.diagnosis import positions
+from syncbn.diagnosis import guards
 from syncbn.distributed import groups
-from syncbn.distributed.collectives import Ranks
-from syncbn.distributed.specification import given, specification
+from syncbn.distributed.group_spec import THIS_RANK_ALONE, to_spec, to_user
+from syncbn.roads import traced
+from syncbn.torch_state import PLAIN_CLASSES, runs_plainly
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from syncbn.distributed.specification import ProcessGroupLike, Specification
-    from syncbn.moments import Pool
+    from syncbn.distributed.group_spec import GroupSpec, ProcessGroupLike
+    from syncbn.distributed.reduction import CallSite
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -63,10 +62,8 @@ class SyncBatchNorm(_BatchNorm):
     fuse_relu: bool = False
     # Ranks that the last training step in eager mode synchronised; None before the first.
     _synchronised_ranks: int | None = None
-    _process_group: Specification = None
-    _is_replica: bool = False  # nn.DataParallel sets it in its copies
-    _statistics_pool: Pool | None = None  # collects each batch's statistics, which then do not move the running ones
-    _observer: Callable[[Arguments], None] | None = None  # sees what is normalised in training
+    _call_site: CallSite | None = None  # of this layer in its group
+    _process_group: GroupSpec = None
 
     def __init__(
         self,
@@ -99,15 +96,15 @@ class SyncBatchNorm(_BatchNorm):
     def process_group(self) -> ProcessGroupLike:
         """The ranks to synchronise, as they were given; None for the default group. A ProcessGroup that was destroyed,
         or does not exist where the layer was loaded, is shown by its ranks."""
-        return given(self._process_group)
+        return to_user(self._process_group)
 
     @process_group.setter
     def process_group(self, process_group: ProcessGroupLike) -> None:
-        self._process_group = specification(process_group)
+        self._process_group = to_spec(process_group)
 
     def __getstate__(self) -> dict[str, Any]:
         state = vars(self).copy()
-        for name in ("_synchronised_ranks", "_statistics_pool", "_observer"):  # of this process, not of a copy
+        for name in ("_synchronised_ranks", "_call_site", "_train_over_ranks"):  # of this process, not of a copy
             state.pop(name, None)
         return state
 
@@ -145,51 +142,40 @@ class SyncBatchNorm(_BatchNorm):
 
         A torch.fx.Proxy makes the layer a leaf of the graph, as nn.BatchNorm is; TraceError where it cannot be.
         """
-        if isinstance(input, Proxy):
-            options = {name: given for name, given in (("z", z), ("mask", mask)) if given is not None}
-            return tracing.leaf(self, SyncBatchNorm.forward, input.tracer, (input,), options)
-        momentum, channel_dim = 0.0 if self.momentum is None else self.momentum, -1 if self.channel_last else 1
+        if type(input) not in PLAIN_CLASSES and isinstance(input, Proxy):
+            options = {name: one for name, one in (("z", z), ("mask", mask)) if one is not None}
+            return traced.leaf(self, input.tracer, (input,), options)
+        running_mean, running_var, counter = self.running_mean, self.running_var, None
+        if self.training:
+            counter = self.num_batches_tracked
+            if not self.track_running_stats:
+                running_mean = running_var = counter = None
+        momentum = 0.0 if self.momentum is None and counter is None else self.momentum
         has_number_of_dims = type(self)._check_input_dim is not _BatchNorm._check_input_dim
-        check_input_dim = self._check_input_dim if has_number_of_dims else None
-        arguments = Arguments(
-            input, self.running_mean, self.running_var, self.weight, self.bias, momentum, self.eps,
-            channel_dim, z, self.fuse_relu, mask, self.num_features, check_input_dim, self._process_group,
+        given = Arguments(
+            input, running_mean, running_var, self.weight, self.bias, momentum, self.eps,
+            -1 if self.channel_last else 1, z, self.fuse_relu, mask, self.num_features,
+            self._check_input_dim if has_number_of_dims else None, self._process_group, counter,
         )  # fmt: skip
         try:
-            if not self.training:
-                positions.note_evaluation()
-                return evaluation.evaluate(arguments)
-            if not self.track_running_stats:
-                arguments.running_mean = arguments.running_var = None
-            counter = self.num_batches_tracked if self.track_running_stats else None
-            if self.momentum is None and counter is not None:  # the average of all batches; without waiting for a GPU
-                arguments.momentum = 1.0 / (counter + 1).to(torch.float64)
-            return self._train(arguments, counter)
+            if self.training:
+                return self._train_over_ranks(given, self)[0]
+            if runs_plainly():
+                guards.note_evaluation()
+            return step.evaluate(given)
         except (RuntimeError, TypeError, ValueError) as error:
-            faults.raise_with_name(error, self)
+            argument_errors.raise_with_name(error, self)
 
-    def _train(self, arguments: Arguments, counter: Tensor | None = None) -> Tensor:
-        """F.batch_norm(training=True) of these arguments over all ranks of the group; `counter` is incremented."""
-        if self._observer is not None:
-            self._observer(arguments)
-        pool, wrap = self._statistics_pool, None
-        if pool is not None and arguments.running_mean is not self.running_mean:
-            pool = None  # a subclass's own buffers
-        if type(arguments.input) is not Tensor:
-            arguments, wrap = other_tensors.unwrap(arguments)
-        if self._is_replica:
-            _warn_in_data_parallel()
-            ranks = Ranks(None)
-        else:
-            ranks = groups.begin_call(arguments.process_group, self, arguments.input)
-        [(output, statistics)] = batch_norm.train([arguments], ranks)
-        batch_norm.move_running_stats(arguments, statistics, counter, pool)
-        num_ranks = 1 if ranks.group is None else ranks.group.size()
-        if self._synchronised_ranks != num_ranks and not torch_private.is_compiling():
-            self._synchronised_ranks = num_ranks
-        return output if wrap is None else wrap(output)
+    # F.batch_norm(training=True) over all ranks of the group: (arguments, layer) -> y, statistics. Tools replace it.
+    _train_over_ranks = staticmethod(step.train)
 
-    __prepare_scriptable__ = tracing.refuse_script  # which torch.jit.script calls first
+    def _replicate_for_data_parallel(self) -> SyncBatchNorm:
+        """A replica of nn.DataParallel, which has threads but no ranks."""
+        replica: SyncBatchNorm = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        vars(replica)["_train_over_ranks"] = _train_replica
+        return replica
+
+    __prepare_scriptable__ = traced.refuse_script  # which torch.jit.script calls first
 
     def extra_repr(self) -> str:
         """nn.BatchNorm's line and, where they are not the default, the arguments that it does not have."""
@@ -215,6 +201,12 @@ class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
 
 class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """SyncBatchNorm for (N, C, D, H, W), or (N, D, H, W, C) with channel_last; it is an nn.BatchNorm3d too."""
+
+
+def _train_replica(given: Arguments, replica: SyncBatchNorm) -> tuple[Tensor, Tensor]:
+    _warn_in_data_parallel()
+    given.process_group = THIS_RANK_ALONE
+    return step.train(given, replica)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from syncbn.convert import convert_syncbn_model, revert_syncbn_model
 from syncbn.layer import SyncBatchNorm
 
 if TYPE_CHECKING:
-    from syncbn.distributed.specification import ProcessGroupLike
+    from syncbn.distributed.group_spec import ProcessGroupLike
 
 try:
     from lightning.pytorch.plugins.layer_sync import LayerSync

@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from syncbn import torch_private
-
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which single values of this dtype are computed: float32, or float64 for float64 values."""
@@ -79,12 +77,7 @@ class Pool:
         self.is_empty = True
 
     def add(self, statistics: Tensor, moves: bool) -> None:
-        """Those of a batch, unless this forward is a recompute (`moves` False), which the pool has already.
-
-        **Raises** RuntimeError in a compiled graph.
-        """
-        if torch_private.is_compiling():
-            raise RuntimeError("compiled graphs cannot collect running statistics; compile without fullgraph=True")
+        """Those of a batch, unless this forward is a recompute (`moves` False), which the pool has already."""
         packed = torch.cat((to_sums(statistics.detach()), statistics.new_ones(1)))
         if moves:
             self.packed += packed
@@ -92,4 +85,4 @@ class Pool:
 
     def statistics(self) -> Tensor:
         """mean, biased var and n, as those of one batch."""
-        return from_sums(self.packed[:-1], eps=1.0)  # nobody reads its invstd
+        return from_sums(self.packed[:-1], eps=1.0)  # invstd is unused

@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn.convert import convert_syncbn_model, revert_syncbn_model
-from syncbn.distributed.exchange import all_reduce_max
+from syncbn.distributed.text_exchange import all_reduce_max
 from syncbn.layer import SyncBatchNorm
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -192,16 +192,9 @@ def _on_one_process(model: nn.Module) -> nn.Module:
 
 
 def _run_rank(
-    rank: int,
-    world_size: int,
-    port: int,
-    timeout: float,
-    model_fn: Callable[[], nn.Module],
-    batch: tuple[Tensor, ...],
-    loss_fn: Callable[..., Tensor],
-    steps: int,
-    dtype: torch.dtype,
-) -> None:
+    rank: int, world_size: int, port: int, timeout: float, model_fn: Callable[[], nn.Module],
+    batch: tuple[Tensor, ...], loss_fn: Callable[..., Tensor], steps: int, dtype: torch.dtype,
+) -> None:  # fmt: skip
     """A process that `assert_matches_full_batch` has started."""
     sizes = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "RANK": rank, "LOCAL_RANK": rank}
     os.environ.update({name: str(value) for name, value in sizes.items()})  # as torchrun does

@@ -1,7 +1,7 @@
 """Uses the private names of torch that syncbn needs, each in one function, and each with a test of its own.
 
-tests/test_torch_private.py fails where a later torch gives one of them another meaning. syncbn asks here, too, how
-torch is running: compiled, inside a backward, under a dispatch mode. (_BatchNorm is imported where it is used.)
+tests/test_torch_private.py fails where a later torch gives one of them another meaning. (Those by which
+syncbn asks how torch is running are in torch_state.py; _BatchNorm is imported where it is used.)
 """
 
 from __future__ import annotations
@@ -21,45 +21,19 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from syncbn.torch_state import forward_mode_level, inside_functorch, is_compiling
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-is_compiling = torch.compiler.is_compiling  # public; here so that there is one place to ask
-is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]  # public
 current_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
-# Whether a torch.func transform is active, whose tensors have no memory.
-inside_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
-# Of forward mode, that of torch.func too; -1 outside.
-forward_mode_level: Callable[[], int] = functools.partial(getattr, torch.autograd.forward_ad, "_current_level")
 # Whether is_grads_batched=True has made the tensor of a stack, by a vmap that is not torch.func's.
 is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
-# The number of the backward in which this is called, as by the recompute of activation checkpointing; -1 outside.
-current_backward: Callable[[], int] = torch._C._current_graph_task_id
-profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-def may_skip_dispatcher(*tensors: Tensor | None) -> bool:
-    """Whether code may read and write these tensors at their addresses: their values are there, and nobody wants to see
-    an operator.
-
-    Not where the thread has a dispatch key beside those that it always has: that of a dispatch mode, a transform or a
-    tracer; nor in forward mode, nor while a profiler records; nor for a subclass, a negative view or a tensor of zeros.
-    """
-    if (
-        torch._C._dispatch_tls_local_include_set().raw_repr() & ~_USUAL_KEYS
-        or profiler_enabled()
-        or forward_mode_level() >= 0
-    ):
-        return False
-    for tensor in tensors:
-        if tensor is not None and (type(tensor) not in PLAIN_CLASSES or tensor.is_neg() or tensor._is_zerotensor()):
-            return False
-    return True
-
-
-PLAIN_CLASSES = {Tensor, nn.Parameter}  # a Parameter of a DTensor is of the class DTensor
-_USUAL_KEYS: int = 0  # which every thread includes, outside of inference mode
-for _key in (torch._C.DispatchKey.BackendSelect, torch._C.DispatchKey.ADInplaceOrView):
-    _USUAL_KEYS |= torch._C.DispatchKeySet(_key).raw_repr()
+def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` where no transform of torch.func is active, without what it does for these, 20 calls."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 def apply_to_stack(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:

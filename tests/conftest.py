@@ -50,8 +50,8 @@ def nan_in_new_memory() -> Iterator[None]:
 def kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     """Each kernel module; within the test new tensors are on its device. Triton's runs on CPUs too, interpreted."""
     if request.param != "triton":
-        if request.param != "reference" and cpu.why_not():
-            pytest.skip(str(cpu.why_not()))
+        if request.param != "reference" and cpu.load():
+            pytest.skip(str(cpu.load()))
         yield importlib.import_module(f"syncbn.kernels.{request.param}")
         return
     if importlib.util.find_spec("triton") is None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import syncbn
+from syncbn.arguments import Arguments
 from syncbn.functional import sync_batch_norm
-from syncbn.kernels import available, cpu, operators, reference, select_kernels
+from syncbn.kernels import available, cpu, operators, reference
+from syncbn.kernels.select import select_kernels
+from syncbn.plan import backward_plan, forward_plan
+from syncbn.roads import choice
 
-pytestmark = pytest.mark.skipif(cpu.why_not() is not None, reason=available())
+pytestmark = pytest.mark.skipif(cpu.load() is not None, reason=available())
 
 
 class Operators(TorchDispatchMode):
@@ -48,30 +53,92 @@ def drawn() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(4, 3, 5, requires_grad=True), torch.randn(4, 3, 5), torch.randn(3, requires_grad=True)
 
 
-def test_ordinary_tensors_are_not_dispatched() -> None:
+@pytest.fixture
+def side_roads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The passes that took one."""
+    taken: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*arguments: Any) -> Any:
+            taken.append(name)
+            return function(*arguments)
+
+        return note
+
+    for name, function in (("forward", choice.train), ("backward", choice.backward)):
+        monkeypatch.setattr(choice, function.__name__, noted(name, function))
+    return taken
+
+
+def test_ordinary_tensors_are_not_dispatched(side_roads: list[str]) -> None:
     x, dy, weight = drawn()
-    assert select_kernels(x, dy, weight, None) is cpu
-    assert select_kernels(torch.ones(2), torch.nn.Parameter(torch.ones(2))) is cpu
+
+    def serve(x: Tensor, weight: Tensor) -> bool:
+        given = Arguments(x, None, None, weight, None, 0.1, 1e-5)
+        return type(forward_plan(given)) is cpu.Plan
+
+    def step_and_see() -> None:
+        assert serve(x, weight)
+        step(x, dy, weight)
+        assert side_roads == []
+
+    step_and_see()
+    assert serve(x, torch.nn.Parameter(torch.ones(3)))
+    sync_batch_norm(x, None, None, torch.nn.Parameter(torch.ones(3)), training=True)
     with torch.inference_mode():
-        assert select_kernels(torch.ones(2)) is cpu
+        assert serve(torch.ones(2, 3), torch.ones(3))
+        sync_batch_norm(torch.ones(2, 3), None, None, training=True)
+    with torch.no_grad():
+        sync_batch_norm(x, None, None, weight, training=True)
     with torch.autocast("cpu"), torch.no_grad():
-        assert select_kernels(torch.ones(2)) is cpu
+        assert serve(torch.ones(2, 3), torch.ones(3))
+        sync_batch_norm(torch.ones(2, 3), None, None, training=True)
+    with torch.autocast("cpu"):
+        step_and_see()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        assert select_kernels(x) is cpu
+        step_and_see()
+    assert side_roads == []
 
 
-def test_other_tensors_are() -> None:
+def test_ordinary_gradients_have_a_plan_of_their_own() -> None:
+    x, dy, weight = drawn()
+    layout, statistics = forward_plan(Arguments(x, None, None, weight, None, 0.1, 1e-5)).layout, torch.ones(10).double()
+    saved = x.detach(), weight.detach(), statistics, None
+    assert type(backward_plan(layout, dy, saved, (True, True, False, False), None)) is cpu.Plan
+
+
+def test_other_tensors_are(side_roads: list[str]) -> None:
     x = torch.ones(2)
     for other in (torch._neg_view(x), torch._efficientzerotensor(2), FakeTensorMode().from_tensor(x)):
         assert select_kernels(x, other) is operators
     assert select_kernels(torch._neg_view(x)) is operators
     assert select_kernels(FakeTensorMode().from_tensor(x)) is reference
+    x, dy, weight = drawn()
+    with torch.no_grad():
+        sync_batch_norm(torch._neg_view(x.detach()), None, None, weight, training=True)
+        assert side_roads.pop() == "forward"
+        sync_batch_norm(x, None, None, torch._neg_view(weight.detach()), training=True)
+        assert side_roads.pop() == "forward"
+    step(x, torch._neg_view(dy), weight)
+    assert side_roads == ["backward"]
+
+
+def test_tensors_of_zeros_are_zeros_to_every_argument() -> None:
+    """They have no memory."""
+    x, _, weight = drawn()
+    zeros = torch._efficientzerotensor
+    with torch.no_grad():
+        torch.testing.assert_close(
+            sync_batch_norm(x, None, None, weight, zeros(3), z=zeros(x.shape), training=True),
+            sync_batch_norm(x, None, None, weight, training=True),
+        )
+        assert not sync_batch_norm(x, None, None, zeros(3), training=True).any()
 
 
 def test_a_mode_sees_the_operators() -> None:
     with Operators() as operators:
         step(*drawn())
-    for name in ("channel_sums", "forward_coefficients", "normalize", "gradient_sums", "input_gradient"):
+    for name in ("forward_sums", "forward_outputs", "backward_sums", "backward_outputs"):
         assert f"syncbn::{name}" in operators.names
 
 
@@ -79,7 +146,7 @@ def test_a_mode_sees_the_operators() -> None:
 def test_a_profiler_sees_the_operators() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step(*drawn())
-    assert {"syncbn::normalize", "syncbn::input_gradient"} <= {event.key for event in profile.key_averages()}
+    assert {"syncbn::forward_outputs", "syncbn::backward_outputs"} <= {event.key for event in profile.key_averages()}
 
 
 @pytest.mark.parametrize("pre_dispatch", [False, True])
@@ -147,6 +214,19 @@ def test_tensors_without_memory_are_refused() -> None:
         freed.untyped_storage().resize_(0)
         with pytest.raises(RuntimeError, match="has no memory"):
             step(x, dy, weight)
+    x, z, weight = drawn()
+    z.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="has no memory"):
+        sync_batch_norm(x, None, None, weight, z=z, training=True)
+
+
+@pytest.mark.parametrize("freed", ["y", "dy", "x", "weight"])
+def test_what_is_saved_without_memory_is_refused(freed: str) -> None:
+    x, dy, weight = drawn()
+    y = sync_batch_norm(x, None, None, weight, training=True, fuse_relu=True)
+    {"y": y, "dy": dy, "x": x, "weight": weight}[freed].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="has no memory"):
+        torch.autograd.grad(y, (x, weight), dy)
 
 
 def test_autograd_sees_that_running_statistics_have_changed() -> None:
@@ -172,17 +252,19 @@ def test_a_flag_of_numpy() -> None:
     assert y.min() == 0
 
 
-@pytest.mark.parametrize(("name", "value"), [("INTERFACE", -1), ("PARAMETERS", {"no_such_function": ()})])
+@pytest.mark.parametrize(
+    ("name", "value"), [("INTERFACE", -1), ("_Library.__annotations__", {"no_such_function": Any})]
+)
 def test_a_library_of_another_version_is_told(name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """An editable install may find one that was built before the sources changed."""
-    monkeypatch.setattr(cpu, name, value)
-    assert re.search("another version|does not load", cpu.why_not.__wrapped__() or "")
+    monkeypatch.setattr(f"syncbn.kernels.cpu.{name}", value)
+    assert re.search("another version|does not load", cpu.load.__wrapped__() or "")
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
 def test_no_library_elsewhere_than_on_linux(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", platform)
-    assert cpu.why_not.__wrapped__() == f"there are none for {platform}"
+    assert cpu.load.__wrapped__() == f"there are none for {platform}"
 
 
 def test_export_holds_torch_operations() -> None:

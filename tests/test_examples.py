@@ -138,9 +138,9 @@ def test_bench_kernels(tmp_path: Path) -> None:
     assert len(cases) == 2 * 2  # dtypes, layouts
     for kernels in cases.values():
         rates = {name: 1 / one["ms"] for name, one in kernels.items()}  # of three tensors to a copy's two
-        share = 1.5 * rates["input_gradient"] / rates["copy"]
-        assert kernels["input_gradient"]["share of copy"] == pytest.approx(share)
-        assert {"channel_sums", "normalize fused", "gradient_sums", "input_gradient fused"} <= kernels.keys()
+        share = 1.5 * rates["backward_outputs"] / rates["copy"]
+        assert kernels["backward_outputs"]["share of copy"] == pytest.approx(share)
+        assert {"forward_sums", "forward_outputs fused", "backward_sums", "backward_outputs fused"} <= kernels.keys()
         assert all(one["ms"] > 0 for one in kernels.values())
 
 

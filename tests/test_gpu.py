@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import syncbn
-from syncbn import kernels
 from syncbn.distributed import groups
+from syncbn.kernels import available, select
 from syncbn.layout import Layout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -21,8 +22,8 @@ MOST_LAUNCHES = {"forward": 5, "backward": 4}
 
 @pytest.fixture(autouse=True)
 def needs_triton() -> None:
-    if "Triton" not in kernels.available():
-        pytest.skip(kernels.available())
+    if "Triton" not in available():
+        pytest.skip(available())
 
 
 def step(layer: nn.Module, x: Tensor) -> Tensor:
@@ -158,21 +159,20 @@ def test_more_values_than_an_int32_counts(channels_last: bool) -> None:
     x = torch.empty(shape, dtype=torch.bfloat16, device="cuda", memory_format=memory_format).zero_()
     x[-1] = 3.0
     assert x.numel() > 2**31
-    served, layout = kernels.select_kernels(x), Layout.of(x, 1)
-    sums = served.channel_sums(x, layout)
+    gpu, layout = importlib.import_module("syncbn.kernels.gpu"), Layout.of(x, 1)  # which imports triton
+    assert select.new_plan(x, layout).kernels is gpu
+    sums = gpu.forward_sums(x, layout)
     values = shape[2] * shape[3]
     assert sums[:64].eq(3 * values).all()
     assert sums[64:128].eq(9 * values).all()
-    statistics, coefficients = served.forward_coefficients(sums, None, None, 1e-5, x.dtype)
-    y = served.normalize(x, layout, coefficients, None, relu=False)
+    y, statistics = gpu.forward_outputs(x, layout, sums, None, None, None, 1e-5, relu=False)
     mean, invstd = 3 / shape[0], (9 / shape[0] - 9 / shape[0] ** 2 + 1e-5) ** -0.5
     torch.testing.assert_close(y[-1], torch.full_like(y[-1], (3 - mean) * invstd))
     torch.testing.assert_close(y[0], torch.full_like(y[0], -mean * invstd))
     del y
-    of_dy, _, _ = served.gradient_sums(x, x, None, layout, statistics, None, None)
+    of_dy, _, _ = gpu.backward_sums(x, x, None, layout, statistics, None, None)
     torch.testing.assert_close(of_dy[64:], torch.full_like(of_dy[64:], 3 * values * (3 - mean)))
-    coefficients = served.backward_coefficients(of_dy, statistics, None, x.dtype)
-    grad_x, _ = served.input_gradient(x, x, None, layout, coefficients, of_residual=False)
+    grad_x, _ = gpu.backward_outputs(x, x, None, layout, of_dy, statistics, None, of_residual=False)
     num_values = shape[0] * values
     expected = (3 - 3 / shape[0] - (3 - mean) * invstd**2 * of_dy[64].item() / num_values) * invstd
     torch.testing.assert_close(grad_x[-1], torch.full_like(grad_x[-1], expected))

@@ -13,7 +13,7 @@ import gpu_run
 import pytest
 from jobs import run
 
-from syncbn.diagnosis import processes
+from syncbn.diagnosis import process_state
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 # Plays ncu and compute-sanitizer: runs what follows their options, and says of each launch what ncu would.
@@ -59,9 +59,9 @@ def test_a_dry_run(tmp_path: Path) -> None:
         assert part["results"]
     if importlib.util.find_spec("triton") is not None:
         for result in of_run["parts"]["correctness"]["results"]:
-            assert len(result["errors"]) == 7
+            assert len(result["errors"]) == 5
         profiled = [result for result in of_run["parts"]["ncu"]["results"] if "DRAM %" in result]
-        assert len(profiled) == 2 * 2 * 4  # memory formats, dtypes, kernels
+        assert len(profiled) == 2 * 2 * 4  # memory formats, dtypes, functions
         assert all(result["DRAM %"] == "50" for result in profiled)
 
 
@@ -76,7 +76,7 @@ def test_a_part_that_takes_too_long_leaves_nothing(tmp_path: Path) -> None:
     assert not part.wait(process)
     assert part.verdict() == "took longer than 3 s; 1 results"
     deadline = time.monotonic() + 10  # a killed process ends soon, and not at once
-    while alive := [child for child in started if processes.HAS_ENDED not in processes.state_of(str(child))]:
+    while alive := [child for child in started if process_state.HAS_ENDED not in process_state.state_of(str(child))]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.05)
 

@@ -22,41 +22,52 @@ ORDER = [
     "__init__",
     "tools.measure_local_noise",
     "tools.join tools.recompute_running_stats tools.merge_running_stats tools.assert_synced tools.summary",
-    "tools.accumulate_running_stats tools.observed tools.table",
-    "tools.agreed_layers",
-    "diagnosis.debug_mode distributed.shadowing",
+    "tools.accumulate_running_stats tools.input_hooks tools.table",
+    "tools.running_stats_layers tools.replaced_training",
     "functional convert",
-    "left_alone",
-    "subclasses",
+    "many convertibility",
+    "synchronised_classes",
     "layer",
-    "batch_norm evaluation",
-    "other_tensors",
-    "nested distributed.dtensors",
-    "faults autograd",
-    "double_backward distributed.members",
-    "distributed.groups distributed.transforms",
-    "distributed.collectives",
-    "diagnosis.signatures",
-    "diagnosis.positions",
-    "diagnosis.watchdog",
-    "diagnosis.report diagnosis.call_sites diagnosis.waits",
-    "diagnosis.model_paths diagnosis.pipelines diagnosis.processes",
-    "distributed.new_groups distributed.specification",
-    "distributed.exchange",
-    "tracing",
-    "arguments kernels.__init__",
-    "masks kernels.operators",
+    "step",
+    "plan roads.choice",
+    "roads.compiled roads.transformed roads.other_tensors",
+    "roads.watched roads.nested roads.dtensors",
+    "argument_errors double_backward",
+    "roads.traced diagnosis.debug_mode",
+    "arguments diagnosis.guards",
+    "masks diagnosis.watchdog",
+    "diagnosis.report",
+    "diagnosis.waiting",
+    "diagnosis.this_rank diagnosis.pipeline_check",
+    "diagnosis.layer_names diagnosis.process_state diagnosis.signatures",
+    "distributed.members distributed.mesh_groups",
+    "distributed.groups distributed.join_protocol distributed.differentiable",
+    "distributed.reduction distributed.new_groups",
+    "distributed.text_exchange distributed.group_spec",
+    "kernels.__init__",
+    "kernels.select",
+    "kernels.operators",
     "kernels.gpu kernels.reference",
     "kernels.cpu kernels.gpu_channels kernels.gpu_tiles",
-    "moments",
+    "moments kernels.plans",
     "layout torch_private",
+    "torch_state",
 ]  # fmt: skip
 LEVELS = {module: level for level, line in enumerate(ORDER) for module in line.split()}
 
 # layer.py: torch's name of the conversion stands on the class, and users type it.
 ALLOWED_UPWARDS = {("layer", "convert")}
-# Rooms that may know torch.distributed; and tests of users' own, which start ranks.
-KNOWS_RANKS = ("distributed.", "diagnosis.", "tools.join", "torch_private", "testing", "__main__", "cli.")
+# Rooms that may know torch.distributed; of its tensors roads.dtensors; and tests of users' own, which start ranks.
+KNOWS_RANKS = (
+    "distributed.",
+    "roads.dtensors",
+    "diagnosis.",
+    "tools.join",
+    "torch_private",
+    "testing",
+    "__main__",
+    "cli.",
+)
 
 
 def module_name(file: Path) -> str:
@@ -64,7 +75,7 @@ def module_name(file: Path) -> str:
 
 
 MODULES = {module_name(file): ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
-ROOMS = {"distributed.__init__", "diagnosis.__init__", "tools.__init__", "cli.__init__"}  # which hold nothing
+ROOMS = {f"{room}.__init__" for room in ("distributed", "diagnosis", "roads", "tools", "cli")}  # which hold nothing
 
 
 def imported(tree: ast.AST) -> set[str]:
@@ -133,7 +144,7 @@ print(json.dumps({{
     "files": len(os.listdir("/proc/self/fd")) - len(files),
     "folders": len(set(os.listdir(tempfile.gettempdir())) - set(folders)),
     "group": dist.is_initialized(),
-    "operators": hasattr(torch.ops.syncbn, "channel_sums"),
+    "operators": hasattr(torch.ops.syncbn, "forward_sums"),
     "libraries": len(torch.ops.loaded_libraries),
 }}))
 """

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 import syncbn
-from syncbn import autograd, batch_norm
 from syncbn.kernels import cpu, reference
+from syncbn.roads import watched
 
 SHAPE = (4, 16, 12, 12)
 
@@ -24,7 +24,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def needs_a_compiler() -> None:
-    if cpu.why_not():
+    if cpu.load():
         pytest.skip("needs a C++ compiler")
     torch._dynamo.reset()
 
@@ -46,8 +46,7 @@ def codes_of_a_step(x: Tensor) -> list[str]:
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_maps_compute_nothing_in_float64(memory_format: torch.memory_format, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, the channels' mathematics for each element would take several times as long as the memory."""
-    for module in (autograd, batch_norm):
-        monkeypatch.setattr(module, "select_kernels", lambda *tensors: reference)
+    monkeypatch.setattr(watched, "select_kernels", lambda *tensors: reference)
     for code in codes_of_a_step(torch.randn(SHAPE).to(memory_format=memory_format)):
         assert "double" in code  # in the sums
         assert maps(code)

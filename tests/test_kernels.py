@@ -14,11 +14,11 @@ from accuracy_cases import HARD_INPUTS, errors_of_one_step
 from torch import Tensor
 
 import syncbn
-from syncbn import autograd, batch_norm, moments
-from syncbn import kernels as all_kernels
+from syncbn import many, moments, plan
 from syncbn.functional import sync_batch_norm
-from syncbn.kernels import cpu, reference
+from syncbn.kernels import available, cpu, operators, reference, select
 from syncbn.layout import Layout
+from syncbn.roads import watched
 
 SIZES = [
     (4, 3, 63),  # 63: not a multiple of any vector
@@ -84,8 +84,7 @@ def normalized(
     relu: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """y and the statistics."""
-    statistics, coefficients = kernels.forward_coefficients(sums, weight, bias, eps, x.dtype)
-    return kernels.normalize(x, Layout.of(x, 1), coefficients, residual, relu), statistics
+    return kernels.forward_outputs(x, Layout.of(x, 1), sums, weight, bias, residual, eps, relu)
 
 
 def gradients(
@@ -99,12 +98,11 @@ def gradients(
     of_residual: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Of x and of the residual."""
-    coefficients = kernels.backward_coefficients(sums, statistics, weight, x.dtype)
-    return kernels.input_gradient(dy, x, y, Layout.of(x, 1), coefficients, of_residual)
+    return kernels.backward_outputs(dy, x, y, Layout.of(x, 1), sums, statistics, weight, of_residual)
 
 
 def sums_of(mean: Tensor, invstd: Tensor, num_values: float = 8.0) -> Tensor:
-    """What channel_sums gives for such values, again beside an eps of 0."""
+    """What forward_sums gives for such values, again beside an eps of 0."""
     mean_square = invstd**-2 + mean.square()
     return torch.cat((mean * num_values, mean_square * num_values, torch.tensor([num_values], dtype=torch.float64)))
 
@@ -133,9 +131,16 @@ def sums_close(actual: Tensor, first: Tensor, second: Tensor, dtype: torch.dtype
 
 
 def force(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> None:
-    """Every tensor gets these kernels."""
-    for module in (autograd, batch_norm):
+    """Every tensor gets these kernels, on all roads."""
+    for module in (watched, many):
         monkeypatch.setattr(module, "select_kernels", lambda *tensors: kernels)
+    monkeypatch.setattr(select, "_in_eager_mode", lambda x: kernels)
+    monkeypatch.setattr(plan, "_plans", {})
+
+
+def serving() -> set[ModuleType]:
+    """The kernels of the plans that were made."""
+    return {cpu if isinstance(one, cpu.Plan) else one.kernels for one in plan._plans.values()}
 
 
 def truncates(kernels: ModuleType) -> bool:
@@ -143,16 +148,16 @@ def truncates(kernels: ModuleType) -> bool:
     return not on_cpu(kernels) and torch.get_default_device().type == "cpu"
 
 
-def test_channel_sums(kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_forward_sums(kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     (x,) = draw(1, sizes, dtype)
     wide = x.double()
-    sums = kernels.channel_sums(x, Layout.of(x, 1))
+    sums = kernels.forward_sums(x, Layout.of(x, 1))
     sums_close(sums[:-1], wide, wide.square(), dtype, kernels)
     assert sums[-1] == sizes[0] * sizes[2]
 
 
 @with_options("residual, relu", [(False, False), (True, False), (False, True), (True, True)])
-def test_normalize(
+def test_forward_outputs(
     kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype, residual: bool, relu: bool
 ) -> None:
     x, z = draw(2, sizes, dtype)
@@ -171,11 +176,11 @@ def test_nothing_is_lost_beside_a_large_mean(kernels: ModuleType) -> None:
     x = 1e4 + torch.randn(50, 3, 1)
     mean, dy = x.double().mean((0, 2)), torch.randn(50, 3, 1)
     xmu = x.double() - mean[:, None]
-    out, statistics = normalized(kernels, x, kernels.channel_sums(x, Layout.of(x, 1)), 1.0)
+    out, statistics = normalized(kernels, x, kernels.forward_sums(x, Layout.of(x, 1)), 1.0)
     invstd = (xmu.square().mean((0, 2)) + 1).rsqrt()
     close(out, xmu * invstd[:, None])
     statistics[6:9] = 1  # the invstd
-    sums, _, _ = kernels.gradient_sums(dy, x, None, Layout.of(x, 1), statistics, None, None)
+    sums, _, _ = kernels.backward_sums(dy, x, None, Layout.of(x, 1), statistics, None, None)
     tolerance = 1e-12 if on_cpu(kernels) else 1e-6  # of differences in float32
     torch.testing.assert_close(sums[3:], (dy.double() * xmu).sum((0, 2)), rtol=tolerance, atol=tolerance)
     out, _ = gradients(kernels, dy, x, None, statistics, sums)
@@ -184,11 +189,11 @@ def test_nothing_is_lost_beside_a_large_mean(kernels: ModuleType) -> None:
 
 
 @with_options("relu", [(False,), (True,)])
-def test_gradient_sums(kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype, relu: bool) -> None:
+def test_backward_sums(kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype, relu: bool) -> None:
     dy, x, y = draw(3, sizes, dtype)
     mean, invstd = of_channels(2, sizes[1])
     statistics = packed_statistics(mean, invstd.abs())
-    sums, grad_weight, grad_bias = kernels.gradient_sums(
+    sums, grad_weight, grad_bias = kernels.backward_sums(
         dy, x, y if relu else None, Layout.of(x, 1), statistics, torch.float64, torch.bfloat16
     )
     wide = dy.double() * (y > 0) if relu else dy.double()
@@ -197,14 +202,14 @@ def test_gradient_sums(kernels: ModuleType, sizes: tuple[int, int, int], dtype: 
     torch.testing.assert_close(grad_weight, sum_dy_xmu * invstd.abs(), rtol=1e-14, atol=0)
     torch.testing.assert_close(grad_bias, sum_dy.bfloat16(), rtol=2**-7 if truncates(kernels) else 0, atol=0)
     assert grad_bias.data_ptr() != sums.data_ptr() or not sums.numel()
-    assert kernels.gradient_sums(dy, x, None, Layout.of(x, 1), statistics, None, None)[1:] == (None, None)
+    assert kernels.backward_sums(dy, x, None, Layout.of(x, 1), statistics, None, None)[1:] == (None, None)
 
 
 @with_options(
     "relu, residual, num_values",
     [(True, True, 0.0), (False, False, 0.0), (True, False, 7.0), (False, False, 7.0), (True, True, 7.0)],
 )
-def test_input_gradient(
+def test_backward_outputs(
     kernels: ModuleType,
     sizes: tuple[int, int, int],
     dtype: torch.dtype,
@@ -231,7 +236,7 @@ def test_the_relu_mask_stops_nan_gradients_and_passes_nan_outputs(kernels: Modul
     """As torch's relu: where the output is 0 a NaN in dy does not pass; where it is NaN, dy does."""
     nan, statistics = float("nan"), torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
     dy, y = torch.tensor([nan, 2.0, 3.0]).view(1, 1, 3), torch.tensor([0.0, nan, 1.0]).view(1, 1, 3)
-    sums, _, _ = kernels.gradient_sums(dy, torch.zeros_like(dy), y, Layout.of(y, 1), statistics, None, None)
+    sums, _, _ = kernels.backward_sums(dy, torch.zeros_like(dy), y, Layout.of(y, 1), statistics, None, None)
     assert sums[0] == 5.0
     out, _ = normalized(kernels, y - 1, torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64), 0.0, relu=True)
     torch.testing.assert_close(out.flatten(), torch.tensor([0.0, nan, 0.0]), equal_nan=True)
@@ -259,7 +264,7 @@ def test_squares_of_16_bits_lose_nothing(
     """Beside a mean of many standard deviations the variance is what little the squares differ by."""
     torch.manual_seed(0)
     x = torch.randint(large, large + 2, sizes).to(dtype)
-    sums = kernels.channel_sums(x, Layout.of(x, 1))
+    sums = kernels.forward_sums(x, Layout.of(x, 1))
     if on_cpu(kernels):
         assert torch.equal(sums[sizes[1] : -1], x.double().square().sum((0, 2)))
     var = moments.from_sums(sums, EPS)[
@@ -278,9 +283,9 @@ def test_results_are_the_same_again_and_on_other_threads(kernels: ModuleType, si
     results = []
     for threads in (1, 2, 3) if on_cpu(kernels) else (1, 1):
         torch.set_num_threads(threads)
-        sums = kernels.channel_sums(x, Layout.of(x, 1))
+        sums = kernels.forward_sums(x, Layout.of(x, 1))
         out, statistics = normalized(kernels, x, sums)
-        of_dy, _, _ = kernels.gradient_sums(dy, x, None, Layout.of(x, 1), statistics, None, None)
+        of_dy, _, _ = kernels.backward_sums(dy, x, None, Layout.of(x, 1), statistics, None, None)
         grad_x, _ = gradients(kernels, dy, x, None, statistics, of_dy)
         results.append((sums, out, statistics, of_dy, grad_x))
     for other in results[1:]:
@@ -321,6 +326,7 @@ def test_two_steps_of_a_layer(
         torch.testing.assert_close(given.grad.double(), expected_layer.get_parameter(name).grad, rtol=1e-5, atol=1e-5)
     for name, buffer in layer.named_buffers():
         torch.testing.assert_close(buffer.double(), expected_layer.get_buffer(name).double(), rtol=1e-6, atol=1e-6)
+    assert serving() == {kernels}
 
 
 @pytest.mark.parametrize("case", HARD_INPUTS)
@@ -329,6 +335,7 @@ def test_accuracy(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, case: st
     force(monkeypatch, kernels)
     errors = errors_of_one_step(case, torch.float32, sync_batch_norm, device=torch.get_default_device())
     assert max(errors.relative.values()) < 1e-6, errors
+    assert serving() == {kernels}
 
 
 @pytest.mark.parametrize("sizes", [(3, 2, 67), (35, 13, 1)], ids=str)
@@ -347,9 +354,9 @@ def test_values_between_their_places(kernels: ModuleType, dtype: torch.dtype, si
         assert shifted[-1].data_ptr() % x.itemsize
     results = []
     for x, dy, z, weight, bias, running_mean, running_var in (aligned, shifted):
-        sums = kernels.channel_sums(x, Layout.of(x, 1))
+        sums = kernels.forward_sums(x, Layout.of(x, 1))
         y, statistics = normalized(kernels, x, sums, EPS, weight, bias, z, relu=True)
-        of_dy, _, _ = kernels.gradient_sums(dy, x, y, Layout.of(x, 1), statistics, None, None)
+        of_dy, _, _ = kernels.backward_sums(dy, x, y, Layout.of(x, 1), statistics, None, None)
         kernels.update_running_stats(running_mean, running_var, statistics, 0.1)
         of_inputs = gradients(kernels, dy, x, y, statistics, of_dy, weight, of_residual=True)
         results.append((sums, y, of_dy, *of_inputs, running_mean, running_var))
@@ -365,14 +372,14 @@ def test_more_than_2_31_values(kernels: ModuleType, pytestconfig: pytest.Config,
     x = torch.zeros(sizes, dtype=torch.float16)
     x[-1, -1, -1] = 3
     num_values = x.numel() // sizes[1]
-    sums = kernels.channel_sums(x, Layout.of(x, 1))
+    sums = kernels.forward_sums(x, Layout.of(x, 1))
     expected = torch.zeros(2 * sizes[1] + 1, dtype=torch.float64)
     expected[sizes[1] - 1], expected[2 * sizes[1] - 1], expected[-1] = 3, 9, num_values
     torch.testing.assert_close(sums, expected)
     y, statistics = normalized(kernels, x, sums, 1.0)
     assert (y[-1, -1, -1], y[-1, 0, -1], y[0, 0, 0]) == (3, 0, 0)
     dy = y
-    of_dy, _, _ = kernels.gradient_sums(dy, x, None, Layout.of(x, 1), statistics, None, None)
+    of_dy, _, _ = kernels.backward_sums(dy, x, None, Layout.of(x, 1), statistics, None, None)
     torch.testing.assert_close(of_dy, expected[:-1], rtol=1e-4, atol=1e-4)
     out, _ = gradients(kernels, dy, x, None, statistics, of_dy)
     assert out[-1, -1, -1] == pytest.approx(3, abs=1e-2)
@@ -385,17 +392,15 @@ def test_unwritten_memory_is_nan() -> None:
     assert torch.empty_like(torch.ones(3, dtype=torch.bfloat16)).isnan().all()
 
 
-needs_operators = pytest.mark.skipif(cpu.why_not() is not None, reason=str(cpu.why_not()))
+needs_operators = pytest.mark.skipif(cpu.load() is not None, reason=str(cpu.load()))
 X = torch.randn(4, 3, 5)
 ONES = torch.ones(3)
 SUMS, STATISTICS = torch.ones(2 * 3 + 1, dtype=torch.float64), torch.ones(3 * 3 + 1, dtype=torch.float64)
 CALLS = {
-    "channel_sums": (X, 4, 3, 5),
-    "forward_coefficients": (SUMS, ONES, ONES, EPS, torch.float32),
-    "normalize": (X, 4, 3, 5, ONES.repeat(3), X, True),
-    "gradient_sums": (X, X, X, 4, 3, 5, STATISTICS, torch.float32, None),
-    "backward_coefficients": (SUMS[1:].clone(), STATISTICS, ONES, torch.float32),
-    "input_gradient": (X, X, X, 4, 3, 5, ONES.repeat(4), True),
+    "forward_sums": (X, 4, 3, 5),
+    "forward_outputs": (X, 4, 3, 5, SUMS, ONES, ONES, X, EPS, True),
+    "backward_sums": (X, X, X, 4, 3, 5, STATISTICS, torch.float32, None),
+    "backward_outputs": (X, X, X, 4, 3, 5, SUMS[1:].clone(), STATISTICS, ONES, True),
     "update_running_stats": (ONES.clone(), ONES.clone(), STATISTICS, 0.1),
 }
 
@@ -442,7 +447,7 @@ def test_operators_check_their_tensors(name: str) -> None:
         bad = [argument.to(torch.int32)]
         if argument.ndim == 3:
             bad += [argument[:, :, :, None].expand(-1, -1, -1, 2)]
-            if name != "channel_sums":  # the only one whose input need not be like another
+            if name != "forward_sums":  # the only one whose input need not be like another
                 bad += [argument[:, :, :, None], torch.cat((argument, argument))]
         elif name != "update_running_stats" or argument is not STATISTICS:
             bad.append(torch.cat((argument, argument)))
@@ -460,9 +465,9 @@ def test_operators_take_dense_inputs_only() -> None:
     """The others are copied where they do not lie as the input."""
     x, dy = X.permute(1, 2, 0).contiguous().permute(2, 0, 1), X.mT.contiguous().mT
     with pytest.raises(RuntimeError, match="contiguous or with the channels innermost, got strides"):
-        torch.ops.syncbn.channel_sums(x, 4, 3, 5)
-    expected, _, _ = torch.ops.syncbn.gradient_sums(dy.contiguous(), X, None, 4, 3, 5, STATISTICS, None, None)
-    assert torch.equal(torch.ops.syncbn.gradient_sums(dy, X, None, 4, 3, 5, STATISTICS, None, None)[0], expected)
+        torch.ops.syncbn.forward_sums(x, 4, 3, 5)
+    expected, _, _ = torch.ops.syncbn.backward_sums(dy.contiguous(), X, None, 4, 3, 5, STATISTICS, None, None)
+    assert torch.equal(torch.ops.syncbn.backward_sums(dy, X, None, 4, 3, 5, STATISTICS, None, None)[0], expected)
 
 
 @pytest.mark.parametrize(
@@ -478,13 +483,14 @@ def test_the_reference_can_be_forced(value: str | None, code: int, shown: str) -
     assert run.returncode == code
     assert shown in run.stdout + run.stderr
     if value is None:
-        assert run.stdout.strip() == all_kernels.available()
+        assert run.stdout.strip() == available()
 
 
 def test_slow_training_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of small inputs, as in tests, and not in evaluation."""
-    monkeypatch.setattr(cpu, "why_not", lambda: "no compiler here")
-    monkeypatch.setattr(all_kernels, "_why_forced", lambda: None)
+    monkeypatch.setattr(cpu, "load", lambda: "no compiler here")
+    monkeypatch.setattr(select, "_why_forced", lambda: None)
+    monkeypatch.setattr(plan, "_plans", {})
     layer, large = syncbn.SyncBatchNorm1d(1), torch.randn(250_001, 1)
     layer(large[:1000])
     layer.eval()(large)
@@ -498,20 +504,30 @@ def test_slow_training_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.triton
 def test_what_keeps_triton_from_running_is_told_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each GPU is asked once; not while a graph is made, of either kind."""
-    monkeypatch.setattr(all_kernels, "_triton_works", {})
+    monkeypatch.setattr(select, "_triton_works", {})
     device = torch.device("cuda", 1)
-    assert all_kernels._why_no_triton(device, compiling=True) is None
+    assert select._why_no_triton(device, compiling=True) is None
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert all_kernels._why_no_triton(device, compiling=False) is None
+    assert select._why_no_triton(device, compiling=False) is None
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    reason = all_kernels._why_no_triton(device, compiling=False)
+    reason = select._why_no_triton(device, compiling=False)
     assert reason
     assert "\n" not in reason
-    assert all_kernels._triton_works == {device: reason}
+    assert select._triton_works == {device: reason}
 
 
 def test_which_tensors_the_operators_serve() -> None:
-    fast = reference if cpu.why_not() else cpu
-    assert all_kernels.select_kernels(torch.ones(2)) is fast
-    assert all_kernels.select_kernels(torch.nn.Parameter(torch.ones(2))) is reference
-    assert all_kernels.select_kernels(torch.ones(2, device="meta")) is reference
+    fast = reference if cpu.load() else operators
+    assert select.select_kernels(torch.ones(2)) is fast
+    assert select.select_kernels(torch.nn.Parameter(torch.ones(2))) is reference
+    assert select.select_kernels(torch.ones(2, device="meta")) is reference
+
+
+def test_which_tensors_have_plans() -> None:
+    """The ordinary road calls the kernels for CPUs, not the operators."""
+    x = torch.ones(2, 3)
+    layout = Layout.of(x, 1)
+    for one in (x, torch.nn.Parameter(x)):
+        made = select.new_plan(one, layout)
+        assert made.kernels is reference if cpu.load() else type(made) is cpu.Plan
+    assert select.new_plan(x.to("meta"), layout) is None

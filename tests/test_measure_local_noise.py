@@ -267,7 +267,7 @@ def test_what_the_class_normalises_is_measured(kind: Any, converted: bool) -> No
     [row] = measured(model, x, num_slices=2)
     assert row[3:10] == pytest.approx(figures_by_hand([[*x.transpose(1, 2).tensor_split(2)]]), rel=1e-9)
     assert torch.overrides._len_torch_function_stack() == state
-    assert not any(module._forward_hooks or "_observer" in vars(module) for module in model.modules())
+    assert not any(module._forward_hooks or "_train_over_ranks" in vars(module) for module in model.modules())
 
 
 def test_options_of_a_class_are_its_own() -> None:

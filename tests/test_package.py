@@ -75,13 +75,14 @@ def test_nothing_of_diagnosis_outlives_the_group() -> None:
     code = """
 import threading, time, weakref
 import torch, torch.distributed as dist, syncbn
-from syncbn.diagnosis import positions
 from syncbn.distributed import groups
-groups.resolve = lambda specification: dist.group.WORLD  # also of one rank
+from syncbn.distributed.reduction import Caller
+groups.resolve = lambda spec: dist.group.WORLD  # also of one rank
 for _ in range(3):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = weakref.ref(dist.group.WORLD)
-    with positions.Waiting(dist.group.WORLD, None, "forward"):
+    caller = Caller("a test")
+    with groups.reduction_of(None, caller, None).waiting("forward"):
         time.sleep(1.2)  # in which the thread looks
     with syncbn.debug():
         syncbn.SyncBatchNorm(3)(torch.randn(2, 3)).sum()

@@ -9,17 +9,19 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import syncbn
-from syncbn import torch_private
+from syncbn import torch_private, torch_state
 
 TIMEOUT = timedelta(seconds=77)
 
@@ -33,12 +35,12 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def test_may_skip_dispatcher() -> None:
-    """Not where the thread has the keys of a tracer, or a transform; more in test_dispatcher.py."""
+def test_runs_plainly() -> None:
+    """Not where the thread has the keys of a mode, or a transform, nor under a profiler; more in test_dispatcher.py."""
     seen = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(torch_private.may_skip_dispatcher(torch.ones(2)))
+        seen.append(torch_state.runs_plainly())
         return x + 1
 
     look(torch.ones(2))
@@ -46,7 +48,40 @@ def test_may_skip_dispatcher() -> None:
     torch.func.grad(lambda x: look(x).sum())(torch.ones(2))
     with torch.autograd.forward_ad.dual_level():
         look(torch.ones(2))
-    assert seen == [True, False, False, False]
+    with FakeTensorMode():
+        look(torch.ones(2))
+    for profiler in (torch.profiler.profile(acc_events=True), torch.autograd.profiler.profile(acc_events=True)):
+        with profiler:
+            look(torch.ones(2))
+    assert seen == [True, *[False] * 6]
+    seen.clear()
+    with torch.inference_mode(), torch.autocast("cpu"), torch.autograd.graph.saved_tensors_hooks(look, look):
+        look(torch.ones(2))
+    assert seen == [True]
+
+
+def test_runs_plainly_is_false_in_graphs() -> None:
+    assert not torch.compile(lambda x: x + torch_state.runs_plainly(), backend="eager")(torch.zeros(2)).any()
+
+
+def test_direct_apply() -> None:
+    """As Function.apply, also of what is None and of what is no tensor."""
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: None, factor: float) -> torch.Tensor:
+            ctx.factor = factor
+            return x * factor
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+            return dy * ctx.factor, None, None
+
+    x = torch.ones(2, requires_grad=True)
+    y = torch_private.direct_apply(Scale)(x, None, 3.0)
+    assert torch.equal(y, Scale.apply(x, None, 3.0))
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 3.0))
 
 
 def test_current_backward() -> None:
@@ -55,7 +90,7 @@ def test_current_backward() -> None:
         seen = []
 
         def forward(x: torch.Tensor, seen: list[bool] = seen) -> torch.Tensor:
-            seen.append(torch_private.current_backward() == -1)
+            seen.append(torch_state.current_backward() == -1)
             return x.sin()
 
         x = torch.ones(2, requires_grad=True)
@@ -67,7 +102,7 @@ def test_inside_functorch() -> None:
     seen = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append(torch_private.inside_functorch())
+        seen.append(torch_state.inside_functorch())
         return x.sum()
 
     function(torch.ones(2))
@@ -80,7 +115,7 @@ def test_forward_mode_level() -> None:
     seen = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append(torch_private.forward_mode_level())
+        seen.append(torch_state.forward_mode_level())
         return x.sin()
 
     x = torch.ones(2)
@@ -163,10 +198,10 @@ def test_ragged_dim() -> None:
 
 
 def test_profiler_enabled() -> None:
-    assert not torch_private.profiler_enabled()
+    assert not torch_state.profiler_enabled()
     with torch.profiler.profile(acc_events=True):
-        assert torch_private.profiler_enabled()
-    assert not torch_private.profiler_enabled()
+        assert torch_state.profiler_enabled()
+    assert not torch_state.profiler_enabled()
 
 
 def test_current_dispatch_mode_and_selective_checkpointing() -> None:
@@ -259,13 +294,13 @@ def test_is_jit_tracing() -> None:
     seen = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append(torch_private.is_jit_tracing())
+        seen.append(torch_state.is_jit_tracing())
         return x + 1
 
     function(torch.ones(2))
     torch.jit.trace(function, torch.ones(2), check_trace=False)
     assert seen == [False, True]
-    compiled = torch.compile(lambda x: x + torch_private.is_jit_tracing(), backend="eager", fullgraph=True)
+    compiled = torch.compile(lambda x: x + torch_state.is_jit_tracing(), backend="eager", fullgraph=True)
     assert torch.equal(compiled(torch.ones(2)), torch.ones(2))
 
 
@@ -281,13 +316,11 @@ def test_is_compiled_and_without_compile() -> None:
     assert torch_private.is_compiled(in_place)
 
 
-def test_is_replica() -> None:
-    """nn.DataParallel marks its copies of a module, and only these; the layer reads the mark."""
-    replicated = inspect.getsource(nn.Module._replicate_for_data_parallel)
-    assert "_is_replica = True" in replicated
+def test_replicas() -> None:
+    """nn.DataParallel makes its copies of a module by this method; those of a layer synchronise nothing."""
+    assert "._replicate_for_data_parallel()" in inspect.getsource(torch.nn.parallel.replicate)
     layer = syncbn.SyncBatchNorm(3)
-    assert layer._is_replica is False
-    assert layer._replicate_for_data_parallel()._is_replica is True
+    assert layer._replicate_for_data_parallel()._train_over_ranks is not layer._train_over_ranks
 
 
 def test_join_asks_how_many_have_not_joined(group: dist.ProcessGroup) -> None:

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from syncbn.convert import convert_syncbn_model
-from syncbn.distributed.collectives import Ranks
-from syncbn.distributed.exchange import all_reduce_max
+from syncbn.distributed import groups
+from syncbn.distributed.reduction import Caller
+from syncbn.distributed.text_exchange import all_reduce_max
 from syncbn.kernels import available
 from syncbn.testing import TOLERANCES, differences
 from syncbn.tools.assert_synced import assert_synced
@@ -91,11 +92,11 @@ def _seconds(length: int, device: torch.device) -> float:
     if world is None:
         return 0.0
     payload = torch.zeros(length, dtype=torch.float64, device=device)
-    measured = []
+    measured, caller = [], Caller("syncbn check")
     for _ in range(WARM_UP + ROUNDS):
         _wait_for(device)
         start = time.perf_counter()
-        Ranks(world).all_reduce(payload, "forward", counted=length % 2 == 1)
+        groups.reduction_of(None, caller, payload).total(payload, "forward", counted=length % 2 == 1)
         _wait_for(device)
         measured.append(time.perf_counter() - start)
     median = torch.tensor([statistics.median(measured[WARM_UP:])], dtype=torch.float64, device=device)

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncbn import torch_private
-from syncbn.diagnosis.model_paths import may_be_one_layer
-from syncbn.diagnosis.positions import Waiting
+from syncbn.diagnosis.layer_names import may_be_one_layer
 from syncbn.diagnosis.report import RanksDifferError
-from syncbn.distributed import collectives
-from syncbn.distributed.collectives import Interceptor, Ranks, intercepted_by
-from syncbn.distributed.exchange import all_gather_json, by_rank, in_words
+from syncbn.diagnosis.this_rank import Site
+from syncbn.distributed import reduction
+from syncbn.distributed.reduction import EagerReduction, Guard, guarded_by, sums_of
+from syncbn.distributed.text_exchange import all_gather_json, by_rank, in_words
 
 ENABLED = {None: False, "": False, "0": False, "1": True}
 
@@ -46,26 +46,26 @@ def debug() -> Iterator[None]:
     Raises:
         RuntimeError: by the layers: the ranks differ, with what each of them was about to do.
     """
-    with torch.compiler.set_stance("force_eager"), intercepted_by(_Comparison()):
+    with torch.compiler.set_stance("force_eager"), guarded_by(_Comparison()):
         yield
 
 
-class _Comparison(Interceptor):
+class _Comparison(Guard):
     """Compares the ranks before each all_reduce."""
 
     first_warning_seconds = 3.0
 
-    def before_all_reduce(self, ranks: Ranks, sums: Tensor, pass_name: str, counted: bool) -> None:
-        if ranks.call is None or ranks.group is None or collectives.joined_group() is not None:
+    def before_all_reduce(self, called: EagerReduction, payload: Tensor, pass_name: str) -> None:
+        group, site = called.group, called.site
+        assert isinstance(site, Site)
+        if not site.counts or reduction.joined_group() is not None:
             return
-        group, site = ranks.group, ranks.call.site
         members = dist.get_process_group_ranks(group)
-        call = ranks.call.words(pass_name)
-        doing = f"{call}: {len(sums) // 2} channels, {ranks.call.dtype}, over {in_words(members)}"
-        same = pass_name, len(sums), str(ranks.call.dtype), in_words(members)
-        values = sums[:-1] if counted else sums  # a faulty rank's count is NaN
-        local = {"same": same, "path": site.path, "doing": doing, "finite": bool(values.isfinite().all())}
-        with Waiting(group, ranks.call, pass_name, self.first_warning_seconds):
+        call, sums = site.doing(called.number, pass_name), sums_of(payload)
+        doing = f"{call}: {len(sums) // 2} channels, {called.dtype}, over {in_words(members)}"
+        same = pass_name, len(sums), str(called.dtype), in_words(members)
+        local = {"same": same, "path": site.path, "doing": doing, "finite": bool(sums.isfinite().all())}
+        with called.waiting(pass_name):
             gathered = all_gather_json(local, _side_group(group))
             paths = [one["path"] for one in gathered]
             if any(one["same"] != gathered[0]["same"] for one in gathered) or not may_be_one_layer(paths):
@@ -92,7 +92,7 @@ def _enable_where_wanted() -> None:
         raise ValueError(f"SYNCBN_DEBUG must be 1, 0 or not set, got {wanted!r}")
     if ENABLED[wanted]:
         torch.compiler.set_stance("force_eager")
-        collectives.push(_Comparison())
+        reduction.guards.append(_Comparison())
 
 
 _enable_where_wanted()

@@ -1,4 +1,4 @@
-"""Reports where every rank of a group is, from the positions that the ranks write to the store (see positions.py)."""
+"""Reports where every rank of a group is, from the positions that the ranks write to the store (see this_rank.py)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from syncbn.diagnosis import processes
-from syncbn.distributed.exchange import by_rank, in_words
-
-if TYPE_CHECKING:
-    from syncbn.diagnosis.waits import Wait
+from syncbn.diagnosis import process_state
+from syncbn.diagnosis.this_rank import HAS_LEFT, Position
+from syncbn.diagnosis.waiting import Wait
+from syncbn.distributed.text_exchange import by_rank, in_words
 
 SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; more than hosts' clocks differ
 SETTLE_SECONDS = 0.3  # that a rank which has gone is given to say why
 READ_SECONDS = 5.0  # that reading may take
-EVALUATES, HAS_LEFT = "is in evaluation mode", "has left"
 REMEDY = (
     "Every rank must call the same layers in the same order, all converted and in training mode; ranks that hold "
     "different layers, as a pipeline's, need a process_group for each stage. SYNCBN_DEBUG=1 makes the ranks compare "
@@ -40,15 +38,6 @@ class RanksDifferError(RuntimeError):
 
     def __init__(self, where: str) -> None:
         super().__init__(f"syncbn: the ranks are in different layers or calls.\n{where}")
-
-
-class Position(NamedTuple):
-    """Where a rank is. The store has these as lines, then the time, the process and its host."""
-
-    group: str  # the name of the process group of its last all_reduce
-    number: int  # of that among syncbn's on this group, from 1
-    doing: str  # in it: layer4.1.bn3 forward, call 17
-    since: str = ""  # what it has done since then: EVALUATES, HAS_LEFT and why
 
 
 class Found(NamedTuple):
@@ -105,7 +94,7 @@ class _Reader:
         """What this rank knows by itself."""
         rank = self.wait.rank.rank
         others = [other for other in self.wait.ranks() if other != rank]
-        elsewhere = [other for other in others if not processes.on_this_host(other)]
+        elsewhere = [other for other in others if not process_state.on_this_host(other)]
         hosts = f" ({in_words(elsewhere)}: on other hosts)" if elsewhere else ""
         return (
             f"rank {rank}: {self._place(self.wait.position)}\n{in_words(others)}: not known, as the process group's "
@@ -138,7 +127,7 @@ class _Reader:
         position, age, process, host = _parsed(text)
         is_this = rank == self.wait.rank.rank
         if is_this:  # whose last position may not be written yet, and which may be about to leave
-            position = self.wait.rank.position
+            position = self.wait.rank.position()
             position = position._replace(since=position.since.partition(HAS_LEFT)[0].rstrip("; "))
         words = []
         if position.doing:
@@ -151,14 +140,14 @@ class _Reader:
             words.append(position.since)
         gone, state = HAS_LEFT in position.since, ""
         if not gone and not is_this:
-            if host == processes.host():
-                state = processes.state_of(process)
+            if host == process_state.host():
+                state = process_state.state_of(process)
             elif process and age > SILENCE_SECONDS and self.wait.rank.beats():
                 state = f"not heard of for {age:.0f} s"
         if state:
             words.append(state)
         words_of_rank = "; ".join(words) or "has not been seen"
-        return Found(words_of_rank, gone or bool(state), state.endswith(processes.HAS_ENDED))
+        return Found(words_of_rank, gone or bool(state), state.endswith(process_state.HAS_ENDED))
 
     def _arrived(self, position: Position) -> bool:
         """Whether a rank of this position is in what this rank waits in."""
@@ -175,7 +164,7 @@ def _parsed(text: bytes | None) -> tuple[Position, float, str, str]:
     if text is not None:
         group, number, doing, since, written, process_and_host = text.decode().split("\n")
         process, _, host = process_and_host.partition(" ")
-        allowed = 0.0 if host == processes.host() else SILENCE_SECONDS  # clocks differ
-        if float(written) >= processes.start_of_this() - allowed:
+        allowed = 0.0 if host == process_state.host() else SILENCE_SECONDS  # clocks differ
+        if float(written) >= process_state.start_of_this() - allowed:
             return Position(group, int(number), doing, since), time.time() - float(written), process, host
     return Position("", 0, ""), 0.0, "", ""

@@ -10,24 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
-from syncbn.diagnosis import processes, report
-from syncbn.diagnosis.report import HAS_LEFT
-from syncbn.diagnosis.waits import Elsewhere, elsewhere, is_long
+from syncbn.diagnosis import process_state, report
+from syncbn.diagnosis.this_rank import HAS_LEFT, ThisRank
+from syncbn.diagnosis.waiting import Elsewhere, OnGpu, Waiting, elsewhere, event_behind, is_long
+from syncbn.distributed.reduction import Collective
 
-if TYPE_CHECKING:
-    from syncbn.diagnosis.positions import ThisRank
-
-SECONDS_BETWEEN_WRITES = 0.05  # of a rank, at least
-SECONDS_PER_WRITE = 10e-6  # of all ranks together: a store takes some 100,000 writes a second
 HEARTBEAT_SECONDS = 1.0  # between writes of a rank that does nothing new; with 10,000 ranks a tenth of the store's time
 LEAVE_SECONDS = 0.3  # for which a rank that leaves waits for its own heartbeat
 WARNING_RANKS = 4  # of a group; all would say the same
@@ -35,22 +30,23 @@ WARNING_RANKS = 4  # of a group; all would say the same
 _log = logging.getLogger("syncbn")
 
 
-def start(rank: ThisRank, world: dist.ProcessGroup) -> threading.Thread:
-    """Start the thread, which ends with the group of all ranks."""
-    weakref.finalize(world, _leave, rank)
-    thread = threading.Thread(target=_watch, args=[rank, weakref.ref(world)], name="syncbn.watchdog", daemon=True)
-    thread.start()
-    return thread
+class WatchedRank(ThisRank):
+    """This rank with the thread, which ends with the group of all ranks."""
+
+    def __init__(self, world: dist.ProcessGroup) -> None:
+        super().__init__(world)
+        self.on_gpu = OnGpu()
+        weakref.finalize(world, _leave, self)
+        self.watchdog = threading.Thread(
+            target=_watch, args=[self, weakref.ref(world)], name="syncbn.watchdog", daemon=True
+        )
+        self.watchdog.start()
+
+    def left_to_gpu(self, collective: Collective, device: torch.device) -> None:
+        self.on_gpu.add(Waiting(collective), event_behind(device))
 
 
-def interval(store: dist.Store, num_ranks: int) -> float:
-    """Seconds between the writes of a rank; infinite for a store in which a write does not replace the last one."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return math.inf if isinstance(store, dist.FileStore) else max(SECONDS_BETWEEN_WRITES, num_ranks * SECONDS_PER_WRITE)
-
-
-def _watch(rank: ThisRank, world: weakref.ref[dist.ProcessGroup]) -> None:
+def _watch(rank: WatchedRank, world: weakref.ref[dist.ProcessGroup]) -> None:
     # Between its looks it holds nothing that would keep the group alive.
     last = None
     while not rank.ended.wait(min(rank.interval, HEARTBEAT_SECONDS)) and dist.group.WORLD is world():
@@ -60,16 +56,18 @@ def _watch(rank: ThisRank, world: weakref.ref[dist.ProcessGroup]) -> None:
     if rank.failed:
         where = report.where_all_were(Elsewhere(rank))
         _log.error("syncbn: a collective outside of syncbn's layers failed on rank %d.\n%s", rank.rank, where)
+    rank.forget_store()
 
 
-def _look(rank: ThisRank, last: Elsewhere | None) -> Elsewhere | None:
+def _look(rank: WatchedRank, last: Elsewhere | None) -> Elsewhere | None:
     """Write the position if it is new or old; warn of a long wait. The wait outside of the layers, if it is that."""
-    waiting = rank.waiting or rank.on_gpu.oldest()
+    collective = rank.waiting
+    waiting = rank.on_gpu.oldest() if collective is None else Waiting(collective)
     with rank.writing:
         if rank.beats():
-            due = time.monotonic() - rank.written >= HEARTBEAT_SECONDS or rank.written_position is not rank.position
+            due = time.monotonic() - rank.written >= HEARTBEAT_SECONDS or rank.written_state != rank.state()
         else:
-            due = waiting is not None and rank.written_position is not rank.position
+            due = waiting is not None and rank.written_state != rank.state()
         if due and not rank.ended.is_set():
             rank.write_position()
     outside = elsewhere(rank, last) if waiting is None else None
@@ -85,15 +83,14 @@ def _look(rank: ThisRank, last: Elsewhere | None) -> Elsewhere | None:
     return outside
 
 
-def _leave(rank: ThisRank) -> None:
+def _leave(rank: WatchedRank) -> None:
     """The default process group, or this program, ends: because of an exception, perhaps."""
-    since = "; ".join(filter(None, (rank.position.since, HAS_LEFT + processes.why_it_ends())))
     here = rank.process == os.getpid()  # a forked process has no thread
-    rank.failed = here and processes.a_collective_failed()
+    rank.failed = here and process_state.a_collective_failed()
     rank.ended.set()
     # The heartbeat may be in a call of a dead store.
     if here and rank.writing.acquire(timeout=LEAVE_SECONDS):
-        rank.position = rank.position._replace(since=since)
+        rank.add_since(HAS_LEFT + process_state.why_it_ends())
         rank.write_position()
         rank.writing.release()
     if rank.failed:

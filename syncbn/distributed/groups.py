@@ -1,86 +1,91 @@
-"""Resolves, for each call of a layer, its specification to the process group that it means now."""
+"""Finds, for each call of a layer, the ranks that its process group means now."""
 
 from __future__ import annotations
 
 import functools
 import os
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
 
-from syncbn import torch_private, tracing
-from syncbn.diagnosis import call_sites
-from syncbn.distributed import new_groups
-from syncbn.distributed.collectives import Ranks, interceptors
-from syncbn.distributed.specification import OfMesh, own_group
+from syncbn.distributed import new_groups, reduction
+from syncbn.distributed.group_spec import OfMesh, own_group
+from syncbn.distributed.reduction import ONE_RANK, EagerReduction, GraphReduction, NoReduction
 
 if TYPE_CHECKING:
-    from syncbn.distributed.specification import Specification
+    from syncbn.distributed.group_spec import GroupSpec
 
 
-def make_groups(spec: Specification) -> None:
+def reduction_of(spec: GroupSpec | OfMesh, caller: Any, input: Any) -> NoReduction | EagerReduction:
+    """The ranks that a call of a layer or a `Caller` synchronises in eager mode; counts the call. See `resolve`."""
+    group = dist.group.WORLD if spec is None else existing(spec)
+    if group is None and spec is None:
+        _warn_if_launched_on_several_ranks()
+        return ONE_RANK
+    site = caller._call_site
+    if site is None or site.group() is not group or site.caller() is not caller or reduction.guards:
+        group = resolve(spec)
+        if group is None:
+            return ONE_RANK
+        site = caller._call_site = reduction.watches[0].new_site(caller, group)
+    assert group is not None
+    return EagerReduction(group, site, getattr(input, "dtype", None))
+
+
+def reduction_in_graph(spec: GroupSpec | OfMesh) -> GraphReduction:
+    """The same in a compiled graph. **Raises** RuntimeError where new groups would have to be made, and inside
+    syncbn.join."""
+    if not dist.is_initialized():  # in graphs of torch 2.11 WORLD itself is never None
+        return GraphReduction(None)
+    if reduction.joined_group() is not None:
+        raise RuntimeError("inside syncbn.join nothing may be compiled: leave out torch.compile")
+    group = existing(spec)
+    if group is None and not isinstance(spec, OfMesh):
+        raise RuntimeError(
+            f"process_group={spec!r} needs new groups, which cannot be made inside a compiled graph; "
+            "construct or convert the layers after torch.distributed.init_process_group()"
+        )
+    return GraphReduction(None if group is None or group.size() == 1 else group)
+
+
+def resolve(spec: GroupSpec | OfMesh) -> dist.ProcessGroup | None:
+    """The group to synchronise over now; None for a group of one rank, and when there is no process group.
+
+    The first call with an int or "node" makes the groups. **Raises** ValueError for a part of the ranks inside
+    syncbn.join; and as `own_group`.
+    """
+    group = existing(spec)
+    if group is None and not isinstance(spec, OfMesh):
+        if not dist.is_initialized():
+            _warn_if_launched_on_several_ranks()
+            return None
+        make_groups(spec)
+        group = existing(spec)
+    if group is None or group.size() == 1:
+        return None
+    joined = reduction.joined_group()
+    if joined is not None and group.size() < joined.size():
+        raise ValueError(
+            f"inside syncbn.join every layer must synchronise over all {joined.size()} ranks, not over {group.size()} "
+            f"(process_group={spec!r}); set process_group=None"
+        )
+    return joined or group
+
+
+def make_groups(spec: GroupSpec) -> None:
     """Make the groups that an int or "node" needs: a collective over ALL ranks of the default group, once for each."""
     if isinstance(spec, (int, str)):
         new_groups.make(spec)
 
 
-def begin_call(spec: Specification | OfMesh, caller: nn.Module | str, input: Tensor | None) -> Ranks:
-    """Count a call of a layer, or of the function of this name; the ranks that it synchronises. See `resolve`."""
-    if torch_private.is_jit_tracing():
-        tracing.refuse_jit_trace()
-    group = resolve(spec)
-    return Ranks(group, None if group is None else call_sites.new_call(caller, group, input))
-
-
-def resolve(spec: Specification | OfMesh) -> dist.ProcessGroup | None:
-    """The group to synchronise over now; None for a group of one rank, and when there is no process group.
-
-    The first call with an int or "node" makes the groups. **Raises** RuntimeError when that would happen inside a
-    compiled graph; ValueError for a part of the ranks inside syncbn.join; and as `own_group`.
-    """
-    group = existing(spec)
-    if group is None:
-        if isinstance(spec, OfMesh):
-            return None
-        compiling = torch_private.is_compiling()
-        if not dist.is_initialized():
-            if not compiling:
-                _warn_if_launched_on_several_ranks()
-            return None
-        if compiling:
-            raise RuntimeError(
-                f"process_group={spec!r} needs new groups, which cannot be made inside a compiled graph; "
-                "construct or convert the layers after torch.distributed.init_process_group()"
-            )
-        make_groups(spec)
-        group = existing(spec)
-        assert group is not None
-    if group.size() == 1:
-        return None
-    for interceptor in interceptors:
-        if interceptor.joined_group is not None:
-            return _joined(group, interceptor.joined_group, spec)
-    return group
-
-
-def _joined(group: dist.ProcessGroup, joined: dist.ProcessGroup, spec: object) -> dist.ProcessGroup:
-    if group.size() < joined.size():
-        raise ValueError(
-            f"inside syncbn.join every layer must synchronise over all {joined.size()} ranks, not over {group.size()} "
-            f"(process_group={spec!r}); set process_group=None"
-        )
-    return joined
-
-
-def existing(spec: Specification | OfMesh) -> dist.ProcessGroup | None:
+def existing(spec: GroupSpec | OfMesh) -> dist.ProcessGroup | None:
     """The group that `spec` means; None when it is not made yet or there is no process group. Communicates nothing.
 
     **Raises** as `own_group`.
     """
-    if spec is None:  # in graphs of torch 2.11 WORLD itself is never None
-        return dist.group.WORLD if dist.is_initialized() else None
+    if spec is None:
+        return dist.group.WORLD
     if isinstance(spec, (int, str)):
         return new_groups.made(spec)
     if isinstance(spec, OfMesh):

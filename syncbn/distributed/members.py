@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from syncbn.distributed import new_groups
+from syncbn.distributed.group_spec import GlobalRanks, includes_this_rank
 from syncbn.distributed.groups import existing
-from syncbn.distributed.specification import GlobalRanks, includes_this_rank
 
 if TYPE_CHECKING:
-    from syncbn.distributed.specification import Specification
+    from syncbn.distributed.group_spec import GroupSpec
 
 
 def world() -> dist.ProcessGroup | None:
@@ -21,13 +21,13 @@ def world() -> dist.ProcessGroup | None:
     return None if default_group is None or default_group.size() == 1 else default_group
 
 
-def ranks_of(spec: Specification) -> list[int]:
+def ranks_of(spec: GroupSpec) -> list[int]:
     """The global ranks that `spec` means, this one alone where its group is not made yet or without it."""
     group = existing(spec) if includes_this_rank(spec) else None
     return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
 
-def size(spec: Specification) -> int:
+def size(spec: GroupSpec) -> int:
     """How many ranks `spec` means, also before its group is made; 1 without a process group, 0 without this rank."""
     if dist.group.WORLD is None:
         return 1
@@ -43,7 +43,7 @@ def size(spec: Specification) -> int:
     return new_groups.ranks_per_host([(os.environ.get("LOCAL_WORLD_SIZE"), None)] * dist.get_world_size())
 
 
-def of_torch(spec: Specification) -> Any:
+def of_torch(spec: GroupSpec) -> Any:
     """What an nn.SyncBatchNorm holds for `spec`. **Raises** RuntimeError where its group does not exist."""
     if dist.group.WORLD is None or spec is None:
         return None

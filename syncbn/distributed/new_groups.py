@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from syncbn import torch_private
-from syncbn.distributed.exchange import all_gather_json
+from syncbn.distributed.text_exchange import all_gather_json
 
 # Default group -> {int or "node": this rank's group, or None for the default group itself}. A re-made default group
 # starts with nothing made, and the old entry goes with the old group.

@@ -6,8 +6,9 @@
 //
 // Sums are doubles, made of parts that depend on the sizes only: a result does not depend on the number of threads.
 //
-// Nothing here allocates or throws: callers bring `scratch` of as many bytes as syncbn_scratch says. The functions return
-// a Status. The only symbol of torch is declared here, so that they are built without it.
+// Nothing here allocates or throws: callers bring `scratch` of as many bytes as syncbn_scratch says. A function takes a
+// Plan, which is the same for all calls of a kind, and what differs from call to call: addresses, packed by cpu.py. It
+// returns a Status. The only symbol of torch is declared here, so that the functions are built without it.
 
 #include <algorithm>
 #include <cmath>
@@ -30,8 +31,9 @@ extern "C" int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain,
 
 namespace {
 
-enum Status : int { OK, UNKNOWN_DTYPE, NO_THREADS };
-enum Dtype : int { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
+// The last three: of what all ranks have sent, see syncbn_forward_outputs.
+enum Status : int { OK, UNKNOWN_DTYPE, NO_THREADS, NO_MEMORY, RANKS_DIFFER, FAULT, ONE_VALUE };
+enum Dtype : int { NONE = -1, FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
 
 struct BFloat16 {
   uint16_t bits;
@@ -51,7 +53,7 @@ constexpr int64_t ROWS_AHEAD = 16;        // that are fetched
 constexpr int64_t LEAST_RUNS = 8;         // of a channel in a part of a sum
 constexpr int64_t LEAST_ROWS = 32;        // in a part of a sum, whose two doubles for each column are half a byte a value
 constexpr int64_t MOST_COEFFICIENTS = 4;  // of a map
-constexpr int64_t OWN_SCRATCH = 1024;     // doubles
+constexpr int64_t OWN_SCRATCH = 4096;     // doubles
 constexpr int64_t CHANNELS_AT_ONCE = 256;             // channels
 
 struct Sizes {
@@ -184,11 +186,6 @@ Status with_dtype(int dtype, const Body& body) {
   }
 }
 
-template <typename Body>
-Status with_compute_dtype(int dtype, const Body& body) {
-  return dtype == FLOAT64 ? body(double{}) : dtype == FLOAT32 ? body(float{}) : UNKNOWN_DTYPE;
-}
-
 // The numbers of channels that a user brings, of any dtype.
 
 double to_double(float number) { return number; }
@@ -268,140 +265,223 @@ struct Statistics {
       : mean(packed), var(mean + channels), invstd(var + channels), num_values(invstd + channels) {}
 };
 
+// What all calls of a kind have in common; cpu.py has the same fields.
+struct Plan {
+  int64_t outer, channels, inner;
+  double eps;
+  int32_t dtype, weight_dtype, bias_dtype, mean_dtype, var_dtype, grad_weight_dtype, grad_bias_dtype;  // or NONE
+  int32_t has_residual, has_y, has_counter;
+  int32_t relu;           // y = max(0, y)
+  int32_t averages;       // the running statistics are the average of all batches: momentum is 1 / counter
+  int32_t is_signed;      // a signature follows the sums and n
+
+  Sizes sizes() const { return {outer, channels, inner}; }
+};
+
+constexpr int64_t SIGNATURE = 3;  // doubles
+
+struct ForwardSums {
+  const void* x;
+  double* sums;
+  void* scratch;
+  double signature[SIGNATURE];
+};
+
+struct ForwardOutputs {
+  const void* x;
+  const double* total;
+  const void *residual, *weight, *bias;
+  void *running_mean, *running_var;
+  int64_t* counter;
+  void* y;
+  double* statistics;
+  void* scratch;
+  double momentum;
+  int64_t compares;
+};
+
+struct BackwardSums {
+  const void *dy, *x, *y;
+  const double* statistics;
+  double* sums;
+  void *grad_weight, *grad_bias, *scratch;
+  double signature[SIGNATURE];
+};
+
+struct BackwardOutputs {
+  const void *dy, *x, *y;
+  const double *statistics, *total;
+  const void* weight;
+  void *grad_x, *grad_residual, *scratch;
+  int64_t compares;
+};
+
+// Ranks sign with 1, s and s^2, or with zeros. By Cauchy and Schwarz sum 1 * sum s^2 = (sum s)^2 only where all s are the
+// same. A rank with a fault sends NaN for n.
+Status compare(const double* behind) {
+  if (behind[1] * behind[3] != behind[2] * behind[2]) return RANKS_DIFFER;
+  if (behind[0] != behind[0]) return FAULT;
+  return behind[0] == 1 ? ONE_VALUE : OK;
+}
+
+// Whether a tensor of `count` numbers that exists has no address.
+bool lacks(const void* address, bool exists, int64_t count) { return !address && exists && count; }
+
+void move(void* running, int dtype, int64_t channels, const double* statistic, double factor, double momentum) {
+  in_portions(channels, [&](int64_t first, int64_t some) {
+    Widened moved(running, dtype, first, some, 0);
+    for (int64_t index = 0; index < some; ++index)
+      moved.values[index] = (1 - momentum) * moved.values[index] + momentum * (statistic[first + index] * factor);
+    set_numbers(running, dtype, first, some, moved.values);
+  });
+}
+
+void move_running_stats(const Plan& plan, void* running_mean, void* running_var, const double* packed, double momentum) {
+  Statistics statistics(packed, plan.channels);
+  double count = *statistics.num_values;
+  if (running_mean && count > 0) move(running_mean, plan.mean_dtype, plan.channels, statistics.mean, 1, momentum);
+  if (running_var && count > 1)
+    move(running_var, plan.var_dtype, plan.channels, statistics.var, count / (count - 1), momentum);
+}
+
 }  // namespace
 
 // Changes with the parameters of the functions: cpu.py compares it with its own.
-EXPORTED int syncbn_interface() noexcept { return 1; }
+EXPORTED int syncbn_interface() noexcept { return 2; }
 
-// How many bytes of scratch a function needs for a tensor of these sizes, one that adds up, or one that maps; 0 where what
-// it has is enough.
-EXPORTED int64_t syncbn_scratch(int adds, int64_t outer, int64_t channels, int64_t inner) noexcept {
-  Sizes sizes{outer, channels, inner};
-  int64_t doubles = 0;
+// How many bytes of scratch the functions that add up need, or those that map; 0 where what they have is enough.
+EXPORTED int64_t syncbn_scratch(const Plan* plan, int adds) noexcept {
+  Sizes sizes = plan->sizes();
+  int64_t doubles = MOST_COEFFICIENTS * sizes.channels;
   if (adds)
     doubles = sizes.spread_size() + size_of_parts(sizes);
   else if (sizes.needs_spread())
-    doubles = MOST_COEFFICIENTS * sizes.spread_size();
+    doubles += MOST_COEFFICIENTS * sizes.spread_size();
   return doubles > OWN_SCRATCH ? doubles * sizeof(double) : 0;
 }
 
-EXPORTED int syncbn_channel_sums(int dtype, const void* x, int64_t outer, int64_t channels, int64_t inner,
-                                 void* given, double* sums) noexcept {
-  Sizes sizes{outer, channels, inner};
-  Scratch scratch(given);
-  std::fill_n(sums, 2 * channels, 0.0);
-  sums[2 * channels] = double(outer * inner);
-  return with_dtype(dtype, [&](auto zero) {
+EXPORTED int syncbn_forward_sums(const Plan* plan, const ForwardSums* call) noexcept {
+  Sizes sizes = plan->sizes();
+  if (lacks(call->x, true, sizes.numel())) return NO_MEMORY;
+  Scratch scratch(call->scratch);
+  double *sums = call->sums, *behind = sums + 2 * sizes.channels;
+  std::fill_n(sums, 2 * sizes.channels, 0.0);
+  *behind = double(sizes.outer * sizes.inner);
+  if (plan->is_signed) std::copy_n(call->signature, SIGNATURE, behind + 1);
+  return with_dtype(plan->dtype, [&](auto zero) {
     using T = decltype(zero);
-    WITH_BEST_INSTRUCTIONS(return SET::sum(sizes, SET::Squares<T>{static_cast<const T*>(x)}, scratch.doubles, sums));
+    WITH_BEST_INSTRUCTIONS(
+        return SET::sum(sizes, SET::Squares<T>{static_cast<const T*>(call->x)}, scratch.doubles, sums));
   });
 }
 
-EXPORTED int syncbn_forward_coefficients(int compute_dtype, int64_t channels, const double* sums, const void* weight,
-                                         int weight_dtype, const void* bias, int bias_dtype, double eps,
-                                         double* packed, void* coefficients) noexcept {
-  Statistics statistics(packed, channels);
-  *statistics.num_values = sums[2 * channels];
-  double count = std::max(1.0, sums[2 * channels]);
-  return with_compute_dtype(compute_dtype, [&](auto zero) {
-    auto *center = static_cast<decltype(zero)*>(coefficients), *scale = center + channels, *shift = scale + channels;
+EXPORTED int syncbn_forward_outputs(const Plan* plan, const ForwardOutputs* call) noexcept {
+  Sizes sizes = plan->sizes();
+  int64_t channels = sizes.channels;
+  const double *total = call->total, *behind = total + 2 * channels;
+  if (lacks(call->x, true, sizes.numel()) || lacks(call->residual, plan->has_residual, sizes.numel()) ||
+      lacks(call->weight, plan->weight_dtype != NONE, channels) || lacks(call->bias, plan->bias_dtype != NONE, channels) ||
+      lacks(call->running_mean, plan->mean_dtype != NONE, channels) ||
+      lacks(call->running_var, plan->var_dtype != NONE, channels) || lacks(call->counter, plan->has_counter, 1))
+    return NO_MEMORY;
+  if (plan->is_signed && call->compares)
+    if (Status status = compare(behind); status != OK) return status;
+
+  Scratch scratch(call->scratch);
+  Statistics statistics(call->statistics, channels);
+  *statistics.num_values = *behind;
+  double count = std::max(1.0, *behind);
+  Status status = with_dtype(plan->dtype, [&](auto zero) {
+    using T = decltype(zero);
+    auto *center = reinterpret_cast<Compute<T>*>(scratch.doubles), *scale = center + channels, *shift = scale + channels;
     in_portions(channels, [&](int64_t first, int64_t some) {
-      Widened weights(weight, weight_dtype, first, some, 1), biases(bias, bias_dtype, first, some, 0);
+      Widened weights(call->weight, plan->weight_dtype, first, some, 1), biases(call->bias, plan->bias_dtype, first, some, 0);
       WITH_BEST_INSTRUCTIONS(SET::forward_coefficients(
-          some, sums + first, sums + channels + first, count, eps, weights.values, biases.values, statistics.mean + first,
-          statistics.var + first, statistics.invstd + first, center + first, scale + first, shift + first));
+          some, total + first, total + channels + first, count, plan->eps, weights.values, biases.values,
+          statistics.mean + first, statistics.var + first, statistics.invstd + first, center + first, scale + first,
+          shift + first));
     });
-    return OK;
-  });
-}
-
-EXPORTED int syncbn_normalize(int dtype, const void* x, int64_t outer, int64_t channels, int64_t inner,
-                              const void* coefficients, const void* residual, int relu, void* given,
-                              void* y) noexcept {
-  Sizes sizes{outer, channels, inner};
-  Scratch scratch(given);
-  return with_dtype(dtype, [&](auto zero) {
-    using T = decltype(zero);
     WITH_BEST_INSTRUCTIONS({
-      SET::Normalize<T> map{static_cast<const T*>(x), static_cast<const T*>(residual), relu != 0, static_cast<T*>(y), {}};
-      return SET::apply(sizes, map, coefficients, scratch.doubles);
+      SET::Normalize<T> map{static_cast<const T*>(call->x), static_cast<const T*>(call->residual), plan->relu != 0,
+                            static_cast<T*>(call->y), {}};
+      return SET::apply(sizes, map, center, scratch.doubles + MOST_COEFFICIENTS * channels);
     });
   });
+  if (status != OK) return status;
+  double momentum = plan->averages && call->counter ? 1.0 / double(*call->counter + 1) : call->momentum;
+  move_running_stats(*plan, call->running_mean, call->running_var, call->statistics, momentum);
+  if (call->counter) ++*call->counter;
+  return OK;
 }
 
-EXPORTED int syncbn_gradient_sums(int dtype, const void* dy, const void* x, const void* y, int64_t outer,
-                                  int64_t channels, int64_t inner, const double* packed, void* given, double* sums,
-                                  void* grad_weight, int weight_dtype, void* grad_bias, int bias_dtype) noexcept {
-  Sizes sizes{outer, channels, inner};
-  Scratch scratch(given);
-  Statistics statistics(packed, channels);
+EXPORTED int syncbn_backward_sums(const Plan* plan, const BackwardSums* call) noexcept {
+  Sizes sizes = plan->sizes();
+  int64_t channels = sizes.channels;
+  if (lacks(call->x, true, sizes.numel()) || lacks(call->dy, true, sizes.numel()) ||
+      lacks(call->y, plan->has_y, sizes.numel()) || lacks(call->statistics, true, channels))
+    return NO_MEMORY;
+  Scratch scratch(call->scratch);
+  Statistics statistics(call->statistics, channels);
+  double* sums = call->sums;
   std::fill_n(sums, 2 * channels, 0.0);
-  Status status = with_dtype(dtype, [&](auto zero) {
+  if (plan->is_signed) {  // 0 stands for the count: all payloads of a layer have one length
+    sums[2 * channels] = 0;
+    std::copy_n(call->signature, SIGNATURE, sums + 2 * channels + 1);
+  }
+  Status status = with_dtype(plan->dtype, [&](auto zero) {
     using T = decltype(zero);
     auto* center = sizes.spread(statistics.mean, reinterpret_cast<Compute<T>*>(scratch.doubles));
     WITH_BEST_INSTRUCTIONS({
-      SET::Products<T> term{static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<const T*>(y), center};
+      SET::Products<T> term{static_cast<const T*>(call->dy), static_cast<const T*>(call->x),
+                            static_cast<const T*>(call->y), center};
       return SET::sum(sizes, term, scratch.doubles + sizes.spread_size(), sums);
     });
   });
   in_portions(channels, [&](int64_t first, int64_t some) {
     double *sum_dy = sums + first, *sum_dy_xmu = sums + channels + first, of_weight[CHANNELS_AT_ONCE];
     for (int64_t index = 0; index < some; ++index) {
-      double mean = statistics.mean[first + index], rest = dtype == FLOAT64 ? 0 : mean - float(mean);
+      double mean = statistics.mean[first + index], rest = plan->dtype == FLOAT64 ? 0 : mean - float(mean);
       sum_dy_xmu[index] -= rest == 0 ? 0 : rest * sum_dy[index];  // 0 times an infinite sum is NaN
       of_weight[index] = sum_dy_xmu[index] * statistics.invstd[first + index];
     }
-    set_numbers(grad_weight, weight_dtype, first, some, of_weight);
-    set_numbers(grad_bias, bias_dtype, first, some, sum_dy);
+    set_numbers(call->grad_weight, plan->grad_weight_dtype, first, some, of_weight);
+    set_numbers(call->grad_bias, plan->grad_bias_dtype, first, some, sum_dy);
   });
   return status;
 }
 
-EXPORTED int syncbn_backward_coefficients(int compute_dtype, int64_t channels, const double* sums,
-                                          const double* packed, const void* weight, int weight_dtype,
-                                          void* coefficients) noexcept {
-  Statistics statistics(packed, channels);
+EXPORTED int syncbn_backward_outputs(const Plan* plan, const BackwardOutputs* call) noexcept {
+  Sizes sizes = plan->sizes();
+  int64_t channels = sizes.channels;
+  if (lacks(call->weight, plan->weight_dtype != NONE, channels)) return NO_MEMORY;
+  const double* total = call->total;
+  if (plan->is_signed && call->compares)
+    if (Status status = compare(total + 2 * channels); status != OK) return status;
+  if (!call->grad_x) return OK;
+  Scratch scratch(call->scratch);
+  Statistics statistics(call->statistics, channels);
   double count = std::max(1.0, *statistics.num_values);
-  return with_compute_dtype(compute_dtype, [&](auto zero) {
-    auto *center = static_cast<decltype(zero)*>(coefficients), *a = center + channels, *b = a + channels;
+  return with_dtype(plan->dtype, [&](auto zero) {
+    using T = decltype(zero);
+    auto *center = reinterpret_cast<Compute<T>*>(scratch.doubles), *a = center + channels, *b = a + channels;
     in_portions(channels, [&](int64_t first, int64_t some) {
-      Widened weights(weight, weight_dtype, first, some, 1);
+      Widened weights(call->weight, plan->weight_dtype, first, some, 1);
       WITH_BEST_INSTRUCTIONS(SET::backward_coefficients(
-          some, sums + first, sums + channels + first, count, statistics.mean + first, statistics.invstd + first,
+          some, total + first, total + channels + first, count, statistics.mean + first, statistics.invstd + first,
           weights.values, center + first, a + first, b + first, b + channels + first));
     });
-    return OK;
-  });
-}
-
-EXPORTED int syncbn_input_gradient(int dtype, const void* dy, const void* x, const void* y, int64_t outer,
-                                   int64_t channels, int64_t inner, const void* coefficients, void* given,
-                                   void* grad_x, void* grad_residual) noexcept {
-  Sizes sizes{outer, channels, inner};
-  Scratch scratch(given);
-  return with_dtype(dtype, [&](auto zero) {
-    using T = decltype(zero);
     WITH_BEST_INSTRUCTIONS({
-      SET::InputGradient<T> map{static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<const T*>(y),
-                                static_cast<T*>(grad_x),   static_cast<T*>(grad_residual), {}};
-      return SET::apply(sizes, map, coefficients, scratch.doubles);
+      SET::InputGradient<T> map{static_cast<const T*>(call->dy), static_cast<const T*>(call->x),
+                                static_cast<const T*>(call->y),  static_cast<T*>(call->grad_x),
+                                static_cast<T*>(call->grad_residual), {}};
+      return SET::apply(sizes, map, center, scratch.doubles + MOST_COEFFICIENTS * channels);
     });
   });
 }
 
-EXPORTED int syncbn_update_running_stats(int64_t channels, void* running_mean, int mean_dtype, void* running_var,
-                                         int var_dtype, const double* packed, double momentum) noexcept {
-  Statistics statistics(packed, channels);
-  double count = *statistics.num_values;
-  auto move = [&](void* running, int dtype, const double* statistic, double factor) {
-    in_portions(channels, [&](int64_t first, int64_t some) {
-      Widened moved(running, dtype, first, some, 0);
-      for (int64_t index = 0; index < some; ++index)
-        moved.values[index] = (1 - momentum) * moved.values[index] + momentum * (statistic[first + index] * factor);
-      set_numbers(running, dtype, first, some, moved.values);
-    });
-  };
-  if (count > 0) move(running_mean, mean_dtype, statistics.mean, 1);
-  if (count > 1) move(running_var, var_dtype, statistics.var, count / (count - 1));
+// Of the plan only channels and the buffers' dtypes are read.
+EXPORTED int syncbn_update_running_stats(const Plan* plan, void* running_mean, void* running_var, const double* statistics,
+                                         double momentum) noexcept {
+  move_running_stats(*plan, running_mean, running_var, statistics, momentum);
   return OK;
 }

@@ -1,14 +1,14 @@
-"""Calls the kernels for CPU tensors, plain C functions (cpu.cpp), directly.
+"""Calls the kernels for CPU tensors, plain C functions (cpu.cpp), at the addresses of the tensors.
 
-A direct call takes 2 us where an operator takes 5, and skips torch's dispatcher: only for what
-torch_private.may_skip_dispatcher accepts; the rest is for operators.py. What each function computes is defined
-by the function of the same name in reference.py. Its tensors are dense as `layout` says, which is not checked here.
+A call takes 2 us and skips torch's dispatcher: a `Plan` is only for tensors that plan.py has checked. The functions at
+the end are for operators.py; what each computes is defined by the function of the same name in reference.py.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,42 +17,48 @@ import torch
 from torch import Tensor
 
 from syncbn import moments
+from syncbn.kernels.plans import NUM_SIGNED, ONE_VALUE, RANKS_DIFFER, UNSIGNED, NotAtAddressError, Signature
 from syncbn.layout import Layout
 
 FILE = Path(__file__).with_name("_cpu.so")
-CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # cpu.cpp's
-NO_DTYPE = 0  # beside a tensor that is None
-INTERFACE = 1  # of the C functions: an older library would read other arguments
+CODES = {None: -1, torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # cpu.cpp's
+INTERFACE = 2  # of the C functions: an older library would read other arguments
+NO_MEMORY = 3  # a status
 MAPS, ADDS = 0, 1  # what a function does that needs scratch
 
-_address, _size, _code, _number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
-_sizes, _numbers = (_size, _size, _size), (_address, _code)  # of a layout; in any dtype
-PARAMETERS = {
-    "channel_sums": (_code, _address, *_sizes, _address, _address),
-    "forward_coefficients": (_code, _size, _address, *_numbers, *_numbers, _number, _address, _address),
-    "normalize": (_code, _address, *_sizes, _address, _address, _code, _address, _address),
-    "gradient_sums": (_code, *(_address,) * 3, *_sizes, *(_address,) * 3, *_numbers, *_numbers),
-    "backward_coefficients": (_code, _size, _address, _address, *_numbers, _address),
-    "input_gradient": (_code, *(_address,) * 3, *_sizes, *(_address,) * 4),
-    "update_running_stats": (_size, *_numbers, *_numbers, _address, _number),
-}
+# The calls' structs of cpu.cpp: P is an address, d a double, q an integer.
+_forward_sums = struct.Struct("3P3d").pack
+_forward_outputs = struct.Struct("11Pdq").pack
+_backward_sums = struct.Struct("8P3d").pack
+_backward_outputs = struct.Struct("9Pq").pack
+
+
+class _PlanInC(ctypes.Structure):
+    """cpu.cpp's Plan."""
+
+    SIZES = "outer", "channels", "inner"
+    DTYPES = "dtype", "weight_dtype", "bias_dtype", "mean_dtype", "var_dtype", "grad_weight_dtype", "grad_bias_dtype"
+    FLAGS = "has_residual", "has_y", "has_counter", "relu", "averages", "is_signed"
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in SIZES),
+        ("eps", ctypes.c_double),
+        *((name, ctypes.c_int32) for name in (*DTYPES, *FLAGS)),
+    )
 
 
 class _Library:
     """The C functions, once they are loaded."""
 
-    channel_sums: Any
-    forward_coefficients: Any
-    normalize: Any
-    gradient_sums: Any
-    backward_coefficients: Any
-    input_gradient: Any
+    forward_sums: Any
+    forward_outputs: Any
+    backward_sums: Any
+    backward_outputs: Any
     update_running_stats: Any
     scratch: Any
 
 
 @functools.cache
-def why_not() -> str | None:
+def load() -> str | None:
     """Load the functions, once: None when they are there, else the reason in a line."""
     if sys.platform != "linux":
         return f"there are none for {sys.platform}"
@@ -60,90 +66,148 @@ def why_not() -> str | None:
         return "not built: no C++ compiler, or it failed; `pip install -v --no-deps --force-reinstall` of syncbn tells"
     try:
         loaded = ctypes.CDLL(str(FILE))
-        functions = {name: loaded[f"syncbn_{name}"] for name in (*PARAMETERS, "interface", "scratch")}
+        functions = {name: loaded[f"syncbn_{name}"] for name in (*_Library.__annotations__, "interface")}
     except (OSError, AttributeError) as error:  # another processor, a torch without torch_parallel_for, another version
         return f"{FILE.name} does not load: {error}"
-    if functions["interface"]() != INTERFACE:
+    if functions.pop("interface")() != INTERFACE:
         return f"{FILE.name} is of another version of syncbn: install it again"
-    for name, parameters in PARAMETERS.items():
-        functions[name].argtypes, functions[name].errcheck = parameters, _require_ok  # type: ignore[assignment]
-        setattr(_Library, name, functions[name])
-    functions["scratch"].argtypes, functions["scratch"].restype = (_code, *_sizes), _size
-    _Library.scratch = functools.lru_cache(4096)(functions["scratch"])
+    for name, function in functions.items():
+        setattr(_Library, name, function)
+    _Library.scratch.restype = ctypes.c_int64
+    _Library.update_running_stats.argtypes = (*(ctypes.c_void_p,) * 4, ctypes.c_double)
     return None
 
 
-def channel_sums(x: Tensor, layout: Layout) -> Tensor:
-    sums = x.new_empty(2 * layout.sizes[1] + 1, dtype=torch.float64)
-    scratch = _scratch(x, layout, ADDS)
-    _Library.channel_sums(CODES[x.dtype], _address_of(x), *layout.sizes, _address_of(scratch), _address_of(sums))
-    return sums
+class Plan:
+    """The plan for CPU tensors, see plans.py. Scratch memory is made for each call: threads may share a plan."""
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, eps: float = 1.0, **options: Any) -> None:
+        flags = {name: bool(options.pop(name, False)) for name in _PlanInC.FLAGS}
+        in_c = _PlanInC(*layout.sizes, eps, CODES[dtype], **flags)
+        for name in _PlanInC.DTYPES[1:]:
+            setattr(in_c, name, CODES[options.get(name)])
+        self.address = ctypes.byref(in_c)  # which keeps it alive
+        self.layout, self.relu, self.num_channels, self.dtypes = layout, flags["relu"], layout.sizes[1], options
+        behind = (1 + NUM_SIGNED) * flags["is_signed"]
+        self.num_forward_sums = 2 * self.num_channels + (behind or 1)
+        self.num_backward_sums = 2 * self.num_channels + behind
+        self.scratch_to_add: int = _Library.scratch(self.address, ADDS)  # bytes
+        self.scratch_to_map: int = _Library.scratch(self.address, MAPS)
+
+    def forward_sums(self, x: Tensor, signature: Signature = UNSIGNED) -> tuple[Tensor, tuple[int, int]]:
+        sums = x.new_empty(self.num_forward_sums, dtype=torch.float64)
+        scratch = x.new_empty(self.scratch_to_add, dtype=torch.uint8) if self.scratch_to_add else None
+        at = x.data_ptr(), sums.data_ptr()
+        call = _forward_sums(*at, 0 if scratch is None else scratch.data_ptr(), *signature)
+        status = _Library.forward_sums(self.address, call)
+        if status:
+            _refuse(status)
+        return sums, at
+
+    def forward_outputs(
+        self, at: Any, x: Tensor, total: Tensor, weight: Tensor | None, bias: Tensor | None,
+        residual: Tensor | None, running_mean: Tensor | None = None, running_var: Tensor | None = None,
+        counter: Tensor | None = None, momentum: Any = None, compares: bool = True,
+    ) -> tuple[Tensor, Tensor, int]:  # fmt: skip
+        y, statistics = torch.empty_like(x), total.new_empty(3 * self.num_channels + 1)
+        scratch = x.new_empty(self.scratch_to_map, dtype=torch.uint8) if self.scratch_to_map else None
+        call = _forward_outputs(
+            *at, 0 if residual is None else residual.data_ptr(), 0 if weight is None else weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(), 0 if running_mean is None else running_mean.data_ptr(),
+            0 if running_var is None else running_var.data_ptr(), 0 if counter is None else counter.data_ptr(),
+            y.data_ptr(), statistics.data_ptr(), 0 if scratch is None else scratch.data_ptr(), momentum or 0.0,
+            compares,
+        )  # fmt: skip
+        status = _Library.forward_outputs(self.address, call)
+        if status:
+            _refuse(status)
+        elif running_mean is not None and running_var is not None:  # autograd is to see what has changed
+            both = running_mean, running_var
+            torch._C._increment_version(both if counter is None else (*both, counter))
+        return y, statistics, status
+
+    def backward_sums(
+        self, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor, signature: Signature = UNSIGNED
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, tuple[int, ...]]:
+        sums = statistics.new_empty(self.num_backward_sums)
+        weight_dtype, bias_dtype = self.dtypes["grad_weight_dtype"], self.dtypes["grad_bias_dtype"]
+        grad_weight = None if weight_dtype is None else x.new_empty(self.num_channels, dtype=weight_dtype)
+        grad_bias = None if bias_dtype is None else x.new_empty(self.num_channels, dtype=bias_dtype)
+        scratch = x.new_empty(self.scratch_to_add, dtype=torch.uint8) if self.scratch_to_add else None
+        at = dy.data_ptr(), x.data_ptr(), 0 if y is None else y.data_ptr(), statistics.data_ptr(), sums.data_ptr()
+        call = _backward_sums(
+            *at, 0 if grad_weight is None else grad_weight.data_ptr(), 0 if grad_bias is None else grad_bias.data_ptr(),
+            0 if scratch is None else scratch.data_ptr(), *signature,
+        )  # fmt: skip
+        status = _Library.backward_sums(self.address, call)
+        if status:
+            _refuse(status)
+        return sums, grad_weight, grad_bias, at
+
+    def backward_outputs(
+        self, at: Any, dy: Tensor, x: Tensor, y: Tensor | None, total: Tensor, statistics: Tensor,
+        weight: Tensor | None, needs_x: bool, of_residual: bool, compares: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None, int]:  # fmt: skip
+        grad_x = torch.empty_like(x) if needs_x or of_residual else None
+        grad_residual = torch.empty_like(x) if of_residual else None
+        scratch = x.new_empty(self.scratch_to_map, dtype=torch.uint8) if self.scratch_to_map else None
+        call = _backward_outputs(
+            *at, 0 if weight is None else weight.data_ptr(), 0 if grad_x is None else grad_x.data_ptr(),
+            0 if grad_residual is None else grad_residual.data_ptr(), 0 if scratch is None else scratch.data_ptr(),
+            compares,
+        )  # fmt: skip
+        status = _Library.backward_outputs(self.address, call)
+        if status:
+            _refuse(status)
+        return grad_x, grad_residual, status
 
 
-def forward_coefficients(
-    sums: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    channels, weight, bias, dtype = sums.numel() // 2, _dense(weight), _dense(bias), moments.compute_dtype(dtype)
-    statistics, coefficients = sums.new_empty(3 * channels + 1), sums.new_empty(3 * channels, dtype=dtype)
-    _Library.forward_coefficients(
-        CODES[dtype], channels, _address_of(sums), *_numbers_of(weight), *_numbers_of(bias), eps,
-        _address_of(statistics), _address_of(coefficients),
-    )  # fmt: skip
-    return statistics, coefficients
+def _refuse(status: int) -> None:
+    """Raises unless the status says what all ranks have sent."""
+    if status == NO_MEMORY:
+        raise NotAtAddressError
+    if not RANKS_DIFFER <= status <= ONE_VALUE:
+        raise RuntimeError(f"a kernel for CPUs failed with status {status}")
 
 
-def normalize(x: Tensor, layout: Layout, coefficients: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
-    y, scratch = torch.empty_like(x), _scratch(x, layout, MAPS)
-    _Library.normalize(
-        CODES[x.dtype], _address_of(x), *layout.sizes, _address_of(coefficients), _address_of(residual), relu,
-        _address_of(scratch), _address_of(y),
-    )  # fmt: skip
-    return y
+# The kernels' interface.
+
+_plan = functools.lru_cache(4096)(Plan)
 
 
-def gradient_sums(
-    dy: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    layout: Layout,
-    statistics: Tensor,
-    weight_dtype: torch.dtype | None,
+def forward_sums(x: Tensor, layout: Layout) -> Tensor:
+    return _plan(layout, x.dtype).forward_sums(x)[0]
+
+
+def forward_outputs(
+    x: Tensor, layout: Layout, total: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+    eps: float, relu: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    weight, bias = _dense(weight), _dense(bias)
+    dtypes = {"weight_dtype": _dtype(weight), "bias_dtype": _dtype(bias)}
+    plan = _plan(layout, x.dtype, eps, relu=relu, has_residual=residual is not None, **dtypes)
+    y, statistics, _ = plan.forward_outputs((x.data_ptr(), total.data_ptr()), x, total, weight, bias, residual)
+    return y, statistics
+
+
+def backward_sums(
+    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, statistics: Tensor, weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    channels, scratch = layout.sizes[1], _scratch(x, layout, ADDS)
-    sums = statistics.new_empty(2 * channels)
-    grad_weight = None if weight_dtype is None else x.new_empty(channels, dtype=weight_dtype)
-    grad_bias = None if bias_dtype is None else x.new_empty(channels, dtype=bias_dtype)
-    _Library.gradient_sums(
-        CODES[x.dtype], _address_of(dy), _address_of(x), _address_of(y), *layout.sizes, _address_of(statistics),
-        _address_of(scratch), _address_of(sums), *_numbers_of(grad_weight), *_numbers_of(grad_bias),
-    )  # fmt: skip
-    return sums, grad_weight, grad_bias
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    dtypes = {"grad_weight_dtype": weight_dtype, "grad_bias_dtype": bias_dtype}
+    plan = _plan(layout, x.dtype, has_y=y is not None, **dtypes)
+    return plan.backward_sums(dy, x, y, statistics)[:3]
 
 
-def backward_coefficients(sums: Tensor, statistics: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    channels, weight, dtype = sums.numel() // 2, _dense(weight), moments.compute_dtype(dtype)
-    coefficients = sums.new_empty(4 * channels, dtype=dtype)
-    _Library.backward_coefficients(
-        CODES[dtype],
-        channels,
-        _address_of(sums),
-        _address_of(statistics),
-        *_numbers_of(weight),
-        _address_of(coefficients),
-    )
-    return coefficients
-
-
-def input_gradient(
-    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, coefficients: Tensor, of_residual: bool
-) -> tuple[Tensor, Tensor | None]:
-    scratch = _scratch(x, layout, MAPS)
-    grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x) if of_residual else None
-    _Library.input_gradient(
-        CODES[x.dtype], _address_of(dy), _address_of(x), _address_of(y), *layout.sizes, _address_of(coefficients),
-        _address_of(scratch), _address_of(grad_x), _address_of(grad_residual),
-    )  # fmt: skip
+def backward_outputs(
+    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, total: Tensor, statistics: Tensor,
+    weight: Tensor | None, of_residual: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    weight = _dense(weight)
+    plan = _plan(layout, x.dtype, weight_dtype=_dtype(weight))
+    at = dy.data_ptr(), x.data_ptr(), 0 if y is None else y.data_ptr(), statistics.data_ptr(), total.data_ptr()
+    grad_x, grad_residual, _ = plan.backward_outputs(at, dy, x, y, total, statistics, weight, True, of_residual)
+    assert grad_x is not None
     return grad_x, grad_residual
 
 
@@ -153,43 +217,19 @@ def update_running_stats(
     if isinstance(momentum, Tensor) or not (running_mean.is_contiguous() and running_var.is_contiguous()):
         moments.update_running_stats(running_mean, running_var, statistics, momentum, moves)
     elif moves:
-        _Library.update_running_stats(
-            running_mean.numel(),
-            *_numbers_of(running_mean),
-            *_numbers_of(running_var),
-            _address_of(statistics),
-            momentum,
-        )
-        if not running_mean.is_inference():  # so that autograd sees that they have changed
-            torch.autograd.graph.increment_version((running_mean, running_var))
-
-
-def _scratch(x: Tensor, layout: Layout, adds: int) -> Tensor | None:
-    """Memory for a function, where the little that each has on its stack is not enough."""
-    num_bytes = _Library.scratch(adds, *layout.sizes)
-    return x.new_empty(num_bytes, dtype=torch.uint8) if num_bytes else None
-
-
-def _address_of(tensor: Tensor | None) -> int | None:
-    """None, which is NULL in C, for None alone. **Raises** RuntimeError for a tensor without memory."""
-    if tensor is None:
-        return None
-    address = tensor.data_ptr()
-    if not address and tensor.numel():
-        raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage was resized to 0 bytes")
-    return address
-
-
-def _numbers_of(tensor: Tensor | None) -> tuple[int | None, int]:
-    """The address and the dtype of a channel's numbers."""
-    return (None, NO_DTYPE) if tensor is None else (_address_of(tensor), CODES[tensor.dtype])
+        of_channels = Layout(1, False, (1, running_mean.numel(), 1))
+        plan = _plan(of_channels, torch.float32, mean_dtype=running_mean.dtype, var_dtype=running_var.dtype)
+        buffers = running_mean, running_var
+        addresses = [one.data_ptr() for one in (*buffers, statistics)]
+        if not all(addresses) and running_mean.numel():
+            raise NotAtAddressError
+        _Library.update_running_stats(plan.address, *addresses, momentum)
+        torch._C._increment_version(buffers)
 
 
 def _dense(of_channels: Tensor | None) -> Tensor | None:
     return None if of_channels is None else of_channels.contiguous()
 
 
-def _require_ok(status: int, function: Any, arguments: tuple[Any, ...]) -> int:
-    if status:
-        raise RuntimeError(f"{function.__name__}{arguments} failed with status {status}")
-    return status
+def _dtype(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype

@@ -1,7 +1,8 @@
 """Launches the kernels for CUDA tensors, and decides how they go over a tensor.
 
 The code of those that go over a tensor is in gpu_tiles.py, of those of channels' numbers in gpu_channels.py.
-Launches: channel_sums 2, or 1 for a small tensor, gradient_sums 2, the others 1 each. Nothing waits for the GPU.
+Launches: forward_sums 2, or 1 for a small tensor, the other functions of a pass 2, update_running_stats 1. Nothing
+waits for the GPU.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def _two(number: float) -> tuple[float, float]:
     return high, float(number) - high
 
 
-def channel_sums(x: Tensor, layout: Layout) -> Tensor:
+def forward_sums(x: Tensor, layout: Layout) -> Tensor:
     of_sizes = launches(layout.sizes, x.dtype)
     parts = _empty_numbers(x, of_sizes.numbers_of_parts)
     of_sizes.parts_of_sums(x, None, None, None, parts)
@@ -170,32 +171,23 @@ def channel_sums(x: Tensor, layout: Layout) -> Tensor:
     return sums
 
 
-def forward_coefficients(
-    sums: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    channels = len(sums) // 2
-    statistics = _empty_numbers(sums, 3 * channels + 1)
-    coefficients = sums.new_empty(3 * channels, dtype=moments.compute_dtype(dtype))
+def forward_outputs(
+    x: Tensor, layout: Layout, total: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+    eps: float, relu: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    channels = layout.sizes[1]
+    statistics, coefficients = _empty_numbers(total, 3 * channels + 1), _empty_coefficients(x, 3 * channels)
     launch = launches_of_channels(channels).forward_coefficients
-    launch(sums, _dense(weight), _dense(bias), statistics, coefficients, floats=_two(eps))
-    return statistics, coefficients
-
-
-def normalize(x: Tensor, layout: Layout, coefficients: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
+    launch(total, _dense(weight), _dense(bias), statistics, coefficients, floats=_two(eps))
     y = torch.empty_like(x)
     launches(layout.sizes, x.dtype).normalize[relu](x, residual, y, coefficients)
-    return y
+    return y, statistics
 
 
-def gradient_sums(
-    dy: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    layout: Layout,
-    statistics: Tensor,
-    weight_dtype: torch.dtype | None,
+def backward_sums(
+    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, statistics: Tensor, weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     of_sizes, channels = launches(layout.sizes, x.dtype), layout.sizes[1]
     parts, sums = _empty_numbers(x, of_sizes.numbers_of_parts), _empty_numbers(x, 2 * channels)
     grad_weight = None if weight_dtype is None else x.new_empty(channels, dtype=weight_dtype)
@@ -205,16 +197,13 @@ def gradient_sums(
     return sums, grad_weight, grad_bias
 
 
-def backward_coefficients(sums: Tensor, statistics: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    channels = len(sums) // 2
-    coefficients = sums.new_empty(4 * channels, dtype=moments.compute_dtype(dtype))
-    launches_of_channels(channels).backward_coefficients(sums, statistics, _dense(weight), coefficients)
-    return coefficients
-
-
-def input_gradient(
-    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, coefficients: Tensor, of_residual: bool
-) -> tuple[Tensor, Tensor | None]:
+def backward_outputs(
+    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, total: Tensor, statistics: Tensor,
+    weight: Tensor | None, of_residual: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    channels = layout.sizes[1]
+    coefficients = _empty_coefficients(x, 4 * channels)
+    launches_of_channels(channels).backward_coefficients(total, statistics, _dense(weight), coefficients)
     grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x) if of_residual else None
     launches(layout.sizes, x.dtype).input_gradient(dy, x, y, grad_x, grad_residual, coefficients)
     return grad_x, grad_residual
@@ -240,6 +229,10 @@ def update_running_stats(
 
 def _empty_numbers(x: Tensor, count: int) -> Tensor:
     return x.new_empty(count, dtype=torch.float64)
+
+
+def _empty_coefficients(x: Tensor, count: int) -> Tensor:
+    return x.new_empty(count, dtype=moments.compute_dtype(x.dtype))
 
 
 def _dense(of_channels: Tensor | None) -> Tensor | None:

@@ -19,6 +19,7 @@ from syncbn import moments
 from syncbn.kernels import cpu
 from syncbn.layout import Layout
 
+FLOATS = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 SIZES = "SymInt outer, SymInt channels, SymInt inner"
 _library = torch.library.Library("syncbn", "DEF")  # type: ignore[no-untyped-call]
 
@@ -45,108 +46,63 @@ def _on_gpu(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @_operator(
-    f"channel_sums(Tensor x, {SIZES}) -> Tensor",
+    f"forward_sums(Tensor x, {SIZES}) -> Tensor",
     fake=lambda x, outer, channels, inner: x.new_empty(2 * channels + 1, dtype=torch.float64),
 )
-def _channel_sums(kernels: ModuleType, x: Tensor, *sizes: int) -> Tensor:
-    return kernels.channel_sums(x, _layout(sizes, x))  # type: ignore[no-any-return]
+def _forward_sums(kernels: ModuleType, x: Tensor, *sizes: int) -> Tensor:
+    return kernels.forward_sums(x, _layout(sizes, x))  # type: ignore[no-any-return]
 
 
 @_operator(
-    "forward_coefficients(Tensor sums, Tensor? weight, Tensor? bias, float eps, ScalarType dtype) -> (Tensor, Tensor)",
-    fake=lambda sums, weight, bias, eps, dtype: (
-        sums.new_empty(len(sums) // 2 * 3 + 1),
-        sums.new_empty(len(sums) // 2 * 3, dtype=moments.compute_dtype(dtype)),
-    ),
+    f"forward_outputs(Tensor x, {SIZES}, Tensor total, Tensor? weight, Tensor? bias, Tensor? residual, float eps, "
+    "bool relu) -> (Tensor, Tensor)",
+    fake=lambda x, outer, channels, inner, total, *_: (torch.empty_like(x), total.new_empty(3 * channels + 1)),
 )
-def _forward_coefficients(
-    kernels: ModuleType, sums: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    channels = len(sums) // 2
-    _check_numbers(sums.device, "sums", sums, 2 * channels + 1, torch.float64)
-    _check_numbers(sums.device, "weight", weight, channels)
-    _check_numbers(sums.device, "bias", bias, channels)
-    return kernels.forward_coefficients(sums, weight, bias, eps, dtype)  # type: ignore[no-any-return]
-
-
-@_operator(
-    f"normalize(Tensor x, {SIZES}, Tensor coefficients, Tensor? residual, bool relu) -> Tensor",
-    fake=lambda x, *_: torch.empty_like(x),
-)
-def _normalize(
-    kernels: ModuleType,
-    x: Tensor,
-    outer: int,
-    channels: int,
-    inner: int,
-    coefficients: Tensor,
-    residual: Tensor | None,
-    relu: bool,
-) -> Tensor:
+def _forward_outputs(
+    kernels: ModuleType, x: Tensor, outer: int, channels: int, inner: int, total: Tensor, weight: Tensor | None,
+    bias: Tensor | None, residual: Tensor | None, eps: float, relu: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     layout = _layout((outer, channels, inner), x)
-    _check_numbers(x.device, "coefficients", coefficients, 3 * channels, moments.compute_dtype(x.dtype))
-    return kernels.normalize(x, layout, coefficients, _like_input("residual", residual, x, layout), relu)  # type: ignore[no-any-return]
+    _check_numbers(x.device, "total", total, 2 * channels + 1, torch.float64)
+    _check_numbers(x.device, "weight", weight, channels)
+    _check_numbers(x.device, "bias", bias, channels)
+    residual = _like_input("residual", residual, x, layout)
+    return kernels.forward_outputs(x, layout, total, weight, bias, residual, eps, relu)  # type: ignore[no-any-return]
 
 
 @_operator(
-    f"gradient_sums(Tensor dy, Tensor x, Tensor? y, {SIZES}, Tensor statistics, ScalarType? weight_dtype, "
+    f"backward_sums(Tensor dy, Tensor x, Tensor? y, {SIZES}, Tensor statistics, ScalarType? weight_dtype, "
     "ScalarType? bias_dtype) -> (Tensor, Tensor?, Tensor?)",
     fake=lambda dy, x, y, outer, channels, inner, statistics, *dtypes: (
         statistics.new_empty(2 * channels),
         *(None if dtype is None else x.new_empty(channels, dtype=dtype) for dtype in dtypes),
     ),
 )
-def _gradient_sums(
-    kernels: ModuleType,
-    dy: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    outer: int,
-    channels: int,
-    inner: int,
-    statistics: Tensor,
-    *dtypes: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _backward_sums(
+    kernels: ModuleType, dy: Tensor, x: Tensor, y: Tensor | None, outer: int, channels: int, inner: int,
+    statistics: Tensor, *dtypes: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     layout = _layout((outer, channels, inner), x)
     dy, y = _like_input("dy", dy, x, layout), _like_input("y", y, x, layout)
     _check_numbers(x.device, "statistics", statistics, 3 * channels + 1, torch.float64)
-    return kernels.gradient_sums(dy, x, y, layout, statistics, *dtypes)  # type: ignore[no-any-return]
+    return kernels.backward_sums(dy, x, y, layout, statistics, *dtypes)  # type: ignore[no-any-return]
 
 
 @_operator(
-    "backward_coefficients(Tensor sums, Tensor statistics, Tensor? weight, ScalarType dtype) -> Tensor",
-    fake=lambda sums, statistics, weight, dtype: sums.new_empty(2 * len(sums), dtype=moments.compute_dtype(dtype)),
-)
-def _backward_coefficients(
-    kernels: ModuleType, sums: Tensor, statistics: Tensor, weight: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    channels = len(sums) // 2
-    _check_numbers(sums.device, "sums", sums, 2 * channels, torch.float64)
-    _check_numbers(sums.device, "statistics", statistics, 3 * channels + 1, torch.float64)
-    _check_numbers(sums.device, "weight", weight, channels)
-    return kernels.backward_coefficients(sums, statistics, weight, dtype)  # type: ignore[no-any-return]
-
-
-@_operator(
-    f"input_gradient(Tensor dy, Tensor x, Tensor? y, {SIZES}, Tensor coefficients, bool of_residual) "
-    "-> (Tensor, Tensor?)",
+    f"backward_outputs(Tensor dy, Tensor x, Tensor? y, {SIZES}, Tensor total, Tensor statistics, Tensor? weight, "
+    "bool of_residual) -> (Tensor, Tensor?)",
     fake=lambda dy, x, *arguments: (torch.empty_like(x), torch.empty_like(x) if arguments[-1] else None),
 )
-def _input_gradient(
-    kernels: ModuleType,
-    dy: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    outer: int,
-    channels: int,
-    inner: int,
-    coefficients: Tensor,
-    of_residual: bool,
-) -> tuple[Tensor, Tensor | None]:
+def _backward_outputs(
+    kernels: ModuleType, dy: Tensor, x: Tensor, y: Tensor | None, outer: int, channels: int, inner: int,
+    total: Tensor, statistics: Tensor, weight: Tensor | None, of_residual: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     layout = _layout((outer, channels, inner), x)
     dy, y = _like_input("dy", dy, x, layout), _like_input("y", y, x, layout)
-    _check_numbers(x.device, "coefficients", coefficients, 4 * channels, moments.compute_dtype(x.dtype))
-    return kernels.input_gradient(dy, x, y, layout, coefficients, of_residual)  # type: ignore[no-any-return]
+    _check_numbers(x.device, "total", total, 2 * channels, torch.float64)
+    _check_numbers(x.device, "statistics", statistics, 3 * channels + 1, torch.float64)
+    _check_numbers(x.device, "weight", weight, channels)
+    return kernels.backward_outputs(dy, x, y, layout, total, statistics, weight, of_residual)  # type: ignore[no-any-return]
 
 
 @_operator(
@@ -166,7 +122,7 @@ def _update_running_stats(
 def _layout(sizes: tuple[int, ...], x: Tensor) -> Layout:
     """Raises RuntimeError unless x lies in memory as (outer, channels, inner)."""
     outer, channels, inner = sizes
-    if x.dtype not in cpu.CODES or min(sizes) < 0 or x.numel() != outer * channels * inner:
+    if x.dtype not in FLOATS or min(sizes) < 0 or x.numel() != outer * channels * inner:
         raise RuntimeError(
             f"expected an input of {outer} * {channels} * {inner} floats, got {tuple(x.shape)}, {x.dtype}"
         )
@@ -196,7 +152,7 @@ def _check_numbers(
     """Raises RuntimeError unless there are `count` numbers of this dtype without gaps; without a dtype, floats."""
     if numbers is None:
         return
-    fits = numbers.dtype == dtype and numbers.is_contiguous() if dtype else numbers.dtype in cpu.CODES
+    fits = numbers.dtype == dtype and numbers.is_contiguous() if dtype else numbers.dtype in FLOATS
     if numbers.device != device or numbers.shape != (count,) or not fits:
         raise RuntimeError(
             f"expected {name} of {count} {dtype or 'floats'} on {device}, got {tuple(numbers.shape)}, {numbers.dtype} "
@@ -207,36 +163,24 @@ def _check_numbers(
 # The kernels' interface.
 
 
-def channel_sums(x: Tensor, layout: Layout) -> Tensor:
-    return _channel_sums(x, *layout.sizes)  # type: ignore[no-any-return]
+def forward_sums(x: Tensor, layout: Layout) -> Tensor:
+    return _forward_sums(x, *layout.sizes)  # type: ignore[no-any-return]
 
 
-forward_coefficients = _forward_coefficients
+def forward_outputs(x: Tensor, layout: Layout, *others: Any) -> tuple[Tensor, Tensor]:
+    return _forward_outputs(x, *layout.sizes, *others)  # type: ignore[no-any-return]
 
 
-def normalize(x: Tensor, layout: Layout, coefficients: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
-    return _normalize(x, *layout.sizes, coefficients, residual, relu)  # type: ignore[no-any-return]
-
-
-def gradient_sums(
-    dy: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    layout: Layout,
-    statistics: Tensor,
-    weight_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
+def backward_sums(
+    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, *others: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    return _gradient_sums(dy, x, y, *layout.sizes, statistics, weight_dtype, bias_dtype)  # type: ignore[no-any-return]
+    return _backward_sums(dy, x, y, *layout.sizes, *others)  # type: ignore[no-any-return]
 
 
-backward_coefficients = _backward_coefficients
-
-
-def input_gradient(
-    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, coefficients: Tensor, of_residual: bool
+def backward_outputs(
+    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, *others: Any
 ) -> tuple[Tensor, Tensor | None]:
-    return _input_gradient(dy, x, y, *layout.sizes, coefficients, of_residual)  # type: ignore[no-any-return]
+    return _backward_outputs(dy, x, y, *layout.sizes, *others)  # type: ignore[no-any-return]
 
 
 def update_running_stats(

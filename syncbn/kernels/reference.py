@@ -1,12 +1,12 @@
 """Defines the kernels as torch operations, which run on every device: the other kernel modules must compute the same.
 
 C: channels. `layout` says how x lies in memory: without gaps, as (outer, C, inner). So do dy, y and the residual, which
-    have the dtype and shape of x. Sums and statistics are float64, packed as in moments.py; the coefficients of a map,
-    (3C,) or (4C,), are of the dtype in which it computes; weight and bias (C,) are of any float dtype.
+    have the dtype and shape of x. Sums, totals and statistics are float64, packed as in moments.py; weight and bias
+    (C,) are of any float dtype.
 Reductions add in float64; values of 16 bits, a few at a time, at first in float32 if that is faster, and on GPUs
     float32 values too: squares of values beyond 1.8e19 then overflow, those of values below 1e-19 lose digits.
 Maps compute single values in float32, or in float64 for float64 values. Beside values beyond 1e18 the float32 number b
-    of backward_coefficients underflows, and with it what the variance contributes to the gradient.
+    of backward_outputs underflows, and with it what the variance contributes to the gradient.
 """
 
 from __future__ import annotations
@@ -19,48 +19,39 @@ from syncbn.layout import Layout
 from syncbn.moments import unpack
 
 
-def channel_sums(x: Tensor, layout: Layout) -> Tensor:
+def forward_sums(x: Tensor, layout: Layout) -> Tensor:
     """sum x and sum x^2 of each channel, then the number of its values: float64 (2C + 1,)."""
     wide = layout.fold(x).to(torch.float64)
     num_values = wide.new_full((1,), wide.shape[0] * wide.shape[2])
     return torch.cat((wide.sum((0, 2)), wide.square().sum((0, 2)), num_values))
 
 
-def forward_coefficients(
-    sums: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The statistics of all ranks' `sums`, and center, scale, shift for an input of this dtype.
+def forward_outputs(
+    x: Tensor, layout: Layout, total: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+    eps: float, relu: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y = (x - center) * scale + shift (+ residual) (then relu), and the statistics, by all ranks' sums.
 
-    mean = center + rest: in a map x - center is exact, and the shift makes up for the rest.
+    mean = center + rest: x - center is exact, and the shift makes up for the rest.
     """
-    statistics = moments.from_sums(sums, eps)
+    statistics = moments.from_sums(total, eps)
     mean, _, invstd, _ = unpack(statistics)
-    center, rest = _split(mean, dtype)
-    scale = invstd if weight is None else invstd * weight
-    shift = -rest * scale if bias is None else bias - rest * scale
-    return statistics, _packed(center, scale, shift)
-
-
-def normalize(x: Tensor, layout: Layout, coefficients: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
-    """y = (x - center) * scale + shift (+ residual) (then relu)."""
-    center, scale, shift = coefficients.view(3, layout.sizes[1], 1)
+    center, rest = _split(mean, x.dtype)
+    wide_scale = invstd if weight is None else invstd * weight
+    wide_shift = -rest * wide_scale if bias is None else bias - rest * wide_scale
+    center, scale, shift = _columns(center, wide_scale, wide_shift)
     y = (layout.fold(x).to(center.dtype) - center) * scale + shift
     if residual is not None:
         y = y + layout.fold(residual)
     if relu:
         y = y.relu()
-    return _laid_out(y, x, layout)
+    return _laid_out(y, x, layout), statistics
 
 
-def gradient_sums(
-    dy: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    layout: Layout,
-    statistics: Tensor,
-    weight_dtype: torch.dtype | None,
+def backward_sums(
+    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, statistics: Tensor, weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """sum dy and sum dy * (x - mean) of each channel, (2C,); where y, the output of a fused relu, is 0, dy counts as 0.
 
     Returns them, and what they are to this rank's parameters in their dtypes, or None without a dtype: grad_weight =
@@ -75,28 +66,23 @@ def gradient_sums(
     return torch.cat((sum_dy, sum_dy_xmu)), grad_weight, None if bias_dtype is None else sum_dy.to(bias_dtype)
 
 
-def backward_coefficients(sums: Tensor, statistics: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """center, a, b, c for an input of this dtype, by all ranks' sums of dy and of dy * (x - mean).
+def backward_outputs(
+    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, total: Tensor, statistics: Tensor,
+    weight: Tensor | None, of_residual: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """grad_x = dy * a + (x - center) * b + c, by all ranks' sums of dy and of dy * (x - mean), with which it is
 
-    With them grad_x = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight.
-    """
-    mean, _, invstd, num_values = unpack(statistics)
-    center, rest = _split(mean, dtype)
-    mean_dy, mean_dy_xmu = (sums / num_values.clamp(min=1)).chunk(2)
-    a = invstd if weight is None else invstd * weight
-    b = -a * invstd.square() * mean_dy_xmu
-    return _packed(center, a, b, -a * mean_dy - b * rest)
-
-
-def input_gradient(
-    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, coefficients: Tensor, of_residual: bool
-) -> tuple[Tensor, Tensor | None]:
-    """grad_x = dy * a + (x - center) * b + c.
+        (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight.
 
     dy is taken behind the relu when its output `y` is given; with `of_residual` it is returned too, as the gradient of
     the residual.
     """
-    center, a, b, c = coefficients.view(4, layout.sizes[1], 1)
+    mean, _, invstd, num_values = unpack(statistics)
+    center, rest = _split(mean, x.dtype)
+    mean_dy, mean_dy_xmu = (total / num_values.clamp(min=1)).chunk(2)
+    wide_a = invstd if weight is None else invstd * weight
+    wide_b = -wide_a * invstd.square() * mean_dy_xmu
+    center, a, b, c = _columns(center, wide_a, wide_b, -wide_a * mean_dy - wide_b * rest)
     dy = _through_relu(layout.fold(dy), None if y is None else layout.fold(y))
     grad_x = dy.to(center.dtype) * a + (layout.fold(x).to(center.dtype) - center) * b + c
     return _laid_out(grad_x, x, layout), _laid_out(dy, x, layout) if of_residual else None
@@ -114,10 +100,11 @@ def _split(mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return center, mean - center
 
 
-def _packed(center: Tensor, *others: Tensor) -> Tensor:
-    """In the dtype of the center. Inductor does not compute again, for each value of a map, what torch.cat puts in
-    memory."""
-    return torch.cat((center, *[one.to(center.dtype) for one in others]))
+def _columns(center: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """These numbers of channels, each (C, 1), in the dtype of the center. Inductor does not compute again, for each
+    value of a map, what torch.cat puts in memory."""
+    packed = torch.cat((center, *[one.to(center.dtype) for one in others]))
+    return packed.view(1 + len(others), center.shape[0], 1).unbind()
 
 
 def _laid_out(values: Tensor, x: Tensor, layout: Layout) -> Tensor:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
+from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from syncbn import moments
+from syncbn import moments, step
+from syncbn.arguments import Arguments
 from syncbn.layer import SyncBatchNorm
 from syncbn.moments import Pool
-from syncbn.tools.agreed_layers import layers_with_running_stats
+from syncbn.tools.replaced_training import trained_by
+from syncbn.tools.running_stats_layers import layers_with_running_stats
+from syncbn.torch_state import current_backward, refuse_graph
 
 
 @contextlib.contextmanager
@@ -63,19 +68,33 @@ def collecting(layers: Iterable[SyncBatchNorm]) -> Iterator[dict[SyncBatchNorm, 
     """Within, these layers' statistics go to the pools, one for each layer; counters are put back."""
     pools, counters = {}, {}
     for layer in layers:
-        if layer._statistics_pool is not None:
+        if layer in _collecting:
             raise RuntimeError("accumulate_running_stats and recompute_running_stats cannot run inside one another")
         assert layer.running_mean is not None
         pools[layer] = Pool(layer.num_features, layer.running_mean.device)
         if layer.num_batches_tracked is not None:
             counters[layer] = layer.num_batches_tracked.clone()
     try:
-        for layer, pool in pools.items():
-            layer._statistics_pool = pool
-        yield pools
+        _collecting.update(pools)
+        with contextlib.ExitStack() as replaced:
+            for layer, pool in pools.items():
+                replaced.enter_context(trained_by(layer, functools.partial(_train, pool)))
+            yield pools
     finally:
-        for layer in pools:
-            layer._statistics_pool = None
+        _collecting.difference_update(pools)
         for layer, counter in counters.items():
             assert layer.num_batches_tracked is not None
             layer.num_batches_tracked.copy_(counter)
+
+
+_collecting: WeakSet[SyncBatchNorm] = WeakSet()  # the layers whose statistics go to a pool now
+
+
+def _train(pool: Pool, given: Arguments, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
+    """Train the layer, and give the statistics to the pool."""
+    if given.running_mean is not layer.running_mean:  # a subclass's own buffers
+        return step.train(given, layer)
+    refuse_graph("compiled graphs cannot collect running statistics; compile without fullgraph=True")
+    y, statistics = step.train(given.without_running_stats(), layer)
+    pool.add(statistics, moves=current_backward() == -1)
+    return y, statistics

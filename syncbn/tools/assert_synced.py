@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from syncbn.distributed import members
-from syncbn.distributed.exchange import (
+from syncbn.distributed.text_exchange import (
     all_gather,
     all_gather_text,
     all_reduce_max,

@@ -19,10 +19,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from syncbn.diagnosis import call_sites, report
+from syncbn.diagnosis import report
 from syncbn.distributed import members
-from syncbn.distributed.collectives import intercepted_by, joined_group
-from syncbn.distributed.shadowing import ITERATION, Shadowing
+from syncbn.distributed.join_protocol import ITERATION, Shadowing
+from syncbn.distributed.reduction import Caller, guarded_by, joined_group
 from syncbn.layer import SyncBatchNorm
 from syncbn.torch_private import JoinAfter, is_compiled
 
@@ -90,6 +90,7 @@ class _Session(Shadowing):
         self.model = ddp_model
         self.iterations: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each of the others, then False
         self.error: BaseException | None = None  # of the thread
+        self.caller, self.num_iterations = Caller("syncbn.join"), 0
 
     @contextlib.contextmanager
     def announcing(self) -> Iterator[None]:
@@ -99,7 +100,7 @@ class _Session(Shadowing):
             register_module_forward_pre_hook(self.refuse_other_model),
         )
         try:
-            with intercepted_by(self):
+            with guarded_by(self):
                 yield
         finally:
             for hook in hooks:
@@ -117,7 +118,8 @@ class _Session(Shadowing):
                 "inside syncbn.join each forward of the joined model is a step with its backward; "
                 "without gradients call ddp_model.module"
             )
-        self.agree(ITERATION, call_sites.new_call("syncbn.join", self.header_group, None), "iteration")
+        self.num_iterations += 1
+        self.agree(ITERATION, self.caller, self.num_iterations, "iteration")
 
     def finish(self) -> None:
         """This rank has no more data, and joins: from now on it shadows the others."""

@@ -32,34 +32,35 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import masks, moments, nested, torch_private
+from syncbn import masks, moments, torch_private, torch_state
 from syncbn.arguments import Arguments
 from syncbn.convert import check_module
-from syncbn.diagnosis.positions import Waiting
-from syncbn.distributed import dtensors, groups
-from syncbn.distributed.collectives import joined_group
-from syncbn.distributed.exchange import all_reduce_max, gather_by_rank, require_equal
-from syncbn.distributed.specification import specification
-from syncbn.kernels import select_kernels
+from syncbn.convertibility import kind_of
+from syncbn.distributed import groups
+from syncbn.distributed.group_spec import to_spec
+from syncbn.distributed.reduction import Caller, joined_group
+from syncbn.distributed.text_exchange import all_reduce_max, gather_by_rank, require_equal
+from syncbn.kernels.select import select_kernels
 from syncbn.layer import SyncBatchNorm
 from syncbn.layout import Layout
-from syncbn.left_alone import kind_of
-from syncbn.tools.observed import observed
+from syncbn.roads import dtensors, nested
+from syncbn.tools.input_hooks import observed
 from syncbn.tools.summary import bytes_if_synchronised
 from syncbn.tools.table import table
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from syncbn.distributed.collectives import Ranks
-    from syncbn.distributed.specification import ProcessGroupLike, Specification
+    from syncbn.distributed.differentiable import Reduction
+    from syncbn.distributed.group_spec import GroupSpec, ProcessGroupLike
 
+_CALLER = Caller("measure_local_noise")
 GAINS_FROM = 0.1  # of the outputs' deviation
 ROUNDING = 1e-14  # of a variance, relative to the mean's square: below it the channel is constant
 LEGEND = f"""\
 off: a rank's own mean and variance from its group's, in the group's standard deviations and relative; and its outputs
     (standard deviation 1) from what they are with the group's; root mean squares over channels, ranks and calls
-predicted: what independent values would give, as many as there are
+predicted: expected for the same number of independent values
 gains: yes where a rank's outputs are off by more than {GAINS_FROM} without synchronisation; -: nothing to compare
 bytes: what synchronisation sends in a call, forward and backward"""
 
@@ -179,14 +180,14 @@ def measure_local_noise(
         raise ValueError(f"num_slices must be a number of parts of a batch, 1 or more, got {num_slices!r}")
     if joined_group() is not None:
         raise RuntimeError("measure_local_noise cannot be used inside syncbn.join; leave its block before")
-    spec = specification(process_group)
+    spec = to_spec(process_group)
     if groups.resolve(spec) is None and num_slices == 1:
         raise ValueError(
             "measure_local_noise has one rank, which has nothing to compare; pass num_slices=8 to cut its batch into "
             "the parts of 8 ranks, or start several with torchrun"
         )
     recorders = [
-        _Recorder(name or "(the model)", layer, _specification(layer) if spec is None else spec, num_slices)
+        _Recorder(name or "(the model)", layer, _spec_of(layer) if spec is None else spec, num_slices)
         for name, layer in model.named_modules()
         if isinstance(layer, _BatchNorm)
     ]
@@ -195,8 +196,8 @@ def measure_local_noise(
         for recorder in recorders:
             hooks.enter_context(observed(recorder.layer, recorder.record, recorder.leave_out))
         yield noise
-    ranks = groups.begin_call(spec, "measure_local_noise", None)
-    with contextlib.nullcontext() if ranks.group is None else Waiting(ranks.group, ranks.call, "exchange"):
+    ranks = groups.reduction_of(spec, _CALLER, None)
+    with ranks.waiting("exchange"):
         _require_the_same_calls(recorders, num_slices, ranks.group)
         noise.not_measured.update(_not_measured(recorders, ranks.group))
     called = [one for one in recorders if one.num_calls and one.name not in noise.not_measured]
@@ -207,7 +208,7 @@ def measure_local_noise(
 class _Recorder:
     """What this rank has seen of one layer."""
 
-    def __init__(self, name: str, layer: _BatchNorm, spec: Specification, num_slices: int) -> None:
+    def __init__(self, name: str, layer: _BatchNorm, spec: GroupSpec, num_slices: int) -> None:
         self.name, self.layer, self.spec, self.num_slices = name, layer, spec, num_slices
         self.num_calls = 0  # in training mode
         self.sums: list[Tensor] = []  # for each call (2C + 1, num_slices), packed as in moments.py
@@ -217,7 +218,7 @@ class _Recorder:
     @torch.no_grad()
     def record(self, arguments: Arguments) -> None:
         """A call of the layer. This raises nothing, as the training goes on and the other ranks do."""
-        if torch_private.current_backward() != -1:
+        if torch_state.current_backward() != -1:
             return
         self.num_calls += 1
         try:
@@ -246,18 +247,18 @@ class _Recorder:
         slices = []
         for part in x.tensor_split(self.num_slices):
             layout = Layout.of(part, channel_dim)
-            slices.append(select_kernels(part).channel_sums(layout.dense(part), layout))
+            slices.append(select_kernels(part).forward_sums(layout.dense(part), layout))
         sums = torch.stack(slices, dim=1)
         if mask is not None:
             sums[-1] = torch.stack([valid.sum() for valid in mask.tensor_split(self.num_slices)])
         return sums
 
 
-def _specification(layer: _BatchNorm) -> Specification:
+def _spec_of(layer: _BatchNorm) -> GroupSpec:
     """Which ranks the layer synchronises, or None."""
     if isinstance(layer, SyncBatchNorm):
         return layer._process_group
-    return specification(layer.process_group) if isinstance(layer, nn.SyncBatchNorm) else None
+    return to_spec(layer.process_group) if isinstance(layer, nn.SyncBatchNorm) else None
 
 
 def _require_the_same_calls(recorders: list[_Recorder], num_slices: int, group: ProcessGroup | None) -> None:
@@ -279,13 +280,13 @@ def _not_measured(recorders: list[_Recorder], group: ProcessGroup | None) -> dic
 
 
 @torch.no_grad()
-def _rows(recorders: list[_Recorder], ranks: Ranks) -> list[LayerNoise]:
+def _rows(recorders: list[_Recorder], ranks: Reduction) -> list[LayerNoise]:
     """Of layers that have been called, on all `ranks`. Two all_reduces, and one more for each other group."""
     device = recorders[0].sums[0].device
     local = [torch.stack(recorder.sums, dim=1).to(device) for recorder in recorders]  # (2C + 1, calls, num_slices)
     all_eps = (recorder.eps for recorder in recorders)
     squares = torch.stack(list(map(_squares, local, _totals(recorders, local), all_eps)))
-    means = ranks.all_reduce(squares.flatten(), "all_reduce").view_as(squares)
+    means = ranks.total(squares.flatten(), "all_reduce").view_as(squares)
     means = means[:, 1:] / means[:, :1]
     means[:, 2:].sqrt_()
     return [
@@ -301,8 +302,8 @@ def _totals(recorders: list[_Recorder], local: list[Tensor]) -> list[Tensor]:
     for index, recorder in enumerate(recorders):
         of_groups.setdefault(groups.resolve(recorder.spec), []).append(index)
     for indices in of_groups.values():
-        ranks = groups.begin_call(recorders[indices[0]].spec, "measure_local_noise", None)
-        packed = ranks.all_reduce(torch.cat([totals[index].flatten() for index in indices]), "all_reduce")
+        ranks = groups.reduction_of(recorders[indices[0]].spec, _CALLER, None)
+        packed = ranks.total(torch.cat([totals[index].flatten() for index in indices]), "all_reduce")
         sizes = [totals[index].numel() for index in indices]
         for index, total in zip(indices, torch.split(packed, sizes), strict=True):
             totals[index] = total.view_as(totals[index])

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn.diagnosis import call_sites
-from syncbn.distributed import members
-from syncbn.distributed.collectives import Ranks
-from syncbn.distributed.exchange import all_reduce_max
-from syncbn.tools.agreed_layers import agreed_layers
+from syncbn.distributed import groups, members
+from syncbn.distributed.reduction import Caller
+from syncbn.distributed.text_exchange import all_reduce_max
+from syncbn.tools.running_stats_layers import agreed_layers
+
+_CALLER = Caller("merge_running_stats")
 
 
 @torch.no_grad()
@@ -53,9 +54,9 @@ def merge_running_stats(model: nn.Module, count: float | Mapping[str, float] | N
         return
     b = 0 if count is None else 1
     sums = torch.cat([_weighted_sums(layer, n, b) for layer, n in zip(layers, weights, strict=True)])
-    ranks = Ranks(world, call_sites.new_call("merge_running_stats", world, sums))
+    reduction = groups.reduction_of(None, _CALLER, sums)
     sizes = [2 * layer.num_features + 1 for layer in layers]
-    totals = torch.split(ranks.all_reduce(sums, "all_reduce"), sizes)
+    totals = torch.split(reduction.total(sums, "all_reduce"), sizes)
     counters = torch.stack([_counter(layer) for layer in layers])
     counters = all_reduce_max(counters, world)
     for layer, total, counter in zip(layers, totals, counters, strict=True):

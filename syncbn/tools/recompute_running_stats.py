@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from syncbn import moments, torch_private
 from syncbn.convert import convert_syncbn_model, revert_syncbn_model
 from syncbn.distributed import members
-from syncbn.distributed.shadowing import Shadowing
+from syncbn.distributed.join_protocol import Shadowing
 from syncbn.layer import SyncBatchNorm
 from syncbn.moments import Pool
 from syncbn.tools.accumulate_running_stats import collecting
-from syncbn.tools.agreed_layers import agreed_layers
+from syncbn.tools.running_stats_layers import agreed_layers
 
 
 @torch.no_grad()

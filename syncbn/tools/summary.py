@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from syncbn import kernels, left_alone
+from syncbn import convertibility, kernels
 from syncbn.convert import check_module
-from syncbn.diagnosis.signatures import NUM_SIGNED
 from syncbn.distributed import members
+from syncbn.kernels.plans import NUM_SIGNED
 from syncbn.layer import SyncBatchNorm
 from syncbn.tools.table import table
 from syncbn.torch_private import is_compiled
@@ -65,7 +65,7 @@ def summary(model: nn.Module) -> Summary:
     )
     if not rows:
         rows.why_empty = (
-            left_alone.described(left_alone.unsynchronised(model)) or "the model has no batch norm that trains"
+            convertibility.described(convertibility.unsynchronised(model)) or "the model has no batch norm that trains"
         )
     return rows
 
@@ -96,7 +96,7 @@ def bytes_if_synchronised(layer: _BatchNorm) -> tuple[int, int]:
     """What a rank gives to the all_reduce of a call's forward, and of its backward, in a group of two ranks or more."""
     numbers = 2 * layer.num_features
     on_cpu = all(tensor.is_cpu for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))
-    forward, backward = (NUM_SIGNED, NUM_SIGNED) if on_cpu else (1, 0)  # beside the sums
+    forward, backward = (1 + NUM_SIGNED, 1 + NUM_SIGNED) if on_cpu else (1, 0)  # beside the sums
     return BYTES_PER_NUMBER * (numbers + forward), BYTES_PER_NUMBER * (numbers + backward)
 
 

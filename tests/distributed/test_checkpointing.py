@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from voting import Ranks
 
 import syncbn
-from syncbn import torch_private
+from syncbn import torch_state
 
 NUM_LAYERS = 2
 
@@ -153,11 +153,11 @@ def test_a_forward_inside_backward_leaves_the_statistics(ranks: Ranks) -> None:
     """Also one for another reason than a recompute: documented."""
     layer = syncbn.SyncBatchNorm1d(3, device=ranks.device)
     x = torch.randn(4, 3, device=ranks.device, requires_grad=True)
-    assert torch_private.current_backward() == -1
+    assert torch_state.current_backward() == -1
     seen: list[bool] = []
 
     def hook(gradient: torch.Tensor) -> None:
-        seen.append(torch_private.current_backward() != -1)
+        seen.append(torch_state.current_backward() != -1)
         layer(x.detach())
 
     y = x * 1

@@ -20,10 +20,11 @@ from voting import Ranks
 
 import syncbn
 from syncbn import torch_private
-from syncbn.diagnosis import call_sites, model_paths, positions, processes, report, signatures, waits
-from syncbn.distributed import collectives, exchange
-from syncbn.distributed.collectives import Interceptor, intercepted_by
-from syncbn.distributed.collectives import Ranks as CalledRanks
+from syncbn.diagnosis import layer_names, process_state, report, signatures, waiting, watchdog
+from syncbn.diagnosis.this_rank import Position, Site, ThisRank
+from syncbn.diagnosis.waiting import Waiting
+from syncbn.distributed import groups, reduction, text_exchange
+from syncbn.distributed.reduction import Caller, EagerReduction, Guard, guarded_by
 
 # torch's own in Dynamo
 ignores_deprecation = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -47,12 +48,12 @@ def doing() -> Iterator[list[str]]:
     """What each all_reduce is said to be for."""
     seen: list[str] = []
 
-    class Recorder(Interceptor):
-        def before_all_reduce(self, ranks: CalledRanks, sums: Tensor, pass_name: str, counted: bool) -> None:
-            if ranks.call is not None:
-                seen.append(ranks.call.words(pass_name))
+    class Recorder(Guard):
+        def before_all_reduce(self, called: EagerReduction, payload: Tensor, pass_name: str) -> None:
+            assert isinstance(called.site, Site)
+            seen.append(called.site.doing(called.number, pass_name))
 
-    with intercepted_by(Recorder()):
+    with guarded_by(Recorder()):
         yield seen
 
 
@@ -120,7 +121,7 @@ def test_the_ranks_cannot_compare_their_layers(ranks: Ranks, monkeypatch: pytest
     def fail(*_: object) -> list[str]:
         raise RuntimeError("timed out")
 
-    monkeypatch.setattr(exchange, "all_gather_text", fail)
+    monkeypatch.setattr(text_exchange, "all_gather_text", fail)
     monkeypatch.setattr(report, "SETTLE_SECONDS", 2.0)  # no rank is gone: all of it is waited
     model, x = Block(), torch.randn(4, 3)
     model(x)
@@ -199,8 +200,8 @@ def test_signatures_are_exact(num_ranks: int) -> None:
 
 
 def test_places_and_steps_have_signatures_of_their_own() -> None:
-    sites = [call_sites.CallSite(f"blocks.{block}.{name}", "", 2) for name in ("bn1", "bn2") for block in range(50)]
-    found = [signatures.signature(site, step) for site in sites for step in ("forward", "backward")]
+    sites = [signatures.Signatures(f"blocks.{block}.{name}", 2) for name in ("bn1", "bn2") for block in range(50)]
+    found = [site[step][1] for site in sites for step in ("forward", "backward")]
     assert len(set(found)) == len(found)
     assert all(1 <= signature <= 2**25 for signature in found)
 
@@ -218,19 +219,19 @@ def test_places_and_steps_have_signatures_of_their_own() -> None:
     ],
 )
 def test_paths_of_one_layer(paths: tuple[str, ...], expected: bool) -> None:
-    assert model_paths.may_be_one_layer(paths) == model_paths.may_be_one_layer(paths[::-1]) == expected
+    assert layer_names.may_be_one_layer(paths) == layer_names.may_be_one_layer(paths[::-1]) == expected
 
 
 def test_positions_in_the_store(ranks: Ranks) -> None:
     layer, x = syncbn.SyncBatchNorm(3).to(ranks.device), torch.randn(4, 3, device=ranks.device)
-    call = call_sites.new_call("this test", dist.group.WORLD, x)
-    with positions.Waiting(dist.group.WORLD, call, "forward") as waiting:
+    with groups.reduction_of(None, Caller("this test"), x).waiting("forward") as collective:
         pass
+    wait = Waiting(collective)
 
     def all_are(what: str) -> None:
         dist.barrier()  # all have done it
         where = report.where_all_are(
-            waiting, lambda found: all(one.words == what for one in found)
+            wait, lambda found: all(one.words == what for one in found)
         )  # a write takes its time
         dist.barrier()
         assert where.startswith(f"ranks 0-{ranks.size - 1}: {what}\n"), where
@@ -249,11 +250,10 @@ def test_a_rank_knows_its_own_position(ranks: Ranks, monkeypatch: pytest.MonkeyP
     """Before a thread has written it."""
     syncbn.SyncBatchNorm(3, device=ranks.device)(torch.randn(4, 3, device=ranks.device))
     dist.barrier()
-    monkeypatch.setattr(positions.ThisRank, "write", lambda *_: None)
-    call = call_sites.new_call("this test", dist.group.WORLD, None)
-    with positions.Waiting(dist.group.WORLD, call, "unwritten") as waiting:
-        where = report.where_all_are(waiting)
-    assert f"rank {ranks.rank}: in this test unwritten, call {call.number}\n" in where
+    monkeypatch.setattr(ThisRank, "write", lambda *_: None)
+    with groups.reduction_of(None, Caller("this test"), None).waiting("unwritten") as collective:
+        where = report.where_all_are(Waiting(collective))
+    assert f"rank {ranks.rank}: in this test unwritten, call 1\n" in where
     dist.barrier()
 
 
@@ -261,9 +261,9 @@ def test_a_rank_knows_its_own_position(ranks: Ranks, monkeypatch: pytest.MonkeyP
 def test_a_long_wait_is_told(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     layer, x = syncbn.SyncBatchNorm(3), torch.randn(4, 3)
     layer(x)
-    impatient = Interceptor()
+    impatient = Guard()
     impatient.first_warning_seconds = 0.5
-    with intercepted_by(impatient), caplog.at_level(logging.WARNING, "syncbn"):
+    with guarded_by(impatient), caplog.at_level(logging.WARNING, "syncbn"):
         if ranks.rank == 0:
             layer.eval()(x)
             time.sleep(3)
@@ -316,7 +316,7 @@ def exchanged(late: bool) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """A rank warns when it has waited half a second outside of syncbn."""
-    monkeypatch.setattr(waits, "FIRST_WARNING_SECONDS", 0.5)
+    monkeypatch.setattr(waiting, "FIRST_WARNING_SECONDS", 0.5)
     caplog.set_level(logging.WARNING, "syncbn")
     return caplog
 
@@ -381,8 +381,8 @@ def test_errors_of_collectives(error: Exception, is_one: bool) -> None:
                 raise error
             raise outer from error
         except (RuntimeError, OSError, ValueError):
-            assert processes.a_collective_failed() is expected
-    assert not processes.a_collective_failed()
+            assert process_state.a_collective_failed() is expected
+    assert not process_state.a_collective_failed()
 
 
 # On a GPU the host does not wait; here it is played by an event that a test holds.
@@ -402,14 +402,12 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[HeldEvent | None]:
     """The last is behind the next all_reduce; the tensors say that they are on a GPU."""
     given: list[HeldEvent | None] = [HeldEvent()]
     monkeypatch.setattr(Tensor, "is_cuda", True)
-    monkeypatch.setattr(collectives, "event_behind", lambda device: given[-1])
+    monkeypatch.setattr(watchdog, "event_behind", lambda device: given[-1])
     return given
 
 
 def all_reduce(name: str) -> None:
-    assert dist.group.WORLD is not None
-    call = call_sites.new_call(name, dist.group.WORLD, None)
-    CalledRanks(dist.group.WORLD, call).all_reduce(torch.zeros(4, dtype=torch.float64), "forward")
+    groups.reduction_of(None, Caller(name), None).total(torch.zeros(4, dtype=torch.float64), "forward")
 
 
 @pytest.mark.two_ranks
@@ -420,9 +418,9 @@ def test_a_long_wait_of_the_gpu_is_told(
     """The oldest unfinished all_reduce is named, though the host has gone on; nothing once all are finished."""
     finished, held, last = (HeldEvent() for _ in range(3))
     finished.happened = True
-    own_patience = Interceptor()
+    own_patience = Guard()
     own_patience.first_warning_seconds = 0.5
-    with intercepted_by(own_patience):
+    with guarded_by(own_patience):
         for name, event in {"first": finished, "second": held, "third": last}.items():
             events.append(event)
             all_reduce(name)
@@ -444,10 +442,10 @@ def test_a_long_wait_of_the_gpu_is_told(
 def test_no_event_is_asked_while_a_graph_is_captured(
     ranks: Ranks, impatient: pytest.LogCaptureFixture, events: list[HeldEvent | None]
 ) -> None:
-    own_patience = Interceptor()
+    own_patience = Guard()
     own_patience.first_warning_seconds = 0.5
     asked = []
-    with intercepted_by(own_patience):
+    with guarded_by(own_patience):
         all_reduce("warm-up")
         held = events[-1]
         assert held is not None
@@ -462,31 +460,31 @@ def test_no_event_is_asked_while_a_graph_is_captured(
 
 def test_a_gpu_that_is_behind_does_not_wait() -> None:
     """The host may go on long before it: the time counts from when the all_reduce before has finished."""
-    on_gpu, events = waits.OnGpu(), [HeldEvent() for _ in range(3)]
+    on_gpu, events = waiting.OnGpu(), [HeldEvent() for _ in range(3)]
     for event in events:
-        wait = waits.Wait()
-        wait.position, wait.start, wait.next_warning_seconds = report.Position("0", 1, ""), -1e9, 30.0
+        wait = waiting.Wait()
+        wait.position, wait.start, wait.next_warning_seconds = Position("0", 1, ""), -1e9, 30.0
         on_gpu.add(wait, event)
     first = on_gpu.oldest()
     assert first is not None
-    assert waits.is_long(first)
+    assert waiting.is_long(first)
     events[0].happened = True
     second = on_gpu.oldest()
     assert second not in (None, first)
-    assert not waits.is_long(second)
+    assert not waiting.is_long(second)
 
 
 def test_the_program_writes_at_first_calls_alone(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread writes all else: a write may take as long as an all_reduce."""
     layer, x = syncbn.SyncBatchNorm(3, device=ranks.device), torch.randn(4, 3, device=ranks.device)
     layer(x)
-    written, write = [], positions.ThisRank.write
+    written, write = [], ThisRank.write
 
-    def watched(rank: positions.ThisRank, key: str, text: str) -> None:
+    def watched(rank: ThisRank, key: str, text: str) -> None:
         written.append(threading.current_thread().name)
         write(rank, key, text)
 
-    monkeypatch.setattr(positions.ThisRank, "write", watched)
+    monkeypatch.setattr(ThisRank, "write", watched)
     for _ in range(3):
         layer(x).sum().backward()
         time.sleep(0.2)
@@ -494,9 +492,9 @@ def test_the_program_writes_at_first_calls_alone(ranks: Ranks, monkeypatch: pyte
 
 
 def test_ranks_in_words() -> None:
-    assert exchange.in_words([3]) == "rank 3"
-    assert exchange.in_words([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
-    assert exchange.by_rank([0, 1, 2], ["a", "b", "a"]) == "ranks 0, 2: a\nrank 1: b"
+    assert text_exchange.in_words([3]) == "rank 3"
+    assert text_exchange.in_words([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
+    assert text_exchange.by_rank([0, 1, 2], ["a", "b", "a"]) == "ranks 0, 2: a\nrank 1: b"
 
 
 # Debug mode.
@@ -514,7 +512,7 @@ def test_debug_mode_changes_no_result(ranks: Ranks) -> None:
             layer(leaf).pow(3).sum().backward()
         results.append((leaf.grad, layer.running_var, layer.weight.grad))
     assert all(map(torch.equal, *results))
-    assert not collectives.interceptors
+    assert not reduction.guards
 
 
 def test_debug_mode_beside_a_group_of_some_ranks(ranks: Ranks) -> None:

@@ -18,7 +18,7 @@ from voting import Ranks
 
 import syncbn
 from syncbn.distributed import groups, members
-from syncbn.distributed.specification import GlobalRanks
+from syncbn.distributed.group_spec import GlobalRanks
 
 
 def make_world_anew(backend: str | None = "") -> None:

@@ -23,7 +23,7 @@ from voting import Ranks
 
 import syncbn
 from syncbn import torch_private
-from syncbn.distributed import collectives
+from syncbn.distributed import reduction
 from syncbn.tools import join
 
 SHARE, NUM_BATCHES = 2, 6
@@ -128,7 +128,7 @@ def test_the_context_leaves_nothing_behind(ranks: Ranks) -> None:
         with syncbn.join(ddp):
             for x, labels in own[: counts[ranks.rank]]:
                 step(ddp, optimizer, x, labels)
-        assert collectives.joined_group() is None
+        assert reduction.joined_group() is None
         assert len(torch_private.existing_groups()) == num_groups
         with CountCollectives() as mode:
             ddp.module(own[0][0])

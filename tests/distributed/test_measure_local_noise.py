@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from voting import Ranks
 
 import syncbn
-from syncbn.diagnosis import positions
-from syncbn.distributed.exchange import require_equal
+from syncbn.diagnosis import guards
+from syncbn.diagnosis.this_rank import position_in
+from syncbn.distributed.text_exchange import require_equal
 
 CHANNELS = 3
 
@@ -194,12 +195,12 @@ def test_the_exchange_at_the_end_is_a_wait_that_is_told(ranks: Ranks, monkeypatc
     seen = []
 
     def look(*arguments: Any) -> None:
-        waiting = positions._this_rank().waiting
-        seen.append(waiting and waiting.doing.partition(", ")[0])
+        collective = guards.this_rank().waiting
+        seen.append(collective and position_in(collective).doing.partition(", ")[0])
         require_equal(*arguments)
 
     monkeypatch.setattr("syncbn.tools.measure_local_noise.require_equal", look)
     with syncbn.measure_local_noise(layer(ranks)):
         pass
     assert seen == ["measure_local_noise exchange"]
-    assert positions._this_rank().waiting is None
+    assert guards.this_rank().waiting is None

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from voting import Ranks
 
 import syncbn
-from syncbn.distributed import collectives
+from syncbn.distributed import reduction
 
 CHANNELS = 3
 
@@ -183,7 +183,7 @@ def test_recomputed_over_uneven_loaders(ranks: Ranks, kind: str, num_batches: in
     syncbn.assert_synced(model)
     after = [(type(module), module.training, vars(module).get("_process_group")) for module in model.modules()]
     assert after == before
-    assert collectives.joined_group() is None
+    assert reduction.joined_group() is None
 
 
 def failing_loader(ranks: Ranks) -> Iterator[Tensor]:

@@ -8,7 +8,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from syncbn import torch_private
-from syncbn.distributed.exchange import in_words
+from syncbn.distributed.text_exchange import in_words
 
 
 def require_one_stage(group: dist.ProcessGroup) -> None:

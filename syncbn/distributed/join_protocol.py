@@ -8,7 +8,7 @@ is preceded by an all_reduce(MAX) of one integer on a group of syncbn's own:
 |----------------------|----------------------------------------|--------------------------------------------------|
 | 0                    | has joined                             | if all have: the end                             |
 | 1                    | enters the forward of a model in Join  | Join shadows one iteration of the model          |
-| 2 * length + counted | is at an all_reduce of length numbers  | that all_reduce, to which joined ranks give zeros |
+| 1 + length           | is at an all_reduce of length numbers  | that all_reduce, to which joined ranks give zeros |
 | 2^62                 | leaves with an exception               | all ranks exchange their exceptions, and raise   |
 """
 
@@ -17,21 +17,20 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from syncbn import torch_private
-from syncbn.diagnosis.call_sites import LayerCall
-from syncbn.diagnosis.positions import Waiting
-from syncbn.distributed import exchange
-from syncbn.distributed.collectives import Interceptor, Ranks, intercepted_by, joined_group
+from syncbn.distributed import text_exchange
+from syncbn.distributed.reduction import Caller, Collective, EagerReduction, Guard, guarded_by, joined_group, watches
 
 JOINED, ITERATION, FAILED = 0, 1, 2**62
 
 
-class Shadowing(Interceptor):
+class Shadowing(Guard):
     """This rank among all of the default group, from one block's begin to its end on all of them.
 
     Making and closing it are collectives. `name` is what errors call the block.
@@ -53,23 +52,23 @@ class Shadowing(Interceptor):
         self.thread: threading.Thread | None = None  # that shadows, if it is not this one
         self.num_announced = 0
         self.over = False
+        self.shadow_caller = Caller("a step of others, out of data", signs=False)
 
-    def before_all_reduce(self, ranks: Ranks, sums: Tensor, pass_name: str, counted: bool) -> None:
+    def before_all_reduce(self, called: EagerReduction, payload: Tensor, pass_name: str) -> None:
         """Announce it. **Raises** RuntimeError where it may then not happen."""
-        if torch_private.is_compiling():
-            raise RuntimeError("inside syncbn.join nothing may be compiled: leave out torch.compile")
         if torch_private.inside_selective_checkpoint():
             raise RuntimeError("inside syncbn.join checkpointing may not be selective: leave out context_fn")
         if threading.current_thread() is not self.thread:  # its all_reduces shadow what has been announced
-            self.agree(2 * len(sums) + counted, ranks.call, pass_name)
+            self.agree(1 + len(payload), called.site.caller(), called.number, pass_name)
 
-    def agree(self, local: int, call: LayerCall | None = None, pass_name: str = "") -> int:
-        """What the ranks do next, of which `local` is this rank's. **Raises** RuntimeError when another rank failed or
-        has gone."""
+    def agree(self, local: int, caller: Any = None, call: int = 1, pass_name: str = "") -> int:
+        """What the ranks do next, of which `local` is this rank's, in a call of a layer or a `Caller`. **Raises**
+        RuntimeError when another rank failed or has gone."""
         self.num_announced += local != JOINED
         header = torch.tensor([local], device="cpu")
+        site = watches[0].new_site(caller or self.shadow_caller, self.header_group)
         # A rank that leaves stays known as where it failed.
-        with contextlib.nullcontext() if local == FAILED else Waiting(self.header_group, call, pass_name):
+        with contextlib.nullcontext() if local == FAILED else Collective(site, call, pass_name):
             dist.all_reduce(header, dist.ReduceOp.MAX, group=self.header_group)
         agreed = int(header)
         if agreed == FAILED and local != FAILED:
@@ -79,7 +78,7 @@ class Shadowing(Interceptor):
     def exchange_failures(self, failure: str) -> None:
         """Every rank says why it leaves, or nothing. **Raises** RuntimeError on those that have nothing to say."""
         self.over = True
-        gathered = exchange.all_gather_text(failure, self.header_group)
+        gathered = text_exchange.all_gather_text(failure, self.header_group)
         if not failure:
             failures = [f"rank {rank}: {text}" for rank, text in enumerate(gathered) if text]
             raise RuntimeError(f"inside {self.name} another rank failed: " + "\n".join(failures))
@@ -94,7 +93,7 @@ class Shadowing(Interceptor):
     def run(self, body: Callable[[], None]) -> None:
         """`body`, announced, and then shadow the others until all have joined."""
         try:
-            with intercepted_by(self):
+            with guarded_by(self):
                 body()
             self.shadow()
         except Exception as error:
@@ -108,14 +107,15 @@ class Shadowing(Interceptor):
                 assert iteration is not None
                 iteration()
             else:
-                self.give_zeros(*divmod(agreed, 2))
+                self.give_zeros(agreed - 1)
 
-    def give_zeros(self, length: int, counted: int) -> None:
+    def give_zeros(self, length: int) -> None:
         """Take part in an all_reduce with nothing."""
-        zeros = torch.zeros(length, dtype=torch.float64, device=self.device)
-        faults = (TypeError, ValueError) if counted else ()  # which the ranks with data raise
-        with contextlib.suppress(*faults):
-            Ranks(self.group).all_reduce(zeros, "backward", bool(counted))
+        payload = torch.zeros(length, dtype=torch.float64, device=self.device)
+        called = EagerReduction(self.group, watches[0].new_site(self.shadow_caller, self.group), None)
+        called.all_reduce(payload, "backward")
+        with contextlib.suppress(TypeError, ValueError):  # which the ranks with data raise
+            called.check(payload)
 
     def take_from_the_last(self, tensors: Iterable[Tensor]) -> None:
         """What they are on a rank that ran to the end, the one that announced most; a collective, when all finished."""

@@ -18,17 +18,16 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from syncbn import torch_private
-from syncbn.diagnosis import processes
-from syncbn.distributed import exchange
-
-if TYPE_CHECKING:
-    from syncbn.diagnosis.positions import ThisRank
-    from syncbn.diagnosis.report import Position
+from syncbn.diagnosis import process_state
+from syncbn.diagnosis.this_rank import Position, Site, ThisRank, position_in
+from syncbn.distributed import reduction, text_exchange
+from syncbn.distributed.reduction import Collective
 
 FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
 
@@ -38,7 +37,7 @@ class Wait:
 
     rank: ThisRank
     position: Position  # of this rank
-    number: int  # whoever has begun so many all_reduces on the position's group is in this one
+    number: int  # a rank with this count or more has arrived
     layer = ""  # which the others may not have called
     place = ""  # in words, where it is not what the host is known to do
     start: float
@@ -51,6 +50,33 @@ class Wait:
     def seconds(self) -> float:
         """Since it began."""
         return time.monotonic() - self.start
+
+
+class Waiting(Wait):
+    """In a collective of a layer or function."""
+
+    def __init__(self, collective: Collective) -> None:
+        site = collective.site
+        assert isinstance(site, Site)
+        self.collective, self.rank, self.number, self.start = collective, site.rank, collective.number, collective.start
+        self.position = position_in(collective)
+        self.group, self.layer = site.group, site.name if site.counts else ""
+
+    @property
+    def next_warning_seconds(self) -> float:
+        """After which the next warning is due; the collective keeps it."""
+        seconds = [one.first_warning_seconds for one in reduction.guards if one.first_warning_seconds is not None]
+        return self.collective.next_warning_seconds or min([FIRST_WARNING_SECONDS, *seconds])
+
+    @next_warning_seconds.setter
+    def next_warning_seconds(self, seconds: float) -> None:
+        self.collective.next_warning_seconds = seconds
+
+    def ranks(self) -> list[int]:
+        group = self.group()
+        if group is None:
+            raise ValueError("the process group has ended")
+        return dist.get_process_group_ranks(group)
 
 
 class Event(Protocol):
@@ -113,7 +139,8 @@ class Elsewhere(Wait):
     """In a collective outside of the layers: for any of the ranks, after the last all_reduce of a layer."""
 
     def __init__(self, rank: ThisRank, line: str = "", processor_seconds: float | None = None) -> None:
-        self.rank, self.position = rank, rank.position
+        self.rank, self.position = rank, rank.position()
+        self.state = rank.state()
         self.place = f", at {line} in a collective outside of syncbn's layers"
         self.number = self.position.number + 1
         self.processor_seconds = processor_seconds
@@ -125,14 +152,14 @@ class Elsewhere(Wait):
 
 def elsewhere(rank: ThisRank, last: Elsewhere | None) -> Elsewhere | None:
     """What the main thread waits in now, outside of the layers; `last` is what was found last."""
-    seconds = processes.main_thread_seconds()
-    if last is not None and last.processor_seconds == seconds and last.position is rank.position:
+    seconds = process_state.main_thread_seconds()
+    if last is not None and last.processor_seconds == seconds and last.state == rank.state():
         return last
     # Only now: a thread that uses no more processor time than `seconds` stays in this frame.
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if seconds is None or frame is None:
         return None
-    if frame.f_globals is not vars(exchange) and not torch_private.waits_for_others(frame):
+    if frame.f_globals is not vars(text_exchange) and not torch_private.waits_for_others(frame):
         return None
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "syncbn.")):
         frame = frame.f_back

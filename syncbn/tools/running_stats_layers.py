@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from syncbn.distributed import members
-from syncbn.distributed.exchange import require_equal
+from syncbn.distributed.text_exchange import require_equal
 
 Layer = TypeVar("Layer", bound=_BatchNorm)
 

@@ -19,16 +19,17 @@ OWN_TRACER = "trace with a torch.fx.Tracer whose is_leaf_module is True for it"
 REVERT = "call syncbn.revert_syncbn_model(model) first"
 
 
-def leaf(layer: nn.Module, forward: object, tracer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def leaf(layer: nn.Module, tracer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The Proxy of a node `call_module`, which stands for this call of `layer` in the graph.
 
-    `forward` is the function that asks. **Raises** TraceError where it is not all that the call runs: what is around
-    it, `super().forward(x) * 2` say, is traced, and the leaf would run it again.
+    **Raises** TraceError where the call runs more than syncbn's own forward: what is around it is traced, as
+    `super().forward(x) * 2`, and the leaf would run it again.
     """
     path, reason = tracer.path_of_module(layer) if isinstance(tracer, Tracer) else "", None
+    forward = getattr(layer.forward, "__func__", None)
     if not path:
         reason = "torch.fx asks is_leaf_module only of modules inside the one that is traced; trace one that holds it"
-    elif getattr(layer.forward, "__func__", None) is not forward:
+    elif not getattr(forward, "__module__", "").startswith("syncbn."):
         reason = f"it has a forward around syncbn's, which would run twice; {OWN_TRACER}"
     elif torch_private.has_forward_hooks(layer):
         reason = f"it has forward hooks, which would run twice; {OWN_TRACER}"

@@ -1,4 +1,4 @@
-"""Takes a jagged NestedTensor for its values: sequences of different lengths one behind another, without padding."""
+"""Unwraps a jagged NestedTensor: its values, sequences of different lengths one behind another, are normalised."""
 
 from __future__ import annotations
 

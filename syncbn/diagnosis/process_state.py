@@ -89,7 +89,7 @@ def a_collective_failed() -> bool:
 
 
 def _last_error() -> BaseException | None:
-    """That is handled, or that was handled by nobody."""
+    """The current exception, else the last uncaught one."""
     return sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 

@@ -1,13 +1,13 @@
-"""Turns what a user passes as `process_group` into the specification that a layer keeps.
+"""Turns what a user passes as `process_group` into the group spec that a layer keeps.
 
-A layer keeps a specification and not the group itself, so that it can be copied, pickled and saved. One of
+A layer keeps a spec and not the group itself, so that it can be copied, pickled and saved. One of
     None          the default group, looked up at each call
     int k         k consecutive ranks: 0..k-1, k..2k-1, ...
     "node"        the ranks of one host: LOCAL_WORLD_SIZE consecutive ranks
     DeviceMesh    a mesh of one dim
     ProcessGroup  kept as `GlobalRanks`: its global ranks and a handle that deepcopy shares and pickle drops
 
-`given` gives back what the user passed. A group that this rank is not in may be kept too: training raises.
+`to_user` gives back what the user passed. A group that this rank is not in may be kept too: training raises.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from syncbn import torch_private
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    Specification: TypeAlias = "int | str | GlobalRanks | DeviceMesh | None"  # what a layer keeps
-    ProcessGroupLike: TypeAlias = "dist.ProcessGroup | Specification"  # what a user passes
+    GroupSpec: TypeAlias = "int | str | GlobalRanks | DeviceMesh | None"  # what a layer keeps
+    ProcessGroupLike: TypeAlias = "dist.ProcessGroup | GroupSpec"  # what a user passes
 
 
 class GlobalRanks:
@@ -55,15 +55,18 @@ class GlobalRanks:
 
 
 class OfMesh(NamedTuple):
-    """What the mesh of a DTensor says instead of a specification: the group itself; None for this rank alone."""
+    """What the mesh of a DTensor says instead of a spec: the group itself; None for this rank alone."""
 
     group: dist.ProcessGroup | None
 
 
-def specification(process_group: ProcessGroupLike) -> Specification:
+THIS_RANK_ALONE = OfMesh(None)
+
+
+def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
     """What a layer keeps of `process_group`. Communicates nothing.
 
-    **Raises** TypeError for anything that is not a specification; ValueError for an int below 1, a string other than
+    **Raises** TypeError for anything that is not a spec; ValueError for an int below 1, a string other than
     "node", a mesh of several dims, and a group that was destroyed.
     """
     if process_group is None or isinstance(process_group, GlobalRanks) or process_group == "node":
@@ -91,14 +94,14 @@ def specification(process_group: ProcessGroupLike) -> Specification:
     )
 
 
-def given(spec: Specification) -> ProcessGroupLike:
+def to_user(spec: GroupSpec) -> ProcessGroupLike:
     """What the user passed; for a ProcessGroup that does not exist here `spec` itself."""
     if not isinstance(spec, GlobalRanks):
         return spec
     return (spec.group() or spec) if spec.ranks else dist.GroupMember.NON_GROUP_MEMBER
 
 
-def includes_this_rank(spec: Specification) -> bool:
+def includes_this_rank(spec: GroupSpec) -> bool:
     """Whether this rank is in the group."""
     if isinstance(spec, GlobalRanks):
         return bool(spec.ranks)

@@ -1,4 +1,4 @@
-"""Finds the layers with running statistics that a conversion leaves alone, and says why, and what to do."""
+"""Finds the layers with running statistics that a conversion cannot convert, and says why, and what to do."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from syncbn.diagnosis.model_paths import in_words
+from syncbn.diagnosis.layer_names import in_words
 from syncbn.layer import SyncBatchNorm
-from syncbn.subclasses import ADDED, class_of
+from syncbn.synchronised_classes import ADDED, class_of
 
 CONVERT = "call syncbn.convert_syncbn_model(model)"
 MAX_CHARACTERS = 800  # of a description
 NAMED, NAME_CHARACTERS = 3, 60  # layers of a class that are named, and how much of a name is shown
 
 
-class LeftAlone(NamedTuple):
+class NotConverted(NamedTuple):
     """A layer that is not synchronised."""
 
     name: str  # in the model
@@ -26,22 +26,22 @@ class LeftAlone(NamedTuple):
     remedy: str
 
 
-def unsynchronised(model: nn.Module) -> list[LeftAlone]:
+def unsynchronised(model: nn.Module) -> list[NotConverted]:
     """The layers of `model` that normalise each rank's batch alone, as far as one can tell."""
     found = []
     for name, module in model.named_modules():
-        remedy = reason_to_leave_alone(module) or (CONVERT if is_convertible(module) else None)
+        remedy = reason_not_convertible(module) or (CONVERT if is_convertible(module) else None)
         if remedy:
-            found.append(LeftAlone(name, kind_of(module), remedy))
+            found.append(NotConverted(name, kind_of(module), remedy))
     return found
 
 
 def is_convertible(module: nn.Module) -> bool:
-    """Whether `module` is a batch norm, and not ours already; see also `reason_to_leave_alone`."""
+    """Whether `module` is a batch norm, and not ours already; see also `reason_not_convertible`."""
     return isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
 
 
-def reason_to_leave_alone(module: nn.Module) -> str | None:
+def reason_not_convertible(module: nn.Module) -> str | None:
     """Why a module with running statistics cannot be converted, and what to do; None for any other module."""
     if isinstance(module, torch.jit.ScriptModule):
         return "scripted, convert before torch.jit" if "BatchNorm" in module.original_name else None
@@ -63,7 +63,7 @@ def kind_of(module: nn.Module) -> str:
     return str(module.original_name) if isinstance(module, torch.jit.ScriptModule) else class_of(module).__name__
 
 
-def described(found: list[LeftAlone]) -> str:
+def described(found: list[NotConverted]) -> str:
     """How many of each class, the first of them by name, and what to do; at most 1,000 characters."""
     names: dict[tuple[str, str], list[str]] = {}
     for name, kind, remedy in found:

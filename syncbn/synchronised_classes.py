@@ -22,11 +22,12 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
-from syncbn import faults, tracing
+from syncbn import argument_errors
 from syncbn.arguments import Arguments
-from syncbn.evaluation import plain_batch_norm
 from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
-from syncbn.torch_private import is_compiling
+from syncbn.roads import traced
+from syncbn.step import plain_batch_norm
+from syncbn.torch_state import is_compiling
 
 OURS: dict[type[nn.Module], type[SyncBatchNorm]] = {
     nn.BatchNorm1d: SyncBatchNorm1d,
@@ -37,8 +38,8 @@ OURS: dict[type[nn.Module], type[SyncBatchNorm]] = {
 
 # What a conversion adds to a layer's own attributes, and a revert takes away.
 ADDED = (
-    "_original_class", "_process_group", "channel_last", "fuse_relu", "_synchronised_ranks", "_statistics_pool",
-    "_observer",
+    "_original_class", "_process_group", "channel_last", "fuse_relu", "_synchronised_ranks", "_call_site",
+    "_train_over_ranks",
 )  # fmt: skip
 
 _classes = dict(OURS)  # and those made so far
@@ -79,7 +80,7 @@ else:
 
 
 class _Made(_Beside):
-    """What every made class has: a way to copy and pickle, since its name leads nowhere."""
+    """What every made class has: a way to copy and pickle, since pickle cannot import a class made at run time."""
 
     _syncbn_original: type[nn.Module]
 
@@ -96,7 +97,7 @@ class _KeepsForward(_Made):
         else:
             first = args[0] if args else next(iter(kwargs.values()), None)
         if isinstance(first, Proxy):
-            return tracing.leaf(self, _KeepsForward.forward, first.tracer, args, kwargs)
+            return traced.leaf(self, first.tracer, args, kwargs)
         with _SynchroniseBatchNorm(self):
             output = super().forward(*args, **kwargs)
         if self.training and self._synchronised_ranks is None and not is_compiling():
@@ -118,22 +119,16 @@ class _SynchroniseBatchNorm(TorchFunctionMode):
 
 
 def _batch_norm(
-    layer: SyncBatchNorm,
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
+    layer: SyncBatchNorm, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+    weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     arguments = Arguments(
         input, running_mean, running_var, weight, bias, momentum, eps, process_group=layer._process_group
     )
     try:
         if training and layer.training:
-            return layer._train(arguments)
+            return layer._train_over_ranks(arguments, layer)[0]
         if layer.training and not is_compiling():
             layer._synchronised_ranks = 1  # frozen statistics, as the original wants it
         try:
@@ -142,7 +137,7 @@ def _batch_norm(
             arguments.check()
             raise
     except (RuntimeError, TypeError, ValueError) as error:
-        faults.raise_with_name(error, layer)
+        argument_errors.raise_with_name(error, layer)
 
 
 def _empty_instance(original: type[nn.Module]) -> SyncBatchNorm:

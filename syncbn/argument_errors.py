@@ -10,14 +10,15 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from syncbn import torch_private, tracing
+from syncbn import torch_private, torch_state
 from syncbn.arguments import Arguments
-from syncbn.diagnosis.model_paths import in_words, path_in_model
-from syncbn.distributed.collectives import Ranks
+from syncbn.diagnosis.layer_names import in_words, path_in_model
+from syncbn.distributed.differentiable import Reduction
+from syncbn.roads import traced
 
 
 def raise_on_all_ranks(
-    error: Exception, inputs: Sequence[Arguments], ranks: Ranks, name: str = "", pass_name: str = "forward"
+    error: Exception, inputs: Sequence[Arguments], reduction: Reduction, name: str = "", pass_name: str = "forward"
 ) -> NoReturn:
     """Join the all_reduce of the others as a faulty rank, and raise `error` on every rank, `name` of the input first.
 
@@ -25,30 +26,30 @@ def raise_on_all_ranks(
     how much the others send.
     """
     for one in inputs:
-        tracing.refuse_proxies(one)
+        traced.refuse_proxies(one)
     if name:
         error = type(error)(f"{name}{error}")
     num_channels = [_likely_channels(one) for one in inputs]
     known = [number for number in num_channels if number is not None]
     if not inputs or len(known) < len(inputs):
         raise error
-    if ranks.group is None or _device_of(inputs[0]).type != "cpu" or torch_private.is_compiling():
+    if reduction.group is None or _device_of(inputs[0]).type != "cpu" or not reduction.reads_totals:
         raise error  # where no rank reads the mark
     sums = torch.zeros(2 * sum(known) + len(inputs), dtype=torch.float64)
     if torch_private.inside_vmap() and isinstance(x := inputs[0].input, Tensor):  # the others send a stack
         sums = x.new_zeros(len(sums), dtype=torch.float64)
     sums[-1] = math.nan
-    ranks.all_reduce(torch_private.innermost(sums).flatten(), pass_name, counted=True, error=error)
-    raise AssertionError("the mark of a fault was lost") from error
+    reduction.total(torch_private.innermost(sums).flatten(), pass_name, counted=True, error=error)
+    raise AssertionError("internal error: no rank reported the bad argument") from error
 
 
 def raise_with_name(error: Exception, layer: nn.Module) -> NoReturn:
     """Raise what the forward of `layer` has raised with the layer's name before it, unless it names the layer already.
 
-    That of another class than ours have is raised as it is, since nobody knows how to make another, and so is that in a
-    compiled graph, which has no frames to find the name in.
+    Exceptions of other classes are re-raised unchanged, and so are those in a compiled graph, which has no frames to
+    find the name in.
     """
-    if torch_private.is_compiling() or type(error) not in (RuntimeError, TypeError, ValueError):
+    if torch_state.is_compiling() or type(error) not in (RuntimeError, TypeError, ValueError):
         raise error
     name = in_words(path_in_model(layer)) or type(layer).__name__
     if name in str(error):

@@ -1,4 +1,4 @@
-"""Takes DTensors for this rank's values, and a mesh for the ranks whose values are of one batch.
+"""Unwraps DTensors: this rank's values are normalised, over the ranks of the mesh whose values are of one batch.
 
 Per dim of the input's mesh, and what follows for the parameters and buffers that are DTensors too:
 
@@ -14,23 +14,15 @@ Parameters and buffers that are plain tensors are this rank's.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from syncbn import torch_private
+from syncbn import torch_state
 from syncbn.arguments import Arguments
-from syncbn.distributed import groups
-from syncbn.distributed.specification import GlobalRanks, OfMesh
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from syncbn.distributed.specification import Specification
+from syncbn.distributed import mesh_groups
 
 # That of the gradient, with which x.grad would be None: seen in 2.11, and not in 2.13.
 TO_LOCAL_LOSES_GRAPH = torch.__version__ < "2.13"
@@ -41,9 +33,9 @@ def is_dtensor(candidate: Any) -> bool:
     return isinstance(candidate, Tensor) and hasattr(candidate, "device_mesh")
 
 
-def unwrap(arguments: Arguments) -> tuple[Arguments, Callable[[Tensor], Tensor]]:
-    """These arguments with this rank's values of each DTensor and with the ranks that add up their sums, and what makes
-    of the output a DTensor placed as the input.
+def unwrap(arguments: Arguments, synchronises: bool) -> tuple[Arguments, Callable[[Tensor], Tensor]]:
+    """These arguments with this rank's values of each DTensor and, where it `synchronises`, with the ranks that add up
+    their sums; and what makes of the output a DTensor placed as the input.
 
     **Raises** ValueError, which is the same on all ranks, where the placements do not fit, or these ranks are not those
     of the process group that the user passed.
@@ -83,14 +75,12 @@ def unwrap(arguments: Arguments) -> tuple[Arguments, Callable[[Tensor], Tensor]]
             _require_own_channels(name, given, x, arguments.channel_dim, of_parameters)
     if is_dtensor(arguments.mask):
         raise ValueError("mask is a DTensor, expected that of this rank's values; pass mask.to_local()")
-    momentum: Any = arguments.momentum
-    plain["momentum"] = momentum.to_local() if is_dtensor(momentum) else momentum  # of a num_batches_tracked
+    counter: Any = arguments.counter
+    plain["counter"] = counter.to_local() if is_dtensor(counter) else counter
     if any(of_channels):
         plain["num_channels"] = None
-    group = _group(mesh, of_batch)
-    if arguments.process_group is not None:
-        _require_same(arguments.process_group, group, placements)
-    plain["process_group"] = OfMesh(group)
+    if synchronises:
+        plain["process_group"] = mesh_groups.group_of(mesh, of_batch, arguments.process_group, placements)
 
     def place(gradient: Any) -> Any:
         """The backward of from_local does, too, but outside of the graph of second derivatives."""
@@ -102,7 +92,7 @@ def unwrap(arguments: Arguments) -> tuple[Arguments, Callable[[Tensor], Tensor]]
 
     def wrap(output: Tensor) -> Tensor:
         y = DTensor.from_local(output, mesh, placements, run_check=False, shape=shape, stride=stride)
-        if y.requires_grad and not torch_private.is_compiling():
+        if y.requires_grad and not torch_state.is_compiling():
             y.register_hook(place)  # type: ignore[no-untyped-call]
         return y
 
@@ -115,42 +105,4 @@ def _require_own_channels(name: str, given: Tensor, x: Any, channel_dim: int, of
         raise ValueError(
             f"the input is a DTensor whose channels are sharded, its placements are {x.placements}, but {name} has "
             f"those of all ranks; call distribute_tensor({name}, input.device_mesh, {list(of_parameters)})"
-        )
-
-
-def _group(mesh: DeviceMesh, adds_up: list[bool]) -> dist.ProcessGroup | None:
-    """The group of the ranks that differ from this one along these dims of the mesh alone; None for this rank alone.
-
-    **Raises** ValueError where this rank is not in the mesh, or no group has these ranks.
-    """
-    own = mesh.get_coordinate()
-    if own is None:
-        raise ValueError(f"this rank is not in the mesh of the input, which is a DTensor on {mesh}")
-    dims = [dim for dim, adds in enumerate(adds_up) if adds and mesh.size(dim) > 1]
-    if not dims:
-        return None
-    if len(dims) == 1:
-        return mesh.get_group(dims[0])
-    if math.prod([mesh.size(dim) for dim in dims]) == dist.get_world_size():
-        return dist.group.WORLD
-    ranks = mesh.mesh[tuple(slice(None) if dim in dims else own[dim] for dim in range(mesh.ndim))]
-    group = GlobalRanks(tuple(sorted(ranks.flatten().tolist()))).group()
-    if group is None:
-        raise ValueError(
-            f"the batch of the input, a DTensor on {mesh}, lies on ranks {ranks.tolist()}, which have no process group "
-            "in common; make it once with torch.distributed.new_group, on all ranks"
-        )
-    return group
-
-
-def _require_same(spec: Specification | OfMesh, group: dist.ProcessGroup | None, placements: Any) -> None:
-    """Raises ValueError unless `spec`, which the user passed, means the ranks of this group."""
-    given, of_mesh = (
-        [dist.get_rank()] if one is None else sorted(dist.get_process_group_ranks(one))
-        for one in (groups.resolve(spec), group)
-    )
-    if given != of_mesh:
-        raise ValueError(
-            f"process_group is ranks {given}, but the batch of the input, a DTensor with placements {placements}, lies "
-            f"on ranks {of_mesh}; set process_group=None, or pass input.to_local()"
         )

@@ -7,6 +7,7 @@ is the module's input, as long as the forward is torch's own.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from syncbn.arguments import Arguments
+from syncbn.convertibility import kind_of
 from syncbn.layer import SyncBatchNorm
-from syncbn.left_alone import kind_of
+from syncbn.tools.replaced_training import Train, trained_by
 
 See = Callable[[Arguments], None]
 
@@ -32,9 +34,13 @@ def observed(layer: _BatchNorm, see: See, miss: Callable[[str], None]) -> Iterat
         stack.enter_context(layer.register_forward_hook(mode.end, always_call=True))
         stack.callback(mode.leave)
         if isinstance(layer, SyncBatchNorm):
-            layer._observer = see
-            stack.callback(vars(layer).pop, "_observer", None)
+            stack.enter_context(trained_by(layer, functools.partial(_see_and_train, see, layer._train_over_ranks)))
         yield
+
+
+def _see_and_train(see: See, train: Train, given: Arguments, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
+    see(given)
+    return train(given, layer)
 
 
 class _SeeBatchNorm(TorchFunctionMode):
@@ -81,16 +87,10 @@ class _SeeBatchNorm(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def see_if_training(
-        self,
-        input: Tensor,
-        running_mean: Tensor | None = None,
-        running_var: Tensor | None = None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
+        self, input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None,
+        weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1,
         eps: float = 1e-5,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """The arguments of F.batch_norm."""
         if training and self.layer.training:
             self.see(Arguments(input, running_mean, running_var, weight, bias, momentum, eps))

@@ -1,0 +1,103 @@
+"""Watches the collectives of layers and functions: names them, and says what is known when one fails."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from syncbn.diagnosis import pipeline_check, process_state, report
+from syncbn.diagnosis.layer_names import may_be_one_layer
+from syncbn.diagnosis.report import REMEDY, RanksDifferError
+from syncbn.diagnosis.this_rank import EVALUATES, Group, Site
+from syncbn.diagnosis.waiting import Waiting
+from syncbn.diagnosis.watchdog import WatchedRank
+from syncbn.distributed import reduction
+from syncbn.distributed.reduction import Collective
+from syncbn.distributed.text_exchange import all_gather_json, by_rank, raise_faults
+
+
+class Diagnosis:
+    """What watches every collective, see reduction.Watch."""
+
+    def new_site(self, caller: Any, group: dist.ProcessGroup) -> Site:
+        """**Raises** ValueError where the first call of a layer shows that it is in a stage of a pipeline over these
+        ranks, RuntimeError in a forked process."""
+        rank = this_rank()
+        of_group = rank.groups.get(group)
+        if of_group is None:
+            of_group = rank.groups[group] = Group()
+        site = of_group.sites.get(caller)
+        if site is None:
+            pipeline_check.require_one_stage(group)
+            site = of_group.sites[caller] = Site(caller, group, rank, of_group)
+            rank.write(f"called/{site.group_name}/{site.name}", "")
+        return site
+
+    def announce(self, collective: Collective) -> None:
+        Waiting(collective).rank.write_position()
+
+    def explain_failure(self, collective: Collective, error: RuntimeError) -> None:
+        if isinstance(error, RanksDifferError):
+            return
+        wait = Waiting(collective)
+        raise RuntimeError(
+            f"syncbn: a collective failed on rank {wait.rank.rank} after {wait.seconds():.1f} s.\n"
+            f"{report.where_all_are(wait, report.one_is_gone)}\nThe process group says: {error}"
+        ) from error
+
+    def explain_total(self, collective: Collective, num_signed: float) -> None:
+        site, wait = collective.site, Waiting(collective)
+        assert isinstance(site, Site)
+        group = site.group()
+        assert group is not None
+        if not site.counts or num_signed != site.num_ranks:  # there are ranks that would not take part in an all_gather
+            raise RanksDifferError(report.where_all_are(wait))
+        gathered = all_gather_json((site.path, collective.pass_name, wait.position.doing), group)
+        paths, pass_names, doings = zip(*gathered, strict=True)
+        if len(set(pass_names)) > 1 or not may_be_one_layer(paths):
+            ranks = dist.get_process_group_ranks(group)
+            raise RanksDifferError(by_rank(ranks, [f"in {doing}" for doing in doings]) + f"\n{REMEDY}")
+        site.signatures.stop()  # from now on they would differ although the layer is the same
+
+    def raise_faults(self, collective: Collective, error: Exception | None) -> None:
+        group = collective.site.group()
+        assert group is not None
+        raise_faults(error, group, f"{Waiting(collective).position.doing}:\n")
+
+
+def note_evaluation() -> None:
+    """This rank calls a layer in evaluation mode, which waits for nobody."""
+    world = dist.group.WORLD
+    if world is not None and world.size() > 1 and world not in process_state.inherited_groups:
+        this_rank().add_since(EVALUATES)
+
+
+_ranks: WeakKeyDictionary[dist.ProcessGroup, WatchedRank] = WeakKeyDictionary()  # by the default process group
+
+
+def this_rank() -> WatchedRank:
+    """This rank of the default group. **Raises** RuntimeError in a forked process."""
+    world = dist.group.WORLD
+    assert world is not None
+    if world in process_state.inherited_groups:
+        process_state.refuse_inherited_group()
+    rank = _ranks.get(world)
+    if rank is None:
+        rank = _ranks[world] = WatchedRank(world)
+    return rank
+
+
+def _forget_groups() -> None:
+    """A forked process has none: layers must look theirs up again, and are refused."""
+    for rank in _ranks.values():
+        for of_group in rank.groups.values():
+            for site in of_group.sites.values():
+                site.forget_group()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_groups)
+reduction.register(Diagnosis())

@@ -1,0 +1,150 @@
+"""Makes known where this rank is: in which collective it waits, and what it has done since.
+
+Each rank writes to the store of the default process group, under keys that begin with syncbn/ and its global rank:
+
+    position                its last all_reduce of syncbn, what it has done since, its process, the time
+    called/0/layer4.1.bn3   once, that it has called this layer on the group named 0
+
+A write takes 5 us in a loop and 25 to 120 us after a pause, so a thread (watchdog.py) writes the position, soon after
+it has changed and each second: a rank that is killed may have gone 0.05 s further than its position says. The others'
+positions are read (report.py) only when there is something to say, and fast: torchrun ends the ranks that are left some
+0.1 s after the first has failed. A position older than this process is not read: torchrun may keep a store when it
+restarts the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from syncbn import torch_private
+from syncbn.diagnosis import process_state
+from syncbn.diagnosis.layer_names import in_words, path_in_model
+from syncbn.diagnosis.signatures import Signatures
+from syncbn.distributed.reduction import Caller, CallSite, Collective, GroupState, RankState
+
+EVALUATES, HAS_LEFT = "is in evaluation mode", "has left"
+SECONDS_BETWEEN_WRITES = 0.05  # of a rank, at least
+SECONDS_PER_WRITE = 10e-6  # of all ranks together: a store takes some 100,000 writes a second
+
+
+class Position(NamedTuple):
+    """Where a rank is. The store has these as lines, then the time, the process and its host."""
+
+    group: str  # the name of the process group of its last all_reduce
+    number: int  # of that among syncbn's on this group, from 1
+    doing: str  # in it: layer4.1.bn3 forward, call 17
+    since: str = ""  # what it has done since then: EVALUATES, HAS_LEFT and why
+
+
+class Group(GroupState):
+    """The layers and functions that call on a group."""
+
+    def __init__(self) -> None:
+        self.sites: WeakKeyDictionary[Any, Site] = WeakKeyDictionary()
+
+
+class Site(CallSite):
+    """A layer or function that calls on a group, by its name."""
+
+    rank: ThisRank
+    signatures: Signatures
+
+    def __init__(self, caller: Any, group: dist.ProcessGroup, rank: ThisRank, state: Group) -> None:
+        super().__init__(caller, group, rank, state)
+        is_function = isinstance(caller, Caller)
+        self.group_name = group.group_name
+        # The dotted name in the model, or that of the function; empty for a layer without a model.
+        self.path = caller.name if is_function else path_in_model(caller)
+        self.name = in_words(self.path) or type(caller).__name__
+        self.counts = not is_function or caller.signs
+        self.signatures = Signatures(self.path, self.num_ranks if self.counts else None)
+
+    def forget_group(self) -> None:
+        """The process was forked: it has no such group."""
+        self.group = _nothing  # type: ignore[assignment]
+
+    def doing(self, call: int, pass_name: str) -> str:
+        """layer4.1.bn3 forward, call 17."""
+        return f"{self.name} {pass_name}, call {call}" if self.counts else self.name
+
+
+class ThisRank(RankState):
+    """This rank of a default process group."""
+
+    def __init__(self, world: dist.ProcessGroup) -> None:
+        self.rank, self.process = dist.get_rank(), os.getpid()
+        self.process_and_host = f"{self.process} {process_state.host()}"
+        self.store = torch_private.default_store()  # the default one may later be another group's
+        self.store_answers = True
+        self.writing = threading.RLock()  # the program and the heartbeat write positions
+        self.groups: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
+        self.num_ranks = world.size()
+        self.interval = _interval(self.store, self.num_ranks)
+        self.since: tuple[Collective | None, str] = None, ""  # what it has done after a collective
+        self.written, self.written_state = -math.inf, self.state()
+        self.ended = threading.Event()
+        self.failed = False  # it ends as a collective outside of the layers failed
+        self.write_position()
+
+    def beats(self) -> bool:
+        """Whether it writes every second."""
+        return self.interval < math.inf
+
+    def state(self) -> tuple[Collective | None, str]:
+        """The last collective, and what this rank has done since."""
+        last, (after, since) = self.last, self.since
+        return last, since if after is last else ""
+
+    def position(self) -> Position:
+        """The same in words."""
+        last, since = self.state()
+        return position_in(last)._replace(since=since)
+
+    def add_since(self, words: str) -> None:
+        """This rank has done something after its last collective."""
+        last, since = self.state()
+        if words not in since:
+            self.since = last, "; ".join(filter(None, (since, words)))
+
+    def write_position(self) -> None:
+        with self.writing:
+            self.written, self.written_state = time.monotonic(), self.state()
+            self.write("position", "\n".join(map(str, (*self.position(), time.time(), self.process_and_host))))
+
+    def forget_store(self) -> None:
+        """The group has ended; layers that have called on it still know this rank."""
+        self.store_answers = False
+        del self.store
+
+    def write(self, key: str, text: str) -> None:
+        if self.store_answers:
+            with contextlib.suppress(RuntimeError, ValueError):  # a store that has ended
+                self.store.set(f"syncbn/{self.rank}/{key}", text)
+
+
+def _nothing() -> None:
+    """The group of a site in a forked process."""
+
+
+def position_in(collective: Collective | None) -> Position:
+    """That of a rank in this collective."""
+    if collective is None:
+        return Position("", 0, "")
+    site = collective.site
+    assert isinstance(site, Site)
+    return Position(site.group_name, collective.number, site.doing(collective.call, collective.pass_name))
+
+
+def _interval(store: dist.Store, num_ranks: int) -> float:
+    """Seconds between the writes of a rank; infinite for a store in which a write does not replace the last one."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return math.inf if isinstance(store, dist.FileStore) else max(SECONDS_BETWEEN_WRITES, num_ranks * SECONDS_PER_WRITE)

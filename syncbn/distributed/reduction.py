@@ -1,0 +1,263 @@
+"""Adds up over the ranks: one all_reduce each pass, by one of four reductions, which is chosen once for a call.
+
+W ranks; C channels; n_r values per channel on rank r.
+
+| pass     | sent by rank r                              | numbers | received everywhere       |
+|----------|---------------------------------------------|---------|---------------------------|
+| forward  | S_r = sum x, Q_r = sum x^2, n_r             | 2C + 1  | their sums over all ranks |
+| backward | sum dy, sum dy * (x - mean)                 | 2C      | their sums over all ranks |
+
+All numbers are float64, and the sums are not centred, so that uneven and empty ranks need no special case. Each pass is
+exactly one all_reduce when the group has two or more ranks, and none otherwise. A rank with bad arguments cannot
+compute its sums but must not leave the others waiting: it joins the forward all_reduce with zeros and n_r = NaN, which
+every rank sees in the total.
+
+On CPU the payload ends in a signature, three numbers (and 0 for n in backward, so that both passes send 2C + 4), in
+which every rank sees whether ranks in different layers have met: see kernels/plans.py and diagnosis/signatures.py. On a
+GPU the host would have to wait to read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol, Self
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncbn import torch_private
+from syncbn.kernels.plans import FAULT, NUM_SIGNED, OK, RANKS_DIFFER, UNSIGNED, Signature, status_of
+
+
+class Caller:
+    """A function that calls on process groups, as a layer does; a layer has the same two attributes."""
+
+    _call_site: CallSite | None = None
+    _synchronised_ranks: int | None = None
+
+    def __init__(self, name: str, signs: bool = True) -> None:
+        self.name, self.signs = name, signs
+
+
+class RankState:
+    """In which collective this rank is; diagnosis/ makes it known to the others."""
+
+    last: Collective | None = None  # that it has begun
+    waiting: Collective | None = None  # the same, until it has ended on the host
+
+    def left_to_gpu(self, collective: Collective, device: torch.device) -> None:
+        """The host has left a collective that the GPU has not ended."""
+
+
+class GroupState:
+    """What this rank counts for a group."""
+
+    num_collectives = 0
+
+
+class CallSite:
+    """A layer or a function that calls on one group. It holds neither the caller nor the group."""
+
+    def __init__(self, caller: Any, group: dist.ProcessGroup, rank: RankState, state: GroupState) -> None:
+        self.caller, self.group, self.rank, self.state = ref(caller), ref(group), rank, state
+        self.num_ranks = group.size()
+        self.num_calls = 0
+        self.signatures: dict[str, Signature] = {}  # by the name of the pass
+
+
+class Watch(Protocol):
+    """What watches the collectives, and says what is known when one fails; see diagnosis/guards.py."""
+
+    def new_site(self, caller: Any, group: dist.ProcessGroup) -> CallSite:
+        """The site of a layer or function that has not called on this group in this process."""
+
+    def announce(self, collective: Collective) -> None:
+        """This rank enters the first collective of a group, in which it may be aborted."""
+
+    def explain_failure(self, collective: Collective, error: RuntimeError) -> None:
+        """**Raises** RuntimeError with where all ranks are, unless `error` says it already."""
+
+    def explain_total(self, collective: Collective, num_signed: float) -> None:
+        """Signatures differ. **Raises** RuntimeError unless the ranks have other names for one layer."""
+
+    def raise_faults(self, collective: Collective, error: Exception | None) -> None:
+        """**Raises** on every rank what the ranks with a fault tell; `error` is this rank's."""
+
+
+class Guard:
+    """Something that is asked before each all_reduce while it is on the list `guards`."""
+
+    # If set, this group replaces every group of as many ranks (syncbn.join).
+    joined_group: dist.ProcessGroup | None = None
+    first_warning_seconds: float | None = None  # of waiting
+
+    def before_all_reduce(self, reduction: EagerReduction, payload: Tensor, pass_name: str) -> None:
+        """This rank is about to add up `payload`; an exception leaves it out."""
+
+
+TRANSFORMED_GRAPH = "compiled graphs with vmap or forward mode over ranks: compile without fullgraph=True"
+
+watches: list[Watch] = []  # one, see register
+guards: list[Guard] = []
+
+
+def register(watch: Watch) -> None:
+    """From now on `watch` watches every collective."""
+    watches[:] = [watch]
+
+
+@contextlib.contextmanager
+def guarded_by(guard: Guard) -> Iterator[None]:
+    """Within, `guard` is asked, after those that are there already."""
+    guards.append(guard)
+    try:
+        yield
+    finally:
+        guards.remove(guard)
+
+
+def joined_group() -> dist.ProcessGroup | None:
+    """The group of the guard that has one."""
+    return next((one.joined_group for one in guards if one.joined_group is not None), None)
+
+
+class Collective:
+    """A collective of a call, while which this rank waits for others: a context, which may be entered again."""
+
+    __slots__ = ("call", "next_warning_seconds", "number", "pass_name", "site", "start")
+
+    def __init__(self, site: CallSite, call: int, pass_name: str) -> None:
+        site.state.num_collectives += 1
+        self.site, self.call, self.pass_name, self.number = site, call, pass_name, site.state.num_collectives
+        self.start = time.monotonic()
+        self.next_warning_seconds: float | None = None  # for the watchdog to set
+
+    def __enter__(self) -> Self:
+        self.site.rank.last = self.site.rank.waiting = self
+        if self.number == 1:
+            watches[0].announce(self)
+        return self
+
+    def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
+        self.site.rank.waiting = None
+        if isinstance(error, RuntimeError):
+            watches[0].explain_failure(self, error)
+
+
+class NoReduction:
+    """This rank alone: there is nothing to add up."""
+
+    group: dist.ProcessGroup | None = None
+    num_ranks: int = 1
+    reads_totals: bool = True
+    signatures: dict[str, Signature] = {"forward": UNSIGNED, "backward": UNSIGNED}  # noqa: RUF012
+
+    def all_reduce(self, payload: Tensor, pass_name: str) -> None:
+        """Nothing."""
+
+    def explain(self, payload: Tensor, error: Exception | None = None) -> None:
+        """Nothing."""
+
+    def total(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:
+        """The sums themselves."""
+        return sums
+
+    def waiting(self, pass_name: str) -> contextlib.AbstractContextManager[Collective | None]:
+        """Nothing."""
+        return contextlib.nullcontext()
+
+
+ONE_RANK = NoReduction()
+
+
+class EagerReduction:
+    """The ranks of a group, in eager mode."""
+
+    reads_totals = True
+    __slots__ = ("collective", "dtype", "group", "num_ranks", "number", "signatures", "site")
+
+    def __init__(self, group: dist.ProcessGroup, site: CallSite, dtype: torch.dtype | None) -> None:
+        site.num_calls += 1
+        self.group, self.site, self.number, self.dtype = group, site, site.num_calls, dtype
+        self.num_ranks, self.signatures = site.num_ranks, site.signatures
+
+    def all_reduce(self, payload: Tensor, pass_name: str) -> None:
+        """Make of `payload` its total over the ranks. **Raises** RuntimeError on every rank when it fails."""
+        if torch.compiler.is_dynamo_compiling():  # after the graph of a caller was broken
+            raise RuntimeError(TRANSFORMED_GRAPH)
+        for guard in guards:
+            guard.before_all_reduce(self, payload, pass_name)
+        with Collective(self.site, self.number, pass_name) as self.collective:
+            dist.all_reduce(payload, group=self.group)
+            if payload.is_cuda:
+                self.site.rank.left_to_gpu(self.collective, payload.device)
+
+    def explain(self, payload: Tensor, error: Exception | None = None) -> None:
+        """Say what is wrong with a total on CPU: **raises** RuntimeError where ranks in different layers or passes have
+        met, and the errors of all ranks, of which `error` is this one's."""
+        num_values, *signature = payload[-1 - NUM_SIGNED :].tolist()
+        with self.collective:
+            if status_of([0.0, *signature]) != OK:
+                watches[0].explain_total(self.collective, signature[0])
+            if num_values != num_values:
+                watches[0].raise_faults(self.collective, error)
+
+    def check(self, payload: Tensor, error: Exception | None = None) -> None:
+        """Read a total on CPU, which a subclass such as FakeTensor may not have; **raises** as `explain`."""
+        has_values = payload.is_cpu and type(payload) is Tensor
+        if has_values and status_of(payload[-1 - NUM_SIGNED :].tolist()) in (RANKS_DIFFER, FAULT):
+            self.explain(payload, error)
+
+    def total(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:
+        """The totals of float64 `sums`, which it may overwrite, for the side roads; `counted` when the last is n. A
+        rank with an `error` sends NaN for it. **Raises** as all_reduce and explain."""
+        payload = signed(sums, self.signatures[pass_name], counted)
+        if torch_private.current_dispatch_mode() is None:
+            self.all_reduce(payload, pass_name)
+        else:
+            for guard in guards:
+                guard.before_all_reduce(self, payload, pass_name)
+            with Collective(self.site, self.number, pass_name) as self.collective:
+                payload = torch_private.all_reduce_operator(payload, self.group)
+        self.check(payload, error)
+        return payload[: len(sums)]
+
+    def waiting(self, pass_name: str) -> Collective:
+        """Around another collective of this call than an all_reduce."""
+        return Collective(self.site, self.number, pass_name)
+
+
+class GraphReduction:
+    """The ranks of a group, in a compiled graph, which cannot tell its layer and where nobody reads the total."""
+
+    num_ranks = 0
+    reads_totals = False
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group  # None for this rank alone
+
+    def total(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:
+        """The totals of `sums`."""
+        if self.group is None:
+            return sums
+        if torch_private.inside_vmap_or_forward_mode():  # Dynamo would lose the total
+            raise RuntimeError(TRANSFORMED_GRAPH)
+        payload = signed(sums, UNSIGNED, counted)
+        dist.all_reduce(payload, group=torch_private.group_in_graph(self.group))
+        return payload[: len(sums)]
+
+
+def signed(sums: Tensor, signature: Signature, counted: bool) -> Tensor:
+    """The payload of a pass: on CPU the sums, 0 where they end without a count, and the signature."""
+    return torch.cat((sums, sums.new_tensor((0.0, *signature)[counted:]))) if sums.is_cpu else sums
+
+
+def sums_of(payload: Tensor) -> Tensor:
+    """The sums of a payload, without count and signature."""
+    if payload.is_cpu:
+        return payload[: -1 - NUM_SIGNED]
+    return payload[:-1] if len(payload) % 2 else payload

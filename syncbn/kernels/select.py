@@ -1,0 +1,137 @@
+"""Selects the kernels for a tensor.
+
+Every kernel module offers the same five functions, which `reference` defines by means of the leaves `layout` and
+`moments`; nothing in this folder imports more of the package but `torch_state` and `torch_private`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncbn import torch_private, torch_state
+from syncbn.kernels import cpu, reference
+from syncbn.kernels.plans import TensorPlan
+from syncbn.layout import Layout
+
+LARGE_BYTES = 1_000_000  # of an input with which it matters how fast the kernels are
+
+
+def new_plan(x: Tensor, layout: Layout, **options: Any) -> cpu.Plan | TensorPlan | None:
+    """The plan for tensors like `x`, which are ordinary; see plans.py. None where no kernels know the device."""
+    if not (x.is_cpu or x.is_cuda):
+        return None
+    kernels = _in_eager_mode(x)
+    if kernels is cpu:
+        return cpu.Plan(layout, x.dtype, is_signed=True, **options)
+    return TensorPlan(kernels, layout, is_signed=x.is_cpu, **options)
+
+
+def select_kernels(x: Tensor | None, *others: Tensor | None) -> ModuleType:
+    """The kernel module for tensors like `x` on a side road, in a call that takes `others` beside it.
+
+    Tensor subclasses and exported programs get torch's operations; so do forward mode and vmap, for which operators
+    have no rules. All others get the operators, compiled graphs too: what Inductor makes of torch's operations takes 2
+    to 12 times as long on CPUs. In eager mode only autograd.Functions call them; but Dynamo traces through the forward
+    of a Function when nothing outside requires grad, as in torch.func, and then grad mode stays on.
+    """
+    if type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
+        return reference
+    if torch_state.is_compiling():
+        traced = torch.is_grad_enabled() or torch.compiler.is_exporting()
+        return reference if traced or _reason_unavailable(x.device, True) is not None else _operators()
+    return reference if is_transformed(x, *others) or _in_eager_mode(x) is reference else _operators()
+
+
+def _in_eager_mode(x: Tensor) -> ModuleType:
+    """The module for ordinary tensors like `x`."""
+    reason = _reason_unavailable(x.device, False)
+    if reason is None:
+        return cpu if x.is_cpu else _gpu()
+    if x.nbytes > LARGE_BYTES and not _why_forced():
+        _warn_of_slowness(x.device.type, reason)
+    return reference
+
+
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Whether vmap or forward mode is active in eager mode, for which only torch's operations have rules."""
+    if torch_state.is_compiling():
+        return False
+    for tensor in tensors:
+        if tensor is not None and torch_private.is_batched_gradient(tensor):
+            return True
+    return torch_private.inside_vmap_or_forward_mode()
+
+
+def available() -> str:
+    """Which kernels serve the tensors of this machine, and why not faster ones, in one line."""
+    devices = {torch.device("cpu"): "C++"}
+    if torch.cuda.is_available():
+        devices[torch.device("cuda", torch.cuda.current_device())] = "Triton"
+    lines = []
+    for device, language in devices.items():
+        why_not = _reason_unavailable(device, compiling=False)
+        lines.append(f"{device.type}: {f'torch operations ({why_not})' if why_not else language}")
+    return "; ".join(lines)
+
+
+def _operators() -> ModuleType:
+    from syncbn.kernels import operators  # which registers them
+
+    return operators
+
+
+def _gpu() -> ModuleType:
+    from syncbn.kernels import gpu  # which imports triton
+
+    return gpu
+
+
+@torch_private.constant_in_graphs
+def _reason_unavailable(device: torch.device, compiling: bool) -> str | None:
+    """None when there are kernels for tensors on this device, which loads them, else the reason in a line."""
+    return _why_forced() or (cpu.load() if device.type == "cpu" else _why_no_triton(device, compiling))
+
+
+_triton_works: dict[torch.device, str | None] = {}  # or why not
+
+
+def _why_no_triton(device: torch.device, compiling: bool) -> str | None:
+    """None when kernels in Triton run on this GPU, which one of them does once, else the reason in a line."""
+    if device in _triton_works:
+        return _triton_works[device]
+    if compiling or torch.cuda.is_current_stream_capturing():
+        return None  # a graph takes no launch of ours, and what fails there says nothing of other times
+    try:
+        buffers, statistics = torch.zeros(2, 1, device=device), torch.zeros(4, dtype=torch.float64, device=device)
+        _gpu().update_running_stats(*buffers, statistics, 0.1)
+    except torch.OutOfMemoryError:  # says nothing of the next time
+        raise
+    except Exception as error:  # of whatever class: no triton, no C compiler, a GPU that it does not know
+        _triton_works[device] = f"{type(error).__name__}: {error}".partition("\n")[0]
+    else:
+        _triton_works[device] = None
+    return _triton_works[device]
+
+
+@functools.cache
+def _warn_of_slowness(device_type: str, why_not: str) -> None:
+    warnings.warn(
+        f"syncbn has no fast kernels for this {device_type} device, torch operations take several times as long: "
+        f"{why_not}",
+        stacklevel=2,
+    )
+
+
+@functools.cache
+def _why_forced() -> str | None:
+    forced = os.environ.get("SYNCBN_KERNELS")
+    if forced not in (None, "reference"):
+        raise ValueError(f"SYNCBN_KERNELS must be 'reference' or not set, got {forced!r}")
+    return f"SYNCBN_KERNELS={forced}" if forced else None

@@ -1,0 +1,145 @@
+"""Works out, once for each combination of kinds, what a pass needs to know: checked arguments, layout and kernels.
+
+A plan is a function of its key alone: of shapes, strides, dtypes, devices and options. It holds no tensor, layer or
+group, so nothing makes it invalid. Arguments that are wrong, or that kernels cannot read at their addresses, get none:
+they take a side road, which copies them or says what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from syncbn.arguments import Arguments
+from syncbn.kernels import cpu, select
+from syncbn.kernels.plans import TensorPlan
+from syncbn.layout import Layout
+from syncbn.torch_state import PLAIN_CLASSES
+
+Plan: TypeAlias = "cpu.Plan | TensorPlan"
+
+MOST_PLANS = 4096  # then all are forgotten
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+_PLAIN = {*PLAIN_CLASSES, type(None)}
+_kind = attrgetter("shape", "dtype", "device")
+_NUMBERS = {float, int, type(None)}  # classes of momentum
+# Of _check_input_dim: those that look at the number of dims alone.
+_CHECKS_OF_DIMS = {None, *(one._check_input_dim for one in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))}
+
+
+def forward_plan(given: Arguments) -> Plan | None:
+    """The plan for arguments of these kinds, or None."""
+    tensors = given.input, given.z, given.weight, given.bias, given.running_mean, given.running_var, given.counter
+    if not {*map(type, tensors)} <= _PLAIN:
+        return None
+    check: Any = given.check_input_dim
+    try:
+        key = (
+            *_kinds(tensors), given.mask is None, type(given.momentum), type(given.eps), given.eps, type(given.relu),
+            given.relu, given.channel_dim, given.num_channels, None if check is None else check.__func__,
+        )  # fmt: skip
+        return _plans[key]
+    except KeyError:
+        return _remember(key, _new_forward_plan(given, key[-1]))
+    except (AttributeError, RuntimeError):  # a check of the instance; a sparse or nested tensor, without strides
+        return None
+
+
+def backward_plan(
+    layout: Layout, dy: Tensor, saved: tuple[Any, ...], needed: tuple[bool, ...], bias_dtype: torch.dtype | None
+) -> Plan | None:
+    """The plan for the gradients `needed` of x, weight, bias and residual, or None.
+
+    x, weight, the statistics and y (None without a fused relu) were `saved`. dy lies as x does.
+    """
+    tensors = (dy, *saved)
+    if not {*map(type, tensors)} <= _PLAIN:
+        return None
+    key = (*_kinds(tensors), layout, needed, bias_dtype)
+    try:
+        return _plans[key]
+    except KeyError:
+        return _remember(key, _new_backward_plan(layout, dy, saved, needed, bias_dtype))
+
+
+def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """What a plan depends on of tensors: which there are, their shapes, dtypes, devices and strides, and whether their
+    memory holds their values."""
+    there = [one for one in tensors if one is not None]
+    return (
+        *map(is_, tensors, repeat(None)), *map(_kind, there), *map(Tensor.stride, there), *map(Tensor.is_neg, there),
+        *map(Tensor._is_zerotensor, there),
+    )  # fmt: skip
+
+
+def _remember(key: tuple[Any, ...], plan: Plan | None) -> Plan | None:
+    if plan is not None:
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+def _new_forward_plan(given: Arguments, check_of_dims: object) -> Plan | None:
+    x, z, counter, per_channel = given.input, given.z, given.counter, given.per_channel()
+    classes = type(given.eps), type(given.relu), type(given.momentum) in _NUMBERS
+    if given.mask is not None or check_of_dims not in _CHECKS_OF_DIMS or classes != (float, bool, True):
+        return None
+    try:
+        given.check()
+        given.check_numbers()
+    except Exception:  # the side road says what is wrong, on all ranks
+        return None
+    layout = Layout.of(x, given.channel_dim)
+    fits = _are_dense((x, z), layout) and (z is None or z.dtype == x.dtype) and _are_in_a_row(per_channel.values())
+    if not fits or (
+        counter is not None and (counter.dtype, counter.shape, counter.device) != (torch.int64, (), x.device)
+    ):
+        return None
+    flags = {"relu": given.relu, "has_residual": z is not None, "has_counter": counter is not None}
+    dtypes = {
+        f"{name.removeprefix('running_')}_dtype": None if one is None else one.dtype
+        for name, one in per_channel.items()
+    }
+    return select.new_plan(x, layout, eps=given.eps, averages=given.momentum is None, **flags, **dtypes)
+
+
+def _new_backward_plan(
+    layout: Layout, dy: Tensor, saved: tuple[Any, ...], needed: tuple[bool, ...], bias_dtype: torch.dtype | None
+) -> Plan | None:
+    x, weight, statistics, y = saved  # which hooks may have rounded or moved
+    like_dy = all(
+        (one.shape, one.dtype, one.device) == (dy.shape, dy.dtype, dy.device) for one in (x, x if y is None else y)
+    )
+    numbers = 3 * layout.sizes[1] + 1, torch.float64, dy.device
+    if not like_dy or (len(statistics), statistics.dtype, statistics.device) != numbers:
+        return None
+    if weight is not None and (weight.shape, weight.device) != ((layout.sizes[1],), dy.device):
+        return None
+    if not (_are_dense((dy, x, y), layout) and _are_in_a_row((weight, statistics))):
+        return None
+    weight_dtype = None if weight is None else weight.dtype
+    grad_weight_dtype, grad_bias_dtype = weight_dtype if needed[1] else None, bias_dtype if needed[2] else None
+    dtypes = {"weight_dtype": weight_dtype, "grad_weight_dtype": grad_weight_dtype, "grad_bias_dtype": grad_bias_dtype}
+    return select.new_plan(x, layout, has_y=y is not None, **dtypes)
+
+
+def _are_dense(tensors: Iterable[Tensor | None], layout: Layout) -> bool:
+    """Whether kernels can read these at their addresses, in this layout."""
+    return all(one is None or (layout.dense(one) is one and _has_values(one)) for one in tensors)
+
+
+def _are_in_a_row(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether kernels can read these numbers of channels at their addresses."""
+    return all(one is None or (one.is_contiguous() and _has_values(one)) for one in tensors)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether its memory holds its values."""
+    return not (tensor.is_neg() or tensor._is_zerotensor())

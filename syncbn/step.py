@@ -1,0 +1,164 @@
+"""Runs batch norm: the ordinary training step, forward and backward, and evaluation.
+
+Symbols: C channels; n values per channel over all ranks r; x, y, dy of any shape, with C channels in one of its dims.
+
+    forward   mean = sum_r sum x / n                    var = max(0, sum_r sum x^2 / n - mean^2)
+              y = (x - mean) / sqrt(var + eps) * weight + bias (+ residual) (then relu)
+    backward  mean_dy = sum_r sum dy / n                mean_dy_xmu = sum_r sum dy * (x - mean) / n
+              grad_input = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight
+              grad_weight = sum dy * (x - mean) * invstd,  grad_bias = sum dy
+                            (sums over this rank: DistributedDataParallel averages them)
+
+The ordinary road is for plain tensors in eager mode that nobody else watches: each pass is the local sums, one
+all_reduce, one elementwise kernel. Whether a call may take it is asked once in each pass; all others take a side road,
+see roads/.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from syncbn import masks, torch_private
+from syncbn.arguments import Arguments, require_two_values
+from syncbn.distributed import groups
+from syncbn.distributed.reduction import EagerReduction, NoReduction
+from syncbn.kernels.plans import NUM_SIGNED, ONE_VALUE
+from syncbn.layout import Layout
+from syncbn.moments import compute_dtype
+from syncbn.plan import Plan, backward_plan, forward_plan
+from syncbn.roads import choice
+from syncbn.torch_state import current_backward, runs_plainly
+
+
+def train(given: Arguments, caller: Any) -> tuple[Tensor, Tensor]:
+    """y, and the statistics of all ranks, packed as in moments.py; `caller` is a layer or a `Caller`.
+
+    The running statistics move, and the counter counts. **Raises** a fault in the arguments of any rank on every rank,
+    see argument_errors.py.
+    """
+    if not runs_plainly():
+        return choice.train(given, caller)
+    if current_backward() != -1:  # activation checkpointing computes again what has moved in the first forward
+        given = given.without_running_stats()
+    plan = forward_plan(given)
+    if plan is None:
+        return choice.train(given, caller)
+
+    x, weight, bias, z = given.input, given.weight, given.bias, given.z
+    reduction = groups.reduction_of(given.process_group, caller, x)
+    sums, at = plan.forward_sums(x, reduction.signatures["forward"])
+    reduction.all_reduce(sums, "forward")
+    outputs_of = at, x, sums, weight, bias, z, given.running_mean, given.running_var, given.counter, given.momentum
+    y, statistics, status = plan.forward_outputs(*outputs_of)
+    if status:
+        _explain(status, reduction, sums, x)
+        y, statistics, _ = plan.forward_outputs(*outputs_of, compares=False)
+    if caller._synchronised_ranks != reduction.num_ranks:
+        caller._synchronised_ranks = reduction.num_ranks
+    return _apply(x, weight, bias, z, (y, statistics), (plan, reduction, given.eps)), statistics
+
+
+class _Step(torch.autograd.Function):
+    """(x, weight, bias, residual, computed, of_call) -> y, which has been computed: holds the backward.
+
+    Saved for backward: x, weight, the statistics, and y when relu is fused. Collectives: one all_reduce each way, see
+    reduction.py; none for one rank. Backward issues its all_reduce whatever needs_input_grad says: another rank may
+    need the sums.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+        computed: tuple[Tensor, Tensor], of_call: tuple[Plan, NoReduction | EagerReduction, float],
+    ) -> Tensor:  # fmt: skip
+        y, statistics = computed
+        plan, ctx.reduction, ctx.eps = of_call
+        ctx.layout, ctx.bias_dtype = plan.layout, None if bias is None else bias.dtype
+        ctx.save_for_backward(x, weight, statistics, y if plan.relu else None)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        saved = x, weight, statistics, y = ctx.saved_tensors
+        needed = needs_x, _, _, needs_residual = ctx.needs_input_grad[:4]
+        plan = None
+        if runs_plainly() and not torch.is_grad_enabled():
+            if dy.stride() != x.stride():
+                dy = ctx.layout.dense(dy)
+            plan = backward_plan(ctx.layout, dy, saved, needed, ctx.bias_dtype)
+        if plan is None:
+            return *choice.backward(ctx, saved, needed, dy), None, None
+
+        reduction, of_residual = ctx.reduction, needs_residual and y is not None
+        signature = reduction.signatures["backward"]
+        sums, grad_weight, grad_bias, at = plan.backward_sums(dy, x, y, statistics, signature)
+        reduction.all_reduce(sums, "backward")
+        outputs_of = at, dy, x, y, sums, statistics, weight, needs_x, of_residual
+        grad_x, grad_residual, status = plan.backward_outputs(*outputs_of)
+        if status:
+            _explain(status, reduction, sums, x)
+            grad_x, grad_residual, _ = plan.backward_outputs(*outputs_of, compares=False)
+        return grad_x, grad_weight, grad_bias, dy if needs_residual and y is None else grad_residual, None, None
+
+
+_apply = torch_private.direct_apply(_Step)
+
+
+def _explain(status: int, reduction: NoReduction | EagerReduction, sums: Tensor, x: Tensor) -> None:
+    """**Raises** what is wrong with the total of all ranks; nothing where they only have other names for one layer."""
+    if status != ONE_VALUE:
+        reduction.explain(sums)
+    require_two_values(sums[-1 - NUM_SIGNED], x)
+
+
+def evaluate(given: Arguments) -> Tensor:
+    """F.batch_norm, then + z, then relu; of this rank's batch without running statistics. Communicates nothing."""
+    if type(given.input) is not Tensor:
+        return choice.evaluate(given, _evaluate)
+    return _evaluate(given)
+
+
+def _evaluate(given: Arguments) -> Tensor:
+    try:
+        given.check()
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{given.name}{error}") from error
+    if given.mask is not None and given.running_mean is None:  # the statistics of what counts in this batch
+        return choice.normalize_local_batch(given)
+    x, mask, z = given.input, given.mask, given.z
+    if mask is not None:
+        x, mask = masks.apply(mask, x, given.channel_dim)
+    mean, var, weight, bias = given.per_channel().values()
+    if any(one is not None and one.dtype != x.dtype for one in (mean, var, weight, bias)):
+        # F.batch_norm takes parameters of the input's dtype, or all in float32 beside a lower one.
+        dtype = compute_dtype(x.dtype)
+        mean, var, weight, bias = (None if one is None else one.to(dtype) for one in (mean, var, weight, bias))
+    if given.channel_dim in (1, 1 - x.ndim):
+        y = plain_batch_norm(x, mean, var, weight, bias, mean is None, 0.0, given.eps)
+    else:
+        x = x.contiguous()
+        folded = Layout.of(x, given.channel_dim).fold(x)
+        y = plain_batch_norm(folded, mean, var, weight, bias, mean is None, 0.0, given.eps).view_as(x)
+    if z is not None:
+        y = y + z.to(y.dtype)
+    if given.relu:
+        y = F.relu(y)
+    return y if mask is None else torch.where(mask, y, 0)
+
+
+def plain_batch_norm(
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None,
+    bias: Tensor | None, training: bool, momentum: float, eps: float,
+) -> Tensor:  # fmt: skip
+    """F.batch_norm, not by that name, which synchronised_classes.py makes mean batch norm of all ranks."""
+    if input.shape[1] == 0:  # this rank's share of a DTensor may have no channels, for which torch has no batch norm
+        return input.clone()
+    if training and input.numel() == input.shape[1]:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
+    return torch.batch_norm(
+        input, weight, bias, running_mean, running_var, training, momentum, eps, torch.backends.cudnn.enabled
+    )

@@ -1,0 +1,54 @@
+"""Asks how torch is running now: compiled, plainly, inside a backward, under a transform or a tracer.
+
+tests/test_torch_private.py fails where a later torch gives one of the private names another meaning.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad, profiler
+
+is_compiling = torch.compiler.is_compiling
+is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
+# The number of the backward in which this is called, as by the recompute of activation checkpointing; -1 outside.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+# Whether a torch.func transform is active, whose tensors have no memory.
+inside_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# Of forward mode, that of torch.func too; -1 outside.
+forward_mode_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level")
+
+PLAIN_CLASSES = {Tensor, nn.Parameter}  # a Parameter of a DTensor is of the class DTensor
+_included_keys = torch._C._dispatch_tls_local_include_set
+_USUAL_KEYS: int = 0  # which every thread includes, outside of inference mode
+for _key in (torch._C.DispatchKey.BackendSelect, torch._C.DispatchKey.ADInplaceOrView):
+    _USUAL_KEYS |= torch._C.DispatchKeySet(_key).raw_repr()
+
+
+def profiler_enabled() -> bool:
+    """Whether a profiler records, in any thread."""
+    return profiler._is_profiler_enabled
+
+
+def runs_plainly() -> bool:
+    """Whether nobody but autograd and autocast sees the operators that this thread calls, so that code may read and
+    write ordinary tensors at their addresses.
+
+    Not in a compiled graph, nor where the thread has a dispatch key beside those that it always has: that of a dispatch
+    mode, a transform or a tracer; nor while a profiler records, nor in forward mode.
+    """
+    return not (
+        torch.compiler.is_dynamo_compiling()
+        or _included_keys().raw_repr() & ~_USUAL_KEYS
+        or profiler._is_profiler_enabled
+        or forward_ad._current_level >= 0
+    )
+
+
+def refuse_graph(message: str) -> None:
+    """**Raises** RuntimeError in a compiled graph, which breaks there, or with fullgraph=True does not compile."""
+    if is_compiling():
+        raise RuntimeError(message)
