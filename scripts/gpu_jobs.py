@@ -412,11 +412,11 @@ class OfOneRank(nn.SyncBatchNorm):
 
 def synchronise_one_rank() -> None:
     """Likewise for ours."""
-    from syncbn.distributed import groups
-    from syncbn.distributed.reduction import GraphReduction
+    from syncbn.distributed import groups, side_reductions
+    from syncbn.distributed.side_reductions import GraphReduction
 
-    groups.resolve = lambda specification: dist.group.WORLD
-    groups.reduction_in_graph = lambda specification: GraphReduction(dist.group.WORLD)
+    groups.resolve = lambda spec: dist.group.WORLD
+    side_reductions.reduction_in_graph = lambda spec: GraphReduction(dist.group.WORLD)
 
 
 def norm_of(name: str) -> Callable[[int], nn.Module]:

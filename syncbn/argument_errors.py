@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from syncbn import torch_private, torch_state
 from syncbn.arguments import Arguments
 from syncbn.diagnosis.layer_names import in_words, path_in_model
-from syncbn.distributed.differentiable import Reduction
+from syncbn.distributed.side_reductions import Reduction
 from syncbn.roads import traced
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from syncbn import moments
-from syncbn.distributed.differentiable import DifferentiableReduction
+from syncbn.distributed.side_reductions import DifferentiableReduction
 from syncbn.layout import Layout
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of x, weight, bias, residual

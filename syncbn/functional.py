@@ -9,9 +9,9 @@ from torch import Tensor
 
 from syncbn import argument_errors, step
 from syncbn.arguments import Arguments, check_channels, check_input, check_like_input
-from syncbn.distributed.differentiable import Reduction
 from syncbn.distributed.group_spec import to_spec
 from syncbn.distributed.reduction import ONE_RANK, Caller
+from syncbn.distributed.side_reductions import Reduction
 from syncbn.double_backward import BackwardInput
 from syncbn.layout import Layout
 from syncbn.many import sync_batch_norm_many

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from syncbn import argument_errors, double_backward, step
 from syncbn.arguments import Arguments, require_two_values
-from syncbn.distributed.differentiable import DifferentiableReduction, Reduction
 from syncbn.distributed.group_spec import to_spec
 from syncbn.distributed.reduction import ONE_RANK, Caller
+from syncbn.distributed.side_reductions import DifferentiableReduction, Reduction
 from syncbn.double_backward import BackwardInput, Gradients
 from syncbn.kernels.select import is_transformed, select_kernels
 from syncbn.layout import Layout

@@ -8,8 +8,7 @@ they take a side road, which copies them or says what is wrong.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -36,13 +35,15 @@ _CHECKS_OF_DIMS = {None, *(one._check_input_dim for one in (nn.BatchNorm1d, nn.B
 def forward_plan(given: Arguments) -> Plan | None:
     """The plan for arguments of these kinds, or None."""
     tensors = given.input, given.z, given.weight, given.bias, given.running_mean, given.running_var, given.counter
-    if not {*map(type, tensors)} <= _PLAIN:
+    classes = (*map(type, tensors),)
+    if not _PLAIN.issuperset(classes):
         return None
     check: Any = given.check_input_dim
     try:
         key = (
-            *_kinds(tensors), given.mask is None, type(given.momentum), type(given.eps), given.eps, type(given.relu),
-            given.relu, given.channel_dim, given.num_channels, None if check is None else check.__func__,
+            classes, _kinds(tensors), given.mask is None, type(given.momentum), type(given.eps), given.eps,
+            type(given.relu), given.relu, given.channel_dim, given.num_channels,
+            None if check is None else check.__func__,
         )  # fmt: skip
         return _plans[key]
     except KeyError:
@@ -59,22 +60,24 @@ def backward_plan(
     x, weight, the statistics and y (None without a fused relu) were `saved`. dy lies as x does.
     """
     tensors = (dy, *saved)
-    if not {*map(type, tensors)} <= _PLAIN:
+    classes = (*map(type, tensors),)
+    if not _PLAIN.issuperset(classes):
         return None
-    key = (*_kinds(tensors), layout, needed, bias_dtype)
     try:
+        key = classes, _kinds(tensors), layout, needed, bias_dtype
         return _plans[key]
     except KeyError:
         return _remember(key, _new_backward_plan(layout, dy, saved, needed, bias_dtype))
+    except RuntimeError:  # a hook has made a sparse tensor of what was saved
+        return None
 
 
 def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """What a plan depends on of tensors: which there are, their shapes, dtypes, devices and strides, and whether their
+    """What a plan depends on of tensors, beside their classes: shapes, dtypes, devices, strides, and whether their
     memory holds their values."""
     there = [one for one in tensors if one is not None]
     return (
-        *map(is_, tensors, repeat(None)), *map(_kind, there), *map(Tensor.stride, there), *map(Tensor.is_neg, there),
-        *map(Tensor._is_zerotensor, there),
+        *map(_kind, there), *map(Tensor.stride, there), *map(Tensor.is_neg, there), *map(Tensor._is_zerotensor, there)
     )  # fmt: skip
 
 

@@ -20,11 +20,14 @@ from syncbn.distributed.text_exchange import all_gather_json, by_rank, raise_fau
 
 
 class Diagnosis:
-    """What watches every collective, see reduction.Watch."""
+    """What watches every collective; reduction.py calls it."""
 
     def new_site(self, caller: Any, group: dist.ProcessGroup) -> Site:
-        """**Raises** ValueError where the first call of a layer shows that it is in a stage of a pipeline over these
-        ranks, RuntimeError in a forked process."""
+        """That of a layer or function that may not have called on this group before.
+
+        **Raises** ValueError where the first call of a layer shows that it is in a stage of a pipeline over these
+        ranks, RuntimeError in a forked process.
+        """
         rank = this_rank()
         of_group = rank.groups.get(group)
         if of_group is None:
@@ -37,9 +40,11 @@ class Diagnosis:
         return site
 
     def announce(self, collective: Collective) -> None:
+        """This rank enters the first collective of a group, in which it may be aborted."""
         Waiting(collective).rank.write_position()
 
     def explain_failure(self, collective: Collective, error: RuntimeError) -> None:
+        """**Raises** RuntimeError with where all ranks are, unless `error` says it already."""
         if isinstance(error, RanksDifferError):
             return
         wait = Waiting(collective)
@@ -49,6 +54,7 @@ class Diagnosis:
         ) from error
 
     def explain_total(self, collective: Collective, num_signed: float) -> None:
+        """Signatures differ. **Raises** RuntimeError unless the ranks have other names for one layer."""
         site, wait = collective.site, Waiting(collective)
         assert isinstance(site, Site)
         group = site.group()
@@ -63,6 +69,7 @@ class Diagnosis:
         site.signatures.stop()  # from now on they would differ although the layer is the same
 
     def raise_faults(self, collective: Collective, error: Exception | None) -> None:
+        """**Raises** on every rank what the ranks with a fault tell; `error` is this rank's."""
         group = collective.site.group()
         assert group is not None
         raise_faults(error, group, f"{Waiting(collective).position.doing}:\n")

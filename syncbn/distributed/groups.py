@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from syncbn.distributed import new_groups, reduction
 from syncbn.distributed.group_spec import OfMesh, own_group
-from syncbn.distributed.reduction import ONE_RANK, EagerReduction, GraphReduction, NoReduction
+from syncbn.distributed.reduction import ONE_RANK, EagerReduction, NoReduction
 
 if TYPE_CHECKING:
     from syncbn.distributed.group_spec import GroupSpec
@@ -31,22 +31,6 @@ def reduction_of(spec: GroupSpec | OfMesh, caller: Any, input: Any) -> NoReducti
         site = caller._call_site = reduction.watches[0].new_site(caller, group)
     assert group is not None
     return EagerReduction(group, site, getattr(input, "dtype", None))
-
-
-def reduction_in_graph(spec: GroupSpec | OfMesh) -> GraphReduction:
-    """The same in a compiled graph. **Raises** RuntimeError where new groups would have to be made, and inside
-    syncbn.join."""
-    if not dist.is_initialized():  # in graphs of torch 2.11 WORLD itself is never None
-        return GraphReduction(None)
-    if reduction.joined_group() is not None:
-        raise RuntimeError("inside syncbn.join nothing may be compiled: leave out torch.compile")
-    group = existing(spec)
-    if group is None and not isinstance(spec, OfMesh):
-        raise RuntimeError(
-            f"process_group={spec!r} needs new groups, which cannot be made inside a compiled graph; "
-            "construct or convert the layers after torch.distributed.init_process_group()"
-        )
-    return GraphReduction(None if group is None or group.size() == 1 else group)
 
 
 def resolve(spec: GroupSpec | OfMesh) -> dist.ProcessGroup | None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol, Self
+from typing import Any, Self
 from weakref import ref
 
 import torch
@@ -69,25 +69,6 @@ class CallSite:
         self.signatures: dict[str, Signature] = {}  # by the name of the pass
 
 
-class Watch(Protocol):
-    """What watches the collectives, and says what is known when one fails; see diagnosis/guards.py."""
-
-    def new_site(self, caller: Any, group: dist.ProcessGroup) -> CallSite:
-        """The site of a layer or function that has not called on this group in this process."""
-
-    def announce(self, collective: Collective) -> None:
-        """This rank enters the first collective of a group, in which it may be aborted."""
-
-    def explain_failure(self, collective: Collective, error: RuntimeError) -> None:
-        """**Raises** RuntimeError with where all ranks are, unless `error` says it already."""
-
-    def explain_total(self, collective: Collective, num_signed: float) -> None:
-        """Signatures differ. **Raises** RuntimeError unless the ranks have other names for one layer."""
-
-    def raise_faults(self, collective: Collective, error: Exception | None) -> None:
-        """**Raises** on every rank what the ranks with a fault tell; `error` is this rank's."""
-
-
 class Guard:
     """Something that is asked before each all_reduce while it is on the list `guards`."""
 
@@ -101,11 +82,12 @@ class Guard:
 
 TRANSFORMED_GRAPH = "compiled graphs with vmap or forward mode over ranks: compile without fullgraph=True"
 
-watches: list[Watch] = []  # one, see register
+# What names the callers and says what is known when a collective fails: one Diagnosis, see diagnosis/guards.py.
+watches: list[Any] = []
 guards: list[Guard] = []
 
 
-def register(watch: Watch) -> None:
+def register(watch: Any) -> None:
     """From now on `watch` watches every collective."""
     watches[:] = [watch]
 
@@ -229,26 +211,6 @@ class EagerReduction:
     def waiting(self, pass_name: str) -> Collective:
         """Around another collective of this call than an all_reduce."""
         return Collective(self.site, self.number, pass_name)
-
-
-class GraphReduction:
-    """The ranks of a group, in a compiled graph, which cannot tell its layer and where nobody reads the total."""
-
-    num_ranks = 0
-    reads_totals = False
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group  # None for this rank alone
-
-    def total(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:
-        """The totals of `sums`."""
-        if self.group is None:
-            return sums
-        if torch_private.inside_vmap_or_forward_mode():  # Dynamo would lose the total
-            raise RuntimeError(TRANSFORMED_GRAPH)
-        payload = signed(sums, UNSIGNED, counted)
-        dist.all_reduce(payload, group=torch_private.group_in_graph(self.group))
-        return payload[: len(sums)]
 
 
 def signed(sums: Tensor, signature: Signature, counted: bool) -> Tensor:

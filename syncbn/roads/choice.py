@@ -9,9 +9,9 @@ from torch import Tensor
 
 from syncbn import torch_state
 from syncbn.arguments import Arguments
-from syncbn.distributed import groups
-from syncbn.distributed.differentiable import Reduction
+from syncbn.distributed import groups, side_reductions
 from syncbn.distributed.reduction import ONE_RANK
+from syncbn.distributed.side_reductions import Reduction
 from syncbn.roads import compiled, other_tensors, traced, transformed, watched
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def moves_now() -> bool:
 def reduction_now(spec: GroupSpec | OfMesh, caller: Any, input: Any) -> Reduction:
     """The ranks that a call synchronises, as torch is running now."""
     if torch_state.is_compiling():
-        return groups.reduction_in_graph(spec)
+        return side_reductions.reduction_in_graph(spec)
     if torch_state.is_jit_tracing():
         traced.refuse_jit_trace()
     return groups.reduction_of(spec, caller, input)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from syncbn.arguments import Arguments
-from syncbn.distributed import groups
+from syncbn.distributed import side_reductions
 from syncbn.roads.watched import move_running_stats, normalize
 
 
 def train(given: Arguments, caller: Any) -> tuple[Tensor, Tensor]:
     """y, and the statistics of all ranks, as step.train."""
-    reduction = groups.reduction_in_graph(given.process_group)
+    reduction = side_reductions.reduction_in_graph(given.process_group)
     given.check()
     given.check_numbers()
     y, statistics = normalize(given, reduction, apply)

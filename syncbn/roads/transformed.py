@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from syncbn.distributed.differentiable import DifferentiableReduction
+from syncbn.distributed.side_reductions import DifferentiableReduction
 from syncbn.kernels.select import is_transformed
 
 

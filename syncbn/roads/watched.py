@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from syncbn import argument_errors, double_backward, torch_state
 from syncbn.arguments import Arguments, require_two_values
 from syncbn.distributed import groups
-from syncbn.distributed.differentiable import DifferentiableReduction, Reduction
+from syncbn.distributed.side_reductions import DifferentiableReduction, Reduction
 from syncbn.double_backward import BackwardInput, Gradients
 from syncbn.kernels.select import is_transformed, select_kernels
 from syncbn.layout import Layout

@@ -51,8 +51,8 @@ from syncbn.tools.table import table
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from syncbn.distributed.differentiable import Reduction
     from syncbn.distributed.group_spec import GroupSpec, ProcessGroupLike
+    from syncbn.distributed.side_reductions import Reduction
 
 _CALLER = Caller("measure_local_noise")
 GAINS_FROM = 0.1  # of the outputs' deviation
