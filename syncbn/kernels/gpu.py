@@ -53,9 +53,18 @@ class Launch:
             with torch.cuda.device(device):
                 self(*tensors, floats=floats)
             return
-        kinds = device, *map(_kind, tensors)
-        if kinds in self.compiled:
-            self.compiled[kinds](*tensors, *floats, *self.numbers)
+        pointers = [None if one is None else one.data_ptr() for one in tensors]
+        # What Triton compiles for: dtypes, and whether addresses are multiples of 16; and whether there is memory.
+        kinds = (
+            device,
+            *[
+                None if one is None else (one.dtype, pointer % 16 == 0, pointer == 0)  # type: ignore[operator]
+                for one, pointer in zip(tensors, pointers, strict=True)
+            ],
+        )
+        launch = self.compiled.get(kinds)
+        if launch is not None:
+            launch(*pointers, *floats, *self.numbers)  # integers, which a driver need not ask for their address
             return
         for one in tensors:
             if one is not None and one.numel() and not one.untyped_storage().nbytes():
@@ -136,14 +145,6 @@ class LaunchesOfChannels:
 
 launches = functools.lru_cache(1024)(Launches)
 launches_of_channels = functools.lru_cache(1024)(LaunchesOfChannels)
-
-
-def _kind(tensor: Tensor | None) -> object:
-    """What Triton compiles for: the dtype, and whether the address is a multiple of 16; and whether there is memory."""
-    if tensor is None:
-        return None
-    pointer = tensor.data_ptr()
-    return tensor.dtype, pointer % 16 == 0, pointer == 0
 
 
 def _division(number: int) -> tuple[int, int]:

@@ -55,7 +55,7 @@ class TensorPlan:
 
     def __init__(self, kernels: ModuleType, layout: Layout, eps: float = 1.0, **options: Any) -> None:
         self.kernels, self.layout, self.eps, self.options = kernels, layout, eps, options
-        self.relu, self.is_signed = bool(options.get("relu")), options["is_signed"]
+        self.relu, self.is_signed = bool(options.get("relu")), bool(options.get("is_signed"))
 
     @torch.no_grad()
     def forward_sums(self, x: Tensor, signature: Signature) -> tuple[Tensor, None]:
