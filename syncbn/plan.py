@@ -42,13 +42,13 @@ def forward_plan(given: Arguments) -> Plan | None:
     try:
         key = (
             classes, _kinds(tensors), given.mask is None, type(given.momentum), type(given.eps), given.eps,
-            type(given.relu), given.relu, given.channel_dim, given.num_channels,
+            type(given.relu), given.relu, type(given.channel_dim), given.channel_dim, given.num_channels,
             None if check is None else check.__func__,
         )  # fmt: skip
         return _plans[key]
     except KeyError:
         return _remember(key, _new_forward_plan(given, key[-1]))
-    except (AttributeError, RuntimeError):  # a check of the instance; a sparse or nested tensor, without strides
+    except (AttributeError, RuntimeError, TypeError):  # a check of the instance; a tensor without strides; a bad option
         return None
 
 

@@ -61,12 +61,19 @@ class Diagnosis:
         assert group is not None
         if not site.counts or num_signed != site.num_ranks:  # there are ranks that would not take part in an all_gather
             raise RanksDifferError(report.where_all_are(wait))
-        gathered = all_gather_json((site.path, collective.pass_name, wait.position.doing), group)
-        paths, pass_names, doings = zip(*gathered, strict=True)
-        if len(set(pass_names)) > 1 or not may_be_one_layer(paths):
-            ranks = dist.get_process_group_ranks(group)
-            raise RanksDifferError(by_rank(ranks, [f"in {doing}" for doing in doings]) + f"\n{REMEDY}")
-        site.signatures.stop()  # from now on they would differ although the layer is the same
+        doing = wait.position.doing
+        gathered = all_gather_json((site.path, site.order, collective.call, collective.pass_name, doing), group)
+        paths, orders, calls, pass_names, doings = zip(*gathered, strict=True)
+        # In its first call on a rank a layer may have another name there, or be another model's as well.
+        if len({*pass_names}) > 1 or 1 not in calls or not may_be_one_layer(paths):
+            where = [f"in {doing}" for doing in doings]
+            if len({*doings}) == 1:  # layers of one path, in two models
+                where = [
+                    f"{one}, of the layer that was number {order} to call"
+                    for one, order in zip(where, orders, strict=True)
+                ]
+            raise RanksDifferError(by_rank(dist.get_process_group_ranks(group), where) + f"\n{REMEDY}")
+        site.sign_as(max(paths, key=len), max(orders))
 
     def raise_faults(self, collective: Collective, error: Exception | None) -> None:
         """**Raises** on every rank what the ranks with a fault tell; `error` is this rank's."""

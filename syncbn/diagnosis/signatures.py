@@ -1,7 +1,9 @@
 """Signs what a rank sends, so that ranks which have met in different layers or passes see it in the total.
 
-The signature s of a call site and a pass is a positive number. Rank r sends 1, s_r and s_r^2 behind its sums, which
-kernels/plans.py compares. A rank that cannot tell its layer, as in a compiled graph, sends zeros and is not counted.
+The signature s of a call site and a pass is a positive number, made from the path of the layer and from its order: the
+layer was the order-th to call on the group in training, as layers of two models may have one path. Rank r sends 1, s_r
+and s_r^2 behind its sums, which kernels/plans.py compares. A rank that cannot tell its layer, as in a compiled graph,
+sends zeros and is not counted.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ def largest_signature(num_ranks: int) -> int:
 
 
 class Signatures(dict[str, Signature]):
-    """Those of a call site by the name of the pass; zeros once it does not sign."""
+    """Those of a call site by the name of the pass; zeros where it does not sign."""
 
-    def __init__(self, identity: str, num_ranks: int | None) -> None:
+    def __init__(self, num_ranks: int | None) -> None:
         super().__init__()
-        self.identity, self.num_ranks = identity, num_ranks  # None: it does not sign
+        self.identity, self.num_ranks = "", num_ranks  # None: it does not sign
 
     def __missing__(self, pass_name: str) -> Signature:
         signature = UNSIGNED
@@ -33,7 +35,7 @@ class Signatures(dict[str, Signature]):
         self[pass_name] = signature
         return signature
 
-    def stop(self) -> None:
-        """From now on send zeros: a rank has another name for the same layer."""
-        self.num_ranks = None
+    def sign_as(self, identity: str) -> None:
+        """From now on sign with this identity."""
+        self.identity = identity
         self.clear()

@@ -49,12 +49,14 @@ class Group(GroupState):
 
     def __init__(self) -> None:
         self.sites: WeakKeyDictionary[Any, Site] = WeakKeyDictionary()
+        self.last_order = 0  # of a site
 
 
 class Site(CallSite):
     """A layer or function that calls on a group, by its name."""
 
     rank: ThisRank
+    state: Group
     signatures: Signatures
 
     def __init__(self, caller: Any, group: dist.ProcessGroup, rank: ThisRank, state: Group) -> None:
@@ -65,7 +67,13 @@ class Site(CallSite):
         self.path = caller.name if is_function else path_in_model(caller)
         self.name = in_words(self.path) or type(caller).__name__
         self.counts = not is_function or caller.signs
-        self.signatures = Signatures(self.path, self.num_ranks if self.counts else None)
+        self.signatures = Signatures(self.num_ranks if self.counts else None)
+        self.sign_as(self.path, state.last_order + 1)
+
+    def sign_as(self, path: str, order: int) -> None:
+        """From now on be the layer of this path that was the order-th to call on the group."""
+        self.order, self.state.last_order = order, max(order, self.state.last_order)
+        self.signatures.sign_as(f"{order} {path}")
 
     def forget_group(self) -> None:
         """The process was forked: it has no such group."""
@@ -82,7 +90,7 @@ class ThisRank(RankState):
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.rank, self.process = dist.get_rank(), os.getpid()
         self.process_and_host = f"{self.process} {process_state.host()}"
-        self.store = torch_private.default_store()  # the default one may later be another group's
+        self.store: dist.Store = torch_private.default_store()  # the default one may later be another group's
         self.store_answers = True
         self.writing = threading.RLock()  # the program and the heartbeat write positions
         self.groups: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
@@ -120,9 +128,8 @@ class ThisRank(RankState):
             self.write("position", "\n".join(map(str, (*self.position(), time.time(), self.process_and_host))))
 
     def forget_store(self) -> None:
-        """The group has ended; layers that have called on it still know this rank."""
-        self.store_answers = False
-        del self.store
+        """The group has ended; layers that have called on it still know this rank, and must not keep its store."""
+        self.store_answers, self.store = False, dist.HashStore()
 
     def write(self, key: str, text: str) -> None:
         if self.store_answers:

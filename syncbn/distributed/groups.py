@@ -24,7 +24,7 @@ def reduction_of(spec: GroupSpec | OfMesh, caller: Any, input: Any) -> NoReducti
         _warn_if_launched_on_several_ranks()
         return ONE_RANK
     site = caller._call_site
-    if site is None or site.group() is not group or site.caller() is not caller or reduction.guards:
+    if group is None or site is None or site.group() is not group or site.caller() is not caller or reduction.guards:
         group = resolve(spec)
         if group is None:
             return ONE_RANK

@@ -382,7 +382,8 @@ EXPORTED int syncbn_forward_outputs(const Plan* plan, const ForwardOutputs* call
   if (lacks(call->x, true, sizes.numel()) || lacks(call->residual, plan->has_residual, sizes.numel()) ||
       lacks(call->weight, plan->weight_dtype != NONE, channels) || lacks(call->bias, plan->bias_dtype != NONE, channels) ||
       lacks(call->running_mean, plan->mean_dtype != NONE, channels) ||
-      lacks(call->running_var, plan->var_dtype != NONE, channels) || lacks(call->counter, plan->has_counter, 1))
+      lacks(call->running_var, plan->var_dtype != NONE, channels) || lacks(call->counter, plan->has_counter, 1) ||
+      lacks(total, true, channels))
     return NO_MEMORY;
   if (plan->is_signed && call->compares)
     if (Status status = compare(behind); status != OK) return status;
@@ -453,7 +454,10 @@ EXPORTED int syncbn_backward_sums(const Plan* plan, const BackwardSums* call) no
 EXPORTED int syncbn_backward_outputs(const Plan* plan, const BackwardOutputs* call) noexcept {
   Sizes sizes = plan->sizes();
   int64_t channels = sizes.channels;
-  if (lacks(call->weight, plan->weight_dtype != NONE, channels)) return NO_MEMORY;
+  if (lacks(call->x, true, sizes.numel()) || lacks(call->dy, true, sizes.numel()) ||
+      lacks(call->y, plan->has_y, sizes.numel()) || lacks(call->weight, plan->weight_dtype != NONE, channels) ||
+      lacks(call->total, true, channels) || lacks(call->statistics, true, channels))
+    return NO_MEMORY;
   const double* total = call->total;
   if (plan->is_signed && call->compares)
     if (Status status = compare(total + 2 * channels); status != OK) return status;

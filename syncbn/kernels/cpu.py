@@ -204,7 +204,7 @@ def backward_outputs(
     weight: Tensor | None, of_residual: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     weight = _dense(weight)
-    plan = _plan(layout, x.dtype, weight_dtype=_dtype(weight))
+    plan = _plan(layout, x.dtype, weight_dtype=_dtype(weight), has_y=y is not None)
     at = dy.data_ptr(), x.data_ptr(), 0 if y is None else y.data_ptr(), statistics.data_ptr(), total.data_ptr()
     grad_x, grad_residual, _ = plan.backward_outputs(at, dy, x, y, total, statistics, weight, True, of_residual)
     assert grad_x is not None

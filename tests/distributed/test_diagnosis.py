@@ -200,8 +200,11 @@ def test_signatures_are_exact(num_ranks: int) -> None:
 
 
 def test_places_and_steps_have_signatures_of_their_own() -> None:
-    sites = [signatures.Signatures(f"blocks.{block}.{name}", 2) for name in ("bn1", "bn2") for block in range(50)]
-    found = [site[step][1] for site in sites for step in ("forward", "backward")]
+    found = []
+    for path in [f"blocks.{block}.{name}" for name in ("bn1", "bn2") for block in range(50)]:
+        site = signatures.Signatures(2)
+        site.sign_as(path)
+        found += [site[step][1] for step in ("forward", "backward")]
     assert len(set(found)) == len(found)
     assert all(1 <= signature <= 2**25 for signature in found)
 

@@ -1,0 +1,107 @@
+"""Layers of the same path are told apart by the order in which they first called; what must go on, goes on."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from voting import Ranks
+
+import syncbn
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="signatures are for CPUs")
+pytestmark = [on_cpu, pytest.mark.two_ranks]
+
+
+def model() -> nn.Module:
+    return syncbn.convert_syncbn_model(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+
+
+def x() -> Tensor:
+    return torch.randn(4, 3)
+
+
+def in_another_order(ranks: Ranks, first: nn.Module, second: nn.Module) -> None:
+    """Rank 1 calls the second one first: an error that names both, on every rank."""
+    in_one_order(*((first, second) if ranks.rank == 0 else (second, first)))
+
+
+def in_one_order(*models: nn.Module) -> None:
+    for one in models:
+        one(x())
+
+
+def test_two_models(ranks: Ranks) -> None:
+    """A generator and a discriminator, whose layers have one path."""
+    generator, discriminator = (DistributedDataParallel(model()) for _ in range(2))
+    for one in (generator, discriminator):
+        one(x()).sum().backward()
+    expected = (
+        r"rank 0: in layer '1' forward, call 2, of the layer that was number (\d+) to call\n"
+        r"rank 1: in layer '1' forward, call 2, of the layer that was number (?!\1)\d+ to call\nEvery rank must"
+    )
+    with pytest.raises(RuntimeError, match=expected):
+        in_another_order(ranks, generator, discriminator)
+
+
+@pytest.mark.parametrize("container", [nn.ModuleDict, nn.ModuleList])
+def test_siblings_called_from_the_loop(ranks: Ranks, container: type[nn.Module]) -> None:
+    """No module that holds them is on the stack, so they have no path."""
+    branches = {"left": model(), "right": model()}
+    held = container(branches if container is nn.ModuleDict else branches.values())
+    left, right = held.children()
+    for one in (left, right):
+        one(x())
+    with pytest.raises(RuntimeError, match=r"rank 0: in .*\nrank 1: in .*"):
+        in_another_order(ranks, left, right)
+
+
+def test_a_swap_that_ends_is_found(ranks: Ranks) -> None:
+    """In the first step nobody can know; in the next one the ranks do."""
+    generator, discriminator = model(), model()
+    in_another_order(ranks, generator, discriminator)
+    with pytest.raises(RuntimeError, match="the ranks are in different layers or calls"):
+        in_one_order(generator, discriminator)
+
+
+def test_what_goes_on(ranks: Ranks) -> None:
+    """A model more on one rank, a copy that evaluates, a shared layer, a model that is replaced on one rank."""
+    if ranks.rank:
+        model().eval()(x())
+    first, second = model(), model()
+    average = copy.deepcopy(first).eval()
+    shared = nn.Sequential(first[1], nn.Linear(3, 3), first[1])
+    for step in range(3):
+        for one in (first, second, shared):
+            one(x()).sum().backward()
+        if ranks.rank == 0:
+            average(x())
+        if step == 1 and ranks.rank == 0:  # as one that is loaded from a file
+            second = copy.deepcopy(second)
+
+
+def test_a_name_that_one_rank_has_alone(ranks: Ranks) -> None:
+    """One rank calls the layer outside of its model, and the model in another module."""
+    inner = model()
+    outer = nn.Sequential(inner) if ranks.rank else inner
+    for _ in range(3):
+        outer(x()).sum().backward()
+    last = model()[1]
+    for _ in range(3):
+        (nn.Sequential(last) if ranks.rank else last)(x()).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own in Dynamo
+def test_one_rank_is_compiled_at_first(ranks: Ranks) -> None:
+    """Its first call in eager mode is not the first of the others."""
+    torch._dynamo.reset()
+    layer = syncbn.SyncBatchNorm(3, process_group=dist.new_group())  # where compiled calls are not counted
+    compiled = torch.compile(layer, backend="aot_eager") if ranks.rank else layer
+    for _ in range(2):
+        compiled(x()).sum().backward()
+    for _ in range(2):
+        layer(x()).sum().backward()
