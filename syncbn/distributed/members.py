@@ -1,4 +1,4 @@
-"""Tells which and how many ranks a specification means, without communication."""
+"""Tells which and how many ranks a group spec means, without communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Adds up over the ranks: one all_reduce each pass, by one of four reductions, which is chosen once for a call.
+"""Adds up over the ranks: one all_reduce each pass, by a reduction that is chosen once for a call.
+
+Here are those of the ordinary road: of this rank alone, and of a group in eager mode. side_reductions.py has two more.
 
 W ranks; C channels; n_r values per channel on rank r.
 

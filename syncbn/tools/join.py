@@ -1,8 +1,8 @@
 """Lets ranks train while others have run out of data: `with syncbn.join(ddp_model): ...`
 
 torch's Join lets such a rank, which has joined, shadow the collectives of DistributedDataParallel, which are the same
-in every iteration. Those of batch norm are as many as the layers that an iteration happens to call: see shadowing.py.
-On a joined rank a thread of ours shadows those, beside Join, which works on the group of the model.
+in every iteration. Those of batch norm are as many as the layers that an iteration happens to call, see
+join_protocol.py. On a joined rank a thread of ours shadows those, beside Join, which works on the group of the model.
 """
 
 from __future__ import annotations
