@@ -99,9 +99,8 @@ def test_a_name_that_one_rank_has_alone(ranks: Ranks) -> None:
 def test_one_rank_is_compiled_at_first(ranks: Ranks) -> None:
     """Its first call in eager mode is not the first of the others."""
     torch._dynamo.reset()
-    layer = syncbn.SyncBatchNorm(3, process_group=dist.new_group())  # where compiled calls are not counted
-    compiled = torch.compile(layer, backend="aot_eager") if ranks.rank else layer
-    for _ in range(2):
-        compiled(x()).sum().backward()
-    for _ in range(2):
-        layer(x()).sum().backward()
+    group = dist.new_group()  # where compiled calls are not counted
+    first, second = (syncbn.SyncBatchNorm(3, process_group=group) for _ in range(2))
+    compiled = torch.compile(first, backend="aot_eager") if ranks.rank else first
+    for one in (compiled, second, first, second, first):
+        one(x()).sum().backward()
