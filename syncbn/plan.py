@@ -18,6 +18,7 @@ from syncbn.arguments import Arguments
 from syncbn.kernels import cpu, select
 from syncbn.kernels.plans import TensorPlan
 from syncbn.layout import Layout
+from syncbn.torch_private import is_zero_tensor
 from syncbn.torch_state import PLAIN_CLASSES
 
 Plan: TypeAlias = "cpu.Plan | TensorPlan"
@@ -77,7 +78,7 @@ def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     memory holds their values."""
     there = [one for one in tensors if one is not None]
     return (
-        *map(_kind, there), *map(Tensor.stride, there), *map(Tensor.is_neg, there), *map(Tensor._is_zerotensor, there)
+        *map(_kind, there), *map(Tensor.stride, there), *map(Tensor.is_neg, there), *map(is_zero_tensor, there)
     )  # fmt: skip
 
 
@@ -145,4 +146,4 @@ def _are_in_a_row(tensors: Iterable[Tensor | None]) -> bool:
 
 def _has_values(tensor: Tensor) -> bool:
     """Whether its memory holds its values."""
-    return not (tensor.is_neg() or tensor._is_zerotensor())
+    return not (tensor.is_neg() or is_zero_tensor(tensor))

@@ -28,6 +28,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 current_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
 # Whether is_grads_batched=True has made the tensor of a stack, by a vmap that is not torch.func's.
 is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+# Whether torch makes the zeros of this tensor up, and it has no memory.
+is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
+
+# Tells autograd that code has written to these tensors past the dispatcher: as torch.autograd.graph.increment_version,
+# without its three calls.
+increment_version: Callable[[Collection[Tensor]], None] = torch._C._increment_version
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

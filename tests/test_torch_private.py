@@ -64,6 +64,20 @@ def test_runs_plainly_is_false_in_graphs() -> None:
     assert not torch.compile(lambda x: x + torch_state.runs_plainly(), backend="eager")(torch.zeros(2)).any()
 
 
+def test_increment_version() -> None:
+    """Inference tensors, which have no version, are passed over."""
+    x = torch.zeros(2)
+    before = x._version
+    with torch.inference_mode():
+        torch_private.increment_version((x, torch.zeros(2)))
+    assert x._version == before + 1
+
+
+def test_is_zero_tensor() -> None:
+    assert torch_private.is_zero_tensor(torch._efficientzerotensor(2))
+    assert not torch_private.is_zero_tensor(torch.zeros(2))
+
+
 def test_direct_apply() -> None:
     """As Function.apply, also of what is None and of what is no tensor."""
 

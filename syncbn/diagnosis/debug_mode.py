@@ -61,7 +61,7 @@ class _Comparison(Guard):
         if not site.counts or reduction.joined_group() is not None:
             return
         members = dist.get_process_group_ranks(group)
-        call, sums = site.doing(called.number, pass_name), sums_of(payload)
+        call, sums = site.doing(called.call, pass_name), sums_of(payload)
         doing = f"{call}: {len(sums) // 2} channels, {called.dtype}, over {in_words(members)}"
         same = pass_name, len(sums), str(called.dtype), in_words(members)
         local = {"same": same, "path": site.path, "doing": doing, "finite": bool(sums.isfinite().all())}

@@ -59,7 +59,7 @@ class Shadowing(Guard):
         if torch_private.inside_selective_checkpoint():
             raise RuntimeError("inside syncbn.join checkpointing may not be selective: leave out context_fn")
         if threading.current_thread() is not self.thread:  # its all_reduces shadow what has been announced
-            self.agree(1 + len(payload), called.site.caller(), called.number, pass_name)
+            self.agree(1 + len(payload), called.site.caller(), called.call, pass_name)
 
     def agree(self, local: int, caller: Any = None, call: int = 1, pass_name: str = "") -> int:
         """What the ranks do next, of which `local` is this rank's, in a call of a layer or a `Caller`. **Raises**

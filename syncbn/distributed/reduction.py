@@ -162,11 +162,11 @@ class EagerReduction:
     """The ranks of a group, in eager mode."""
 
     reads_totals = True
-    __slots__ = ("collective", "dtype", "group", "num_ranks", "number", "signatures", "site")
+    __slots__ = ("call", "collective", "dtype", "group", "num_ranks", "signatures", "site")
 
     def __init__(self, group: dist.ProcessGroup, site: CallSite, dtype: torch.dtype | None) -> None:
         site.num_calls += 1
-        self.group, self.site, self.number, self.dtype = group, site, site.num_calls, dtype
+        self.group, self.site, self.call, self.dtype = group, site, site.num_calls, dtype
         self.num_ranks, self.signatures = site.num_ranks, site.signatures
 
     def all_reduce(self, payload: Tensor, pass_name: str) -> None:
@@ -175,7 +175,7 @@ class EagerReduction:
             raise RuntimeError(TRANSFORMED_GRAPH)
         for guard in guards:
             guard.before_all_reduce(self, payload, pass_name)
-        with Collective(self.site, self.number, pass_name) as self.collective:
+        with Collective(self.site, self.call, pass_name) as self.collective:
             dist.all_reduce(payload, group=self.group)
             if payload.is_cuda:
                 self.site.rank.left_to_gpu(self.collective, payload.device)
@@ -205,14 +205,14 @@ class EagerReduction:
         else:
             for guard in guards:
                 guard.before_all_reduce(self, payload, pass_name)
-            with Collective(self.site, self.number, pass_name) as self.collective:
+            with Collective(self.site, self.call, pass_name) as self.collective:
                 payload = torch_private.all_reduce_operator(payload, self.group)
         self.check(payload, error)
         return payload[: len(sums)]
 
     def waiting(self, pass_name: str) -> Collective:
         """Around another collective of this call than an all_reduce."""
-        return Collective(self.site, self.number, pass_name)
+        return Collective(self.site, self.call, pass_name)
 
 
 def signed(sums: Tensor, signature: Signature, counted: bool) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import moments
+from syncbn import moments, torch_private
 from syncbn.kernels.plans import NUM_SIGNED, ONE_VALUE, RANKS_DIFFER, UNSIGNED, NotAtAddressError, Signature
 from syncbn.layout import Layout
 
@@ -123,7 +123,7 @@ class Plan:
             _refuse(status)
         elif running_mean is not None and running_var is not None:  # autograd is to see what has changed
             both = running_mean, running_var
-            torch._C._increment_version(both if counter is None else (*both, counter))
+            torch_private.increment_version(both if counter is None else (*both, counter))
         return y, statistics, status
 
     def backward_sums(
@@ -224,7 +224,7 @@ def update_running_stats(
         if not all(addresses) and running_mean.numel():
             raise NotAtAddressError
         _Library.update_running_stats(plan.address, *addresses, momentum)
-        torch._C._increment_version(buffers)
+        torch_private.increment_version(buffers)
 
 
 def _dense(of_channels: Tensor | None) -> Tensor | None:

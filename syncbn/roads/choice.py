@@ -51,7 +51,8 @@ def apply_now() -> watched.Apply:
 
 
 def moves_now() -> bool:
-    """Whether running statistics move: not in a recompute, of which a graph has no writes."""
+    """Whether running statistics move: not in the recompute of activation checkpointing, but always in a compiled
+    graph, which leaves the writes out of its recompute by itself."""
     return torch_state.is_compiling() or torch_state.current_backward() == -1
 
 

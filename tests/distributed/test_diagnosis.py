@@ -51,7 +51,7 @@ def doing() -> Iterator[list[str]]:
     class Recorder(Guard):
         def before_all_reduce(self, called: EagerReduction, payload: Tensor, pass_name: str) -> None:
             assert isinstance(called.site, Site)
-            seen.append(called.site.doing(called.number, pass_name))
+            seen.append(called.site.doing(called.call, pass_name))
 
     with guarded_by(Recorder()):
         yield seen
