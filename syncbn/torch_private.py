@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from types import FrameType
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from syncbn.torch_state import forward_mode_level, inside_functorch, is_compiling
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+from syncbn.torch_state import constant_in_graphs, forward_mode_level, inside_functorch, is_compiling
 
 current_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
 # Whether is_grads_batched=True has made the tensor of a stack, by a vmap that is not torch.func's.
@@ -76,13 +74,6 @@ def all_reduce_operator(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     operators = torch.ops._c10d_functional
     total: Tensor = operators.wait_tensor(operators.all_reduce(tensor, "sum", group.group_name))
     return total
-
-
-def constant_in_graphs(function: Function) -> Function:
-    """`function`, which Dynamo then calls, and does not trace: torch.compiler.assume_constant_result without importing
-    torch._dynamo."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 def group_in_graph(group: dist.ProcessGroup) -> dist.ProcessGroup:

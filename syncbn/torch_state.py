@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad, profiler
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 is_compiling = torch.compiler.is_compiling
 is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
@@ -28,6 +31,14 @@ for _key in (torch._C.DispatchKey.BackendSelect, torch._C.DispatchKey.ADInplaceO
     _USUAL_KEYS |= torch._C.DispatchKeySet(_key).raw_repr()
 
 
+def constant_in_graphs(function: Function) -> Function:
+    """`function`, which Dynamo then calls, and does not trace: torch.compiler.assume_constant_result without importing
+    torch._dynamo."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_in_graphs
 def profiler_enabled() -> bool:
     """Whether a profiler records, in any thread."""
     return profiler._is_profiler_enabled

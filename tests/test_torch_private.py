@@ -246,14 +246,14 @@ def test_all_reduce_operator(group: dist.ProcessGroup) -> None:
 def test_constant_in_graphs() -> None:
     """What it marks may do what no graph can hold."""
 
-    @torch_private.constant_in_graphs
+    @torch_state.constant_in_graphs
     def answer() -> int:
         return len(sys.modules) > 0 and 42
 
     def unmarked() -> int:
         return len(inspect.stack()) and 42
 
-    marked = torch_private.constant_in_graphs(lambda: len(inspect.stack()) and 42)
+    marked = torch_state.constant_in_graphs(lambda: len(inspect.stack()) and 42)
     x = torch.ones(2)
     for function in (answer, marked):
         compiled = torch.compile(lambda x, function=function: x * function(), backend="eager", fullgraph=True)

@@ -93,7 +93,7 @@ def _gpu() -> ModuleType:
     return gpu
 
 
-@torch_private.constant_in_graphs
+@torch_state.constant_in_graphs
 def _reason_unavailable(device: torch.device, compiling: bool) -> str | None:
     """None when there are kernels for tensors on this device, which loads them, else the reason in a line."""
     return _why_forced() or (cpu.load() if device.type == "cpu" else _why_no_triton(device, compiling))

@@ -24,11 +24,9 @@ def train(given: Arguments, caller: Any) -> tuple[Tensor, Tensor]:
     if plain is not given:
         y, statistics = train(plain, caller)
         return wrap(y), statistics
-    if torch_state.is_compiling():
-        return compiled.train(given, caller)
-    if torch_state.is_jit_tracing():
-        traced.refuse_jit_trace()
-    return watched.train(given, caller, apply_now())
+    return watched.train(
+        given, caller, reduction_now(given.process_group, caller, given.input), apply_now(), moves_now()
+    )
 
 
 def evaluate(given: Arguments, of_plain: Callable[[Arguments], Tensor]) -> Tensor:

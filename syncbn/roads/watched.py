@@ -16,7 +16,6 @@ from torch.profiler import record_function
 
 from syncbn import argument_errors, double_backward, torch_state
 from syncbn.arguments import Arguments, require_two_values
-from syncbn.distributed import groups
 from syncbn.distributed.side_reductions import DifferentiableReduction, Reduction
 from syncbn.double_backward import BackwardInput, Gradients
 from syncbn.kernels.select import is_transformed, select_kernels
@@ -84,17 +83,17 @@ def apply(function: type[torch.autograd.Function], call: Any, *tensors: Any) -> 
     return function.apply(call, *tensors)  # type: ignore[no-untyped-call]
 
 
-def train(given: Arguments, caller: Any, apply: Apply = apply) -> tuple[Tensor, Tensor]:
-    """y, and the statistics of all ranks, as step.train."""
-    reduction = groups.reduction_of(given.process_group, caller, given.input)
+def train(given: Arguments, caller: Any, reduction: Reduction, apply: Apply, moves: bool) -> tuple[Tensor, Tensor]:
+    """y, and the statistics of all ranks, as step.train. The running statistics move, or with `moves` False not."""
     try:
         given.check()
         given.check_numbers()
     except Exception as error:  # of whatever class a subclass's _check_input_dim raises
         argument_errors.raise_on_all_ranks(error, [given], reduction)
     y, statistics = _profiled("syncbn.forward", normalize, given, reduction, apply)
-    move_running_stats(given, statistics, moves=torch_state.current_backward() == -1)
-    caller._synchronised_ranks = reduction.num_ranks
+    move_running_stats(given, statistics, moves)
+    if reduction.reads_totals:  # not in a graph, which would compile again where an attribute changes
+        caller._synchronised_ranks = reduction.num_ranks
     return y, statistics
 
 
