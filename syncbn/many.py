@@ -106,7 +106,8 @@ def _train(inputs: list[Arguments], reduction: Reduction) -> list[Tensor]:
     except Exception as error:  # of whatever class a tensor subclass raises
         argument_errors.raise_on_all_ranks(error, inputs, reduction, name)
     layouts, _, per_input = zip(*[one.prepare() for one in inputs], strict=True)
-    tensors = [tensor for role in zip(*per_input, strict=True) for tensor in role]
+    xs, weights, biases, *_ = zip(*per_input, strict=True)
+    tensors = *xs, *weights, *biases
     outputs = choice.apply_now()(_BatchNorms, _Call(layouts, inputs[0].eps, reduction), *tensors)
     moves = choice.moves_now()
     for one, statistics in zip(inputs, outputs[len(inputs) :], strict=True):
@@ -124,10 +125,7 @@ class _Call:
 
 
 class _BatchNorms(torch.autograd.Function):
-    """(call, *xs, *weights, *biases, *residuals, *num_values) -> (*ys, *statistics); the last two roles are None.
-
-    Each input as in watched.BatchNorm.
-    """
+    """(call, *xs, *weights, *biases) -> (*ys, *statistics), each input as in watched.BatchNorm."""
 
     @staticmethod
     def forward(call: _Call, *tensors: Any) -> tuple[Tensor, ...]:
@@ -136,7 +134,7 @@ class _BatchNorms(torch.autograd.Function):
         totals = _totals(local, call.reduction, "forward")
         ys, statistics = [], []
         for index, (layout, total) in enumerate(zip(call.layouts, totals, strict=True)):
-            x, weight, bias, _, _ = tensors[index :: len(xs)]
+            x, weight, bias = tensors[index :: len(xs)]
             if call.reduction.reads_totals and x.numel() <= layout.sizes[1]:  # else this rank alone has two values
                 require_two_values(total[-1], x, f"inputs[{index}]: " if len(xs) > 1 else "")
             y, of_input = kernels.forward_outputs(x, layout, total, weight, bias, None, call.eps, False)
@@ -149,8 +147,7 @@ class _BatchNorms(torch.autograd.Function):
         ctx.call, *tensors = inputs
         num_inputs = len(ctx.call.layouts)
         statistics = output[num_inputs:]
-        biases = tensors[2 * num_inputs : 3 * num_inputs]
-        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in tensors[2 * num_inputs :]]
         ctx.mark_non_differentiable(*statistics)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[: 2 * num_inputs], *statistics)
@@ -161,7 +158,7 @@ class _BatchNorms(torch.autograd.Function):
         num_inputs = len(call.layouts)
         inputs = [
             watched.backward_input(
-                layout, grad_outputs[index], (*saved[index::num_inputs], None), needed[index::num_inputs][:4],
+                layout, grad_outputs[index], (*saved[index::num_inputs], None), (*needed[index::num_inputs], False),
                 ctx.bias_dtypes[index],
             )
             for index, layout in enumerate(call.layouts)
@@ -170,8 +167,8 @@ class _BatchNorms(torch.autograd.Function):
             results = double_backward.gradients(inputs, call.eps, DifferentiableReduction(call.reduction))
         else:
             results = _gradients(inputs, call.reduction)
-        flat = [gradient for role in zip(*results, strict=True) for gradient in role]
-        return (None, *flat, *[None] * num_inputs)
+        grad_xs, grad_weights, grad_biases, _ = zip(*results, strict=True)
+        return None, *grad_xs, *grad_weights, *grad_biases
 
 
 def _gradients(inputs: list[BackwardInput], reduction: Reduction) -> list[Gradients]:
