@@ -199,7 +199,8 @@ class EagerReduction:
     def total(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:
         """The totals of float64 `sums`, which it may overwrite, for the side roads; `counted` when the last is n. A
         rank with an `error` sends NaN for it. **Raises** as all_reduce and explain."""
-        payload = signed(sums, self.signatures[pass_name], counted)
+        behind = (0.0, *self.signatures[pass_name])[counted:]  # 0 where the sums end without a count
+        payload = torch.cat((sums, sums.new_tensor(behind))) if sums.is_cpu else sums
         if torch_private.current_dispatch_mode() is None:
             self.all_reduce(payload, pass_name)
         else:
@@ -213,11 +214,6 @@ class EagerReduction:
     def waiting(self, pass_name: str) -> Collective:
         """Around another collective of this call than an all_reduce."""
         return Collective(self.site, self.call, pass_name)
-
-
-def signed(sums: Tensor, signature: Signature, counted: bool) -> Tensor:
-    """The payload of a pass: on CPU the sums, 0 where they end without a count, and the signature."""
-    return torch.cat((sums, sums.new_tensor((0.0, *signature)[counted:]))) if sums.is_cpu else sums
 
 
 def sums_of(payload: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 from syncbn import torch_private
 from syncbn.distributed import groups
 from syncbn.distributed.group_spec import OfMesh
-from syncbn.distributed.reduction import TRANSFORMED_GRAPH, EagerReduction, NoReduction, joined_group, signed
-from syncbn.kernels.plans import UNSIGNED
+from syncbn.distributed.reduction import TRANSFORMED_GRAPH, EagerReduction, NoReduction, joined_group
+from syncbn.kernels.plans import NUM_SIGNED
 
 if TYPE_CHECKING:
     from syncbn.distributed.group_spec import GroupSpec
@@ -33,7 +33,7 @@ class GraphReduction:
             return sums
         if torch_private.inside_vmap_or_forward_mode():  # Dynamo would lose the total
             raise RuntimeError(TRANSFORMED_GRAPH)
-        payload = signed(sums, UNSIGNED, counted)
+        payload = torch.cat((sums, sums.new_zeros(1 + NUM_SIGNED - counted))) if sums.is_cpu else sums  # unsigned
         dist.all_reduce(payload, group=torch_private.group_in_graph(self.group))
         return payload[: len(sums)]
 
