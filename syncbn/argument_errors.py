@@ -31,10 +31,9 @@ def raise_on_all_ranks(
         error = type(error)(f"{name}{error}")
     num_channels = [_likely_channels(one) for one in inputs]
     known = [number for number in num_channels if number is not None]
-    if not inputs or len(known) < len(inputs):
-        raise error
-    if reduction.group is None or _device_of(inputs[0]).type != "cpu" or not reduction.reads_totals:
-        raise error  # where no rank reads the mark
+    others_wait = reduction.group is not None and reduction.reads_totals
+    if not others_wait or not inputs or len(known) < len(inputs) or _device_of(inputs[0]).type != "cpu":
+        raise error  # no rank would read the mark
     sums = torch.zeros(2 * sum(known) + len(inputs), dtype=torch.float64)
     if torch_private.inside_vmap() and isinstance(x := inputs[0].input, Tensor):  # the others send a stack
         sums = x.new_zeros(len(sums), dtype=torch.float64)
@@ -52,7 +51,7 @@ def raise_with_name(error: Exception, layer: nn.Module) -> NoReturn:
     if torch_state.is_compiling() or type(error) not in (RuntimeError, TypeError, ValueError):
         raise error
     name = in_words(path_in_model(layer)) or type(layer).__name__
-    if name in str(error):
+    if any(f"{name}{after}" in str(error) for after in (" forward", " backward", ":")):
         raise error
     raise type(error)(f"{name}: {error}") from error
 

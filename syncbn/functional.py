@@ -196,7 +196,7 @@ class _WithCount:
     """A reduction that adds up with the sums n, the number of values, and writes its total into the `statistics`."""
 
     def __init__(self, reduction: Reduction, statistics: Tensor) -> None:
-        self.reduction, self.group, self.num_ranks = reduction, reduction.group, reduction.num_ranks
+        self.reduction, self.group = reduction, reduction.group
         self.reads_totals, self.num_values = reduction.reads_totals, statistics[-1:]
 
     def total(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:

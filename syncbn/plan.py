@@ -35,6 +35,8 @@ _CHECKS_OF_DIMS = {None, *(one._check_input_dim for one in (nn.BatchNorm1d, nn.B
 
 def forward_plan(given: Arguments) -> Plan | None:
     """The plan for arguments of these kinds, or None."""
+    if given.mask is not None:
+        return None
     tensors = given.input, given.z, given.weight, given.bias, given.running_mean, given.running_var, given.counter
     classes = (*map(type, tensors),)
     if not _PLAIN.issuperset(classes):
@@ -42,7 +44,7 @@ def forward_plan(given: Arguments) -> Plan | None:
     check: Any = given.check_input_dim
     try:
         key = (
-            classes, _kinds(tensors), given.mask is None, type(given.momentum), type(given.eps), given.eps,
+            classes, _kinds(tensors), type(given.momentum), type(given.eps), given.eps,
             type(given.relu), given.relu, type(given.channel_dim), given.channel_dim, given.num_channels,
             None if check is None else check.__func__,
         )  # fmt: skip
@@ -93,7 +95,7 @@ def _remember(key: tuple[Any, ...], plan: Plan | None) -> Plan | None:
 def _new_forward_plan(given: Arguments, check_of_dims: object) -> Plan | None:
     x, z, counter, per_channel = given.input, given.z, given.counter, given.per_channel()
     classes = type(given.eps), type(given.relu), type(given.momentum) in _NUMBERS
-    if given.mask is not None or check_of_dims not in _CHECKS_OF_DIMS or classes != (float, bool, True):
+    if check_of_dims not in _CHECKS_OF_DIMS or classes != (float, bool, True):
         return None
     try:
         given.check()

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from syncbn import masks, torch_private
+from syncbn import argument_errors, masks, torch_private
 from syncbn.arguments import Arguments, require_two_values
 from syncbn.distributed import groups
 from syncbn.distributed.reduction import EagerReduction, NoReduction
@@ -30,7 +30,7 @@ from syncbn.kernels.plans import NUM_SIGNED, ONE_VALUE
 from syncbn.layout import Layout
 from syncbn.moments import compute_dtype
 from syncbn.plan import Plan, backward_plan, forward_plan
-from syncbn.roads import choice
+from syncbn.roads import choice, watched
 from syncbn.torch_state import current_backward, runs_plainly
 
 
@@ -50,7 +50,10 @@ def train(given: Arguments, caller: Any) -> tuple[Tensor, Tensor]:
 
     x, weight, bias, z = given.input, given.weight, given.bias, given.z
     reduction = groups.reduction_of(given.process_group, caller, x)
-    sums, at = plan.forward_sums(x, reduction.signatures["forward"])
+    try:
+        sums, at = plan.forward_sums(x, reduction.signatures["forward"])  # `at`: addresses, for forward_outputs
+    except RuntimeError as error:
+        argument_errors.raise_on_all_ranks(error, [given], reduction)
     reduction.all_reduce(sums, "forward")
     outputs_of = at, x, sums, weight, bias, z, given.running_mean, given.running_var, given.counter, given.momentum
     y, statistics, status = plan.forward_outputs(*outputs_of)
@@ -63,7 +66,9 @@ def train(given: Arguments, caller: Any) -> tuple[Tensor, Tensor]:
 
 
 class _Step(torch.autograd.Function):
-    """(x, weight, bias, residual, computed, of_call) -> y, which has been computed: holds the backward.
+    """(x, weight, bias, residual, computed, of_call) -> y: holds the backward.
+
+    y has been computed. It comes in a tuple, so that autograd does not take it for an input.
 
     Saved for backward: x, weight, the statistics, and y when relu is fused. Collectives: one all_reduce each way, see
     reduction.py; none for one rank. Backward issues its all_reduce whatever needs_input_grad says: another rank may
@@ -91,7 +96,7 @@ class _Step(torch.autograd.Function):
                 dy = ctx.layout.dense(dy)
             plan = backward_plan(ctx.layout, dy, saved, needed, ctx.bias_dtype)
         if plan is None:
-            return *choice.backward(ctx, saved, needed, dy), None, None
+            return *watched.backward(ctx, saved, needed, dy), None, None
 
         reduction, of_residual = ctx.reduction, needs_residual and y is not None
         signature = reduction.signatures["backward"]
@@ -109,7 +114,8 @@ _apply = torch_private.direct_apply(_Step)
 
 
 def _explain(status: int, reduction: NoReduction | EagerReduction, sums: Tensor, x: Tensor) -> None:
-    """**Raises** what is wrong with the total of all ranks; nothing where they only have other names for one layer."""
+    """**Raises** what is wrong with the total of all ranks: they are in different layers, another rank has a fault, or
+    a channel has one value. Returns where the ranks are in one layer, and have agreed on its name."""
     if status != ONE_VALUE:
         reduction.explain(sums)
     require_two_values(sums[-1 - NUM_SIGNED], x)

@@ -21,7 +21,7 @@ from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available, cpu, operators, reference
 from syncbn.kernels.select import select_kernels
 from syncbn.plan import backward_plan, forward_plan
-from syncbn.roads import choice
+from syncbn.roads import choice, watched
 
 pytestmark = pytest.mark.skipif(cpu.load() is not None, reason=available())
 
@@ -65,8 +65,8 @@ def side_roads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return note
 
-    for name, function in (("forward", choice.train), ("backward", choice.backward)):
-        monkeypatch.setattr(choice, function.__name__, noted(name, function))
+    for name, room, function in (("forward", choice, choice.train), ("backward", watched, watched.backward)):
+        monkeypatch.setattr(room, function.__name__, noted(name, function))
     return taken
 
 

@@ -41,7 +41,9 @@ class Diagnosis:
 
     def announce(self, collective: Collective) -> None:
         """This rank enters the first collective of a group, in which it may be aborted."""
-        Waiting(collective).rank.write_position()
+        rank = collective.site.rank
+        assert isinstance(rank, WatchedRank)
+        rank.write_position()
 
     def explain_failure(self, collective: Collective, error: RuntimeError) -> None:
         """**Raises** RuntimeError with where all ranks are, unless `error` says it already."""
@@ -75,11 +77,17 @@ class Diagnosis:
             raise RanksDifferError(by_rank(dist.get_process_group_ranks(group), where) + f"\n{REMEDY}")
         site.sign_as(max(paths, key=len), max(orders))
 
-    def raise_faults(self, collective: Collective, error: Exception | None) -> None:
-        """**Raises** on every rank what the ranks with a fault tell; `error` is this rank's."""
-        group = collective.site.group()
+    def raise_faults(self, collective: Collective, num_signed: float, error: Exception | None) -> None:
+        """**Raises** what the ranks with a fault tell, on every rank; `error` is this rank's."""
+        site, wait = collective.site, Waiting(collective)
+        assert isinstance(site, Site)
+        group = site.group()
         assert group is not None
-        raise_faults(error, group, f"{Waiting(collective).position.doing}:\n")
+        # Ranks in a compiled graph sign nothing and would not take part in an all_gather; ranks that have joined do.
+        if num_signed != site.num_ranks and site.counts and reduction.joined_group() is None:
+            where = f"syncbn: another rank has a bad argument, and says which.\n{report.where_all_are(wait)}"
+            raise error or RuntimeError(where)
+        raise_faults(error, group, f"{wait.position.doing}:\n")
 
 
 def note_evaluation() -> None:

@@ -24,11 +24,12 @@ def reduction_of(spec: GroupSpec | OfMesh, caller: Any, input: Any) -> NoReducti
         _warn_if_launched_on_several_ranks()
         return ONE_RANK
     site = caller._call_site
+    # Unless the site of the last call still fits; a guard may bring a group of its own.
     if group is None or site is None or site.group() is not group or site.caller() is not caller or reduction.guards:
         group = resolve(spec)
         if group is None:
             return ONE_RANK
-        site = caller._call_site = reduction.watches[0].new_site(caller, group)
+        site = caller._call_site = reduction.diagnosis.new_site(caller, group)
     assert group is not None
     return EagerReduction(group, site, getattr(input, "dtype", None))
 

@@ -84,14 +84,14 @@ class Guard:
 
 TRANSFORMED_GRAPH = "compiled graphs with vmap or forward mode over ranks: compile without fullgraph=True"
 
-# What names the callers and says what is known when a collective fails: one Diagnosis, see diagnosis/guards.py.
-watches: list[Any] = []
 guards: list[Guard] = []
+diagnosis: Any = None  # names the callers, and says what is known when a collective fails: see diagnosis/guards.py
 
 
-def register(watch: Any) -> None:
-    """From now on `watch` watches every collective."""
-    watches[:] = [watch]
+def register(one: Any) -> None:
+    """diagnosis/guards.py says so when it is imported: `one` is asked from now on."""
+    global diagnosis
+    diagnosis = one
 
 
 @contextlib.contextmanager
@@ -123,13 +123,13 @@ class Collective:
     def __enter__(self) -> Self:
         self.site.rank.last = self.site.rank.waiting = self
         if self.number == 1:
-            watches[0].announce(self)
+            diagnosis.announce(self)
         return self
 
     def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
         self.site.rank.waiting = None
         if isinstance(error, RuntimeError):
-            watches[0].explain_failure(self, error)
+            diagnosis.explain_failure(self, error)
 
 
 class NoReduction:
@@ -186,9 +186,9 @@ class EagerReduction:
         num_values, *signature = payload[-1 - NUM_SIGNED :].tolist()
         with self.collective:
             if status_of([0.0, *signature]) != OK:
-                watches[0].explain_total(self.collective, signature[0])
+                diagnosis.explain_total(self.collective, signature[0])
             if num_values != num_values:
-                watches[0].raise_faults(self.collective, error)
+                diagnosis.raise_faults(self.collective, signature[0], error)
 
     def check(self, payload: Tensor, error: Exception | None = None) -> None:
         """Read a total on CPU, which a subclass such as FakeTensor may not have; **raises** as `explain`."""

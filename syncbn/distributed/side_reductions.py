@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 class GraphReduction:
     """The ranks of a group, in a compiled graph, which cannot tell its layer and where nobody reads the total."""
 
-    num_ranks = 0
     reads_totals = False
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -63,7 +62,6 @@ class DifferentiableReduction:
     def __init__(self, reduction: Reduction) -> None:
         self.reduction: Reduction = reduction
         self.group: dist.ProcessGroup | None = reduction.group
-        self.num_ranks: int = reduction.num_ranks
         self.reads_totals: bool = reduction.reads_totals
 
     def total(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from syncbn import moments, torch_private
-from syncbn.kernels.plans import NUM_SIGNED, ONE_VALUE, RANKS_DIFFER, UNSIGNED, NotAtAddressError, Signature
+from syncbn.kernels.plans import NO_MEMORY, NUM_SIGNED, ONE_VALUE, RANKS_DIFFER, UNSIGNED, Signature
 from syncbn.layout import Layout
 
 FILE = Path(__file__).with_name("_cpu.so")
 CODES = {None: -1, torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # cpu.cpp's
 INTERFACE = 2  # of the C functions: an older library would read other arguments
-NO_MEMORY = 3  # a status
+LACKS_MEMORY = 3  # a status
 MAPS, ADDS = 0, 1  # what a function does that needs scratch
 
 # The calls' structs of cpu.cpp: P is an address, d a double, q an integer.
@@ -164,8 +164,8 @@ class Plan:
 
 def _refuse(status: int) -> None:
     """Raises unless the status says what all ranks have sent."""
-    if status == NO_MEMORY:
-        raise NotAtAddressError
+    if status == LACKS_MEMORY:
+        raise RuntimeError(NO_MEMORY)
     if not RANKS_DIFFER <= status <= ONE_VALUE:
         raise RuntimeError(f"a kernel for CPUs failed with status {status}")
 
@@ -222,7 +222,7 @@ def update_running_stats(
         buffers = running_mean, running_var
         addresses = [one.data_ptr() for one in (*buffers, statistics)]
         if not all(addresses) and running_mean.numel():
-            raise NotAtAddressError
+            raise RuntimeError(NO_MEMORY)
         _Library.update_running_stats(plan.address, *addresses, momentum)
         torch_private.increment_version(buffers)
 

@@ -29,15 +29,10 @@ Signature: TypeAlias = tuple[float, float, float]
 UNSIGNED: Signature = 0.0, 0.0, 0.0
 NUM_SIGNED = len(UNSIGNED)
 
+NO_MEMORY = "a tensor has no memory of its own, as where its storage was resized to 0 bytes"
+
 # What the second call finds in the totals; cpu.cpp has the same numbers.
 OK, RANKS_DIFFER, FAULT, ONE_VALUE = 0, 4, 5, 6
-
-
-class NotAtAddressError(RuntimeError):
-    """A tensor has no memory of its own: its storage was resized to 0 bytes, or torch makes its zeros up."""
-
-    def __init__(self) -> None:
-        super().__init__("a tensor has no memory: its storage was resized to 0 bytes")
 
 
 def status_of(behind: list[float]) -> int:

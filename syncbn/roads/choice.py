@@ -61,6 +61,3 @@ def reduction_now(spec: GroupSpec | OfMesh, caller: Any, input: Any) -> Reductio
     if torch_state.is_jit_tracing():
         traced.refuse_jit_trace()
     return groups.reduction_of(spec, caller, input)
-
-
-backward = watched.backward

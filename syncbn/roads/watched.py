@@ -16,6 +16,7 @@ from torch.profiler import record_function
 
 from syncbn import argument_errors, double_backward, torch_state
 from syncbn.arguments import Arguments, require_two_values
+from syncbn.distributed.reduction import EagerReduction, NoReduction
 from syncbn.distributed.side_reductions import DifferentiableReduction, Reduction
 from syncbn.double_backward import BackwardInput, Gradients
 from syncbn.kernels.select import is_transformed, select_kernels
@@ -92,7 +93,7 @@ def train(given: Arguments, caller: Any, reduction: Reduction, apply: Apply, mov
         argument_errors.raise_on_all_ranks(error, [given], reduction)
     y, statistics = _profiled("syncbn.forward", normalize, given, reduction, apply)
     move_running_stats(given, statistics, moves)
-    if reduction.reads_totals:  # not in a graph, which would compile again where an attribute changes
+    if isinstance(reduction, (NoReduction, EagerReduction)):  # an attribute that changes would compile a graph again
         caller._synchronised_ranks = reduction.num_ranks
     return y, statistics
 

@@ -139,3 +139,18 @@ def test_one_value_in_the_whole_group(ranks: Ranks) -> None:
         assert torch.equal(buffer, before[name]), name
     layer(torch.randn(2 * share, 3))
     assert layer.num_batches_tracked == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own in Dynamo
+@pytest.mark.two_ranks
+def test_a_fault_beside_a_compiled_rank(ranks: Ranks) -> None:
+    """That rank reads no total and would not take part in an exchange: the faulty one raises its own error at once."""
+    if torch.cuda.is_available():
+        pytest.skip("no rank reads a total on a GPU")
+    torch._dynamo.reset()
+    layer, x = syncbn.SyncBatchNorm1d(3), torch.ones(4, 3)
+    if ranks.rank:
+        torch.compile(layer, backend="eager", fullgraph=True)(x)
+        return
+    with pytest.raises(ValueError, match="expected 3 channels in dim 1 of the input, got 2"):
+        layer(x[:, :2])
