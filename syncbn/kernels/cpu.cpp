@@ -54,7 +54,7 @@ constexpr int64_t LEAST_RUNS = 8;         // of a channel in a part of a sum
 constexpr int64_t LEAST_ROWS = 32;        // in a part of a sum, whose two doubles for each column are half a byte a value
 constexpr int64_t MOST_COEFFICIENTS = 4;  // of a map
 constexpr int64_t OWN_SCRATCH = 4096;     // doubles
-constexpr int64_t CHANNELS_AT_ONCE = 256;             // channels
+constexpr int64_t CHANNELS_AT_ONCE = 256; // whose numbers are widened on the stack
 
 struct Sizes {
   int64_t outer, channels, inner;
@@ -316,8 +316,8 @@ struct BackwardOutputs {
   int64_t compares;
 };
 
-// Ranks sign with 1, s and s^2, or with zeros. By Cauchy and Schwarz sum 1 * sum s^2 = (sum s)^2 only where all s are the
-// same. A rank with a fault sends NaN for n.
+// Ranks sign with 1, s and s^2, or with zeros. By Cauchy and Schwarz sum 1 * sum s^2 = (sum s)^2 only where all s are
+// the same. A rank with a fault sends NaN for n.
 Status compare(const double* behind) {
   if (behind[1] * behind[3] != behind[2] * behind[2]) return RANKS_DIFFER;
   if (behind[0] != behind[0]) return FAULT;
@@ -336,7 +336,8 @@ void move(void* running, int dtype, int64_t channels, const double* statistic, d
   });
 }
 
-void move_running_stats(const Plan& plan, void* running_mean, void* running_var, const double* packed, double momentum) {
+void move_running_stats(const Plan& plan, void* running_mean, void* running_var, const double* packed,
+                        double momentum) {
   Statistics statistics(packed, plan.channels);
   double count = *statistics.num_values;
   if (running_mean && count > 0) move(running_mean, plan.mean_dtype, plan.channels, statistics.mean, 1, momentum);
@@ -380,7 +381,8 @@ EXPORTED int syncbn_forward_outputs(const Plan* plan, const ForwardOutputs* call
   int64_t channels = sizes.channels;
   const double *total = call->total, *behind = total + 2 * channels;
   if (lacks(call->x, true, sizes.numel()) || lacks(call->residual, plan->has_residual, sizes.numel()) ||
-      lacks(call->weight, plan->weight_dtype != NONE, channels) || lacks(call->bias, plan->bias_dtype != NONE, channels) ||
+      lacks(call->weight, plan->weight_dtype != NONE, channels) ||
+      lacks(call->bias, plan->bias_dtype != NONE, channels) ||
       lacks(call->running_mean, plan->mean_dtype != NONE, channels) ||
       lacks(call->running_var, plan->var_dtype != NONE, channels) || lacks(call->counter, plan->has_counter, 1) ||
       lacks(total, true, channels))
@@ -394,9 +396,11 @@ EXPORTED int syncbn_forward_outputs(const Plan* plan, const ForwardOutputs* call
   double count = std::max(1.0, *behind);
   Status status = with_dtype(plan->dtype, [&](auto zero) {
     using T = decltype(zero);
-    auto *center = reinterpret_cast<Compute<T>*>(scratch.doubles), *scale = center + channels, *shift = scale + channels;
+    auto* center = reinterpret_cast<Compute<T>*>(scratch.doubles);
+    auto *scale = center + channels, *shift = scale + channels;
     in_portions(channels, [&](int64_t first, int64_t some) {
-      Widened weights(call->weight, plan->weight_dtype, first, some, 1), biases(call->bias, plan->bias_dtype, first, some, 0);
+      Widened weights(call->weight, plan->weight_dtype, first, some, 1);
+      Widened biases(call->bias, plan->bias_dtype, first, some, 0);
       WITH_BEST_INSTRUCTIONS(SET::forward_coefficients(
           some, total + first, total + channels + first, count, plan->eps, weights.values, biases.values,
           statistics.mean + first, statistics.var + first, statistics.invstd + first, center + first, scale + first,
@@ -484,8 +488,8 @@ EXPORTED int syncbn_backward_outputs(const Plan* plan, const BackwardOutputs* ca
 }
 
 // Of the plan only channels and the buffers' dtypes are read.
-EXPORTED int syncbn_update_running_stats(const Plan* plan, void* running_mean, void* running_var, const double* statistics,
-                                         double momentum) noexcept {
+EXPORTED int syncbn_update_running_stats(const Plan* plan, void* running_mean, void* running_var,
+                                         const double* statistics, double momentum) noexcept {
   move_running_stats(*plan, running_mean, running_var, statistics, momentum);
   return OK;
 }
