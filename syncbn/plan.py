@@ -18,7 +18,7 @@ from syncbn.arguments import Arguments
 from syncbn.kernels import cpu, select
 from syncbn.kernels.plans import TensorPlan
 from syncbn.layout import Layout
-from syncbn.torch_private import is_zero_tensor
+from syncbn.torch_private import is_wrapped, is_zero_tensor
 from syncbn.torch_state import PLAIN_CLASSES
 
 Plan: TypeAlias = "cpu.Plan | TensorPlan"
@@ -80,7 +80,8 @@ def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     memory holds their values."""
     there = [one for one in tensors if one is not None]
     return (
-        *map(_kind, there), *map(Tensor.stride, there), *map(Tensor.is_neg, there), *map(is_zero_tensor, there)
+        *map(_kind, there), *map(Tensor.stride, there), *map(Tensor.is_neg, there), *map(is_zero_tensor, there),
+        *map(is_wrapped, there),
     )  # fmt: skip
 
 
@@ -103,7 +104,11 @@ def _new_forward_plan(given: Arguments, check_of_dims: object) -> Plan | None:
     except Exception:  # the side road says what is wrong, on all ranks
         return None
     layout = Layout.of(x, given.channel_dim)
-    fits = _are_dense((x, z), layout) and (z is None or z.dtype == x.dtype) and _are_in_a_row(per_channel.values())
+    fits = (
+        _are_dense((x, z), layout)
+        and (z is None or z.dtype == x.dtype)
+        and _are_in_a_row((*per_channel.values(), counter))
+    )
     if not fits or (
         counter is not None and (counter.dtype, counter.shape, counter.device) != (torch.int64, (), x.device)
     ):
@@ -148,4 +153,4 @@ def _are_in_a_row(tensors: Iterable[Tensor | None]) -> bool:
 
 def _has_values(tensor: Tensor) -> bool:
     """Whether its memory holds its values."""
-    return not (tensor.is_neg() or is_zero_tensor(tensor))
+    return not (tensor.is_neg() or is_zero_tensor(tensor) or is_wrapped(tensor))

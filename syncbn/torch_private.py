@@ -26,6 +26,8 @@ from syncbn.torch_state import constant_in_graphs, forward_mode_level, inside_fu
 current_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
 # Whether is_grads_batched=True has made the tensor of a stack, by a vmap that is not torch.func's.
 is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+# Whether a transform of torch.func has wrapped this tensor, which may have outlived it.
+is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 # Whether torch makes the zeros of this tensor up, and it has no memory.
 is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
 
@@ -49,7 +51,7 @@ def apply_to_stack(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tens
 
 def innermost(tensor: Tensor) -> Tensor:
     """The tensor with the values, which transforms of torch.func have wrapped; with the stacks of vmap, in any dims."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    while is_wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 

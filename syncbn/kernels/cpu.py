@@ -124,6 +124,8 @@ class Plan:
         elif running_mean is not None and running_var is not None:  # autograd is to see what has changed
             both = running_mean, running_var
             torch_private.increment_version(both if counter is None else (*both, counter))
+        elif counter is not None:
+            torch_private.increment_version((counter,))
         return y, statistics, status
 
     def backward_sums(

@@ -1,0 +1,31 @@
+"""Sees which passes leave the ordinary road."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from syncbn import step
+from syncbn.roads import choice, watched
+
+
+@contextlib.contextmanager
+def side_roads() -> Iterator[list[str]]:
+    """The passes that take one within, by their names: forward, backward."""
+    taken: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*arguments: Any) -> Any:
+            taken.append(name)
+            return function(*arguments)
+
+        return note
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "train", noted("forward", choice.train))
+        patch.setattr(step, "watched", SimpleNamespace(backward=noted("backward", watched.backward)))
+        yield taken

@@ -1,0 +1,345 @@
+"""A plan serves the calls of one kind: its key tells all others apart, and keeps none of them alive."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from roads_taken import side_roads
+from torch import Tensor, nn
+
+import syncbn
+from syncbn import plan, step
+from syncbn.arguments import Arguments
+from syncbn.distributed.reduction import Caller
+from syncbn.layout import Layout
+
+# A call with all there is. The sizes are equal, so that any dim may be that of the channels.
+X, Z = torch.randn(2, 3, 3, 3, generator=torch.Generator().manual_seed(0))
+BASE: dict[str, Any] = {
+    "input": X,
+    "z": Z,
+    "running_mean": torch.tensor([0.1, 0.2, 0.3]),
+    "running_var": torch.tensor([1.0, 2.0, 3.0]),
+    "weight": torch.tensor([1.0, -2.0, 3.0]),
+    "bias": torch.tensor([0.5, 0.0, -0.5]),
+    "counter": torch.tensor(2),
+    "momentum": 0.25,
+    "eps": 1.0,
+    "channel_dim": 1,
+    "relu": False,
+    "num_channels": 3,
+    "check_input_dim": nn.BatchNorm1d(3)._check_input_dim,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_plans_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_plans", {})
+
+
+def changed(**others: object) -> dict[str, Any]:
+    """The arguments of BASE but for these, in memory of their own."""
+    given = BASE | others
+    copied = [name for name, one in BASE.items() if given[name] is one and isinstance(one, Tensor)]
+    return given | {name: given[name].clone() for name in copied}
+
+
+def expected(given: dict[str, Any]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """y and the running statistics after a step, by torch, in float64. No mask has an effect here."""
+    wide = {name: one.double() + 0 if isinstance(one, Tensor) else one for name, one in given.items()}
+    x, mean, var = wide["input"].movedim(given["channel_dim"], 1), wide["running_mean"], wide["running_var"]
+    momentum = 1 / (int(given["counter"]) + 1) if given["momentum"] is None else float(given["momentum"])
+    y = F.batch_norm(x, mean, var, wide["weight"], wide["bias"], True, momentum, float(given["eps"]))
+    y = y.movedim(1, given["channel_dim"])
+    y = y if wide["z"] is None else y + wide["z"]
+    return y.relu() if given["relu"] else y, mean, var
+
+
+def check_step(given: dict[str, Any]) -> None:
+    """A training step with these arguments is torch's."""
+    y, mean, var = expected(given)
+    counter = given["counter"]
+    count = None if counter is None else int(counter)
+    actual, _ = step.train(Arguments(**given), Caller("this test"))
+    rounding = 4 * torch.finfo(actual.dtype).eps
+    torch.testing.assert_close(actual.double(), y, rtol=rounding, atol=rounding)
+    for running, wide in ((given["running_mean"], mean), (given["running_var"], var)):
+        if running is not None:
+            torch.testing.assert_close(
+                running.double(), wide, rtol=1e-2 if running.dtype.itemsize == 2 else 1e-6, atol=0
+            )
+    assert counter is None or int(counter) == count + 1
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """The same values, with gaps."""
+    return torch.stack((tensor, tensor), -1)[..., 0]
+
+
+def negative(tensor: Tensor) -> Tensor:
+    """The same values, of which the memory holds the negatives."""
+    return torch._neg_view(-tensor)
+
+
+def zeros(tensor: Tensor) -> Tensor:
+    """Which have no memory."""
+    return torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype)
+
+
+class Own(nn.BatchNorm1d):
+    def _check_input_dim(self, input: Tensor) -> None:
+        super()._check_input_dim(input)
+
+
+OF_INSTANCE = nn.BatchNorm1d(3)
+OF_INSTANCE._check_input_dim = lambda x: None
+PER_CHANNEL = "weight", "bias", "running_mean", "running_var"
+PLAN, SIDE_ROAD = "a plan of its own", "a side road"
+
+# By what a call differs from BASE: how it runs, or what it raises.
+DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
+    "shape of x": ({"input": torch.randn(4, 3, 3), "z": torch.randn(4, 3, 3)}, PLAN),
+    "channels of x": ({"input": torch.randn(3, 4, 3), "z": torch.randn(3, 4, 3)}, ValueError),
+    "dims of x": ({"input": X[0], "z": None}, PLAN),
+    "dims of x that the layer has not": ({"input": X[None], "z": Z[None], "channel_dim": 2}, ValueError),
+    "strides of x": ({"input": X.mT.contiguous().mT, "z": Z.mT.contiguous().mT}, PLAN),
+    "strides of x alone": ({"input": X.mT.contiguous().mT}, SIDE_ROAD),
+    "gaps in x": ({"input": strided(X), "z": strided(Z)}, SIDE_ROAD),
+    "dtype of x": ({"input": X.double(), "z": Z.double()}, PLAN),
+    "16 bits": ({"input": X.bfloat16(), "z": Z.bfloat16()}, PLAN),
+    "integers": ({"input": X.int()}, TypeError),
+    "x is negative": ({"input": negative(X)}, SIDE_ROAD),
+    "class of x": ({"input": X.as_subclass(type("Own", (Tensor,), {}))}, SIDE_ROAD),
+    "no residual": ({"z": None}, PLAN),
+    "shape of the residual": ({"z": Z[:1]}, ValueError),
+    "strides of the residual": ({"z": Z.mT.contiguous().mT}, SIDE_ROAD),
+    "dtype of the residual": ({"z": Z.double()}, SIDE_ROAD),
+    "residual is negative": ({"z": negative(Z)}, SIDE_ROAD),
+    "residual is zero": ({"z": zeros(Z)}, SIDE_ROAD),
+    **{f"no {name}": ({name: None}, PLAN) for name in ("weight", "bias", "counter")},
+    "no statistics": ({"running_mean": None, "running_var": None}, PLAN),
+    "no running_mean": ({"running_mean": None}, ValueError),
+    "no running_var": ({"running_var": None}, ValueError),
+    **{f"dtype of {name}": ({name: BASE[name].half()}, PLAN) for name in PER_CHANNEL},
+    **{f"integers in {name}": ({name: BASE[name].int()}, TypeError) for name in PER_CHANNEL},
+    **{f"shape of {name}": ({name: torch.ones(4)}, ValueError) for name in PER_CHANNEL},
+    **{f"strides of {name}": ({name: strided(BASE[name])}, SIDE_ROAD) for name in PER_CHANNEL},
+    **{f"{name} is negative": ({name: negative(BASE[name])}, SIDE_ROAD) for name in PER_CHANNEL},
+    **{f"{name} is zero": ({name: zeros(BASE[name])}, SIDE_ROAD) for name in ("weight", "bias")},
+    "dtype of the counter": ({"counter": torch.tensor(2, dtype=torch.int32)}, SIDE_ROAD),
+    "shape of the counter": ({"counter": torch.tensor([2])}, SIDE_ROAD),
+    "counter is negative": ({"counter": torch._neg_view(torch.tensor(-2))}, SIDE_ROAD),
+    "eps": ({"eps": 0.5}, PLAN),
+    "class of eps": ({"eps": True}, TypeError),
+    "eps is an int": ({"eps": 1}, SIDE_ROAD),
+    "eps of NumPy": ({"eps": np.float64(1.0)}, SIDE_ROAD),
+    "eps is 0": ({"eps": 0.0}, ValueError),
+    "no momentum": ({"momentum": None}, PLAN),
+    "momentum without a counter": ({"momentum": None, "counter": None}, TypeError),
+    "momentum is a tensor": ({"momentum": torch.tensor(0.5)}, SIDE_ROAD),
+    "momentum is two numbers": ({"momentum": torch.ones(2)}, ValueError),
+    "momentum is True": ({"momentum": True}, TypeError),
+    "momentum is a word": ({"momentum": "0.25"}, TypeError),
+    "channel_dim": ({"channel_dim": 2}, PLAN),
+    "channel_dim from the right": ({"channel_dim": -1}, PLAN),
+    "class of channel_dim": ({"channel_dim": 1.0}, TypeError),
+    "channel_dim that is not there": ({"channel_dim": 3}, ValueError),
+    "relu": ({"relu": True}, PLAN),
+    "class of relu": ({"relu": np.bool_(False)}, SIDE_ROAD),
+    "num_channels": ({"num_channels": 4}, ValueError),
+    "no num_channels": ({"num_channels": None}, PLAN),
+    "mask": ({"mask": torch.ones(3, dtype=torch.bool)}, SIDE_ROAD),
+    "no check of dims": ({"check_input_dim": None}, PLAN),
+    "check of other dims": ({"check_input_dim": nn.BatchNorm2d(3)._check_input_dim}, ValueError),
+    "check of a subclass": ({"check_input_dim": Own(3)._check_input_dim}, SIDE_ROAD),
+    "check of an instance": ({"check_input_dim": OF_INSTANCE._check_input_dim}, SIDE_ROAD),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+@pytest.mark.parametrize("planned_first", [True, False])
+def test_each_ingredient_of_the_key(name: str, planned_first: bool) -> None:
+    """Without it in the key a call runs by the plan of another: with that one's dtypes, at addresses that hold other
+    numbers, or although it is wrong."""
+    others, outcome = DIFFERENCES[name]
+    if planned_first:
+        base = plan.forward_plan(Arguments(**changed()))
+        assert base is not None
+    other = plan.forward_plan(Arguments(**changed(**others)))
+    if not planned_first:
+        base = plan.forward_plan(Arguments(**changed()))
+        assert base is not None
+    assert other is not base
+    assert (other is not None) == (outcome == PLAN)
+    if isinstance(outcome, str):
+        with side_roads() as taken:
+            check_step(changed(**others))
+        assert taken == ["forward"] * (outcome == SIDE_ROAD)
+    else:
+        with pytest.raises(outcome):
+            step.train(Arguments(**changed(**others)), Caller("this test"))
+    check_step(changed())
+
+
+def test_each_choice_of_tensors_has_a_plan_of_its_own() -> None:
+    """A key that told only how many there are would let a bias be read as a weight."""
+    optional = (["z"], ["weight"], ["bias"], ["running_mean", "running_var"], ["counter"])
+    plans = []
+    for choice in itertools.product((True, False), repeat=len(optional)):
+        absent = {name: None for names, there in zip(optional, choice, strict=True) if not there for name in names}
+        check_step(changed(**absent))
+        plans.append(plan.forward_plan(Arguments(**changed(**absent))))
+    assert len({id(one) for one in plans if one is not None}) == 2 ** len(optional)
+
+
+@pytest.mark.parametrize("momentum", [0.5, 1, 0, np.float32(0.5), torch.tensor(0.5, dtype=torch.float64)])
+def test_momentum_is_not_of_a_plan(momentum: Any) -> None:
+    """It may be another in each call: a plan that held it would move the statistics by an old one."""
+    check_step(changed())
+    check_step(changed(momentum=momentum))
+    check_step(changed(momentum=None))
+    check_step(changed(counter=torch.tensor(7), momentum=None))
+
+
+def test_tensors_on_the_meta_device() -> None:
+    """They have no values: a plan that did not tell devices apart would read at address 0."""
+    check_step(changed())
+    on_meta = {name: one.to("meta") if isinstance(one, Tensor) else one for name, one in changed().items()}
+    assert plan.forward_plan(Arguments(**on_meta)) is None
+    assert step.train(Arguments(**on_meta), Caller("this test"))[0].is_meta
+    with pytest.raises(ValueError, match="the input is on cpu but weight on meta"):
+        step.train(Arguments(**changed(weight=on_meta["weight"])), Caller("this test"))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"eps": [1.0]}, "eps must be a number, got"),
+        ({"eps": np.array(1.0)}, "eps must be a number, got"),
+        ({"channel_dim": [1]}, "channel_dim must be an int, got"),
+    ],
+    ids=lambda one: next(iter(one)) if isinstance(one, dict) else None,
+)
+def test_what_no_key_can_hold_is_told(bad: dict[str, object], message: str) -> None:
+    """Python's own error, "unhashable type", would be raised on this rank alone, while the others wait for it."""
+    given = Arguments(**changed(**bad))
+    with pytest.raises(TypeError, match=message):
+        step.train(given, Caller("this test"))
+    assert not plan._plans
+
+
+def test_a_bad_argument_gets_no_plan() -> None:
+    """It would then be raised the first time, and never again."""
+    for others, outcome in DIFFERENCES.values():
+        if not isinstance(outcome, str):
+            for _ in range(2):
+                with pytest.raises(outcome):
+                    step.train(Arguments(**changed(**others)), Caller("this test"))
+    assert not plan._plans
+
+
+# Backward.
+
+LAYOUT = Layout.of(X, 1)
+STATISTICS = torch.ones(10, dtype=torch.float64)
+BASE_OF_BACKWARD: dict[str, Any] = {
+    "dy": Z, "x": X, "weight": BASE["weight"], "statistics": STATISTICS, "y": X + 1,
+    "needed": (True, True, True, True), "bias_dtype": torch.float32, "layout": LAYOUT,
+}  # fmt: skip
+TENSORS = "dy", "x", "weight", "statistics", "y"
+
+
+def in_all(change: Callable[[Tensor], Tensor]) -> dict[str, object]:
+    """Of dy, x and y."""
+    return {name: change(BASE_OF_BACKWARD[name]) for name in ("dy", "x", "y")}
+
+
+def channel_innermost(x: Tensor) -> Tensor:
+    return x.mT.contiguous().mT
+
+
+DIFFERENCES_OF_BACKWARD: dict[str, tuple[dict[str, object], bool]] = {
+    "shape": (in_all(lambda x: x[:2]) | {"layout": Layout.of(X[:2], 1)}, True),
+    "strides": (in_all(channel_innermost) | {"layout": Layout.of(channel_innermost(X), 1)}, True),
+    "dtype": (in_all(Tensor.double), True),
+    **{f"shape of {name} alone": ({name: BASE_OF_BACKWARD[name][:2]}, False) for name in TENSORS},
+    **{f"strides of {name} alone": ({name: strided(BASE_OF_BACKWARD[name])}, False) for name in TENSORS},
+    **{f"dtype of {name} alone": ({name: BASE_OF_BACKWARD[name].half()}, name == "weight") for name in TENSORS},
+    **{f"device of {name} alone": ({name: BASE_OF_BACKWARD[name].to("meta")}, False) for name in TENSORS},
+    **{f"{name} is negative": ({name: negative(BASE_OF_BACKWARD[name])}, False) for name in TENSORS},
+    **{f"{name} is zero": ({name: zeros(BASE_OF_BACKWARD[name])}, False) for name in TENSORS},
+    **{
+        f"class of {name}": ({name: BASE_OF_BACKWARD[name].as_subclass(type("Own", (Tensor,), {}))}, False)
+        for name in TENSORS
+    },
+    "no weight": ({"weight": None}, True),
+    "no y": ({"y": None}, True),
+    "layout": ({"layout": Layout.of(X, 2)}, True),
+    "no gradient of weight": ({"needed": (True, False, True, True)}, True),
+    "no gradient of bias": ({"needed": (True, True, False, True)}, True),
+    "dtype of bias": ({"bias_dtype": torch.float64}, True),
+}
+
+
+def backward_plan_of(**others: Any) -> plan.Plan | None:
+    given = BASE_OF_BACKWARD | others
+    saved = given["x"], given["weight"], given["statistics"], given["y"]
+    return plan.backward_plan(given["layout"], given["dy"], saved, given["needed"], given["bias_dtype"])
+
+
+@pytest.mark.parametrize("name", DIFFERENCES_OF_BACKWARD)
+@pytest.mark.parametrize("planned_first", [True, False])
+def test_each_ingredient_of_the_key_of_backward(name: str, planned_first: bool) -> None:
+    """What is saved may come back as another tensor. Without this in the key it is read as the one before; what it
+    makes of such tensors is in test_ordinary_road.py."""
+    others, has_plan = DIFFERENCES_OF_BACKWARD[name]
+    base = backward_plan_of() if planned_first else None
+    other = backward_plan_of(**others)
+    base = base or backward_plan_of()
+    assert base is not None
+    assert other is not base
+    assert (other is not None) == has_plan
+    assert backward_plan_of() is base
+
+
+# What a plan holds.
+
+
+def test_plans_keep_nothing_alive() -> None:
+    """There may be thousands of them: a tensor, a layer or a class in one of them would never be freed."""
+    own_check = {"_check_input_dim": lambda layer, x: None}
+    kinds = [type("Made", (syncbn.SyncBatchNorm1d,), own) for own in ({}, own_check)]
+    layers = [kind(3, fuse_relu=True) for kind in kinds]
+    tensors = [torch.randn(4, 3, 5, requires_grad=True), torch.randn(4, 3, 5, requires_grad=True)]
+    for layer in layers:
+        layer(*tensors).sum().backward()
+    there = [*kinds, *layers, *tensors, *[one for layer in layers for one in (*layer.parameters(), *layer.buffers())]]
+    freed = [weakref.ref(one) for one in there]
+    assert len(plan._plans) == 2
+    del kinds, layers, layer, tensors, there
+    gc.collect()
+    assert [one() for one in freed] == [None] * len(freed)
+    assert len(plan._plans) == 2
+
+
+def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of ever new shapes would else fill the memory. After all are forgotten, calls run as before."""
+    monkeypatch.setattr(plan, "MOST_PLANS", 3)
+    layer, plain = syncbn.SyncBatchNorm1d(3), nn.BatchNorm1d(3)
+    numbers = []
+    for length in (2, 3, 4, 5, 2):
+        x = torch.randn(4, 3, length, requires_grad=True)
+        with side_roads() as taken:
+            torch.testing.assert_close(layer(x), plain(x))
+            layer(x).sum().backward()
+        assert not taken
+        numbers.append(len(plan._plans))
+    assert numbers == [2, 1, 3, 2, 1]
