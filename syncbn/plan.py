@@ -1,36 +1,29 @@
-"""Works out, once for each combination of kinds, what a pass needs to know: checked arguments, layout and kernels.
+"""Finds the plan of a pass: what it needs to know that depends on kinds alone, checked and worked out once.
 
 A plan is a function of its key alone: of shapes, strides, dtypes, devices and options. It holds no tensor, layer or
 group, so nothing makes it invalid. Arguments that are wrong, or that kernels cannot read at their addresses, get none:
-they take a side road, which copies them or says what is wrong.
+they take a side road, which copies them or says what is wrong. new_plans.py makes the plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from syncbn.arguments import Arguments
-from syncbn.kernels import cpu, select
-from syncbn.kernels.plans import TensorPlan
 from syncbn.layout import Layout
+from syncbn.new_plans import Plan, new_backward_plan, new_forward_plan
 from syncbn.torch_private import is_wrapped, is_zero_tensor
 from syncbn.torch_state import PLAIN_CLASSES
-
-Plan: TypeAlias = "cpu.Plan | TensorPlan"
 
 MOST_PLANS = 4096  # then all are forgotten
 _plans: dict[tuple[Any, ...], Plan] = {}
 
 _PLAIN = {*PLAIN_CLASSES, type(None)}
 _kind = attrgetter("shape", "dtype", "device")
-_NUMBERS = {float, int, type(None)}  # classes of momentum
-# Of _check_input_dim: those that look at the number of dims alone.
-_CHECKS_OF_DIMS = {None, *(one._check_input_dim for one in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))}
 
 
 def forward_plan(given: Arguments) -> Plan | None:
@@ -50,7 +43,7 @@ def forward_plan(given: Arguments) -> Plan | None:
         )  # fmt: skip
         return _plans[key]
     except KeyError:
-        return _remember(key, _new_forward_plan(given, key[-1]))
+        return _remember(key, new_forward_plan(given, key[-1]))
     except (AttributeError, RuntimeError, TypeError):  # a check of the instance; a tensor without strides; a bad option
         return None
 
@@ -70,7 +63,7 @@ def backward_plan(
         key = classes, _kinds(tensors), layout, needed, bias_dtype
         return _plans[key]
     except KeyError:
-        return _remember(key, _new_backward_plan(layout, dy, saved, needed, bias_dtype))
+        return _remember(key, new_backward_plan(layout, dy, saved, needed, bias_dtype))
     except RuntimeError:  # a hook has made a sparse tensor of what was saved
         return None
 
@@ -91,66 +84,3 @@ def _remember(key: tuple[Any, ...], plan: Plan | None) -> Plan | None:
             _plans.clear()
         _plans[key] = plan
     return plan
-
-
-def _new_forward_plan(given: Arguments, check_of_dims: object) -> Plan | None:
-    x, z, counter, per_channel = given.input, given.z, given.counter, given.per_channel()
-    classes = type(given.eps), type(given.relu), type(given.momentum) in _NUMBERS
-    if check_of_dims not in _CHECKS_OF_DIMS or classes != (float, bool, True):
-        return None
-    try:
-        given.check()
-        given.check_numbers()
-    except Exception:  # the side road says what is wrong, on all ranks
-        return None
-    layout = Layout.of(x, given.channel_dim)
-    fits = (
-        _are_dense((x, z), layout)
-        and (z is None or z.dtype == x.dtype)
-        and _are_in_a_row((*per_channel.values(), counter))
-    )
-    if not fits or (
-        counter is not None and (counter.dtype, counter.shape, counter.device) != (torch.int64, (), x.device)
-    ):
-        return None
-    flags = {"relu": given.relu, "has_residual": z is not None, "has_counter": counter is not None}
-    dtypes = {
-        f"{name.removeprefix('running_')}_dtype": None if one is None else one.dtype
-        for name, one in per_channel.items()
-    }
-    return select.new_plan(x, layout, eps=given.eps, averages=given.momentum is None, **flags, **dtypes)
-
-
-def _new_backward_plan(
-    layout: Layout, dy: Tensor, saved: tuple[Any, ...], needed: tuple[bool, ...], bias_dtype: torch.dtype | None
-) -> Plan | None:
-    x, weight, statistics, y = saved  # which hooks may have rounded or moved
-    like_dy = all(
-        (one.shape, one.dtype, one.device) == (dy.shape, dy.dtype, dy.device) for one in (x, x if y is None else y)
-    )
-    numbers = 3 * layout.sizes[1] + 1, torch.float64, dy.device
-    if not like_dy or (len(statistics), statistics.dtype, statistics.device) != numbers:
-        return None
-    if weight is not None and (weight.shape, weight.device) != ((layout.sizes[1],), dy.device):
-        return None
-    if not (_are_dense((dy, x, y), layout) and _are_in_a_row((weight, statistics))):
-        return None
-    weight_dtype = None if weight is None else weight.dtype
-    grad_weight_dtype, grad_bias_dtype = weight_dtype if needed[1] else None, bias_dtype if needed[2] else None
-    dtypes = {"weight_dtype": weight_dtype, "grad_weight_dtype": grad_weight_dtype, "grad_bias_dtype": grad_bias_dtype}
-    return select.new_plan(x, layout, has_y=y is not None, **dtypes)
-
-
-def _are_dense(tensors: Iterable[Tensor | None], layout: Layout) -> bool:
-    """Whether kernels can read these at their addresses, in this layout."""
-    return all(one is None or (layout.dense(one) is one and _has_values(one)) for one in tensors)
-
-
-def _are_in_a_row(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether kernels can read these numbers of channels at their addresses."""
-    return all(one is None or (one.is_contiguous() and _has_values(one)) for one in tensors)
-
-
-def _has_values(tensor: Tensor) -> bool:
-    """Whether its memory holds its values."""
-    return not (tensor.is_neg() or is_zero_tensor(tensor) or is_wrapped(tensor))

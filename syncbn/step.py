@@ -29,7 +29,8 @@ from syncbn.distributed.reduction import EagerReduction, NoReduction
 from syncbn.kernels.plans import NUM_SIGNED, ONE_VALUE
 from syncbn.layout import Layout
 from syncbn.moments import compute_dtype
-from syncbn.plan import Plan, backward_plan, forward_plan
+from syncbn.new_plans import Plan
+from syncbn.plan import backward_plan, forward_plan
 from syncbn.roads import choice, watched
 from syncbn.torch_state import current_backward, runs_plainly
 

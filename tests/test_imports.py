@@ -30,6 +30,7 @@ ORDER = [
     "layer",
     "step",
     "plan roads.choice",
+    "new_plans",
     "roads.compiled roads.transformed roads.other_tensors",
     "roads.watched roads.nested roads.dtensors",
     "argument_errors double_backward",

@@ -1,0 +1,87 @@
+"""Makes plans: checks the arguments of a kind once, and works out their layout and their kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from syncbn.arguments import Arguments
+from syncbn.kernels import cpu, select
+from syncbn.kernels.plans import TensorPlan
+from syncbn.layout import Layout
+from syncbn.torch_private import is_wrapped, is_zero_tensor
+
+Plan: TypeAlias = "cpu.Plan | TensorPlan"
+
+_NUMBERS = {float, int, type(None)}  # classes of momentum
+# Of _check_input_dim: those that look at the number of dims alone.
+_CHECKS_OF_DIMS = {None, *(one._check_input_dim for one in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))}
+
+
+def new_forward_plan(given: Arguments, check_of_dims: object) -> Plan | None:
+    """The plan for arguments of these kinds; `check_of_dims` is the function behind their check of dims. None where
+    they are wrong, or no kernel can read them at their addresses."""
+    x, z, counter, per_channel = given.input, given.z, given.counter, given.per_channel()
+    classes = type(given.eps), type(given.relu), type(given.momentum) in _NUMBERS
+    if check_of_dims not in _CHECKS_OF_DIMS or classes != (float, bool, True):
+        return None
+    try:
+        given.check()
+        given.check_numbers()
+    except Exception:  # the side road says what is wrong, on all ranks
+        return None
+    layout = Layout.of(x, given.channel_dim)
+    fits = (
+        _are_dense((x, z), layout)
+        and (z is None or z.dtype == x.dtype)
+        and _are_in_a_row((*per_channel.values(), counter))
+    )
+    if not fits or (
+        counter is not None and (counter.dtype, counter.shape, counter.device) != (torch.int64, (), x.device)
+    ):
+        return None
+    flags = {"relu": given.relu, "has_residual": z is not None, "has_counter": counter is not None}
+    dtypes = {
+        f"{name.removeprefix('running_')}_dtype": None if one is None else one.dtype
+        for name, one in per_channel.items()
+    }
+    return select.new_plan(x, layout, eps=given.eps, averages=given.momentum is None, **flags, **dtypes)
+
+
+def new_backward_plan(
+    layout: Layout, dy: Tensor, saved: tuple[Any, ...], needed: tuple[bool, ...], bias_dtype: torch.dtype | None
+) -> Plan | None:
+    """The plan for gradients, see plan.backward_plan; None where hooks have rounded or moved what was saved."""
+    x, weight, statistics, y = saved
+    like_dy = all(
+        (one.shape, one.dtype, one.device) == (dy.shape, dy.dtype, dy.device) for one in (x, x if y is None else y)
+    )
+    numbers = 3 * layout.sizes[1] + 1, torch.float64, dy.device
+    if not like_dy or (len(statistics), statistics.dtype, statistics.device) != numbers:
+        return None
+    if weight is not None and (weight.shape, weight.device) != ((layout.sizes[1],), dy.device):
+        return None
+    if not (_are_dense((dy, x, y), layout) and _are_in_a_row((weight, statistics))):
+        return None
+    weight_dtype = None if weight is None else weight.dtype
+    grad_weight_dtype, grad_bias_dtype = weight_dtype if needed[1] else None, bias_dtype if needed[2] else None
+    dtypes = {"weight_dtype": weight_dtype, "grad_weight_dtype": grad_weight_dtype, "grad_bias_dtype": grad_bias_dtype}
+    return select.new_plan(x, layout, has_y=y is not None, **dtypes)
+
+
+def _are_dense(tensors: Iterable[Tensor | None], layout: Layout) -> bool:
+    """Whether kernels can read these at their addresses, in this layout."""
+    return all(one is None or (layout.dense(one) is one and _has_values(one)) for one in tensors)
+
+
+def _are_in_a_row(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether kernels can read these numbers of channels at their addresses."""
+    return all(one is None or (one.is_contiguous() and _has_values(one)) for one in tensors)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether its memory holds its values."""
+    return not (tensor.is_neg() or is_zero_tensor(tensor) or is_wrapped(tensor))
