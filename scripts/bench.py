@@ -54,8 +54,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import syncbn
-from syncbn.distributed import groups, side_reductions
+from syncbn.distributed import reduction
 from syncbn.distributed.side_reductions import GraphReduction
+from syncbn.roads import choice
 
 SHAPES = "32x64x56x56 32x256x28x28 64x256x56x56 8x64x32x32 8x512x7x7 256x1024 4x32x16x32x32 16x197x384"
 DTYPES = "float32 bfloat16 float16 float64"
@@ -167,8 +168,8 @@ class TorchSyncBatchNorm(nn.SyncBatchNorm):
 
 def synchronise_one_rank() -> None:
     """Ours does from now on, too, for comparison with the former; else it would leave a group of one rank alone."""
-    groups.resolve = lambda spec: dist.group.WORLD
-    side_reductions.reduction_in_graph = lambda spec: GraphReduction(dist.group.WORLD)
+    reduction.resolve = lambda spec: dist.group.WORLD
+    choice.reduction_in_graph = lambda *of_call: GraphReduction(dist.group.WORLD)
 
 
 class ChannelsAtEnd(nn.Module):

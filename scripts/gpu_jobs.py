@@ -412,11 +412,12 @@ class OfOneRank(nn.SyncBatchNorm):
 
 def synchronise_one_rank() -> None:
     """Likewise for ours."""
-    from syncbn.distributed import groups, side_reductions
+    from syncbn.distributed import reduction
     from syncbn.distributed.side_reductions import GraphReduction
+    from syncbn.roads import choice
 
-    groups.resolve = lambda spec: dist.group.WORLD
-    side_reductions.reduction_in_graph = lambda spec: GraphReduction(dist.group.WORLD)
+    reduction.resolve = lambda spec: dist.group.WORLD
+    choice.reduction_in_graph = lambda *of_call: GraphReduction(dist.group.WORLD)
 
 
 def norm_of(name: str) -> Callable[[int], nn.Module]:

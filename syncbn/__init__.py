@@ -5,7 +5,7 @@ from syncbn import kernels as kernels
 from syncbn.convert import convert_syncbn_model as convert_syncbn_model
 from syncbn.convert import revert_syncbn_model as revert_syncbn_model
 from syncbn.diagnosis.debug_mode import debug as debug
-from syncbn.distributed.new_groups import create_syncbn_process_group as create_syncbn_process_group
+from syncbn.distributed.groups import create_syncbn_process_group as create_syncbn_process_group
 from syncbn.layer import SyncBatchNorm as SyncBatchNorm
 from syncbn.layer import SyncBatchNorm1d as SyncBatchNorm1d
 from syncbn.layer import SyncBatchNorm2d as SyncBatchNorm2d

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from syncbn import convertibility
 from syncbn.convertibility import NotConverted
-from syncbn.distributed import groups, members
+from syncbn.distributed import groups
 from syncbn.distributed.group_spec import to_spec
 from syncbn.layer import SyncBatchNorm
 from syncbn.synchronised_classes import ADDED, class_of, synchronised_class
@@ -122,7 +122,7 @@ def revert_syncbn_model(model: AnyModule, target: type[_BatchNorm] | None = None
         new_classes[layer] = original_class
     # An nn.SyncBatchNorm holds its group itself. Looking it up may raise, so it comes before any change.
     own_groups = {
-        layer: members.of_torch(layer._process_group)
+        layer: groups.of_torch(layer._process_group)
         for layer, new_class in new_classes.items()
         if new_class is nn.SyncBatchNorm and isinstance(layer, SyncBatchNorm)
     }

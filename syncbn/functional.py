@@ -150,7 +150,7 @@ def batch_norm_backward(
     """
     reduction: Reduction = ONE_RANK
     if training:
-        reduction = choice.reduction_now(to_spec(process_group), _BATCH_NORM_BACKWARD, input)
+        reduction = choice.road_now().reduction_of(to_spec(process_group), _BATCH_NORM_BACKWARD, input)
     try:
         needs_input, needs_weight, needs_bias = output_mask
         if nested.is_jagged(input):

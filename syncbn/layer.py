@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn import argument_errors, step
 from syncbn.arguments import Arguments, check_eps, check_momentum, check_num_features
-from syncbn.diagnosis import guards
+from syncbn.diagnosis import diagnosis
 from syncbn.distributed import groups
 from syncbn.distributed.group_spec import THIS_RANK_ALONE, to_spec, to_user
 from syncbn.roads import traced
@@ -163,7 +163,7 @@ class SyncBatchNorm(_BatchNorm):
             if self.training:
                 return self._train_over_ranks(given, self)[0]
             if runs_plainly():
-                guards.note_evaluation()
+                diagnosis.note_evaluation()
             return step.evaluate(given)
         except (RuntimeError, TypeError, ValueError) as error:
             argument_errors.raise_with_name(error, self)

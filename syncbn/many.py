@@ -77,10 +77,11 @@ def sync_batch_norm_many(
     ][: len(xs)]
     unwrapped = [other_tensors.unwrap(one, synchronises=training) for one in given]
     plain = [one for one, _ in unwrapped]
+    road = choice.road_now()
     reduction: Reduction = ONE_RANK
     if training:
         of_first = plain[0].process_group if plain else spec
-        reduction = choice.reduction_now(of_first, _SYNC_BATCH_NORM_MANY, xs[0] if xs else None)
+        reduction = road.reduction_of(of_first, _SYNC_BATCH_NORM_MANY, xs[0] if xs else None)
     try:
         _check_lists(xs, roles)
         _check_groups(plain)
@@ -90,11 +91,11 @@ def sync_batch_norm_many(
         for one in plain:
             one.require_running_stats()
         return [wrap(step.evaluate(one)) for one, wrap in unwrapped]
-    results = _train(plain, reduction) if xs else []
+    results = _train(plain, road, reduction) if xs else []
     return [wrap(output) for output, (_, wrap) in zip(results, unwrapped, strict=True)]
 
 
-def _train(inputs: list[Arguments], reduction: Reduction) -> list[Tensor]:
+def _train(inputs: list[Arguments], road: choice.Road, reduction: Reduction) -> list[Tensor]:
     """The output of each input; its running statistics move."""
     name = ""
     try:
@@ -108,10 +109,9 @@ def _train(inputs: list[Arguments], reduction: Reduction) -> list[Tensor]:
     layouts, _, per_input = zip(*[one.prepare() for one in inputs], strict=True)
     xs, weights, biases, *_ = zip(*per_input, strict=True)
     tensors = *xs, *weights, *biases
-    outputs = choice.apply_now()(_BatchNorms, _Call(layouts, inputs[0].eps, reduction), *tensors)
-    moves = choice.moves_now()
+    outputs = road.apply(_BatchNorms, _Call(layouts, inputs[0].eps, reduction), *tensors)
     for one, statistics in zip(inputs, outputs[len(inputs) :], strict=True):
-        watched.move_running_stats(one, statistics, moves)
+        watched.move_running_stats(one, statistics, road.moves)
     return list(outputs[: len(inputs)])
 
 

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from syncbn import argument_errors, masks, torch_private
 from syncbn.arguments import Arguments, require_two_values
-from syncbn.distributed import groups
-from syncbn.distributed.reduction import EagerReduction, NoReduction
+from syncbn.distributed.reduction import EagerReduction, NoReduction, reduction_of
 from syncbn.kernels.plans import NUM_SIGNED, ONE_VALUE
 from syncbn.layout import Layout
 from syncbn.moments import compute_dtype
@@ -50,7 +49,7 @@ def train(given: Arguments, caller: Any) -> tuple[Tensor, Tensor]:
         return choice.train(given, caller)
 
     x, weight, bias, z = given.input, given.weight, given.bias, given.z
-    reduction = groups.reduction_of(given.process_group, caller, x)
+    reduction = reduction_of(given.process_group, caller, x)
     try:
         sums, at = plan.forward_sums(x, reduction.signatures["forward"])  # `at`: addresses, for forward_outputs
     except RuntimeError as error:

@@ -15,7 +15,7 @@ from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
 from torch.distributed import GroupMember
 
 import syncbn
-from syncbn.distributed.new_groups import ranks_per_host
+from syncbn.distributed.groups import ranks_per_host
 from syncbn.functional import batch_norm_backward, sync_batch_norm
 
 X = torch.randn(4, 3, 5)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import syncbn
-from syncbn.distributed import groups
+from syncbn.distributed import reduction
 from syncbn.distributed.reduction import NoReduction
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available
@@ -466,7 +466,7 @@ def test_a_group_of_one_rank_communicates_nothing(
     plain(torch.ones(SHAPE))
     monkeypatch.setattr(dist, "all_reduce", refuse)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    groups._warn_if_launched_on_several_ranks.cache_clear()
+    reduction._warn_if_launched_on_several_ranks.cache_clear()
     x = torch.randn(SHAPE)
     with side_roads() as taken:
         close(step(layer, x), step(plain, x))

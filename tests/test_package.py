@@ -75,14 +75,14 @@ def test_nothing_of_diagnosis_outlives_the_group() -> None:
     code = """
 import threading, time, weakref
 import torch, torch.distributed as dist, syncbn
-from syncbn.distributed import groups
+from syncbn.distributed import reduction
 from syncbn.distributed.reduction import Caller
-groups.resolve = lambda spec: dist.group.WORLD  # also of one rank
+reduction.resolve = lambda spec: dist.group.WORLD  # also of one rank
 for _ in range(3):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = weakref.ref(dist.group.WORLD)
     caller = Caller("a test")
-    with groups.reduction_of(None, caller, None).waiting("forward"):
+    with reduction.reduction_of(None, caller, None).other_collective("forward"):
         time.sleep(1.2)  # in which the thread looks
     with syncbn.debug():
         syncbn.SyncBatchNorm(3)(torch.randn(2, 3)).sum()

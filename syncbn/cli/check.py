@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from syncbn.convert import convert_syncbn_model
-from syncbn.distributed import groups
-from syncbn.distributed.reduction import Caller
+from syncbn.distributed.reduction import Caller, reduction_of
 from syncbn.distributed.text_exchange import all_reduce_max
 from syncbn.kernels import available
 from syncbn.testing import TOLERANCES, differences
@@ -96,7 +95,7 @@ def _seconds(length: int, device: torch.device) -> float:
     for _ in range(WARM_UP + ROUNDS):
         _wait_for(device)
         start = time.perf_counter()
-        groups.reduction_of(None, caller, payload).total(payload, "forward", counted=length % 2 == 1)
+        reduction_of(None, caller, payload).total(payload, "forward", counted=length % 2 == 1)
         _wait_for(device)
         measured.append(time.perf_counter() - start)
     median = torch.tensor([statistics.median(measured[WARM_UP:])], dtype=torch.float64, device=device)

@@ -65,7 +65,7 @@ class _Comparison(Guard):
         doing = f"{call}: {len(sums) // 2} channels, {called.dtype}, over {in_words(members)}"
         same = pass_name, len(sums), str(called.dtype), in_words(members)
         local = {"same": same, "path": site.path, "doing": doing, "finite": bool(sums.isfinite().all())}
-        with called.waiting(pass_name):
+        with called.other_collective(pass_name):
             gathered = all_gather_json(local, _side_group(group))
             paths = [one["path"] for one in gathered]
             if any(one["same"] != gathered[0]["same"] for one in gathered) or not may_be_one_layer(paths):

@@ -1,67 +1,27 @@
-"""Finds, for each call of a layer, the ranks that its process group means now."""
+"""Finds the process group that a group spec means, tells its ranks, and makes the groups that an int or "node" needs.
+
+Making groups is a collective over ALL ranks of the default group, in the same order. Nothing else here communicates.
+"""
 
 from __future__ import annotations
 
-import functools
 import os
-import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from syncbn.distributed import new_groups, reduction
-from syncbn.distributed.group_spec import OfMesh, own_group
-from syncbn.distributed.reduction import ONE_RANK, EagerReduction, NoReduction
+from syncbn import torch_private
+from syncbn.distributed.group_spec import GlobalRanks, OfMesh, includes_this_rank, own_group
+from syncbn.distributed.text_exchange import all_gather_json
 
 if TYPE_CHECKING:
     from syncbn.distributed.group_spec import GroupSpec
 
-
-def reduction_of(spec: GroupSpec | OfMesh, caller: Any, input: Any) -> NoReduction | EagerReduction:
-    """The ranks that a call of a layer or a `Caller` synchronises in eager mode; counts the call. See `resolve`."""
-    group = dist.group.WORLD if spec is None else existing(spec)
-    if group is None and spec is None:
-        _warn_if_launched_on_several_ranks()
-        return ONE_RANK
-    site = caller._call_site
-    # Unless the site of the last call still fits; a guard may bring a group of its own.
-    if group is None or site is None or site.group() is not group or site.caller() is not caller or reduction.guards:
-        group = resolve(spec)
-        if group is None:
-            return ONE_RANK
-        site = caller._call_site = reduction.diagnosis.new_site(caller, group)
-    assert group is not None
-    return EagerReduction(group, site, getattr(input, "dtype", None))
-
-
-def resolve(spec: GroupSpec | OfMesh) -> dist.ProcessGroup | None:
-    """The group to synchronise over now; None for a group of one rank, and when there is no process group.
-
-    The first call with an int or "node" makes the groups. **Raises** ValueError for a part of the ranks inside
-    syncbn.join; and as `own_group`.
-    """
-    group = existing(spec)
-    if group is None and not isinstance(spec, OfMesh):
-        if not dist.is_initialized():
-            _warn_if_launched_on_several_ranks()
-            return None
-        make_groups(spec)
-        group = existing(spec)
-    if group is None or group.size() == 1:
-        return None
-    joined = reduction.joined_group()
-    if joined is not None and group.size() < joined.size():
-        raise ValueError(
-            f"inside syncbn.join every layer must synchronise over all {joined.size()} ranks, not over {group.size()} "
-            f"(process_group={spec!r}); set process_group=None"
-        )
-    return joined or group
-
-
-def make_groups(spec: GroupSpec) -> None:
-    """Make the groups that an int or "node" needs: a collective over ALL ranks of the default group, once for each."""
-    if isinstance(spec, (int, str)):
-        new_groups.make(spec)
+# Default group -> {int or "node": this rank's group, or None for the default group itself}. A re-made default group
+# starts with nothing made, and the old entry goes with the old group.
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[int | str, dist.ProcessGroup | None]] = WeakKeyDictionary()
 
 
 def existing(spec: GroupSpec | OfMesh) -> dist.ProcessGroup | None:
@@ -72,18 +32,130 @@ def existing(spec: GroupSpec | OfMesh) -> dist.ProcessGroup | None:
     if spec is None:
         return dist.group.WORLD
     if isinstance(spec, (int, str)):
-        return new_groups.made(spec)
+        return _made_for(spec)
     if isinstance(spec, OfMesh):
         return spec.group
     return own_group(spec)
 
 
-@functools.cache
-def _warn_if_launched_on_several_ranks() -> None:
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    if world_size != "1":
-        warnings.warn(
-            f"syncbn is not synchronising: WORLD_SIZE is {world_size} but torch.distributed has no process group. "
-            "Call torch.distributed.init_process_group() before the first training step.",
-            stacklevel=2,
+def world() -> dist.ProcessGroup | None:
+    """The default group; None where it is one rank, or there is none."""
+    default_group = dist.group.WORLD
+    return None if default_group is None or default_group.size() == 1 else default_group
+
+
+def ranks_of(spec: GroupSpec) -> list[int]:
+    """The global ranks that `spec` means, this one alone where its group is not made yet or without it."""
+    group = existing(spec) if includes_this_rank(spec) else None
+    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+
+
+def size(spec: GroupSpec) -> int:
+    """How many ranks `spec` means, also before its group is made; 1 without a process group, 0 without this rank."""
+    if dist.group.WORLD is None:
+        return 1
+    if isinstance(spec, int):
+        return spec
+    if not includes_this_rank(spec):
+        return 0
+    if isinstance(spec, GlobalRanks):
+        return len(spec.ranks)
+    group = existing(spec)
+    if group is not None:
+        return group.size()
+    return ranks_per_host([(os.environ.get("LOCAL_WORLD_SIZE"), None)] * dist.get_world_size())
+
+
+def of_torch(spec: GroupSpec) -> Any:
+    """What an nn.SyncBatchNorm holds for `spec`. **Raises** RuntimeError where its group does not exist."""
+    if dist.group.WORLD is None or spec is None:
+        return None
+    return existing(spec) if includes_this_rank(spec) else dist.GroupMember.NON_GROUP_MEMBER
+
+
+def make_groups(spec: GroupSpec) -> None:
+    """Make the groups that an int or "node" needs: a collective over ALL ranks of the default group, once for each.
+
+    **Raises** ValueError on every rank when the ranks ask for different groups, or their number does not divide.
+    """
+    default_group = dist.group.WORLD
+    if default_group is not None and isinstance(spec, (int, str)):
+        of_default_group = _made.setdefault(default_group, {})
+        if spec not in of_default_group:
+            of_default_group[spec] = _consecutive_group(_agreed_size(spec, default_group), default_group)
+
+
+def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
+    """This rank's group of `group_size` consecutive ranks, as apex's function of the same name.
+
+    A collective over all ranks of the default group the first time a size is asked for. 0 means all ranks: None.
+
+    **Raises** ValueError when `group_size` is negative, exceeds the number of ranks or does not divide it; RuntimeError
+    before init_process_group.
+    """
+    if group_size == 0:
+        return None
+    if group_size < 0:
+        raise ValueError(f"group_size must not be negative, got {group_size}")
+    if dist.group.WORLD is None:
+        raise RuntimeError("create_syncbn_process_group needs torch.distributed.init_process_group() first")
+    make_groups(group_size)
+    return _made_for(group_size)
+
+
+def ranks_per_host(gathered: Sequence[tuple[str | None, str | None]]) -> int:
+    """The group size of "node" from (LOCAL_WORLD_SIZE, LOCAL_RANK) of all ranks, which every rank has received.
+
+    **Raises** ValueError, the same on every rank, when LOCAL_WORLD_SIZE is unset or no positive number, differs between
+    ranks, does not divide the number of ranks, or when the ranks of a host are not consecutive.
+    """
+    needs = 'process_group="node" needs the environment variable LOCAL_WORLD_SIZE (ranks per host; torchrun sets it)'
+    for rank, (local_world_size, _) in enumerate(gathered):
+        if local_world_size is None or not local_world_size.isdecimal() or int(local_world_size) < 1:
+            raise ValueError(f"{needs}; on rank {rank} it is {local_world_size!r}")
+    sizes = sorted({int(local_world_size or 0) for local_world_size, _ in gathered})
+    size = sizes[0]
+    if len(sizes) > 1:
+        raise ValueError(f"{needs} to be the same on every host; it is {sizes}")
+    if len(gathered) % size:
+        raise ValueError(f"{needs} to divide WORLD_SIZE; they are {size} and {len(gathered)}")
+    for rank, (_, local_rank) in enumerate(gathered):
+        if local_rank is not None and local_rank != str(rank % size):
+            raise ValueError(
+                f"{needs} and consecutive ranks on each host; "
+                f"rank {rank} has LOCAL_RANK {local_rank}, expected {rank % size}"
+            )
+    return size
+
+
+def _made_for(spec: int | str) -> dist.ProcessGroup | None:
+    """This rank's group of what `make_groups` has made for `spec`; None where it has not. Communicates nothing."""
+    default_group = dist.group.WORLD
+    if default_group is None or spec not in _made.get(default_group, {}):
+        return None
+    return _made[default_group][spec] or default_group
+
+
+def _agreed_size(spec: int | str, default_group: dist.ProcessGroup) -> int:
+    """Ranks per group, once all ranks have told what they ask for. **Raises** ValueError on all where they differ."""
+    local = (str(spec), (os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK")))
+    gathered = all_gather_json(local, default_group)
+    asked = [one for one, _ in gathered]
+    if len(set(asked)) > 1:
+        each = ", ".join(f"rank {rank} for {one}" for rank, one in enumerate(asked))
+        raise ValueError(f"the ranks ask for different process groups: {each}; pass the same process_group on all")
+    return spec if isinstance(spec, int) else ranks_per_host([of_host for _, of_host in gathered])
+
+
+def _consecutive_group(ranks_per_group: int, default_group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    world_size = default_group.size()
+    if world_size % ranks_per_group:
+        raise ValueError(
+            f"the number of ranks must be a multiple of the group size: {world_size} ranks do not divide into groups "
+            f"of {ranks_per_group}"
         )
+    if ranks_per_group == world_size:
+        return None
+    group: dist.ProcessGroup
+    group, _ = dist.new_subgroups(ranks_per_group, timeout=torch_private.timeout_of(default_group))  # type: ignore[no-untyped-call]
+    return group

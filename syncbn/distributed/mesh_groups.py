@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from syncbn.distributed import groups
 from syncbn.distributed.group_spec import GlobalRanks, OfMesh
+from syncbn.distributed.reduction import resolve
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,7 +57,7 @@ def _require_same(spec: GroupSpec | OfMesh, group: dist.ProcessGroup | None, pla
     """Raises ValueError unless `spec`, which the user passed, means the ranks of this group."""
     given, of_mesh = (
         [dist.get_rank()] if one is None else sorted(dist.get_process_group_ranks(one))
-        for one in (groups.resolve(spec), group)
+        for one in (resolve(spec), group)
     )
     if given != of_mesh:
         raise ValueError(

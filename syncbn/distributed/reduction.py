@@ -22,9 +22,12 @@ GPU the host would have to wait to read it.
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import time
+import warnings
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from weakref import ref
 
 import torch
@@ -32,7 +35,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncbn import torch_private
+from syncbn.distributed import groups
+from syncbn.distributed.group_spec import OfMesh
 from syncbn.kernels.plans import FAULT, NUM_SIGNED, OK, RANKS_DIFFER, UNSIGNED, Signature, status_of
+
+if TYPE_CHECKING:
+    from syncbn.distributed.group_spec import GroupSpec
 
 
 class Caller:
@@ -85,11 +93,11 @@ class Guard:
 TRANSFORMED_GRAPH = "compiled graphs with vmap or forward mode over ranks: compile without fullgraph=True"
 
 guards: list[Guard] = []
-diagnosis: Any = None  # names the callers, and says what is known when a collective fails: see diagnosis/guards.py
+diagnosis: Any = None  # names the callers, and says what is known when a collective fails: see diagnosis/diagnosis.py
 
 
 def register(one: Any) -> None:
-    """diagnosis/guards.py says so when it is imported: `one` is asked from now on."""
+    """diagnosis/diagnosis.py says so when it is imported: `one` is asked from now on."""
     global diagnosis
     diagnosis = one
 
@@ -150,7 +158,7 @@ class NoReduction:
         """The sums themselves."""
         return sums
 
-    def waiting(self, pass_name: str) -> contextlib.AbstractContextManager[Collective | None]:
+    def other_collective(self, pass_name: str) -> contextlib.AbstractContextManager[Collective | None]:
         """Nothing."""
         return contextlib.nullcontext()
 
@@ -211,9 +219,50 @@ class EagerReduction:
         self.check(payload, error)
         return payload[: len(sums)]
 
-    def waiting(self, pass_name: str) -> Collective:
+    def other_collective(self, pass_name: str) -> Collective:
         """Around another collective of this call than an all_reduce."""
         return Collective(self.site, self.call, pass_name)
+
+
+def reduction_of(spec: GroupSpec | OfMesh, caller: Any, input: Any) -> NoReduction | EagerReduction:
+    """The ranks that a call of a layer or a `Caller` synchronises in eager mode; counts the call. See `resolve`."""
+    group = dist.group.WORLD if spec is None else groups.existing(spec)
+    if group is None and spec is None:
+        _warn_if_launched_on_several_ranks()
+        return ONE_RANK
+    site = caller._call_site
+    # Unless the site of the last call still fits; a guard may bring a group of its own.
+    if group is None or site is None or site.group() is not group or site.caller() is not caller or guards:
+        group = resolve(spec)
+        if group is None:
+            return ONE_RANK
+        site = caller._call_site = diagnosis.new_site(caller, group)
+    assert group is not None
+    return EagerReduction(group, site, getattr(input, "dtype", None))
+
+
+def resolve(spec: GroupSpec | OfMesh) -> dist.ProcessGroup | None:
+    """The group to synchronise over now; None for a group of one rank, and when there is no process group.
+
+    The first call with an int or "node" makes the groups. **Raises** ValueError for a part of the ranks inside
+    syncbn.join; and as `own_group`.
+    """
+    group = groups.existing(spec)
+    if group is None and not isinstance(spec, OfMesh):
+        if not dist.is_initialized():
+            _warn_if_launched_on_several_ranks()
+            return None
+        groups.make_groups(spec)
+        group = groups.existing(spec)
+    if group is None or group.size() == 1:
+        return None
+    joined = joined_group()
+    if joined is not None and group.size() < joined.size():
+        raise ValueError(
+            f"inside syncbn.join every layer must synchronise over all {joined.size()} ranks, not over {group.size()} "
+            f"(process_group={spec!r}); set process_group=None"
+        )
+    return joined or group
 
 
 def sums_of(payload: Tensor) -> Tensor:
@@ -221,3 +270,14 @@ def sums_of(payload: Tensor) -> Tensor:
     if payload.is_cpu:
         return payload[: -1 - NUM_SIGNED]
     return payload[:-1] if len(payload) % 2 else payload
+
+
+@functools.cache
+def _warn_if_launched_on_several_ranks() -> None:
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size != "1":
+        warnings.warn(
+            f"syncbn is not synchronising: WORLD_SIZE is {world_size} but torch.distributed has no process group. "
+            "Call torch.distributed.init_process_group() before the first training step.",
+            stacklevel=2,
+        )

@@ -37,9 +37,9 @@ class GraphReduction:
         return payload[: len(sums)]
 
 
-def reduction_in_graph(spec: GroupSpec | OfMesh) -> GraphReduction:
-    """The ranks that a call synchronises in a compiled graph. **Raises** RuntimeError where new groups would have to be
-    made, and inside syncbn.join."""
+def reduction_in_graph(spec: GroupSpec | OfMesh, *of_call: Any) -> GraphReduction:
+    """The ranks that a call synchronises in a compiled graph, as `reduction_of`. **Raises** RuntimeError where new
+    groups would have to be made, and inside syncbn.join."""
     if not dist.is_initialized():  # in graphs of torch 2.11 WORLD itself is never None
         return GraphReduction(None)
     if joined_group() is not None:

@@ -1,21 +1,37 @@
-"""Chooses the side road of a call that is not ordinary, see step.py."""
+"""Chooses the side road of a call that is not ordinary, see step.py: first by its tensors, then by how torch runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from syncbn import torch_state
 from syncbn.arguments import Arguments
-from syncbn.distributed import groups, side_reductions
-from syncbn.distributed.reduction import ONE_RANK
-from syncbn.distributed.side_reductions import Reduction
+from syncbn.distributed.reduction import ONE_RANK, reduction_of
+from syncbn.distributed.side_reductions import Reduction, reduction_in_graph
 from syncbn.roads import compiled, other_tensors, traced, transformed, watched
 
-if TYPE_CHECKING:
-    from syncbn.distributed.group_spec import GroupSpec, OfMesh
+
+class Road(NamedTuple):
+    """What differs between the side roads."""
+
+    reduction_of: Callable[..., Reduction]  # (process group, caller, input) -> the ranks that the call synchronises
+    apply: watched.Apply  # of an autograd Function
+    moves: bool  # the running statistics
+
+
+def road_now() -> Road:
+    """The side road of a call with plain tensors, as torch is running now."""
+    if torch_state.is_compiling():  # a compiled graph leaves what moves out of its recompute by itself
+        return Road(reduction_in_graph, compiled.apply, moves=True)
+    moves = torch_state.current_backward() == -1  # not in the recompute of activation checkpointing
+    if torch_state.is_jit_tracing():
+        return Road(traced.refuse_jit_trace, watched.apply, moves)
+    if torch_state.inside_functorch() or torch_state.forward_mode_level() >= 0:
+        return Road(reduction_of, transformed.apply, moves)
+    return Road(reduction_of, watched.apply, moves)
 
 
 def train(given: Arguments, caller: Any) -> tuple[Tensor, Tensor]:
@@ -24,9 +40,9 @@ def train(given: Arguments, caller: Any) -> tuple[Tensor, Tensor]:
     if plain is not given:
         y, statistics = train(plain, caller)
         return wrap(y), statistics
-    return watched.train(
-        given, caller, reduction_now(given.process_group, caller, given.input), apply_now(), moves_now()
-    )
+    road = road_now()
+    reduction = road.reduction_of(given.process_group, caller, given.input)
+    return watched.train(given, caller, reduction, road.apply, road.moves)
 
 
 def evaluate(given: Arguments, of_plain: Callable[[Arguments], Tensor]) -> Tensor:
@@ -37,27 +53,4 @@ def evaluate(given: Arguments, of_plain: Callable[[Arguments], Tensor]) -> Tenso
 
 def normalize_local_batch(given: Arguments) -> Tensor:
     """y by the statistics of this rank's batch, of arguments that have been checked."""
-    return watched.normalize(given, ONE_RANK, apply_now())[0]
-
-
-def apply_now() -> watched.Apply:
-    """How a Function of a side road is applied, as torch is running now."""
-    if torch_state.is_compiling():
-        return compiled.apply
-    is_transformed = torch_state.inside_functorch() or torch_state.forward_mode_level() >= 0
-    return transformed.apply if is_transformed else watched.apply
-
-
-def moves_now() -> bool:
-    """Whether running statistics move: not in the recompute of activation checkpointing, but always in a compiled
-    graph, which leaves the writes out of its recompute by itself."""
-    return torch_state.is_compiling() or torch_state.current_backward() == -1
-
-
-def reduction_now(spec: GroupSpec | OfMesh, caller: Any, input: Any) -> Reduction:
-    """The ranks that a call synchronises, as torch is running now."""
-    if torch_state.is_compiling():
-        return side_reductions.reduction_in_graph(spec)
-    if torch_state.is_jit_tracing():
-        traced.refuse_jit_trace()
-    return groups.reduction_of(spec, caller, input)
+    return watched.normalize(given, ONE_RANK, road_now().apply)[0]

@@ -49,7 +49,7 @@ def refuse_proxies(arguments: Arguments) -> None:
         )
 
 
-def refuse_jit_trace() -> NoReturn:
+def refuse_jit_trace(*of_call: object) -> NoReturn:
     """**Raises** RuntimeError: torch.jit.trace cannot record a training step."""
     raise RuntimeError(
         "syncbn: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm of all ranks: "

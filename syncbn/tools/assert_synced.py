@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from syncbn.distributed import members
+from syncbn.distributed import groups
 from syncbn.distributed.text_exchange import (
     all_gather,
     all_gather_text,
@@ -44,7 +44,7 @@ def assert_synced(model: nn.Module) -> None:
         AssertionError: on every rank: which tensors, on which ranks, and by how much at most; or that the ranks' models
             have not the same tensors.
     """
-    world = members.world()
+    world = groups.world()
     if world is None:
         return
     tensors = dict(_tensors(model))
@@ -78,7 +78,7 @@ def _cohorts(model: nn.Module) -> dict[str, int]:
     cohorts = {}
     for name, layer in model.named_modules():
         if isinstance(layer, SyncBatchNorm) and layer._process_group is not None:
-            first = members.ranks_of(layer._process_group)[0]
+            first = groups.ranks_of(layer._process_group)[0]
             for buffer, _ in layer.named_buffers(prefix=name, recurse=False):
                 cohorts[buffer] = first
     return cohorts

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn.diagnosis import report
-from syncbn.distributed import members
+from syncbn.distributed import groups
 from syncbn.distributed.join_protocol import ITERATION, Shadowing
 from syncbn.distributed.reduction import Caller, guarded_by, joined_group
 from syncbn.layer import SyncBatchNorm
@@ -186,7 +186,7 @@ def _check(ddp_model: nn.Module) -> None:
     parts = {"the model": dist.get_world_size(ddp_model.process_group)}
     for name, layer in ddp_model.named_modules():
         if isinstance(layer, SyncBatchNorm):
-            parts[name] = members.size(layer._process_group)
+            parts[name] = groups.size(layer._process_group)
     partial = ", ".join(f"{name} over {size}" for name, size in parts.items() if size != num_ranks)
     if partial:
         raise ValueError(f"syncbn.join needs everything to run over all {num_ranks} ranks, but not so: {partial}")

@@ -36,9 +36,8 @@ from syncbn import masks, moments, torch_private, torch_state
 from syncbn.arguments import Arguments
 from syncbn.convert import check_module
 from syncbn.convertibility import kind_of
-from syncbn.distributed import groups
 from syncbn.distributed.group_spec import to_spec
-from syncbn.distributed.reduction import Caller, joined_group
+from syncbn.distributed.reduction import Caller, joined_group, reduction_of, resolve
 from syncbn.distributed.text_exchange import all_reduce_max, gather_by_rank, require_equal
 from syncbn.kernels.select import select_kernels
 from syncbn.layer import SyncBatchNorm
@@ -181,7 +180,7 @@ def measure_local_noise(
     if joined_group() is not None:
         raise RuntimeError("measure_local_noise cannot be used inside syncbn.join; leave its block before")
     spec = to_spec(process_group)
-    if groups.resolve(spec) is None and num_slices == 1:
+    if resolve(spec) is None and num_slices == 1:
         raise ValueError(
             "measure_local_noise has one rank, which has nothing to compare; pass num_slices=8 to cut its batch into "
             "the parts of 8 ranks, or start several with torchrun"
@@ -196,8 +195,8 @@ def measure_local_noise(
         for recorder in recorders:
             hooks.enter_context(observed(recorder.layer, recorder.record, recorder.leave_out))
         yield noise
-    ranks = groups.reduction_of(spec, _CALLER, None)
-    with ranks.waiting("exchange"):
+    ranks = reduction_of(spec, _CALLER, None)
+    with ranks.other_collective("exchange"):
         _require_the_same_calls(recorders, num_slices, ranks.group)
         noise.not_measured.update(_not_measured(recorders, ranks.group))
     called = [one for one in recorders if one.num_calls and one.name not in noise.not_measured]
@@ -300,9 +299,9 @@ def _totals(recorders: list[_Recorder], local: list[Tensor]) -> list[Tensor]:
     totals = [sums.sum(2, keepdim=True) for sums in local]
     of_groups: dict[Any, list[int]] = {}
     for index, recorder in enumerate(recorders):
-        of_groups.setdefault(groups.resolve(recorder.spec), []).append(index)
+        of_groups.setdefault(resolve(recorder.spec), []).append(index)
     for indices in of_groups.values():
-        ranks = groups.reduction_of(recorders[indices[0]].spec, _CALLER, None)
+        ranks = reduction_of(recorders[indices[0]].spec, _CALLER, None)
         packed = ranks.total(torch.cat([totals[index].flatten() for index in indices]), "all_reduce")
         sizes = [totals[index].numel() for index in indices]
         for index, total in zip(indices, torch.split(packed, sizes), strict=True):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn.distributed import groups, members
-from syncbn.distributed.reduction import Caller
+from syncbn.distributed import groups
+from syncbn.distributed.reduction import Caller, reduction_of
 from syncbn.distributed.text_exchange import all_reduce_max
 from syncbn.tools.running_stats_layers import agreed_layers
 
@@ -49,12 +49,12 @@ def merge_running_stats(model: nn.Module, count: float | Mapping[str, float] | N
         weights.extend(_weights(model, layers, count))
 
     layers = agreed_layers(model, prepare, "" if count is None else ", with count")
-    world = members.world()
+    world = groups.world()
     if world is None:
         return
     b = 0 if count is None else 1
     sums = torch.cat([_weighted_sums(layer, n, b) for layer, n in zip(layers, weights, strict=True)])
-    reduction = groups.reduction_of(None, _CALLER, sums)
+    reduction = reduction_of(None, _CALLER, sums)
     sizes = [2 * layer.num_features + 1 for layer in layers]
     totals = torch.split(reduction.total(sums, "all_reduce"), sizes)
     counters = torch.stack([_counter(layer) for layer in layers])

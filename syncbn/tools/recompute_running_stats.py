@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from syncbn import moments, torch_private
 from syncbn.convert import convert_syncbn_model, revert_syncbn_model
-from syncbn.distributed import members
+from syncbn.distributed import groups
 from syncbn.distributed.join_protocol import Shadowing
 from syncbn.layer import SyncBatchNorm
 from syncbn.moments import Pool
@@ -103,7 +103,7 @@ def _unwrapped_once(model: nn.Module) -> nn.Module:
 def _pools_of_all_ranks(run: Callable[[], None], layers: list[SyncBatchNorm], device: torch.device) -> list[Pool]:
     """What these layers see while `run` runs, as long as any rank runs it."""
     with collecting(layers) as pools:
-        if members.world() is None:
+        if groups.world() is None:
             run()
         else:
             shadowing = Shadowing(device, "recompute_running_stats")
@@ -180,7 +180,7 @@ def _forward(model: nn.Module, batch: Any, device: torch.device) -> None:
 
 def _shown(batches: Iterable[Any], loader: Iterable[Any], num_batches: int | None, progress: bool) -> Iterable[Any]:
     """`batches`, which are so many of the loader's, with a bar where it can be seen."""
-    world = members.world()
+    world = groups.world()
     if not (progress and sys.stderr.isatty()) or (world is not None and world.rank() != 0):
         return batches
     try:

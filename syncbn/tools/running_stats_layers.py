@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from syncbn.distributed import members
+from syncbn.distributed import groups
 from syncbn.distributed.text_exchange import require_equal
 
 Layer = TypeVar("Layer", bound=_BatchNorm)
@@ -43,5 +43,5 @@ def agreed_layers(
     except (TypeError, ValueError) as error:
         fault = error
     lines = [f"BatchNorm layer {index}: {layer.num_features} channels" for index, layer in enumerate(layers, 1)]
-    require_equal([f"BatchNorm layers{count_given}", *lines], fault, members.world())
+    require_equal([f"BatchNorm layers{count_given}", *lines], fault, groups.world())
     return layers

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from syncbn import convertibility, kernels
 from syncbn.convert import check_module
-from syncbn.distributed import members
+from syncbn.distributed import groups
 from syncbn.kernels.plans import NUM_SIGNED
 from syncbn.layer import SyncBatchNorm
 from syncbn.tools.table import table
@@ -71,7 +71,7 @@ def summary(model: nn.Module) -> Summary:
 
 
 def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
-    group_size = members.size(layer._process_group)
+    group_size = groups.size(layer._process_group)
     forward_bytes, backward_bytes = bytes_if_synchronised(layer) if group_size > 1 else (0, 0)
     if compiled:
         last_step = "compiled"

@@ -23,7 +23,7 @@ from syncbn import torch_private
 from syncbn.diagnosis import layer_names, process_state, report, signatures, waiting, watchdog
 from syncbn.diagnosis.this_rank import Position, Site, ThisRank
 from syncbn.diagnosis.waiting import Waiting
-from syncbn.distributed import groups, reduction, text_exchange
+from syncbn.distributed import reduction, text_exchange
 from syncbn.distributed.reduction import Caller, EagerReduction, Guard, guarded_by
 
 # torch's own in Dynamo
@@ -227,7 +227,7 @@ def test_paths_of_one_layer(paths: tuple[str, ...], expected: bool) -> None:
 
 def test_positions_in_the_store(ranks: Ranks) -> None:
     layer, x = syncbn.SyncBatchNorm(3).to(ranks.device), torch.randn(4, 3, device=ranks.device)
-    with groups.reduction_of(None, Caller("this test"), x).waiting("forward") as collective:
+    with reduction.reduction_of(None, Caller("this test"), x).other_collective("forward") as collective:
         pass
     wait = Waiting(collective)
 
@@ -254,7 +254,7 @@ def test_a_rank_knows_its_own_position(ranks: Ranks, monkeypatch: pytest.MonkeyP
     syncbn.SyncBatchNorm(3, device=ranks.device)(torch.randn(4, 3, device=ranks.device))
     dist.barrier()
     monkeypatch.setattr(ThisRank, "write", lambda *_: None)
-    with groups.reduction_of(None, Caller("this test"), None).waiting("unwritten") as collective:
+    with reduction.reduction_of(None, Caller("this test"), None).other_collective("unwritten") as collective:
         where = report.where_all_are(Waiting(collective))
     assert f"rank {ranks.rank}: in this test unwritten, call 1\n" in where
     dist.barrier()
@@ -410,7 +410,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[HeldEvent | None]:
 
 
 def all_reduce(name: str) -> None:
-    groups.reduction_of(None, Caller(name), None).total(torch.zeros(4, dtype=torch.float64), "forward")
+    reduction.reduction_of(None, Caller(name), None).total(torch.zeros(4, dtype=torch.float64), "forward")
 
 
 @pytest.mark.two_ranks

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from voting import Ranks, vote
 
 import syncbn
-from syncbn.distributed import groups
+from syncbn.distributed import reduction
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}  # of the largest value, or of the largest term of a sum
 SUMS = TOLERANCE | {
@@ -276,7 +276,7 @@ class Program:
 
     def of_members(self, tensor: Tensor) -> Tensor:
         """Of each rank of the group."""
-        group = groups.resolve(self.layer.process_group)
+        group = reduction.resolve(self.layer.process_group)
         everyone = [torch.empty_like(tensor) for _ in self.members]
         dist.all_gather(everyone, tensor, group) if group else everyone[0].copy_(tensor)
         return torch.stack(everyone)

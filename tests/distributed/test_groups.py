@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from voting import Ranks
 
 import syncbn
-from syncbn.distributed import groups, members
+from syncbn.distributed import groups
 from syncbn.distributed.group_spec import GlobalRanks
 
 
@@ -81,7 +81,7 @@ def test_node_of_two_ranks(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Non
     make_world_anew()
     layer = layer_of("node", ranks)
     assert ranks_that_share(layer, ranks) == ([0, 1] if ranks.rank < 2 else [2, 3])
-    assert members.size("node") == 2
+    assert groups.size("node") == 2
     make_world_anew()
 
 
@@ -98,10 +98,10 @@ def test_node_needs_its_variable_on_every_rank(ranks: Ranks, monkeypatch: pytest
 def test_node_before_its_groups_are_made(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a layer that was built before init_process_group: the size is looked up, and nonsense is named."""
     make_world_anew()
-    assert members.size("node") == ranks.size
+    assert groups.size("node") == ranks.size
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
     with pytest.raises(ValueError, match=r"needs the environment variable LOCAL_WORLD_SIZE.*it is 'two'"):
-        members.size("node")
+        groups.size("node")
 
 
 def test_sizes_that_do_not_divide(ranks: Ranks) -> None:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from voting import Ranks
 
 import syncbn
-from syncbn.diagnosis import guards
+from syncbn.diagnosis import diagnosis
 from syncbn.distributed import text_exchange
 from syncbn.distributed.reduction import Collective, EagerReduction, Guard, guarded_by
 from syncbn.functional import sync_batch_norm
@@ -167,7 +167,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[Collective | None]:
     exchange = text_exchange.all_gather_text
 
     def note(text: str, group: dist.ProcessGroup) -> list[str]:
-        seen.append(guards.this_rank().waiting)
+        seen.append(diagnosis.this_rank().waiting)
         return exchange(text, group)
 
     monkeypatch.setattr(text_exchange, "all_gather_text", note)
@@ -178,9 +178,9 @@ def check_waits(waits: list[Collective | None], layer: nn.Module, pass_name: str
     """It was once, in this collective; and it is not any more."""
     assert len(waits) == 1
     assert waits[0] is not None
-    assert waits[0] is guards.this_rank().last
+    assert waits[0] is diagnosis.this_rank().last
     assert (waits[0].site, waits[0].pass_name, waits[0].call) == (layer._call_site, pass_name, call)
-    assert guards.this_rank().waiting is None
+    assert diagnosis.this_rank().waiting is None
     dist.barrier()
 
 
