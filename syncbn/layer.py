@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +14,7 @@ from syncbn.arguments import Arguments, check_eps, check_momentum, check_num_fea
 from syncbn.diagnosis import diagnosis
 from syncbn.distributed import groups
 from syncbn.distributed.group_spec import THIS_RANK_ALONE, to_spec, to_user
+from syncbn.distributed.reduction import warn_in_data_parallel
 from syncbn.roads import traced
 from syncbn.torch_state import PLAIN_CLASSES, runs_plainly
 
@@ -206,15 +205,6 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
 
 
 def _train_replica(given: Arguments, replica: SyncBatchNorm) -> tuple[Tensor, Tensor]:
-    _warn_in_data_parallel()
+    warn_in_data_parallel()
     given.process_group = THIS_RANK_ALONE
     return step.train(given, replica)
-
-
-@functools.cache
-def _warn_in_data_parallel() -> None:
-    warnings.warn(
-        "syncbn is not synchronising: the layer runs in a replica of nn.DataParallel, which has threads but no ranks. "
-        "Use DistributedDataParallel, launched by torchrun.",
-        stacklevel=2,
-    )

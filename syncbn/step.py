@@ -25,7 +25,7 @@ from torch import Tensor
 from syncbn import argument_errors, masks, torch_private
 from syncbn.arguments import Arguments, require_two_values
 from syncbn.distributed.reduction import EagerReduction, NoReduction, reduction_of
-from syncbn.kernels.plans import NUM_SIGNED, ONE_VALUE
+from syncbn.kernels.plans import NOT_FINITE, NUM_SIGNED, ONE_VALUE
 from syncbn.layout import Layout
 from syncbn.moments import compute_dtype
 from syncbn.new_plans import Plan
@@ -51,7 +51,9 @@ def train(given: Arguments, caller: Any) -> tuple[Tensor, Tensor]:
     x, weight, bias, z = given.input, given.weight, given.bias, given.z
     reduction = reduction_of(given.process_group, caller, x)
     try:
-        sums, at = plan.forward_sums(x, reduction.signatures["forward"])  # `at`: addresses, for forward_outputs
+        sums, at = plan.forward_sums(
+            x, reduction.signatures["forward", x.dtype]
+        )  # `at`: addresses, for forward_outputs
     except RuntimeError as error:
         argument_errors.raise_on_all_ranks(error, [given], reduction)
     reduction.all_reduce(sums, "forward")
@@ -99,7 +101,7 @@ class _Step(torch.autograd.Function):
             return *watched.backward(ctx, saved, needed, dy), None, None
 
         reduction, of_residual = ctx.reduction, needs_residual and y is not None
-        signature = reduction.signatures["backward"]
+        signature = reduction.signatures["backward", x.dtype]
         sums, grad_weight, grad_bias, at = plan.backward_sums(dy, x, y, statistics, signature)
         reduction.all_reduce(sums, "backward")
         outputs_of = at, dy, x, y, sums, statistics, weight, needs_x, of_residual
@@ -115,7 +117,11 @@ _apply = torch_private.direct_apply(_Step)
 
 def _explain(status: int, reduction: NoReduction | EagerReduction, sums: Tensor, x: Tensor) -> None:
     """**Raises** what is wrong with the total of all ranks: they are in different layers, another rank has a fault, or
-    a channel has one value. Returns where the ranks are in one layer, and have agreed on its name."""
+    a channel has one value. Returns where a rank has brought NaN or infinity, which is a warning, and where the ranks
+    are in one layer, and have agreed on its name."""
+    if status == NOT_FINITE:
+        reduction.warn_not_finite(x)
+        return
     if status != ONE_VALUE:
         reduction.explain(sums)
     require_two_values(sums[-1 - NUM_SIGNED], x)

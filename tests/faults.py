@@ -68,11 +68,42 @@ FAULTS = {
                 "after body.bn1 backward, call 2; is in evaluation mode(; has left with .*)?",
             ),
         ),
-        Fault("not converted", "", _where("in body.bn1 forward, call 1", "has not been seen in body.bn1(; .*)?")),
+        Fault("not converted", _where("in body.bn1 forward, call 1", "has not been seen in body.bn1(; .*)?")),
         Fault(
-            "channels", "", _where("body.bn1 forward, call 1: 4 channels.*", "body.bn1 forward, call 1: 5 channels.*")
+            "channels",
+            "",
+            _where("in body.bn1 forward, call 1: 4 channels.*", "in body.bn1 forward, call 1: 5 channels.*"),
         ),
-        Fault("dtype", "", _where("body.bn1 .*torch.float32.*", "body.bn1 .*torch.float64.*"), well=2),
+        Fault(
+            "dtype",
+            _where(*[f"in body.bn1 forward, call 1, with an input of torch.float{bits}" for bits in (32, 64)]),
+            _where("in body.bn1 .*torch.float32.*", "in body.bn1 .*torch.float64.*"),
+        ),
+        Fault(
+            "autocast",
+            _where(
+                *[f"in body.bn1 forward, call 3, with an input of torch.{dtype}" for dtype in ("float32", "bfloat16")]
+            )
+            + "Use autocast on every rank or on none",
+            _where("in body.bn1 .*torch.float32.*", "in body.bn1 .*torch.bfloat16.*"),
+        ),
+        Fault(
+            "two models, another order",
+            _where(*[rf"in layer '1' forward, call 3; first called at .*, as layer number {n} .*" for n in (1, 2)]),
+            by_hand=False,
+        ),
+        Fault(
+            "evaluates, DDP broadcasts buffers",
+            _where(
+                "in body.bn1 forward, call 3",
+                "after body.bn1 backward, call 2; is in evaluation mode(; has left with .*)?",
+            )
+            + r".*call ddp\.module\(x\)",
+        ),
+        Fault(
+            "one more step, then a barrier",  # in which the others wait
+            r"rank 0: after body.bn1 backward, call 6\nrank 1: in body.bn1 forward, call 7.*\n.*syncbn\.join",
+        ),
         Fault(
             "exception in forward",
             _where("in body.bn2 forward, call 3", "after body.bn1 forward, call 3; has left with KeyError: .*"),

@@ -159,6 +159,25 @@ def recompute(model: nn.Module, body: Body) -> None:
     syncbn.recompute_running_stats(model, [torch.randn(4, 3)])
 
 
+def train_two_models(*_: object) -> None:
+    """A generator and a discriminator, whose layers have the same path."""
+    models = [
+        DistributedDataParallel(syncbn.convert_syncbn_model(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))))
+        for _ in range(2)
+    ]
+    for step in range(1, STEPS):
+        for model in reversed(models) if AT_FAULT and step == FAULTY_STEP else models:
+            model(torch.randn(4, 3)).square().mean().backward()
+
+
+def evaluate(ddp: nn.Module) -> None:
+    """Through DistributedDataParallel, on one rank."""
+    ddp.eval()
+    ddp(torch.randn(4, 3))
+    ddp.train()
+
+
+OTHER_JOBS = {"two models, another order": train_two_models}
 AMONG_UNEVEN_RANKS = {"kill -9 inside join": join, "kill -9 inside recompute_running_stats": recompute}
 
 
@@ -181,20 +200,25 @@ def train() -> None:
     # It compares the parameters at its start; these two faults are for models that it does not wrap.
     unwrapped = FAULT in ("channels", "dtype")
     ddp = model if unwrapped else DistributedDataParallel(model, broadcast_buffers="buffers" in FAULT)
-    if FAULT in AMONG_UNEVEN_RANKS:
-        AMONG_UNEVEN_RANKS[FAULT](ddp, body)
+    if job := (AMONG_UNEVEN_RANKS | OTHER_JOBS).get(FAULT):
+        job(ddp, body)
     for step in range(1, STEPS + 1 + (AT_FAULT and FAULT.startswith("one more step"))):
         body.faulty = AT_FAULT and step == FAULTY_STEP
         if step == FAULTY_STEP:
             before_step(model)
         if body.faulty and FAULT in BEFORE_FAULTY_STEP:
             BEFORE_FAULTY_STEP[FAULT](model)
-        y = ddp(torch.randn(4, 3, dtype=model.linear.weight.dtype))
+        if body.faulty and FAULT.startswith("evaluates"):
+            evaluate(ddp)
+        with torch.autocast("cpu", torch.bfloat16, enabled=body.faulty and FAULT == "autocast"):
+            y = ddp(torch.randn(4, 3, dtype=model.linear.weight.dtype))
         if body.faulty and FAULT == "out of memory, caught":
             continue
         if body.faulty and FAULT == "kill -9 in backward":
             y.register_hook(kill)
         y.square().mean().backward()
+    if FAULT.endswith("a barrier"):
+        dist.barrier()
 
 
 if __name__ == "__main__":

@@ -288,8 +288,18 @@ def test_one_warning_where_there_are_no_ranks() -> None:
     launched, replica = [line for line in run.stderr.splitlines() if "UserWarning: " in line]
     assert "not synchronising: WORLD_SIZE is 4 but" in launched
     assert "init_process_group() before" in launched
-    assert "not synchronising: the layer runs in a replica of nn.DataParallel" in replica
+    assert "not synchronising: the layer runs in nn.DataParallel" in replica
     assert "Use DistributedDataParallel" in replica
+
+
+def test_a_warning_where_data_parallel_has_no_gpus() -> None:
+    """It calls the module itself there, and no replica."""
+    code = "import syncbn, torch; torch.nn.DataParallel(syncbn.SyncBatchNorm(3))(torch.randn(4, 3))"
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert "not synchronising: the layer runs in nn.DataParallel" in run.stderr
 
 
 def test_bit_equal_evaluation_under_checkpoint_both_ways() -> None:

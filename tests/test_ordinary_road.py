@@ -466,7 +466,7 @@ def test_a_group_of_one_rank_communicates_nothing(
     plain(torch.ones(SHAPE))
     monkeypatch.setattr(dist, "all_reduce", refuse)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    reduction._warn_if_launched_on_several_ranks.cache_clear()
+    reduction._warn_if_meant_for_several_ranks.cache_clear()
     x = torch.randn(SHAPE)
     with side_roads() as taken:
         close(step(layer, x), step(plain, x))

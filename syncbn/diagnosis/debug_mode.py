@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncbn import torch_private
-from syncbn.diagnosis.layer_names import may_be_one_layer
+from syncbn.diagnosis.diagnosis import described, require_one_layer
 from syncbn.diagnosis.report import RanksDifferError
-from syncbn.diagnosis.this_rank import Site
+from syncbn.diagnosis.this_rank import Site, ThisRank
 from syncbn.distributed import reduction
 from syncbn.distributed.reduction import EagerReduction, Guard, guarded_by, sums_of
 from syncbn.distributed.text_exchange import all_gather_json, by_rank, in_words
@@ -53,7 +53,7 @@ def debug() -> Iterator[None]:
 class _Comparison(Guard):
     """Compares the ranks before each all_reduce."""
 
-    first_warning_seconds = 3.0
+    first_warning_seconds, compares_ranks = 3.0, True
 
     def before_all_reduce(self, called: EagerReduction, payload: Tensor, pass_name: str) -> None:
         group, site = called.group, called.site
@@ -62,25 +62,27 @@ class _Comparison(Guard):
             return
         members = dist.get_process_group_ranks(group)
         call, sums = site.doing(called.call, pass_name), sums_of(payload)
-        doing = f"{call}: {len(sums) // 2} channels, {called.dtype}, over {in_words(members)}"
-        same = pass_name, len(sums), str(called.dtype), in_words(members)
-        local = {"same": same, "path": site.path, "doing": doing, "finite": bool(sums.isfinite().all())}
+        same = f"{len(sums) // 2} channels", str(called.dtype), f"over {in_words(members)}"
+        local = {**described(called, pass_name), "same": same, "finite": bool(sums.isfinite().all())}
         with called.other_collective(pass_name):
-            gathered = all_gather_json(local, _side_group(group))
-            paths = [one["path"] for one in gathered]
-            if any(one["same"] != gathered[0]["same"] for one in gathered) or not may_be_one_layer(paths):
-                doings = by_rank(members, [one["doing"] for one in gathered])
-                raise RanksDifferError(f"{doings}\nNone of this was done.")
+            gathered = all_gather_json(local, _side_group(group, site.rank))
+            if any(one["same"] != gathered[0]["same"] for one in gathered):
+                doings = [f"in {one['doing']}: {', '.join(one['same'])}" for one in gathered]
+                raise RanksDifferError(f"{by_rank(members, doings)}\nNone of this was done.")
+            require_one_layer(site, gathered)
         bad = [rank for rank, one in zip(members, gathered, strict=True) if not one["finite"]]
         if bad:
             warnings.warn(f"syncbn: NaN or infinity in {call} on {in_words(bad)}", stacklevel=2)
 
 
-def _side_group(group: dist.ProcessGroup) -> dist.ProcessGroupGloo:
+def _side_group(group: dist.ProcessGroup, this_rank: ThisRank) -> dist.ProcessGroupGloo:
     # Not by dist.new_group, which names it by how many groups a rank is in, and would keep it.
     if group not in _side_groups:
         store = dist.PrefixStore(f"syncbn/debug/{group.group_name}", torch_private.default_store())
         rank, timeout = dist.get_rank(group), torch_private.timeout_of(group)
+        # Here, where other threads go on, and not where the group is made.
+        if not this_rank.meet("debug", group, timeout.total_seconds()):
+            raise RuntimeError(f"not all ranks have come to the first comparison within {timeout.total_seconds():g} s")
         _side_groups[group] = dist.ProcessGroupGloo(store, rank, group.size(), timeout)
     return _side_groups[group]
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch import Tensor
 
 from syncbn.diagnosis import pipeline_check, process_state, report
 from syncbn.diagnosis.layer_names import may_be_one_layer
-from syncbn.diagnosis.report import REMEDY, RanksDifferError
+from syncbn.diagnosis.report import REMEDY_OF_DTYPES, RanksDifferError
 from syncbn.diagnosis.this_rank import EVALUATES, Group, Site
 from syncbn.diagnosis.waiting import Waiting
 from syncbn.diagnosis.watchdog import WatchedRank
 from syncbn.distributed import reduction
-from syncbn.distributed.reduction import Collective
+from syncbn.distributed.reduction import Collective, EagerReduction
 from syncbn.distributed.text_exchange import all_gather_json, by_rank, raise_faults
+from syncbn.torch_private import timeout_of
+
+FIRST_MEETING_SECONDS = 9.0
+
+_log = logging.getLogger("syncbn")
 
 
 class Diagnosis:
@@ -40,10 +48,21 @@ class Diagnosis:
         return site
 
     def announce(self, collective: Collective) -> None:
-        """This rank enters the first collective of a group, in which it may be aborted."""
-        rank = collective.site.rank
+        """This rank enters the first collective of a group: it waits at most 9 s until all have come so far.
+
+        gloo aborts ranks that meet in different collectives, as where some have not converted their model, so what is
+        known of them is said before."""
+        rank, group = collective.site.rank, collective.site.group()
         assert isinstance(rank, WatchedRank)
+        assert group is not None
         rank.write_position()
+        seconds = min(FIRST_MEETING_SECONDS, timeout_of(group).total_seconds() / 2)
+        may_abort = reduction.joined_group() is None and "gloo" in dist.get_backend_config(group)
+        if may_abort and not rank.meet("first", group, seconds):
+            _log.warning(
+                "syncbn: rank %d has waited %g s for others before its first collective with them, and goes on.\n%s",
+                rank.rank, seconds, report.where_all_are(Waiting(collective)),
+            )  # fmt: skip
 
     def explain_failure(self, collective: Collective, error: RuntimeError) -> None:
         """**Raises** RuntimeError with where all ranks are, unless `error` says it already."""
@@ -55,27 +74,28 @@ class Diagnosis:
             f"{report.where_all_are(wait, report.one_is_gone)}\nThe process group says: {error}"
         ) from error
 
-    def explain_total(self, collective: Collective, num_signed: float) -> None:
-        """Signatures differ. **Raises** RuntimeError unless the ranks have other names for one layer."""
-        site, wait = collective.site, Waiting(collective)
+    def explain_total(self, called: EagerReduction, num_signed: float, is_sound: bool) -> None:
+        """Signatures differ. **Raises** RuntimeError unless the ranks have other names for one layer; unless `is_sound`
+        a rank has a fault, which may be the dtype of its input."""
+        site = called.site
         assert isinstance(site, Site)
-        group = site.group()
-        assert group is not None
         if not site.counts or num_signed != site.num_ranks:  # there are ranks that would not take part in an all_gather
-            raise RanksDifferError(report.where_all_are(wait))
-        doing = wait.position.doing
-        gathered = all_gather_json((site.path, site.order, collective.call, collective.pass_name, doing), group)
-        paths, orders, calls, pass_names, doings = zip(*gathered, strict=True)
-        # In its first call on a rank a layer may have another name there, or be another model's as well.
-        if len({*pass_names}) > 1 or 1 not in calls or not may_be_one_layer(paths):
-            where = [f"in {doing}" for doing in doings]
-            if len({*doings}) == 1:  # layers of one path, in two models
-                where = [
-                    f"{one}, of the layer that was number {order} to call"
-                    for one, order in zip(where, orders, strict=True)
-                ]
-            raise RanksDifferError(by_rank(dist.get_process_group_ranks(group), where) + f"\n{REMEDY}")
-        site.sign_as(max(paths, key=len), max(orders))
+            raise RanksDifferError(report.where_all_are(Waiting(called.collective)))
+        local = described(called, called.collective.pass_name)
+        require_one_layer(site, all_gather_json(local, called.group), compares_dtypes=is_sound)
+
+    def warn_not_finite(self, collective: Collective, x: Tensor) -> None:
+        """NaN or infinity is in a total; said once for a layer, by each rank that has brought it in x."""
+        site = collective.site
+        assert isinstance(site, Site)
+        if not site.said_not_finite:
+            site.said_not_finite = True
+            if not (report.in_debug_mode() or x.isfinite().all()):  # debug mode has said it
+                warnings.warn(
+                    f"syncbn: NaN or infinity in the input of {site.doing(collective.call, collective.pass_name)} on "
+                    f"rank {site.rank.rank}; the statistics of all ranks, and so their running statistics, become NaN",
+                    stacklevel=2,
+                )
 
     def raise_faults(self, collective: Collective, num_signed: float, error: Exception | None) -> None:
         """**Raises** what the ranks with a fault tell, on every rank; `error` is this rank's."""
@@ -88,6 +108,45 @@ class Diagnosis:
             where = f"syncbn: another rank has a bad argument, and says which.\n{report.where_all_are(wait)}"
             raise error or RuntimeError(where)
         raise_faults(error, group, f"{wait.position.doing}:\n")
+
+
+def described(called: EagerReduction, pass_name: str) -> dict[str, Any]:
+    """What this rank does in a collective of a layer, for `require_one_layer`."""
+    site = called.site
+    assert isinstance(site, Site)
+    return {
+        "path": site.path,
+        "order": site.order,
+        "identity": site.signatures.identity,
+        "call": called.call,
+        "pass": pass_name,
+        "dtype": str(called.dtype),
+        "doing": site.doing(called.call, pass_name),
+        "first call": site.first_call(),
+    }
+
+
+def require_one_layer(site: Site, gathered: list[dict[str, Any]], compares_dtypes: bool = True) -> None:
+    """**Raises** RuntimeError, the same on every rank, unless the ranks are in the same pass of one layer, with inputs
+    of one dtype. Where they have different names for it they agree on one."""
+
+    def all_have(key: str) -> bool:
+        return len({one[key] for one in gathered}) == 1
+
+    group = site.group()
+    assert group is not None
+    ranks, paths = dist.get_process_group_ranks(group), [one["path"] for one in gathered]
+    where = [f"in {one['doing']}" for one in gathered]
+    # In its first call on a rank a layer may have another name there, or be another model's as well.
+    has_one_name = all_have("identity") or (may_be_one_layer(paths) and any(one["call"] == 1 for one in gathered))
+    if not (has_one_name and all_have("pass")):
+        if all_have("doing"):  # layers of one path, in two models
+            where = [f"{doing}; {one['first call']}" for doing, one in zip(where, gathered, strict=True)]
+        raise RanksDifferError(f"{by_rank(ranks, where)}\n{report.remedy()}")
+    if compares_dtypes and not all_have("dtype"):
+        where = [f"{doing}, with an input of {one['dtype']}" for doing, one in zip(where, gathered, strict=True)]
+        raise RanksDifferError(f"{by_rank(ranks, where)}\n{REMEDY_OF_DTYPES}", "have inputs of different dtypes")
+    site.sign_as(max(paths, key=len), max(one["order"] for one in gathered))
 
 
 def note_evaluation() -> None:

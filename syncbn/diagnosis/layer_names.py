@@ -1,10 +1,12 @@
-"""Finds the path of a layer in the model that calls it: layer4.1.bn3."""
+"""Finds the path of a layer in the model that calls it, layer4.1.bn3, and the line that calls the model."""
 
 from __future__ import annotations
 
 import itertools
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -40,3 +42,20 @@ def path_in_model(layer: nn.Module) -> str:
                 names.insert(0, name)
                 inner = outer
     return ".".join(part for name in names for part in name.split(".") if part != "_orig_mod")
+
+
+def line_that_calls_model() -> str:
+    """Where the program calls the outermost module that is `self` in a frame of this call: train.py:57."""
+    outermost = frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if isinstance(frame.f_locals.get("self"), nn.Module):
+            outermost = frame
+    return line_of_program(outermost)
+
+
+def line_of_program(frame: FrameType) -> str:
+    """The line in which the program is in this frame, or from which it called torch or syncbn."""
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "syncbn.")):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

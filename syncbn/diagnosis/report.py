@@ -10,34 +10,56 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from syncbn.diagnosis import process_state
-from syncbn.diagnosis.this_rank import HAS_LEFT, Position
+from syncbn.diagnosis.this_rank import EVALUATES, HAS_LEFT, Position
 from syncbn.diagnosis.waiting import Wait
+from syncbn.distributed import reduction
 from syncbn.distributed.text_exchange import by_rank, in_words
 
 SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; more than hosts' clocks differ
 SETTLE_SECONDS = 0.3  # that a rank which has gone is given to say why
 READ_SECONDS = 5.0  # that reading may take
+UNSEEN = "has not been seen"
+PASSES = "forward", "backward"
+CONSEQUENCES = "syncbn: a collective failed", "/gloo/", "caused pair closure"  # of another rank's fault
 REMEDY = (
-    "Every rank must call the same layers in the same order, all converted and in training mode; ranks that hold "
-    "different layers, as a pipeline's, need a process_group for each stage. SYNCBN_DEBUG=1 makes the ranks compare "
-    "before each all_reduce."
+    "Every rank must call the same layers in the same order, all converted and in training mode. A layer in a branch "
+    "that only some ranks take must be called on the others too, with an empty batch such as x[:0]. Ranks that hold "
+    "different layers, as a pipeline's, need a process_group for each stage."
 )
+REMEDY_BY_DEBUG = " SYNCBN_DEBUG=1 makes the ranks compare before each all_reduce."
 REMEDY_OF_ENDED = (
-    "What ended a process, its own output may say; if it is gloo::EnforceNotMet, the ranks sent different sizes: "
-    "SYNCBN_DEBUG=1 tells which."
+    "What ended a process, its own output may say; if it is gloo::EnforceNotMet, the ranks sent different sizes"
 )
+REMEDY_OF_FEWER_BATCHES = (
+    "A rank that has left without an error, or waits after its step while others begin the next, had fewer batches, "
+    "perhaps: give all ranks as many, or train inside syncbn.join."
+)
+REMEDY_OF_EVALUATION = (
+    "A layer in evaluation mode waits for nobody: call model.train() on every rank before the next step. To evaluate "
+    "on some ranks only, call ddp.module(x): the forward of DistributedDataParallel itself sends buffers to all ranks."
+)
+REMEDY_OF_UNSEEN = (
+    "A rank that has not been seen in a layer has not converted it, perhaps: call convert_syncbn_model(model) on every "
+    "rank. Or it does not take the branch that holds the layer: call that with an empty batch there, such as x[:0]."
+)
+REMEDY_OF_DTYPES = "Use autocast on every rank or on none, and keep the model in the same dtype on all."
 
-REMEDY_OF_LEFT = (
-    "A rank that has left without an error had fewer batches, perhaps: give all ranks as many, or train inside "
-    "syncbn.join."
-)
+
+def remedy() -> str:
+    """What every rank must do, where nothing more is known."""
+    return REMEDY if in_debug_mode() else REMEDY + REMEDY_BY_DEBUG
+
+
+def in_debug_mode() -> bool:
+    """Whether the ranks compare what they do before each all_reduce."""
+    return any(one.compares_ranks for one in reduction.guards)
 
 
 class RanksDifferError(RuntimeError):
     """The ranks of a group are in different layers, or about to be."""
 
-    def __init__(self, where: str) -> None:
-        super().__init__(f"syncbn: the ranks are in different layers or calls.\n{where}")
+    def __init__(self, where: str, what: str = "are in different layers or calls") -> None:
+        super().__init__(f"syncbn: the ranks {what}.\n{where}")
 
 
 class Found(NamedTuple):
@@ -46,6 +68,7 @@ class Found(NamedTuple):
     words: str
     gone: bool
     ended: bool = False  # without a word
+    doing: str = ""  # its last collective
 
 
 def one_is_gone(found: list[Found]) -> bool:
@@ -107,11 +130,23 @@ class _Reader:
         while not self.enough(found := self._read(ranks)) and time.monotonic() < deadline:
             time.sleep(0.02)
         table = by_rank(ranks, [one.words for one in found])
+        return "\n".join((table, *self._remedies(found)))
+
+    def _remedies(self, found: list[Found]) -> list[str]:
+        """What may help; nothing where a rank has said why it left."""
+        words = [one.words for one in found]
+        if any(EVALUATES in one for one in words):
+            return [REMEDY_OF_EVALUATION]
         if any(one.ended for one in found):
-            return f"{table}\n{REMEDY_OF_ENDED}"
-        if any(one.words.endswith(HAS_LEFT) for one in found):
-            return f"{table}\n{REMEDY_OF_LEFT}"
-        return table if one_is_gone(found) else f"{table}\n{REMEDY}"
+            return [REMEDY_OF_ENDED + ("." if in_debug_mode() else ": SYNCBN_DEBUG=1 tells which.")]
+        if any(one.endswith(HAS_LEFT) for one in words):
+            return [REMEDY_OF_FEWER_BATCHES]
+        if any(one.gone and not any(part in one.words for part in CONSEQUENCES) for one in found):
+            return []
+        in_a_forward, after_a_step = (any(f" {name}, " in one.doing for one in found) for name in PASSES)
+        if in_a_forward and after_a_step:
+            return [REMEDY_OF_FEWER_BATCHES]
+        return [REMEDY_OF_UNSEEN if any(UNSEEN in one for one in words) else remedy()]
 
     def _read(self, ranks: list[int]) -> list[Found]:
         keys = [f"syncbn/{rank}/position" for rank in ranks]
@@ -135,7 +170,7 @@ class _Reader:
         if self.wait.layer and not self._arrived(position):
             called = f"syncbn/{rank}/called/{self.wait.position.group}/{self.wait.layer}"
             if not position.doing or not self.wait.rank.store.check([called]):
-                words.append(f"has not been seen in {self.wait.layer}")
+                words.append(f"{UNSEEN} in {self.wait.layer}")
         if position.since:
             words.append(position.since)
         gone, state = HAS_LEFT in position.since, ""
@@ -146,8 +181,8 @@ class _Reader:
                 state = f"not heard of for {age:.0f} s"
         if state:
             words.append(state)
-        words_of_rank = "; ".join(words) or "has not been seen"
-        return Found(words_of_rank, gone or bool(state), state.endswith(process_state.HAS_ENDED))
+        words_of_rank, has_ended = "; ".join(words) or UNSEEN, state.endswith(process_state.HAS_ENDED)
+        return Found(words_of_rank, gone or bool(state), has_ended, position.doing)
 
     def _arrived(self, position: Position) -> bool:
         """Whether a rank of this position is in what this rank waits in."""

@@ -1,16 +1,19 @@
 """Signs what a rank sends, so that ranks which have met in different layers or passes see it in the total.
 
-The signature s of a call site and a pass is a positive number, made from the path of the layer and from its order: the
-layer was the order-th to call on the group in training, as layers of two models may have one path. Rank r sends 1, s_r
-and s_r^2 behind its sums, which kernels/plans.py compares. A rank that cannot tell its layer, as in a compiled graph,
-sends zeros and is not counted.
+The signature s of a call site and a pass is a positive number, made from the path of the layer, from its order (the
+layer was the order-th to call on the group in training, as layers of two models may have one path) and from the dtype
+of the input. Rank r sends 1, s_r and s_r^2 behind its sums, which kernels/plans.py compares. Two signatures are equal
+by chance in W of 2^26 cases. A rank that cannot tell its layer, as in a compiled graph, sends zeros and is not counted.
 """
 
 from __future__ import annotations
 
 import zlib
 
-from syncbn.kernels.plans import UNSIGNED, Signature
+import torch
+
+from syncbn.distributed.reduction import Unsigned
+from syncbn.kernels.plans import Signature
 
 LARGEST_TOTAL = 2**26  # number of ranks * signature is less, so that its square is exact in float64
 
@@ -20,19 +23,20 @@ def largest_signature(num_ranks: int) -> int:
     return LARGEST_TOTAL // num_ranks - 1
 
 
-class Signatures(dict[str, Signature]):
-    """Those of a call site by the name of the pass; zeros where it does not sign."""
+class Signatures(Unsigned):
+    """Those of a call site by the name of the pass and the dtype of the input; zeros where it does not sign."""
 
     def __init__(self, num_ranks: int | None) -> None:
         super().__init__()
         self.identity, self.num_ranks = "", num_ranks  # None: it does not sign
 
-    def __missing__(self, pass_name: str) -> Signature:
-        signature = UNSIGNED
-        if self.num_ranks is not None:
-            s = float(1 + zlib.crc32(f"{self.identity} {pass_name}".encode()) % largest_signature(self.num_ranks))
-            signature = 1.0, s, s * s
-        self[pass_name] = signature
+    def __missing__(self, key: tuple[str, torch.dtype | None]) -> Signature:
+        if self.num_ranks is None:
+            return super().__missing__(key)
+        pass_name, dtype = key
+        text = f"{self.identity} {pass_name} {dtype}"
+        s = float(1 + zlib.crc32(text.encode()) % largest_signature(self.num_ranks))
+        self[key] = signature = 1.0, s, s * s
         return signature
 
     def sign_as(self, identity: str) -> None:

@@ -19,6 +19,8 @@ import math
 import os
 import threading
 import time
+import zlib
+from collections import Counter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -26,7 +28,7 @@ import torch.distributed as dist
 
 from syncbn import torch_private
 from syncbn.diagnosis import process_state
-from syncbn.diagnosis.layer_names import in_words, path_in_model
+from syncbn.diagnosis.layer_names import in_words, line_that_calls_model, path_in_model
 from syncbn.diagnosis.signatures import Signatures
 from syncbn.distributed.reduction import Caller, CallSite, Collective, GroupState, RankState
 
@@ -65,9 +67,11 @@ class Site(CallSite):
         self.group_name = group.group_name
         # The dotted name in the model, or that of the function; empty for a layer without a model.
         self.path = caller.name if is_function else path_in_model(caller)
+        self.first_line = "" if is_function else line_that_calls_model()
         self.name = in_words(self.path) or type(caller).__name__
         self.counts = not is_function or caller.signs
         self.signatures = Signatures(self.num_ranks if self.counts else None)
+        self.said_not_finite = False
         self.sign_as(self.path, state.last_order + 1)
 
     def sign_as(self, path: str, order: int) -> None:
@@ -83,6 +87,10 @@ class Site(CallSite):
         """layer4.1.bn3 forward, call 17."""
         return f"{self.name} {pass_name}, call {call}" if self.counts else self.name
 
+    def first_call(self) -> str:
+        """What tells it from a layer of another model with the same path."""
+        return f"first called at {self.first_line}, as layer number {self.order} of its group"
+
 
 class ThisRank(RankState):
     """This rank of a default process group."""
@@ -95,6 +103,7 @@ class ThisRank(RankState):
         self.writing = threading.RLock()  # the program and the heartbeat write positions
         self.groups: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
         self.num_ranks = world.size()
+        self.meetings: Counter[str] = Counter()  # that this rank has come to, by name
         self.interval = _interval(self.store, self.num_ranks)
         self.since: tuple[Collective | None, str] = None, ""  # what it has done after a collective
         self.written, self.written_state = -math.inf, self.state()
@@ -126,6 +135,27 @@ class ThisRank(RankState):
         with self.writing:
             self.written, self.written_state = time.monotonic(), self.state()
             self.write("position", "\n".join(map(str, (*self.position(), time.time(), self.process_and_host))))
+
+    def meet(self, name: str, group: dist.ProcessGroup, seconds: float) -> bool:
+        """Wait until all ranks of a group have come to its meeting of this name, each as often. False: one is late.
+
+        By the store: no collective, so that other threads go on, and a rank that does not come harms nobody."""
+        if not self.beats():
+            return True
+        ranks = dist.get_process_group_ranks(group)
+        name = f"syncbn/met/{name}/{zlib.crc32(str(ranks).encode())}"
+        self.meetings[name] += 1
+        meeting, deadline = f"{name}/{self.meetings[name]}", time.monotonic() + seconds
+        with contextlib.suppress(RuntimeError, ValueError):  # a store that has ended
+            if self.store.add(meeting, 1) == len(ranks):
+                self.store.set(f"{meeting}/all", "")
+            pause = SECONDS_BETWEEN_WRITES / 50
+            while not self.store.check([f"{meeting}/all"]):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(pause)
+                pause = min(2 * pause, self.interval)
+        return True
 
     def forget_store(self) -> None:
         """The group has ended; layers that have called on it still know this rank, and must not keep its store."""

@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections import deque
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -25,6 +24,7 @@ import torch.distributed as dist
 
 from syncbn import torch_private
 from syncbn.diagnosis import process_state
+from syncbn.diagnosis.layer_names import line_of_program
 from syncbn.diagnosis.this_rank import Position, Site, ThisRank, position_in
 from syncbn.distributed import reduction, text_exchange
 from syncbn.distributed.reduction import Collective
@@ -161,9 +161,7 @@ def elsewhere(rank: ThisRank, last: Elsewhere | None) -> Elsewhere | None:
         return None
     if frame.f_globals is not vars(text_exchange) and not torch_private.waits_for_others(frame):
         return None
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "syncbn.")):
-        frame = frame.f_back
-    return Elsewhere(rank, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}", seconds)
+    return Elsewhere(rank, line_of_program(frame), seconds)
 
 
 def is_long(wait: Wait) -> bool:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from syncbn import torch_private
 from syncbn.distributed import groups
@@ -51,6 +52,14 @@ class Caller:
 
     def __init__(self, name: str, signs: bool = True) -> None:
         self.name, self.signs = name, signs
+
+
+class Unsigned(dict[tuple[str, torch.dtype | None], Signature]):
+    """The signatures of a call by the name of the pass and the dtype of the input: none."""
+
+    def __missing__(self, key: tuple[str, torch.dtype | None]) -> Signature:
+        self[key] = UNSIGNED
+        return UNSIGNED
 
 
 class RankState:
@@ -76,7 +85,7 @@ class CallSite:
         self.caller, self.group, self.rank, self.state = ref(caller), ref(group), rank, state
         self.num_ranks = group.size()
         self.num_calls = 0
-        self.signatures: dict[str, Signature] = {}  # by the name of the pass
+        self.signatures = Unsigned()
 
 
 class Guard:
@@ -85,6 +94,7 @@ class Guard:
     # If set, this group replaces every group of as many ranks (syncbn.join).
     joined_group: dist.ProcessGroup | None = None
     first_warning_seconds: float | None = None  # of waiting
+    compares_ranks = False  # what they do
 
     def before_all_reduce(self, reduction: EagerReduction, payload: Tensor, pass_name: str) -> None:
         """This rank is about to add up `payload`; an exception leaves it out."""
@@ -146,12 +156,15 @@ class NoReduction:
     group: dist.ProcessGroup | None = None
     num_ranks: int = 1
     reads_totals: bool = True
-    signatures: dict[str, Signature] = {"forward": UNSIGNED, "backward": UNSIGNED}  # noqa: RUF012
+    signatures = Unsigned()
 
     def all_reduce(self, payload: Tensor, pass_name: str) -> None:
         """Nothing."""
 
     def explain(self, payload: Tensor, error: Exception | None = None) -> None:
+        """Nothing."""
+
+    def warn_not_finite(self, x: Tensor) -> None:
         """Nothing."""
 
     def total(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:
@@ -194,9 +207,13 @@ class EagerReduction:
         num_values, *signature = payload[-1 - NUM_SIGNED :].tolist()
         with self.collective:
             if status_of([0.0, *signature]) != OK:
-                diagnosis.explain_total(self.collective, signature[0])
+                diagnosis.explain_total(self, signature[0], is_sound=num_values == num_values)
             if num_values != num_values:
                 diagnosis.raise_faults(self.collective, signature[0], error)
+
+    def warn_not_finite(self, x: Tensor) -> None:
+        """NaN or infinity is in a total: the ranks that brought it in their x warn, once for each layer."""
+        diagnosis.warn_not_finite(self.collective, x)
 
     def check(self, payload: Tensor, error: Exception | None = None) -> None:
         """Read a total on CPU, which a subclass such as FakeTensor may not have; **raises** as `explain`."""
@@ -207,7 +224,7 @@ class EagerReduction:
     def total(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:
         """The totals of float64 `sums`, which it may overwrite, for the side roads; `counted` when the last is n. A
         rank with an `error` sends NaN for it. **Raises** as all_reduce and explain."""
-        behind = (0.0, *self.signatures[pass_name])[counted:]  # 0 where the sums end without a count
+        behind = (0.0, *self.signatures[pass_name, self.dtype])[counted:]  # 0 where the sums end without a count
         payload = torch.cat((sums, sums.new_tensor(behind))) if sums.is_cpu else sums
         if torch_private.current_dispatch_mode() is None:
             self.all_reduce(payload, pass_name)
@@ -228,7 +245,7 @@ def reduction_of(spec: GroupSpec | OfMesh, caller: Any, input: Any) -> NoReducti
     """The ranks that a call of a layer or a `Caller` synchronises in eager mode; counts the call. See `resolve`."""
     group = dist.group.WORLD if spec is None else groups.existing(spec)
     if group is None and spec is None:
-        _warn_if_launched_on_several_ranks()
+        _warn_if_meant_for_several_ranks()
         return ONE_RANK
     site = caller._call_site
     # Unless the site of the last call still fits; a guard may bring a group of its own.
@@ -250,7 +267,7 @@ def resolve(spec: GroupSpec | OfMesh) -> dist.ProcessGroup | None:
     group = groups.existing(spec)
     if group is None and not isinstance(spec, OfMesh):
         if not dist.is_initialized():
-            _warn_if_launched_on_several_ranks()
+            _warn_if_meant_for_several_ranks()
             return None
         groups.make_groups(spec)
         group = groups.existing(spec)
@@ -273,11 +290,25 @@ def sums_of(payload: Tensor) -> Tensor:
 
 
 @functools.cache
-def _warn_if_launched_on_several_ranks() -> None:
-    world_size = os.environ.get("WORLD_SIZE", "1")
+def _warn_if_meant_for_several_ranks() -> None:
+    """In the first call without a process group."""
+    world_size, frame = os.environ.get("WORLD_SIZE", "1"), sys._getframe()
     if world_size != "1":
         warnings.warn(
             f"syncbn is not synchronising: WORLD_SIZE is {world_size} but torch.distributed has no process group. "
             "Call torch.distributed.init_process_group() before the first training step.",
             stacklevel=2,
         )
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if isinstance(frame.f_locals.get("self"), nn.DataParallel):
+            warn_in_data_parallel()
+
+
+@functools.cache
+def warn_in_data_parallel() -> None:
+    warnings.warn(
+        "syncbn is not synchronising: the layer runs in nn.DataParallel, which has threads but no ranks. Use "
+        "DistributedDataParallel, launched by torchrun.",
+        stacklevel=2,
+    )

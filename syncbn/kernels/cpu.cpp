@@ -32,7 +32,7 @@ extern "C" int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain,
 namespace {
 
 // The last three: of what all ranks have sent, see syncbn_forward_outputs.
-enum Status : int { OK, UNKNOWN_DTYPE, NO_THREADS, NO_MEMORY, RANKS_DIFFER, FAULT, ONE_VALUE };
+enum Status : int { OK, UNKNOWN_DTYPE, NO_THREADS, NO_MEMORY, RANKS_DIFFER, FAULT, ONE_VALUE, NOT_FINITE };
 enum Dtype : int { NONE = -1, FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
 
 struct BFloat16 {
@@ -391,8 +391,12 @@ EXPORTED int syncbn_forward_outputs(const Plan* plan, const ForwardOutputs* call
       lacks(call->running_var, plan->var_dtype != NONE, channels) || lacks(call->counter, plan->has_counter, 1) ||
       lacks(total, true, channels))
     return NO_MEMORY;
-  if (plan->is_signed && call->compares)
+  if (plan->is_signed && call->compares) {
     if (Status status = compare(behind); status != OK) return status;
+    double zero = 0;
+    for (int64_t index = 0; index < 2 * channels; ++index) zero += total[index] * 0;  // NaN where one is not finite
+    if (zero != 0 && behind[1] != 0) return NOT_FINITE;
+  }
 
   Scratch scratch(call->scratch);
   Statistics statistics(call->statistics, channels);

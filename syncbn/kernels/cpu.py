@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from syncbn import moments, torch_private
-from syncbn.kernels.plans import NO_MEMORY, NUM_SIGNED, ONE_VALUE, RANKS_DIFFER, UNSIGNED, Signature
+from syncbn.kernels.plans import NO_MEMORY, NOT_FINITE, NUM_SIGNED, RANKS_DIFFER, UNSIGNED, Signature
 from syncbn.layout import Layout
 
 FILE = Path(__file__).with_name("_cpu.so")
@@ -168,7 +168,7 @@ def _refuse(status: int) -> None:
     """Raises unless the status says what all ranks have sent."""
     if status == LACKS_MEMORY:
         raise RuntimeError(NO_MEMORY)
-    if not RANKS_DIFFER <= status <= ONE_VALUE:
+    if not RANKS_DIFFER <= status <= NOT_FINITE:
         raise RuntimeError(f"a kernel for CPUs failed with status {status}")
 
 

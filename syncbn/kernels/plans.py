@@ -32,7 +32,7 @@ NUM_SIGNED = len(UNSIGNED)
 NO_MEMORY = "a tensor has no memory of its own, as where its storage was resized to 0 bytes"
 
 # What the second call finds in the totals; cpu.cpp has the same numbers.
-OK, RANKS_DIFFER, FAULT, ONE_VALUE = 0, 4, 5, 6
+OK, RANKS_DIFFER, FAULT, ONE_VALUE, NOT_FINITE = 0, 4, 5, 6, 7
 
 
 def status_of(behind: list[float]) -> int:
@@ -64,6 +64,8 @@ class TensorPlan:
         momentum: Any, compares: bool = True,
     ) -> tuple[Tensor, Tensor, int]:  # fmt: skip
         sums, status = self._checked(total, 1, compares)
+        if compares and self.is_signed and not status and total[-NUM_SIGNED] != 0 and not sums.isfinite().all():
+            status = NOT_FINITE
         if status:
             return total, total, status
         y, statistics = self.kernels.forward_outputs(x, self.layout, sums, weight, bias, residual, self.eps, self.relu)

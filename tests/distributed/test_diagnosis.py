@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 import queue
 import re
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -20,7 +22,7 @@ from voting import Ranks
 
 import syncbn
 from syncbn import torch_private
-from syncbn.diagnosis import layer_names, process_state, report, signatures, waiting, watchdog
+from syncbn.diagnosis import diagnosis, layer_names, process_state, report, signatures, waiting, watchdog
 from syncbn.diagnosis.this_rank import Position, Site, ThisRank
 from syncbn.diagnosis.waiting import Waiting
 from syncbn.distributed import reduction, text_exchange
@@ -204,7 +206,7 @@ def test_places_and_steps_have_signatures_of_their_own() -> None:
     for path in [f"blocks.{block}.{name}" for name in ("bn1", "bn2") for block in range(50)]:
         site = signatures.Signatures(2)
         site.sign_as(path)
-        found += [site[step][1] for step in ("forward", "backward")]
+        found += [site[key][1] for key in itertools.product(("forward", "backward"), (torch.float32, torch.bfloat16))]
     assert len(set(found)) == len(found)
     assert all(1 <= signature <= 2**25 for signature in found)
 
@@ -546,7 +548,9 @@ def test_debug_mode_names_the_difference(
     layer = syncbn.SyncBatchNorm(channels, dtype=dtype, device=ranks.device)
     before = copy.deepcopy(layer.state_dict())
     over = f"over ranks 0-{ranks.size - 1}"
-    expected = rf"rank 0: SyncBatchNorm forward, call 1: {text}, {over}\nranks? 1.*: 3 channels, torch.float32, {over}"
+    expected = (
+        rf"rank 0: in SyncBatchNorm forward, call 1: {text}, {over}\nranks? 1.*: 3 channels, torch.float32, {over}"
+    )
     with syncbn.debug(), pytest.raises(RuntimeError, match=expected):
         layer(torch.randn(2, channels, dtype=dtype, device=ranks.device))
     for name, buffer in layer.state_dict().items():
@@ -569,6 +573,66 @@ def test_debug_mode_names_the_rank_of_a_nan(ranks: Ranks, bad: float) -> None:
     assert y[:, [0, 2]].isfinite().all()
     expected = nn.functional.batch_norm(torch.tensor([[bad], [0.0]]), None, None, training=True)
     assert expected.isnan().all()  # torch's policy
+
+
+@on_cpu
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_the_rank_of_a_nan_says_so_once(ranks: Ranks, bad: float) -> None:
+    """The others, to which it comes by the statistics alone, say nothing. It is no error."""
+    layer, x = syncbn.SyncBatchNorm(3), torch.randn(2, 3, requires_grad=True)
+    if is_last := ranks.rank == ranks.size - 1:
+        x.data[0, 1] = bad
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            y = layer(x)
+            y.sum().backward()
+    said = [str(one.message) for one in caught]
+    expected = f"syncbn: NaN or infinity in the input of SyncBatchNorm forward, call 1 on rank {ranks.rank}; "
+    assert [one[: len(expected)] for one in said] == [expected] * is_last
+    assert y[:, 1].isnan().all()
+    assert y[:, [0, 2]].isfinite().all()
+    assert layer.num_batches_tracked == 2
+    assert layer.running_var.isnan().tolist() == [False, True, False]
+
+
+@on_cpu
+def test_one_rank_has_another_dtype(ranks: Ranks) -> None:
+    """Whose statistics were added up without a word."""
+    layer, x = syncbn.SyncBatchNorm(3), torch.randn(2, 3)
+    layer(x)
+    before = copy.deepcopy(layer.state_dict())
+    expected = (
+        r"have inputs of different dtypes.\nrank 0: in SyncBatchNorm forward, call 2, with an input of torch.bfloat16\n"
+        r"ranks? 1.*: in SyncBatchNorm forward, call 2, with an input of torch.float32\nUse autocast on every rank"
+    )
+    with pytest.raises(RuntimeError, match=expected):
+        layer(x if ranks.rank else x.bfloat16())
+    torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
+
+
+@on_cpu
+def test_a_bad_dtype_on_one_rank_is_told_as_such(ranks: Ranks) -> None:
+    layer, x = syncbn.SyncBatchNorm(3), torch.ones(2, 3)
+    with pytest.raises((TypeError, RuntimeError), match=r"expected a float16, .* input, got torch.int64"):
+        layer(x if ranks.rank else x.long())
+
+
+def test_ranks_meet_by_the_store(ranks: Ranks) -> None:
+    """A rank that does not come is waited for no longer than it takes, and may come later."""
+    rank = diagnosis.this_rank()
+    world = dist.group.WORLD
+    assert world is not None
+    assert rank.meet("all", world, 10.0)
+    is_first = ranks.rank == 0
+    start = time.monotonic()
+    if is_first:
+        assert not rank.meet("alone", world, 0.2)
+    assert time.monotonic() - start < 5
+    dist.barrier()
+    if not is_first:
+        assert rank.meet("alone", world, 10.0)
+    assert rank.meet("alone", world, 10.0)  # the next time
 
 
 @pytest.mark.two_ranks

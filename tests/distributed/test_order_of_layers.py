@@ -41,11 +41,21 @@ def test_two_models(ranks: Ranks) -> None:
     for one in (generator, discriminator):
         one(x()).sum().backward()
     expected = (
-        r"rank 0: in layer '1' forward, call 2, of the layer that was number (\d+) to call\n"
-        r"rank 1: in layer '1' forward, call 2, of the layer that was number (?!\1)\d+ to call\nEvery rank must"
+        r"rank 0: in layer '1' forward, call 2; first called at test_order.*:\d+, as layer number (\d+) of its group\n"
+        r"rank 1: in layer '1' forward, call 2; first called at test_order.*:\d+, as layer number (?!\1)\d+ of .*\n"
+        "Every rank must"
     )
     with pytest.raises(RuntimeError, match=expected):
         in_another_order(ranks, generator, discriminator)
+
+
+def test_two_models_in_debug_mode(ranks: Ranks) -> None:
+    """Which compares on GPUs too, and before anything is sent."""
+    generator, discriminator = model(), model()
+    with syncbn.debug():
+        in_one_order(generator, discriminator)
+        with pytest.raises(RuntimeError, match=r"rank 0: in layer '1' .* number (\d+) of .*\nrank 1: .* number (?!\1)"):
+            in_another_order(ranks, generator, discriminator)
 
 
 @pytest.mark.parametrize("container", [nn.ModuleDict, nn.ModuleList])
