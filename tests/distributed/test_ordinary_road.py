@@ -58,6 +58,20 @@ def sent() -> Iterator[list[int]]:
         yield numbers
 
 
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[Collective | None]:
+    """In what this rank was whenever it asked the others what they do."""
+    seen: list[Collective | None] = []
+    exchange = text_exchange.all_gather_text
+
+    def note(text: str, group: dist.ProcessGroup) -> list[str]:
+        seen.append(guards.this_rank().waiting)
+        return exchange(text, group)
+
+    monkeypatch.setattr(text_exchange, "all_gather_text", note)
+    return seen
+
+
 class Mode(TorchDispatchMode):
     """Watches, and changes nothing."""
 
@@ -74,7 +88,7 @@ def profiler() -> AbstractContextManager[object]:
 
 @pytest.mark.parametrize("watch", [profiler, Mode])
 def test_one_rank_is_watched(
-    ranks: Ranks, sent: list[int], watch: Callable[[], AbstractContextManager[object]]
+    ranks: Ranks, sent: list[int], waits: list[object], watch: Callable[[], AbstractContextManager[object]]
 ) -> None:
     """It takes the side roads, and must send as much as the others, in the same order; else gloo aborts."""
     layer, x = syncbn.SyncBatchNorm1d(C, device=ranks.device), own_input(ranks)
@@ -86,12 +100,13 @@ def test_one_rank_is_watched(
         actual = step(other, other, x)
     assert taken == ["forward"] * watched  # whose Function has a backward of its own
     assert sent == SENT
+    assert not waits  # the signatures are the same
     torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("watch", [profiler, Mode])
 def test_one_rank_is_watched_from_backward_on(
-    ranks: Ranks, sent: list[int], watch: Callable[[], AbstractContextManager[object]]
+    ranks: Ranks, sent: list[int], waits: list[object], watch: Callable[[], AbstractContextManager[object]]
 ) -> None:
     layer, x = syncbn.SyncBatchNorm1d(C, device=ranks.device), own_input(ranks).requires_grad_()
     y = layer(x)
@@ -101,6 +116,7 @@ def test_one_rank_is_watched_from_backward_on(
         (actual,) = torch.autograd.grad(y.sin().sum(), x)
     assert taken == ["backward"] * watched
     assert sent == [*SENT, SENT[1]]
+    assert not waits
     torch.testing.assert_close(actual, expected)
 
 
@@ -158,20 +174,6 @@ def test_a_recompute_on_the_ordinary_road(
 
 
 # In what a rank waits while it finds out what is wrong.
-
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[Collective | None]:
-    """In what this rank was whenever it asked the others what they do."""
-    seen: list[Collective | None] = []
-    exchange = text_exchange.all_gather_text
-
-    def note(text: str, group: dist.ProcessGroup) -> list[str]:
-        seen.append(guards.this_rank().waiting)
-        return exchange(text, group)
-
-    monkeypatch.setattr(text_exchange, "all_gather_text", note)
-    return seen
 
 
 def check_waits(waits: list[Collective | None], layer: nn.Module, pass_name: str, call: int) -> None:
