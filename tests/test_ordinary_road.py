@@ -96,6 +96,11 @@ def weight_as_property(layer: Layer) -> None:
     type(layer).weight = property(lambda layer: layer.raw.exp())
 
 
+def mean_as_property(layer: Layer) -> None:
+    layer.register_buffer("raw", torch.tensor([3.0, 2.0, 1.0]))
+    type(layer).running_mean = property(lambda layer: layer.raw)
+
+
 def parametrized(layer: Layer) -> None:
     parametrize.register_parametrization(layer, "weight", Positive())
 
@@ -125,6 +130,7 @@ CHANGES: dict[str, tuple[Callable[[Layer], object], torch.dtype, list[str]]] = {
     "a counter alone": (count_alone, torch.float32, []),
     "no tracking": (no_tracking, torch.float32, []),
     "property": (weight_as_property, torch.float32, []),
+    "buffer as property": (mean_as_property, torch.float32, []),
     "parametrization": (parametrized, torch.float32, []),
     "eps": (other_eps, torch.float32, []),
     "momentum": (momenta(0.7), torch.float32, []),
@@ -367,6 +373,26 @@ def test_a_tensor_of_the_layer_without_memory_is_refused(name: str) -> None:
         layer(torch.randn(SHAPE))
     assert not taken
     close({other: layer.state_dict()[other] for other in before}, before, rtol=0, atol=0)
+
+
+@in_c
+@pytest.mark.parametrize("freed", ["x", "y", "dy", "saved x"])
+def test_sums_of_freed_memory_are_not_sent(freed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were never computed. The other ranks could not know, and would train by them."""
+    sent: list[str] = []
+    monkeypatch.setattr(NoReduction, "all_reduce", lambda *given: sent.append(given[-1]))
+    layer, x, dy = syncbn.SyncBatchNorm2d(3, fuse_relu=True), torch.randn(SHAPE), torch.randn(SHAPE)
+
+    def run() -> None:
+        if freed == "x":
+            x.untyped_storage().resize_(0)
+        y = layer(x)
+        {"y": y, "dy": dy, "saved x": x}[freed].untyped_storage().resize_(0)
+        y.backward(dy)
+
+    with pytest.raises(RuntimeError, match="has no memory"):
+        run()
+    assert sent == (["forward"] if freed != "x" else [])
 
 
 VIEWS = "x", "z", *FREED, "dy", "saved x", "saved weight"
