@@ -113,8 +113,7 @@ def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor],
             f"expected a dense input, or one NestedTensor that is jagged, without holes between its sequences, got "
             f"layout {x.layout}; use torch.nested.as_nested_tensor(input.unbind(), layout=torch.jagged) or its values()"
         )
-    if x.layout != torch.strided:
-        raise TypeError(f"expected a dense input, got layout {x.layout}; use input.to_dense()")
+    _require_dense("input", x)
     if check_input_dim is not None:
         check_input_dim(x)
     if x.ndim < 2:
@@ -139,6 +138,7 @@ def check_channels(
             _refuse_dtensor(name, given)
         if given.dtype not in SUPPORTED_DTYPES:
             raise TypeError(f"expected {name} to be a float tensor, got {given.dtype}; convert it first")
+        _require_dense(name, given)
         if given.shape != wanted:
             raise ValueError(
                 f"expected {given.numel()} channels in dim {channel_dim} of the input, got {actual} (input shape "
@@ -161,11 +161,17 @@ def check_like_input(name: str, given: Tensor, x: Tensor) -> None:
         hint = f"; a mask is passed as mask=, not as {name}" if got is torch.bool else ""
         raise TypeError(f"expected {name} to be a float tensor, got {got}{hint}")
     _refuse_dtensor(name, given)
+    _require_dense(name, given)
     if given.shape != x.shape:
         raise ValueError(
             f"expected {name} of the input's shape {tuple(x.shape)}, got {tuple(given.shape)}; expand() it first"
         )
     _check_device(name, given, x)
+
+
+def _require_dense(name: str, given: Tensor) -> None:
+    if given.layout != torch.strided:
+        raise TypeError(f"expected a dense {name}, got layout {given.layout}; use {name}.to_dense()")
 
 
 def check_num_features(num_features: int) -> None:

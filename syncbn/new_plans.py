@@ -74,14 +74,14 @@ def new_backward_plan(
 
 def _are_dense(tensors: Iterable[Tensor | None], layout: Layout) -> bool:
     """Whether kernels can read these at their addresses, in this layout."""
-    return all(one is None or (layout.dense(one) is one and _has_values(one)) for one in tensors)
+    return all(one is None or (_has_values(one) and layout.dense(one) is one) for one in tensors)
 
 
 def _are_in_a_row(tensors: Iterable[Tensor | None]) -> bool:
     """Whether kernels can read these numbers of channels at their addresses."""
-    return all(one is None or (one.is_contiguous() and _has_values(one)) for one in tensors)
+    return all(one is None or (_has_values(one) and one.is_contiguous()) for one in tensors)
 
 
 def _has_values(tensor: Tensor) -> bool:
     """Whether its memory holds its values."""
-    return not (tensor.is_neg() or is_zero_tensor(tensor) or is_wrapped(tensor))
+    return tensor.layout == torch.strided and not (tensor.is_neg() or is_zero_tensor(tensor) or is_wrapped(tensor))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from syncbn.arguments import Arguments
+from syncbn.kernels.plans import require_memory
 from syncbn.layout import Layout
 from syncbn.new_plans import Plan, new_backward_plan, new_forward_plan
 from syncbn.torch_private import is_wrapped, is_zero_tensor
@@ -44,7 +45,7 @@ def forward_plan(given: Arguments) -> Plan | None:
         return _plans[key]
     except KeyError:
         return _remember(key, new_forward_plan(given, key[-1]))
-    except (AttributeError, RuntimeError, TypeError):  # a check of the instance; a tensor without strides; a bad option
+    except (AttributeError, RuntimeError, TypeError):  # a check of the instance; no strides or memory; a bad option
         return None
 
 
@@ -64,14 +65,15 @@ def backward_plan(
         return _plans[key]
     except KeyError:
         return _remember(key, new_backward_plan(layout, dy, saved, needed, bias_dtype))
-    except RuntimeError:  # a hook has made a sparse tensor of what was saved
+    except RuntimeError:  # a hook has made a sparse tensor of what was saved, or freed its memory
         return None
 
 
 def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     """What a plan depends on of tensors, beside their classes: shapes, dtypes, devices, strides, and whether their
-    memory holds their values."""
+    memory holds their values. **Raises** RuntimeError where it is no memory."""
     there = [one for one in tensors if one is not None]
+    require_memory(there)
     return (
         *map(_kind, there), *map(Tensor.stride, there), *map(Tensor.is_neg, there), *map(is_zero_tensor, there),
         *map(is_wrapped, there),

@@ -1,4 +1,4 @@
-"""Sees which passes leave the ordinary road."""
+"""Sees which passes leave the ordinary road, and makes tensors for which they must."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from syncbn import step
 from syncbn.roads import choice, watched
@@ -29,3 +31,15 @@ def side_roads() -> Iterator[list[str]]:
         patch.setattr(choice, "train", noted("forward", choice.train))
         patch.setattr(step, "watched", SimpleNamespace(backward=noted("backward", watched.backward)))
         yield taken
+
+
+def escaped(tensor: Tensor) -> Tensor:
+    """From torch.func.grad: a wrapper around the same values, which has no memory of its own."""
+    kept: list[Tensor] = []
+
+    def function(tensor: Tensor) -> Tensor:
+        kept.append(tensor * 1)
+        return tensor.sum()
+
+    torch.func.grad(function)(tensor.detach())
+    return kept[0]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from roads_taken import side_roads
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -21,7 +22,6 @@ from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available, cpu, operators, reference
 from syncbn.kernels.select import select_kernels
 from syncbn.plan import backward_plan, forward_plan
-from syncbn.roads import choice, watched
 
 pytestmark = pytest.mark.skipif(cpu.load() is not None, reason=available())
 
@@ -54,23 +54,13 @@ def drawn() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.fixture
-def side_roads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The passes that took one."""
-    taken: list[str] = []
-
-    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def note(*arguments: Any) -> Any:
-            taken.append(name)
-            return function(*arguments)
-
-        return note
-
-    for name, room, function in (("forward", choice, choice.train), ("backward", watched, watched.backward)):
-        monkeypatch.setattr(room, function.__name__, noted(name, function))
-    return taken
+def taken() -> Iterator[list[str]]:
+    """The passes that took a side road."""
+    with side_roads() as taken:
+        yield taken
 
 
-def test_ordinary_tensors_are_not_dispatched(side_roads: list[str]) -> None:
+def test_ordinary_tensors_are_not_dispatched(taken: list[str]) -> None:
     x, dy, weight = drawn()
 
     def serve(x: Tensor, weight: Tensor) -> bool:
@@ -80,7 +70,7 @@ def test_ordinary_tensors_are_not_dispatched(side_roads: list[str]) -> None:
     def step_and_see() -> None:
         assert serve(x, weight)
         step(x, dy, weight)
-        assert side_roads == []
+        assert taken == []
 
     step_and_see()
     assert serve(x, torch.nn.Parameter(torch.ones(3)))
@@ -97,7 +87,7 @@ def test_ordinary_tensors_are_not_dispatched(side_roads: list[str]) -> None:
         step_and_see()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         step_and_see()
-    assert side_roads == []
+    assert taken == []
 
 
 def test_ordinary_gradients_have_a_plan_of_their_own() -> None:
@@ -107,7 +97,7 @@ def test_ordinary_gradients_have_a_plan_of_their_own() -> None:
     assert type(backward_plan(layout, dy, saved, (True, True, False, False), None)) is cpu.Plan
 
 
-def test_other_tensors_are(side_roads: list[str]) -> None:
+def test_other_tensors_are(taken: list[str]) -> None:
     x = torch.ones(2)
     for other in (torch._neg_view(x), torch._efficientzerotensor(2), FakeTensorMode().from_tensor(x)):
         assert select_kernels(x, other) is operators
@@ -116,11 +106,11 @@ def test_other_tensors_are(side_roads: list[str]) -> None:
     x, dy, weight = drawn()
     with torch.no_grad():
         sync_batch_norm(torch._neg_view(x.detach()), None, None, weight, training=True)
-        assert side_roads.pop() == "forward"
+        assert taken.pop() == "forward"
         sync_batch_norm(x, None, None, torch._neg_view(weight.detach()), training=True)
-        assert side_roads.pop() == "forward"
+        assert taken.pop() == "forward"
     step(x, torch._neg_view(dy), weight)
-    assert side_roads == ["backward"]
+    assert taken == ["backward"]
 
 
 def test_tensors_of_zeros_are_zeros_to_every_argument() -> None:

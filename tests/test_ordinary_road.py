@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from roads_taken import side_roads
+from roads_taken import escaped, side_roads
 from subclasses_of_batchnorm import Positive
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -96,6 +96,11 @@ def weight_as_property(layer: Layer) -> None:
     type(layer).weight = property(lambda layer: layer.raw.exp())
 
 
+def mean_as_property(layer: Layer) -> None:
+    layer.register_buffer("raw", torch.tensor([3.0, 2.0, 1.0]))
+    type(layer).running_mean = property(lambda layer: layer.raw)
+
+
 def parametrized(layer: Layer) -> None:
     parametrize.register_parametrization(layer, "weight", Positive())
 
@@ -125,6 +130,7 @@ CHANGES: dict[str, tuple[Callable[[Layer], object], torch.dtype, list[str]]] = {
     "a counter alone": (count_alone, torch.float32, []),
     "no tracking": (no_tracking, torch.float32, []),
     "property": (weight_as_property, torch.float32, []),
+    "buffer as property": (mean_as_property, torch.float32, []),
     "parametrization": (parametrized, torch.float32, []),
     "eps": (other_eps, torch.float32, []),
     "momentum": (momenta(0.7), torch.float32, []),
@@ -369,12 +375,34 @@ def test_a_tensor_of_the_layer_without_memory_is_refused(name: str) -> None:
     close({other: layer.state_dict()[other] for other in before}, before, rtol=0, atol=0)
 
 
-VIEWS = "x", "z", *FREED, "dy", "saved x", "saved weight"
+@in_c
+@pytest.mark.parametrize("freed", ["x", "y", "dy", "saved x"])
+def test_sums_of_freed_memory_are_not_sent(freed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were never computed. The other ranks could not know, and would train by them."""
+    sent: list[str] = []
+    monkeypatch.setattr(NoReduction, "all_reduce", lambda *given: sent.append(given[-1]))
+    layer, x, dy = syncbn.SyncBatchNorm2d(3, fuse_relu=True), torch.randn(SHAPE), torch.randn(SHAPE)
+
+    def run() -> None:
+        if freed == "x":
+            x.untyped_storage().resize_(0)
+        y = layer(x)
+        {"y": y, "dy": dy, "saved x": x}[freed].untyped_storage().resize_(0)
+        y.backward(dy)
+
+    with pytest.raises(RuntimeError, match="has no memory"):
+        run()
+    assert sent == (["forward"] if freed != "x" else [])
+
+
+# torch itself reads a counter that has no memory.
+VIEWS = "x", "z", *[name for name in FREED if name != "num_batches_tracked"], "dy", "saved x", "saved weight"
 PROGRAM_OF_VIEWS = """
 import os, sys, torch, syncbn
 
 def view(tensor):
-    return torch.cat((tensor.flatten(), tensor.flatten()))[tensor.numel():].view(tensor.shape)
+    before = int(sys.argv[1])
+    return torch.cat((tensor.new_zeros(before), tensor.flatten()))[before:].view(tensor.shape)
 
 def run(freed):
     x, z, dy = map(view, torch.randn(3, 4, 3, 5))
@@ -390,7 +418,7 @@ def run(freed):
     there[freed.removeprefix("saved ")].untyped_storage().resize_(0)
     y.backward(dy)
 
-for freed in sys.argv[1:]:
+for freed in sys.argv[2:]:
     child = os.fork()
     if not child:
         try:
@@ -403,22 +431,12 @@ for freed in sys.argv[1:]:
 
 
 @in_c
-def test_views_of_freed_memory_are_refused() -> None:
-    """As of a flat parameter of FSDP1: the address of a view is then not 0, but as small a number as its offset."""
-    run = subprocess.run([sys.executable, "-c", PROGRAM_OF_VIEWS, *VIEWS], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("before", [3, 1_000_000])
+def test_views_of_freed_memory_are_refused(before: int) -> None:
+    """As of a flat parameter of FSDP1: the address of a view is then not 0, but its offset, `before` numbers."""
+    command = [sys.executable, "-c", PROGRAM_OF_VIEWS, str(before), *VIEWS]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.stdout.splitlines() == [f"{name}: 0" for name in VIEWS], run.stderr
-
-
-def escaped(tensor: Tensor) -> Tensor:
-    """From torch.func.grad: a wrapper around the same values, which has no memory of its own."""
-    kept: list[Tensor] = []
-
-    def function(tensor: Tensor) -> Tensor:
-        kept.append(tensor * 1)
-        return tensor.sum()
-
-    torch.func.grad(function)(tensor.detach())
-    return kept[0]
 
 
 @pytest.mark.parametrize("name", ["input", "weight", "bias", "running_mean", "dy"])

@@ -324,12 +324,8 @@ Status compare(const double* behind) {
   return behind[0] == 1 ? ONE_VALUE : OK;
 }
 
-// Whether a tensor of `count` numbers that exists has no memory. A view of memory that was freed has its offset for an
-// address; no program has memory below LOWEST_ADDRESS.
-constexpr uintptr_t LOWEST_ADDRESS = 65536;
-bool lacks(const void* address, bool exists, int64_t count) {
-  return reinterpret_cast<uintptr_t>(address) < LOWEST_ADDRESS && exists && count;
-}
+// Whether a tensor of `count` numbers that exists has no memory.
+bool lacks(const void* address, bool exists, int64_t count) { return !address && exists && count; }
 
 void move(void* running, int dtype, int64_t channels, const double* statistic, double factor, double momentum) {
   in_portions(channels, [&](int64_t first, int64_t some) {

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import struct
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from syncbn import moments, torch_private
-from syncbn.kernels.plans import NO_MEMORY, NOT_FINITE, NUM_SIGNED, RANKS_DIFFER, UNSIGNED, Signature
+from syncbn.kernels.plans import NO_MEMORY, NOT_FINITE, NUM_SIGNED, RANKS_DIFFER, UNSIGNED, Signature, require_memory
 from syncbn.layout import Layout
 
 FILE = Path(__file__).with_name("_cpu.so")
@@ -177,8 +178,13 @@ def _refuse(status: int) -> None:
 _plan = functools.lru_cache(4096)(Plan)
 
 
+def _plan_for(tensors: Sequence[Tensor | None], *of_plan: Any, **options: Any) -> Plan:
+    require_memory([one for one in tensors if one is not None])
+    return _plan(*of_plan, **options)
+
+
 def forward_sums(x: Tensor, layout: Layout) -> Tensor:
-    return _plan(layout, x.dtype).forward_sums(x)[0]
+    return _plan_for([x], layout, x.dtype).forward_sums(x)[0]
 
 
 def forward_outputs(
@@ -187,7 +193,9 @@ def forward_outputs(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     weight, bias = _dense(weight), _dense(bias)
     dtypes = {"weight_dtype": _dtype(weight), "bias_dtype": _dtype(bias)}
-    plan = _plan(layout, x.dtype, eps, relu=relu, has_residual=residual is not None, **dtypes)
+    plan = _plan_for(
+        [x, weight, bias, residual], layout, x.dtype, eps, relu=relu, has_residual=residual is not None, **dtypes
+    )
     y, statistics, _ = plan.forward_outputs((x.data_ptr(), total.data_ptr()), x, total, weight, bias, residual)
     return y, statistics
 
@@ -197,7 +205,7 @@ def backward_sums(
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     dtypes = {"grad_weight_dtype": weight_dtype, "grad_bias_dtype": bias_dtype}
-    plan = _plan(layout, x.dtype, has_y=y is not None, **dtypes)
+    plan = _plan_for([dy, x, y, statistics], layout, x.dtype, has_y=y is not None, **dtypes)
     return plan.backward_sums(dy, x, y, statistics)[:3]
 
 
@@ -206,7 +214,7 @@ def backward_outputs(
     weight: Tensor | None, of_residual: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     weight = _dense(weight)
-    plan = _plan(layout, x.dtype, weight_dtype=_dtype(weight), has_y=y is not None)
+    plan = _plan_for([dy, x, y, statistics, weight], layout, x.dtype, weight_dtype=_dtype(weight), has_y=y is not None)
     at = dy.data_ptr(), x.data_ptr(), 0 if y is None else y.data_ptr(), statistics.data_ptr(), total.data_ptr()
     grad_x, grad_residual, _ = plan.backward_outputs(at, dy, x, y, total, statistics, weight, True, of_residual)
     assert grad_x is not None
@@ -220,7 +228,13 @@ def update_running_stats(
         moments.update_running_stats(running_mean, running_var, statistics, momentum, moves)
     elif moves:
         of_channels = Layout(1, False, (1, running_mean.numel(), 1))
-        plan = _plan(of_channels, torch.float32, mean_dtype=running_mean.dtype, var_dtype=running_var.dtype)
+        plan = _plan_for(
+            [running_mean, running_var, statistics],
+            of_channels,
+            torch.float32,
+            mean_dtype=running_mean.dtype,
+            var_dtype=running_var.dtype,
+        )
         buffers = running_mean, running_var
         addresses = [one.data_ptr() for one in (*buffers, statistics)]
         if not all(addresses) and running_mean.numel():

@@ -17,6 +17,7 @@ to wait to read them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -30,6 +31,16 @@ UNSIGNED: Signature = 0.0, 0.0, 0.0
 NUM_SIGNED = len(UNSIGNED)
 
 NO_MEMORY = "a tensor has no memory of its own, as where its storage was resized to 0 bytes"
+
+
+def require_memory(tensors: Sequence[Tensor]) -> None:
+    """Raises RuntimeError where a tensor is a view of memory that was freed, as of a flat parameter of FSDP1: then its
+    address is its offset. Kernels see by themselves where the address is 0."""
+    if any(map(Tensor.storage_offset, tensors)):
+        for one in tensors:
+            if one.numel() and not one.untyped_storage().nbytes():
+                raise RuntimeError(NO_MEMORY)
+
 
 # What the second call finds in the totals; cpu.cpp has the same numbers.
 OK, RANKS_DIFFER, FAULT, ONE_VALUE, NOT_FINITE = 0, 4, 5, 6, 7

@@ -58,6 +58,15 @@ def test_z_of_another_shape(ranks: Ranks) -> None:
         layer(GOOD, GOOD[:, :, :1] if ranks.rank == 0 else GOOD)
 
 
+@pytest.mark.parametrize("name", ["z", "weight", "running_mean"])
+def test_sparse_tensors_beside_the_input(ranks: Ranks, name: str) -> None:
+    tensors = {"z": GOOD, "weight": torch.ones(3), "running_mean": torch.zeros(3), "running_var": torch.ones(3)}
+    if ranks.rank == 0:
+        tensors[name] = tensors[name].to_sparse()
+    with pytest.raises(TypeError, match=f"rank 0: expected a dense {name}, got layout torch.sparse_coo; use {name}"):
+        syncbn.functional.sync_batch_norm(GOOD, **tensors, training=True)
+
+
 def test_rank_check_of_the_numbered_layers(ranks: Ranks) -> None:
     layer = syncbn.SyncBatchNorm2d(3)
     with pytest.raises(ValueError, match=r"rank 1: expected 4D input \(got 3D input\)"):

@@ -49,13 +49,16 @@ def test_two_models(ranks: Ranks) -> None:
         in_another_order(ranks, generator, discriminator)
 
 
-def test_two_models_in_debug_mode(ranks: Ranks) -> None:
+def test_two_models_in_debug_mode(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which compares on GPUs too, and before anything is sent."""
     generator, discriminator = model(), model()
+    sent, all_reduce = [], dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda payload, **options: (sent.append(1), all_reduce(payload, **options)))
     with syncbn.debug():
         in_one_order(generator, discriminator)
         with pytest.raises(RuntimeError, match=r"rank 0: in layer '1' .* number (\d+) of .*\nrank 1: .* number (?!\1)"):
             in_another_order(ranks, generator, discriminator)
+    assert len(sent) == 2
 
 
 @pytest.mark.parametrize("container", [nn.ModuleDict, nn.ModuleList])

@@ -24,6 +24,7 @@ from syncbn.diagnosis import diagnosis
 from syncbn.distributed import text_exchange
 from syncbn.distributed.reduction import Collective, EagerReduction, Guard, guarded_by
 from syncbn.functional import sync_batch_norm
+from syncbn.kernels import available
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs nobody reads a total")
 C = 3
@@ -58,6 +59,20 @@ def sent() -> Iterator[list[int]]:
         yield numbers
 
 
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[Collective | None]:
+    """In what this rank was whenever it asked the others what they do."""
+    seen: list[Collective | None] = []
+    exchange = text_exchange.all_gather_text
+
+    def note(text: str, group: dist.ProcessGroup) -> list[str]:
+        seen.append(diagnosis.this_rank().waiting)
+        return exchange(text, group)
+
+    monkeypatch.setattr(text_exchange, "all_gather_text", note)
+    return seen
+
+
 class Mode(TorchDispatchMode):
     """Watches, and changes nothing."""
 
@@ -74,7 +89,7 @@ def profiler() -> AbstractContextManager[object]:
 
 @pytest.mark.parametrize("watch", [profiler, Mode])
 def test_one_rank_is_watched(
-    ranks: Ranks, sent: list[int], watch: Callable[[], AbstractContextManager[object]]
+    ranks: Ranks, sent: list[int], waits: list[object], watch: Callable[[], AbstractContextManager[object]]
 ) -> None:
     """It takes the side roads, and must send as much as the others, in the same order; else gloo aborts."""
     layer, x = syncbn.SyncBatchNorm1d(C, device=ranks.device), own_input(ranks)
@@ -86,12 +101,13 @@ def test_one_rank_is_watched(
         actual = step(other, other, x)
     assert taken == ["forward"] * watched  # whose Function has a backward of its own
     assert sent == SENT
+    assert not waits  # the signatures are the same
     torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("watch", [profiler, Mode])
 def test_one_rank_is_watched_from_backward_on(
-    ranks: Ranks, sent: list[int], watch: Callable[[], AbstractContextManager[object]]
+    ranks: Ranks, sent: list[int], waits: list[object], watch: Callable[[], AbstractContextManager[object]]
 ) -> None:
     layer, x = syncbn.SyncBatchNorm1d(C, device=ranks.device), own_input(ranks).requires_grad_()
     y = layer(x)
@@ -101,7 +117,19 @@ def test_one_rank_is_watched_from_backward_on(
         (actual,) = torch.autograd.grad(y.sin().sum(), x)
     assert taken == ["backward"] * watched
     assert sent == [*SENT, SENT[1]]
+    assert not waits
     torch.testing.assert_close(actual, expected)
+
+
+def test_an_input_that_one_rank_has_frozen(ranks: Ranks, sent: list[int]) -> None:
+    """It has no gradient to compute from the sums, but the others have."""
+    layer, x = syncbn.SyncBatchNorm1d(C, device=ranks.device), own_input(ranks)
+    frozen = ranks.rank == 0
+    with side_roads() as taken:
+        layer(x.requires_grad_(not frozen)).sin().sum().backward()
+    assert not taken
+    assert sent == SENT
+    assert (x.grad is None) == frozen
 
 
 @on_cpu
@@ -139,6 +167,24 @@ def test_a_bad_argument_after_a_plan_was_made(
     dist.barrier()
 
 
+@on_cpu
+@pytest.mark.skipif("cpu: C++" not in available(), reason="torch's operations may crash on such tensors")
+def test_an_input_without_memory_on_one_rank(ranks: Ranks, sent: list[int]) -> None:
+    """It is found by a kernel, when the others wait already."""
+    layer, x = syncbn.SyncBatchNorm1d(C), own_input(ranks)
+    layer(x)
+    before = copy.deepcopy(layer.state_dict())
+    if ranks.rank == 0:
+        x.untyped_storage().resize_(0)
+    with side_roads() as taken, pytest.raises(ValueError, match="rank 0: a tensor has no memory"):
+        layer(x)
+    assert not taken
+    assert sent == [SENT[0]] * 2
+    torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
+    layer(own_input(ranks))  # the group goes on
+    dist.barrier()
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("momentum", [0.3, None])
 def test_a_recompute_on_the_ordinary_road(
@@ -158,20 +204,6 @@ def test_a_recompute_on_the_ordinary_road(
 
 
 # In what a rank waits while it finds out what is wrong.
-
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[Collective | None]:
-    """In what this rank was whenever it asked the others what they do."""
-    seen: list[Collective | None] = []
-    exchange = text_exchange.all_gather_text
-
-    def note(text: str, group: dist.ProcessGroup) -> list[str]:
-        seen.append(diagnosis.this_rank().waiting)
-        return exchange(text, group)
-
-    monkeypatch.setattr(text_exchange, "all_gather_text", note)
-    return seen
 
 
 def check_waits(waits: list[Collective | None], layer: nn.Module, pass_name: str, call: int) -> None:
@@ -208,10 +240,12 @@ def test_ranks_are_compared_in_the_wait_of_their_all_reduce(ranks: Ranks, waits:
 def test_faults_are_told_in_the_wait_of_the_all_reduce(ranks: Ranks, waits: list[Collective | None]) -> None:
     layer, x = syncbn.SyncBatchNorm1d(C), own_input(ranks)
     layer(x)
+    number = diagnosis.this_rank().last.number
     with side_roads() as taken, pytest.raises(ValueError, match="rank 0: expected 2D or 3D input"):
         layer(x[0, 0] if ranks.rank == 0 else x)
     assert taken == ["forward"] * (ranks.rank == 0)
     check_waits(waits, layer, "forward", 2)
+    assert waits[0].number == number + 1  # that of the all_reduce, and no other
 
 
 # What a layer keeps.
@@ -239,6 +273,19 @@ def test_a_layer_that_was_called_does_not_keep_its_group(ranks: Ranks) -> None:
     assert old() is None
     layer(x)
     assert layer._call_site.group() is dist.group.WORLD
+
+
+def test_a_layer_that_was_called_is_freed(ranks: Ranks) -> None:
+    """What its group knows of it must not keep it."""
+
+    def call() -> weakref.ref[nn.Module]:  # a frame that ends: in its first call a layer looks for its name in it
+        layer = syncbn.SyncBatchNorm1d(C, device=ranks.device)
+        layer(own_input(ranks)).sum().backward()
+        return weakref.ref(layer)
+
+    old = call()
+    gc.collect()
+    assert old() is None
 
 
 @pytest.mark.parametrize("process_group", ["all", "node", 1])
