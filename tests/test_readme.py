@@ -100,6 +100,16 @@ def test_the_table_of_faults() -> None:
     assert f"{len(FAULTS)} faults tried" in README
 
 
+def test_first_pages_say_whether_it_has_run_on_a_gpu() -> None:
+    """As docs/gpu.md does."""
+    nothing_has = "has run on a GPU so far" in (ROOT / "docs" / "gpu.md").read_text()
+    for page in (ROOT / "README.md", ROOT / "docs" / "index.md"):
+        first_paragraphs = " ".join(page.read_text()[:800].split())
+        assert ("[nothing has run on a GPU yet](" in first_paragraphs) == nothing_has, page
+    for page in (ROOT / "README.md", ROOT / "docs" / "migrating.md"):
+        assert ("| GPU tensors | compiled, [never run](" in page.read_text()) == nothing_has, page
+
+
 def test_no_1_0_before_a_run_on_a_gpu() -> None:
     """docs/releasing.md"""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
