@@ -1,5 +1,6 @@
 """Runs python -m syncbn info|check.
 
+    python -m syncbn --version                                       which syncbn this is
     python -m syncbn info                                            what is installed and used
     torchrun --standalone --nproc-per-node 2 -m syncbn check         do these ranks equal one, and what does that cost
 
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import syncbn
 from syncbn.cli.check import check
 from syncbn.cli.info import info
 
@@ -44,6 +46,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m syncbn", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--version", action="version", version=f"syncbn {syncbn.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("info", "what is installed and used"), ("check", "do these ranks equal one")):
         command = commands.add_parser(name, help=text)

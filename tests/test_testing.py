@@ -124,7 +124,8 @@ SYNCBN = ["-m", "syncbn"]
 def test_info() -> None:
     facts = json.loads(run(sys.executable, *SYNCBN, "info", "--json"))
     assert facts["torch"] == torch.__version__
-    assert facts["syncbn"].endswith(str(Path(syncbn.__file__).parent))
+    assert facts["syncbn"] == f"{syncbn.__version__}, {Path(syncbn.__file__).resolve().parent}"
+    assert run(sys.executable, *SYNCBN, "--version") == f"syncbn {syncbn.__version__}\n"
     assert facts["kernels"] == syncbn.kernels.available()
     assert "gloo" in facts["backends"]
     table = run(sys.executable, *SYNCBN, "info")
