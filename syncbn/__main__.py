@@ -5,8 +5,7 @@
     torchrun --standalone --nproc-per-node 2 -m syncbn check         do these ranks equal one, and what does that cost
 
 check takes as many ranks on as many hosts as torchrun gives it: nccl when each has a GPU, else gloo. Rank 0 prints. The
-exit status is 0 when all is well, 1 when W ranks do not equal one, 2 for a bad command line. Without rich (pip install
-rich) tables are plain text.
+exit status is 0 when all is well, 1 when W ranks do not equal one, 2 for a bad command line.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ import torch.distributed as dist
 import syncbn
 from syncbn.cli.check import check
 from syncbn.cli.info import info
+from syncbn.tools.table import table
 
 
 def main() -> int:
@@ -86,44 +85,29 @@ def _check_here(num_layers: int, num_channels: int) -> dict[str, Any]:
 
 
 def _print_info(results: dict[str, Any]) -> None:
-    _print_table(("", ""), results.items())
+    print(table(("what", "here"), results.items()))
 
 
 def _print_check(results: dict[str, Any]) -> None:
     ranks = f"{results['ranks']} rank{'s' * (results['ranks'] > 1)} ({results['backend']}, {results['device']})"
     print(f"{ranks} and one process with the whole batch; kernels {results['kernels']}")
     columns = ("dtype", "what", "error", "allowed")
-    _print_table(
-        columns,
-        [[f"{one[name]:.1e}" if name in columns[2:] else one[name] for name in columns] for one in results["accuracy"]],
-    )
+    accuracy = [
+        [f"{one[name]:.1e}" if name in columns[2:] else one[name] for name in columns] for one in results["accuracy"]
+    ]
+    print(table(columns, accuracy))
     seconds = results["seconds"]
     if results["ranks"] == 1:
         print("One rank has nothing to synchronise: torchrun --standalone --nproc-per-node 2 -m syncbn check")
     else:
         print(f"all_reduces of a layer of {results['channels']} channels")
-        rows = [[name, f"{1e3 * seconds[name]:.2f} ms"] for name in ("forward", "backward")]
-        _print_table(
-            ("pass", "time"), [*rows, [f"step, {results['layers']} layers", f"{1e3 * seconds['step']:.1f} ms"]]
-        )
+        rows = [(name, f"{1e3 * seconds[name]:.2f} ms") for name in ("forward", "backward")]
+        step = f"step, {results['layers']} layers", f"{1e3 * seconds['step']:.1f} ms"
+        print(table(("pass", "time"), rows, step))
     if results["synced"]:
         print(results["synced"])
     print("Which layers of your model gain from synchronisation: help(syncbn.measure_local_noise)")
     print("passed" if results["passed"] else "FAILED: these ranks do not train as one process does")
-
-
-def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        for row in (columns, *rows):
-            print("  ".join(row).strip())
-        return
-    table = Table(*columns, show_header=any(columns))
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table, markup=False)
 
 
 if __name__ == "__main__":
