@@ -24,6 +24,8 @@ from syncbn.cli.check import check
 from syncbn.cli.info import info
 from syncbn.tools.table import table
 
+SET_BY_TORCHRUN = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+
 
 def main() -> int:
     """The exit status."""
@@ -58,7 +60,14 @@ def _parse_arguments() -> argparse.Namespace:
                 help="of the model to tell the cost of (%(default)s, as ResNet-50 has)",
             )
             command.add_argument("--channels", type=_positive, default=256, help="of each (default %(default)s)")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    missing = [name for name in SET_BY_TORCHRUN if name not in os.environ]
+    if arguments.command == "check" and "RANK" in os.environ and missing:
+        parser.error(
+            f"RANK is set, but not {', '.join(missing)}; torchrun sets all of them: torchrun --standalone "
+            "--nproc-per-node 2 -m syncbn check. To check one process, unset RANK"
+        )
+    return arguments
 
 
 def _positive(text: str) -> int:
@@ -85,7 +94,9 @@ def _check_here(num_layers: int, num_channels: int) -> dict[str, Any]:
 
 
 def _print_info(results: dict[str, Any]) -> None:
-    print(table(("what", "here"), results.items()))
+    width = max(map(len, results))
+    for name, value in results.items():
+        print(f"{name:{width}}  {value}")
 
 
 def _print_check(results: dict[str, Any]) -> None:

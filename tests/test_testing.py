@@ -22,6 +22,7 @@ import syncbn
 from syncbn import __main__, testing
 from syncbn.cli import check
 from syncbn.cli.info import info
+from syncbn.kernels import cpu
 from syncbn.testing import assert_matches_full_batch
 
 
@@ -138,7 +139,7 @@ def test_no_path_or_figure_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setattr(sys, "argv", ["syncbn", "info"])
     assert __main__.main() == 0
-    lines = capsys.readouterr().out.splitlines()[2:]
+    lines = capsys.readouterr().out.splitlines()
     for line, (name, value) in zip(lines, info().items(), strict=True):
         assert line.startswith(f"{name}  ")
         assert line.endswith(f"  {value}")
@@ -155,6 +156,19 @@ def test_rank_0_prints_and_a_shell_that_has_a_rank(
     monkeypatch.setattr(sys, "argv", ["syncbn", "info"])
     assert __main__.main() == 0
     assert bool(capsys.readouterr().out) == printed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are no C++ kernels")
+def test_info_says_where_kernels_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a clone, which hides the installed package from a program that runs in it."""
+    clone, installed = tmp_path / "clone" / "syncbn", tmp_path / "site-packages" / "syncbn"
+    monkeypatch.setattr(cpu, "FILE", clone / "kernels" / "_cpu.so")
+    monkeypatch.setattr(sys, "path", [str(clone.parent), str(installed.parent)])
+    assert cpu.load.__wrapped__().startswith(f"not built in {clone}: syncbn was not installed from there, or no C++ ")
+    (installed / "kernels").mkdir(parents=True)
+    (installed / "kernels" / "_cpu.so").touch()
+    expected = f"not built in {clone}, which hides the installed {installed}; start Python in another folder"
+    assert cpu.load.__wrapped__() == expected
 
 
 def test_info_finds_apexs_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +209,17 @@ def test_exit_statuses_of_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         check_here(monkeypatch, "--layers", "0")
     assert caught.value.code == 2
     assert "must be a whole number from 1, got '0'" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["syncbn", "check"])
+    monkeypatch.setenv("RANK", "0")  # as a cluster's shell may, without the others
+    for name in __main__.SET_BY_TORCHRUN[1:]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as caught:
+        __main__.main()
+    assert caught.value.code == 2
+    missing = "RANK is set, but not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; torchrun sets all of them"
+    assert missing in capsys.readouterr().err
+    monkeypatch.delenv("WORLD_SIZE")
     model = check._model()
     model.append(nn.RReLU(-2, 2))  # random
     monkeypatch.setattr(check, "_model", lambda: model)
