@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import trained_as_one
-from jobs import ON_TWO_RANKS, run
+from jobs import ON_TWO_RANKS, run, start_ranks
 from torch import Tensor, nn
 
 import syncbn
@@ -191,6 +191,29 @@ def test_check_on_two_ranks() -> None:
     seconds = result["seconds"]
     assert seconds["step"] == pytest.approx(10 * (seconds["forward"] + seconds["backward"]))
     assert seconds["forward"] > 0 < seconds["backward"]
+
+
+def test_check_says_where_the_ranks_are_when_one_has_ended(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("""
+import os, signal, sys
+from syncbn import __main__
+from syncbn.cli import check
+
+seconds = check._seconds
+check._seconds = lambda *sizes: os.kill(os.getpid(), signal.SIGKILL) if os.environ["RANK"] == "1" else seconds(*sizes)
+sys.argv = ["syncbn", "check"]
+sys.exit(__main__.main())
+""")
+    ranks, store = start_ranks(2, program)
+    try:
+        assert ranks[0].wait(60) == 1
+    finally:
+        for rank in ranks:
+            rank.kill()
+        del store
+    where = r"rank 0: in syncbn check forward, call \d+\n.*rank 1: after layer '.*its process .* has ended\n"
+    assert re.search(where, ranks[0].text())
 
 
 def check_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
