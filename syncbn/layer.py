@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn import argument_errors, step
 from syncbn.arguments import Arguments, check_eps, check_momentum, check_num_features
-from syncbn.diagnosis import guards
+from syncbn.diagnosis import debug_mode, guards
 from syncbn.distributed import groups
 from syncbn.distributed.group_spec import THIS_RANK_ALONE, to_spec, to_user
 from syncbn.roads import traced
@@ -91,6 +91,7 @@ class SyncBatchNorm(_BatchNorm):
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
         groups.make_groups(self._process_group)
+        debug_mode.run_uncompiled_where_wanted()
 
     @property
     def process_group(self) -> ProcessGroupLike:
@@ -107,6 +108,10 @@ class SyncBatchNorm(_BatchNorm):
         for name in ("_synchronised_ranks", "_call_site", "_train_over_ranks"):  # of this process, not of a copy
             state.pop(name, None)
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        debug_mode.run_uncompiled_where_wanted()
 
     def reset_parameters(self) -> None:
         """weight 1, bias 0, running_mean 0, running_var 1, num_batches_tracked 0."""
