@@ -1,10 +1,10 @@
 """Configures Sphinx: the guides in this folder, and the API from the docstrings. See scripts/docs.sh."""
 
-import importlib.metadata
+import syncbn
 
 project = "syncbn"
 author = "the syncbn authors"
-release = importlib.metadata.version("syncbn")
+release = syncbn.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 myst_heading_anchors = 3  # of which a link may name one, as on GitHub
 html_theme = "furo"

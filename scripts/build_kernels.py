@@ -21,6 +21,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCE = Path("syncbn/kernels/cpu.cpp")
 LIBRARY = Path("syncbn/kernels/_cpu.so")
+EDITABLE = Path("build/editable/syncbn")
 FLAGS = [
     "-std=c++20",
     "-O3",
@@ -59,6 +60,8 @@ class KernelsHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called by hatchling before it makes the wheel; in the source tree too, as an editable install uses that."""
         root = Path(self.root)
+        if version == "editable":
+            _link(root)
         try:
             if not sys.platform.startswith("linux"):
                 raise OSError(f"there are none for {sys.platform}")
@@ -70,3 +73,11 @@ class KernelsHook(BuildHookInterface[Any]):
         build_data["pure_python"] = False
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{platform}"
+
+
+def _link(root: Path) -> None:
+    """Make a folder with the package and nothing else: beside the package, `import tests` and the like are ours too."""
+    link = root / EDITABLE
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if not link.is_symlink():
+        link.symlink_to(Path("..", "..", "syncbn"), target_is_directory=True)

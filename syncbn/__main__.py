@@ -1,11 +1,11 @@
 """Runs python -m syncbn info|check.
 
+    python -m syncbn --version                                       which syncbn this is
     python -m syncbn info                                            what is installed and used
     torchrun --standalone --nproc-per-node 2 -m syncbn check         do these ranks equal one, and what does that cost
 
 check takes as many ranks on as many hosts as torchrun gives it: nccl when each has a GPU, else gloo. Rank 0 prints. The
-exit status is 0 when all is well, 1 when W ranks do not equal one, 2 for a bad command line. Without rich (pip install
-rich) tables are plain text.
+exit status is 0 when all is well, 1 when W ranks do not equal one, 2 for a bad command line.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import syncbn
 from syncbn.cli.check import check
 from syncbn.cli.info import info
+from syncbn.tools.table import table
+
+SET_BY_TORCHRUN = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 
 
 def main() -> int:
@@ -44,6 +47,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m syncbn", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--version", action="version", version=f"syncbn {syncbn.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("info", "what is installed and used"), ("check", "do these ranks equal one")):
         command = commands.add_parser(name, help=text)
@@ -56,7 +60,14 @@ def _parse_arguments() -> argparse.Namespace:
                 help="of the model to tell the cost of (%(default)s, as ResNet-50 has)",
             )
             command.add_argument("--channels", type=_positive, default=256, help="of each (default %(default)s)")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    missing = [name for name in SET_BY_TORCHRUN if name not in os.environ]
+    if arguments.command == "check" and "RANK" in os.environ and missing:
+        parser.error(
+            f"RANK is set, but not {', '.join(missing)}; torchrun sets all of them: torchrun --standalone "
+            "--nproc-per-node 2 -m syncbn check. To check one process, unset RANK"
+        )
+    return arguments
 
 
 def _positive(text: str) -> int:
@@ -83,44 +94,31 @@ def _check_here(num_layers: int, num_channels: int) -> dict[str, Any]:
 
 
 def _print_info(results: dict[str, Any]) -> None:
-    _print_table(("", ""), results.items())
+    width = max(map(len, results))
+    for name, value in results.items():
+        print(f"{name:{width}}  {value}")
 
 
 def _print_check(results: dict[str, Any]) -> None:
     ranks = f"{results['ranks']} rank{'s' * (results['ranks'] > 1)} ({results['backend']}, {results['device']})"
     print(f"{ranks} and one process with the whole batch; kernels {results['kernels']}")
     columns = ("dtype", "what", "error", "allowed")
-    _print_table(
-        columns,
-        [[f"{one[name]:.1e}" if name in columns[2:] else one[name] for name in columns] for one in results["accuracy"]],
-    )
+    accuracy = [
+        [f"{one[name]:.1e}" if name in columns[2:] else one[name] for name in columns] for one in results["accuracy"]
+    ]
+    print(table(columns, accuracy))
     seconds = results["seconds"]
     if results["ranks"] == 1:
         print("One rank has nothing to synchronise: torchrun --standalone --nproc-per-node 2 -m syncbn check")
     else:
         print(f"all_reduces of a layer of {results['channels']} channels")
-        rows = [[name, f"{1e3 * seconds[name]:.2f} ms"] for name in ("forward", "backward")]
-        _print_table(
-            ("pass", "time"), [*rows, [f"step, {results['layers']} layers", f"{1e3 * seconds['step']:.1f} ms"]]
-        )
+        rows = [(name, f"{1e3 * seconds[name]:.2f} ms") for name in ("forward", "backward")]
+        step = f"step, {results['layers']} layers", f"{1e3 * seconds['step']:.1f} ms"
+        print(table(("pass", "time"), rows, step))
     if results["synced"]:
         print(results["synced"])
     print("Which layers of your model gain from synchronisation: help(syncbn.measure_local_noise)")
     print("passed" if results["passed"] else "FAILED: these ranks do not train as one process does")
-
-
-def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        for row in (columns, *rows):
-            print("  ".join(row).strip())
-        return
-    table = Table(*columns, show_header=any(columns))
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table, markup=False)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from syncbn import convertibility
 from syncbn.convertibility import NotConverted
+from syncbn.diagnosis import debug_mode
 from syncbn.distributed import groups
 from syncbn.distributed.group_spec import to_spec
 from syncbn.layer import SyncBatchNorm
@@ -69,6 +70,7 @@ def convert_syncbn_model(
     for layer in layers:
         synchronised_class(class_of(layer))
     groups.make_groups(spec)
+    debug_mode.run_uncompiled_where_wanted()
     if spec is not None:
         for module in model.modules():
             if isinstance(module, SyncBatchNorm):

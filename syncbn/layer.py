@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn import argument_errors, step
 from syncbn.arguments import Arguments, check_eps, check_momentum, check_num_features
-from syncbn.diagnosis import diagnosis
+from syncbn.diagnosis import debug_mode, diagnosis
 from syncbn.distributed import groups
 from syncbn.distributed.group_spec import THIS_RANK_ALONE, to_spec, to_user
 from syncbn.distributed.reduction import warn_in_data_parallel
@@ -90,6 +90,7 @@ class SyncBatchNorm(_BatchNorm):
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
         groups.make_groups(self._process_group)
+        debug_mode.run_uncompiled_where_wanted()
 
     @property
     def process_group(self) -> ProcessGroupLike:
@@ -106,6 +107,10 @@ class SyncBatchNorm(_BatchNorm):
         for name in ("_synchronised_ranks", "_call_site", "_train_over_ranks"):  # of this process, not of a copy
             state.pop(name, None)
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        debug_mode.run_uncompiled_where_wanted()
 
     def reset_parameters(self) -> None:
         """weight 1, bias 0, running_mean 0, running_var 1, num_batches_tracked 0."""

@@ -152,7 +152,7 @@ FAULTS = {
         ),
         Fault(
             "kill -9 inside join",
-            r"rank 0: in a step of others, out of data\nrank 1: in body.bn2 forward, call 3.*\n"
+            r"rank 0: in the other ranks' steps, with no data left\nrank 1: in body.bn2 forward, call 3.*\n"
             r"rank 2: after body.bn1 forward, call 3; its process \(\d+\) has ended\n",
             num_ranks=3,
             by_hand=False,

@@ -162,19 +162,41 @@ def test_numpy_numbers_are_numbers() -> None:
     layer(momentum=np.float32(0.1), eps=np.float64(1e-5))(X)
 
 
-@pytest.mark.parametrize(("value", "ends_well"), [("", True), ("0", True), ("1", True), ("yes", False)])
-def test_the_environment_variable_of_debug_mode(tmp_path: Path, value: str, ends_well: bool) -> None:
-    program = tmp_path / "program.py"
-    program.write_text("""
+NEW_LAYER = "syncbn.SyncBatchNorm(3)"
+
+
+@pytest.mark.parametrize(
+    ("value", "new_layer"),
+    [
+        ("", NEW_LAYER),
+        ("0", NEW_LAYER),
+        ("1", NEW_LAYER),
+        ("1", "syncbn.convert_syncbn_model(torch.nn.BatchNorm1d(3))"),
+        ("1", "torch.load(sys.argv[1], weights_only=False)"),
+    ],
+)
+def test_the_environment_variable_of_debug_mode(tmp_path: Path, value: str, new_layer: str) -> None:
+    """It lets all run uncompiled once there is a layer; the import alone changes nothing."""
+    program, file = tmp_path / "program.py", tmp_path / "layer.pt"
+    torch.save(syncbn.SyncBatchNorm(3), file)
+    program.write_text(f"""
+import sys
 import torch
 import syncbn
 
 compiled = torch.compile(lambda: torch.compiler.is_compiling(), backend="eager")
-print(not compiled())  # debug mode runs all uncompiled
+print(compiled())
+{new_layer}
+print(compiled())
 """)
-    process = Started([str(program)], ENVIRONMENT | {"SYNCBN_DEBUG": value})
-    assert (process.wait(60) == 0) == ends_well
-    if ends_well:
-        assert process.text() == f"{value == '1'}\n"
-    else:
-        assert "ValueError: SYNCBN_DEBUG must be 1, 0 or not set, got 'yes'" in process.text()
+    process = Started([str(program), str(file)], ENVIRONMENT | {"SYNCBN_DEBUG": value})
+    assert process.wait(60) == 0, process.text()
+    assert process.text() == f"True\n{value != '1'}\n"
+
+
+def test_another_value_of_the_environment_variable(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import syncbn")
+    process = Started([str(program)], ENVIRONMENT | {"SYNCBN_DEBUG": "yes"})
+    assert process.wait(60) != 0
+    assert "ValueError: SYNCBN_DEBUG must be 1, 0 or not set, got 'yes'" in process.text()

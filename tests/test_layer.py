@@ -10,15 +10,20 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import syncbn
+from syncbn.functional import sync_batch_norm, sync_batch_norm_many
 
 NUMBERED = [
     (nn.BatchNorm1d, syncbn.SyncBatchNorm1d, (4, 3)),
@@ -363,3 +368,32 @@ def test_a_state_dict_that_does_not_fit() -> None:
     ours.load_state_dict(before)
     plain.load_state_dict(good)
     assert torch.equal(plain[0].running_var, ours[0].running_var)
+
+
+@pytest.fixture
+def eight_fake_ranks() -> Iterator[None]:
+    """This process is rank 0; nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("eight_fake_ranks")
+@pytest.mark.parametrize("training", [True, False])
+def test_evaluation_of_a_dtensor_needs_no_process_group(training: bool) -> None:
+    """Training does, and where the batch lies along two dims of three nobody has made it."""
+    mesh, x = init_device_mesh("cpu", (2, 2, 2)), torch.randn(2, 3, 4, 4)
+    sharded = DTensor.from_local(x, mesh, [Shard(0), Shard(2), Replicate()], run_check=False)
+    layer, mean, var = syncbn.SyncBatchNorm(3).train(training), torch.zeros(3), torch.ones(3)
+    for call in (
+        lambda: layer(sharded),
+        lambda: sync_batch_norm(sharded, mean, var, training=training),
+        lambda: sync_batch_norm_many([sharded], [mean], [var], training=training)[0],
+    ):
+        if training:
+            with pytest.raises(
+                ValueError, match=r"ranks \[\[0, 2\], \[4, 6\]\], which have no process group in common"
+            ):
+                call()
+        else:
+            torch.testing.assert_close(call().to_local(), F.batch_norm(x, mean, var))

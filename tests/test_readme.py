@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
+import zipfile
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -100,10 +100,21 @@ def test_the_table_of_faults() -> None:
     assert f"{len(FAULTS)} faults tried" in README
 
 
+def test_first_pages_say_whether_it_has_run_on_a_gpu() -> None:
+    """As docs/gpu.md does."""
+    nothing_has = "has run on a GPU so far" in (ROOT / "docs" / "gpu.md").read_text()
+    for page in (ROOT / "README.md", ROOT / "docs" / "index.md"):
+        first_paragraphs = " ".join(page.read_text()[:800].split())
+        assert ("[nothing has run on a GPU yet](" in first_paragraphs) == nothing_has, page
+    for page in (ROOT / "README.md", ROOT / "docs" / "migrating.md"):
+        assert ("| GPU tensors | compiled, [never run](" in page.read_text()) == nothing_has, page
+
+
 def test_no_1_0_before_a_run_on_a_gpu() -> None:
     """docs/releasing.md"""
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert version.startswith("0.") or "has run on a GPU so far" not in (ROOT / "docs" / "gpu.md").read_text()
+    assert (
+        syncbn.__version__.startswith("0.") or "has run on a GPU so far" not in (ROOT / "docs" / "gpu.md").read_text()
+    )
 
 
 def test_train_py_on_two_ranks(tmp_path: Path) -> None:
@@ -113,16 +124,34 @@ def test_train_py_on_two_ranks(tmp_path: Path) -> None:
     assert "synchronised over 2 ranks" in run_on_ranks(2, script)
 
 
+def copy_of_root(tmp_path: Path) -> Path:
+    """With nothing built."""
+    ignored = shutil.ignore_patterns(".*", "build", "runs", "*.so", "__pycache__")
+    return shutil.copytree(ROOT, tmp_path / "copy", ignore=ignored)
+
+
 def test_pip_install(tmp_path: Path) -> None:
     """`pip install .` and `python -m syncbn info`, of a copy and without a compiler, which makes it fast."""
-    copy, installed = tmp_path / "copy", tmp_path / "installed"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "*.so", "__pycache__"))
+    copy, installed = copy_of_root(tmp_path), tmp_path / "installed"
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", str(installed), str(copy)]
     subprocess.run([sys.executable, "-m", "pip", "install", *options], check=True, env=ENVIRONMENT | {"CXX": "false"})
     info = [sys.executable, "-m", "syncbn", "info", "--json"]
     environment = ENVIRONMENT | {"PYTHONPATH": str(installed)}
     output = subprocess.run(info, check=True, env=environment, cwd=tmp_path, capture_output=True, text=True).stdout
-    assert str(installed) in json.loads(output)["syncbn"]
+    assert json.loads(output)["syncbn"] == f"{syncbn.__version__}, {installed / 'syncbn'}"
+    assert (installed / f"syncbn-{syncbn.__version__}.dist-info").exists()
+
+
+def test_an_editable_install_offers_the_package_alone(tmp_path: Path) -> None:
+    """And not `import tests`, which may be meant to be the user's."""
+    copy = copy_of_root(tmp_path)
+    build = "import hatchling.build; print(hatchling.build.build_editable('.'))"  # as pip does
+    command, environment = [sys.executable, "-c", build], ENVIRONMENT | {"CXX": "false"}
+    output = subprocess.run(command, check=True, env=environment, cwd=copy, capture_output=True, text=True).stdout
+    with zipfile.ZipFile(copy / output.strip()) as wheel:
+        on_path = Path(wheel.read("_syncbn.pth").decode())
+    assert [file.name for file in on_path.iterdir()] == ["syncbn"]
+    assert (on_path / "syncbn" / "__init__.py").samefile(copy / "syncbn" / "__init__.py")
 
 
 @pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="scripts/demo.sh would make its environment first")

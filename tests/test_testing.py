@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import multiprocessing
+import re
 import sys
 from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -14,13 +15,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import trained_as_one
-from jobs import ON_TWO_RANKS, run
+from jobs import ON_TWO_RANKS, run, start_ranks
 from torch import Tensor, nn
 
 import syncbn
 from syncbn import __main__, testing
 from syncbn.cli import check
 from syncbn.cli.info import info
+from syncbn.kernels import cpu
 from syncbn.testing import assert_matches_full_batch
 
 
@@ -124,18 +126,25 @@ SYNCBN = ["-m", "syncbn"]
 def test_info() -> None:
     facts = json.loads(run(sys.executable, *SYNCBN, "info", "--json"))
     assert facts["torch"] == torch.__version__
-    assert facts["syncbn"].endswith(str(Path(syncbn.__file__).parent))
+    assert facts["syncbn"] == f"{syncbn.__version__}, {Path(syncbn.__file__).resolve().parent}"
+    assert run(sys.executable, *SYNCBN, "--version") == f"syncbn {syncbn.__version__}\n"
     assert facts["kernels"] == syncbn.kernels.available()
     assert "gloo" in facts["backends"]
     table = run(sys.executable, *SYNCBN, "info")
     assert all(name in table for name in facts)
 
 
-def test_info_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "rich.console", None)
+def test_no_path_or_figure_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a terminal that is narrow, too."""
+    monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setattr(sys, "argv", ["syncbn", "info"])
     assert __main__.main() == 0
-    assert f"kernels  {syncbn.kernels.available()}" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    for line, (name, value) in zip(lines, info().items(), strict=True):
+        assert line.startswith(f"{name}  ")
+        assert line.endswith(f"  {value}")
+    assert check_here(monkeypatch) == 0
+    assert re.search(r"^float32  parameter  \d\.\de[+-]\d\d  1\.0e-04$", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("variables", "printed"), [(("RANK",), True), (("RANK", "LOCAL_RANK"), False)])
@@ -147,6 +156,19 @@ def test_rank_0_prints_and_a_shell_that_has_a_rank(
     monkeypatch.setattr(sys, "argv", ["syncbn", "info"])
     assert __main__.main() == 0
     assert bool(capsys.readouterr().out) == printed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are no C++ kernels")
+def test_info_says_where_kernels_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a clone, which hides the installed package from a program that runs in it."""
+    clone, installed = tmp_path / "clone" / "syncbn", tmp_path / "site-packages" / "syncbn"
+    monkeypatch.setattr(cpu, "FILE", clone / "kernels" / "_cpu.so")
+    monkeypatch.setattr(sys, "path", [str(clone.parent), str(installed.parent)])
+    assert cpu.load.__wrapped__().startswith(f"not built in {clone}: syncbn was not installed from there, or no C++ ")
+    (installed / "kernels").mkdir(parents=True)
+    (installed / "kernels" / "_cpu.so").touch()
+    expected = f"not built in {clone}, which hides the installed {installed}; start Python in another folder"
+    assert cpu.load.__wrapped__() == expected
 
 
 def test_info_finds_apexs_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +193,29 @@ def test_check_on_two_ranks() -> None:
     assert seconds["forward"] > 0 < seconds["backward"]
 
 
+def test_check_says_where_the_ranks_are_when_one_has_ended(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("""
+import os, signal, sys
+from syncbn import __main__
+from syncbn.cli import check
+
+seconds = check._seconds
+check._seconds = lambda *sizes: os.kill(os.getpid(), signal.SIGKILL) if os.environ["RANK"] == "1" else seconds(*sizes)
+sys.argv = ["syncbn", "check"]
+sys.exit(__main__.main())
+""")
+    ranks, store = start_ranks(2, program)
+    try:
+        assert ranks[0].wait(60) == 1
+    finally:
+        for rank in ranks:
+            rank.kill()
+        del store
+    where = r"rank 0: in syncbn check forward, call \d+\n.*rank 1: after layer '.*its process .* has ended\n"
+    assert re.search(where, ranks[0].text())
+
+
 def check_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["syncbn", "check", *arguments])
     monkeypatch.delenv("RANK", raising=False)
@@ -187,6 +232,17 @@ def test_exit_statuses_of_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         check_here(monkeypatch, "--layers", "0")
     assert caught.value.code == 2
     assert "must be a whole number from 1, got '0'" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["syncbn", "check"])
+    monkeypatch.setenv("RANK", "0")  # as a cluster's shell may, without the others
+    for name in __main__.SET_BY_TORCHRUN[1:]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as caught:
+        __main__.main()
+    assert caught.value.code == 2
+    missing = "RANK is set, but not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; torchrun sets all of them"
+    assert missing in capsys.readouterr().err
+    monkeypatch.delenv("WORLD_SIZE")
     model = check._model()
     model.append(nn.RReLU(-2, 2))  # random
     monkeypatch.setattr(check, "_model", lambda: model)
@@ -194,9 +250,6 @@ def test_exit_statuses_of_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "FAILED" in capsys.readouterr().out
 
 
-def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "rich.console", None)
+def test_check_on_one_process_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_here(monkeypatch, "--json") == 0
     assert json.loads(capsys.readouterr().out)["passed"]
-    assert check_here(monkeypatch) == 0
-    assert capsys.readouterr().out.endswith("passed\n")

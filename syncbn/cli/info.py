@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from syncbn import kernels
+import syncbn
 
 VARIABLES = ("SYNCBN_KERNELS", "SYNCBN_DEBUG", "OMP_NUM_THREADS", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -23,7 +23,7 @@ def info() -> dict[str, str]:
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     variables = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
     return {
-        "syncbn": f"{_version('syncbn')}, {Path(__file__).parent.parent}",
+        "syncbn": f"{syncbn.__version__}, {Path(__file__).resolve().parents[1]}",
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -31,7 +31,7 @@ def info() -> dict[str, str]:
         "cuda": torch.version.cuda or "none",
         "gpus": ", ".join(gpus) or "none",
         "cpu": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
-        "kernels": kernels.available(),
+        "kernels": syncbn.kernels.available(),
         "backends": ", ".join(backends) or "none",
         "environment": " ".join(variables) or "none of " + " ".join(VARIABLES),
         "apex's module of the same name": _apex(),

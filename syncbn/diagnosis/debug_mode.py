@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Iterator
@@ -40,8 +41,9 @@ def debug() -> Iterator[None]:
     different numbers of channels abort gloo. A rank with NaN or infinity among its values is named in a warning, on
     every rank. A rank that waits for more than 3 s says, as a warning of the logger "syncbn", where all ranks are.
 
-    All ranks must enter and leave it at the same place. Compiled modules run uncompiled inside
-    (torch.compiler.set_stance); inside `syncbn.join` nothing is compared. An all_reduce takes some ms more.
+    All ranks must enter and leave it at the same place. Compiled modules run uncompiled inside, and with SYNCBN_DEBUG=1
+    once a layer has been made, converted or loaded (torch.compiler.set_stance); inside `syncbn.join` nothing is
+    compared. An all_reduce takes some ms more.
 
     Raises:
         RuntimeError: by the layers: the ranks differ, with what each of them was about to do.
@@ -87,14 +89,23 @@ def _side_group(group: dist.ProcessGroup, this_rank: ThisRank) -> dist.ProcessGr
     return _side_groups[group]
 
 
-def _enable_where_wanted() -> None:
-    """For the whole program, where the environment says so."""
+def _wanted() -> bool:
+    """Whether the environment says so, for the whole program."""
     wanted = os.environ.get("SYNCBN_DEBUG")
     if wanted not in ENABLED:
         raise ValueError(f"SYNCBN_DEBUG must be 1, 0 or not set, got {wanted!r}")
-    if ENABLED[wanted]:
+    return ENABLED[wanted]
+
+
+@functools.cache
+def run_uncompiled_where_wanted() -> None:
+    """With SYNCBN_DEBUG=1, let compiled modules run uncompiled from now on: a graph asks no guard.
+
+    Called with the first layer, and not by an import, which changes nothing of torch's.
+    """
+    if _wanted():
         torch.compiler.set_stance("force_eager")
-        reduction.guards.append(_Comparison())
 
 
-_enable_where_wanted()
+if _wanted():
+    reduction.guards.append(_Comparison())

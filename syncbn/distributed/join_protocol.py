@@ -52,7 +52,7 @@ class Shadowing(Guard):
         self.thread: threading.Thread | None = None  # that shadows, if it is not this one
         self.num_announced = 0
         self.over = False
-        self.shadow_caller = Caller("a step of others, out of data", signs=False)
+        self.shadow_caller = Caller("the other ranks' steps, with no data left", signs=False)
 
     def before_all_reduce(self, called: EagerReduction, payload: Tensor, pass_name: str) -> None:
         """Announce it. **Raises** RuntimeError where it may then not happen."""

@@ -64,7 +64,7 @@ def load() -> str | None:
     if sys.platform != "linux":
         return f"there are none for {sys.platform}"
     if not FILE.exists():
-        return "not built: no C++ compiler, or it failed; `pip install -v --no-deps --force-reinstall` of syncbn tells"
+        return _why_missing()
     try:
         loaded = ctypes.CDLL(str(FILE))
         functions = {name: loaded[f"syncbn_{name}"] for name in (*_Library.__annotations__, "interface")}
@@ -77,6 +77,18 @@ def load() -> str | None:
     _Library.scratch.restype = ctypes.c_int64
     _Library.update_running_stats.argtypes = (*(ctypes.c_void_p,) * 4, ctypes.c_double)
     return None
+
+
+def _why_missing() -> str:
+    package = FILE.parents[1]
+    for folder in sys.path:
+        installed = Path(folder, package.name)
+        if (installed / FILE.relative_to(package)).exists():
+            return f"not built in {package}, which hides the installed {installed}; start Python in another folder"
+    return (
+        f"not built in {package}: syncbn was not installed from there, or no C++ compiler was found, or it failed; "
+        "`pip install -v --no-deps --force-reinstall` of syncbn tells"
+    )
 
 
 class Plan:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[object]], total: Sequence[object]) -> str:
-    """The header, a line for each row, and one for the total between rules; columns as wide as what they hold."""
-    texts = [tuple(map(str, row)) for row in (header, *rows, total)]
+def table(header: Sequence[str], rows: Iterable[Sequence[object]], total: Sequence[object] = ()) -> str:
+    """The header, a line for each row, and one for the total, between rules. Columns are as wide as what they hold,
+    whatever the terminal's width, so that nothing is cut."""
+    texts = [tuple(map(str, row)) for row in (header, *rows, total) if row]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in texts]
     rule = "  ".join("-" * width for width in widths)
-    return "\n".join((lines[0], rule, *lines[1:-1], rule, lines[-1]))
+    lines.insert(1, rule)
+    if total:
+        lines.insert(-1, rule)
+    return "\n".join(lines)
