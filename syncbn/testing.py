@@ -235,7 +235,8 @@ def _report(bad: list[Difference], found: list[Difference], local: list[str], wo
     if len(bad) > LINES:
         lines.append(f"and {len(bad) - LINES} more")
     if local:
-        lines.append(f"Not synchronised are {', '.join(local[:LINES])}: call syncbn.convert_syncbn_model(model)")
+        names = ", ".join(map(repr, local[:LINES]))
+        lines.append(f"Layers that are not synchronised: {names}; call syncbn.convert_syncbn_model(model)")
     in_first_step = {one.what: one in bad for one in found if one.name == "of step 1"}
     if in_first_step["loss"] and not in_first_step.get("output", True):
         lines.append("The outputs agree and the losses do not: loss_fn must be the mean over samples")

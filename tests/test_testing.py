@@ -66,7 +66,7 @@ def test_what_differs_is_named() -> None:
     text = str(caught.value)
     assert "tensors on 2 ranks are not those of one process" in text
     assert "loss of step 1: " in text
-    assert "Not synchronised are 1: call syncbn.convert_syncbn_model(model)" in text
+    assert "Layers that are not synchronised: '1'; call syncbn.convert_syncbn_model(model)" in text
 
 
 def test_a_loss_that_is_no_mean_differs() -> None:
