@@ -161,11 +161,11 @@ def check_like_input(name: str, given: Tensor, x: Tensor) -> None:
         hint = f"; a mask is passed as mask=, not as {name}" if got is torch.bool else ""
         raise TypeError(f"expected {name} to be a float tensor, got {got}{hint}")
     _refuse_dtensor(name, given)
-    _require_dense(name, given)
     if given.shape != x.shape:
         raise ValueError(
             f"expected {name} of the input's shape {tuple(x.shape)}, got {tuple(given.shape)}; expand() it first"
         )
+    _require_dense(name, given)
     _check_device(name, given, x)
 
 
