@@ -115,7 +115,10 @@ def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor],
         )
     _require_dense("input", x)
     if check_input_dim is not None:
-        check_input_dim(x)
+        try:
+            check_input_dim(x)
+        except ValueError as error:
+            raise ValueError(f"{error}; its shape is {tuple(x.shape)}") from error
     if x.ndim < 2:
         raise ValueError(f"expected at least 2D input (got {x.ndim}D input of shape {tuple(x.shape)})")
     if not isinstance(channel_dim, int):

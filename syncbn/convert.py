@@ -20,6 +20,7 @@ from syncbn.convertibility import NotConverted
 from syncbn.diagnosis import debug_mode
 from syncbn.distributed import groups
 from syncbn.distributed.group_spec import to_spec
+from syncbn.distributed.reduction import make_groups
 from syncbn.layer import SyncBatchNorm
 from syncbn.synchronised_classes import ADDED, class_of, synchronised_class
 
@@ -69,7 +70,7 @@ def convert_syncbn_model(
     specs = [to_spec(vars(layer).get("process_group")) if spec is None else spec for layer in layers]
     for layer in layers:
         synchronised_class(class_of(layer))
-    groups.make_groups(spec)
+    make_groups(spec)
     debug_mode.run_uncompiled_where_wanted()
     if spec is not None:
         for module in model.modules():

@@ -12,9 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from syncbn import argument_errors, step
 from syncbn.arguments import Arguments, check_eps, check_momentum, check_num_features
 from syncbn.diagnosis import debug_mode, diagnosis
-from syncbn.distributed import groups
 from syncbn.distributed.group_spec import THIS_RANK_ALONE, to_spec, to_user
-from syncbn.distributed.reduction import warn_in_data_parallel
+from syncbn.distributed.reduction import make_groups, warn_in_data_parallel
 from syncbn.roads import traced
 from syncbn.torch_state import PLAIN_CLASSES, runs_plainly
 
@@ -89,7 +88,7 @@ class SyncBatchNorm(_BatchNorm):
         self.process_group = process_group
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
-        groups.make_groups(self._process_group)
+        make_groups(self._process_group)
         debug_mode.run_uncompiled_where_wanted()
 
     @property

@@ -51,9 +51,8 @@ def train(given: Arguments, caller: Any) -> tuple[Tensor, Tensor]:
     x, weight, bias, z = given.input, given.weight, given.bias, given.z
     reduction = reduction_of(given.process_group, caller, x)
     try:
-        sums, at = plan.forward_sums(
-            x, reduction.signatures["forward", x.dtype]
-        )  # `at`: addresses, for forward_outputs
+        # `at`: addresses, for forward_outputs
+        sums, at = plan.forward_sums(x, reduction.signatures["forward", x.dtype])
     except RuntimeError as error:
         argument_errors.raise_on_all_ranks(error, [given], reduction)
     reduction.all_reduce(sums, "forward")

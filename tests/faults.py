@@ -65,7 +65,7 @@ FAULTS = {
             "",
             _where(
                 "in body.bn1 forward, call 3",
-                "after body.bn1 backward, call 2; is in evaluation mode(; has left with .*)?",
+                "after body.bn1 backward, call 2; has called a layer in evaluation mode(; has left with .*)?",
             ),
         ),
         Fault("not converted", _where("in body.bn1 forward, call 1", "has not been seen in body.bn1(; .*)?")),
@@ -96,7 +96,7 @@ FAULTS = {
             "evaluates, DDP broadcasts buffers",
             _where(
                 "in body.bn1 forward, call 3",
-                "after body.bn1 backward, call 2; is in evaluation mode(; has left with .*)?",
+                "after body.bn1 backward, call 2; has called a layer in evaluation mode(; has left with .*)?",
             )
             + r".*call ddp\.module\(x\)",
         ),
@@ -149,6 +149,11 @@ FAULTS = {
         ),
         Fault(
             "sizes of groups", "the ranks ask for different process groups: rank 0 for 2, rank 1 for 1", by_hand=False
+        ),
+        Fault(
+            "a group on one rank alone",
+            _where("in body.bn1 forward, call 3", "in the making of groups for process_group=1.*"),
+            by_hand=False,
         ),
         Fault(
             "kill -9 inside join",

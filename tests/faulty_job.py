@@ -120,6 +120,8 @@ def before_step(model: nn.Sequential) -> None:
         model.body.bn1.process_group = dist.new_group(members, timeout=TIMEOUT)
     if FAULT == "sizes of groups":
         model.body.bn1.process_group = 1 if AT_FAULT else RANKS
+    if FAULT == "a group on one rank alone" and AT_FAULT:
+        model.body.bn1.process_group = 1
     if FAULT == "kill -9 in the all_reduce":
         if AT_FAULT:
             threading.Thread(target=kill).start()

@@ -142,7 +142,8 @@ def require_one_layer(site: Site, gathered: list[dict[str, Any]], compares_dtype
     if not (has_one_name and all_have("pass")):
         if all_have("doing"):  # layers of one path, in two models
             where = [f"{doing}; {one['first call']}" for doing, one in zip(where, gathered, strict=True)]
-        raise RanksDifferError(f"{by_rank(ranks, where)}\n{report.remedy()}")
+        remedy = report.remedy() if all_have("pass") else report.REMEDY_OF_PASSES
+        raise RanksDifferError(f"{by_rank(ranks, where)}\n{remedy}")
     if compares_dtypes and not all_have("dtype"):
         where = [f"{doing}, with an input of {one['dtype']}" for doing, one in zip(where, gathered, strict=True)]
         raise RanksDifferError(f"{by_rank(ranks, where)}\n{REMEDY_OF_DTYPES}", "have inputs of different dtypes")

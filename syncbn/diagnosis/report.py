@@ -22,9 +22,9 @@ UNSEEN = "has not been seen"
 PASSES = "forward", "backward"
 CONSEQUENCES = "syncbn: a collective failed", "/gloo/", "caused pair closure"  # of another rank's fault
 REMEDY = (
-    "Every rank must call the same layers in the same order, all converted and in training mode. A layer in a branch "
-    "that only some ranks take must be called on the others too, with an empty batch such as x[:0]. Ranks that hold "
-    "different layers, as a pipeline's, need a process_group for each stage."
+    "Every rank must call the same layers in the same order, all converted with the same process_group and in training "
+    "mode. A layer in a branch that only some ranks take must be called on the others too, with an empty batch such as "
+    "x[:0]. Ranks that hold different layers, as a pipeline's, need a process_group for each stage."
 )
 REMEDY_BY_DEBUG = " SYNCBN_DEBUG=1 makes the ranks compare before each all_reduce."
 REMEDY_OF_ENDED = (
@@ -39,8 +39,13 @@ REMEDY_OF_EVALUATION = (
     "on some ranks only, call ddp.module(x): the forward of DistributedDataParallel itself sends buffers to all ranks."
 )
 REMEDY_OF_UNSEEN = (
-    "A rank that has not been seen in a layer has not converted it, perhaps: call convert_syncbn_model(model) on every "
-    "rank. Or it does not take the branch that holds the layer: call that with an empty batch there, such as x[:0]."
+    "A rank that has not been seen in a layer is late or runs a compiled model, or has not converted the layer: call "
+    "convert_syncbn_model(model) on every rank. Or it does not take the branch that holds the layer: call that with an "
+    "empty batch there, such as x[:0]."
+)
+REMEDY_OF_PASSES = (
+    "A rank has left out a backward, or called a forward more, as in a validation without model.eval(); every rank "
+    "must take the same steps."
 )
 REMEDY_OF_DTYPES = "Use autocast on every rank or on none, and keep the model in the same dtype on all."
 
@@ -68,7 +73,7 @@ class Found(NamedTuple):
     words: str
     gone: bool
     ended: bool = False  # without a word
-    doing: str = ""  # its last collective
+    position: Position = Position("", 0, "")
 
 
 def one_is_gone(found: list[Found]) -> bool:
@@ -133,20 +138,21 @@ class _Reader:
         return "\n".join((table, *self._remedies(found)))
 
     def _remedies(self, found: list[Found]) -> list[str]:
-        """What may help; nothing where a rank has said why it left."""
-        words = [one.words for one in found]
-        if any(EVALUATES in one for one in words):
+        """What may help; nothing where a rank has said why it left, and that is not the end of another."""
+        since = [one.position.since.partition(HAS_LEFT) for one in found]
+        reasons = [why for _, _, why in since if why and not any(part in why for part in CONSEQUENCES)]
+        if reasons:
+            return []
+        if any(EVALUATES in before for before, _, _ in since):
             return [REMEDY_OF_EVALUATION]
         if any(one.ended for one in found):
             return [REMEDY_OF_ENDED + ("." if in_debug_mode() else ": SYNCBN_DEBUG=1 tells which.")]
-        if any(one.endswith(HAS_LEFT) for one in words):
+        begins, has_ended = (any(f" {name}, " in one.position.doing for one in found) for name in PASSES)
+        if any(left and not why for _, left, why in since) or (begins and has_ended):
             return [REMEDY_OF_FEWER_BATCHES]
-        if any(one.gone and not any(part in one.words for part in CONSEQUENCES) for one in found):
+        if one_is_gone(found):
             return []
-        in_a_forward, after_a_step = (any(f" {name}, " in one.doing for one in found) for name in PASSES)
-        if in_a_forward and after_a_step:
-            return [REMEDY_OF_FEWER_BATCHES]
-        return [REMEDY_OF_UNSEEN if any(UNSEEN in one for one in words) else remedy()]
+        return [REMEDY_OF_UNSEEN if any(UNSEEN in one.words for one in found) else remedy()]
 
     def _read(self, ranks: list[int]) -> list[Found]:
         keys = [f"syncbn/{rank}/position" for rank in ranks]
@@ -182,7 +188,7 @@ class _Reader:
         if state:
             words.append(state)
         words_of_rank, has_ended = "; ".join(words) or UNSEEN, state.endswith(process_state.HAS_ENDED)
-        return Found(words_of_rank, gone or bool(state), has_ended, position.doing)
+        return Found(words_of_rank, gone or bool(state), has_ended, position)
 
     def _arrived(self, position: Position) -> bool:
         """Whether a rank of this position is in what this rank waits in."""

@@ -32,7 +32,7 @@ from syncbn.diagnosis.layer_names import in_words, line_that_calls_model, path_i
 from syncbn.diagnosis.signatures import Signatures
 from syncbn.distributed.reduction import Caller, CallSite, Collective, GroupState, RankState
 
-EVALUATES, HAS_LEFT = "is in evaluation mode", "has left"
+EVALUATES, HAS_LEFT = "has called a layer in evaluation mode", "has left"
 SECONDS_BETWEEN_WRITES = 0.05  # of a rank, at least
 SECONDS_PER_WRITE = 10e-6  # of all ranks together: a store takes some 100,000 writes a second
 

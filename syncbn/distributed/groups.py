@@ -73,16 +73,16 @@ def of_torch(spec: GroupSpec) -> Any:
     return existing(spec) if includes_this_rank(spec) else dist.GroupMember.NON_GROUP_MEMBER
 
 
-def make_groups(spec: GroupSpec) -> None:
+def make(spec: int | str) -> None:
     """Make the groups that an int or "node" needs: a collective over ALL ranks of the default group, once for each.
 
     **Raises** ValueError on every rank when the ranks ask for different groups, or their number does not divide.
     """
     default_group = dist.group.WORLD
-    if default_group is not None and isinstance(spec, (int, str)):
-        of_default_group = _made.setdefault(default_group, {})
-        if spec not in of_default_group:
-            of_default_group[spec] = _consecutive_group(_agreed_size(spec, default_group), default_group)
+    assert default_group is not None
+    of_default_group = _made.setdefault(default_group, {})
+    if spec not in of_default_group:
+        of_default_group[spec] = _consecutive_group(_agreed_size(spec, default_group), default_group)
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
@@ -99,7 +99,7 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
         raise ValueError(f"group_size must not be negative, got {group_size}")
     if dist.group.WORLD is None:
         raise RuntimeError("create_syncbn_process_group needs torch.distributed.init_process_group() first")
-    make_groups(group_size)
+    make(group_size)
     return _made_for(group_size)
 
 
@@ -129,7 +129,7 @@ def ranks_per_host(gathered: Sequence[tuple[str | None, str | None]]) -> int:
 
 
 def _made_for(spec: int | str) -> dist.ProcessGroup | None:
-    """This rank's group of what `make_groups` has made for `spec`; None where it has not. Communicates nothing."""
+    """This rank's group of what `make` has made for `spec`; None where it has not. Communicates nothing."""
     default_group = dist.group.WORLD
     if default_group is None or spec not in _made.get(default_group, {}):
         return None

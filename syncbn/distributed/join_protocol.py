@@ -66,7 +66,7 @@ class Shadowing(Guard):
         RuntimeError when another rank failed or has gone."""
         self.num_announced += local != JOINED
         header = torch.tensor([local], device="cpu")
-        site = reduction.diagnosis.new_site(caller or self.shadow_caller, self.header_group)
+        site = reduction.observer.new_site(caller or self.shadow_caller, self.header_group)
         # A rank that leaves stays known as where it failed.
         with contextlib.nullcontext() if local == FAILED else Collective(site, call, pass_name):
             dist.all_reduce(header, dist.ReduceOp.MAX, group=self.header_group)
@@ -112,7 +112,7 @@ class Shadowing(Guard):
     def give_zeros(self, length: int) -> None:
         """Take part in an all_reduce with nothing."""
         payload = torch.zeros(length, dtype=torch.float64, device=self.device)
-        called = EagerReduction(self.group, reduction.diagnosis.new_site(self.shadow_caller, self.group), None)
+        called = EagerReduction(self.group, reduction.observer.new_site(self.shadow_caller, self.group), None)
         called.all_reduce(payload, "backward")
         with contextlib.suppress(TypeError, ValueError):  # which the ranks with data raise
             called.check(payload)

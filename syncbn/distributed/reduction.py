@@ -103,13 +103,13 @@ class Guard:
 TRANSFORMED_GRAPH = "compiled graphs with vmap or forward mode over ranks: compile without fullgraph=True"
 
 guards: list[Guard] = []
-diagnosis: Any = None  # names the callers, and says what is known when a collective fails: see diagnosis/diagnosis.py
+observer: Any = None  # names the callers, and says what is known when a collective fails: see diagnosis/diagnosis.py
 
 
 def register(one: Any) -> None:
     """diagnosis/diagnosis.py says so when it is imported: `one` is asked from now on."""
-    global diagnosis
-    diagnosis = one
+    global observer
+    observer = one
 
 
 @contextlib.contextmanager
@@ -141,13 +141,13 @@ class Collective:
     def __enter__(self) -> Self:
         self.site.rank.last = self.site.rank.waiting = self
         if self.number == 1:
-            diagnosis.announce(self)
+            observer.announce(self)
         return self
 
     def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
         self.site.rank.waiting = None
         if isinstance(error, RuntimeError):
-            diagnosis.explain_failure(self, error)
+            observer.explain_failure(self, error)
 
 
 class NoReduction:
@@ -207,13 +207,13 @@ class EagerReduction:
         num_values, *signature = payload[-1 - NUM_SIGNED :].tolist()
         with self.collective:
             if status_of([0.0, *signature]) != OK:
-                diagnosis.explain_total(self, signature[0], is_sound=num_values == num_values)
+                observer.explain_total(self, signature[0], is_sound=num_values == num_values)
             if num_values != num_values:
-                diagnosis.raise_faults(self.collective, signature[0], error)
+                observer.raise_faults(self.collective, signature[0], error)
 
     def warn_not_finite(self, x: Tensor) -> None:
         """NaN or infinity is in a total: the ranks that brought it in their x warn, once for each layer."""
-        diagnosis.warn_not_finite(self.collective, x)
+        observer.warn_not_finite(self.collective, x)
 
     def check(self, payload: Tensor, error: Exception | None = None) -> None:
         """Read a total on CPU, which a subclass such as FakeTensor may not have; **raises** as `explain`."""
@@ -253,7 +253,7 @@ def reduction_of(spec: GroupSpec | OfMesh, caller: Any, input: Any) -> NoReducti
         group = resolve(spec)
         if group is None:
             return ONE_RANK
-        site = caller._call_site = diagnosis.new_site(caller, group)
+        site = caller._call_site = observer.new_site(caller, group)
     assert group is not None
     return EagerReduction(group, site, getattr(input, "dtype", None))
 
@@ -269,7 +269,7 @@ def resolve(spec: GroupSpec | OfMesh) -> dist.ProcessGroup | None:
         if not dist.is_initialized():
             _warn_if_meant_for_several_ranks()
             return None
-        groups.make_groups(spec)
+        make_groups(spec)
         group = groups.existing(spec)
     if group is None or group.size() == 1:
         return None
@@ -280,6 +280,15 @@ def resolve(spec: GroupSpec | OfMesh) -> dist.ProcessGroup | None:
             f"(process_group={spec!r}); set process_group=None"
         )
     return joined or group
+
+
+def make_groups(spec: GroupSpec) -> None:
+    """Make the groups that an int or "node" needs, see groups.make; the others are told where this rank waits."""
+    world = dist.group.WORLD
+    if world is not None and isinstance(spec, (int, str)) and groups.existing(spec) is None:
+        caller = Caller(f"the making of groups for process_group={spec!r}", signs=False)
+        with EagerReduction(world, observer.new_site(caller, world), None).other_collective("making"):
+            groups.make(spec)
 
 
 def sums_of(payload: Tensor) -> Tensor:

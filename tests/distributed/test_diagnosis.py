@@ -246,7 +246,7 @@ def test_positions_in_the_store(ranks: Ranks) -> None:
     all_are("in SyncBatchNorm forward, call 1")
     layer.eval()(x)
     layer.eval()(x)
-    all_are("in SyncBatchNorm forward, call 1; is in evaluation mode")
+    all_are("in SyncBatchNorm forward, call 1; has called a layer in evaluation mode")
     layer.train()(x)
     all_are("in SyncBatchNorm forward, call 2")
 
@@ -276,7 +276,8 @@ def test_a_long_wait_is_told(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> 
     told = "\n".join(caplog.messages)
     if ranks.rank:
         assert re.search(
-            rf"rank {ranks.rank} has waited \d+ s for others\.\nrank 0: after .*; is in evaluation mode", told
+            rf"rank {ranks.rank} has waited \d+ s for others\.\nrank 0: after .*; has called a layer in evaluation",
+            told,
         )
     else:
         assert not told

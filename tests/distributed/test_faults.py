@@ -134,7 +134,7 @@ def test_the_exchange_does_not_need_numpy(ranks: Ranks, monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match=r"rank 0: .*expected 3 channels"):
         syncbn.SyncBatchNorm(3)(GOOD.mT if ranks.rank == 0 else GOOD)
     with pytest.raises(ValueError, match=f"{ranks.size + 1} ranks|multiple of the group size"):
-        groups.make_groups(ranks.size + 1)
+        groups.make(ranks.size + 1)
 
 
 def test_one_value_in_the_whole_group(ranks: Ranks) -> None:
