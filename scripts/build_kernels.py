@@ -28,6 +28,7 @@ FLAGS = [
     "-fno-exceptions",
     "-fno-rtti",
     "-fno-math-errno",
+    "-ffp-contract=off",
     "-fvisibility=hidden",
     "-Wno-attributes",
 ]

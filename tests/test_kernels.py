@@ -406,6 +406,29 @@ CALLS = {
 
 
 @needs_operators
+@pytest.mark.parametrize("sizes", [(3, 5, 300_000), (70_001, 64, 1), (70_001, 68, 1), (2, 3, 750_001)], ids=str)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_outputs_that_bypass_the_caches(sizes: tuple[int, int, int], offset: int) -> None:
+    """From 16 MB on, where rows and runs are whole vectors; equal to what small ones are, bit by bit."""
+    if not available().startswith("cpu: C++"):
+        pytest.skip("of the kernels in C++")
+    layout, weight = Layout(1, False, sizes), torch.randn(sizes[1])
+    x, z, dy = (torch.randn(offset + math.prod(sizes))[offset:].view(sizes) for _ in range(3))
+    sums = cpu.forward_sums(x, layout)
+    y, statistics = cpu.forward_outputs(x, layout, sums, weight, None, z, EPS, True)
+    of_dy, _, _ = cpu.backward_sums(dy, x, y, layout, statistics, None, None)
+    grads = cpu.backward_outputs(dy, x, y, layout, of_dy, statistics, weight, True)
+    for start in range(0, sizes[0], max(1, sizes[0] // 3)):
+        part = slice(start, start + max(1, sizes[0] // 7))
+        small = Layout(1, False, (len(x[part]), *sizes[1:]))
+        assert x[part].nbytes < 16 << 20 <= x.nbytes
+        expected, _ = cpu.forward_outputs(x[part], small, sums, weight, None, z[part], EPS, True)
+        assert torch.equal(y[part], expected)
+        of_part = cpu.backward_outputs(dy[part], x[part], y[part], small, of_dy, statistics, weight, True)
+        for grad, expected in zip(grads, of_part, strict=True):
+            assert torch.equal(grad[part], expected)
+
+
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_other_instructions(capability: str) -> None:
     """The tests of this file, on the instruction sets that a better processor would leave out."""

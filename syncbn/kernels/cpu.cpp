@@ -48,13 +48,15 @@ constexpr int64_t GRAIN = 32768;          // values that are worth the start of 
 constexpr int64_t SHORTEST_RUN = 32;      // values
 constexpr int64_t LONG_ROW = 64;          // values, so that the rest behind whole vectors is small
 constexpr int64_t PADDING = 16;           // numbers, as many as the widest vector has
-constexpr int64_t FETCHED_AHEAD = 512;    // values of a run, at most: what follows these comes by itself
-constexpr int64_t ROWS_AHEAD = 16;        // that are fetched
-constexpr int64_t LEAST_RUNS = 8;         // of a channel in a part of a sum
+constexpr int64_t LEAST_VALUES = 512;     // of a channel in a part of a sum over runs, which is two doubles
+constexpr int64_t STREAMED_BYTES = 16 << 20; // from which on an output is not found in the caches again
+constexpr int64_t ALIGNED = 64;           // bytes
 constexpr int64_t LEAST_ROWS = 32;        // in a part of a sum, whose two doubles for each column are half a byte a value
 constexpr int64_t MOST_COEFFICIENTS = 4;  // of a map
 constexpr int64_t OWN_SCRATCH = 4096;     // doubles
 constexpr int64_t CHANNELS_AT_ONCE = 256; // whose numbers are widened on the stack
+
+int64_t divided_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
 
 struct Sizes {
   int64_t outer, channels, inner;
@@ -66,6 +68,23 @@ struct Sizes {
   int64_t rows_in_one() const { return columns() < LONG_ROW && outer >= PADDING ? PADDING : 1; }
   int64_t long_row() const { return columns() * rows_in_one(); }
   int64_t long_rows() const { return outer / rows_in_one(); }
+
+  // A part of a sum: of runs some outers of some channels, one behind another in memory as far as may be; or some rows.
+  int64_t outers_of_part() const {
+    int64_t least = std::min(divided_up(LEAST_VALUES, inner), outer);
+    return std::clamp(2 * GRAIN / std::max<int64_t>(1, columns()), std::max<int64_t>(1, least), std::max<int64_t>(1, outer));
+  }
+  int64_t channels_of_part() const {
+    return std::clamp<int64_t>(2 * GRAIN / (outers_of_part() * inner), 1, std::max<int64_t>(1, channels));
+  }
+  int64_t rows_of_part() const {
+    return std::max(LEAST_ROWS, 2 * GRAIN / std::max<int64_t>(1, long_row()) / LEAST_ROWS * LEAST_ROWS);
+  }
+  // The doubles that are the parts of both sums.
+  int64_t size_of_parts() const {
+    if (in_runs()) return divided_up(outer, outers_of_part()) * 2 * channels;
+    return (long_rows() / rows_of_part() + 1) * 2 * (long_row() + PADDING);
+  }
 
   // Whether a map's coefficients must be copied out, one for each column: for rows with inner > 1, and for short rows.
   bool needs_spread() const { return !in_runs() && (inner != 1 || channels < LONG_ROW); }
@@ -83,11 +102,6 @@ struct Sizes {
   int64_t spread_size() const { return (in_runs() ? channels : long_row()) + PADDING; }
 };
 
-// How many things of `values` each make a part of a sum, a multiple of `least`.
-int64_t part_of(int64_t values, int64_t least) {
-  return std::max(least, 2 * GRAIN / std::max<int64_t>(1, values) / least * least);
-}
-
 template <typename Body>
 Status parallel(int64_t count, int64_t values_each, const Body& body) {
   int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, values_each));
@@ -99,15 +113,7 @@ Status parallel(int64_t count, int64_t values_each, const Body& body) {
   return torch_parallel_for(0, count, grain, call, const_cast<Body*>(&body)) ? NO_THREADS : OK;
 }
 
-// The doubles that are the parts of both sums.
-int64_t size_of_parts(Sizes sizes) {
-  if (sizes.in_runs()) return (sizes.outer / part_of(sizes.columns(), LEAST_RUNS) + 1) * 2 * sizes.channels;
-  return (sizes.long_rows() / part_of(sizes.long_row(), LEAST_ROWS) + 1) * 2 * sizes.long_row();
-}
-
-// Into the second cache, as several rows of three tensors do not fit into the first.
-#define FETCH(address) __builtin_prefetch(address, 0, 2)
-// What GCC must inline: a function that only fetches, as it leaves out calls of what has no effect; and loops of maps.
+// What GCC must inline: loops of maps.
 #define INLINED __attribute__((always_inline))
 
 namespace baseline {
@@ -355,7 +361,7 @@ EXPORTED int64_t syncbn_scratch(const Plan* plan, int adds) noexcept {
   Sizes sizes = plan->sizes();
   int64_t doubles = MOST_COEFFICIENTS * sizes.channels;
   if (adds)
-    doubles = sizes.spread_size() + size_of_parts(sizes);
+    doubles = sizes.spread_size() + sizes.size_of_parts();
   else if (sizes.needs_spread())
     doubles += MOST_COEFFICIENTS * sizes.spread_size();
   return doubles > OWN_SCRATCH ? doubles * sizeof(double) : 0;
@@ -441,9 +447,11 @@ EXPORTED int syncbn_backward_sums(const Plan* plan, const BackwardSums* call) no
     using T = decltype(zero);
     auto* center = sizes.spread(statistics.mean, reinterpret_cast<Compute<T>*>(scratch.doubles));
     WITH_BEST_INSTRUCTIONS({
-      SET::Products<T> term{static_cast<const T*>(call->dy), static_cast<const T*>(call->x),
-                            static_cast<const T*>(call->y), center};
-      return SET::sum(sizes, term, scratch.doubles + sizes.spread_size(), sums);
+      auto *dy = static_cast<const T*>(call->dy), *x = static_cast<const T*>(call->x);
+      auto* y = static_cast<const T*>(call->y);
+      double* parts = scratch.doubles + sizes.spread_size();
+      if (y) return SET::sum(sizes, SET::Products<T, true>{dy, x, y, center}, parts, sums);
+      return SET::sum(sizes, SET::Products<T, false>{dy, x, y, center}, parts, sums);
     });
   });
   in_portions(channels, [&](int64_t first, int64_t some) {

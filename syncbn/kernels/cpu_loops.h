@@ -4,7 +4,6 @@
 // Sums are made in vectors of doubles, maps in vectors of the compute type: double for double, else float.
 
 constexpr int64_t WIDE = WIDTH / sizeof(double);  // doubles in a vector
-constexpr int64_t CACHE_LINE = 64;                // bytes
 
 template <typename Scalar, int64_t count>
 struct VectorOf {
@@ -71,6 +70,13 @@ inline Vector<uint16_t, count> narrowed(Vector<uint32_t, count> bits) {
 #if WIDTH == 64
   if constexpr (count == 16) return bits_as<Vector<uint16_t, count>>(_mm512_cvtepi32_epi16(bits_as<__m512i>(bits)));
 #endif
+#if WIDTH == 32
+  if constexpr (count == 8) {
+    auto words = bits_as<__m256i>(bits);
+    return bits_as<Vector<uint16_t, count>>(
+        _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+  }
+#endif
   return __builtin_convertvector(bits, Vector<uint16_t, count>);
 }
 
@@ -78,6 +84,8 @@ inline Doubles to_doubles(Doubles values) { return values; }
 inline Doubles to_doubles(Vector<float, WIDE> values) {
 #if WIDTH == 64
   return _mm512_cvtps_pd(values);
+#elif WIDTH == 32
+  return _mm256_cvtps_pd(values);
 #else
   return __builtin_convertvector(values, Doubles);
 #endif
@@ -182,6 +190,18 @@ struct Whole {
   }
 };
 
+struct PastCaches : Whole {  // for which the processor need not read what it overwrites
+  template <int64_t lanes, typename T, typename V>
+  void set(T* to, V values) const {
+#if WIDTH == 64
+    if constexpr (sizeof(T) > 2) return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bits_as<__m512i>(values));
+#elif WIDTH == 32
+    if constexpr (sizeof(T) > 2) return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), bits_as<__m256i>(values));
+#endif
+    write<lanes>(to, values);
+  }
+};
+
 template <typename V>
 using LanesOf = std::conditional_t<sizeof(std::declval<V>()[0]) == 8, int64_t, int32_t>;
 
@@ -244,7 +264,6 @@ struct Squares {  // x, x^2
   Doubles center_of_channel(int64_t) const { return Doubles{}; }
   Doubles centers_of_columns(int64_t) const { return Doubles{}; }
   Floats float_centers(int64_t) const { return Floats{}; }
-  INLINED void prefetch(int64_t index) const { FETCH(x + index); }
 
   template <typename Memory>
   void add(Memory memory, int64_t index, Doubles, Doubles& first, Doubles& second) const {
@@ -260,7 +279,7 @@ struct Squares {  // x, x^2
   }
 };
 
-template <typename T>
+template <typename T, bool behind_relu>
 struct Products {  // dy, dy * (x - center), of dy behind the relu
   using Scalar = T;
   const T *dy, *x, *y;
@@ -269,16 +288,11 @@ struct Products {  // dy, dy * (x - center), of dy behind the relu
   Doubles center_of_channel(int64_t channel) const { return double(center[channel]) - Doubles{}; }
   Doubles centers_of_columns(int64_t column) const { return to_doubles(read<WIDE>(center + column)); }
   Floats float_centers(int64_t column) const { return read<2 * WIDE>(center + column); }
-  INLINED void prefetch(int64_t index) const {
-    FETCH(dy + index);
-    FETCH(x + index);
-    if (y) FETCH(y + index);
-  }
 
   template <typename Memory>
   void add(Memory memory, int64_t index, Doubles center, Doubles& first, Doubles& second) const {
     auto passed = memory.template values<WIDE>(dy + index);
-    if (y) passed = memory.template values<WIDE>(y + index) <= 0 ? decltype(passed){} : passed;
+    if constexpr (behind_relu) passed = memory.template values<WIDE>(y + index) <= 0 ? decltype(passed){} : passed;
     auto gradient = to_doubles(passed);
     first += gradient;
     second += gradient * (to_doubles(memory.template values<WIDE>(x + index)) - center);
@@ -286,7 +300,7 @@ struct Products {  // dy, dy * (x - center), of dy behind the relu
 
   void add_floats(int64_t index, Floats center, Floats& first, Floats& second) const {
     Floats gradient = read<2 * WIDE>(dy + index);
-    if (y) gradient = read<2 * WIDE>(y + index) <= 0 ? Floats{} : gradient;
+    if constexpr (behind_relu) gradient = read<2 * WIDE>(y + index) <= 0 ? Floats{} : gradient;
     first += gradient;
     second += gradient * (read<2 * WIDE>(x + index) - center);
   }
@@ -308,13 +322,11 @@ inline double sum_of_lanes(Doubles values) {
 template <typename Term>
 void sum_channel(const Term& term, int64_t channel, int64_t start, int64_t length, int64_t count, int64_t stride,
                  double& first, double& second) {
-  constexpr int64_t CHAINS = 4;  // independent additions, to hide their latency
+  constexpr int64_t CHAINS = 4, few = FEW<typename Term::Scalar>;  // independent additions, to hide their latency
   Doubles center = term.center_of_channel(channel), firsts[CHAINS] = {}, seconds[CHAINS] = {};
   for (int64_t run = 0; run < count; ++run, start += stride) {
-    for (int64_t index = 0; index < std::min(length, FETCHED_AHEAD); index += CACHE_LINE / int64_t(sizeof(*term.x)))
-      term.prefetch(start + length + index);  // the next channel's
     int64_t i = 0;
-    if constexpr (constexpr int64_t few = FEW<typename Term::Scalar>; IS_SHORT<typename Term::Scalar>)
+    if constexpr (IS_SHORT<typename Term::Scalar>)
       for (; i + few * 2 * WIDE <= length; i += few * 2 * WIDE) {
         Floats few_firsts = {}, few_seconds = {}, float_center = float(center[0]) - Floats{};
         for (int64_t index = 0; index < few; ++index)
@@ -333,106 +345,83 @@ void sum_channel(const Term& term, int64_t channel, int64_t start, int64_t lengt
   second = sum_of_lanes((seconds[0] + seconds[1]) + (seconds[2] + seconds[3]));
 }
 
-// The two sums of each of some columns, as many as `vectors` hold, over rows of `length` values. Processors foresee the
-// way along a row, not that from row to row, so what comes is fetched meanwhile.
-template <int64_t vectors, typename Term, typename Memory>
-void sum_columns(const Term& term, Memory memory, int64_t start, int64_t column, int64_t length, int64_t rows,
-                 double* first, double* second) {
-  constexpr int64_t LINE = CACHE_LINE / int64_t(sizeof(*term.x)), few = FEW<typename Term::Scalar>;
-  Doubles centers[vectors], firsts[vectors] = {}, seconds[vectors] = {};
-  for (int64_t index = 0; index < vectors; ++index) centers[index] = term.centers_of_columns(column + index * WIDE);
-  start += column;
-  auto fetch = [&](int64_t from) INLINED {
-    for (int64_t index = 0; index < vectors * WIDE; index += LINE) term.prefetch(from + ROWS_AHEAD * length + index);
-  };
-  int64_t row = 0;
-  if constexpr (IS_SHORT<typename Term::Scalar> && vectors % 2 == 0)
-    for (; row + few <= rows; row += few) {
-      Floats few_firsts[vectors / 2] = {}, few_seconds[vectors / 2] = {};
-      for (int64_t index = 0; index < few; ++index) {
-        int64_t from = start + (row + index) * length;
-        fetch(from);
-        for (int64_t pair = 0; pair < vectors / 2; ++pair)
-          term.add_floats(from + pair * 2 * WIDE, term.float_centers(column + pair * 2 * WIDE), few_firsts[pair],
-                          few_seconds[pair]);
-      }
-      for (int64_t pair = 0; pair < vectors / 2; ++pair) {
-        add_halves(few_firsts[pair], firsts[2 * pair], firsts[2 * pair + 1]);
-        add_halves(few_seconds[pair], seconds[2 * pair], seconds[2 * pair + 1]);
-      }
-    }
-  for (; row < rows; ++row) {
-    int64_t from = start + row * length;
-    fetch(from);
-    for (int64_t index = 0; index < vectors; ++index)
-      term.add(memory, from + index * WIDE, centers[index], firsts[index], seconds[index]);
-  }
-  for (int64_t index = 0; index < vectors; ++index) {
-    memory.template set<WIDE>(first + column + index * WIDE, firsts[index]);
-    memory.template set<WIDE>(second + column + index * WIDE, seconds[index]);
-  }
-}
-
-// Those of all columns.
-template <typename Term>
-void sum_rows_of_part(const Term& term, int64_t start, int64_t length, int64_t rows, double* first, double* second) {
-  constexpr int64_t VECTORS = WIDTH == 64 ? 8 : 4;  // whose sums the processor has registers for
+// Adds the sums of each column of `rows` rows, which are `length` apart, to first and second.
+template <int64_t rows, typename Term>
+void add_rows(const Term& term, int64_t start, int64_t length, double* first, double* second) {
+  auto add = [&](double* to, Doubles sums) INLINED { store(to, load<Doubles>(to) + sums); };
   int64_t column = 0;
-  for (; column + VECTORS * WIDE <= length; column += VECTORS * WIDE)
-    sum_columns<VECTORS>(term, Whole{}, start, column, length, rows, first, second);
-  for (; column + 2 * WIDE <= length; column += 2 * WIDE)
-    sum_columns<2>(term, Whole{}, start, column, length, rows, first, second);
-  for (; column + WIDE <= length; column += WIDE)
-    sum_columns<1>(term, Whole{}, start, column, length, rows, first, second);
-  if (column < length) sum_columns<1>(term, Part{length - column}, start, column, length, rows, first, second);
+  if constexpr (IS_SHORT<typename Term::Scalar> && rows > 1)
+    for (; column + 2 * WIDE <= length; column += 2 * WIDE) {
+      Floats center = term.float_centers(column), firsts = {}, seconds = {};
+      for (int64_t row = 0; row < rows; ++row) term.add_floats(start + row * length + column, center, firsts, seconds);
+      Doubles low = {}, high = {}, low_seconds = {}, high_seconds = {};
+      add_halves(firsts, low, high);
+      add_halves(seconds, low_seconds, high_seconds);
+      add(first + column, low);
+      add(first + column + WIDE, high);
+      add(second + column, low_seconds);
+      add(second + column + WIDE, high_seconds);
+    }
+  auto add_column = [&](auto memory) INLINED {
+    Doubles center = term.centers_of_columns(column), firsts = {}, seconds = {};
+    for (int64_t row = 0; row < rows; ++row)
+      term.add(memory, start + row * length + column, center, firsts, seconds);
+    add(first + column, firsts);
+    add(second + column, seconds);
+  };
+  for (; column + WIDE <= length; column += WIDE) add_column(Whole{});
+  if (column < length) add_column(Part{length - column});
 }
 
 template <typename Term>
 Status sum_runs(Sizes sizes, const Term& term, double* parts, double* sums) {
-  int64_t channels = sizes.channels, outer_of_part = part_of(sizes.columns(), LEAST_RUNS);
-  int64_t num_parts = (sizes.outer + outer_of_part - 1) / outer_of_part;
-  Status status = parallel(num_parts * channels, outer_of_part * sizes.inner, [&](int64_t begin, int64_t end) {
-    for (int64_t index = begin; index < end; ++index) {
-      int64_t part = index / channels, channel = index % channels, outer = part * outer_of_part;
-      double* of_part = parts + part * 2 * channels;
-      sum_channel(term, channel, (outer * channels + channel) * sizes.inner, sizes.inner,
-                  std::min(outer_of_part, sizes.outer - outer), sizes.columns(), of_part[channel],
-                  of_part[channels + channel]);
+  int64_t channels = sizes.channels, outers = sizes.outers_of_part(), some = sizes.channels_of_part();
+  int64_t num_outers = divided_up(sizes.outer, outers), num_blocks = divided_up(channels, some);
+  Status status = parallel(num_outers * num_blocks, outers * some * sizes.inner, [&](int64_t begin, int64_t end) {
+    const Term own = term;
+    for (int64_t part = begin; part < end; ++part) {
+      int64_t outer = part / num_blocks * outers, channel = part % num_blocks * some;
+      int64_t count = std::min(outers, sizes.outer - outer), last_channel = std::min(channel + some, channels);
+      double *first = parts + part / num_blocks * 2 * channels, *second = first + channels;
+      for (; channel < last_channel; ++channel)
+        sum_channel(own, channel, (outer * channels + channel) * sizes.inner, sizes.inner, count, sizes.columns(),
+                    first[channel], second[channel]);
     }
   });
-  for (int64_t part = 0; part < num_parts; ++part)
+  for (int64_t part = 0; part < num_outers; ++part)
     for (int64_t index = 0; index < 2 * channels; ++index) sums[index] += parts[part * 2 * channels + index];
   return status;
 }
 
 template <typename Term>
 Status sum_rows(Sizes sizes, const Term& term, double* parts, double* sums) {
-  int64_t length = sizes.long_row(), rows = sizes.long_rows();
-  int64_t rows_of_part = part_of(length, LEAST_ROWS);
-  int64_t num_parts = (rows + rows_of_part - 1) / rows_of_part;
+  constexpr int64_t AT_ONCE = std::max<int64_t>(4, FEW<typename Term::Scalar>);
+  int64_t length = sizes.long_row(), rows = sizes.long_rows(), columns = sizes.columns();
+  int64_t rows_of_part = sizes.rows_of_part(), num_parts = divided_up(rows, rows_of_part);
+  auto sum_part = [&](int64_t start, int64_t num_columns, int64_t num_rows, double* first) {
+    const Term own = term;
+    double* second = first + num_columns + PADDING;
+    std::fill_n(first, 2 * (num_columns + PADDING), 0.0);
+    int64_t row = 0;
+    for (; row + AT_ONCE <= num_rows; row += AT_ONCE)
+      add_rows<AT_ONCE>(own, start + row * num_columns, num_columns, first, second);
+    for (; row < num_rows; ++row) add_rows<1>(own, start + row * num_columns, num_columns, first, second);
+  };
+  auto add = [&](const double* of_part, int64_t num_columns) {  // of both sums
+    for (int64_t which = 0; which < 2; ++which, of_part += PADDING)
+      for (int64_t row = 0; row < num_columns / columns; ++row)
+        for (int64_t channel = 0; channel < sizes.channels; ++channel)
+          for (int64_t index = 0; index < sizes.inner; ++index) sums[which * sizes.channels + channel] += *of_part++;
+  };
   Status status = parallel(num_parts, rows_of_part * length, [&](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end; ++part) {
       int64_t row = part * rows_of_part;
-      double* first = parts + part * 2 * length;
-      sum_rows_of_part(term, row * length, length, std::min(rows_of_part, rows - row), first, first + length);
+      sum_part(row * length, length, std::min(rows_of_part, rows - row), parts + part * 2 * (length + PADDING));
     }
   });
-  auto add = [&](const double* of_column, int64_t columns) {  // of both sums
-    for (int64_t which = 0; which < 2; ++which)
-      for (int64_t row = 0; row < columns / sizes.columns(); ++row)
-        for (int64_t channel = 0; channel < sizes.channels; ++channel)
-          for (int64_t index = 0; index < sizes.inner; ++index) sums[which * sizes.channels + channel] += *of_column++;
-  };
-  for (int64_t part = 0; part < num_parts; ++part) {
-    const double* of_columns = parts + part * 2 * length;
-    if (length == sizes.channels)
-      for (int64_t index = 0; index < 2 * length; ++index) sums[index] += of_columns[index];
-    else
-      add(of_columns, length);
-  }
+  for (int64_t part = 0; part < num_parts; ++part) add(parts + part * 2 * (length + PADDING), length);
   if (int64_t start = rows * length; start < sizes.numel()) {  // the short rows that are left
-    int64_t columns = sizes.columns();
-    sum_rows_of_part(term, start, columns, (sizes.numel() - start) / columns, parts, parts + columns);
+    sum_part(start, columns, (sizes.numel() - start) / columns, parts);
     add(parts, columns);
   }
   return status;
@@ -457,6 +446,8 @@ struct Normalize {
   T* y;
   const Number* numbers[NUMBERS];  // center, scale, shift
 
+  bool is_aligned() const { return reinterpret_cast<uintptr_t>(y) % ALIGNED == 0; }
+
   template <typename Memory>
   void apply(Memory memory, int64_t index, const Values (&numbers)[NUMBERS]) const {
     auto [center, scale, shift] = numbers;
@@ -476,6 +467,10 @@ struct InputGradient {
   T *grad_x, *grad_residual;
   const Number* numbers[NUMBERS];  // center, a, b, c
 
+  bool is_aligned() const {
+    return (reinterpret_cast<uintptr_t>(grad_x) | reinterpret_cast<uintptr_t>(grad_residual)) % ALIGNED == 0;
+  }
+
   template <typename Memory>
   void apply(Memory memory, int64_t index, const Values (&numbers)[NUMBERS]) const {
     auto [center, a, b, c] = numbers;
@@ -489,24 +484,24 @@ struct InputGradient {
 
 // A map may be applied twice to a value, so the last vector of a run or row ends where the run or row ends.
 
-template <typename Map>
-INLINED void map_run(const Map& map, int64_t channel, int64_t start, int64_t length) {
+template <typename Memory, typename Map>
+INLINED void map_run(Memory memory, const Map& map, int64_t channel, int64_t start, int64_t length) {
   typename Map::Values numbers[Map::NUMBERS];
   numbers_of_channel(map.numbers, channel, numbers);
   int64_t i = 0;
-  for (; i + Map::LANES <= length; i += Map::LANES) map.apply(Whole{}, start + i, numbers);
+  for (; i + Map::LANES <= length; i += Map::LANES) map.apply(memory, start + i, numbers);
   if (i < length) map.apply(Whole{}, start + length - Map::LANES, numbers);
 }
 
-template <typename Map>
-INLINED void map_row(const Map& map, int64_t start, int64_t length) {
+template <typename Memory, typename Map>
+INLINED void map_row(Memory all, const Map& map, int64_t start, int64_t length) {
   auto map_column = [&](auto memory, int64_t column) INLINED {
     typename Map::Values numbers[Map::NUMBERS];
     numbers_of_columns(map.numbers, column, numbers);
     map.apply(memory, start + column, numbers);
   };
   int64_t column = 0;
-  for (; column + Map::LANES <= length; column += Map::LANES) map_column(Whole{}, column);
+  for (; column + Map::LANES <= length; column += Map::LANES) map_column(all, column);
   if (column == length) return;
   if (length >= Map::LANES)
     map_column(Whole{}, length - Map::LANES);
@@ -531,18 +526,24 @@ Status apply(Sizes sizes, Map map, const void* coefficients, double* scratch) {
     for (; end > begin; end -= step)
       for (int64_t index = std::max(begin, end - step); index < end; ++index) body(index);
   };
-  if (sizes.in_runs())
-    return parallel(sizes.outer * sizes.channels, sizes.inner, [&](int64_t begin, int64_t end) {
+  int64_t piece = sizes.in_runs() ? sizes.inner : length, count = sizes.in_runs() ? sizes.outer * sizes.channels : rows;
+  bool past_caches = sizes.numel() * sizeof(*map.x) >= STREAMED_BYTES && map.is_aligned() && piece % Map::LANES == 0;
+  auto map_all = [&](auto memory) {
+    return parallel(count, piece, [&](int64_t begin, int64_t end) {
       const Map own = map;
-      backwards(begin, end, sizes.inner, [&](int64_t run)
-                    INLINED { map_run(own, run % sizes.channels, run * sizes.inner, sizes.inner); });
+      if (sizes.in_runs())
+        backwards(begin, end, piece, [&](int64_t run)
+                      INLINED { map_run(memory, own, run % sizes.channels, run * piece, piece); });
+      else
+        backwards(begin, end, piece, [&](int64_t row) INLINED { map_row(memory, own, row * piece, piece); });
+#if WIDTH > 16
+      if (past_caches) _mm_sfence();
+#endif
     });
-  Status status = parallel(rows, length, [&](int64_t begin, int64_t end) {
-    const Map own = map;
-    backwards(begin, end, length, [&](int64_t row) INLINED { map_row(own, row * length, length); });
-  });
-  for (int64_t index = rows * length; index < sizes.numel(); index += sizes.columns())
-    map_row(map, index, sizes.columns());
+  };
+  Status status = past_caches ? map_all(PastCaches{}) : map_all(Whole{});
+  for (int64_t index = count * piece; index < sizes.numel(); index += sizes.columns())
+    map_row(Whole{}, map, index, sizes.columns());
   return status;
 }
 
