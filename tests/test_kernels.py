@@ -539,6 +539,20 @@ def test_what_keeps_triton_from_running_is_told_and_not_raised(monkeypatch: pyte
     assert select._triton_works == {device: reason}
 
 
+@pytest.mark.triton
+@pytest.mark.parametrize(("version", "limits"), [("6.4", False), (None, True)])
+def test_registers_are_limited_where_triton_can(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, limits: bool
+) -> None:
+    """On AMD's GPUs, which torch calls cuda too, `maxnreg` is an unknown option, and a KeyError."""
+    from syncbn.kernels import gpu
+
+    monkeypatch.setattr(torch.version, "hip", version)
+    made = gpu.Launches((4, 3, 64), torch.float32)
+    for launch in (made.parts_of_sums, *made.normalize, made.input_gradient):
+        assert ("maxnreg" in launch.options) == limits
+
+
 def test_which_tensors_the_operators_serve() -> None:
     fast = reference if cpu.load() else operators
     assert select.select_kernels(torch.ones(2)) is fast

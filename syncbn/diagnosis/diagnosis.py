@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -65,10 +66,16 @@ class Diagnosis:
             )  # fmt: skip
 
     def explain_failure(self, collective: Collective, error: RuntimeError) -> None:
-        """**Raises** RuntimeError with where all ranks are, unless `error` says it already."""
+        """**Raises** RuntimeError with where all ranks are, unless `error` says it already, or is of the GPU itself."""
         if isinstance(error, RanksDifferError):
             return
         wait = Waiting(collective)
+        if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
+            error.add_note(
+                f"syncbn: the GPU's error is older than {wait.position.doing}, where the host has learnt of it; with "
+                "CUDA_LAUNCH_BLOCKING=1 it is raised where it happens."
+            )
+            return
         raise RuntimeError(
             f"syncbn: a collective failed on rank {wait.rank.rank} after {wait.seconds():.1f} s.\n"
             f"{report.where_all_are(wait, report.one_is_gone)}\nThe process group says: {error}"

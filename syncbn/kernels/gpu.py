@@ -105,18 +105,20 @@ class Launches:
         group_of_sums = 2 if dtype.itemsize == 2 and not in_runs else 4
         division = _division(inner // width) if in_runs else (0, 0)
 
-        def over_tiles(kernel: Any, *constants: object, group: int, most_parts: int, maxnreg: int) -> Launch:
+        def over_tiles(kernel: Any, *constants: object, group: int, most_parts: int, registers: int) -> Launch:
             num_groups = triton.cdiv(num_rows, group * rows)
             groups_of_program = triton.cdiv(num_groups, max(1, min(num_groups, most_parts)))
             parts = triton.cdiv(num_groups, max(1, groups_of_program))
             rows_of_program = groups_of_program * group * rows
             tiles = gpu_tiles.Tiles(in_runs, rows, width, align, fits, group, index, compute)
             numbers = num_rows, rows_of_program, channels, inner, columns, *division, tiles, *constants
-            return Launch(kernel, (spans, max(1, parts)), *numbers, num_warps=threads // 32, maxnreg=maxnreg)
+            # Triton's back end for AMD knows no such option.
+            options = {} if torch.version.hip else {"maxnreg": registers}
+            return Launch(kernel, (spans, max(1, parts)), *numbers, num_warps=threads // 32, **options)
 
         most_parts = min(MOST_PARTS, SUMMING_PROGRAMS // spans)
         self.parts_of_sums = over_tiles(
-            gpu_tiles.parts_of_sums, group=group_of_sums, most_parts=most_parts, maxnreg=SUMMING_REGISTERS
+            gpu_tiles.parts_of_sums, group=group_of_sums, most_parts=most_parts, registers=SUMMING_REGISTERS
         )
         num_parts = self.parts_of_sums.grid[1]
         of_column = (num_parts, channels, 1) if in_runs else (num_parts, columns, inner)  # parts, their width, columns
@@ -128,7 +130,7 @@ class Launches:
         self.numbers_of_parts = 2 * of_column[1] * num_parts + 1
         self.parts_are_sums = num_parts * of_column[2] == 1
 
-        of_map: dict[str, Any] = {"group": 4, "most_parts": MAPPING_PROGRAMS // spans, "maxnreg": MAPPING_REGISTERS}
+        of_map: dict[str, Any] = {"group": 4, "most_parts": MAPPING_PROGRAMS // spans, "registers": MAPPING_REGISTERS}
         self.normalize = [over_tiles(gpu_tiles.normalize, relu, **of_map) for relu in (False, True)]
         self.input_gradient = over_tiles(gpu_tiles.input_gradient, **of_map)
 

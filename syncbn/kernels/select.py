@@ -103,14 +103,18 @@ _triton_works: dict[torch.device, str | None] = {}  # or why not
 
 
 def _why_no_triton(device: torch.device, compiling: bool) -> str | None:
-    """None when kernels in Triton run on this GPU, which one of them does once, else the reason in a line."""
+    """None when kernels in Triton run on this GPU, else the reason in a line. Tried once, by one kernel of each kind: a
+    reduction, a map, and one over numbers of channels."""
     if device in _triton_works:
         return _triton_works[device]
     if compiling or torch.cuda.is_current_stream_capturing():
         return None  # a graph takes no launch of ours, and what fails there says nothing of other times
     try:
-        buffers, statistics = torch.zeros(2, 1, device=device), torch.zeros(4, dtype=torch.float64, device=device)
-        _gpu().update_running_stats(*buffers, statistics, 0.1)
+        x, mean, var = (torch.zeros(size, device=device) for size in ((2, 1), 1, 1))
+        layout = Layout.of(x, 1)
+        sums = _gpu().forward_sums(x, layout)
+        _, statistics = _gpu().forward_outputs(x, layout, sums, None, None, None, 1.0, False)
+        _gpu().update_running_stats(mean, var, statistics, 0.1)
     except torch.OutOfMemoryError:  # says nothing of the next time
         raise
     except Exception as error:  # of whatever class: no triton, no C compiler, a GPU that it does not know

@@ -464,6 +464,47 @@ def test_no_event_is_asked_while_a_graph_is_captured(
     dist.barrier()
 
 
+def test_an_event_is_asked_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whatever thread: torch's own query does not set the device."""
+    current = [0]
+
+    class Event:
+        def record(self, stream: object) -> None:
+            pass
+
+        def query(self) -> bool:
+            assert current[-1] == 3, "a context is made on another GPU"
+            return True
+
+    @contextlib.contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    event = waiting.event_behind(torch.device("cuda", 3))
+    assert event is not None
+    assert event.query()
+    assert current == [0]
+
+
+def test_an_error_of_the_gpu_is_told_as_it_is(ranks: Ranks) -> None:
+    """It comes out of the all_reduce because the host waits there first; the ranks do not differ."""
+    layer = syncbn.SyncBatchNorm(3)
+    layer(torch.randn(2, 3))
+    reduction_of_call = reduction.reduction_of(None, layer, torch.randn(2, 3))
+    with (
+        pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access") as raised,
+        reduction_of_call.other_collective("forward"),
+    ):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    assert "older than SyncBatchNorm forward, call 2" in raised.value.__notes__[0]
+
+
 def test_a_gpu_that_is_behind_does_not_wait() -> None:
     """The host may go on long before it: the time counts from when the all_reduce before has finished."""
     on_gpu, events = waiting.OnGpu(), [HeldEvent() for _ in range(3)]
