@@ -43,6 +43,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from bench_guard import DTYPES as GUARDED_DTYPES
+from bench_guard import SHAPES as GUARDED_SHAPES
 from bench_guard import guard
 from rich.console import Console
 from rich.table import Table
@@ -110,8 +112,8 @@ Result = tuple[dict[str, Times], dict[str, Needs]]  # of a case, by peer
 def parse_arguments() -> argparse.Namespace:
     """The knobs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES.split(), help="NxCx...; NxLxC with three sizes")
-    parser.add_argument("--dtypes", nargs="+", default=DTYPES.split(), help="(default %(default)s)")
+    parser.add_argument("--shapes", nargs="+", help="NxCx...; NxLxC with three sizes")
+    parser.add_argument("--dtypes", nargs="+", help=f"(default {DTYPES}; of --guard fewer)")
     parser.add_argument("--rounds", type=int, default=30, help="of each case (default %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="per rank (default %(default)s)")
     parser.add_argument("--compiled", action="store_true", help="also under torch.compile")
@@ -515,11 +517,12 @@ def main() -> None:
     for key, value in about.items():
         console.print(f"{key}: {value}", highlight=False)
     if arguments.guard is not None:
-        sys.exit(guard(arguments.guard, arguments.rounds))
+        shapes, dtypes = arguments.shapes or GUARDED_SHAPES, arguments.dtypes or GUARDED_DTYPES
+        sys.exit(guard(arguments.guard, arguments.rounds, shapes, dtypes, arguments.threads))
     if device.type == "cuda" and dist.is_initialized() and dist.get_world_size() == 1:
         synchronise_one_rank()
     results = {}
-    for case in cases(arguments.shapes, arguments.dtypes):
+    for case in cases(arguments.shapes or SHAPES.split(), arguments.dtypes or DTYPES.split()):
         results[case.name] = run_case(case, device, arguments.rounds, arguments.compiled)
         show(console, case, *results[case.name])
         if first:  # also what there is when the time is over

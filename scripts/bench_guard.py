@@ -1,5 +1,7 @@
 """Compare the kernels for CPUs of this tree with those of another commit: `python scripts/bench.py --guard [REF]`.
 
+Without REF it is the last commit of kernels_baseline.csv, which also has their shares of the memory's speed.
+
 Both are built here, each as its commit builds them, in temporary folders. Two processes then take steps of the same
 batch norm in turn, so that whatever else the machine does slows both. Each round gives a ratio of times, and their
 median decides. What is beyond LIMIT is looked at again in new processes, as the memory that one happened to get may be
@@ -11,6 +13,7 @@ which older commits have too.
 
 from __future__ import annotations
 
+import csv
 import functools
 import io
 import json
@@ -22,7 +25,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +35,8 @@ from rich.table import Table
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
-SHAPES = (32, 64, 56, 56), (64, 512, 7, 7), (2048, 1024)  # 6 to 26 MB of float32: Python's time is small beside
+BASELINE = Path(__file__).with_name("kernels_baseline.csv")
+SHAPES = "32x64x56x56", "64x512x7x7", "2048x1024"  # 6 to 26 MB of float32: Python's time is small beside
 DTYPES = "float32", "bfloat16"
 LIMIT = 1.15  # times as long as the other commit's
 ATTEMPTS = 3
@@ -59,13 +63,15 @@ class Step(NamedTuple):
         return f"{'x'.join(map(str, self.shape))} {self.dtype} {layout}{' fused' if self.fused else ''}"
 
 
-STEPS = [
-    Step(shape, dtype, channels_last, fused)
-    for shape in SHAPES
-    for dtype in DTYPES
-    for channels_last in ((False, True) if len(shape) == 4 else (False,))
-    for fused in (False, True)
-]
+def steps_of(shapes: Sequence[str], dtypes: Sequence[str]) -> list[Step]:
+    """Each shape in each dtype: contiguous and, where it has four dims, channels last; plain and fused."""
+    return [
+        Step(tuple(map(int, shape.split("x"))), dtype, channels_last, fused)
+        for shape in shapes
+        for dtype in dtypes
+        for channels_last in ((False, True) if shape.count("x") == 3 else (False,))
+        for fused in (False, True)
+    ]
 
 
 class Ratio(NamedTuple):
@@ -96,16 +102,10 @@ def slower_each_time(steps: list[Step], measure: Callable[[list[Step]], Ratios])
     return steps
 
 
-def last_release() -> str:
-    """The newest tag before this commit. **Raises** SystemExit where there is none."""
-    command = ["git", "describe", "--tags", "--abbrev=0", "HEAD^"]
-    described = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if described.returncode:
-        raise SystemExit(
-            "--guard compares with the last release, and no tag leads to this commit. In a shallow clone `git fetch "
-            "--tags --unshallow` brings the tags; before the first release name a commit, as in --guard HEAD~10"
-        )
-    return described.stdout.strip()
+def baseline() -> str:
+    """The last commit of kernels_baseline.csv: the fastest kernels until now."""
+    with BASELINE.open() as file:
+        return [row["commit"] for row in csv.DictReader(file)][-1]
 
 
 def copy_commit(ref: str, folder: Path) -> None:
@@ -127,15 +127,16 @@ def copy_tree(folder: Path) -> None:
 class Timer:
     """Builds the kernels in a folder; as a context, a process that times them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, threads: int) -> None:
         environment = os.environ | {"PYTHONPATH": str(folder / "scripts")}
         subprocess.run([sys.executable, "-c", BUILD], cwd=folder, env=environment, check=True)
-        self.folder = folder
+        self.folder, self.threads = folder, threads
 
     def __enter__(self) -> Timer:
         environment = os.environ | KEEP_FREED_MEMORY | {"PYTHONPATH": str(self.folder)}
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen([sys.executable, Path(__file__).resolve()], env=environment, **pipes)
+        command = [sys.executable, Path(__file__).resolve(), str(self.threads)]
+        self.process = subprocess.Popen(command, env=environment, **pipes)
         file, kernels = self._answer()
         if not Path(file).is_relative_to(self.folder) or not kernels.startswith("cpu: C++"):
             raise RuntimeError(f"expected the C++ kernels of {self.folder}, got {kernels!r} of {file}")
@@ -172,9 +173,9 @@ def compare(this: Timer, other: Timer, steps: list[Step], rounds: int) -> Ratios
     return found
 
 
-def guard(ref: str, rounds: int) -> int:
-    """Compare with a commit, or with the last release where `ref` is empty: the status to exit with, 1 when slower."""
-    ref, console = ref or last_release(), Console(width=100)
+def guard(ref: str, rounds: int, shapes: Sequence[str], dtypes: Sequence[str], threads: int) -> int:
+    """Compare with a commit, or with the baseline where `ref` is empty: the status to exit with, 1 when slower."""
+    ref, console = ref or baseline(), Console(width=100)
 
     def measure(steps: list[Step]) -> Ratios:
         ratios = compare(this, other, steps, rounds)
@@ -190,8 +191,8 @@ def guard(ref: str, rounds: int) -> int:
         here, there = Path(folder, "this").resolve(), Path(folder, "other").resolve()
         copy_commit(ref, there)
         copy_tree(here)
-        this, other = Timer(here), Timer(there)
-        found = slower_each_time(STEPS, measure)
+        this, other = Timer(here, threads), Timer(there, threads)
+        found = slower_each_time(steps_of(shapes, dtypes), measure)
     more = f"more than {LIMIT - 1:.0%} slower than {ref}"
     console.print(
         f"{more}, {ATTEMPTS} times: {', '.join(step.name for step in found)}" if found else f"nothing is {more}"
@@ -227,7 +228,7 @@ def answer() -> None:
     """Writes the times of each step that comes in, a line each."""
     import syncbn
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(sys.argv[1]))
     print(json.dumps((syncbn.__file__, syncbn.kernels.available())), flush=True)
     for line in sys.stdin:
         shape, *rest = json.loads(line)

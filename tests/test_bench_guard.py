@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import bench_guard
 import pytest
-from bench_guard import ATTEMPTS, STEPS, Ratio, Ratios, Step
+from bench_guard import ATTEMPTS, Ratio, Ratios, Step, steps_of
 
-STEP, OTHER_STEP = STEPS[:2]
+STEP, OTHER_STEP = steps_of(["32x64x56x56"], ["float32"])[:2]
 SAME = Ratio.of([0.99, 1.0, 1.01])
 
 
@@ -48,19 +47,19 @@ def test_slower_each_time(slow_times: int) -> None:
     assert measured == [[STEP, OTHER_STEP], *[[STEP]] * min(slow_times, ATTEMPTS - 1)]
 
 
-def test_the_last_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def git(*arguments: str) -> None:
-        identity = ["-c", "user.name=n", "-c", "user.email=e"]
-        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
-
-    monkeypatch.setattr(bench_guard, "ROOT", tmp_path)
-    git("init")
-    git("commit", "--allow-empty", "--message", "first")
-    with pytest.raises(SystemExit, match=r"no tag leads to this commit\. .*--guard HEAD~10"):
-        bench_guard.last_release()
-    git("tag", "v0.1.0")
-    git("commit", "--allow-empty", "--message", "second")
-    git("tag", "v0.1.1")  # which is to be compared with the one before
-    assert bench_guard.last_release() == "v0.1.0"
+def test_the_commit_that_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of the table, which must be one of this repository."""
+    table = tmp_path / "baseline.csv"
+    table.write_text("commit,date\nabc,2026-01-01\ndef,2026-01-02\n")
+    monkeypatch.setattr(bench_guard, "BASELINE", table)
+    assert bench_guard.baseline() == "def"
     with pytest.raises(SystemExit, match=r"git archive v0\.2\.0 syncbn scripts: fatal: not a valid object name"):
         bench_guard.copy_commit("v0.2.0", tmp_path / "copy")
+
+
+def test_steps() -> None:
+    """Shapes and dtypes as --shapes and --dtypes give them."""
+    steps = steps_of(["2x3x4x4", "8x5"], ["bfloat16"])
+    names = [step.name.removeprefix("2x3x4x4 bfloat16 ") for step in steps[:4]]
+    assert names == ["contiguous", "contiguous fused", "channels last", "channels last fused"]
+    assert [step.shape for step in steps[4:]] == [(8, 5)] * 2
