@@ -143,10 +143,11 @@ class _Reader:
         reasons = [why for _, _, why in since if why and not any(part in why for part in CONSEQUENCES)]
         if reasons:
             return []
-        if any(EVALUATES in before for before, _, _ in since):
-            return [REMEDY_OF_EVALUATION]
-        if any(one.ended for one in found):
-            return [REMEDY_OF_ENDED + ("." if in_debug_mode() else ": SYNCBN_DEBUG=1 tells which.")]
+        ended = [REMEDY_OF_ENDED + ("." if in_debug_mode() else ": SYNCBN_DEBUG=1 tells which.")]
+        known = ended * any(one.ended for one in found)
+        known += [REMEDY_OF_EVALUATION] * any(EVALUATES in before for before, _, _ in since)
+        if known:
+            return known
         begins, has_ended = (any(f" {name}, " in one.position.doing for one in found) for name in PASSES)
         if any(left and not why for _, left, why in since) or (begins and has_ended):
             return [REMEDY_OF_FEWER_BATCHES]
