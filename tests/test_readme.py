@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+import torch
 from faults import FAULTS
 from jobs import ENVIRONMENT, run, run_on_ranks
 
@@ -122,6 +123,20 @@ def test_train_py_on_two_ranks(tmp_path: Path) -> None:
     script.write_text(blocks(README, "python")[0])
     assert blocks(README, "python")[0] in (ROOT / "docs" / "tutorial.md").read_text()
     assert "synchronised over 2 ranks" in run_on_ranks(2, script)
+
+
+def test_the_training_script_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
+    """docs/training_script.md, on 2 ranks: two epochs in one run, and in two."""
+    script = tmp_path / "train.py"
+    script.write_text(blocks((ROOT / "docs" / "training_script.md").read_text(), "python")[0])
+    once, twice = tmp_path / "once.pt", tmp_path / "twice.pt"
+    whole = run_on_ranks(2, script, "--epochs", 2, "--checkpoint", once)
+    run_on_ranks(2, script, "--epochs", 1, "--checkpoint", twice)
+    rest = run_on_ranks(2, script, "--epochs", 2, "--checkpoint", twice)
+    assert rest == whole[whole.index("epoch 2") :]
+    assert "test: " in rest
+    expected, actual = (torch.load(file, weights_only=True) for file in (once, twice))
+    torch.testing.assert_close(actual["model"], expected["model"], rtol=0, atol=0)
 
 
 def copy_of_root(tmp_path: Path) -> Path:
