@@ -139,6 +139,25 @@ def test_the_training_script_goes_on_as_if_never_interrupted(tmp_path: Path) -> 
     torch.testing.assert_close(actual["model"], expected["model"], rtol=0, atol=0)
 
 
+def programs() -> list[object]:
+    """The blocks of the guides that make a process group: they are complete, the others are parts of a program. Those
+    of the tutorial and of training_script.md have tests of their own."""
+    with_tests = ("tutorial.md", "training_script.md")
+    return [
+        pytest.param(block, id=f"{page.name}-{index}")
+        for page in GUIDES
+        for index, block in enumerate(blocks(page.read_text(), "python"))
+        if "init_process_group(" in block and page.name not in with_tests
+    ]
+
+
+@pytest.mark.parametrize("program", programs())
+def test_programs_on_two_ranks(program: str, tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    run_on_ranks(2, script)
+
+
 def copy_of_root(tmp_path: Path) -> Path:
     """With nothing built."""
     ignored = shutil.ignore_patterns(".*", "build", "runs", "*.so", "__pycache__")
