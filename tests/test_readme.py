@@ -111,6 +111,11 @@ def test_first_pages_say_whether_it_has_run_on_a_gpu() -> None:
         assert ("| GPU tensors | compiled, [never run](" in page.read_text()) == nothing_has, page
 
 
+def test_the_citation_has_the_version() -> None:
+    """docs/releasing.md"""
+    assert f"version = {{{syncbn.__version__}}}," in (ROOT / "docs" / "citing.md").read_text()
+
+
 def test_no_1_0_before_a_run_on_a_gpu() -> None:
     """docs/releasing.md"""
     assert (
