@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+import torch
 from faults import FAULTS
 from jobs import ENVIRONMENT, run, run_on_ranks
 
@@ -110,6 +111,11 @@ def test_first_pages_say_whether_it_has_run_on_a_gpu() -> None:
         assert ("| GPU tensors | compiled, [never run](" in page.read_text()) == nothing_has, page
 
 
+def test_the_citation_has_the_version() -> None:
+    """docs/releasing.md"""
+    assert f"version = {{{syncbn.__version__}}}," in (ROOT / "docs" / "citing.md").read_text()
+
+
 def test_no_1_0_before_a_run_on_a_gpu() -> None:
     """docs/releasing.md"""
     assert (
@@ -122,6 +128,39 @@ def test_train_py_on_two_ranks(tmp_path: Path) -> None:
     script.write_text(blocks(README, "python")[0])
     assert blocks(README, "python")[0] in (ROOT / "docs" / "tutorial.md").read_text()
     assert "synchronised over 2 ranks" in run_on_ranks(2, script)
+
+
+def test_the_training_script_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
+    """docs/training_script.md, on 2 ranks: two epochs in one run, and in two."""
+    script = tmp_path / "train.py"
+    script.write_text(blocks((ROOT / "docs" / "training_script.md").read_text(), "python")[0])
+    once, twice = tmp_path / "once.pt", tmp_path / "twice.pt"
+    whole = run_on_ranks(2, script, "--epochs", 2, "--checkpoint", once)
+    run_on_ranks(2, script, "--epochs", 1, "--checkpoint", twice)
+    rest = run_on_ranks(2, script, "--epochs", 2, "--checkpoint", twice)
+    assert rest == whole[whole.index("epoch 2") :]
+    assert "test: " in rest
+    expected, actual = (torch.load(file, weights_only=True) for file in (once, twice))
+    torch.testing.assert_close(actual["model"], expected["model"], rtol=0, atol=0)
+
+
+def programs() -> list[object]:
+    """The blocks of the guides that make a process group: they are complete, the others are parts of a program. Those
+    of the tutorial and of training_script.md have tests of their own."""
+    with_tests = ("tutorial.md", "training_script.md")
+    return [
+        pytest.param(block, id=f"{page.name}-{index}")
+        for page in GUIDES
+        for index, block in enumerate(blocks(page.read_text(), "python"))
+        if "init_process_group(" in block and page.name not in with_tests
+    ]
+
+
+@pytest.mark.parametrize("program", programs())
+def test_programs_on_two_ranks(program: str, tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    run_on_ranks(2, script)
 
 
 def copy_of_root(tmp_path: Path) -> Path:
