@@ -539,6 +539,27 @@ def test_what_keeps_triton_from_running_is_told_and_not_raised(monkeypatch: pyte
     assert select._triton_works == {device: reason}
 
 
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_cache_of_triton_that_fails(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
+    """As on a network file system. It is tried again; a rank that fell back alone would differ from the others."""
+    tried = []
+
+    def try_triton(device: torch.device) -> None:
+        tried.append(device)
+        if len(tried) <= failures:
+            raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(select, "_triton_works", {})
+    monkeypatch.setattr(select, "_try_triton", try_triton)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    if failures == 1:
+        assert select._why_no_triton(torch.device("cuda", 0), compiling=False) is None
+    else:
+        with pytest.raises(RuntimeError, match=r"Stale file handle; set TRITON_CACHE_DIR to a folder on a local disk"):
+            select._why_no_triton(torch.device("cuda", 0), compiling=False)
+    assert len(tried) == 2
+
+
 @pytest.mark.triton
 @pytest.mark.parametrize(("version", "limits"), [("6.4", False), (None, True)])
 def test_registers_are_limited_where_triton_can(

@@ -103,25 +103,37 @@ _triton_works: dict[torch.device, str | None] = {}  # or why not
 
 
 def _why_no_triton(device: torch.device, compiling: bool) -> str | None:
-    """None when kernels in Triton run on this GPU, else the reason in a line. Tried once, by one kernel of each kind: a
-    reduction, a map, and one over numbers of channels."""
+    """None when kernels in Triton run on this GPU, which is tried once, else the reason in a line. **Raises**
+    RuntimeError where Triton cannot use its cache."""
     if device in _triton_works:
         return _triton_works[device]
     if compiling or torch.cuda.is_current_stream_capturing():
         return None  # a graph takes no launch of ours, and what fails there says nothing of other times
     try:
-        x, mean, var = (torch.zeros(size, device=device) for size in ((2, 1), 1, 1))
-        layout = Layout.of(x, 1)
-        sums = _gpu().forward_sums(x, layout)
-        _, statistics = _gpu().forward_outputs(x, layout, sums, None, None, None, 1.0, False)
-        _gpu().update_running_stats(mean, var, statistics, 0.1)
+        try:
+            _try_triton(device)
+        except OSError:  # of Triton's cache, which other ranks may be writing
+            _try_triton(device)
     except torch.OutOfMemoryError:  # says nothing of the next time
         raise
+    except OSError as error:  # a rank that went on by torch's operations would have running statistics of other bits
+        raise RuntimeError(
+            f"syncbn: Triton cannot use its cache: {error}; set TRITON_CACHE_DIR to a folder on a local disk"
+        ) from error
     except Exception as error:  # of whatever class: no triton, no C compiler, a GPU that it does not know
         _triton_works[device] = f"{type(error).__name__}: {error}".partition("\n")[0]
     else:
         _triton_works[device] = None
     return _triton_works[device]
+
+
+def _try_triton(device: torch.device) -> None:
+    """Run a kernel of each kind: a reduction, a map, and one over numbers of channels."""
+    x, mean, var = (torch.zeros(size, device=device) for size in ((2, 1), 1, 1))
+    layout = Layout.of(x, 1)
+    sums = _gpu().forward_sums(x, layout)
+    _, statistics = _gpu().forward_outputs(x, layout, sums, None, None, None, 1.0, False)
+    _gpu().update_running_stats(mean, var, statistics, 0.1)
 
 
 @functools.cache
