@@ -54,7 +54,6 @@ constexpr int64_t ALIGNED = 64;           // bytes
 constexpr int64_t LEAST_ROWS = 32;        // in a part of a sum, whose two doubles for each column are half a byte a value
 constexpr int64_t MOST_COEFFICIENTS = 4;  // of a map
 constexpr int64_t OWN_SCRATCH = 4096;     // doubles
-constexpr int64_t CHANNELS_AT_ONCE = 256; // whose numbers are widened on the stack
 
 int64_t divided_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
 
@@ -219,37 +218,28 @@ T from_double(double number) {
   }
 }
 
-// Calls body(first, count) for some channels at a time, so that their numbers can be widened on the stack.
-template <typename Body>
-void in_portions(int64_t channels, const Body& body) {
-  for (int64_t first = 0; first < channels; first += CHANNELS_AT_ONCE) body(first, std::min(CHANNELS_AT_ONCE, channels - first));
+// Those that a user brings, of any dtype, as doubles; `otherwise` where there are none.
+void widen_numbers(const void* numbers, int dtype, int64_t channels, double otherwise, double* to) {
+  if (!numbers) {
+    std::fill_n(to, channels, otherwise);
+    return;
+  }
+  with_dtype(dtype, [&](auto zero) {
+    auto* from = static_cast<const decltype(zero)*>(numbers);
+    for (int64_t channel = 0; channel < channels; ++channel)
+      to[channel] = to_double(baseline::load<decltype(zero)>(from + channel));
+    return OK;
+  });
 }
 
-// CHANNELS_AT_ONCE numbers as doubles.
-struct Widened {
-  double values[CHANNELS_AT_ONCE];
-
-  // numbers[first:][:count], or where there are none the other number.
-  Widened(const void* numbers, int dtype, int64_t first, int64_t count, double otherwise) {
-    if (!numbers) {
-      std::fill_n(values, count, otherwise);
-      return;
-    }
-    with_dtype(dtype, [&](auto zero) {
-      auto* from = static_cast<const decltype(zero)*>(numbers) + first;
-      for (int64_t index = 0; index < count; ++index)
-        values[index] = to_double(baseline::load<decltype(zero)>(from + index));
-      return OK;
-    });
-  }
-};
-
-// numbers[first:][:count] = values, rounded, where there are numbers.
-void set_numbers(void* numbers, int dtype, int64_t first, int64_t count, const double* values) {
+// numbers = of(channel), rounded, where there are numbers.
+template <typename Of>
+void set_numbers(void* numbers, int dtype, int64_t channels, const Of& of) {
   if (!numbers) return;
   with_dtype(dtype, [&](auto zero) {
-    auto* to = static_cast<decltype(zero)*>(numbers) + first;
-    for (int64_t index = 0; index < count; ++index) baseline::store(to + index, from_double<decltype(zero)>(values[index]));
+    auto* to = static_cast<decltype(zero)*>(numbers);
+    for (int64_t channel = 0; channel < channels; ++channel)
+      baseline::store(to + channel, from_double<decltype(zero)>(of(channel)));
     return OK;
   });
 }
@@ -334,11 +324,14 @@ Status compare(const double* behind) {
 bool lacks(const void* address, bool exists, int64_t count) { return !address && exists && count; }
 
 void move(void* running, int dtype, int64_t channels, const double* statistic, double factor, double momentum) {
-  in_portions(channels, [&](int64_t first, int64_t some) {
-    Widened moved(running, dtype, first, some, 0);
-    for (int64_t index = 0; index < some; ++index)
-      moved.values[index] = (1 - momentum) * moved.values[index] + momentum * (statistic[first + index] * factor);
-    set_numbers(running, dtype, first, some, moved.values);
+  if (!running) return;
+  with_dtype(dtype, [&](auto zero) {
+    auto* numbers = static_cast<const decltype(zero)*>(running);
+    set_numbers(running, dtype, channels, [&](int64_t channel) {
+      double before = to_double(baseline::load<decltype(zero)>(numbers + channel));
+      return (1 - momentum) * before + momentum * (statistic[channel] * factor);
+    });
+    return OK;
   });
 }
 
@@ -346,8 +339,8 @@ void move_running_stats(const Plan& plan, void* running_mean, void* running_var,
                         double momentum) {
   Statistics statistics(packed, plan.channels);
   double count = *statistics.num_values;
-  if (running_mean && count > 0) move(running_mean, plan.mean_dtype, plan.channels, statistics.mean, 1, momentum);
-  if (running_var && count > 1)
+  if (count > 0) move(running_mean, plan.mean_dtype, plan.channels, statistics.mean, 1, momentum);
+  if (count > 1)
     move(running_var, plan.var_dtype, plan.channels, statistics.var, count / (count - 1), momentum);
 }
 
@@ -359,7 +352,7 @@ EXPORTED int syncbn_interface() noexcept { return 2; }
 // How many bytes of scratch the functions that add up need, or those that map; 0 where what they have is enough.
 EXPORTED int64_t syncbn_scratch(const Plan* plan, int adds) noexcept {
   Sizes sizes = plan->sizes();
-  int64_t doubles = MOST_COEFFICIENTS * sizes.channels;
+  int64_t doubles = (MOST_COEFFICIENTS + 2) * sizes.channels;  // and weight and bias
   if (adds)
     doubles = sizes.spread_size() + sizes.size_of_parts();
   else if (sizes.needs_spread())
@@ -404,22 +397,28 @@ EXPORTED int syncbn_forward_outputs(const Plan* plan, const ForwardOutputs* call
   Statistics statistics(call->statistics, channels);
   *statistics.num_values = *behind;
   double count = std::max(1.0, *behind);
+  double *weight = scratch.doubles + MOST_COEFFICIENTS * channels, *bias = weight + channels;
+  widen_numbers(call->weight, plan->weight_dtype, channels, 1, weight);
+  widen_numbers(call->bias, plan->bias_dtype, channels, 0, bias);
   Status status = with_dtype(plan->dtype, [&](auto zero) {
     using T = decltype(zero);
     auto* center = reinterpret_cast<Compute<T>*>(scratch.doubles);
     auto *scale = center + channels, *shift = scale + channels;
-    in_portions(channels, [&](int64_t first, int64_t some) {
-      Widened weights(call->weight, plan->weight_dtype, first, some, 1);
-      Widened biases(call->bias, plan->bias_dtype, first, some, 0);
-      WITH_BEST_INSTRUCTIONS(SET::forward_coefficients(
-          some, total + first, total + channels + first, count, plan->eps, weights.values, biases.values,
-          statistics.mean + first, statistics.var + first, statistics.invstd + first, center + first, scale + first,
-          shift + first));
-    });
+    for (int64_t channel = 0; channel < channels; ++channel) {
+      double mean = total[channel] / count, var = total[channels + channel] / count - mean * mean;
+      var = var < 0 ? 0 : var;  // NaN stays
+      double invstd = 1 / std::sqrt(var + plan->eps), wide_scale = invstd * weight[channel];
+      statistics.mean[channel] = mean;
+      statistics.var[channel] = var;
+      statistics.invstd[channel] = invstd;
+      center[channel] = Compute<T>(mean);
+      scale[channel] = Compute<T>(wide_scale);
+      shift[channel] = Compute<T>(bias[channel] - (mean - center[channel]) * wide_scale);
+    }
     WITH_BEST_INSTRUCTIONS({
       SET::Normalize<T> map{static_cast<const T*>(call->x), static_cast<const T*>(call->residual), plan->relu != 0,
                             static_cast<T*>(call->y), {}};
-      return SET::apply(sizes, map, center, scratch.doubles + MOST_COEFFICIENTS * channels);
+      return SET::apply(sizes, map, center, bias + channels);
     });
   });
   if (status != OK) return status;
@@ -454,16 +453,14 @@ EXPORTED int syncbn_backward_sums(const Plan* plan, const BackwardSums* call) no
       return SET::sum(sizes, SET::Products<T, false>{dy, x, y, center}, parts, sums);
     });
   });
-  in_portions(channels, [&](int64_t first, int64_t some) {
-    double *sum_dy = sums + first, *sum_dy_xmu = sums + channels + first, of_weight[CHANNELS_AT_ONCE];
-    for (int64_t index = 0; index < some; ++index) {
-      double mean = statistics.mean[first + index], rest = plan->dtype == FLOAT64 ? 0 : mean - float(mean);
-      sum_dy_xmu[index] -= rest == 0 ? 0 : rest * sum_dy[index];  // 0 times an infinite sum is NaN
-      of_weight[index] = sum_dy_xmu[index] * statistics.invstd[first + index];
-    }
-    set_numbers(call->grad_weight, plan->grad_weight_dtype, first, some, of_weight);
-    set_numbers(call->grad_bias, plan->grad_bias_dtype, first, some, sum_dy);
-  });
+  double *sum_dy = sums, *sum_dy_xmu = sums + channels;
+  for (int64_t channel = 0; channel < channels; ++channel) {
+    double mean = statistics.mean[channel], rest = plan->dtype == FLOAT64 ? 0 : mean - float(mean);
+    sum_dy_xmu[channel] -= rest == 0 ? 0 : rest * sum_dy[channel];  // 0 times an infinite sum is NaN
+  }
+  set_numbers(call->grad_weight, plan->grad_weight_dtype, channels,
+              [&](int64_t channel) { return sum_dy_xmu[channel] * statistics.invstd[channel]; });
+  set_numbers(call->grad_bias, plan->grad_bias_dtype, channels, [&](int64_t channel) { return sum_dy[channel]; });
   return status;
 }
 
@@ -480,21 +477,25 @@ EXPORTED int syncbn_backward_outputs(const Plan* plan, const BackwardOutputs* ca
   if (!call->grad_x) return OK;
   Scratch scratch(call->scratch);
   Statistics statistics(call->statistics, channels);
-  double count = std::max(1.0, *statistics.num_values);
+  double count = std::max(1.0, *statistics.num_values), *weight = scratch.doubles + MOST_COEFFICIENTS * channels;
+  widen_numbers(call->weight, plan->weight_dtype, channels, 1, weight);
   return with_dtype(plan->dtype, [&](auto zero) {
     using T = decltype(zero);
     auto *center = reinterpret_cast<Compute<T>*>(scratch.doubles), *a = center + channels, *b = a + channels;
-    in_portions(channels, [&](int64_t first, int64_t some) {
-      Widened weights(call->weight, plan->weight_dtype, first, some, 1);
-      WITH_BEST_INSTRUCTIONS(SET::backward_coefficients(
-          some, total + first, total + channels + first, count, statistics.mean + first, statistics.invstd + first,
-          weights.values, center + first, a + first, b + first, b + channels + first));
-    });
+    auto* c = b + channels;
+    for (int64_t channel = 0; channel < channels; ++channel) {
+      double mean = statistics.mean[channel], invstd = statistics.invstd[channel], wide_a = invstd * weight[channel];
+      double wide_b = -wide_a * invstd * invstd * (total[channels + channel] / count);
+      center[channel] = Compute<T>(mean);
+      a[channel] = Compute<T>(wide_a);
+      b[channel] = Compute<T>(wide_b);
+      c[channel] = Compute<T>(-wide_a * (total[channel] / count) - wide_b * (mean - center[channel]));
+    }
     WITH_BEST_INSTRUCTIONS({
       SET::InputGradient<T> map{static_cast<const T*>(call->dy), static_cast<const T*>(call->x),
                                 static_cast<const T*>(call->y),  static_cast<T*>(call->grad_x),
                                 static_cast<T*>(call->grad_residual), {}};
-      return SET::apply(sizes, map, center, scratch.doubles + MOST_COEFFICIENTS * channels);
+      return SET::apply(sizes, map, center, weight + 2 * channels);
     });
   });
 }

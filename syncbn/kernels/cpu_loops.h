@@ -546,37 +546,3 @@ Status apply(Sizes sizes, Map map, const void* coefficients, double* scratch) {
     map_row(Whole{}, map, index, sizes.columns());
   return status;
 }
-
-// Numbers of channels, which are of one kind each: sums, what a user brings, statistics, coefficients.
-
-template <typename Number>
-void forward_coefficients(int64_t channels, const double* __restrict sum, const double* __restrict sum_of_squares,
-                          double count, double eps, const double* __restrict weight, const double* __restrict bias,
-                          double* __restrict mean, double* __restrict var, double* __restrict invstd,
-                          Number* __restrict center, Number* __restrict scale, Number* __restrict shift) {
-  for (int64_t channel = 0; channel < channels; ++channel) {
-    double of_channel = sum[channel] / count, spread = sum_of_squares[channel] / count - of_channel * of_channel;
-    mean[channel] = of_channel;
-    var[channel] = spread = spread < 0 ? 0 : spread;  // NaN stays
-    invstd[channel] = 1 / std::sqrt(spread + eps);
-    center[channel] = Number(of_channel);
-    double wide_scale = invstd[channel] * weight[channel];
-    scale[channel] = Number(wide_scale);
-    shift[channel] = Number(bias[channel] - (of_channel - center[channel]) * wide_scale);
-  }
-}
-
-template <typename Number>
-void backward_coefficients(int64_t channels, const double* __restrict sum_dy, const double* __restrict sum_dy_xmu,
-                           double count, const double* __restrict mean, const double* __restrict invstd,
-                           const double* __restrict weight, Number* __restrict center, Number* __restrict a,
-                           Number* __restrict b, Number* __restrict c) {
-  for (int64_t channel = 0; channel < channels; ++channel) {
-    center[channel] = Number(mean[channel]);
-    double wide_a = invstd[channel] * weight[channel];
-    double wide_b = -wide_a * invstd[channel] * invstd[channel] * (sum_dy_xmu[channel] / count);
-    a[channel] = Number(wide_a);
-    b[channel] = Number(wide_b);
-    c[channel] = Number(-wide_a * (sum_dy[channel] / count) - wide_b * (mean[channel] - center[channel]));
-  }
-}
