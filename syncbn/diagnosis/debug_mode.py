@@ -37,7 +37,7 @@ def debug() -> Iterator[None]:
 
     Before each all_reduce the ranks of its group exchange, over gloo, the layer, the pass (forward, backward), the
     number of channels, the dtype of the input and the ranks of the group. Where they differ, every rank raises the same
-    error, before anything is mixed; without debug mode ranks on CPU notice only that they are in different layers, and
+    error, before anything is mixed; without debug mode ranks on CPU notice only different layers and dtypes, and
     different numbers of channels abort gloo. A rank with NaN or infinity among its values is named in a warning, on
     every rank. A rank that waits for more than 3 s says, as a warning of the logger "syncbn", where all ranks are.
 

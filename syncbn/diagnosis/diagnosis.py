@@ -23,7 +23,7 @@ from syncbn.distributed.reduction import Collective, EagerReduction
 from syncbn.distributed.text_exchange import all_gather_json, by_rank, raise_faults
 from syncbn.torch_private import timeout_of
 
-FIRST_MEETING_SECONDS = 9.0
+FIRST_MEETING_SECONDS = 9.0  # that a rank waits for the others before the first collective of a group
 
 _log = logging.getLogger("syncbn")
 

@@ -2,8 +2,9 @@
 
 The signature s of a call site and a pass is a positive number, made from the path of the layer, from its order (the
 layer was the order-th to call on the group in training, as layers of two models may have one path) and from the dtype
-of the input. Rank r sends 1, s_r and s_r^2 behind its sums, which kernels/plans.py compares. Two signatures are equal
-by chance in W of 2^26 cases. A rank that cannot tell its layer, as in a compiled graph, sends zeros and is not counted.
+of the input. Rank r sends 1, s_r and s_r^2 behind its sums, which kernels/plans.py compares. Two signatures of W ranks
+are equal by chance in W of 2^26 cases. A rank that cannot tell its layer, as in a compiled graph, sends zeros and is
+not counted.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 // A tensor is (outer, channels, inner) numbers in memory. Where inner is large, each run of it has one channel ("runs").
 // Else a row of (channels, inner) has channel and inner in its columns ("rows"); several short rows make a long one.
 //
-// Sums are doubles, made of parts that depend on the sizes only: a result does not depend on the number of threads.
+// Sums are doubles, made of parts that depend on the sizes only: a result does not depend on the number of threads. No
+// multiplication is fused with an addition (-ffp-contract=off), so that unlike processors of one job agree.
 //
 // Nothing here allocates or throws: callers bring `scratch` of as many bytes as syncbn_scratch says. A function takes a
 // Plan, which is the same for all calls of a kind, and what differs from call to call: addresses, packed by cpu.py. It
@@ -31,7 +32,7 @@ extern "C" int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain,
 
 namespace {
 
-// The last three: of what all ranks have sent, see syncbn_forward_outputs.
+// The last four: of what all ranks have sent, see syncbn_forward_outputs.
 enum Status : int { OK, UNKNOWN_DTYPE, NO_THREADS, NO_MEMORY, RANKS_DIFFER, FAULT, ONE_VALUE, NOT_FINITE };
 enum Dtype : int { NONE = -1, FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
 
@@ -49,7 +50,7 @@ constexpr int64_t SHORTEST_RUN = 32;      // values
 constexpr int64_t LONG_ROW = 64;          // values, so that the rest behind whole vectors is small
 constexpr int64_t PADDING = 16;           // numbers, as many as the widest vector has
 constexpr int64_t LEAST_VALUES = 512;     // of a channel in a part of a sum over runs, which is two doubles
-constexpr int64_t STREAMED_BYTES = 16 << 20; // from which on an output is not found in the caches again
+constexpr int64_t STREAMED_BYTES = 16 << 20;  // of an output, from which on it is not found in the caches again
 constexpr int64_t ALIGNED = 64;           // bytes
 constexpr int64_t LEAST_ROWS = 32;        // in a part of a sum, whose two doubles for each column are half a byte a value
 constexpr int64_t MOST_COEFFICIENTS = 4;  // of a map
@@ -112,7 +113,7 @@ Status parallel(int64_t count, int64_t values_each, const Body& body) {
   return torch_parallel_for(0, count, grain, call, const_cast<Body*>(&body)) ? NO_THREADS : OK;
 }
 
-// What GCC must inline: loops of maps.
+// What GCC must inline: the bodies of loops.
 #define INLINED __attribute__((always_inline))
 
 namespace baseline {
