@@ -9,16 +9,14 @@ import dataclasses
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from syncbn import masks, torch_private, torch_state
+from syncbn.distributed.group_spec import GroupSpec, OfMesh
 from syncbn.layout import Layout
-
-if TYPE_CHECKING:
-    from syncbn.distributed.group_spec import GroupSpec, OfMesh
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 REMEDY = "correct num_features, channel_last or channel_dim"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -19,13 +19,10 @@ from syncbn import convertibility
 from syncbn.convertibility import NotConverted
 from syncbn.diagnosis import debug_mode
 from syncbn.distributed import groups
-from syncbn.distributed.group_spec import to_spec
+from syncbn.distributed.group_spec import GroupSpec, ProcessGroupLike, to_spec
 from syncbn.distributed.reduction import make_groups
 from syncbn.layer import SyncBatchNorm
 from syncbn.synchronised_classes import ADDED, class_of, synchronised_class
-
-if TYPE_CHECKING:
-    from syncbn.distributed.group_spec import GroupSpec, ProcessGroupLike
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from syncbn import argument_errors, step
 from syncbn.arguments import Arguments, check_channels, check_input, check_like_input
-from syncbn.distributed.group_spec import to_spec
+from syncbn.distributed.group_spec import ProcessGroupLike, to_spec
 from syncbn.distributed.reduction import ONE_RANK, Caller
 from syncbn.distributed.side_reductions import Reduction
 from syncbn.double_backward import BackwardInput
@@ -17,9 +15,6 @@ from syncbn.layout import Layout
 from syncbn.many import sync_batch_norm_many
 from syncbn.moments import compute_dtype
 from syncbn.roads import choice, nested, watched
-
-if TYPE_CHECKING:
-    from syncbn.distributed.group_spec import ProcessGroupLike
 
 __all__ = ["batch_norm_backward", "sync_batch_norm", "sync_batch_norm_many"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from syncbn import argument_errors, step
 from syncbn.arguments import Arguments, check_eps, check_momentum, check_num_features
 from syncbn.diagnosis import debug_mode, diagnosis
-from syncbn.distributed.group_spec import THIS_RANK_ALONE, to_spec, to_user
-from syncbn.distributed.reduction import make_groups, warn_in_data_parallel
+from syncbn.distributed.group_spec import THIS_RANK_ALONE, GroupSpec, ProcessGroupLike, to_spec, to_user
+from syncbn.distributed.reduction import CallSite, make_groups, warn_in_data_parallel
 from syncbn.roads import traced
 from syncbn.torch_state import PLAIN_CLASSES, runs_plainly
-
-if TYPE_CHECKING:
-    from syncbn.distributed.group_spec import GroupSpec, ProcessGroupLike
-    from syncbn.distributed.reduction import CallSite
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -8,23 +8,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from syncbn import argument_errors, double_backward, step
 from syncbn.arguments import Arguments, require_two_values
-from syncbn.distributed.group_spec import to_spec
+from syncbn.distributed.group_spec import ProcessGroupLike, to_spec
 from syncbn.distributed.reduction import ONE_RANK, Caller
 from syncbn.distributed.side_reductions import DifferentiableReduction, Reduction
 from syncbn.double_backward import BackwardInput, Gradients
 from syncbn.kernels.select import is_transformed, select_kernels
 from syncbn.layout import Layout
 from syncbn.roads import choice, other_tensors, watched
-
-if TYPE_CHECKING:
-    from syncbn.distributed.group_spec import ProcessGroupLike
 
 _SYNC_BATCH_NORM_MANY = Caller("sync_batch_norm_many")
 

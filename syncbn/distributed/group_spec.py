@@ -12,17 +12,15 @@ A layer keeps a spec and not the group itself, so that it can be copied, pickled
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeGuard
+from typing import NamedTuple, TypeAlias
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from syncbn import torch_private
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    GroupSpec: TypeAlias = "int | str | GlobalRanks | DeviceMesh | None"  # what a layer keeps
-    ProcessGroupLike: TypeAlias = "dist.ProcessGroup | GroupSpec"  # what a user passes
+GroupSpec: TypeAlias = "int | str | GlobalRanks | DeviceMesh | None"  # what a layer keeps
+ProcessGroupLike: TypeAlias = "dist.ProcessGroup | GroupSpec"  # what a user passes
 
 
 class GlobalRanks:
@@ -81,7 +79,7 @@ def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
         if process_group not in torch_private.existing_groups():
             raise ValueError("process_group was destroyed; pass one that exists, or None for the default group")
         return GlobalRanks(_ranks_of(process_group), process_group)
-    if _is_device_mesh(process_group):
+    if isinstance(process_group, DeviceMesh):
         if process_group.ndim != 1:
             raise ValueError(
                 f"process_group is a DeviceMesh of {process_group.ndim} dims, expected 1; select one of "
@@ -136,9 +134,3 @@ def own_group(spec: GlobalRanks | DeviceMesh) -> dist.ProcessGroup:
 
 def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
-
-
-def _is_device_mesh(candidate: object) -> TypeGuard[DeviceMesh]:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    return isinstance(candidate, DeviceMesh)

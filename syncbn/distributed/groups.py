@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from syncbn import torch_private
-from syncbn.distributed.group_spec import GlobalRanks, OfMesh, includes_this_rank, own_group
+from syncbn.distributed.group_spec import GlobalRanks, GroupSpec, OfMesh, includes_this_rank, own_group
 from syncbn.distributed.text_exchange import all_gather_json
-
-if TYPE_CHECKING:
-    from syncbn.distributed.group_spec import GroupSpec
 
 # Default group -> {int or "node": this rank's group, or None for the default group itself}. A re-made default group
 # starts with nothing made, and the old entry goes with the old group.

@@ -28,7 +28,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 from weakref import ref
 
 import torch
@@ -37,11 +37,8 @@ from torch import Tensor, nn
 
 from syncbn import torch_private
 from syncbn.distributed import groups
-from syncbn.distributed.group_spec import OfMesh
+from syncbn.distributed.group_spec import GroupSpec, OfMesh
 from syncbn.kernels.plans import FAULT, NUM_SIGNED, OK, RANKS_DIFFER, UNSIGNED, Signature, status_of
-
-if TYPE_CHECKING:
-    from syncbn.distributed.group_spec import GroupSpec
 
 
 class Caller:
