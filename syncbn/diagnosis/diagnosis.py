@@ -54,8 +54,6 @@ class Diagnosis:
         gloo aborts ranks that meet in different collectives, as where some have not converted their model, so what is
         known of them is said before."""
         rank, group = collective.site.rank, collective.site.group()
-        assert isinstance(rank, WatchedRank)
-        assert group is not None
         rank.write_position()
         seconds = min(FIRST_MEETING_SECONDS, timeout_of(group).total_seconds() / 2)
         may_abort = reduction.joined_group() is None and "gloo" in dist.get_backend_config(group)
@@ -85,7 +83,6 @@ class Diagnosis:
         """Signatures differ. **Raises** RuntimeError unless the ranks have other names for one layer; unless `is_sound`
         a rank has a fault, which may be the dtype of its input."""
         site = called.site
-        assert isinstance(site, Site)
         if not site.counts or num_signed != site.num_ranks:  # there are ranks that would not take part in an all_gather
             raise RanksDifferError(report.where_all_are(Waiting(called.collective)))
         local = described(called, called.collective.pass_name)
@@ -94,7 +91,6 @@ class Diagnosis:
     def warn_not_finite(self, collective: Collective, x: Tensor) -> None:
         """NaN or infinity is in a total; said once for a layer, by each rank that has brought it in x."""
         site = collective.site
-        assert isinstance(site, Site)
         if not site.said_not_finite:
             site.said_not_finite = True
             if not (report.in_debug_mode() or x.isfinite().all()):  # debug mode has said it
@@ -107,9 +103,7 @@ class Diagnosis:
     def raise_faults(self, collective: Collective, num_signed: float, error: Exception | None) -> None:
         """**Raises** what the ranks with a fault tell, on every rank; `error` is this rank's."""
         site, wait = collective.site, Waiting(collective)
-        assert isinstance(site, Site)
         group = site.group()
-        assert group is not None
         # Ranks in a compiled graph sign nothing and would not take part in an all_gather; ranks that have joined do.
         if num_signed != site.num_ranks and site.counts and reduction.joined_group() is None:
             where = f"syncbn: another rank has a bad argument, and says which.\n{report.where_all_are(wait)}"
@@ -120,7 +114,6 @@ class Diagnosis:
 def described(called: EagerReduction, pass_name: str) -> dict[str, Any]:
     """What this rank does in a collective of a layer, for `require_one_layer`."""
     site = called.site
-    assert isinstance(site, Site)
     return {
         "path": site.path,
         "order": site.order,
@@ -141,7 +134,6 @@ def require_one_layer(site: Site, gathered: list[dict[str, Any]], compares_dtype
         return len({one[key] for one in gathered}) == 1
 
     group = site.group()
-    assert group is not None
     ranks, paths = dist.get_process_group_ranks(group), [one["path"] for one in gathered]
     where = [f"in {one['doing']}" for one in gathered]
     # In its first call on a rank a layer may have another name there, or be another model's as well.

@@ -176,7 +176,6 @@ def position_in(collective: Collective | None) -> Position:
     if collective is None:
         return Position("", 0, "")
     site = collective.site
-    assert isinstance(site, Site)
     return Position(site.group_name, collective.number, site.doing(collective.call, collective.pass_name))
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from syncbn import torch_private
 from syncbn.diagnosis import process_state
 from syncbn.diagnosis.layer_names import line_of_program
-from syncbn.diagnosis.this_rank import Position, Site, ThisRank, position_in
+from syncbn.diagnosis.this_rank import Position, ThisRank, position_in
 from syncbn.distributed import reduction, text_exchange
 from syncbn.distributed.reduction import Collective
 
@@ -57,7 +57,6 @@ class Waiting(Wait):
 
     def __init__(self, collective: Collective) -> None:
         site = collective.site
-        assert isinstance(site, Site)
         self.collective, self.rank, self.number, self.start = collective, site.rank, collective.number, collective.start
         self.position = position_in(collective)
         self.group, self.layer = site.group, site.name if site.counts else ""

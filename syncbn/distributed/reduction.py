@@ -76,7 +76,8 @@ class GroupState:
 
 
 class CallSite:
-    """A layer or a function that calls on one group. It holds neither the caller nor the group."""
+    """A layer or a function that calls on one group, which diagnosis/ extends. It holds neither the caller nor the
+    group."""
 
     def __init__(self, caller: Any, group: dist.ProcessGroup, rank: RankState, state: GroupState) -> None:
         self.caller, self.group, self.rank, self.state = ref(caller), ref(group), rank, state
@@ -129,7 +130,7 @@ class Collective:
 
     __slots__ = ("call", "next_warning_seconds", "number", "pass_name", "site", "start")
 
-    def __init__(self, site: CallSite, call: int, pass_name: str) -> None:
+    def __init__(self, site: Any, call: int, pass_name: str) -> None:
         site.state.num_collectives += 1
         self.site, self.call, self.pass_name, self.number = site, call, pass_name, site.state.num_collectives
         self.start = time.monotonic()
@@ -182,7 +183,7 @@ class EagerReduction:
     reads_totals = True
     __slots__ = ("call", "collective", "dtype", "group", "num_ranks", "signatures", "site")
 
-    def __init__(self, group: dist.ProcessGroup, site: CallSite, dtype: torch.dtype | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, site: Any, dtype: torch.dtype | None) -> None:
         site.num_calls += 1
         self.group, self.site, self.call, self.dtype = group, site, site.num_calls, dtype
         self.num_ranks, self.signatures = site.num_ranks, site.signatures
