@@ -179,23 +179,12 @@ def batch_norm_backward(
             weight_dtype=dtype if needs_weight else None,
             bias_dtype=dtype if needs_bias else None,
         )
-        grad_input, grad_weight, grad_bias, _ = watched.gradients(one, _WithCount(reduction, statistics))  # type: ignore[arg-type]  # a reduction, too
+        sums, grad_weight, grad_bias = watched.backward_sums(one)
+        total = watched.totals([torch.cat((sums, num_values))], reduction, "backward", counted=True)[0]
+        one = one._replace(statistics=torch.cat((statistics[:-1], total[-1:])))
+        grad_input, _ = watched.backward_outputs(one, total[:-1])
         if needs_input and not training:
             scale = invstd if weight is None else invstd * weight
             column = scale.to(compute_dtype(input.dtype)).view(-1, *(1,) * (input.ndim - layout.channel_dim - 1))
             grad_input = (grad_output * column).to(input.dtype)
     return grad_input, grad_weight, grad_bias
-
-
-class _WithCount:
-    """A reduction that adds up with the sums n, the number of values, and writes its total into the `statistics`."""
-
-    def __init__(self, reduction: Reduction, statistics: Tensor) -> None:
-        self.reduction, self.group = reduction, reduction.group
-        self.reads_totals, self.num_values = reduction.reads_totals, statistics[-1:]
-
-    def total(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:
-        """Of the sums and n together."""
-        total = self.reduction.total(torch.cat((sums, self.num_values)), pass_name, counted=True)
-        self.num_values.copy_(total[-1:])
-        return total[:-1]

@@ -6,20 +6,19 @@ The Function takes their tensors by role, (*xs, *weights, ...), so that tensors[
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from syncbn import argument_errors, double_backward, step
+from syncbn import argument_errors, step
 from syncbn.arguments import Arguments, require_two_values
 from syncbn.distributed.group_spec import ProcessGroupLike, to_spec
 from syncbn.distributed.reduction import ONE_RANK, Caller
-from syncbn.distributed.side_reductions import DifferentiableReduction, Reduction
-from syncbn.double_backward import BackwardInput, Gradients
-from syncbn.kernels.select import is_transformed, select_kernels
+from syncbn.distributed.side_reductions import Reduction
+from syncbn.kernels.select import select_kernels
 from syncbn.layout import Layout
 from syncbn.roads import choice, other_tensors, watched
 
@@ -128,7 +127,7 @@ class _BatchNorms(torch.autograd.Function):
     def forward(call: _Call, *tensors: Any) -> tuple[Tensor, ...]:
         kernels, xs = select_kernels(*tensors), tensors[: len(call.layouts)]
         local = [kernels.forward_sums(x, layout) for x, layout in zip(xs, call.layouts, strict=True)]
-        totals = _totals(local, call.reduction, "forward")
+        totals = watched.totals(local, call.reduction, "forward", counted=True)
         ys, statistics = [], []
         for index, (layout, total) in enumerate(zip(call.layouts, totals, strict=True)):
             x, weight, bias = tensors[index :: len(xs)]
@@ -160,31 +159,9 @@ class _BatchNorms(torch.autograd.Function):
             )
             for index, layout in enumerate(call.layouts)
         ]  # fmt: skip
-        if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
-            results = double_backward.gradients(inputs, call.eps, DifferentiableReduction(call.reduction))
-        else:
-            results = _gradients(inputs, call.reduction)
+        results = watched.gradients(inputs, call.eps, call.reduction)
         grad_xs, grad_weights, grad_biases, _ = zip(*results, strict=True)
         return None, *grad_xs, *grad_weights, *grad_biases
-
-
-def _gradients(inputs: list[BackwardInput], reduction: Reduction) -> list[Gradients]:
-    """The gradients of each input, without a graph."""
-    local, grad_weights, grad_biases = zip(*map(watched.backward_sums, inputs), strict=True)
-    if is_transformed(*[tensor for one in inputs for tensor in one.tensors()]):
-        reduction = DifferentiableReduction(reduction)
-    results = []
-    totals = _totals(local, reduction, "backward")
-    for one, total, grad_weight, grad_bias in zip(inputs, totals, grad_weights, grad_biases, strict=True):
-        grad_x, grad_residual = watched.backward_outputs(one, total)
-        results.append((grad_x, grad_weight, grad_bias, grad_residual))
-    return results
-
-
-def _totals(local: Sequence[Tensor], reduction: Reduction, pass_name: str) -> Sequence[Tensor]:
-    """The totals of each of these sums, of one collective."""
-    total = reduction.total(torch.cat(tuple(local)), pass_name, counted=pass_name == "forward")
-    return torch.split(total, [len(sums) for sums in local])
 
 
 def _as_list(name: str, given: Iterable[Any]) -> list[Any]:

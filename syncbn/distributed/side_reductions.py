@@ -66,7 +66,8 @@ class DifferentiableReduction:
         if self.group is None:
             return sums
         total = _total(sums, self.reduction, pass_name, counted)
-        return torch.cat((total[:-1], total[-1:].detach())) if counted else total  # a count is a constant
+        has_graph = counted and torch.is_grad_enabled()
+        return torch.cat((total[:-1], total[-1:].detach())) if has_graph else total  # a count is a constant
 
 
 Reduction: TypeAlias = "NoReduction | EagerReduction | GraphReduction | DifferentiableReduction"

@@ -6,7 +6,7 @@ take this road too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -132,10 +132,7 @@ def backward(ctx: Any, saved: tuple[Any, ...], needed: tuple[bool, ...], dy: Ten
 
 
 def _backward(ctx: Any, saved: tuple[Any, ...], needed: tuple[bool, ...], dy: Tensor | None) -> Gradients:
-    one = backward_input(ctx.layout, dy, saved, needed, ctx.bias_dtype)
-    if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
-        return double_backward.gradients([one], ctx.eps, DifferentiableReduction(ctx.reduction))[0]
-    return gradients(one, ctx.reduction)
+    return gradients([backward_input(ctx.layout, dy, saved, needed, ctx.bias_dtype)], ctx.eps, ctx.reduction)[0]
 
 
 def backward_input(
@@ -153,13 +150,20 @@ def backward_input(
     )  # fmt: skip
 
 
-def gradients(one: BackwardInput, reduction: Reduction) -> Gradients:
-    """Compute the gradients without a graph. The all_reduce happens whatever is needed."""
-    sums, grad_weight, grad_bias = backward_sums(one)
-    if is_transformed(*one.tensors()):
+def gradients(inputs: Sequence[BackwardInput], eps: float, reduction: Reduction) -> list[Gradients]:
+    """Those of each input, with one all_reduce, which happens whatever is needed."""
+    if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
+        return double_backward.gradients(inputs, eps, DifferentiableReduction(reduction))
+    local, grad_weights, grad_biases = zip(*map(backward_sums, inputs), strict=True)
+    grad_xs, grad_residuals = zip(*map(backward_outputs, inputs, totals(local, reduction, "backward")), strict=True)
+    return list(zip(grad_xs, grad_weights, grad_biases, grad_residuals, strict=True))
+
+
+def totals(local: Sequence[Tensor], reduction: Reduction, pass_name: str, counted: bool = False) -> tuple[Tensor, ...]:
+    """The totals of each of these sums, by one collective; `counted` when each ends in n."""
+    if is_transformed(*local) and not isinstance(reduction, DifferentiableReduction):
         reduction = DifferentiableReduction(reduction)
-    grad_x, grad_residual = backward_outputs(one, reduction.total(sums, "backward"))
-    return grad_x, grad_weight, grad_bias, grad_residual
+    return torch.split(reduction.total(torch.cat(tuple(local)), pass_name, counted), [*map(len, local)])
 
 
 def backward_sums(one: BackwardInput) -> tuple[Tensor, Tensor | None, Tensor | None]:
