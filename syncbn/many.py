@@ -1,6 +1,6 @@
 """Normalises several independent inputs, whose passes share one all_reduce each way.
 
-The Function takes their tensors by role, (*xs, *weights, ...), so that tensors[index::k] are those of one input.
+The Function takes the tensors of k inputs by role, (*xs, *weights, ...): tensors[index::k] belong to one input.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def sync_batch_norm_many(
 ) -> list[Tensor]:
     r"""`sync_batch_norm` of each of k independent inputs, with one all_reduce for all of them each way.
 
-    For detection heads over several pyramid levels, siamese views and the like: equal to k calls, each input with
-    statistics, buffers and parameters of its own. The all_reduces carry the sum of k calls' bytes: latency is what is
-    saved. None in evaluation, with one rank or no process group. Every rank must pass as many inputs.
+    It equals k calls, each input with statistics, buffers and parameters of its own; use it for detection heads over
+    several pyramid levels, siamese views and the like. The all_reduces carry the bytes of k calls together, so it saves
+    latency. There is no all_reduce in evaluation, with one rank or without a process group. All ranks must pass the
+    same number of inputs.
 
     Args:
         inputs: k tensors as `sync_batch_norm` takes them, on one device; their shapes and channels may differ.
@@ -53,8 +54,8 @@ def sync_batch_norm_many(
         k tensors of the inputs' shapes, dtypes and memory formats.
 
     Raises:
-        ValueError, TypeError: as `sync_batch_norm`, with the index of the input. (A number of inputs that differs
-            between ranks cannot be told: gloo aborts.)
+        ValueError, TypeError: as `sync_batch_norm`, with the index of the input. (If the ranks pass different numbers
+            of inputs, gloo aborts them.)
 
     >>> levels = [torch.tensor([[1.0], [3.0]]), torch.tensor([[10.0, 0.0], [30.0, 0.0]])]
     >>> sync_batch_norm_many(levels)[1]
@@ -99,7 +100,7 @@ def _train(inputs: list[Arguments], road: choice.Road, reduction: Reduction) -> 
             name = one.name
             one.check()
         name = ""
-        inputs[0].check_numbers()  # which all inputs share
+        inputs[0].check_numbers()  # all inputs share them
     except Exception as error:  # of whatever class a tensor subclass raises
         argument_errors.raise_on_all_ranks(error, inputs, reduction, name)
     layouts, _, per_input = zip(*[one.prepare() for one in inputs], strict=True)
@@ -113,7 +114,7 @@ def _train(inputs: list[Arguments], road: choice.Road, reduction: Reduction) -> 
 
 @dataclass(slots=True)
 class _Call:
-    """What the Function takes besides tensors."""
+    """The arguments of the Function that are no tensors."""
 
     layouts: tuple[Layout, ...]  # of the inputs
     eps: float

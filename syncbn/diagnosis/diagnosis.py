@@ -29,10 +29,10 @@ _log = logging.getLogger("syncbn")
 
 
 class Diagnosis:
-    """What watches every collective; reduction.py calls it."""
+    """Watches every collective; reduction.py calls it."""
 
     def new_site(self, caller: Any, group: dist.ProcessGroup) -> Site:
-        """That of a layer or function that may not have called on this group before.
+        """The call site of a layer or function, which may not have called on this group before.
 
         **Raises** ValueError where the first call of a layer shows that it is in a stage of a pipeline over these
         ranks, RuntimeError in a forked process.
@@ -49,10 +49,10 @@ class Diagnosis:
         return site
 
     def announce(self, collective: Collective) -> None:
-        """This rank enters the first collective of a group: it waits at most 9 s until all have come so far.
+        """This rank enters the first collective of a group. It waits at most 9 s for the others, and then warns.
 
-        gloo aborts ranks that meet in different collectives, as where some have not converted their model, so what is
-        known of them is said before."""
+        gloo aborts ranks that meet in different collectives, as where some have not converted their model: after the
+        abort nobody could say where they are."""
         rank, group = collective.site.rank, collective.site.group()
         rank.write_position()
         seconds = min(FIRST_MEETING_SECONDS, timeout_of(group).total_seconds() / 2)
@@ -64,7 +64,7 @@ class Diagnosis:
             )  # fmt: skip
 
     def explain_failure(self, collective: Collective, error: RuntimeError) -> None:
-        """**Raises** RuntimeError with where all ranks are, unless `error` says it already, or is of the GPU itself."""
+        """**Raises** RuntimeError with the positions of all ranks, unless `error` has them or comes from the GPU."""
         if isinstance(error, RanksDifferError):
             return
         wait = Waiting(collective)
@@ -80,20 +80,20 @@ class Diagnosis:
         ) from error
 
     def explain_total(self, called: EagerReduction, num_signed: float, is_sound: bool) -> None:
-        """Signatures differ. **Raises** RuntimeError unless the ranks have other names for one layer; unless `is_sound`
-        a rank has a fault, which may be the dtype of its input."""
+        """Signatures differ. **Raises** RuntimeError unless the ranks have different names for one layer. Unless
+        `is_sound`, a rank has a fault, perhaps the dtype of its input."""
         site = called.site
-        if not site.counts or num_signed != site.num_ranks:  # there are ranks that would not take part in an all_gather
+        if not site.counts or num_signed != site.num_ranks:  # some ranks would not take part in an all_gather
             raise RanksDifferError(report.where_all_are(Waiting(called.collective)))
         local = described(called, called.collective.pass_name)
         require_one_layer(site, all_gather_json(local, called.group), compares_dtypes=is_sound)
 
     def warn_not_finite(self, collective: Collective, x: Tensor) -> None:
-        """NaN or infinity is in a total; said once for a layer, by each rank that has brought it in x."""
+        """NaN or infinity is in a total: each rank that has it in x warns, once for a layer."""
         site = collective.site
         if not site.said_not_finite:
             site.said_not_finite = True
-            if not (report.in_debug_mode() or x.isfinite().all()):  # debug mode has said it
+            if not (report.in_debug_mode() or x.isfinite().all()):  # debug mode warns by itself
                 warnings.warn(
                     f"syncbn: NaN or infinity in the input of {site.doing(collective.call, collective.pass_name)} on "
                     f"rank {site.rank.rank}; the statistics of all ranks, and so their running statistics, become NaN",
@@ -101,7 +101,7 @@ class Diagnosis:
                 )
 
     def raise_faults(self, collective: Collective, num_signed: float, error: Exception | None) -> None:
-        """**Raises** what the ranks with a fault tell, on every rank; `error` is this rank's."""
+        """**Raises** the errors of all faulty ranks, on every rank; `error` is this rank's, or None."""
         site, wait = collective.site, Waiting(collective)
         group = site.group()
         # Ranks in a compiled graph sign nothing and would not take part in an all_gather; ranks that have joined do.
@@ -112,7 +112,7 @@ class Diagnosis:
 
 
 def described(called: EagerReduction, pass_name: str) -> dict[str, Any]:
-    """What this rank does in a collective of a layer, for `require_one_layer`."""
+    """This rank's part in a collective of a layer, for `require_one_layer`."""
     site = called.site
     return {
         "path": site.path,

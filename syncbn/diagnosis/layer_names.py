@@ -24,7 +24,7 @@ def may_be_one_layer(paths: Sequence[str]) -> bool:
 
 
 def path_in_model(layer: nn.Module) -> str:
-    """The dotted name of a layer in the outermost module that is `self` in a frame of this call, or nothing.
+    """The dotted name of a layer in the outermost module that is `self` in a frame of this call; empty without one.
 
     DistributedDataParallel and the wrapper of torch.compile do not count.
     """
@@ -45,7 +45,7 @@ def path_in_model(layer: nn.Module) -> str:
 
 
 def line_that_calls_model() -> str:
-    """Where the program calls the outermost module that is `self` in a frame of this call: train.py:57."""
+    """The line in which the program calls the outermost module that is `self` in a frame of this call: train.py:57."""
     outermost = frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

@@ -16,8 +16,8 @@ from syncbn.distributed import reduction
 from syncbn.distributed.text_exchange import by_rank, in_words
 
 SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; more than hosts' clocks differ
-SETTLE_SECONDS = 0.3  # that a rank which has gone is given to say why
-READ_SECONDS = 5.0  # that reading may take
+SETTLE_SECONDS = 0.3  # a rank that has gone has so long to say why
+READ_SECONDS = 5.0  # the longest time that reading may take
 UNSEEN = "has not been seen"
 PASSES = "forward", "backward"
 CONSEQUENCES = "syncbn: a collective failed", "/gloo/", "caused pair closure"  # of another rank's fault
@@ -51,7 +51,7 @@ REMEDY_OF_DTYPES = "Use autocast on every rank or on none, and keep the model in
 
 
 def remedy() -> str:
-    """What every rank must do, where nothing more is known."""
+    """The remedy where nothing more is known: what every rank must do."""
     return REMEDY if in_debug_mode() else REMEDY + REMEDY_BY_DEBUG
 
 
@@ -68,11 +68,11 @@ class RanksDifferError(RuntimeError):
 
 
 class Found(NamedTuple):
-    """What is known of a rank."""
+    """The findings about a rank."""
 
     words: str
     gone: bool
-    ended: bool = False  # without a word
+    ended: bool = False  # its process has ended, and has not said why
     position: Position = Position("", 0, "")
 
 
@@ -82,12 +82,13 @@ def one_is_gone(found: list[Found]) -> bool:
 
 
 def anything(found: list[Found]) -> bool:
-    """Whatever has been found is enough."""
+    """Any finding is enough."""
     return True
 
 
 def where_all_are(wait: Wait, enough: Callable[[list[Found]], bool] = anything) -> str:
-    """A line for each position of the ranks that wait for one another; read again for 0.3 s until it is `enough`."""
+    """A line for each position of the ranks that wait for one another, and the remedies. The positions are read again
+    for 0.3 s, until they are `enough`."""
     reader, tables = _Reader(wait, enough), list[str]()
     wait.rank.write_position()
     thread = threading.Thread(target=lambda: tables.extend(reader.table()), daemon=True)
@@ -98,7 +99,7 @@ def where_all_are(wait: Wait, enough: Callable[[list[Found]], bool] = anything) 
 
 
 def where_all_were(wait: Wait) -> str:
-    """The same at the program's end, when no thread may be started, and some rank is perhaps gone."""
+    """As where_all_are, at the program's end: no thread may be started, and some rank is perhaps gone."""
     reader = _Reader(wait, one_is_gone)
     tables = reader.table() if wait.rank.store_answers else []
     return tables[0] if tables else reader.without_store()
@@ -112,14 +113,13 @@ class _Reader:
     enough: Callable[[list[Found]], bool]
 
     def table(self) -> list[str]:
-        """A line for each position, with its ranks; read again for 0.3 s until it is `enough`. Nothing from a store
-        that has ended."""
+        """The table of positions, in a list; an empty list where the store or the group has ended."""
         with contextlib.suppress(RuntimeError, ValueError):  # a store or group that has ended
             return [self._table()]
         return []
 
     def without_store(self) -> str:
-        """What this rank knows by itself."""
+        """A line for this rank, and one for the others, of which it knows nothing."""
         rank = self.wait.rank.rank
         others = [other for other in self.wait.ranks() if other != rank]
         elsewhere = [other for other in others if not process_state.on_this_host(other)]
@@ -138,7 +138,7 @@ class _Reader:
         return "\n".join((table, *self._remedies(found)))
 
     def _remedies(self, found: list[Found]) -> list[str]:
-        """What may help; nothing where a rank has said why it left, and that is not the end of another."""
+        """The remedies. None where a rank has said why it left, unless it left because another had."""
         since = [one.position.since.partition(HAS_LEFT) for one in found]
         reasons = [why for _, _, why in since if why and not any(part in why for part in CONSEQUENCES)]
         if reasons:
@@ -168,7 +168,7 @@ class _Reader:
     def _found(self, rank: int, text: bytes | None) -> Found:
         position, age, process, host = _parsed(text)
         is_this = rank == self.wait.rank.rank
-        if is_this:  # whose last position may not be written yet, and which may be about to leave
+        if is_this:  # its last position may not be written yet, and it may be about to leave
             position = self.wait.rank.position()
             position = position._replace(since=position.since.partition(HAS_LEFT)[0].rstrip("; "))
         words = []
@@ -201,8 +201,8 @@ class _Reader:
 
 
 def _parsed(text: bytes | None) -> tuple[Position, float, str, str]:
-    """The position, its age in seconds, the process and the host; of nothing where there is no text, or one from before
-    this process, of a rank that torchrun has started again."""
+    """The position, its age in seconds, the process and the host. Empty ones where there is no text, or one older than
+    this process: a rank wrote it before torchrun started the ranks again."""
     if text is not None:
         group, number, doing, since, written, process_and_host = text.decode().split("\n")
         process, _, host = process_and_host.partition(" ")

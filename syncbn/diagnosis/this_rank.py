@@ -38,12 +38,12 @@ SECONDS_PER_WRITE = 10e-6  # of all ranks together: a store takes some 100,000 w
 
 
 class Position(NamedTuple):
-    """Where a rank is. The store has these as lines, then the time, the process and its host."""
+    """The position of a rank. The store has these fields as lines, then the time, the process and its host."""
 
-    group: str  # the name of the process group of its last all_reduce
-    number: int  # of that among syncbn's on this group, from 1
+    group: str  # the name of the process group of the rank's last all_reduce
+    number: int  # of this all_reduce among syncbn's on the group, from 1
     doing: str  # in it: layer4.1.bn3 forward, call 17
-    since: str = ""  # what it has done since then: EVALUATES, HAS_LEFT and why
+    since: str = ""  # what the rank has done since then: EVALUATES, HAS_LEFT and why
 
 
 class Group(GroupState):
@@ -65,7 +65,7 @@ class Site(CallSite):
         super().__init__(caller, group, rank, state)
         is_function = isinstance(caller, Caller)
         self.group_name = group.group_name
-        # The dotted name in the model, or that of the function; empty for a layer without a model.
+        # The dotted name in the model, or the function's name; empty for a layer without a model.
         self.path = caller.name if is_function else path_in_model(caller)
         self.first_line = "" if is_function else line_that_calls_model()
         self.name = in_words(self.path) or type(caller).__name__
@@ -75,12 +75,12 @@ class Site(CallSite):
         self.sign_as(self.path, state.last_order + 1)
 
     def sign_as(self, path: str, order: int) -> None:
-        """From now on be the layer of this path that was the order-th to call on the group."""
+        """Sign from now on as the layer of this path which was the order-th to call on the group."""
         self.order, self.state.last_order = order, max(order, self.state.last_order)
         self.signatures.sign_as(f"{order} {path}")
 
     def forget_group(self) -> None:
-        """The process was forked: it has no such group."""
+        """The process was forked, and has no such group."""
         self.group = _nothing  # type: ignore[assignment]
 
     def doing(self, call: int, pass_name: str) -> str:
@@ -88,7 +88,7 @@ class Site(CallSite):
         return f"{self.name} {pass_name}, call {call}" if self.counts else self.name
 
     def first_call(self) -> str:
-        """What tells it from a layer of another model with the same path."""
+        """Its first call, by which a reader tells it from a layer of another model with the same path."""
         return f"first called at {self.first_line}, as layer number {self.order} of its group"
 
 
@@ -103,12 +103,12 @@ class ThisRank(RankState):
         self.writing = threading.RLock()  # the program and the heartbeat write positions
         self.groups: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
         self.num_ranks = world.size()
-        self.meetings: Counter[str] = Counter()  # that this rank has come to, by name
+        self.meetings: Counter[str] = Counter()  # how often this rank has come to the meeting of a name
         self.interval = _interval(self.store, self.num_ranks)
-        self.since: tuple[Collective | None, str] = None, ""  # what it has done after a collective
+        self.since: tuple[Collective | None, str] = None, ""  # a collective, and what this rank has done after it
         self.written, self.written_state = -math.inf, self.state()
         self.ended = threading.Event()
-        self.failed = False  # it ends as a collective outside of the layers failed
+        self.failed = False  # a collective outside of the layers failed, and ends this rank
         self.write_position()
 
     def beats(self) -> bool:
@@ -121,7 +121,7 @@ class ThisRank(RankState):
         return last, since if after is last else ""
 
     def position(self) -> Position:
-        """The same in words."""
+        """The position, with the state in words."""
         last, since = self.state()
         return position_in(last)._replace(since=since)
 
@@ -137,9 +137,10 @@ class ThisRank(RankState):
             self.write("position", "\n".join(map(str, (*self.position(), time.time(), self.process_and_host))))
 
     def meet(self, name: str, group: dist.ProcessGroup, seconds: float) -> bool:
-        """Wait until all ranks of a group have come to its meeting of this name, each as often. False: one is late.
+        """Wait until all ranks of a group have come to its meeting of this name, equally often. False: one is late.
 
-        By the store: no collective, so that other threads go on, and a rank that does not come harms nobody."""
+        Ranks meet by the store and not by a collective, so that other threads go on and a missing rank harms nobody.
+        """
         if not self.beats():
             return True
         ranks = dist.get_process_group_ranks(group)
@@ -172,7 +173,7 @@ def _nothing() -> None:
 
 
 def position_in(collective: Collective | None) -> Position:
-    """That of a rank in this collective."""
+    """The position of a rank in this collective."""
     if collective is None:
         return Position("", 0, "")
     site = collective.site

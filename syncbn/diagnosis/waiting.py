@@ -79,7 +79,7 @@ class Waiting(Wait):
 
 
 class Event(Protocol):
-    """What lies on a GPU's stream behind an all_reduce, as torch.cuda.Event."""
+    """An event on a GPU's stream behind an all_reduce, as torch.cuda.Event."""
 
     def query(self) -> bool:
         """Whether the GPU has come to it. The host does not wait."""
@@ -98,7 +98,7 @@ class EventOn:
 
 
 def event_behind(device: torch.device) -> Event | None:
-    """What the current stream of a GPU comes to behind all that it has been given; None while a graph is captured."""
+    """An event at the end of the current stream of a GPU; None while a graph is captured."""
     return None if torch.cuda.is_current_stream_capturing() else EventOn(device)
 
 
@@ -158,7 +158,7 @@ class Elsewhere(Wait):
 
 
 def elsewhere(rank: ThisRank, last: Elsewhere | None) -> Elsewhere | None:
-    """What the main thread waits in now, outside of the layers; `last` is what was found last."""
+    """The wait of the main thread outside of the layers, if it is in one; `last` was found before."""
     seconds = process_state.main_thread_seconds()
     if last is not None and last.processor_seconds == seconds and last.state == rank.state():
         return last

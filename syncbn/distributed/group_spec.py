@@ -53,7 +53,7 @@ class GlobalRanks:
 
 
 class OfMesh(NamedTuple):
-    """What the mesh of a DTensor says instead of a spec: the group itself; None for this rank alone."""
+    """The group that the mesh of a DTensor gives in place of a spec; None for this rank alone."""
 
     group: dist.ProcessGroup | None
 
@@ -62,7 +62,7 @@ THIS_RANK_ALONE = OfMesh(None)
 
 
 def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
-    """What a layer keeps of `process_group`. Communicates nothing.
+    """The spec that a layer keeps for `process_group`. Communicates nothing.
 
     **Raises** TypeError for anything that is not a spec; ValueError for an int below 1, a string other than
     "node", a mesh of several dims, and a group that was destroyed.
@@ -93,7 +93,7 @@ def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
 
 
 def to_user(spec: GroupSpec) -> ProcessGroupLike:
-    """What the user passed; for a ProcessGroup that does not exist here `spec` itself."""
+    """The process group as the user passed it; `spec` itself for a ProcessGroup that does not exist here."""
     if not isinstance(spec, GlobalRanks):
         return spec
     return (spec.group() or spec) if spec.ranks else dist.GroupMember.NON_GROUP_MEMBER
@@ -107,7 +107,7 @@ def includes_this_rank(spec: GroupSpec) -> bool:
 
 
 def own_group(spec: GlobalRanks | DeviceMesh) -> dist.ProcessGroup:
-    """The group of a layer that has one of its own, and falls back neither on other ranks nor on none.
+    """The group of a layer that has its own; never falls back to another group or to local statistics.
 
     **Raises** RuntimeError where it does not exist, as when it was destroyed; ValueError where this rank is not in it.
     """

@@ -48,7 +48,8 @@ def ranks_of(spec: GroupSpec) -> list[int]:
 
 
 def size(spec: GroupSpec) -> int:
-    """How many ranks `spec` means, also before its group is made; 1 without a process group, 0 without this rank."""
+    """The number of ranks that `spec` means, before its group is made too; 1 without a process group, 0 where this rank
+    is not in it."""
     if dist.group.WORLD is None:
         return 1
     if isinstance(spec, int):
@@ -64,7 +65,7 @@ def size(spec: GroupSpec) -> int:
 
 
 def of_torch(spec: GroupSpec) -> Any:
-    """What an nn.SyncBatchNorm holds for `spec`. **Raises** RuntimeError where its group does not exist."""
+    """The group for an nn.SyncBatchNorm, which holds one. **Raises** RuntimeError where the group does not exist."""
     if dist.group.WORLD is None or spec is None:
         return None
     return existing(spec) if includes_this_rank(spec) else dist.GroupMember.NON_GROUP_MEMBER

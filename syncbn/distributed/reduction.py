@@ -1,6 +1,7 @@
 """Adds up over the ranks: one all_reduce each pass, by a reduction that is chosen once for a call.
 
-Here are those of the ordinary road: of this rank alone, and of a group in eager mode. side_reductions.py has two more.
+This file has the reductions of the ordinary road: this rank alone, and a group in eager mode. side_reductions.py has
+two more.
 
 W ranks; C channels; n_r values per channel on rank r.
 
@@ -60,9 +61,9 @@ class Unsigned(dict[tuple[str, torch.dtype | None], Signature]):
 
 
 class RankState:
-    """In which collective this rank is; diagnosis/ makes it known to the others."""
+    """The collective that this rank is in; diagnosis/ makes it known to the others."""
 
-    last: Collective | None = None  # that it has begun
+    last: Collective | None = None  # the last that this rank has begun
     waiting: Collective | None = None  # the same, until it has ended on the host
 
     def left_to_gpu(self, collective: Collective, device: torch.device) -> None:
@@ -70,7 +71,7 @@ class RankState:
 
 
 class GroupState:
-    """What this rank counts for a group."""
+    """The counter that this rank keeps for a group."""
 
     num_collectives = 0
 
@@ -87,12 +88,12 @@ class CallSite:
 
 
 class Guard:
-    """Something that is asked before each all_reduce while it is on the list `guards`."""
+    """Is asked before each all_reduce while it is on the list `guards`."""
 
     # If set, this group replaces every group of as many ranks (syncbn.join).
     joined_group: dist.ProcessGroup | None = None
-    first_warning_seconds: float | None = None  # of waiting
-    compares_ranks = False  # what they do
+    first_warning_seconds: float | None = None  # a rank that has waited so long warns
+    compares_ranks = False  # whether it compares what the ranks do
 
     def before_all_reduce(self, reduction: EagerReduction, payload: Tensor, pass_name: str) -> None:
         """This rank is about to add up `payload`; an exception leaves it out."""
@@ -105,7 +106,7 @@ observer: Any = None  # names the callers, and says what is known when a collect
 
 
 def register(one: Any) -> None:
-    """diagnosis/diagnosis.py says so when it is imported: `one` is asked from now on."""
+    """Makes `one` the observer. diagnosis/diagnosis.py calls this when it is imported."""
     global observer
     observer = one
 
@@ -126,7 +127,7 @@ def joined_group() -> dist.ProcessGroup | None:
 
 
 class Collective:
-    """A collective of a call, while which this rank waits for others: a context, which may be entered again."""
+    """The context of a collective, in which this rank waits for others. It may be entered again."""
 
     __slots__ = ("call", "next_warning_seconds", "number", "pass_name", "site", "start")
 
@@ -240,13 +241,14 @@ class EagerReduction:
 
 
 def reduction_of(spec: GroupSpec | OfMesh, caller: Any, input: Any) -> NoReduction | EagerReduction:
-    """The ranks that a call of a layer or a `Caller` synchronises in eager mode; counts the call. See `resolve`."""
+    """The reduction over the ranks that a call synchronises in eager mode; counts the call. `caller` is a layer or a
+    `Caller`. See `resolve`."""
     group = dist.group.WORLD if spec is None else groups.existing(spec)
     if group is None and spec is None:
         _warn_if_meant_for_several_ranks()
         return ONE_RANK
     site = caller._call_site
-    # Unless the site of the last call still fits; a guard may bring a group of its own.
+    # The site of the last call is used again if it still fits; a guard may bring a group of its own.
     if group is None or site is None or site.group() is not group or site.caller() is not caller or guards:
         group = resolve(spec)
         if group is None:
@@ -290,7 +292,7 @@ def make_groups(spec: GroupSpec) -> None:
 
 
 def sums_of(payload: Tensor) -> Tensor:
-    """The sums of a payload, without count and signature."""
+    """The sums in a payload, without count and signature."""
     if payload.is_cpu:
         return payload[: -1 - NUM_SIGNED]
     return payload[:-1] if len(payload) % 2 else payload
@@ -298,7 +300,7 @@ def sums_of(payload: Tensor) -> Tensor:
 
 @functools.cache
 def _warn_if_meant_for_several_ranks() -> None:
-    """In the first call without a process group."""
+    """Warns in the first call without a process group."""
     world_size, frame = os.environ.get("WORLD_SIZE", "1"), sys._getframe()
     if world_size != "1":
         warnings.warn(

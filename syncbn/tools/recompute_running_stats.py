@@ -100,7 +100,7 @@ def _unwrapped_once(model: nn.Module) -> nn.Module:
 
 
 def _pools_of_all_ranks(run: Callable[[], None], layers: list[SyncBatchNorm], device: torch.device) -> list[Pool]:
-    """What these layers see while `run` runs, as long as any rank runs it."""
+    """The pools of these layers' statistics over `run`, which lasts as long as any rank runs it."""
     with collecting(layers) as pools:
         if groups.world() is None:
             run()
