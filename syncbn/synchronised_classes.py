@@ -11,7 +11,6 @@ X's `super().forward(...)` lands in ours. Where X calls F.batch_norm itself, a T
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
@@ -25,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from syncbn import argument_errors
 from syncbn.arguments import Arguments
 from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
+from syncbn.program import warn
 from syncbn.roads import traced
 from syncbn.step import plain_batch_norm
 from syncbn.torch_state import is_compiling
@@ -143,8 +143,7 @@ def _empty_instance(original: type[nn.Module]) -> SyncBatchNorm:
 
 @functools.cache
 def _warn_of_own_mathematics(name: str) -> None:
-    warnings.warn(
+    warn(
         f"syncbn is not synchronising: {name}.forward calls neither super().forward nor F.batch_norm. "
-        "Let it call one of them, or syncbn.functional.sync_batch_norm.",
-        stacklevel=3,
+        "Let it call one of them, or syncbn.functional.sync_batch_norm."
     )

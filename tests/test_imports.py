@@ -53,7 +53,7 @@ ORDER = [
     "kernels.cpu kernels.gpu_channels kernels.gpu_tiles",
     "moments kernels.plans",
     "layout torch_private",
-    "torch_state",
+    "torch_state program",
 ]  # fmt: skip
 LEVELS = {module: level for level, line in enumerate(ORDER) for module in line.split()}
 

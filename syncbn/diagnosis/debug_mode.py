@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import warnings
 from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
@@ -20,6 +19,7 @@ from syncbn.diagnosis.this_rank import ThisRank
 from syncbn.distributed import reduction
 from syncbn.distributed.reduction import EagerReduction, Guard, guarded_by, sums_of
 from syncbn.distributed.text_exchange import all_gather_json, by_rank, in_words
+from syncbn.program import warn
 
 ENABLED = {None: False, "": False, "0": False, "1": True}
 
@@ -73,7 +73,7 @@ class _Comparison(Guard):
             require_one_layer(site, gathered)
         bad = [rank for rank, one in zip(members, gathered, strict=True) if not one["finite"]]
         if bad:
-            warnings.warn(f"syncbn: NaN or infinity in {call} on {in_words(bad)}", stacklevel=2)
+            warn(f"syncbn: NaN or infinity in {call} on {in_words(bad)}")
 
 
 def _side_group(group: dist.ProcessGroup, this_rank: ThisRank) -> dist.ProcessGroupGloo:

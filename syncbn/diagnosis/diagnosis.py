@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +20,7 @@ from syncbn.diagnosis.watchdog import WatchedRank
 from syncbn.distributed import reduction
 from syncbn.distributed.reduction import Collective, EagerReduction
 from syncbn.distributed.text_exchange import all_gather_json, by_rank, raise_faults
+from syncbn.program import warn
 from syncbn.torch_private import timeout_of
 
 FIRST_MEETING_SECONDS = 9.0  # that a rank waits for the others before the first collective of a group
@@ -94,10 +94,9 @@ class Diagnosis:
         if not site.said_not_finite:
             site.said_not_finite = True
             if not (report.in_debug_mode() or x.isfinite().all()):  # debug mode warns by itself
-                warnings.warn(
+                warn(
                     f"syncbn: NaN or infinity in the input of {site.doing(collective.call, collective.pass_name)} on "
-                    f"rank {site.rank.rank}; the statistics of all ranks, and so their running statistics, become NaN",
-                    stacklevel=2,
+                    f"rank {site.rank.rank}; the statistics of all ranks, and so their running statistics, become NaN"
                 )
 
     def raise_faults(self, collective: Collective, num_signed: float, error: Exception | None) -> None:

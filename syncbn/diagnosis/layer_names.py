@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from types import FrameType
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from syncbn.program import line_of_program
 
 
 def in_words(path: str) -> str:
@@ -52,10 +52,3 @@ def line_that_calls_model() -> str:
         if isinstance(frame.f_locals.get("self"), nn.Module):
             outermost = frame
     return line_of_program(outermost)
-
-
-def line_of_program(frame: FrameType) -> str:
-    """The line in which the program is in this frame, or from which it called torch or syncbn."""
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "syncbn.")):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -24,10 +24,10 @@ import torch.distributed as dist
 
 from syncbn import torch_private
 from syncbn.diagnosis import process_state
-from syncbn.diagnosis.layer_names import line_of_program
 from syncbn.diagnosis.this_rank import Position, ThisRank, position_in
 from syncbn.distributed import reduction, text_exchange
 from syncbn.distributed.reduction import Collective
+from syncbn.program import line_of_program
 
 FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
 

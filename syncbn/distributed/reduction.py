@@ -27,7 +27,6 @@ import functools
 import os
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from typing import Any, Self
 from weakref import ref
@@ -40,6 +39,7 @@ from syncbn import torch_private
 from syncbn.distributed import groups
 from syncbn.distributed.group_spec import GroupSpec, OfMesh
 from syncbn.kernels.plans import FAULT, NUM_SIGNED, OK, RANKS_DIFFER, UNSIGNED, Signature, status_of
+from syncbn.program import warn
 
 
 class Caller:
@@ -303,10 +303,9 @@ def _warn_if_meant_for_several_ranks() -> None:
     """Warns in the first call without a process group."""
     world_size, frame = os.environ.get("WORLD_SIZE", "1"), sys._getframe()
     if world_size != "1":
-        warnings.warn(
+        warn(
             f"syncbn is not synchronising: WORLD_SIZE is {world_size} but torch.distributed has no process group. "
-            "Call torch.distributed.init_process_group() before the first training step.",
-            stacklevel=2,
+            "Call torch.distributed.init_process_group() before the first training step."
         )
     while frame.f_back is not None:
         frame = frame.f_back
@@ -316,8 +315,7 @@ def _warn_if_meant_for_several_ranks() -> None:
 
 @functools.cache
 def warn_in_data_parallel() -> None:
-    warnings.warn(
+    warn(
         "syncbn is not synchronising: the layer runs in nn.DataParallel, which has threads but no ranks. Use "
-        "DistributedDataParallel, launched by torchrun.",
-        stacklevel=2,
+        "DistributedDataParallel, launched by torchrun."
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +18,7 @@ from syncbn import torch_private, torch_state
 from syncbn.kernels import cpu, reference
 from syncbn.kernels.plans import TensorPlan
 from syncbn.layout import Layout
+from syncbn.program import warn
 
 LARGE_BYTES = 1_000_000  # of an input with which it matters how fast the kernels are
 
@@ -138,10 +138,9 @@ def _try_triton(device: torch.device) -> None:
 
 @functools.cache
 def _warn_of_slowness(device_type: str, why_not: str) -> None:
-    warnings.warn(
+    warn(
         f"syncbn has no fast kernels for this {device_type} device, torch operations take several times as long: "
-        f"{why_not}",
-        stacklevel=2,
+        f"{why_not}"
     )
 
 
