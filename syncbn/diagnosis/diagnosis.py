@@ -14,7 +14,7 @@ from torch import Tensor
 from syncbn.diagnosis import pipeline_check, process_state, report
 from syncbn.diagnosis.layer_names import may_be_one_layer
 from syncbn.diagnosis.report import REMEDY_OF_DTYPES, RanksDifferError
-from syncbn.diagnosis.this_rank import EVALUATES, Group, Site
+from syncbn.diagnosis.this_rank import Group, Site
 from syncbn.diagnosis.waiting import Waiting
 from syncbn.diagnosis.watchdog import WatchedRank
 from syncbn.distributed import reduction
@@ -152,7 +152,8 @@ def note_evaluation() -> None:
     """This rank calls a layer in evaluation mode, which waits for nobody."""
     world = dist.group.WORLD
     if world is not None and world.size() > 1 and world not in process_state.inherited_groups:
-        this_rank().add_since(EVALUATES)
+        rank = this_rank()
+        rank.evaluated_after = rank.last
 
 
 _ranks: WeakKeyDictionary[dist.ProcessGroup, WatchedRank] = WeakKeyDictionary()  # by the default process group

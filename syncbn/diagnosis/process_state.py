@@ -39,7 +39,7 @@ def host() -> str:
     return f"{socket.gethostname()} {boot.read_text().strip()} {namespace.stat().st_ino}"
 
 
-def state_of(process: str) -> str:
+def state_of(process: int) -> str:
     """That the process of this number on this host has ended or is stopped, in words; empty where neither is seen."""
     if not Path("/proc/self/stat").exists():
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from syncbn.diagnosis import process_state
-from syncbn.diagnosis.this_rank import EVALUATES, HAS_LEFT, Position
+from syncbn.diagnosis.this_rank import HAS_LEFT, Position
 from syncbn.diagnosis.waiting import Wait
 from syncbn.distributed import reduction
 from syncbn.distributed.text_exchange import by_rank, in_words
@@ -18,8 +19,7 @@ from syncbn.distributed.text_exchange import by_rank, in_words
 SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; more than hosts' clocks differ
 SETTLE_SECONDS = 0.3  # a rank that has gone has so long to say why
 READ_SECONDS = 5.0  # the longest time that reading may take
-UNSEEN = "has not been seen"
-PASSES = "forward", "backward"
+UNSEEN, EVALUATES = "has not been seen", "has called a layer in evaluation mode"
 CONSEQUENCES = "syncbn: a collective failed", "/gloo/", "caused pair closure"  # of another rank's fault
 REMEDY = (
     "Every rank must call the same layers in the same order, all converted with the same process_group and in training "
@@ -73,7 +73,7 @@ class Found(NamedTuple):
     words: str
     gone: bool
     ended: bool = False  # its process has ended, and has not said why
-    position: Position = Position("", 0, "")
+    position: Position = Position()
 
 
 def one_is_gone(found: list[Found]) -> bool:
@@ -139,17 +139,16 @@ class _Reader:
 
     def _remedies(self, found: list[Found]) -> list[str]:
         """The remedies. None where a rank has said why it left, unless it left because another had."""
-        since = [one.position.since.partition(HAS_LEFT) for one in found]
-        reasons = [why for _, _, why in since if why and not any(part in why for part in CONSEQUENCES)]
-        if reasons:
+        positions = [one.position for one in found]
+        left = [one.left for one in positions if not any(part in one.left for part in CONSEQUENCES)]
+        if any(len(why) > len(HAS_LEFT) for why in left):
             return []
         ended = [REMEDY_OF_ENDED + ("." if in_debug_mode() else ": SYNCBN_DEBUG=1 tells which.")]
         known = ended * any(one.ended for one in found)
-        known += [REMEDY_OF_EVALUATION] * any(EVALUATES in before for before, _, _ in since)
+        known += [REMEDY_OF_EVALUATION] * any(one.has_evaluated for one in positions)
         if known:
             return known
-        begins, has_ended = (any(f" {name}, " in one.position.doing for one in found) for name in PASSES)
-        if any(left and not why for _, left, why in since) or (begins and has_ended):
+        if HAS_LEFT in left or {"forward", "backward"} <= {one.pass_name for one in positions}:
             return [REMEDY_OF_FEWER_BATCHES]
         if one_is_gone(found):
             return []
@@ -169,8 +168,7 @@ class _Reader:
         position, age, process, host = _parsed(text)
         is_this = rank == self.wait.rank.rank
         if is_this:  # its last position may not be written yet, and it may be about to leave
-            position = self.wait.rank.position()
-            position = position._replace(since=position.since.partition(HAS_LEFT)[0].rstrip("; "))
+            position = self.wait.rank.position()._replace(left="")
         words = []
         if position.doing:
             words.append(self._place(position))
@@ -178,10 +176,9 @@ class _Reader:
             called = f"syncbn/{rank}/called/{self.wait.position.group}/{self.wait.layer}"
             if not position.doing or not self.wait.rank.store.check([called]):
                 words.append(f"{UNSEEN} in {self.wait.layer}")
-        if position.since:
-            words.append(position.since)
-        gone, state = HAS_LEFT in position.since, ""
-        if not gone and not is_this:
+        words += [EVALUATES] * position.has_evaluated + [position.left] * bool(position.left)
+        state = ""
+        if not (position.left or is_this):
             if host == process_state.host():
                 state = process_state.state_of(process)
             elif process and age > SILENCE_SECONDS and self.wait.rank.beats():
@@ -189,7 +186,7 @@ class _Reader:
         if state:
             words.append(state)
         words_of_rank, has_ended = "; ".join(words) or UNSEEN, state.endswith(process_state.HAS_ENDED)
-        return Found(words_of_rank, gone or bool(state), has_ended, position)
+        return Found(words_of_rank, bool(position.left or state), has_ended, position)
 
     def _arrived(self, position: Position) -> bool:
         """Whether a rank of this position is in what this rank waits in."""
@@ -200,13 +197,12 @@ class _Reader:
         return f"{'in' if self._arrived(position) else 'after'} {position.doing}{elsewhere}"
 
 
-def _parsed(text: bytes | None) -> tuple[Position, float, str, str]:
+def _parsed(text: bytes | None) -> tuple[Position, float, int, str]:
     """The position, its age in seconds, the process and the host. Empty ones where there is no text, or one older than
     this process: a rank wrote it before torchrun started the ranks again."""
     if text is not None:
-        group, number, doing, since, written, process_and_host = text.decode().split("\n")
-        process, _, host = process_and_host.partition(" ")
+        position, written, process, host = json.loads(text)
         allowed = 0.0 if host == process_state.host() else SILENCE_SECONDS  # clocks differ
-        if float(written) >= process_state.start_of_this() - allowed:
-            return Position(group, int(number), doing, since), time.time() - float(written), process, host
-    return Position("", 0, ""), 0.0, "", ""
+        if written >= process_state.start_of_this() - allowed:
+            return Position(*position), time.time() - written, process, host
+    return Position(), 0.0, 0, ""

@@ -15,6 +15,7 @@ restarts the ranks.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import threading
@@ -32,18 +33,21 @@ from syncbn.diagnosis.layer_names import in_words, line_that_calls_model, path_i
 from syncbn.diagnosis.signatures import Signatures
 from syncbn.distributed.reduction import Caller, CallSite, Collective, GroupState, RankState
 
-EVALUATES, HAS_LEFT = "has called a layer in evaluation mode", "has left"
+HAS_LEFT = "has left"
 SECONDS_BETWEEN_WRITES = 0.05  # of a rank, at least
 SECONDS_PER_WRITE = 10e-6  # of all ranks together: a store takes some 100,000 writes a second
 
 
 class Position(NamedTuple):
-    """The position of a rank. The store has these fields as lines, then the time, the process and its host."""
+    """The position of a rank: its last all_reduce of syncbn, and what it has done since. The store has it as JSON, with
+    the time, the process and its host."""
 
-    group: str  # the name of the process group of the rank's last all_reduce
-    number: int  # of this all_reduce among syncbn's on the group, from 1
-    doing: str  # in it: layer4.1.bn3 forward, call 17
-    since: str = ""  # what the rank has done since then: EVALUATES, HAS_LEFT and why
+    group: str = ""  # the name of the process group
+    number: int = 0  # of the all_reduce among syncbn's on the group, from 1
+    pass_name: str = ""  # of the all_reduce: forward, backward
+    doing: str = ""  # layer4.1.bn3 forward, call 17
+    has_evaluated: bool = False  # the rank has called a layer in evaluation mode since
+    left: str = ""  # HAS_LEFT, and why
 
 
 class Group(GroupState):
@@ -97,7 +101,6 @@ class ThisRank(RankState):
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.rank, self.process = dist.get_rank(), os.getpid()
-        self.process_and_host = f"{self.process} {process_state.host()}"
         self.store: dist.Store = torch_private.default_store()  # the default one may later be another group's
         self.store_answers = True
         self.writing = threading.RLock()  # the program and the heartbeat write positions
@@ -105,7 +108,8 @@ class ThisRank(RankState):
         self.num_ranks = world.size()
         self.meetings: Counter[str] = Counter()  # how often this rank has come to the meeting of a name
         self.interval = _interval(self.store, self.num_ranks)
-        self.since: tuple[Collective | None, str] = None, ""  # a collective, and what this rank has done after it
+        self.evaluated_after: object = False  # the collective after which it has called a layer in evaluation mode
+        self.left = ""
         self.written, self.written_state = -math.inf, self.state()
         self.ended = threading.Event()
         self.failed = False  # a collective outside of the layers failed, and ends this rank
@@ -115,26 +119,20 @@ class ThisRank(RankState):
         """Whether it writes every second."""
         return self.interval < math.inf
 
-    def state(self) -> tuple[Collective | None, str]:
-        """The last collective, and what this rank has done since."""
-        last, (after, since) = self.last, self.since
-        return last, since if after is last else ""
+    def state(self) -> tuple[Collective | None, bool, str]:
+        """The last collective; whether this rank has evaluated since; whether it has left, and why."""
+        last = self.last
+        return last, self.evaluated_after is last, self.left
 
     def position(self) -> Position:
-        """The position, with the state in words."""
-        last, since = self.state()
-        return position_in(last)._replace(since=since)
-
-    def add_since(self, words: str) -> None:
-        """This rank has done something after its last collective."""
-        last, since = self.state()
-        if words not in since:
-            self.since = last, "; ".join(filter(None, (since, words)))
+        """The state in words."""
+        last, has_evaluated, left = self.state()
+        return position_in(last)._replace(has_evaluated=has_evaluated, left=left)
 
     def write_position(self) -> None:
         with self.writing:
             self.written, self.written_state = time.monotonic(), self.state()
-            self.write("position", "\n".join(map(str, (*self.position(), time.time(), self.process_and_host))))
+            self.write("position", json.dumps((self.position(), time.time(), self.process, process_state.host())))
 
     def meet(self, name: str, group: dist.ProcessGroup, seconds: float) -> bool:
         """Wait until all ranks of a group have come to its meeting of this name, equally often. False: one is late.
@@ -175,9 +173,9 @@ def _nothing() -> None:
 def position_in(collective: Collective | None) -> Position:
     """The position of a rank in this collective."""
     if collective is None:
-        return Position("", 0, "")
-    site = collective.site
-    return Position(site.group_name, collective.number, site.doing(collective.call, collective.pass_name))
+        return Position()
+    site, pass_name = collective.site, collective.pass_name
+    return Position(site.group_name, collective.number, pass_name, site.doing(collective.call, pass_name))
 
 
 def _interval(store: dist.Store, num_ranks: int) -> float:
