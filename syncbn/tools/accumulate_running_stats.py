@@ -14,7 +14,7 @@ from syncbn import moments, step
 from syncbn.arguments import Arguments
 from syncbn.layer import SyncBatchNorm
 from syncbn.moments import Pool
-from syncbn.tools.replaced_training import trained_by
+from syncbn.tools.replaced_method import replaced
 from syncbn.tools.running_stats_layers import layers_with_running_stats, running_stats
 from syncbn.torch_state import current_backward, refuse_graph
 
@@ -73,9 +73,9 @@ def collecting(layers: Iterable[SyncBatchNorm]) -> Iterator[dict[SyncBatchNorm, 
             counters[layer] = layer.num_batches_tracked.clone()
     try:
         _collecting.update(pools)
-        with contextlib.ExitStack() as replaced:
+        with contextlib.ExitStack() as stack:
             for layer, pool in pools.items():
-                replaced.enter_context(trained_by(layer, functools.partial(_train, pool)))
+                stack.enter_context(replaced(layer, "_train_over_ranks", functools.partial(_train, pool)))
             yield pools
     finally:
         _collecting.difference_update(pools)

@@ -43,7 +43,7 @@ from syncbn.kernels.select import select_kernels
 from syncbn.layer import SyncBatchNorm
 from syncbn.layout import Layout
 from syncbn.roads import dtensors, nested
-from syncbn.tools.input_hooks import observed
+from syncbn.tools.observed_inputs import observed
 from syncbn.tools.summary import bytes_if_synchronised
 from syncbn.tools.table import table
 
