@@ -88,12 +88,12 @@ class Diagnosis:
         local = described(called, called.collective.pass_name)
         require_one_layer(site, all_gather_json(local, called.group), compares_dtypes=is_sound)
 
-    def warn_not_finite(self, collective: Collective, x: Tensor) -> None:
-        """NaN or infinity is in a total: each rank that has it in x warns, once for a layer."""
+    def warn_not_finite(self, collective: Collective, local: Tensor) -> None:
+        """NaN or infinity is in a total: each rank that has it in `local`, x or its sums, warns, once for a layer."""
         site = collective.site
         if not site.said_not_finite:
             site.said_not_finite = True
-            if not (report.in_debug_mode() or x.isfinite().all()):  # debug mode warns by itself
+            if not (report.in_debug_mode() or local.isfinite().all()):  # debug mode warns by itself
                 warn(
                     f"syncbn: NaN or infinity in the input of {site.doing(collective.call, collective.pass_name)} on "
                     f"rank {site.rank.rank}; the statistics of all ranks, and so their running statistics, become NaN"

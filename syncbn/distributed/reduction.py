@@ -210,14 +210,13 @@ class EagerReduction:
             if num_values != num_values:
                 observer.raise_faults(self.collective, signature[0], error)
 
-    def warn_not_finite(self, x: Tensor) -> None:
-        """NaN or infinity is in a total: the ranks that brought it in their x warn, once for each layer."""
-        observer.warn_not_finite(self.collective, x)
+    def warn_not_finite(self, local: Tensor) -> None:
+        """NaN or infinity is in a total: the ranks with it in `local`, x or its sums, warn, once for each layer."""
+        observer.warn_not_finite(self.collective, local)
 
     def check(self, payload: Tensor, error: Exception | None = None) -> None:
-        """Read a total on CPU, which a subclass such as FakeTensor may not have; **raises** as `explain`."""
-        has_values = payload.is_cpu and type(payload) is Tensor
-        if has_values and status_of(payload[-1 - NUM_SIGNED :].tolist()) in (RANKS_DIFFER, FAULT):
+        """Read a total on CPU; **raises** as `explain`."""
+        if _has_values(payload) and status_of(payload[-1 - NUM_SIGNED :].tolist()) in (RANKS_DIFFER, FAULT):
             self.explain(payload, error)
 
     def total(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:
@@ -225,6 +224,7 @@ class EagerReduction:
         rank with an `error` sends NaN for it. **Raises** as all_reduce and explain."""
         behind = (0.0, *self.signatures[pass_name, self.dtype])[counted:]  # 0 where the sums end without a count
         payload = torch.cat((sums, sums.new_tensor(behind))) if sums.is_cpu else sums
+        local = sums if counted and pass_name == "forward" and _has_values(payload) else None  # cat has copied them
         if torch_private.current_dispatch_mode() is None:
             self.all_reduce(payload, pass_name)
         else:
@@ -233,6 +233,8 @@ class EagerReduction:
             with Collective(self.site, self.call, pass_name) as self.collective:
                 payload = torch_private.all_reduce_operator(payload, self.group)
         self.check(payload, error)
+        if not (local is None or payload.isfinite().all()):
+            self.warn_not_finite(local)
         return payload[: len(sums)]
 
     def other_collective(self, pass_name: str) -> Collective:
@@ -289,6 +291,11 @@ def make_groups(spec: GroupSpec) -> None:
         caller = Caller(f"the making of groups for process_group={spec!r}", signs=False)
         with EagerReduction(world, observer.new_site(caller, world), None).other_collective("making"):
             groups.make(spec)
+
+
+def _has_values(payload: Tensor) -> bool:
+    """Whether the host can read it: not on a GPU, nor of a subclass such as FakeTensor."""
+    return payload.is_cpu and type(payload) is Tensor
 
 
 def sums_of(payload: Tensor) -> Tensor:

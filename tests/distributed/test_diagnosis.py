@@ -618,16 +618,16 @@ def test_debug_mode_names_the_rank_of_a_nan(ranks: Ranks, bad: float) -> None:
 
 
 @on_cpu
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_the_rank_of_a_nan_says_so_once(ranks: Ranks, bad: float) -> None:
-    """The others, to which it comes by the statistics alone, say nothing. It is no error."""
+@pytest.mark.parametrize(("bad", "mask"), [(torch.nan, None), (torch.inf, None), (torch.nan, torch.ones(2).bool())])
+def test_the_rank_of_a_nan_says_so_once(ranks: Ranks, bad: float, mask: Tensor | None) -> None:
+    """The others, to which it comes by the statistics alone, say nothing. It is no error. A mask takes a side road."""
     layer, x = syncbn.SyncBatchNorm(3), torch.randn(2, 3, requires_grad=True)
     if is_last := ranks.rank == ranks.size - 1:
         x.data[0, 1] = bad
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            y = layer(x)
+            y = layer(x, mask=mask)
             y.sum().backward()
     said = [str(one.message) for one in caught]
     expected = f"syncbn: NaN or infinity in the input of SyncBatchNorm forward, call 1 on rank {ranks.rank}; "
