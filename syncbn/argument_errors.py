@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from syncbn import torch_private, torch_state
 from syncbn.arguments import Arguments
-from syncbn.diagnosis.layer_names import in_words, path_in_model
+from syncbn.diagnosis.layer_names import path_in_model, quoted
 from syncbn.distributed.side_reductions import Reduction
 from syncbn.roads import traced
 
@@ -50,7 +50,7 @@ def raise_with_name(error: Exception, layer: nn.Module) -> NoReturn:
     """
     if torch_state.is_compiling() or type(error) not in (RuntimeError, TypeError, ValueError):
         raise error
-    name = in_words(path_in_model(layer)) or type(layer).__name__
+    name = quoted(path_in_model(layer)) or type(layer).__name__
     if any(f"{name}{after}" in str(error) for after in (" forward", " backward", ":")):
         raise error
     raise type(error)(f"{name}: {error}") from error

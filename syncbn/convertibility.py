@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from syncbn.diagnosis.layer_names import in_words
+from syncbn.diagnosis.layer_names import quoted
 from syncbn.layer import SyncBatchNorm
 from syncbn.synchronised_classes import ADDED, class_of
 
@@ -71,7 +71,7 @@ def described(found: list[NotConverted]) -> str:
     parts: list[str] = []
     left = len(found)
     for (kind, remedy), of_kind in names.items():
-        shown = [_shortened(in_words(name) or "the model") for name in of_kind[:NAMED]]
+        shown = [_shortened(quoted(name) or "the model") for name in of_kind[:NAMED]]
         shown += ["..."] * (len(of_kind) > NAMED)
         part = f"{len(of_kind)} {_shortened(kind)} ({', '.join(shown)}): {remedy}"
         if len("; ".join((*parts, part))) > MAX_CHARACTERS:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from syncbn.program import line_of_program
 
 
-def in_words(path: str) -> str:
+def quoted(path: str) -> str:
     """The path, or `layer '1'` for one that would read as a number."""
     return f"layer '{path}'" if path.replace(".", "").isdecimal() else path
 

@@ -14,7 +14,7 @@ from syncbn.diagnosis import process_state
 from syncbn.diagnosis.this_rank import HAS_LEFT, Position
 from syncbn.diagnosis.waiting import Wait
 from syncbn.distributed import reduction
-from syncbn.distributed.text_exchange import by_rank, in_words
+from syncbn.distributed.text_exchange import by_rank, ranks_in_words
 
 SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; more than hosts' clocks differ
 SETTLE_SECONDS = 0.3  # a rank that has gone has so long to say why
@@ -123,10 +123,10 @@ class _Reader:
         rank = self.wait.rank.rank
         others = [other for other in self.wait.ranks() if other != rank]
         elsewhere = [other for other in others if not process_state.on_this_host(other)]
-        hosts = f" ({in_words(elsewhere)}: on other hosts)" if elsewhere else ""
+        hosts = f" ({ranks_in_words(elsewhere)}: on other hosts)" if elsewhere else ""
         return (
-            f"rank {rank}: {self._place(self.wait.position)}\n{in_words(others)}: not known, as the process group's "
-            f"store has not answered for {READ_SECONDS:.0f} s{hosts}"
+            f"rank {rank}: {self._place(self.wait.position)}\n{ranks_in_words(others)}: not known, as the process "
+            f"group's store has not answered for {READ_SECONDS:.0f} s{hosts}"
         )
 
     def _table(self) -> str:

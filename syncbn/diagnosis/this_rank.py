@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from syncbn import torch_private
 from syncbn.diagnosis import process_state
-from syncbn.diagnosis.layer_names import in_words, line_that_calls_model, path_in_model
+from syncbn.diagnosis.layer_names import line_that_calls_model, path_in_model, quoted
 from syncbn.diagnosis.signatures import Signatures
 from syncbn.distributed.reduction import Caller, CallSite, Collective, GroupState, RankState
 
@@ -72,7 +72,7 @@ class Site(CallSite):
         # The dotted name in the model, or the function's name; empty for a layer without a model.
         self.path = caller.name if is_function else path_in_model(caller)
         self.first_line = "" if is_function else line_that_calls_model()
-        self.name = in_words(self.path) or type(caller).__name__
+        self.name = quoted(self.path) or type(caller).__name__
         self.counts = not is_function or caller.signs
         self.signatures = Signatures(self.num_ranks if self.counts else None)
         self.said_not_finite = False

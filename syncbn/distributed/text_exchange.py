@@ -99,10 +99,10 @@ def by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
     ranks_of: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         ranks_of.setdefault(text, []).append(rank)
-    return "\n".join(f"{in_words(ranks)}: {text}" for text, ranks in ranks_of.items())
+    return "\n".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in ranks_of.items())
 
 
-def in_words(ranks: list[int]) -> str:
+def ranks_in_words(ranks: list[int]) -> str:
     """ranks 0-2, 5."""
     runs: list[list[int]] = []
     for rank in ranks:

@@ -539,8 +539,8 @@ def test_the_program_writes_at_first_calls_alone(ranks: Ranks, monkeypatch: pyte
 
 
 def test_ranks_in_words() -> None:
-    assert text_exchange.in_words([3]) == "rank 3"
-    assert text_exchange.in_words([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
+    assert text_exchange.ranks_in_words([3]) == "rank 3"
+    assert text_exchange.ranks_in_words([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
     assert text_exchange.by_rank([0, 1, 2], ["a", "b", "a"]) == "ranks 0, 2: a\nrank 1: b"
 
 
