@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn import argument_errors, step
 from syncbn.arguments import Arguments, check_eps, check_momentum, check_num_features
-from syncbn.diagnosis import debug_mode, diagnosis
+from syncbn.diagnosis import debug_mode, observer
 from syncbn.distributed.group_spec import THIS_RANK_ALONE, GroupSpec, ProcessGroupLike, to_spec, to_user
 from syncbn.distributed.reduction import CallSite, make_groups, warn_in_data_parallel
 from syncbn.roads import traced
@@ -162,7 +162,7 @@ class SyncBatchNorm(_BatchNorm):
             if self.training:
                 return self._train_over_ranks(given, self)[0]
             if runs_plainly():
-                diagnosis.note_evaluation()
+                observer.note_evaluation()
             return step.evaluate(given)
         except (RuntimeError, TypeError, ValueError) as error:
             argument_errors.raise_with_name(error, self)

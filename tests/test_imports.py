@@ -35,7 +35,7 @@ ORDER = [
     "roads.watched roads.nested roads.dtensors",
     "argument_errors double_backward",
     "roads.traced diagnosis.debug_mode",
-    "arguments diagnosis.diagnosis",
+    "arguments diagnosis.observer",
     "masks diagnosis.watchdog",
     "diagnosis.report",
     "diagnosis.waiting",

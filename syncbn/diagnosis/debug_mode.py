@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncbn import torch_private
-from syncbn.diagnosis.diagnosis import described, require_one_layer
+from syncbn.diagnosis.observer import described, require_one_layer
 from syncbn.diagnosis.report import RanksDifferError
 from syncbn.diagnosis.this_rank import ThisRank
 from syncbn.distributed import reduction

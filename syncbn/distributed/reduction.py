@@ -102,11 +102,11 @@ class Guard:
 TRANSFORMED_GRAPH = "compiled graphs with vmap or forward mode over ranks: compile without fullgraph=True"
 
 guards: list[Guard] = []
-observer: Any = None  # names the callers, and says what is known when a collective fails: see diagnosis/diagnosis.py
+observer: Any = None  # names the callers, and says what is known when a collective fails: see diagnosis/observer.py
 
 
 def register(one: Any) -> None:
-    """Makes `one` the observer. diagnosis/diagnosis.py calls this when it is imported."""
+    """Makes `one` the observer. diagnosis/observer.py calls this when it is imported."""
     global observer
     observer = one
 

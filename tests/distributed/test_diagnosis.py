@@ -22,7 +22,7 @@ from voting import Ranks
 
 import syncbn
 from syncbn import torch_private
-from syncbn.diagnosis import diagnosis, layer_names, process_state, report, signatures, waiting, watchdog
+from syncbn.diagnosis import layer_names, observer, process_state, report, signatures, waiting, watchdog
 from syncbn.diagnosis.this_rank import Position, Site, ThisRank
 from syncbn.diagnosis.waiting import Waiting
 from syncbn.distributed import reduction, text_exchange
@@ -662,7 +662,7 @@ def test_a_bad_dtype_on_one_rank_is_told_as_such(ranks: Ranks) -> None:
 
 def test_ranks_meet_by_the_store(ranks: Ranks) -> None:
     """A rank that does not come is waited for no longer than it takes, and may come later."""
-    rank = diagnosis.this_rank()
+    rank = observer.this_rank()
     world = dist.group.WORLD
     assert world is not None
     assert rank.meet("all", world, 10.0)

@@ -1,4 +1,4 @@
-"""Watches the collectives of layers and functions: names them, and says what is known when one fails."""
+"""Observes the collectives of layers and functions: names them, and says what is known when one fails."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FIRST_MEETING_SECONDS = 9.0  # that a rank waits for the others before the first
 _log = logging.getLogger("syncbn")
 
 
-class Diagnosis:
+class Observer:
     """Watches every collective; reduction.py calls it."""
 
     def new_site(self, caller: Any, group: dist.ProcessGroup) -> Site:
@@ -181,4 +181,4 @@ def _forget_groups() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_groups)
-reduction.register(Diagnosis())
+reduction.register(Observer())
