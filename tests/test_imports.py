@@ -48,7 +48,7 @@ ORDER = [
     "distributed.text_exchange distributed.group_spec",
     "kernels.__init__",
     "kernels.select",
-    "kernels.operators",
+    "kernels.operators kernels.chunked",
     "kernels.gpu kernels.reference",
     "kernels.cpu kernels.gpu_channels kernels.gpu_tiles",
     "moments kernels.plans",

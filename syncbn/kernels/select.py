@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from syncbn import torch_private, torch_state
-from syncbn.kernels import cpu, reference
+from syncbn.kernels import chunked, cpu, reference
 from syncbn.kernels.plans import TensorPlan
 from syncbn.layout import Layout
 from syncbn.program import warn
@@ -46,7 +46,9 @@ def select_kernels(x: Tensor | None, *others: Tensor | None) -> ModuleType:
     if torch_state.is_compiling():
         traced = torch.is_grad_enabled() or torch.compiler.is_exporting()
         return reference if traced or _reason_unavailable(x.device, True) is not None else _operators()
-    return reference if is_transformed(x, *others) or _in_eager_mode(x) is reference else _operators()
+    if is_transformed(x, *others):
+        return reference
+    return chunked if _in_eager_mode(x) is chunked else _operators()
 
 
 def _in_eager_mode(x: Tensor) -> ModuleType:
@@ -56,7 +58,7 @@ def _in_eager_mode(x: Tensor) -> ModuleType:
         return cpu if x.is_cpu else _gpu()
     if x.nbytes > LARGE_BYTES and not _why_forced():
         _warn_of_slowness(x.device.type, reason)
-    return reference
+    return chunked
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:
