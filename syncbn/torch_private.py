@@ -7,10 +7,11 @@ names that tell how torch is running; _BatchNorm is imported where it is used.)
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from types import FrameType
 from typing import Any, TypeGuard
@@ -175,6 +176,29 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     if "cpu" in dist.get_backend_config(group):  # not its get_backend, which may be "undefined" or "cuda:nccl"
         return torch.device("cpu")
     return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
+
+
+@contextlib.contextmanager
+def beside_captures() -> Iterator[None]:
+    """Within, this thread may call on CUDA without failing the capture of a graph by another thread: torch's watchdog
+    of nccl does the same, https://github.com/pytorch/pytorch/pull/148594. Nothing on ROCm."""
+    exchange, mode = _exchange_capture_mode(), ctypes.c_int(1)  # cudaStreamCaptureModeThreadLocal
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@functools.cache
+def _exchange_capture_mode() -> Callable[[Any], Any]:
+    """CUDA's function of this name, of the library that torch has loaded; nothing where there is no such library."""
+    try:
+        library = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+        exchange: Callable[[Any], Any] = library.cudaThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return lambda mode: None
+    return exchange
 
 
 def waits_for_others(frame: FrameType) -> bool:

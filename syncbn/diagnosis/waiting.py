@@ -86,14 +86,15 @@ class Event(Protocol):
 
 
 class EventOn:
-    """An event, which is asked while its GPU is current: else a thread makes a CUDA context of 0.5 GB on GPU 0."""
+    """An event, which is asked while its GPU is current, else a thread makes a CUDA context of 0.5 GB on GPU 0; and
+    in a mode in which the question does not fail a graph that another thread captures."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.event = device, torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.event.record(torch.cuda.current_stream(device))
 
     def query(self) -> bool:
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device), torch_private.beside_captures():
             return bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
@@ -105,8 +106,8 @@ def event_behind(device: torch.device) -> Event | None:
 class OnGpu:
     """The all_reduces that the host has left and the GPU, as far as is known, has not finished.
 
-    While a graph is captured no thread may ask an event, or CUDA fails the capture. So the program asks, at its next
-    all_reduce, and the watchdog when a warning is due; and a captured all_reduce makes both forget what there was.
+    The program asks their events at its next all_reduce, and the watchdog when a warning is due. A captured all_reduce
+    makes both forget what there was, as the thread that captures may ask no event.
     """
 
     def __init__(self) -> None:

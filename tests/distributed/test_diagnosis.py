@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -464,9 +465,9 @@ def test_no_event_is_asked_while_a_graph_is_captured(
     dist.barrier()
 
 
-def test_an_event_is_asked_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By whatever thread: torch's own query does not set the device."""
-    current = [0]
+def test_an_event_is_asked_on_its_own_gpu_and_beside_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whatever thread: torch's own query sets neither the device nor the mode."""
+    current, mode = [0], [0]  # cudaStreamCaptureModeGlobal: other threads' captures fail
 
     class Event:
         def record(self, stream: object) -> None:
@@ -474,6 +475,7 @@ def test_an_event_is_asked_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 
         def query(self) -> bool:
             assert current[-1] == 3, "a context is made on another GPU"
+            assert mode == [1], "the capture of another thread fails"
             return True
 
     @contextlib.contextmanager
@@ -482,14 +484,19 @@ def test_an_event_is_asked_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         yield
         current.pop()
 
+    def exchange(pointer: Any) -> None:
+        assert current[-1] == 3, "a context is made on another GPU"
+        pointer._obj.value, mode[0] = mode[0], pointer._obj.value
+
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch_private, "_exchange_capture_mode", lambda: exchange)
     event = waiting.event_behind(torch.device("cuda", 3))
     assert event is not None
     assert event.query()
-    assert current == [0]
+    assert current == mode == [0]
 
 
 def test_an_error_of_the_gpu_is_told_as_it_is(ranks: Ranks) -> None:
