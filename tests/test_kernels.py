@@ -541,6 +541,26 @@ def test_what_keeps_triton_from_running_is_told_and_not_raised(monkeypatch: pyte
     assert select._triton_works == {device: reason}
 
 
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (ModuleNotFoundError("No module named 'triton'"), "No module named 'triton'; pip install triton"),
+        (RuntimeError("Failed to find C compiler. Set CC"), "Set CC; install a C compiler, such as gcc"),
+        (RuntimeError("sm_13"), "sm_13"),
+    ],
+)
+def test_what_triton_lacks_is_told(monkeypatch: pytest.MonkeyPatch, error: Exception, remedy: str) -> None:
+    def try_triton(device: torch.device) -> None:
+        raise error
+
+    monkeypatch.setattr(select, "_triton_works", {})
+    monkeypatch.setattr(select, "_try_triton", try_triton)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    reason = select._why_no_triton(torch.device("cuda", 0), compiling=False)
+    assert reason is not None
+    assert reason.endswith(remedy)
+
+
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_cache_of_triton_that_fails(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
     """As on a network file system. It is tried again; a rank that fell back alone would differ from the others."""

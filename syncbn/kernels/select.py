@@ -123,7 +123,9 @@ def _why_no_triton(device: torch.device, compiling: bool) -> str | None:
             f"syncbn: Triton cannot use its cache: {error}; set TRITON_CACHE_DIR to a folder on a local disk"
         ) from error
     except Exception as error:  # of whatever class: no triton, no C compiler, a GPU that it does not know
-        _triton_works[device] = f"{type(error).__name__}: {error}".partition("\n")[0]
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        remedies = {"No module": "; pip install triton", "C compiler": "; install a C compiler, such as gcc"}
+        _triton_works[device] = reason + next((remedy for part, remedy in remedies.items() if part in reason), "")
     else:
         _triton_works[device] = None
     return _triton_works[device]
