@@ -1,0 +1,99 @@
+"""One model, trained three ways in lockstep, from the same weights on the same batches.
+
+one process     the whole batch on one process, nn.BatchNorm2d
+syncbn          W ranks under DistributedDataParallel, each with its slice of the batch, syncbn
+local           the same with nn.BatchNorm2d: every rank normalises its slice alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from launch import device_name, own, parallel, print_table, world_size, write
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import syncbn
+
+NUM_LAST = 25  # steps whose mean is the final loss
+
+
+class Trainer:
+    """One of the ways: a model, its optimizer, and what was measured."""
+
+    def __init__(self, name: str, model: nn.Module, optimizer: Optimizer) -> None:
+        self.name, self.module, self.optimizer = name, model, optimizer
+        self.sliced = name != "one process"  # each rank takes its slice; else every rank repeats the whole batch
+        self.model = parallel(model) if self.sliced else model
+        self.losses: list[float] = []
+        self.tests: dict[str, Any] = {}
+
+    def step(self, images: Tensor, labels: Tensor, class_weights: Tensor | None = None) -> None:
+        """Train on a whole batch, and note its loss."""
+        num_slices = world_size() if self.sliced else 1
+        whole_weight = len(labels) if class_weights is None else class_weights[labels].sum()
+        if self.sliced:
+            images, labels = own(images), own(labels)
+        # DistributedDataParallel takes the mean over ranks, whose slices may be of different weights.
+        losses = F.cross_entropy(self.model(images), labels, class_weights, reduction="sum")
+        loss = losses * (num_slices / whole_weight)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        loss = loss.detach()
+        if self.sliced and dist.is_initialized():
+            dist.all_reduce(loss)
+            loss /= num_slices
+        self.losses.append(loss.item())
+
+    def final_loss(self) -> float:
+        """The mean of the last steps."""
+        return statistics.mean(self.losses[-NUM_LAST:])
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training changes."""
+        state = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return state | {"losses": self.losses, "tests": self.tests}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.losses, self.tests = state["losses"], state["tests"]
+
+
+def new_trainers(model: nn.Module, optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]) -> list[Trainer]:
+    """The three, each with a copy of the model."""
+    one_process, synchronised, local = (copy.deepcopy(model) for _ in range(3))
+    syncbn.convert_syncbn_model(synchronised)
+    models = {"one process": one_process, "syncbn": synchronised, "local": local}
+    return [Trainer(name, model, optimizer(model.parameters())) for name, model in models.items()]
+
+
+def distance(trainer: Trainer, reference: Trainer) -> float:
+    """The largest difference of two loss curves, in units of the loss."""
+    return max(abs(a - b) for a, b in zip(trainer.losses, reference.losses, strict=True))
+
+
+def report(
+    trainers: list[Trainer], test: str, scores: list[float], batch: str, arguments: argparse.Namespace, **pictures: Any
+) -> None:
+    """The layers, a table with each way's score in the test, and the files; on rank 0."""
+    print(syncbn.summary(trainers[1].model))
+    rows = []
+    for trainer, score in zip(trainers, scores, strict=True):
+        rows.append(
+            (trainer.name, f"{trainer.final_loss():.4f}", f"{score:.1%}", f"{distance(trainer, trainers[0]):.1e}")
+        )
+    title = f"{world_size()} ranks, {batch} a step, {arguments.dtype}, {device_name()}"
+    print_table(title, ("training", "final loss", test, "largest distance from one process"), rows)
+    runs = {
+        trainer.name: {"losses": trainer.losses, "distance": distance(trainer, trainers[0]), **trainer.tests}
+        for trainer in trainers
+    }
+    write(arguments, {"runs": runs}, **pictures)
