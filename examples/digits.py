@@ -23,21 +23,19 @@ picture.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from launch import load_on_ranks, new_parser, positive, progress_bar, rank, run_on_ranks, save, world_size
 from sklearn.datasets import load_digits
-from three_ways import Trainer, new_trainers, report
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from trainer import Trainer, last_losses, report, three_ways
 
 NUM_TEST = 297  # images held out; 1,500 to train
 SMOOTHING = 25  # steps per point of the plot
@@ -51,12 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--images-per-rank", type=positive, default=2, help="images per rank and step")
     add("--learning-rate", type=float, default=0.005, help="of SGD with momentum 0.9")
     add("--width", type=positive, default=16, help="channels of the first stage")
-    add(
-        "--dtype",
-        choices=["float64", "float32"],
-        default="float64",
-        help="float32 shows how training amplifies rounding",
-    )
+    add("--dtype", choices=["float64", "float32"], default="float64", help="training amplifies float32's rounding")
     add("--seed", type=int, default=0, help="of weights and batches")
     add("--checkpoint", type=Path, help="file to go on from, and to write")
     add("--checkpoint-every", type=positive, default=25, help="steps between checkpoints")
@@ -79,17 +72,18 @@ class ResidualBlock(nn.Module):
         return F.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
 
 
-def build_model(width: int) -> nn.Module:
+def build_model(width: int, strides: tuple[int, int] = (1, 2)) -> nn.Module:
     """(N, 1, 8, 8) images -> (N, 10) logits."""
+    inner, outer = strides[0] * width, strides[0] * strides[1] * width  # a stride of 2 doubles the channels
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1, bias=False),  # (N, width, 8, 8)
         nn.BatchNorm2d(width),
         nn.ReLU(inplace=True),
-        ResidualBlock(width, width, stride=1),  # (N, width, 8, 8)
-        ResidualBlock(width, 2 * width, stride=2),  # (N, 2 * width, 4, 4)
+        ResidualBlock(width, inner, strides[0]),  # (N, inner, 8, 8)
+        ResidualBlock(inner, outer, strides[1]),  # (N, outer, 4, 4)
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
-        nn.Linear(2 * width, 10),
+        nn.Linear(outer, 10),
     )
 
 
@@ -117,10 +111,8 @@ class Training:
         images, labels = load_images(dtype, device)
         self.test = images[:NUM_TEST], labels[:NUM_TEST]
         self.images, self.labels = images[NUM_TEST:], labels[NUM_TEST:]
-        model = build_model(arguments.width).to(device, dtype)
-        self.trainers = new_trainers(
-            model, lambda parameters: torch.optim.SGD(parameters, lr=arguments.learning_rate, momentum=0.9)
-        )
+        sgd = functools.partial(torch.optim.SGD, lr=arguments.learning_rate, momentum=0.9)
+        self.trainers = three_ways(build_model(arguments.width).to(device, dtype), sgd)
         for trainer in self.trainers:
             trainer.tests["accuracies"] = []
         self.arguments, self.device = arguments, device
@@ -134,7 +126,6 @@ class Training:
             self.load(arguments.checkpoint)
 
     def steps_per_epoch(self) -> int:
-        """The number of whole batches."""
         return self.arguments.steps or len(self.images) // self.batch
 
     def shuffled(self) -> Tensor:
@@ -149,8 +140,7 @@ class Training:
             while self.epoch < epochs:
                 self.step()
                 done += 1
-                losses = "  ".join(f"{trainer.name} {trainer.losses[-1]:.3f}" for trainer in self.trainers)
-                advance(f"epoch {min(self.epoch + 1, epochs)}/{epochs}  {losses}")
+                advance(f"epoch {min(self.epoch + 1, epochs)}/{epochs}  {last_losses(self.trainers)}")
                 if done % every == 0 or (self.epoch == epochs and every < math.inf):
                     self.save(self.arguments.checkpoint)
 
@@ -192,8 +182,7 @@ class Training:
 
     def load(self, path: Path) -> None:
         """Go on from `path` if it exists. **Exits** with the reason where it is not a checkpoint of this job."""
-        state = load_on_ranks(path, self.settings())
-        if state is None:
+        if (state := load_on_ranks(path, self.settings())) is None:
             return
         if state["batch"] < world_size():
             sys.exit(f"{path} is of a batch of {state['batch']} images, too few for {world_size()} ranks")
@@ -208,11 +197,9 @@ class Training:
             trainer.load_state_dict(state["trainers"][trainer.name])
 
 
-def draw_curves(trainers: list[Trainer]) -> Figure:
+def draw_curves(figure: Any, trainers: list[Trainer]) -> None:
     """The three loss curves, and below them the distances of two of them from one process."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 7), layout="constrained")
+    figure.set_size_inches(8, 7)
     curves, distances = figure.subplots(2, 1, sharex=True)
     styles = {"one process": ("black", "-", 4.0), "syncbn": ("gold", "--", 2.0), "local": ("tab:red", "-", 1.5)}
     reference = torch.tensor(trainers[0].losses, dtype=torch.float64)
@@ -223,14 +210,12 @@ def draw_curves(trainers: list[Trainer]) -> Figure:
         steps = [SMOOTHING * index + len(block) / 2 for index, block in enumerate(blocks)]
         curves.plot(steps, [block.mean() for block in blocks], line, color=color, linewidth=width, label=trainer.name)
         if trainer is not trainers[0]:
-            distances.semilogy(
-                (losses - reference).abs().clamp(min=1e-17), color=color, linewidth=1, label=trainer.name
-            )
+            difference = (losses - reference).abs().clamp(min=1e-17)  # 0 has no logarithm
+            distances.semilogy(difference, color=color, linewidth=1, label=trainer.name)
     curves.set(ylabel=f"training loss (mean of {SMOOTHING} steps)", title="One batch, three ways to normalise it")
     distances.set(xlabel="step", ylabel="difference of the loss from one process's")
     curves.legend()
     distances.legend()
-    return figure
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
@@ -238,9 +223,9 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
     training = Training(arguments, device)
     training.run()
     if rank() == 0:
-        trainers, accuracies = training.trainers, [trainer.tests["accuracies"][-1] for trainer in training.trainers]
-        batch = f"{training.batch} images"
-        report(trainers, "test accuracy", accuracies, batch, arguments, curves=lambda: draw_curves(trainers))
+        accuracies = [trainer.tests["accuracies"][-1] for trainer in training.trainers]
+        curves = functools.partial(draw_curves, trainers=training.trainers)
+        report(training.trainers, "test accuracy", accuracies, f"{training.batch} images", arguments, curves=curves)
 
 
 if __name__ == "__main__":

@@ -21,19 +21,19 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from digits import NUM_TEST, accuracy, build_model, load_images
-from launch import new_parser, own, parallel, positive, print_table, progress_bar, rank, run_on_ranks, world_size, write
+from launch import new_parser, own, positive, print_table, progress_bar, rank, run_on_ranks, world_size, write
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
+from trainer import Trainer, distance, last_losses
 
 import syncbn
 
 PRETRAIN_BATCH, PRETRAIN_LEARNING_RATE = 32, 0.02
+TRAINED = "frozen", "local", "syncbn", "one process"
 NUM_NEW = 500  # training images of the new kind; the others are those to pretrain on
 
 
@@ -54,28 +54,15 @@ def change(images: Tensor, generator: torch.Generator) -> Tensor:
     return 0.6 + 0.3 * images + 0.05 * noise
 
 
-def train(model: nn.Module, data: tuple[Tensor, Tensor], batch: int, steps: int, lr: float, name: str) -> list[float]:
-    """The losses of the whole batches, of which the ranks take slices when the model is data-parallel."""
-    images, labels = data
-    generator = torch.Generator().manual_seed(torch.initial_seed())
-    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
-    sliced = isinstance(model, DistributedDataParallel)
-    losses = []
+def train(trainers: list[Trainer], images: Tensor, labels: Tensor, batch: int, steps: int, seed: int) -> None:
+    """Make so many steps on random batches."""
+    generator = torch.Generator().manual_seed(seed)
     with progress_bar(0, steps) as advance:
         for _ in range(steps):
-            picked = torch.randint(len(images), (batch,), generator=generator)
-            picked = (own(picked) if sliced else picked).to(images.device)
-            loss = F.cross_entropy(model(images[picked]), labels[picked])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            loss = loss.detach()
-            if sliced:
-                dist.all_reduce(loss)
-                loss /= world_size()
-            losses.append(loss.item())
-            advance(f"{name}: loss {losses[-1]:.3f}")
-    return losses
+            picked = torch.randint(len(images), (batch,), generator=generator).to(images.device)
+            for trainer in trainers:
+                trainer.step(images[picked], labels[picked])
+            advance(last_losses(trainers))
 
 
 def freeze_statistics(model: nn.Module) -> nn.Module:
@@ -93,29 +80,27 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
     changed = change(images, torch.Generator().manual_seed(arguments.seed))
     test, new, old = slice(NUM_TEST), slice(NUM_TEST, NUM_TEST + NUM_NEW), slice(NUM_TEST + NUM_NEW, None)
     model = build_model(width=16).to(device, torch.float64)
-    pretraining = PRETRAIN_BATCH, arguments.pretrain_steps, PRETRAIN_LEARNING_RATE
-    train(model, (images[old], labels[old]), *pretraining, "pretraining")
+    sgd = functools.partial(torch.optim.SGD, momentum=0.9)
+    pretraining = [Trainer("one process", model, functools.partial(sgd, lr=PRETRAIN_LEARNING_RATE))]
+    train(pretraining, images[old], labels[old], PRETRAIN_BATCH, arguments.pretrain_steps, arguments.seed)
     accuracies = {"as it was, old images": accuracy(model, images[test], labels[test])}
 
-    names = "as it was", "recomputed", "frozen", "local", "syncbn", "one process"
-    ways = {name: copy.deepcopy(model) for name in names}
+    ways = {name: copy.deepcopy(model) for name in ("as it was", "recomputed", *TRAINED)}
     syncbn.recompute_running_stats(ways["recomputed"], own(changed[new]).split(50))
     freeze_statistics(ways["frozen"])
     syncbn.convert_syncbn_model(ways["syncbn"])
-    training = arguments.images_per_rank * world_size(), arguments.steps, arguments.learning_rate
-    losses = {}
-    for name in ("frozen", "local", "syncbn", "one process"):
-        way = ways[name] if name == "one process" else parallel(ways[name])
-        losses[name] = train(way, (changed[new], labels[new]), *training, name)
+    trainers = [Trainer(name, ways[name], functools.partial(sgd, lr=arguments.learning_rate)) for name in TRAINED]
+    batch = arguments.images_per_rank * world_size()
+    train(trainers, changed[new], labels[new], batch, arguments.steps, arguments.seed)
     accuracies |= {name: accuracy(way, changed[test], labels[test]) for name, way in ways.items()}
-    distance = max(abs(a - b) for a, b in zip(losses["syncbn"], losses["one process"], strict=True))
 
     if rank() == 0:
         rows = [(name, f"{value:.1%}") for name, value in accuracies.items()]
         print_table(f"{world_size()} ranks x {arguments.images_per_rank} images", ("statistics", "accuracy"), rows)
-        name = "largest distance of syncbn from one process"
-        print(f"{name}: {distance:.1e}, of the loss")
-        write(arguments, {"accuracies": accuracies, "losses": losses, name: distance})
+        name, largest = "largest distance of syncbn from one process", distance(trainers[2], trainers[3])
+        print(f"{name}: {largest:.1e}, of the loss")
+        losses = {trainer.name: trainer.losses for trainer in trainers}
+        write(arguments, {"accuracies": accuracies, "losses": losses, name: largest})
 
 
 if __name__ == "__main__":

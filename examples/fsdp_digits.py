@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import sys
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from digits import NUM_TEST, ResidualBlock, accuracy, build_model, load_images
-from launch import new_parser, own, positive, print_table, progress_bar, rank, run_on_ranks, world_size, write
-from torch import Tensor, nn
+from launch import new_parser, positive, print_table, progress_bar, rank, run_on_ranks, world_size, write
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from trainer import Trainer, distance, last_losses
 
 import syncbn
 
@@ -54,15 +55,6 @@ def num_held(model: nn.Module) -> int:
     return sum((x.to_local() if isinstance(x, DTensor) else x).numel() for x in model.parameters())
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor) -> Tensor:
-    """Train on these images; returns their mean loss."""
-    loss = F.cross_entropy(model(images), labels)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
     """Train both, compare, save."""
     if not dist.is_initialized():
@@ -72,25 +64,19 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
     test, train = (images[:NUM_TEST], labels[:NUM_TEST]), (images[NUM_TEST:], labels[NUM_TEST:])
     alone = build_model(arguments.width).to(device, torch.float64)
     sharded = shard(syncbn.convert_syncbn_model(copy.deepcopy(alone)), device)  # in this order
-    alone_optimizer, sharded_optimizer = (
-        torch.optim.SGD(model.parameters(), arguments.learning_rate, momentum=0.9) for model in (alone, sharded)
-    )
-
+    sgd = functools.partial(torch.optim.SGD, lr=arguments.learning_rate, momentum=0.9)
+    trainers = [Trainer("one process", alone, sgd), Trainer("FSDP2", sharded, sgd, wrap=lambda model: model)]
     batch = arguments.images_per_rank * world_size()
     if batch > len(train[0]):
         sys.exit(f"all ranks' images make a batch of {batch}, but there are {len(train[0])}")
     steps = min(arguments.steps or len(train[0]), len(train[0]) // batch)
-    losses: list[list[float]] = []  # of one process, of all ranks
     order = torch.Generator().manual_seed(arguments.seed)
     with progress_bar(0, arguments.epochs * steps) as advance:
         for _ in range(arguments.epochs):
             for picked in torch.randperm(len(train[0]), generator=order)[: steps * batch].view(steps, batch).to(device):
-                x, y = train[0][picked], train[1][picked]
-                loss = step(alone, alone_optimizer, x, y)
-                both = torch.stack((loss, step(sharded, sharded_optimizer, own(x), own(y))))
-                dist.all_reduce(both)
-                losses.append((both / world_size()).tolist())
-                advance(f"loss {losses[-1][1]:.3f}")
+                for trainer in trainers:
+                    trainer.step(train[0][picked], train[1][picked])
+                advance(last_losses(trainers))
 
     whole = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank() == 0:
@@ -99,9 +85,9 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
         loaded = build_model(arguments.width).to(device, torch.float64)
         loaded.load_state_dict(torch.load(arguments.output / "model.pt", weights_only=True))
         metrics = {
-            "steps": len(losses),
-            "final loss": losses[-1][1],
-            "largest distance from one process": max(abs(a - b) for a, b in losses),
+            "steps": len(trainers[1].losses),
+            "final loss": trainers[1].losses[-1],
+            "largest distance from one process": distance(trainers[1], trainers[0]),
             "test accuracy": accuracy(loaded, *test),
             "test accuracy of one process": accuracy(alone, *test),
             "values of parameters on this rank": num_held(sharded),

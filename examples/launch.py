@@ -17,15 +17,12 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 START = time.monotonic()  # of the job
 LINE_EVERY = 50  # steps, without rich
@@ -171,12 +168,11 @@ def print_table(title: str, headings: tuple[str, ...], rows: list[tuple[str, ...
 
 def device_name() -> str:
     """The name of the GPU or of the CPU's architecture."""
-    own_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
-    return torch.cuda.get_device_name() if own_gpu else platform.machine()
+    return torch.cuda.get_device_name() if torch.cuda.is_initialized() else platform.machine()
 
 
-def write(arguments: argparse.Namespace, metrics: dict[str, Any], **pictures: Callable[[], Figure]) -> None:
-    """Write metrics.json, with how it was made, and each picture as a png; on rank 0."""
+def write(arguments: argparse.Namespace, metrics: dict[str, Any], **pictures: Callable[[Any], None]) -> None:
+    """Write metrics.json, with how it was made, and the pictures that functions draw on a matplotlib figure."""
     seconds = time.monotonic() - START
     made = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -190,9 +186,12 @@ def write(arguments: argparse.Namespace, metrics: dict[str, Any], **pictures: Ca
     }
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "metrics.json").write_text(json.dumps(made | metrics, indent=1))
-    try:
-        for name, draw in pictures.items():
-            draw().savefig(arguments.output / f"{name}.png", dpi=120)
-    except ImportError as error:
-        print(f"no picture: {error}")
+    for name, draw in pictures.items():
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            print(f"no picture: {error}")
+            break
+        draw(figure := Figure(layout="constrained"))
+        figure.savefig(arguments.output / f"{name}.png", dpi=120)
     print(f"{seconds:.0f} s; wrote to {arguments.output}: {', '.join(sorted(os.listdir(arguments.output)))}")

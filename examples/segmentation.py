@@ -21,19 +21,18 @@ of 32 x 32 are composed as they are needed.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from launch import new_parser, positive, progress_bar, rank, run_on_ranks, world_size
 from sklearn.datasets import load_digits
-from three_ways import Trainer, new_trainers, report
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from torch.optim.lr_scheduler import OneCycleLR
+from trainer import Trainer, last_losses, report, three_ways
 
 SIZE = 32  # pixels of a scene's side
 DIGIT = 8  # pixels of a digit's side
@@ -57,12 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--learning-rate", type=float, default=0.01, help="highest, of Adam")
     add("--width", type=positive, default=8, help="channels at full resolution")
     add("--test-scenes", type=positive, default=200, help="number of them")
-    add(
-        "--dtype",
-        choices=["float64", "float32"],
-        default="float64",
-        help="float32 shows how training amplifies rounding",
-    )
+    add("--dtype", choices=["float64", "float32"], default="float64", help="training amplifies float32's rounding")
     add("--seed", type=int, default=0, help="of weights and scenes")
     return parser.parse_args()
 
@@ -143,7 +137,7 @@ def predict(trainer: Trainer, images: Tensor) -> Tensor:
 
 def test(trainer: Trainer, images: Tensor, labels: Tensor) -> None:
     """Note each class's intersection over union on all ranks' scenes, of which each rank takes a share."""
-    if trainer.sliced and dist.is_initialized():
+    if trainer.sliced:
         for buffer in trainer.module.buffers():  # rank 0's; local ones have become different in the last step
             dist.broadcast(buffer, 0)
     images, labels = (whole[rank() :: world_size()] for whole in (images, labels))
@@ -155,18 +149,17 @@ def test(trainer: Trainer, images: Tensor, labels: Tensor) -> None:
     trainer.tests = {"mean_iou": ious.mean().item(), "ious": ious.tolist()}
 
 
-def draw_predictions(trainers: list[Trainer], images: Tensor, labels: Tensor) -> Figure:
+def draw_predictions(figure: Any, trainers: list[Trainer], images: Tensor, labels: Tensor) -> None:
     """A row for each scene: the scene, its labels, and what each model says."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     colours = ListedColormap([(0.1, 0.1, 0.12), *colormaps["tab10"].colors])
     columns = {"scene": images.permute(0, 2, 3, 1), "truth": labels}
     for trainer in trainers:
         columns[f"{trainer.name}\nmean IoU {trainer.tests['mean_iou']:.0%}"] = predict(trainer, images)
-    figure = Figure(figsize=(1.6 * len(columns), 1.6 * len(images) + 0.9), layout="constrained")
+    figure.set_size_inches(1.6 * len(columns), 1.6 * len(images) + 0.9)
     grid = figure.subplots(len(images), len(columns), squeeze=False)
     for column, (title, cells) in zip(grid.T, columns.items(), strict=True):
         column[0].set_title(title, fontsize=11)
@@ -175,38 +168,31 @@ def draw_predictions(trainers: list[Trainer], images: Tensor, labels: Tensor) ->
             axes.axis("off")
     patches = [Patch(color=colours(digit + 1), label=str(digit)) for digit in range(NUM_CLASSES - 1)]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, handlelength=1)
-    return figure
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
     """Train three ways, test, report."""
     torch.manual_seed(arguments.seed)
     dtype, highest = getattr(torch, arguments.dtype), arguments.learning_rate
-    trainers = new_trainers(
-        UNet(arguments.width).to(device, dtype), lambda parameters: torch.optim.Adam(parameters, lr=highest)
-    )
-    schedules = [
-        torch.optim.lr_scheduler.OneCycleLR(trainer.optimizer, highest, total_steps=arguments.steps)
-        for trainer in trainers
-    ]
+    trainers = three_ways(UNet(arguments.width).to(device, dtype), functools.partial(torch.optim.Adam, lr=highest))
+    schedules = [OneCycleLR(trainer.optimizer, highest, total_steps=arguments.steps) for trainer in trainers]
     class_weights = torch.tensor([1.0] + (NUM_CLASSES - 1) * [DIGIT_WEIGHT], dtype=dtype, device=device)
-    scenes = Scenes(False, arguments.seed, dtype, device)
-    batch = arguments.images_per_rank * world_size()
+    scenes, batch = Scenes(False, arguments.seed, dtype, device), arguments.images_per_rank * world_size()
     with progress_bar(0, arguments.steps) as advance:
         for _ in range(arguments.steps):
             images, labels = scenes.draw(batch)
             for trainer, schedule in zip(trainers, schedules, strict=True):
                 trainer.step(images, labels, class_weights)
                 schedule.step()
-            advance("  ".join(f"{trainer.name} {trainer.losses[-1]:.3f}" for trainer in trainers))
+            advance(last_losses(trainers))
     images, labels = Scenes(True, arguments.seed, dtype, device).draw(arguments.test_scenes)
     for trainer in trainers:
         test(trainer, images, labels)
     if rank() == 0:
         scores = [trainer.tests["mean_iou"] for trainer in trainers]
-        shown = images[:NUM_SHOWN], labels[:NUM_SHOWN]
-        pictures = {"predictions": lambda: draw_predictions(trainers, *shown)}
-        report(trainers, "mean IoU", scores, f"{batch} scenes", arguments, **pictures)
+        shown = {"trainers": trainers, "images": images[:NUM_SHOWN], "labels": labels[:NUM_SHOWN]}
+        predictions = functools.partial(draw_predictions, **shown)
+        report(trainers, "mean IoU", scores, f"{batch} scenes", arguments, predictions=predictions)
         one_process, _, local = trainers
         if local.final_loss() < one_process.final_loss():
             print(WHY_LOCAL_IS_LOWER)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,6 @@ from launch import new_parser, own, parallel, positive, progress_bar, rank, run_
 from torch import Tensor, nn
 
 import syncbn
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NUM_LATENT = 16  # numbers that a digit is generated from
 CRITIC_STEPS = 3  # per step of the generator
@@ -169,16 +166,13 @@ def nearest_real(samples: Tensor, images: Tensor) -> float:
     return distances.masked_fill(distances == 0, torch.inf).amin(1).mean().item()
 
 
-def draw_samples(real: Tensor, fake: Tensor) -> Figure:
+def draw_samples(figure: Any, real: Tensor, fake: Tensor) -> None:
     """Two blocks of images: real above, generated below."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.4), layout="constrained")
+    figure.set_size_inches(8, 4.4)
     for axes, title, images in zip(figure.subplots(2, 1), ("real", "generated"), (real, fake), strict=True):
         rows = [torch.cat(list(nn.functional.pad(row, (1, 1, 1, 1))), 1) for row in images.squeeze(1).split(16)]
         axes.imshow(torch.cat(rows).cpu(), cmap="gray_r")
         axes.set(title=title, xticks=[], yticks=[])
-    return figure
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
@@ -197,7 +191,7 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
         }
         for name, value in metrics.items():
             print(f"{name}: {value:.3g}")
-        write(arguments, metrics, samples=lambda: draw_samples(digits[:64], samples))
+        write(arguments, metrics, samples=lambda figure: draw_samples(figure, digits[:64], samples))
 
 
 if __name__ == "__main__":

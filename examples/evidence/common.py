@@ -14,7 +14,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,9 @@ from syncbn.tools.measure_local_noise import LocalNoise
 
 sys.path.append(str(Path(__file__).parents[1]))
 import launch
-from digits import ResidualBlock, load_images
+from digits import build_model, load_images
 from launch import positive, print_table, progress_bar, rank, world_size, write
 from local_noise import in_words
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NUM_TRAIN = 600  # of the 1,797 digits; the others test, so that an error is known to 0.1 %
 NUM_MEASURED = 20  # batches on which local noise is measured
@@ -48,19 +45,10 @@ def new_parser(manual: str, name: str, epochs: int = 8) -> argparse.ArgumentPars
     return parser
 
 
-def build_network(width: int = 16) -> nn.Module:
+def build_network() -> nn.Module:
     """(N, 1, 8, 8) images -> (N, 10) logits. The last stage has 4 values per image and channel, as the last ones of a
     detector or a segmentation network have few: it is there that small batches are noisy."""
-    return nn.Sequential(
-        nn.Conv2d(1, width, 3, padding=1, bias=False),  # (N, width, 8, 8)
-        nn.BatchNorm2d(width),
-        nn.ReLU(inplace=True),
-        ResidualBlock(width, 2 * width, stride=2),  # (N, 2 * width, 4, 4)
-        ResidualBlock(2 * width, 4 * width, stride=2),  # (N, 4 * width, 2, 2)
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(4 * width, 10),
-    )
+    return build_model(width=16, strides=(2, 2))
 
 
 def load_data(device: torch.device) -> tuple[Data, Data]:
@@ -98,20 +86,14 @@ def epochs_of(indices: Tensor, batch: int, epochs: int, seed: int) -> list[Tenso
 
 
 def train(
-    model: nn.Module,
-    data: Data,
-    batches: list[Tensor],
-    learning_rate: float,
-    momentum: float = 0.9,
-    done: int = 0,
-    total: int | None = None,
+    model: nn.Module, data: Data, batches: list[Tensor], lr: float, momentum: float = 0.9, done: int = 0, total: int = 0
 ) -> Iterator[float]:
     """Make a step of SGD on each of this rank's batches of indices; yields its loss. The learning rate falls to 0 in a
     straight line, over `total` steps of which some are done, or over these batches."""
     images, labels = data
-    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=momentum)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     for step, picked in enumerate(batches, done):
-        optimizer.param_groups[0]["lr"] = learning_rate * (1 - step / (total or len(batches)))
+        optimizer.param_groups[0]["lr"] = lr * (1 - step / (total or len(batches)))
         loss = F.cross_entropy(model(images[picked]), labels[picked])
         optimizer.zero_grad()
         loss.backward()
@@ -140,38 +122,25 @@ def local_noise(model: nn.Module, images: Tensor, batches: list[Tensor]) -> Loca
     return noise
 
 
-def print_noise(axis: str, noise: dict[str, LocalNoise]) -> None:
-    """The layers of the noisiest setting, and a row for each setting."""
+def print_noise(axis: str, noise: dict[str, LocalNoise]) -> dict[str, list[dict[str, Any]]]:
+    """On rank 0 the layers of the noisiest setting, and a row for each setting. Returns all rows, for metrics.json."""
     noisiest = max(noise, key=lambda setting: max(row.output_deviation for row in noise[setting]))
-    print(f"{axis}: {noisiest}", noise[noisiest], sep="\n")
     rows = [(setting, *in_words(layers)) for setting, layers in noise.items()]
-    print_table("What local batch norm would do", (axis, "layers that gain", "outputs off by up to"), rows)
+    if rank() == 0:
+        print(f"{axis}: {noisiest}", noise[noisiest], sep="\n")
+        print_table("What local batch norm would do", (axis, "layers that gain", "outputs off by up to"), rows)
+    return {setting: [row._asdict() for row in layers] for setting, layers in noise.items()}
 
 
-def report(
-    errors: Errors,
-    axis: str,
-    title: str,
-    arguments: argparse.Namespace,
-    joined: bool = False,
-    noise: dict[str, LocalNoise] | None = None,
-    **more: Any,
-) -> None:
-    """Table, JSON and plot of the errors against the settings, which `axis` names, and of noise there; on rank 0.
-    Lines join the settings where they are numbers and `joined` says so."""
-    if rank() != 0:
-        return
-    if noise:
-        print_noise(axis, noise)
-        more["local noise"] = {setting: [row._asdict() for row in layers] for setting, layers in noise.items()}
-    rows = [
-        (way, *(f"{statistics.mean(values):.1f} ± {spread(values):.1f}" for values in by_setting.values()))
-        for way, by_setting in errors.items()
-    ]
-    headings = (axis, *next(iter(errors.values())))
-    print_table(f"{title}: test error (%), {world_size()} ranks, {arguments.seeds} seeds", headings, rows)
-    picture = functools.partial(draw_errors, errors, axis, title, joined)
-    write(arguments, {"test errors in %": errors, **more}, errors=picture)
+def report(errors: Errors, axis: str, title: str, arguments: argparse.Namespace, joined: bool, **more: Any) -> None:
+    """On rank 0 table, JSON and plot of the errors against the settings, which `axis` names. Lines join the settings
+    where they are `joined`: numbers, and not categories."""
+    if rank() == 0:
+        cells = {way: [f"{statistics.mean(x):.1f} ± {spread(x):.1f}" for x in errors[way].values()] for way in errors}
+        headings, rows = (axis, *next(iter(errors.values()))), [(way, *cells[way]) for way in errors]
+        print_table(f"{title}: test error (%), {world_size()} ranks, {arguments.seeds} seeds", headings, rows)
+        picture = functools.partial(draw_errors, errors=errors, axis=axis, title=title, joined=joined)
+        write(arguments, {"test errors in %": errors, **more}, errors=picture)
 
 
 def spread(values: list[float]) -> float:
@@ -179,12 +148,11 @@ def spread(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def draw_errors(errors: Errors, axis: str, title: str, joined: bool) -> Figure:
+def draw_errors(figure: Any, errors: Errors, axis: str, title: str, joined: bool) -> None:
     """Each way's means with their spread as bars. Ways that differ after a comma have shades of one colour."""
     from matplotlib import colormaps
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    figure.set_size_inches(6.4, 4.4)
     axes = figure.subplots()
     settings, ways = list(next(iter(errors.values()))), list(errors)
     for number, (_, family) in enumerate(itertools.groupby(ways, key=lambda way: way.partition(",")[0])):
@@ -192,10 +160,9 @@ def draw_errors(errors: Errors, axis: str, title: str, joined: bool) -> Figure:
             offset = 0.08 * (ways.index(way) - (len(ways) - 1) / 2)  # so that bars stand side by side
             places = [place + offset for place in range(len(settings))]
             means, spreads = ([of(values) for values in errors[way].values()] for of in (statistics.mean, spread))
-            style = {"color": colormaps["tab20c"](4 * number + shade), "marker": "os^"[shade]}
-            style["linestyle"] = "-" if joined else "none"
+            line = ("-" if joined else "none", "os^"[shade], colormaps["tab20c"](4 * number + shade))
+            style = dict(zip(("linestyle", "marker", "color"), line, strict=True))
             axes.errorbar(places, means, spreads, label=way, markersize=5, capsize=3, **style)
     axes.set(title=title, xlabel=axis, ylabel="test error (%)", ylim=(0, None))
     axes.set_xticks(range(len(settings)), settings)
     axes.legend(title=f"mean ± standard deviation of {len(errors[way][settings[0]])} seeds")
-    return figure

@@ -25,6 +25,7 @@ from common import (
     local_noise,
     new_errors,
     new_parser,
+    print_noise,
     report,
     runs,
     test_error,
@@ -71,7 +72,8 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
         if (seed, way) == (0, "syncbn"):
             noise[str(images)] = local_noise(model, training[0], batches)
         errors[way][str(images)].append(test_error(model, test))
-    report(errors, "images per rank", "Images per rank", arguments, joined=True, noise=noise)
+    measured = {"local noise": print_noise("images per rank", noise)}
+    report(errors, "images per rank", "Images per rank", arguments, joined=True, **measured)
 
 
 if __name__ == "__main__":

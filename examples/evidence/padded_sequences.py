@@ -139,7 +139,7 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
         errors[way][f"{mean}, {share}"].append(test_error(model, tests))
     name = "largest distance of the losses with a mask from those without padding"
     axis = "mean of the values (in units of their noise), share of padding (%)"
-    report(errors, axis, "Padded sequences", arguments, **{name: distance})
+    report(errors, axis, "Padded sequences", arguments, joined=False, **{name: distance})
     if rank() == 0:
         print(syncbn.summary(model))
         print(f"{name}: {distance:.1e}")

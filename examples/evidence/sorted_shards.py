@@ -30,6 +30,7 @@ from common import (
     local_noise,
     new_errors,
     new_parser,
+    print_noise,
     report,
     runs,
     test_error,
@@ -83,7 +84,8 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
             noise[kind] = local_noise(model, training[0], batches)
         for name, variant in variants(model, way, training[0][indices]).items():
             errors[name][kind].append(test_error(variant, test))
-    report(errors, "shards", "Sorted shards", arguments, noise=noise)
+    measured = {"local noise": print_noise("shards", noise)}
+    report(errors, "shards", "Sorted shards", arguments, joined=False, **measured)
 
 
 if __name__ == "__main__":

@@ -21,18 +21,7 @@ import contextlib
 import sys
 
 import torch
-from common import (
-    Data,
-    build_network,
-    epochs_of,
-    load_data,
-    new_errors,
-    new_parser,
-    report,
-    runs,
-    test_error,
-    train,
-)
+from common import Data, build_network, epochs_of, load_data, new_errors, new_parser, report, runs, test_error, train
 from launch import parallel, positive, rank, run_on_ranks, world_size
 from torch import Tensor, nn
 

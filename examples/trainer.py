@@ -1,9 +1,4 @@
-"""One model, trained three ways in lockstep, from the same weights on the same batches.
-
-one process     the whole batch on one process, nn.BatchNorm2d
-syncbn          W ranks under DistributedDataParallel, each with its slice of the batch, syncbn
-local           the same with nn.BatchNorm2d: every rank normalises its slice alone
-"""
+"""Trains models in lockstep, from the same weights on the same whole batches, and compares their loss curves."""
 
 from __future__ import annotations
 
@@ -24,13 +19,19 @@ import syncbn
 NUM_LAST = 25  # steps whose mean is the final loss
 
 
-class Trainer:
-    """One of the ways: a model, its optimizer, and what was measured."""
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
-    def __init__(self, name: str, model: nn.Module, optimizer: Optimizer) -> None:
-        self.name, self.module, self.optimizer = name, model, optimizer
-        self.sliced = name != "one process"  # each rank takes its slice; else every rank repeats the whole batch
-        self.model = parallel(model) if self.sliced else model
+
+class Trainer:
+    """A model, its optimizer, and what was measured. Each rank trains on its slice of a batch, with the model that
+    `wrap` makes parallel; "one process" is repeated on every rank, with the whole batch."""
+
+    def __init__(
+        self, name: str, model: nn.Module, optimizer: MakeOptimizer, wrap: Callable[[nn.Module], nn.Module] = parallel
+    ) -> None:
+        self.name, self.module, self.optimizer = name, model, optimizer(model.parameters())
+        self.sliced = name != "one process" and dist.is_initialized()
+        self.model = wrap(model) if self.sliced else model
         self.losses: list[float] = []
         self.tests: dict[str, Any] = {}
 
@@ -40,14 +41,13 @@ class Trainer:
         whole_weight = len(labels) if class_weights is None else class_weights[labels].sum()
         if self.sliced:
             images, labels = own(images), own(labels)
-        # DistributedDataParallel takes the mean over ranks, whose slices may be of different weights.
-        losses = F.cross_entropy(self.model(images), labels, class_weights, reduction="sum")
-        loss = losses * (num_slices / whole_weight)
+        loss = F.cross_entropy(self.model(images), labels, class_weights, reduction="sum")
+        loss = loss * (num_slices / whole_weight)  # gradients are averaged over ranks, whose slices may differ in size
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
         loss = loss.detach()
-        if self.sliced and dist.is_initialized():
+        if self.sliced:
             dist.all_reduce(loss)
             loss /= num_slices
         self.losses.append(loss.item())
@@ -67,17 +67,21 @@ class Trainer:
         self.losses, self.tests = state["losses"], state["tests"]
 
 
-def new_trainers(model: nn.Module, optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]) -> list[Trainer]:
-    """The three, each with a copy of the model."""
-    one_process, synchronised, local = (copy.deepcopy(model) for _ in range(3))
-    syncbn.convert_syncbn_model(synchronised)
-    models = {"one process": one_process, "syncbn": synchronised, "local": local}
-    return [Trainer(name, model, optimizer(model.parameters())) for name, model in models.items()]
+def three_ways(model: nn.Module, optimizer: MakeOptimizer) -> list[Trainer]:
+    """Trainers of copies of the model: on one process, with syncbn, and with local statistics."""
+    models = {name: copy.deepcopy(model) for name in ("one process", "syncbn", "local")}
+    syncbn.convert_syncbn_model(models["syncbn"])
+    return [Trainer(name, model, optimizer) for name, model in models.items()]
 
 
 def distance(trainer: Trainer, reference: Trainer) -> float:
     """The largest difference of two loss curves, in units of the loss."""
     return max(abs(a - b) for a, b in zip(trainer.losses, reference.losses, strict=True))
+
+
+def last_losses(trainers: list[Trainer]) -> str:
+    """A line for the progress bar."""
+    return "  ".join(f"{trainer.name} {trainer.losses[-1]:.3f}" for trainer in trainers)
 
 
 def report(
