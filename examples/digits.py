@@ -20,8 +20,6 @@ Writes metrics.json (settings, curves, accuracies, distances) and curves.png to 
 picture.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import math
@@ -32,28 +30,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import load_on_ranks, new_parser, positive, progress_bar, rank, run_on_ranks, save, world_size
+from launch import new_parser, positive, progress_bar, rank, resume, run_on_ranks, save, world_size
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from trainer import Trainer, last_losses, report, three_ways
+from trainer import SMOOTHING, Trainer, last_losses, report, three_ways
 
 NUM_TEST = 297  # images held out; 1,500 to train
-SMOOTHING = 25  # steps per point of the plot
 
-
-def parse_arguments() -> argparse.Namespace:
-    parser = new_parser(__doc__, "digits")
-    add = parser.add_argument
-    add("--epochs", type=positive, default=3, help="passes over the 1,500 training images")
-    add("--steps", type=positive, help="steps per epoch; None: as many as the images fill")
-    add("--images-per-rank", type=positive, default=2, help="images per rank and step")
-    add("--learning-rate", type=float, default=0.005, help="of SGD with momentum 0.9")
-    add("--width", type=positive, default=16, help="channels of the first stage")
-    add("--dtype", choices=["float64", "float32"], default="float64", help="training amplifies float32's rounding")
-    add("--seed", type=int, default=0, help="of weights and batches")
-    add("--checkpoint", type=Path, help="file to go on from, and to write")
-    add("--checkpoint-every", type=positive, default=25, help="steps between checkpoints")
-    return parser.parse_args()
+parser = new_parser(__doc__, "digits")
+add = parser.add_argument
+add("--epochs", type=positive, default=3, help="passes over the 1,500 training images")
+add("--steps", type=positive, help="steps per epoch; None: as many as the images fill")
+add("--images-per-rank", type=positive, default=2, help="images per rank and step")
+add("--learning-rate", type=float, default=0.005, help="of SGD with momentum 0.9")
+add("--width", type=positive, default=16, help="channels of the first stage")
+add("--dtype", choices=["float64", "float32"], default="float64", help="training amplifies float32's rounding")
+add("--seed", type=int, default=0, help="of weights and batches")
+add("--checkpoint", type=Path, help="file to go on from, and to write")
+add("--checkpoint-every", type=positive, default=25, help="steps between checkpoints")
 
 
 class ResidualBlock(nn.Module):
@@ -182,7 +176,7 @@ class Training:
 
     def load(self, path: Path) -> None:
         """Go on from `path` if it exists. **Exits** with the reason where it is not a checkpoint of this job."""
-        if (state := load_on_ranks(path, self.settings())) is None:
+        if (state := resume(path, self.settings())) is None:
             return
         if state["batch"] < world_size():
             sys.exit(f"{path} is of a batch of {state['batch']} images, too few for {world_size()} ranks")
@@ -219,7 +213,6 @@ def draw_curves(figure: Any, trainers: list[Trainer]) -> None:
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Train three ways and report."""
     training = Training(arguments, device)
     training.run()
     if rank() == 0:
@@ -229,4 +222,4 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    run_on_ranks(job, parse_arguments())
+    run_on_ranks(job, parser)

@@ -17,8 +17,6 @@ becomes of the running statistics, which are those of the old images?
 Prints the accuracies on new test images, and writes metrics.json to --output.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import functools
@@ -36,16 +34,13 @@ PRETRAIN_BATCH, PRETRAIN_LEARNING_RATE = 32, 0.02
 TRAINED = "frozen", "local", "syncbn", "one process"
 NUM_NEW = 500  # training images of the new kind; the others are those to pretrain on
 
-
-def parse_arguments() -> argparse.Namespace:
-    parser = new_parser(__doc__, "finetune")
-    add = parser.add_argument
-    add("--pretrain-steps", type=positive, default=150, help="steps on 32 images")
-    add("--steps", type=positive, default=250, help="steps of fine-tuning")
-    add("--images-per-rank", type=positive, default=2, help="images per rank and step of fine-tuning")
-    add("--learning-rate", type=float, default=0.0005, help="of SGD with momentum 0.9")
-    add("--seed", type=int, default=0, help="of weights, noise and batches")
-    return parser.parse_args()
+parser = new_parser(__doc__, "finetune")
+add = parser.add_argument
+add("--pretrain-steps", type=positive, default=150, help="steps on 32 images")
+add("--steps", type=positive, default=250, help="steps of fine-tuning")
+add("--images-per-rank", type=positive, default=2, help="images per rank and step of fine-tuning")
+add("--learning-rate", type=float, default=0.0005, help="of SGD with momentum 0.9")
+add("--seed", type=int, default=0, help="of weights, noise and batches")
 
 
 def change(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -74,7 +69,6 @@ def freeze_statistics(model: nn.Module) -> nn.Module:
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Pretrain once, fine-tune in each way, compare."""
     torch.manual_seed(arguments.seed)
     images, labels = load_images(torch.float64, device)
     changed = change(images, torch.Generator().manual_seed(arguments.seed))
@@ -104,4 +98,4 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    run_on_ranks(job, parse_arguments())
+    run_on_ranks(job, parser)

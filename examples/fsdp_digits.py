@@ -8,8 +8,6 @@ nn.BatchNorm2d; the loss curves agree to rounding. In the end the shards are gat
 an nn.BatchNorm2d model loads, for the accuracy on the test images. Writes that, model.pt, and metrics.json to --output.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import functools
@@ -28,17 +26,14 @@ from trainer import Trainer, distance, last_losses
 
 import syncbn
 
-
-def parse_arguments() -> argparse.Namespace:
-    parser = new_parser(__doc__, "fsdp_digits")
-    add = parser.add_argument
-    add("--epochs", type=positive, default=2, help="passes over the 1,500 training images")
-    add("--steps", type=positive, help="steps per epoch; None: as many as the images fill")
-    add("--images-per-rank", type=positive, default=4, help="images per rank and step")
-    add("--learning-rate", type=float, default=0.01, help="of SGD with momentum 0.9")
-    add("--width", type=positive, default=16, help="channels of the first stage")
-    add("--seed", type=int, default=0, help="of weights and batches")
-    return parser.parse_args()
+parser = new_parser(__doc__, "fsdp_digits")
+add = parser.add_argument
+add("--epochs", type=positive, default=2, help="passes over the 1,500 training images")
+add("--steps", type=positive, help="steps per epoch; None: as many as the images fill")
+add("--images-per-rank", type=positive, default=4, help="images per rank and step")
+add("--learning-rate", type=float, default=0.01, help="of SGD with momentum 0.9")
+add("--width", type=positive, default=16, help="channels of the first stage")
+add("--seed", type=int, default=0, help="of weights and batches")
 
 
 def shard(model: nn.Module, device: torch.device) -> nn.Module:
@@ -56,7 +51,6 @@ def num_held(model: nn.Module) -> int:
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Train both, compare, save."""
     if not dist.is_initialized():
         sys.exit("FSDP2 needs a process group: torchrun --standalone --nproc-per-node 2 examples/fsdp_digits.py")
     torch.manual_seed(arguments.seed)
@@ -99,4 +93,4 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    run_on_ranks(job, parse_arguments())
+    run_on_ranks(job, parser)

@@ -16,8 +16,6 @@ Prints loss, top-1, top-5 and speed of each epoch and writes them to metrics.jso
 rich it prints plain lines.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
@@ -28,22 +26,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import launch
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from launch import (
-    load_on_ranks,
-    new_parser,
-    parallel,
-    positive,
-    progress_bar,
-    rank,
-    run_on_ranks,
-    save,
-    world_size,
-    write,
-)
+from launch import new_parser, parallel, positive, progress_bar, rank, resume, run_on_ranks, sum_over_ranks, world_size
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
@@ -54,45 +41,40 @@ ENDINGS = ".jpg", ".jpeg", ".png"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's red, green and blue, in [0, 1]
 CENTER = 224 / 256  # of the shorter side, which validation sees
 SHOWN_EVERY = 50  # steps; to show a loss is to wait for the GPU
+Norm = Callable[[int], nn.Module]  # makes a layer, of so many channels
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
-
-def parse_arguments() -> argparse.Namespace:
-    parser = new_parser(__doc__, "imagenet", timeout=600)
-    add = parser.add_argument
-    add("--data", type=Path, required=True, help="folder with train/CLASS/*.jpg and val/CLASS/*.jpg")
-    add("--epochs", type=positive, default=90, help="passes over the training images")
-    add("--warm-up", type=float, default=5, help="epochs in which the learning rate rises")
-    add("--images-per-rank", type=positive, default=32, help="images per rank and step")
-    add("--learning-rate", type=float, default=0.1, help="per 256 images of the whole batch")
-    add("--momentum", type=float, default=0.9, help="of SGD")
-    add("--weight-decay", type=float, default=1e-4, help="not of batch norm and biases")
-    add("--label-smoothing", type=float, default=0.1, help="share spread over all classes")
-    add("--image-size", type=positive, default=224, help="pixels a side")
-    add("--smallest-crop", type=float, default=0.08, help="share of a training image's area")
-    add("--blocks", type=positive, nargs=4, default=[3, 4, 6, 3], help="per stage; 3 4 23 3 is ResNet-101")
-    add("--width", type=positive, default=64, help="channels of the first convolution")
-    add("--local-batch-norm", action="store_true", help="nn.BatchNorm2d: each rank normalises its images alone")
-    add("--amp", action="store_true", help="autocast to bfloat16")
-    add("--channels-last", action="store_true", help="tensors in the memory order N, H, W, C")
-    add("--compile", action="store_true", help="torch.compile the model")
-    add("--workers", type=int, default=8, help="processes per rank that read images")
-    add("--seed", type=int, default=0, help="of weights, order and crops")
-    add("--checkpoint", type=Path, help="file to go on from, and to write")
-    return parser.parse_args()
+parser = new_parser(__doc__, "imagenet", timeout=600)
+add = parser.add_argument
+add("--data", type=Path, required=True, help="folder with train/CLASS/*.jpg and val/CLASS/*.jpg")
+add("--epochs", type=positive, default=90, help="passes over the training images")
+add("--warm-up", type=float, default=5, help="epochs in which the learning rate rises")
+add("--images-per-rank", type=positive, default=32, help="images per rank and step")
+add("--learning-rate", type=float, default=0.1, help="per 256 images of the whole batch")
+add("--momentum", type=float, default=0.9, help="of SGD")
+add("--weight-decay", type=float, default=1e-4, help="not of batch norm and biases")
+add("--label-smoothing", type=float, default=0.1, help="share spread over all classes")
+add("--image-size", type=positive, default=224, help="pixels a side")
+add("--smallest-crop", type=float, default=0.08, help="share of a training image's area")
+add("--blocks", type=positive, nargs=4, default=[3, 4, 6, 3], help="per stage; 3 4 23 3 is ResNet-101")
+add("--width", type=positive, default=64, help="channels of the first convolution")
+add("--local-batch-norm", action="store_true", help="nn.BatchNorm2d: each rank normalises its images alone")
+add("--amp", action="store_true", help="autocast to bfloat16")
+add("--channels-last", action="store_true", help="tensors in the memory order N, H, W, C")
+add("--compile", action="store_true", help="torch.compile the model")
+add("--workers", type=int, default=8, help="processes per rank that read images")
+add("--seed", type=int, default=0, help="of weights, order and crops")
+add("--checkpoint", type=Path, help="file to go on from, and to write")
 
 
 class Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions, each with batch norm, + shortcut, relu."""
 
-    expansion = 4  # channels out, per channel inside
-
-    def __init__(self, num_in: int, num_inside: int, stride: int, norm_layer: Callable[[int], nn.Module]) -> None:
+    def __init__(self, num_in: int, num_inside: int, stride: int, norm_layer: Norm) -> None:
         super().__init__()
-        num_out = num_inside * self.expansion
+        num_out = 4 * num_inside
         self.conv1, self.bn1 = nn.Conv2d(num_in, num_inside, 1, bias=False), norm_layer(num_inside)
-        self.conv2 = nn.Conv2d(num_inside, num_inside, 3, stride, padding=1, bias=False)
-        self.bn2 = norm_layer(num_inside)
+        self.conv2, self.bn2 = nn.Conv2d(num_inside, num_inside, 3, stride, 1, bias=False), norm_layer(num_inside)
         self.conv3, self.bn3 = nn.Conv2d(num_inside, num_out, 1, bias=False), norm_layer(num_out)
         self.downsample = nn.Sequential()  # the identity
         if stride != 1 or num_in != num_out:
@@ -109,21 +91,21 @@ class ResNet(nn.Module):
 
     def __init__(
         self,
-        num_classes: int = 1000,
+        classes: int = 1000,
         blocks: Sequence[int] = (3, 4, 6, 3),
         width: int = 64,
-        norm_layer: Callable[[int], nn.Module] = nn.BatchNorm2d,
+        norm_layer: Norm = nn.BatchNorm2d,
     ) -> None:
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False), norm_layer(width)
         num_in = width
         for stage, num_blocks in enumerate(blocks):
-            layer, num_inside = nn.Sequential(), width * 2**stage
+            layer = nn.Sequential()
             for index in range(num_blocks):
-                layer.append(Bottleneck(num_in, num_inside, 2 if stage and not index else 1, norm_layer))
-                num_in = num_inside * Bottleneck.expansion
+                layer.append(Bottleneck(num_in, width * 2**stage, 2 if stage and not index else 1, norm_layer))
+                num_in = 4 * width * 2**stage
             self.add_module(f"layer{stage + 1}", layer)
-        self.fc = nn.Linear(num_in, num_classes)
+        self.fc = nn.Linear(num_in, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -131,7 +113,7 @@ class ResNet(nn.Module):
                 nn.init.zeros_(module.bn3.weight)  # each block starts as its shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, 3, S, S) images -> (N, num_classes) logits."""
+        """(N, 3, S, S) images -> (N, classes) logits."""
         x = F.max_pool2d(F.relu(self.bn1(self.conv1(x)), inplace=True), 3, 2, padding=1)  # (N, width, S / 4, S / 4)
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))  # (N, 32 * width, S / 32, S / 32)
         return self.fc(x.mean((2, 3)))
@@ -149,8 +131,7 @@ class Images(Dataset[tuple[Tensor, int]]):
             sys.exit(f"{folder} has no folders of classes; --data FOLDER needs train/CLASS/*.jpg and val/CLASS/*.jpg")
         self.files: list[tuple[str, int]] = []
         for label, name in enumerate(self.classes):
-            entries = os.scandir(folder / name)
-            paths = sorted(entry.path for entry in entries if entry.name.lower().endswith(ENDINGS))
+            paths = sorted(entry.path for entry in os.scandir(folder / name) if entry.name.lower().endswith(ENDINGS))
             if not paths:
                 sys.exit(f"{folder / name} holds no image ({', '.join(ENDINGS)}); put some there or remove the folder")
             self.files += [(path, label) for path in paths]
@@ -176,7 +157,6 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 
 def center(width: int, height: int) -> Box:
-    """A square."""
     side = CENTER * min(width, height)
     return (width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2
 
@@ -200,13 +180,6 @@ def share_of_peak(step: int, num_warm_up: float, num_steps: int) -> float:
     return (1 + math.cos(math.pi * (step - num_warm_up) / (num_steps - num_warm_up))) / 2
 
 
-def all_reduced(numbers: Tensor) -> list[float]:
-    """Sums over the ranks."""
-    if dist.is_initialized():
-        dist.all_reduce(numbers)
-    return numbers.tolist()
-
-
 class Training:
     """Data, model and optimizer, and what was measured in each epoch."""
 
@@ -216,15 +189,20 @@ class Training:
         self.images = Images(data / "train", size, arguments.seed, arguments.smallest_crop)
         validation = Images(data / "val", size)
         if differing := sorted(set(self.images.classes) ^ set(validation.classes)):
-            names = ", ".join(differing[:5])
-            sys.exit(f"train and val in {data} must have the same classes; only one of them has {names}")
+            sys.exit(
+                f"{data}/train and val must have the same classes; only one of them has {', '.join(differing[:5])}"
+            )
         self.batch = arguments.images_per_rank * world_size()
         if len(self.images) < self.batch:
             sys.exit(f"{data} has {len(self.images)} training images; lower --images-per-rank, or add some")
         self.sampler = DistributedSampler(self.images, world_size(), rank(), seed=arguments.seed, drop_last=True)
-        self.loader = self.load_batches(self.images, sampler=self.sampler, drop_last=True)
+        workers = {"num_workers": arguments.workers, "pin_memory": device.type == "cuda"}  # they start with each epoch
+        self.loader = DataLoader(
+            self.images, arguments.images_per_rank, sampler=self.sampler, drop_last=True, **workers
+        )
         # This rank's share; a DistributedSampler would fill the shares up to equal sizes with images that count twice.
-        self.validation = self.load_batches(Subset(validation, range(rank(), len(validation), world_size())))
+        share = Subset(validation, range(rank(), len(validation), world_size()))
+        self.validation = DataLoader(share, arguments.images_per_rank, **workers)
 
         torch.manual_seed(arguments.seed)
         torch.backends.cudnn.benchmark = True  # all batches have one size
@@ -238,18 +216,13 @@ class Training:
         self.model = parallel(self.alone)
         decayed = [parameter for parameter in module.parameters() if parameter.ndim > 1]
         others = [parameter for parameter in module.parameters() if parameter.ndim <= 1]  # batch norm's, and biases
-        groups = [{"params": decayed, "weight_decay": arguments.weight_decay}, {"params": others}]
+        groups = {"params": decayed, "weight_decay": arguments.weight_decay}, {"params": others}
         self.optimizer = torch.optim.SGD(groups, momentum=arguments.momentum)
         self.epochs: list[dict[str, float]] = []
         sizes = {"--blocks": arguments.blocks, "--width": arguments.width, "classes": len(self.images.classes)}
         self.settings = {name: str(value) for name, value in sizes.items()}  # those of the checkpoint
         if arguments.checkpoint is not None:
             self.load(arguments.checkpoint)
-
-    def load_batches(self, images: Dataset[Any], **settings: Any) -> DataLoader[Any]:
-        """Its workers start with each epoch, and so learn which it is."""
-        settings |= {"num_workers": self.arguments.workers, "pin_memory": self.device.type == "cuda"}
-        return DataLoader(images, self.arguments.images_per_rank, **settings)
 
     def batches(self, loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
         """Normalised images (N, 3, S, S) and labels (N,)."""
@@ -298,7 +271,7 @@ class Training:
             if step % SHOWN_EVERY == 0:
                 shown = f"loss {loss.item():.3f}"
             advance(f"epoch {epoch + 1}/{num_epochs}  {shown}")
-        return all_reduced(losses)[0] / (num_steps * world_size())
+        return sum_over_ranks(losses).item() / (num_steps * world_size())
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
@@ -312,16 +285,16 @@ class Training:
                 logits = self.alone(images)  # DistributedDataParallel would wait for ranks that have no batch left
             right = logits.topk(min(5, logits.shape[1])).indices == labels.unsqueeze(1)  # (N, 5)
             counts += torch.stack((right[:, 0].sum(), right.sum(), torch.tensor(len(labels), device=self.device)))
-        top_1, top_5, num_images = all_reduced(counts)
+        top_1, top_5, num_images = sum_over_ranks(counts).tolist()
         return top_1 / num_images, top_5 / num_images
 
     def save(self, path: Path) -> None:
         state = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
-        save({"settings": self.settings, **state, "epochs": self.epochs}, path)
+        launch.save({"settings": self.settings, **state, "epochs": self.epochs}, path)
 
     def load(self, path: Path) -> None:
         """Go on from `path` if it exists. **Exits** with the reason where it is not a checkpoint of this model."""
-        if (state := load_on_ranks(path, self.settings)) is not None:
+        if (state := resume(path, self.settings)) is not None:
             self.module.load_state_dict(state["model"])
             of_this_command_line = self.optimizer.state_dict()["param_groups"]
             self.optimizer.load_state_dict({**state["optimizer"], "param_groups": of_this_command_line})
@@ -329,7 +302,6 @@ class Training:
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Train and report."""
     training = Training(arguments, device)
     training.run()
     if rank() == 0:
@@ -337,8 +309,8 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
         sent = sum(layer.forward_bytes + layer.backward_bytes for layer in layers) / 1e6
         states = ", ".join(sorted({layer.last_step for layer in layers})) or "-"
         print(f"{len(layers)} synchronised layers, {sent:.2f} MB a step from each rank; last step: {states}")
-        write(arguments, {"epochs": training.epochs})
+        launch.write(arguments, {"epochs": training.epochs})
 
 
 if __name__ == "__main__":
-    run_on_ranks(job, parse_arguments())
+    run_on_ranks(job, parser)

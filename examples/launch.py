@@ -3,10 +3,9 @@
 Printing is on rank 0. Without rich there are plain lines, and without matplotlib no pictures.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
+import gc
 import glob
 import itertools
 import json
@@ -35,7 +34,7 @@ class ManualFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDef
 def new_parser(manual: str, name: str, timeout: float = 60) -> argparse.ArgumentParser:
     """A parser with the options of all jobs."""
     parser = argparse.ArgumentParser(description=manual, formatter_class=ManualFormatter)
-    parser.add_argument("--output", type=Path, default=Path("runs") / name, help="folder to write")
+    parser.add_argument("--output", type=Path, default=Path("runs") / name, help="folder for metrics.json and pictures")
     parser.add_argument("--timeout", type=float, default=timeout, help="seconds that a rank waits for the others")
     return parser
 
@@ -47,30 +46,26 @@ def positive(text: str) -> int:
     return number
 
 
-def run_on_ranks(job: Callable[[argparse.Namespace, torch.device], None], arguments: argparse.Namespace) -> None:
-    """Call `job` with this rank's device. The process group outlives all that the job makes, as models need it."""
-    device = choose_device(arguments.timeout)
-    try:
-        job(arguments, device)
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def choose_device(timeout: float) -> torch.device:
-    """Join the process group that torchrun describes, if it does. A GPU where each rank has one, else the CPU."""
-    local_ranks, local_rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
-    own_gpu = torch.cuda.device_count() >= local_ranks
-    device = torch.device("cuda", local_rank) if own_gpu else torch.device("cpu")
+def run_on_ranks(job: Callable[[argparse.Namespace, torch.device], None], parser: argparse.ArgumentParser) -> None:
+    """Call `job` with the options and this rank's device, in the process group that torchrun describes, if it does.
+    Each rank has a GPU of its own, or all have the CPU."""
+    arguments = parser.parse_args()
+    own_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if own_gpu else torch.device("cpu")
     if own_gpu:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
     if "RANK" in os.environ:
-        dist.init_process_group("nccl" if own_gpu else "gloo", timeout=timedelta(seconds=timeout))
-    return device
+        dist.init_process_group("nccl" if own_gpu else "gloo", timeout=timedelta(seconds=arguments.timeout))
+    try:
+        job(arguments, device)
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+    finally:
+        gc.collect()  # no model may outlive the process group, and FSDP's are in reference cycles
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def rank() -> int:
@@ -93,6 +88,13 @@ def parallel(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model) if dist.is_initialized() else model
 
 
+def sum_over_ranks(numbers: Tensor) -> Tensor:
+    """The same tensor, with the sums."""
+    if dist.is_initialized():
+        dist.all_reduce(numbers)
+    return numbers
+
+
 def save(state: object, path: Path) -> None:
     """Write a checkpoint, whole or not at all: the file gets its name when it is on the disk."""
     unfinished = path.with_name(f"{path.name} unfinished by {platform.node()} {os.getpid()}")
@@ -111,7 +113,7 @@ def load(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
 
 
-def load_on_ranks(path: Path, settings: dict[str, str]) -> Any:
+def resume(path: Path, settings: dict[str, str]) -> Any:
     """What rank 0 reads with `load`, on every rank.
 
     **Exits** with the reason where the file cannot be read, or its "settings" are not these.
@@ -154,21 +156,14 @@ def progress_bar(done: int, total: int) -> Iterator[Callable[[str], None]]:
 def print_table(title: str, headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     try:
         from rich.console import Console
-        from rich.table import Table
+        from rich.table import Column, Table
     except ImportError:
         print(title, *("  ".join(cell.rjust(14) for cell in row) for row in (headings, *rows)), sep="\n")
         return
-    table = Table(title=title)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left")
+    table = Table(headings[0], *(Column(heading, justify="right") for heading in headings[1:]), title=title)
     for row in rows:
         table.add_row(*row)
     Console().print(table)
-
-
-def device_name() -> str:
-    """The name of the GPU or of the CPU's architecture."""
-    return torch.cuda.get_device_name() if torch.cuda.is_initialized() else platform.machine()
 
 
 def write(arguments: argparse.Namespace, metrics: dict[str, Any], **pictures: Callable[[Any], None]) -> None:
@@ -179,7 +174,7 @@ def write(arguments: argparse.Namespace, metrics: dict[str, Any], **pictures: Ca
         "command": " ".join(sys.argv),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": device_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else platform.machine(),
         "ranks": world_size(),
         "seconds": seconds,
         "settings": {name: str(value) for name, value in vars(arguments).items()},

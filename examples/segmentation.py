@@ -18,8 +18,6 @@ three says) to --output. The data are scikit-learn's: 1,797 digits of 8 x 8 pixe
 of 32 x 32 are composed as they are needed.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools
@@ -28,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import new_parser, positive, progress_bar, rank, run_on_ranks, world_size
+from launch import new_parser, positive, progress_bar, rank, run_on_ranks, sum_over_ranks, world_size
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
@@ -47,18 +45,15 @@ WHY_LOCAL_IS_LOWER = (
     "scene take it away, which makes training easier. The running statistics, which evaluation uses, do not."
 )
 
-
-def parse_arguments() -> argparse.Namespace:
-    parser = new_parser(__doc__, "segmentation")
-    add = parser.add_argument
-    add("--steps", type=positive, default=1000, help="steps of the optimizer")
-    add("--images-per-rank", type=positive, default=1, help="scenes per rank and step")
-    add("--learning-rate", type=float, default=0.01, help="highest, of Adam")
-    add("--width", type=positive, default=8, help="channels at full resolution")
-    add("--test-scenes", type=positive, default=200, help="number of them")
-    add("--dtype", choices=["float64", "float32"], default="float64", help="training amplifies float32's rounding")
-    add("--seed", type=int, default=0, help="of weights and scenes")
-    return parser.parse_args()
+parser = new_parser(__doc__, "segmentation")
+add = parser.add_argument
+add("--steps", type=positive, default=1000, help="steps of the optimizer")
+add("--images-per-rank", type=positive, default=1, help="scenes per rank and step")
+add("--learning-rate", type=float, default=0.01, help="highest, of Adam")
+add("--width", type=positive, default=8, help="channels at full resolution")
+add("--test-scenes", type=positive, default=200, help="number of them")
+add("--dtype", choices=["float64", "float32"], default="float64", help="training amplifies float32's rounding")
+add("--seed", type=int, default=0, help="of weights and scenes")
 
 
 class Scenes:
@@ -73,7 +68,6 @@ class Scenes:
         self.dtype, self.device = dtype, device
 
     def uniform(self, *shape: int) -> Tensor:
-        """Numbers in [0, 1)."""
         return torch.rand(shape, generator=self.generator, dtype=torch.float64)
 
     def scene(self) -> tuple[Tensor, Tensor]:
@@ -143,9 +137,8 @@ def test(trainer: Trainer, images: Tensor, labels: Tensor) -> None:
     images, labels = (whole[rank() :: world_size()] for whole in (images, labels))
     said, true = (F.one_hot(x, NUM_CLASSES).bool() for x in (predict(trainer, images), labels))
     counts = torch.stack([both.sum((0, 1, 2)) for both in (said & true, said | true)])  # (2, 11)
-    if dist.is_initialized():
-        dist.all_reduce(counts)
-    ious = counts[0] / counts[1].clamp(min=1)  # of background, 0, 1, ..., 9
+    overlap, union = sum_over_ranks(counts)
+    ious = overlap / union.clamp(min=1)  # of background, 0, 1, ..., 9
     trainer.tests = {"mean_iou": ious.mean().item(), "ious": ious.tolist()}
 
 
@@ -171,7 +164,6 @@ def draw_predictions(figure: Any, trainers: list[Trainer], images: Tensor, label
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Train three ways, test, report."""
     torch.manual_seed(arguments.seed)
     dtype, highest = getattr(torch, arguments.dtype), arguments.learning_rate
     trainers = three_ways(UNet(arguments.width).to(device, dtype), functools.partial(torch.optim.Adam, lr=highest))
@@ -199,4 +191,4 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    run_on_ranks(job, parse_arguments())
+    run_on_ranks(job, parser)

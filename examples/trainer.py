@@ -1,7 +1,5 @@
 """Trains models in lockstep, from the same weights on the same whole batches, and compares their loss curves."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import statistics
@@ -10,14 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import device_name, own, parallel, print_table, world_size, write
+from launch import own, parallel, print_table, sum_over_ranks, world_size, write
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import syncbn
 
-NUM_LAST = 25  # steps whose mean is the final loss
-
+SMOOTHING = 25  # steps whose mean is a point of a plotted loss curve, or the final loss
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -47,14 +44,11 @@ class Trainer:
         loss.backward()
         self.optimizer.step()
         loss = loss.detach()
-        if self.sliced:
-            dist.all_reduce(loss)
-            loss /= num_slices
-        self.losses.append(loss.item())
+        self.losses.append((sum_over_ranks(loss) / num_slices if self.sliced else loss).item())
 
     def final_loss(self) -> float:
         """The mean of the last steps."""
-        return statistics.mean(self.losses[-NUM_LAST:])
+        return statistics.mean(self.losses[-SMOOTHING:])
 
     def state_dict(self) -> dict[str, Any]:
         """All that training changes."""
@@ -89,15 +83,11 @@ def report(
 ) -> None:
     """The layers, a table with each way's score in the test, and the files; on rank 0."""
     print(syncbn.summary(trainers[1].model))
-    rows = []
+    rows, runs = [], {}
     for trainer, score in zip(trainers, scores, strict=True):
-        rows.append(
-            (trainer.name, f"{trainer.final_loss():.4f}", f"{score:.1%}", f"{distance(trainer, trainers[0]):.1e}")
-        )
-    title = f"{world_size()} ranks, {batch} a step, {arguments.dtype}, {device_name()}"
+        far = distance(trainer, trainers[0])
+        rows.append((trainer.name, f"{trainer.final_loss():.4f}", f"{score:.1%}", f"{far:.1e}"))
+        runs[trainer.name] = {"losses": trainer.losses, "distance": far, **trainer.tests}
+    title = f"{world_size()} ranks, {batch} a step, {arguments.dtype}"
     print_table(title, ("training", "final loss", test, "largest distance from one process"), rows)
-    runs = {
-        trainer.name: {"losses": trainer.losses, "distance": distance(trainer, trainers[0]), **trainer.tests}
-        for trainer in trainers
-    }
     write(arguments, {"runs": runs}, **pictures)

@@ -12,8 +12,6 @@ are also computed by one process with the whole batch; the largest difference of
 Writes samples.png (real digits above generated ones) and metrics.json to --output.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 from typing import Any
@@ -31,15 +29,12 @@ CRITIC_STEPS = 3  # per step of the generator
 PENALTY = 10.0  # lambda
 CHECKED_STEPS = 3  # compared with one process
 
-
-def parse_arguments() -> argparse.Namespace:
-    parser = new_parser(__doc__, "wgan_gp")
-    add = parser.add_argument
-    add("--steps", type=positive, default=300, help="steps of the generator")
-    add("--images-per-rank", type=positive, default=8, help="images per rank and step")
-    add("--learning-rate", type=float, default=1e-3, help="of Adam")
-    add("--seed", type=int, default=0, help="of weights, noise and batches")
-    return parser.parse_args()
+parser = new_parser(__doc__, "wgan_gp")
+add = parser.add_argument
+add("--steps", type=positive, default=300, help="steps of the generator")
+add("--images-per-rank", type=positive, default=8, help="images per rank and step")
+add("--learning-rate", type=float, default=1e-3, help="of Adam")
+add("--seed", type=int, default=0, help="of weights, noise and batches")
 
 
 def build_generator() -> nn.Module:
@@ -72,10 +67,8 @@ def build_critic() -> nn.Module:
 
 
 def scores(critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of real, fake and in-between images (N, 1, 8, 8), and the latter themselves; `mix` (N, 1, 1, 1) in [0, 1).
-
-    All three go in one batch: the slope in between is to be that of the very function which scores real and fake.
-    """
+    """Of real, fake and in-between images (N, 1, 8, 8), and the latter themselves; `mix` (N, 1, 1, 1) in [0, 1). All
+    three go in one batch: the slope in between is to be that of the very function which scores real and fake."""
     between = torch.lerp(real, fake.detach(), mix).requires_grad_()
     real_scores, fake_scores, between_scores = critic(torch.cat((real, fake, between))).chunk(3)
     return real_scores, fake_scores, between_scores, between
@@ -97,16 +90,13 @@ class Draws:
         self.generator = torch.Generator().manual_seed(seed)
 
     def real(self) -> Tensor:
-        """(batch, 1, 8, 8)."""
-        return self.images[torch.randint(len(self.images), (self.batch,), generator=self.generator)]
+        return self.images[torch.randint(len(self.images), (self.batch,), generator=self.generator)]  # (batch, 1, 8, 8)
 
     def noise(self) -> Tensor:
-        """(batch, 16)."""
-        return torch.randn(self.batch, NUM_LATENT, generator=self.generator, dtype=torch.float64).to(self.images.device)
+        return torch.randn(self.batch, NUM_LATENT, dtype=torch.float64, generator=self.generator).to(self.images.device)
 
     def mix(self) -> Tensor:
-        """(batch, 1, 1, 1) in [0, 1)."""
-        return torch.rand(self.batch, 1, 1, 1, generator=self.generator, dtype=torch.float64).to(self.images.device)
+        return torch.rand(self.batch, 1, 1, 1, dtype=torch.float64, generator=self.generator).to(self.images.device)
 
 
 def distance_from_one_process(
@@ -176,7 +166,6 @@ def draw_samples(figure: Any, real: Tensor, fake: Tensor) -> None:
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Train, compare, draw."""
     digits, _ = load_images(torch.float64, device)
     generator, distance = train(arguments, digits)
     if rank() == 0:
@@ -195,4 +184,4 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    run_on_ranks(job, parse_arguments())
+    run_on_ranks(job, parser)

@@ -3,8 +3,6 @@
 It also makes the modules of examples/ importable, so it is imported before them.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import copy
@@ -21,20 +19,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import syncbn
 from syncbn.tools.measure_local_noise import LocalNoise
 
 sys.path.append(str(Path(__file__).parents[1]))
 import launch
 from digits import build_model, load_images
 from launch import positive, print_table, progress_bar, rank, world_size, write
-from local_noise import in_words
+from local_noise import in_words, measure
 
 NUM_TRAIN = 600  # of the 1,797 digits; the others test, so that an error is known to 0.1 %
 NUM_MEASURED = 20  # batches on which local noise is measured
 
 Data = tuple[Tensor, Tensor]  # images and labels
-Errors = dict[str, dict[str, list[float]]]  # of each way, in each setting: the error in % with each seed
+# Errors()[way][setting] are the test errors in %, with each seed
+Errors = functools.partial(collections.defaultdict, functools.partial(collections.defaultdict, list))
 
 
 def new_parser(manual: str, name: str, epochs: int = 8) -> argparse.ArgumentParser:
@@ -55,11 +53,6 @@ def load_data(device: torch.device) -> tuple[Data, Data]:
     """Digits to train and to test with; the data set's order mixes its writers."""
     images, labels = load_images(torch.float32, device)
     return (images[:NUM_TRAIN], labels[:NUM_TRAIN]), (images[NUM_TRAIN:], labels[NUM_TRAIN:])
-
-
-def new_errors() -> Errors:
-    """Empty; an error is appended to `errors[way][setting]`."""
-    return collections.defaultdict(lambda: collections.defaultdict(list))
 
 
 def runs(arguments: argparse.Namespace, *axes: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
@@ -112,35 +105,32 @@ def test_error(model: nn.Module, data: Data) -> float:
     return wrong.item()
 
 
-@torch.no_grad()
 def local_noise(model: nn.Module, images: Tensor, batches: list[Tensor]) -> LocalNoise:
     """How far this rank's statistics of a trained model lie from those of all ranks, on this rank's first batches."""
-    copied = copy.deepcopy(model).train()
-    with syncbn.measure_local_noise(copied) as noise:
-        for picked in batches[:NUM_MEASURED]:
-            copied(images[picked])
-    return noise
+    return measure(copy.deepcopy(model).train(), (images[picked] for picked in batches[:NUM_MEASURED]))
 
 
-def print_noise(axis: str, noise: dict[str, LocalNoise]) -> dict[str, list[dict[str, Any]]]:
-    """On rank 0 the layers of the noisiest setting, and a row for each setting. Returns all rows, for metrics.json."""
+def print_noise(axis: str, noise: dict[str, LocalNoise]) -> None:
+    """The layers of the noisiest setting, and a row for each setting."""
     noisiest = max(noise, key=lambda setting: max(row.output_deviation for row in noise[setting]))
+    print(f"{axis}: {noisiest}", noise[noisiest], sep="\n")
     rows = [(setting, *in_words(layers)) for setting, layers in noise.items()]
-    if rank() == 0:
-        print(f"{axis}: {noisiest}", noise[noisiest], sep="\n")
-        print_table("What local batch norm would do", (axis, "layers that gain", "outputs off by up to"), rows)
-    return {setting: [row._asdict() for row in layers] for setting, layers in noise.items()}
+    print_table("What local batch norm would do", (axis, "layers that gain", "outputs off by up to"), rows)
 
 
-def report(errors: Errors, axis: str, title: str, arguments: argparse.Namespace, joined: bool, **more: Any) -> None:
-    """On rank 0 table, JSON and plot of the errors against the settings, which `axis` names. Lines join the settings
-    where they are `joined`: numbers, and not categories."""
-    if rank() == 0:
-        cells = {way: [f"{statistics.mean(x):.1f} ± {spread(x):.1f}" for x in errors[way].values()] for way in errors}
-        headings, rows = (axis, *next(iter(errors.values()))), [(way, *cells[way]) for way in errors]
-        print_table(f"{title}: test error (%), {world_size()} ranks, {arguments.seeds} seeds", headings, rows)
-        picture = functools.partial(draw_errors, errors=errors, axis=axis, title=title, joined=joined)
-        write(arguments, {"test errors in %": errors, **more}, errors=picture)
+def report(errors: Any, axis: str, title: str, arguments: argparse.Namespace, joined: bool, **more: Any) -> None:
+    """On rank 0 table, JSON and plot of the errors against the settings, which `axis` names, and the noise there.
+    Lines join the settings where they are `joined`: numbers, and not categories."""
+    if rank() != 0:
+        return
+    if noise := more.pop("noise", None):
+        print_noise(axis, noise)
+        more["local noise"] = {setting: [row._asdict() for row in layers] for setting, layers in noise.items()}
+    cells = {way: [f"{statistics.mean(x):.1f} ± {spread(x):.1f}" for x in errors[way].values()] for way in errors}
+    headings, rows = (axis, *next(iter(errors.values()))), [(way, *cells[way]) for way in errors]
+    print_table(f"{title}: test error (%), {world_size()} ranks, {arguments.seeds} seeds", headings, rows)
+    picture = functools.partial(draw_errors, errors=errors, axis=axis, title=title, joined=joined)
+    write(arguments, {"test errors in %": errors, **more}, errors=picture)
 
 
 def spread(values: list[float]) -> float:
@@ -148,7 +138,7 @@ def spread(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def draw_errors(figure: Any, errors: Errors, axis: str, title: str, joined: bool) -> None:
+def draw_errors(figure: Any, errors: Any, axis: str, title: str, joined: bool) -> None:
     """Each way's means with their spread as bars. Ways that differ after a comma have shades of one colour."""
     from matplotlib import colormaps
 

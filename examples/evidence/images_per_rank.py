@@ -9,28 +9,12 @@ so that fewer images make more and smaller steps. Here it falls to 0 in a straig
 
     torchrun --standalone --nproc-per-node 2 examples/evidence/images_per_rank.py          minutes on two cores
     torchrun --standalone --nproc-per-node 2 examples/evidence/images_per_rank.py --seeds 1 --epochs 1 --images 2 8
-
-Writes metrics.json and errors.png to --output.
 """
-
-from __future__ import annotations
 
 import argparse
 
 import torch
-from common import (
-    build_network,
-    epochs_of,
-    load_data,
-    local_noise,
-    new_errors,
-    new_parser,
-    print_noise,
-    report,
-    runs,
-    test_error,
-    train,
-)
+from common import Errors, build_network, epochs_of, load_data, local_noise, new_parser, report, runs, test_error, train
 from launch import own, parallel, positive, run_on_ranks, world_size
 from torch import nn
 
@@ -40,11 +24,8 @@ WAYS = "local", "syncbn", "GroupNorm"
 LEARNING_RATE = 0.1  # of 16 images on each of 2 ranks
 CHANNELS_PER_GROUP = 4  # of GroupNorm
 
-
-def parse_arguments() -> argparse.Namespace:
-    parser = new_parser(__doc__, "images_per_rank", epochs=4)
-    parser.add_argument("--images", type=positive, nargs="+", default=[1, 2, 4, 8, 16], help="per rank and step")
-    return parser.parse_args()
+parser = new_parser(__doc__, "images_per_rank", epochs=4)
+parser.add_argument("--images", type=positive, nargs="+", default=[1, 2, 4, 8, 16], help="per rank and step")
 
 
 def normalised(model: nn.Module, way: str) -> nn.Module:
@@ -61,9 +42,8 @@ def normalised(model: nn.Module, way: str) -> nn.Module:
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Train with each seed and number of images in each way, test, report."""
     training, test = load_data(device)
-    errors, noise = new_errors(), {}
+    errors, noise = Errors(), {}
     for seed, images, way in runs(arguments, arguments.images, WAYS):
         model = normalised(build_network(), way).to(device)
         batch = images * world_size()
@@ -72,9 +52,8 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
         if (seed, way) == (0, "syncbn"):
             noise[str(images)] = local_noise(model, training[0], batches)
         errors[way][str(images)].append(test_error(model, test))
-    measured = {"local noise": print_noise("images per rank", noise)}
-    report(errors, "images per rank", "Images per rank", arguments, joined=True, **measured)
+    report(errors, "images per rank", "Images per rank", arguments, joined=True, noise=noise)
 
 
 if __name__ == "__main__":
-    run_on_ranks(job, parse_arguments())
+    run_on_ranks(job, parser)

@@ -13,11 +13,7 @@ the noise is 0, as of standardised features, or 3, in units of the noise: there 
 
     torchrun --standalone --nproc-per-node 2 examples/evidence/padded_sequences.py          minutes on two cores
     torchrun --standalone --nproc-per-node 2 examples/evidence/padded_sequences.py --seeds 1 --epochs 1 --shares 75
-
-Writes metrics.json and errors.png to --output.
 """
-
-from __future__ import annotations
 
 import argparse
 import functools
@@ -26,7 +22,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from common import epochs_of, new_errors, new_parser, report, runs, test_error, train
+from common import Errors, epochs_of, new_parser, report, runs, test_error, train
 from launch import own, parallel, rank, run_on_ranks
 from torch import Tensor, nn
 
@@ -45,11 +41,8 @@ VARIED = "varied"
 
 Batch = list[Tensor] | tuple[Tensor, Tensor]
 
-
-def parse_arguments() -> argparse.Namespace:
-    parser = new_parser(__doc__, "padded_sequences")
-    parser.add_argument("--shares", nargs="+", default=["50", "90", VARIED], help="of padding, in %%")
-    return parser.parse_args()
+parser = new_parser(__doc__, "padded_sequences")
+parser.add_argument("--shares", nargs="+", default=["50", "90", VARIED], help="of padding, in %%")
 
 
 @functools.cache
@@ -70,20 +63,19 @@ def draw(mean: float, seed: int, device: torch.device) -> tuple[list[Tensor], Te
 
 
 class Sequences:
-    """Picks batches: lists of sequences where `shares` is None, else padded ones with these shares of padding in %."""
+    """Picks batches, with these shares of padding in %; lists of sequences where `shares` is None."""
 
     def __init__(self, sequences: list[Tensor], shares: Iterator[float] | None) -> None:
         self.sequences, self.shares = sequences, shares
 
     def __getitem__(self, picked: Tensor) -> Batch:
-        """A list of (4, length); or (N, 4, T), 0 behind each sequence, and (N, T), which says what is not padding."""
-        sequences = [self.sequences[index] for index in picked]
+        sequences = [self.sequences[index] for index in picked]  # of (4, length)
         if self.shares is None:
             return sequences
         lengths = torch.tensor([x.shape[1] for x in sequences])
         steps = max(int(lengths.max()), round(float(lengths.double().mean()) / (1 - next(self.shares) / 100)))
-        x = torch.stack([F.pad(x, (0, steps - x.shape[1])) for x in sequences])
-        return x, (torch.arange(steps) < lengths[:, None]).to(x.device)
+        x = torch.stack([F.pad(x, (0, steps - x.shape[1])) for x in sequences])  # (N, 4, steps)
+        return x, (torch.arange(steps) < lengths[:, None]).to(x.device)  # (N, steps): what is not padding
 
 
 class Network(nn.Module):
@@ -125,8 +117,7 @@ def shares_of(setting: str, seed: int) -> Iterator[float]:
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Train with each seed, mean and share of padding in each way, test, report."""
-    errors, losses, distance = new_errors(), {}, 0.0
+    errors, losses, distance = Errors(), {}, 0.0
     for seed, mean, share, way in runs(arguments, MEANS, arguments.shares, WAYS):
         sequences, labels = draw(mean, seed, device)
         data = Sequences(sequences, None if way == "alone" else shares_of(share, seed)), labels
@@ -146,4 +137,4 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    run_on_ranks(job, parse_arguments())
+    run_on_ranks(job, parser)

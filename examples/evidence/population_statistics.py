@@ -10,17 +10,13 @@ the values that it began with.
 
     torchrun --standalone --nproc-per-node 2 examples/evidence/population_statistics.py          minutes on two cores
     torchrun --standalone --nproc-per-node 2 examples/evidence/population_statistics.py --seeds 1 --epochs 2
-
-Writes metrics.json and errors.png to --output.
 """
-
-from __future__ import annotations
 
 import argparse
 import copy
 
 import torch
-from common import build_network, epochs_of, load_data, new_errors, new_parser, report, runs, test_error, train
+from common import Errors, build_network, epochs_of, load_data, new_parser, report, runs, test_error, train
 from launch import own, parallel, positive, rank, run_on_ranks
 
 import syncbn
@@ -28,19 +24,13 @@ import syncbn
 LEARNING_RATE = 0.1  # of 32 images
 CHUNK = 50  # images of a batch that recomputes
 
-
-def parse_arguments() -> argparse.Namespace:
-    parser = new_parser(__doc__, "population_statistics")
-    parser.add_argument(
-        "--batches", type=positive, nargs="+", default=[8, 40, 200], help="images of all ranks per step"
-    )
-    return parser.parse_args()
+parser = new_parser(__doc__, "population_statistics")
+parser.add_argument("--batches", type=positive, nargs="+", default=[8, 40, 200], help="images of all ranks per step")
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Train with each seed and batch size, test after each epoch that is a power of 2, report."""
     training, test = load_data(device)
-    errors = new_errors()
+    errors = Errors()
     for seed, batch in runs(arguments, arguments.batches):
         model = syncbn.convert_syncbn_model(build_network().to(device))
         batches = [own(whole) for whole in epochs_of(torch.arange(len(training[0])), batch, arguments.epochs, seed)]
@@ -59,4 +49,4 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    run_on_ranks(job, parse_arguments())
+    run_on_ranks(job, parser)

@@ -13,29 +13,13 @@ and no single set of statistics serves all classes in evaluation.
     torchrun --standalone --nproc-per-node 5 examples/evidence/sorted_shards.py          2 classes for each rank
     torchrun --standalone --nproc-per-node 2 examples/evidence/sorted_shards.py          5 classes for each rank
     torchrun --standalone --nproc-per-node 2 examples/evidence/sorted_shards.py --seeds 1 --epochs 2
-
-Writes metrics.json and errors.png to --output.
 """
-
-from __future__ import annotations
 
 import argparse
 import copy
 
 import torch
-from common import (
-    build_network,
-    epochs_of,
-    load_data,
-    local_noise,
-    new_errors,
-    new_parser,
-    print_noise,
-    report,
-    runs,
-    test_error,
-    train,
-)
+from common import Errors, build_network, epochs_of, load_data, local_noise, new_parser, report, runs, test_error, train
 from launch import parallel, rank, run_on_ranks, world_size
 from torch import Tensor, nn
 
@@ -70,9 +54,8 @@ def variants(model: nn.Module, way: str, images: Tensor) -> dict[str, nn.Module]
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Train with each seed on each kind of shards in each way, test, report."""
     training, test = load_data(device)
-    errors, noise = new_errors(), {}
+    errors, noise = Errors(), {}
     for seed, kind, way in runs(arguments, SHARDS, WAYS):
         model = build_network().to(device)
         if way == "syncbn":
@@ -84,9 +67,8 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
             noise[kind] = local_noise(model, training[0], batches)
         for name, variant in variants(model, way, training[0][indices]).items():
             errors[name][kind].append(test_error(variant, test))
-    measured = {"local noise": print_noise("shards", noise)}
-    report(errors, "shards", "Sorted shards", arguments, joined=False, **measured)
+    report(errors, "shards", "Sorted shards", arguments, joined=False, noise=noise)
 
 
 if __name__ == "__main__":
-    run_on_ranks(job, new_parser(__doc__, "sorted_shards").parse_args())
+    run_on_ranks(job, new_parser(__doc__, "sorted_shards"))

@@ -10,18 +10,14 @@ momentum would stay behind that of the others.
 
     torchrun --standalone --nproc-per-node 2 examples/evidence/uneven_data.py          minutes on two cores
     torchrun --standalone --nproc-per-node 2 examples/evidence/uneven_data.py --seeds 1 --epochs 2 --shares 90
-
-Writes metrics.json and errors.png to --output.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
 import sys
 
 import torch
-from common import Data, build_network, epochs_of, load_data, new_errors, new_parser, report, runs, test_error, train
+from common import Data, Errors, build_network, epochs_of, load_data, new_parser, report, runs, test_error, train
 from launch import parallel, positive, rank, run_on_ranks, world_size
 from torch import Tensor, nn
 
@@ -31,11 +27,8 @@ WAYS = "join", "drop", "drop, as many steps"
 IMAGES_PER_RANK = 8
 LEARNING_RATE = 0.2
 
-
-def parse_arguments() -> argparse.Namespace:
-    parser = new_parser(__doc__, "uneven_data")
-    parser.add_argument("--shares", type=positive, nargs="+", default=[50, 75, 90], help="%% of the images on rank 0")
-    return parser.parse_args()
+parser = new_parser(__doc__, "uneven_data")
+parser.add_argument("--shares", type=positive, nargs="+", default=[50, 75, 90], help="%% of the images on rank 0")
 
 
 def shares_of(num_images: int, percent: int, seed: int) -> tuple[Tensor, ...]:
@@ -62,11 +55,10 @@ def train_on_share(model: nn.Module, data: Data, shares: tuple[Tensor, ...], way
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Train with each seed and share of rank 0 in each way, test, report."""
     if world_size() < 2:
         sys.exit("uneven_data.py needs two ranks or more; start it with torchrun")
     training, test = load_data(device)
-    errors, steps = new_errors(), {way: {} for way in WAYS}
+    errors, steps = Errors(), {way: {} for way in WAYS}
     for seed, percent, way in runs(arguments, arguments.shares, WAYS):
         model = syncbn.convert_syncbn_model(build_network().to(device))
         shares, share = shares_of(len(training[0]), percent, seed), f"{percent} %"
@@ -78,4 +70,4 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    run_on_ranks(job, parse_arguments())
+    run_on_ranks(job, parser)
