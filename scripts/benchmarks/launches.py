@@ -79,7 +79,7 @@ def show(here: Session, layers: dict[str, nn.Module], rounds: int) -> None:
     calls = {name: partial(time_steps, layer) for name, layer in layers.items()}
     for name, samples in in_turn(calls, rounds, warm_up=1).items():
         forward, backward = map(statistics.median, zip(*samples, strict=True))
-        here.console.print(f"{name:27} forward {forward:6.1f} us   backward {backward:6.1f} us", highlight=False)
+        here.print(f"{name:27} forward {forward:6.1f} us   backward {backward:6.1f} us")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -87,8 +87,8 @@ def run(arguments: argparse.Namespace) -> None:
         """As for a tensor on a GPU, which is not signed."""
         return TensorPlan(gpu, layout, **options)
 
-    with session(threads=1, on_cpu=True) as here:
-        here.say(triton=triton.__version__)
+    with session(on_cpu=True) as here:
+        here.print(f"triton: {triton.__version__}")
         triton.runtime.driver.set_active(Driver())
         select.new_plan = new_plan
         layers = {"nn.BatchNorm2d, on the CPU": nn.BatchNorm2d(8), "syncbn": syncbn.SyncBatchNorm2d(8)}
