@@ -174,12 +174,10 @@ def seconds_of_step(network: Network, scheme: str, topology: str, ranks: int) ->
 
 
 def ranks_at_share(network: Network, scheme: str, topology: str, step: float) -> int | None:
-    """The fewest ranks, of the powers of 2 up to 2^20, on which synchronisation takes SHARE of a step."""
-    for ranks in (2**exponent for exponent in range(1, 21)):
-        seconds = seconds_of_step(network, scheme, topology, ranks)
-        if seconds > SHARE * (step + seconds):
-            return ranks
-    return None
+    """The fewest ranks, of the powers of 2 up to 2^20, on which synchronisation takes more than SHARE of a step."""
+    least = SHARE / (1 - SHARE) * step  # seconds
+    worlds = (2**exponent for exponent in range(1, 21))
+    return next((ranks for ranks in worlds if seconds_of_step(network, scheme, topology, ranks) > least), None)
 
 
 def model(arguments: argparse.Namespace, here: Session) -> None:

@@ -193,7 +193,6 @@ def test_soak_on_two_ranks(tmp_path: Path) -> None:
     assert result["rounds"] >= 2
     for rounds in result["measured"]:
         assert {one["threads"] for one in rounds} == {1}
-    assert (tmp_path / "soak.png").stat().st_size > 10_000
 
 
 def test_segmentation_on_two_ranks(tmp_path: Path) -> None:
