@@ -22,16 +22,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 SOURCE = Path("syncbn/kernels/cpu.cpp")
 LIBRARY = Path("syncbn/kernels/_cpu.so")
 EDITABLE = Path("build/editable/syncbn")
-FLAGS = [
-    "-std=c++20",
-    "-O3",
-    "-fno-exceptions",
-    "-fno-rtti",
-    "-fno-math-errno",
-    "-ffp-contract=off",
-    "-fvisibility=hidden",
-    "-Wno-attributes",
-]
+FLAGS = ["-std=c++20", "-O3", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-ffp-contract=off"]
+FLAGS += ["-fvisibility=hidden", "-Wno-attributes"]
 SHARED = ["-fPIC", "-shared", "-Wl,--as-needed", "-Wl,-z,defs"]
 STUB = 'extern "C" int torch_parallel_for() { return 0; }'
 

@@ -118,16 +118,18 @@ def measure(arguments: argparse.Namespace, here: Session) -> None:
     rows = [(scheme, f"{one['messages']:.0f}", f"{one['bytes']:,.0f}") for scheme, one in sent.items()]
     title = f"a step of one layer of {CHANNELS} channels on {ranks} ranks"
     here.show(title, ("scheme", "messages a rank", "bytes a rank"), rows)
+    calls = {
+        (kind, num_bytes): partial(time_collective, collective(Payload(kind, num_bytes // 8, torch.float64)))
+        for kind in ("all_reduce", "all_gather")
+        for num_bytes in TIMED_BYTES
+    }
     times = []
-    for kind in ("all_reduce", "all_gather") if arguments.rounds else ():
-        for num_bytes in TIMED_BYTES:
-            call = partial(time_collective, collective(Payload(kind, num_bytes // 8, torch.float64)))
-            samples = in_turn({kind: call}, arguments.rounds, warm_up=3)
-            seconds = slowest_rank(samples[kind]).median().item()
-            times.append({"collective": kind, "ranks": ranks, "bytes": num_bytes, "seconds": seconds})
-            here.console.print(f"{kind} of {num_bytes:,} bytes: {1e3 * seconds:.3f} ms", highlight=False)
+    for (kind, num_bytes), samples in in_turn(calls if arguments.rounds else {}, arguments.rounds, warm_up=3).items():
+        seconds = slowest_rank(samples).median().item()
+        times.append({"collective": kind, "ranks": ranks, "bytes": num_bytes, "seconds": seconds})
+        here.print(f"{kind} of {num_bytes:,} bytes: {1e3 * seconds:.3f} ms")
     here.write(arguments.output / f"ranks-{ranks}.json", sent=sent, times=times)
-    here.console.print(f"wrote {arguments.output}/ranks-{ranks}.json")
+    here.print(f"wrote {arguments.output}/ranks-{ranks}.json")
 
 
 # Modelled, alone.
@@ -172,12 +174,10 @@ def seconds_of_step(network: Network, scheme: str, topology: str, ranks: int) ->
 
 
 def ranks_at_share(network: Network, scheme: str, topology: str, step: float) -> int | None:
-    """The fewest ranks, of the powers of 2 up to 2^20, on which synchronisation takes SHARE of a step."""
-    for ranks in (2**exponent for exponent in range(1, 21)):
-        seconds = seconds_of_step(network, scheme, topology, ranks)
-        if seconds > SHARE * (step + seconds):
-            return ranks
-    return None
+    """The fewest ranks, of the powers of 2 up to 2^20, on which synchronisation takes more than SHARE of a step."""
+    least = SHARE / (1 - SHARE) * step  # seconds
+    worlds = (2**exponent for exponent in range(1, 21))
+    return next((ranks for ranks in worlds if seconds_of_step(network, scheme, topology, ranks) > least), None)
 
 
 def model(arguments: argparse.Namespace, here: Session) -> None:
@@ -191,7 +191,7 @@ def model(arguments: argparse.Namespace, here: Session) -> None:
         raise SystemExit(f"the times fit no network ({fitted}): measure them again, on idle machines, with more rounds")
     latency = fitted.latency if arguments.latency is None else arguments.latency
     network = Network(latency, arguments.bandwidth or fitted.bandwidth)
-    here.console.print(
+    here.print(
         f"fitted to {len(times)} times: latency {1e6 * fitted.latency:.0f} us, bandwidth {fitted.bandwidth / 1e9:.2f} "
         f"GB/s; relative error: median {errors.abs().median():.0%}, largest {errors.abs().max():.0%}\n"
         f"modelled with {1e6 * network.latency:.0f} us and {network.bandwidth / 1e9:.2f} GB/s, a step of "
@@ -217,7 +217,7 @@ def model(arguments: argparse.Namespace, here: Session) -> None:
         **{"step seconds": arguments.step, "ranks": WORLDS, "seconds": curves, "over 5 % from": limits},
     )
     plot(arguments.output / "scaling.png", curves, arguments.step)
-    here.console.print(f"wrote {arguments.output}/model.json and scaling.png")
+    here.print(f"wrote {arguments.output}/model.json and scaling.png")
 
 
 def plot(file: Path, curves: dict[str, list[float]], step: float) -> None:
@@ -247,7 +247,7 @@ def main() -> None:
     add("--bandwidth", type=float, help="bytes/s, instead of the fitted one")
     add("--output", type=Path, default=Path("runs/scaling"), help="folder (default %(default)s)")
     arguments = parser.parse_args()
-    with session(threads=1, on_cpu=True) as here:
+    with session(on_cpu=True) as here:
         (measure if dist.is_initialized() else model)(arguments, here)
 
 

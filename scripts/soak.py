@@ -11,7 +11,7 @@ descriptors and threads, of which every gloo group has some.
 
 The table at the end is of the second half of the rounds: the slope of a line fitted to the memory, and by how much the
 numbers grew. The exit status is 1 where buffers differ or numbers grow, or memory by more than 1 % in that time. Writes
-soak.json and soak.png to --output.
+soak.json to --output.
 """
 
 from __future__ import annotations
@@ -52,25 +52,19 @@ def build_model(process_group: int | None = None) -> nn.Module:
     return syncbn.convert_syncbn_model(model, process_group)
 
 
-class Data:
-    """Batches, of this rank's own size each."""
-
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def batch(self) -> Tensor:
-        """(1 to 5, 3, 8, 8)."""
-        size = int(torch.randint(1, 6, (), generator=self.generator))
-        return torch.randn(size, 3, 8, 8, generator=self.generator)
+def draw(generator: torch.Generator) -> Tensor:
+    """A batch (1 to 5, 3, 8, 8), of this rank's own size."""
+    size = int(torch.randint(1, 6, (), generator=generator))
+    return torch.randn(size, 3, 8, 8, generator=generator)
 
 
-def train(model: nn.Module, data: Data, steps: int = STEPS) -> None:
+def train(model: nn.Module, data: torch.Generator, steps: int = STEPS) -> None:
     """Forward and backward; nothing learns."""
     for _ in range(steps):
-        model(data.batch()).square().mean().backward()
+        model(draw(data)).square().mean().backward()
 
 
-def round_of_everything(data: Data) -> nn.Module:
+def round_of_everything(data: torch.Generator) -> nn.Module:
     """Returns a model that took part in most of it."""
     ddp = DistributedDataParallel(build_model())
     train(ddp, data)
@@ -81,14 +75,14 @@ def round_of_everything(data: Data) -> nn.Module:
     with syncbn.debug():
         train(model, data)
     for _ in range(STEPS):
-        model.eval()(data.batch())
+        model.eval()(draw(data))
         model.train()
-        checkpoint(model, data.batch().requires_grad_(), use_reentrant=False).square().mean().backward()
-        x = data.batch().requires_grad_()
+        checkpoint(model, draw(data).requires_grad_(), use_reentrant=False).square().mean().backward()
+        x = draw(data).requires_grad_()
         (slope,) = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
         slope.square().sum().backward()
         syncbn.functional.sync_batch_norm_many([torch.randn(2, 4, 5), torch.randn(3, 7)])
-        images = model[0](data.batch())
+        images = model[0](draw(data))
         model[1](images, mask=torch.arange(len(images)) % 2 == 0)
         try:
             model[1](images[:, 1:] if dist.get_rank() == 0 else images)
@@ -102,13 +96,10 @@ def round_of_everything(data: Data) -> nn.Module:
 
 def differing_buffers(model: nn.Module) -> list[str]:
     """The names of those that are not, bit for bit, rank 0's."""
-    names = []
-    for name, buffer in model.named_buffers():
-        of_rank_0 = buffer.clone()
-        dist.broadcast(of_rank_0, 0)
-        if not torch.equal(of_rank_0, buffer):
-            names.append(name)
-    return names
+    of_rank_0 = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for buffer in of_rank_0.values():
+        dist.broadcast(buffer, 0)
+    return [name for name, buffer in model.named_buffers() if not torch.equal(of_rank_0[name], buffer)]
 
 
 def measure() -> dict[str, float]:
@@ -131,7 +122,7 @@ def soak(store: dist.Store, rank: int, size: int, seconds: float) -> tuple[Round
         of_round, timeout = dist.PrefixStore(f"round {index}", store), timedelta(seconds=60)
         dist.init_process_group("gloo", store=of_round, rank=rank, world_size=size, timeout=timeout)
         torch.manual_seed(index)  # the same weights on all ranks
-        model = round_of_everything(Data(index * size + rank))
+        model = round_of_everything(torch.Generator().manual_seed(index * size + rank))
         differing += [f"round {index}: {name}" for name in differing_buffers(model)]
         is_last = torch.tensor(index > 0 and time.monotonic() - start > seconds)
         dist.broadcast(is_last, 0)
@@ -168,24 +159,10 @@ def report(measured: list[Rounds], differing: list[list[str]], output: Path) -> 
             f"{rank:4}  {rounds[-1]['memory'] / 1e6:10.0f}  {one['memory an hour'] / 1e6:14.2f}  "
             f"{one['file descriptors']:+16.0f}  {one['threads']:+7.0f}  {len(names):19}"
         )
-    plot(measured, output / "soak.png")
     few_rounds = num_rounds < 20  # in which memory is still being taken for the first time
     return not any(differing) and all(
         max(one[name] for name in COUNTS) <= 0 and (few_rounds or one["memory"] < MOST_GROWTH) for one in grown
     )
-
-
-def plot(measured: list[Rounds], path: Path) -> None:
-    """The memory of each rank over time."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(layout="constrained")
-    for rank, rounds in enumerate(measured):
-        minutes, megabytes = ([one[name] / unit for one in rounds] for name, unit in (("seconds", 60), ("memory", 1e6)))
-        axes.plot(minutes, megabytes, label=f"rank {rank}")
-    axes.set(xlabel="minutes", ylabel="resident memory, MB")
-    axes.legend()
-    figure.savefig(path, dpi=120)
 
 
 def main() -> None:

@@ -14,21 +14,18 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
-import io
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from benchmarks.measuring import Case, cases, draw, session, time_step
+from benchmarks.measuring import Case, cases, draw, median_and_spread, session, time_step
 
 ROOT = Path(__file__).resolve().parents[2]
 BASELINE = ROOT / "scripts" / "kernels_baseline.csv"
@@ -51,44 +48,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, default=1, help="(default %(default)s)")
 
 
-class Step(NamedTuple):
-    """A forward and a backward of one layer."""
-
-    case: Case
-    fused: bool  # with residual and relu
-
-    @property
-    def name(self) -> str:
-        return f"{self.case.name}{' fused' if self.fused else ''}"
+# This tree's time by the other's, of forward and backward: median and spread.
+Ratios = dict[Case, list[tuple[float, float]]]
 
 
-def steps_of(shapes: Sequence[str], dtypes: Sequence[str]) -> list[Step]:
-    """Each case, plain and fused."""
-    return [Step(case, fused) for case in cases(shapes, dtypes) for fused in (False, True)]
+def plain_and_fused(shapes: Sequence[str], dtypes: Sequence[str]) -> list[Case]:
+    return [case._replace(fused=fused) for case in cases(shapes, dtypes) for fused in (False, True)]
 
 
-class Ratio(NamedTuple):
-    """This tree's time by the other commit's."""
-
-    median: float
-    spread: float  # half the distance between the quartiles
-
-    @classmethod
-    def of(cls, ratios: Sequence[float]) -> Ratio:
-        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        return cls(middle, (high - low) / 2)
-
-
-Ratios = dict[Step, list[Ratio]]  # of forward and of backward
-
-
-def slower_each_time(steps: list[Step], measure: Callable[[list[Step]], Ratios]) -> list[Step]:
-    """Those of `steps` whose forward or backward is beyond LIMIT in each of ATTEMPTS measurements."""
+def slower_each_time(found: list[Case], measure: Callable[[list[Case]], Ratios]) -> list[Case]:
+    """Those of the cases whose forward or backward is beyond LIMIT in each of ATTEMPTS measurements."""
     for _ in range(ATTEMPTS):
-        if steps:
-            ratios = measure(steps)
-            steps = [step for step in steps if max(ratio.median for ratio in ratios[step]) > LIMIT]
-    return steps
+        if found:
+            ratios = measure(found)
+            found = [case for case in found if max(ratios[case])[0] > LIMIT]
+    return found
 
 
 def baseline() -> str:
@@ -98,13 +72,11 @@ def baseline() -> str:
 
 
 def copy_commit(ref: str, folder: Path) -> None:
-    """PARTS of that commit. **Raises** SystemExit with git's words where there is none."""
-    command = ["git", "archive", ref, *PARTS]
-    archived = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
-    if archived.returncode:
-        raise SystemExit(f"{' '.join(command)}: {archived.stderr.decode().strip()}")
-    with tarfile.open(fileobj=io.BytesIO(archived.stdout)) as archive:
-        archive.extractall(folder, filter="data")
+    """PARTS of that commit."""
+    archive = folder.with_suffix(".tar")
+    if subprocess.run(["git", "archive", f"--output={archive}", ref, *PARTS], cwd=ROOT, check=False).returncode:
+        raise SystemExit(f"git has no {ref} to compare with")
+    shutil.unpack_archive(archive, folder, filter="data")
 
 
 def copy_tree(folder: Path) -> None:
@@ -134,9 +106,9 @@ class Timer:
     def __exit__(self, *_: object) -> None:
         self.process.communicate()  # closes its input, with which it ends
 
-    def time_step(self, step: Step) -> list[float]:
+    def time_step(self, case: Case) -> list[float]:
         """Milliseconds of forward and backward."""
-        print(json.dumps(step), file=self.process.stdin, flush=True)
+        print(json.dumps(case), file=self.process.stdin, flush=True)
         return self._answer()
 
     def _answer(self) -> Any:
@@ -147,16 +119,16 @@ class Timer:
         return json.loads(line)
 
 
-def compare(this: Timer, other: Timer, steps: list[Step], rounds: int) -> Ratios:
+def compare(this: Timer, other: Timer, steps: list[Case], rounds: int) -> Ratios:
     """In new processes, which are the first of a round in turn."""
     found: Ratios = {}
     with this, other:
-        for step in steps:
+        for case in steps:
             ratios = []
             for index in range(rounds):
-                times = {timer: timer.time_step(step) for timer in ((this, other) if index % 2 else (other, this))}
+                times = {timer: timer.time_step(case) for timer in ((this, other) if index % 2 else (other, this))}
                 ratios.append([mine / theirs for mine, theirs in zip(times[this], times[other], strict=True)])
-            found[step] = [Ratio.of(of_pass) for of_pass in zip(*ratios, strict=True)]
+            found[case] = [median_and_spread(of_pass) for of_pass in zip(*ratios, strict=True)]
     return found
 
 
@@ -169,42 +141,39 @@ def run(arguments: argparse.Namespace) -> int:
         copy_tree(this_folder)
         this, other = Timer(this_folder, arguments.threads), Timer(other_folder, arguments.threads)
 
-        def measure(steps: list[Step]) -> Ratios:
+        def measure(steps: list[Case]) -> Ratios:
             ratios = compare(this, other, steps, arguments.rounds)
-            rows = [
-                (step.name, *(f"{number:.2f}" for ratio in passes for number in ratio))
-                for step, passes in ratios.items()
-            ]
+            rows = [(case.name, *(f"{number:.2f}" for one in ratios[case] for number in one)) for case in steps]
             here.show("", (f"this tree / {ref}", "forward", "+-", "backward", "+-"), rows)
             return ratios
 
-        slower = slower_each_time(steps_of(arguments.shapes, arguments.dtypes), measure)
+        slower = slower_each_time(plain_and_fused(arguments.shapes, arguments.dtypes), measure)
         more = f"more than {LIMIT - 1:.0%} slower than {ref}"
-        names = ", ".join(step.name for step in slower)
-        here.console.print(f"{more}, {ATTEMPTS} times: {names}" if slower else f"nothing is {more}")
+        names = ", ".join(case.name for case in slower)
+        here.print(f"{more}, {ATTEMPTS} times: {names}" if slower else f"nothing is {more}")
     return 1 if slower else 0
 
 
 @functools.lru_cache(1)
-def timed_step(step: Step) -> Callable[[], list[float]]:
+def timed_step(case: Case) -> Callable[[], list[float]]:
     """Times the `syncbn` that PYTHONPATH leads to, by the public layer alone, which older commits have too."""
     import syncbn
 
-    at_end = {"channel_last": True} if step.case.channel_dim != 1 else {}
-    layer = syncbn.SyncBatchNorm(step.case.channels, fuse_relu=step.fused, **at_end)
-    tensors = draw(step.case, torch.device("cpu"))
-    return functools.partial(time_step, lambda x, z: layer(x, z if step.fused else None), *tensors)
+    at_end = {"channel_last": True} if case.channel_dim != 1 else {}
+    layer = syncbn.SyncBatchNorm(case.channels, fuse_relu=case.fused, **at_end)
+    tensors = draw(case, torch.device("cpu"))
+    return functools.partial(time_step, lambda x, z: layer(x, z if case.fused else None), *tensors)
 
 
 def answer() -> None:
-    """Time each step that standard input names, and write its times, a line each."""
+    """Time a step of each case on standard input, and write its times, a line each."""
     import syncbn
 
     torch.set_num_threads(int(sys.argv[1]))
     print(json.dumps((syncbn.__file__, syncbn.kernels.available())), flush=True)
     for line in sys.stdin:
-        (shape, *layout), fused = json.loads(line)
-        take_step = timed_step(Step(Case(tuple(shape), *layout), fused))
+        shape, *others = json.loads(line)
+        take_step = timed_step(Case(tuple(shape), *others))
         take_step()  # after the other process nothing of this one is in the caches
         times = [take_step() for _ in range(STEPS_AT_ONCE)]
         print(json.dumps([min(of_pass) for of_pass in zip(*times, strict=True)]), flush=True)

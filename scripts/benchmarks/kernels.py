@@ -5,7 +5,7 @@
 
 A time is the median over the rounds. A kernel's rate is the bytes that it must read and write, divided by its time; 1
 is the rate of y.copy_(x) of the same tensors in the same run. On GPUs the L2 cache is emptied before each call, and
-ATen's own kernels for nn.SyncBatchNorm stand beside. Prints a table, and writes kernels.json to --output.
+scripts/gpu.sh has ATen's kernels beside these. Prints a table, and writes kernels.json to --output.
 """
 
 from __future__ import annotations
@@ -37,38 +37,29 @@ def calls_of(case: Case, device: torch.device) -> dict[str, tuple[Callable[[], o
     """Name -> what to call, and how many tensors of the input's size it must read and write."""
     x, z, dy = (tensor.detach() for tensor in draw(case, device))
     layout = Layout.of(x, case.channel_dim)
-    of_parameters = {"dtype": case.dtype_of_parameters, "device": device}
-    weight, bias = torch.ones(case.channels, **of_parameters), torch.zeros(case.channels, **of_parameters)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    weight, bias = (value(case.channels, dtype=dtype, device=device) for value in (torch.ones, torch.zeros))
     kernels = select._in_eager_mode(x)
     sums = kernels.forward_sums(x, layout)
     y, packed = kernels.forward_outputs(x, layout, sums, weight, bias, z, EPS, True)
-    dtypes = weight.dtype, bias.dtype
-    sums_of_dy, _, _ = kernels.backward_sums(dy, x, y, layout, packed, *dtypes)
+    sums_of_dy, _, _ = kernels.backward_sums(dy, x, y, layout, packed, dtype, dtype)
     copy = torch.empty_like(x)
-    forward_outputs = partial(kernels.forward_outputs, x, layout, sums, weight, bias)
-    backward_outputs = partial(kernels.backward_outputs, dy, x)
+
     calls: dict[str, tuple[Callable[[], object], int]] = {
         "copy": (partial(copy.copy_, x), 2),
         "x.sum()": (x.sum, 1),
         "forward_sums": (partial(kernels.forward_sums, x, layout), 1),
-        "forward_outputs": (partial(forward_outputs, None, EPS, False), 2),
-        "backward_sums": (partial(kernels.backward_sums, dy, x, None, layout, packed, *dtypes), 2),
-        "backward_outputs": (partial(backward_outputs, None, layout, sums_of_dy, packed, weight, False), 3),
-        "forward_outputs fused": (partial(forward_outputs, z, EPS, True), 3),
-        "backward_sums fused": (partial(kernels.backward_sums, dy, x, y, layout, packed, *dtypes), 3),
-        "backward_outputs fused": (partial(backward_outputs, y, layout, sums_of_dy, packed, weight, True), 5),
     }
-    if device.type == "cuda" and case.channel_dim == 1:
-        mean, invstd = torch.batch_norm_stats(x, EPS)
-        reduced = partial(torch.batch_norm_backward_reduce, dy, x, mean, invstd, weight, True, True, True)
-        sum_dy, sum_dy_xmu, _, _ = reduced()
-        count = torch.tensor([x.numel() // case.channels], dtype=torch.int32, device=device)
-        for_backward = dy, x, mean, invstd, weight, sum_dy, sum_dy_xmu, count
+    for kind, residual, output in (("", None, None), (" fused", z, y)):
+        forward = x, layout, sums, weight, bias, residual, EPS, bool(kind)
+        backward = dy, x, output, layout
         calls |= {
-            "ATen batch_norm_stats": (partial(torch.batch_norm_stats, x, EPS), 1),
-            "ATen batch_norm_elemt": (partial(torch.batch_norm_elemt, x, weight, bias, mean, invstd, EPS), 2),
-            "ATen batch_norm_backward_reduce": (reduced, 2),
-            "ATen batch_norm_backward_elemt": (partial(torch.batch_norm_backward_elemt, *for_backward), 3),
+            f"forward_outputs{kind}": (partial(kernels.forward_outputs, *forward), 3 if kind else 2),
+            f"backward_sums{kind}": (partial(kernels.backward_sums, *backward, packed, dtype, dtype), 3 if kind else 2),
+            f"backward_outputs{kind}": (
+                partial(kernels.backward_outputs, *backward, sums_of_dy, packed, weight, bool(kind)),
+                5 if kind else 3,
+            ),
         }
     return calls
 
@@ -101,11 +92,11 @@ def limit(kernels: dict[str, dict[str, float]]) -> float:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    with session(threads=1) as here:
+    with session() as here:
         results = {}
         for case in cases(arguments.shapes, arguments.dtypes):
             results[case.name] = kernels = run_case(case, here.device, arguments.rounds)
             rows = [(name, f"{one['ms']:.3f}", f"{one['share of copy']:.2f}") for name, one in kernels.items()]
             here.show(f"\n{case.name}", ("function", "ms", "share of the copy's rate"), rows)
-            here.console.print(f"4 x.sum() and 2 copies / the four functions: {limit(kernels):.2f}")
+            here.print(f"4 x.sum() and 2 copies / the four functions: {limit(kernels):.2f}")
             here.write(arguments.output / "kernels.json", kernels=results)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -39,25 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=15, help="(default %(default)s)")
 
 
-class Driver:
-    """Stands in for an H100."""
-
-    utils = SimpleNamespace(
+DRIVER = SimpleNamespace(  # of an H100
+    utils=SimpleNamespace(
         get_device_properties=lambda device: {"max_shared_mem": 227 << 10},
         load_binary=lambda *kernel: (1, 1, 32, 0, 1024),  # module, function, registers, spills, most threads
-    )
-
-    def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
-        return lambda *arguments: None
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+    ),
+    launcher_cls=lambda source, metadata: lambda *arguments: None,
+    get_current_device=lambda: 0,
+    get_current_stream=lambda device: 0,
+    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+)
 
 
 def time_steps(layer: nn.Module) -> tuple[float, float]:
@@ -79,7 +69,7 @@ def show(here: Session, layers: dict[str, nn.Module], rounds: int) -> None:
     calls = {name: partial(time_steps, layer) for name, layer in layers.items()}
     for name, samples in in_turn(calls, rounds, warm_up=1).items():
         forward, backward = map(statistics.median, zip(*samples, strict=True))
-        here.console.print(f"{name:27} forward {forward:6.1f} us   backward {backward:6.1f} us", highlight=False)
+        here.print(f"{name:27} forward {forward:6.1f} us   backward {backward:6.1f} us")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -87,9 +77,9 @@ def run(arguments: argparse.Namespace) -> None:
         """As for a tensor on a GPU, which is not signed."""
         return TensorPlan(gpu, layout, **options)
 
-    with session(threads=1, on_cpu=True) as here:
-        here.say(triton=triton.__version__)
-        triton.runtime.driver.set_active(Driver())
+    with session(on_cpu=True) as here:
+        here.print(f"triton: {triton.__version__}")
+        triton.runtime.driver.set_active(DRIVER)
         select.new_plan = new_plan
         layers = {"nn.BatchNorm2d, on the CPU": nn.BatchNorm2d(8), "syncbn": syncbn.SyncBatchNorm2d(8)}
         show(here, layers, arguments.rounds)

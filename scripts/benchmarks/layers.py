@@ -5,11 +5,9 @@
     torchrun --standalone --nproc-per-node 2 scripts/bench.py --shapes 32x64x56x56 --dtypes float32 --rounds 50
 
 In each round every peer takes its turn: two steps, of which the second is timed. A time is the median over the rounds
-of the slowest rank's, its spread half the distance between the quartiles; the first call is timed apart. Prints a table
-for each case, and writes bench.json, bench.csv and bench.png to --output.
-
-Memory is per byte of the input: what is saved for backward, and the most that a step has allocated at once. Collectives
-are those of a step, with the bytes that a rank gives to them.
+of the slowest rank's, its spread half the distance between the quartiles; the first call is timed apart. Memory is per
+byte of the input: what is saved for backward, and the most that a step has allocated at once. Prints a table for each
+case, and writes bench.json, bench.csv and bench.png to --output.
 
     syncbn               the layer, over all ranks
     nn.BatchNorm         not synchronised: what a rank does without any of this
@@ -36,22 +34,14 @@ import torch.nn.functional as F
 from benchmarks.measuring import Case, Peer, Session, Stopwatch, cases, draw, in_turn, session, summarize, time_step
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import profile
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import syncbn
 
 SHAPES = "32x64x56x56 32x256x28x28 64x256x56x56 8x64x32x32 8x512x7x7 256x1024 4x32x16x32x32 16x197x384"
 DTYPES = "float32 bfloat16 float16 float64"
-NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd", "barrier")  # among the operators of torch.distributed
-NEEDS = {  # of a step, beside time -> heading, format
-    "first_call": ("first call", ".1f"),
-    "saved": ("saved", ".2f"),
-    "peak": ("peak", ".2f"),
-    "collectives": ("collectives", ""),
-    "sent": ("bytes", ","),
-}
+NEEDS = {"first call": ".1f", "saved": ".2f", "peak": ".2f", "collectives": ""}  # beside time -> format
 Row = dict[str, Any]
 
 
@@ -68,15 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class HandWritten(nn.Module):
     """What one writes without a library: sums, a differentiable all_reduce, and autograd does the rest."""
 
-    def __init__(self, channels: int, channel_dim: int = 1) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
         self.register_buffer("running_mean", torch.zeros(channels))
         self.register_buffer("running_var", torch.ones(channels))
-        self.channel_dim = channel_dim
 
     def forward(self, x: Tensor) -> Tensor:
-        dims = [dim for dim in range(x.ndim) if dim != self.channel_dim]
+        dims, shape = [0, *range(2, x.ndim)], [-1] + [1] * (x.ndim - 2)
         wide = x.float() if x.dtype.itemsize < 4 else x
         count = wide.new_full((1,), x.numel() / len(self.weight))
         sums = torch.cat((wide.sum(dims), wide.square().sum(dims), count))
@@ -87,40 +76,25 @@ class HandWritten(nn.Module):
         with torch.no_grad():
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), 0.1)
             self.running_var.lerp_((var * sums[-1] / (sums[-1] - 1)).to(self.running_var.dtype), 0.1)
-        shape = [-1 if dim == self.channel_dim else 1 for dim in range(x.ndim)]
         scale = self.weight * (var + 1e-5).rsqrt()
         return ((wide - mean.view(shape)) * scale.view(shape) + self.bias.view(shape)).to(x.dtype)
-
-
-class ChannelsAtEnd(nn.Module):
-    """Batch norm of (N, L, C) by one that wants (N, C, L)."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.mT).mT
 
 
 def make_peers(case: Case, device: torch.device, compiled: bool) -> dict[str, Peer]:
     """Each with parameters of its own."""
     at_end = case.channel_dim != 1
-    of_parameters = {"device": device, "dtype": case.dtype_of_parameters}
-    ours = [
-        syncbn.SyncBatchNorm(case.channels, channel_last=at_end, fuse_relu=fused, **of_parameters)
-        for fused in (False, True)
-    ]
-    peers: dict[str, Peer] = {"syncbn": lambda x, z: ours[0](x), "syncbn fused": lambda x, z: ours[1](x, z)}
+    of_parameters = {"device": device, "dtype": torch.promote_types(getattr(torch, case.dtype), torch.float32)}
+    options = {"channel_last": at_end, **of_parameters}
+    ours, fused = (syncbn.SyncBatchNorm(case.channels, fuse_relu=fuse, **options) for fuse in (False, True))
+    peers: dict[str, Peer] = {"syncbn": lambda x, z: ours(x), "syncbn fused": fused}
     torch_class = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}.get(len(case.shape), nn.BatchNorm1d)
-    norms = {"nn.BatchNorm": torch_class(case.channels), "nn.SyncBatchNorm": nn.SyncBatchNorm(case.channels)}
-    if device.type != "cuda" or not dist.is_initialized():
-        del norms["nn.SyncBatchNorm"]
-    norms = {name: ChannelsAtEnd(norm) if at_end else norm for name, norm in norms.items()}
-    for name, norm in {**norms, "hand-written": HandWritten(case.channels, case.channel_dim)}.items():
+    norms = {"nn.BatchNorm": torch_class(case.channels), "hand-written": HandWritten(case.channels)}
+    if device.type == "cuda" and dist.is_initialized():
+        norms["nn.SyncBatchNorm"] = nn.SyncBatchNorm(case.channels)
+    for name, norm in norms.items():
         norm.to(**of_parameters)
-        peers[name] = lambda x, z, norm=norm: norm(x)
-        peers[f"{name} fused"] = lambda x, z, norm=norm: F.relu(norm(x) + z)
+        peers[name] = (lambda x, z, norm=norm: norm(x.mT).mT) if at_end else (lambda x, z, norm=norm: norm(x))
+        peers[f"{name} fused"] = lambda x, z, peer=peers[name]: F.relu(peer(x, z) + z)
     if compiled:
         torch._dynamo.reset()  # of other cases; else Dynamo soon gives up what it has compiled too often, in silence
         peers |= {f"{name} compiled": torch.compile(peer, dynamic=False) for name, peer in peers.items()}
@@ -144,8 +118,7 @@ def time_limit(x: Tensor, dy: Tensor) -> list[float]:
 def time_all_reduces(channels: int, device: torch.device) -> list[float]:
     """Milliseconds of the two bare all_reduces."""
     times = []
-    lengths = (2 * channels + 4,) * 2 if device.type == "cpu" else (2 * channels + 1, 2 * channels)
-    for length in lengths:
+    for length in (2 * channels + 4,) * 2 if device.type == "cpu" else (2 * channels + 1, 2 * channels):
         payload = torch.zeros(length, dtype=torch.float64, device=device)
         watch = Stopwatch(device)
         dist.all_reduce(payload)
@@ -159,14 +132,14 @@ def run_case(case: Case, here: Session, rounds: int, compiled: bool) -> list[Row
     x, z, dy = draw(case, here.device)
     peers = make_peers(case, here.device, compiled)
     torch.ones(1, requires_grad=True).clone().backward(torch.ones(1))  # imports sympy, the first time
-    needs: dict[str, Row] = {name: {"first_call": sum(time_step(peer, x, z, dy))} for name, peer in peers.items()}
+    calls = {name: partial(time_step, peer, x, z, dy) for name, peer in peers.items()}
+    needs: dict[str, Row] = {name: {"first call": sum(call())} for name, call in calls.items()}
     for name, peer in peers.items():
         if "compiled" not in name:
-            needs[name] |= {
-                "saved": saved_bytes(peer, x, z) / x.nbytes,
-                "peak": peak_bytes(partial(step, peer, x, z, dy), x.device) / x.nbytes,
-            } | count_collectives(partial(step, peer, x, z, dy))
-    calls = {name: partial(time_step, peer, x, z, dy) for name, peer in peers.items()}
+            with CommDebugMode() as collectives:
+                step(peer, x, z, dy)
+            saved, peak = saved_bytes(peer, x, z) / x.nbytes, peak_bytes(peer, x, z, dy) / x.nbytes
+            needs[name] |= {"saved": saved, "peak": peak, "collectives": collectives.get_total_counts()}
     calls["limit"] = partial(time_limit, x, dy)
     if dist.is_initialized():
         calls["two all_reduces"] = partial(time_all_reduces, case.channels, here.device)
@@ -195,51 +168,30 @@ def saved_bytes(peer: Peer, x: Tensor, z: Tensor) -> int:
     return sum(storages.values())
 
 
-def peak_bytes(step: partial[None], device: torch.device) -> int:
+def peak_bytes(peer: Peer, x: Tensor, z: Tensor, dy: Tensor) -> int:
     """The most that a step has allocated at once."""
-    if device.type == "cuda":
+    if x.is_cuda:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        step()
+        step(peer, x, z, dy)
         return torch.cuda.max_memory_allocated() - before
     with profile(profile_memory=True) as profiler:
-        step()
+        step(peer, x, z, dy)
     changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     changes.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate(event.nbytes() for event in changes))
 
 
-class Collectives(TorchDispatchMode):
-    """Counts them, and the bytes of their tensors, on every thread of autograd."""
-
-    calls = sent = 0
-
-    def __torch_dispatch__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and func._opname not in NO_COLLECTIVES:
-            self.calls += 1
-            given = args[1] if "allgather" in func._opname else args[0]  # which has its outputs first
-            self.sent += sum(tensor.nbytes for tensor in tree_leaves(given))
-        return func(*args, **(kwargs or {}))
-
-
-def count_collectives(step: partial[None]) -> dict[str, int]:
-    """Of a step, with the bytes that this rank gives to them."""
-    with Collectives() as collectives:
-        step()
-    return {"collectives": collectives.calls, "sent": collectives.sent}
-
-
-def show(here: Session, case: Case, rows: list[Row]) -> None:
-    """A table."""
-    both = {row["peer"]: row["both"] for row in rows}
-    shown = []
+def show(here: Session, rows: list[Row]) -> None:
+    """A case's table."""
+    both, shown = {row["peer"]: row["both"] for row in rows}, []
     for row in rows:
-        ratio = row["both"] / both["syncbn fused" if "fused" in row["peer"] else "syncbn"]
         times = [f"{row[name]:.3f}" for name in ("forward", "backward", "both", "spread")]
-        needs = ["" if row[name] is None else format(row[name], spec) for name, (_, spec) in NEEDS.items()]
+        ratio = row["both"] / both["syncbn fused" if "fused" in row["peer"] else "syncbn"]
+        needs = ["" if row[name] is None else format(row[name], spec) for name, spec in NEEDS.items()]
         shown.append([row["peer"], *times, f"{ratio:.2f}", *needs])
-    columns = ("peer", "forward ms", "backward ms", "both ms", "+-", "both / syncbn")
-    here.show(f"\n{case.name}", (*columns, *(heading for heading, _ in NEEDS.values())), shown)
+    columns = ("peer", "forward ms", "backward ms", "both ms", "+-", "both / syncbn", *NEEDS)
+    here.show(f"\n{rows[0]['case']}", columns, shown)
 
 
 def plot(file: Path, about: dict[str, object], rows: list[Row]) -> None:
@@ -267,7 +219,7 @@ def run(arguments: argparse.Namespace) -> None:
         for case in cases(arguments.shapes, arguments.dtypes):
             of_case = run_case(case, here, arguments.rounds, arguments.compiled)
             rows += of_case
-            show(here, case, of_case)
+            show(here, of_case)
             here.write(arguments.output / "bench.json", times=rows)  # also what there is when the time is over
         if here.is_first:
             with (arguments.output / "bench.csv").open("w", newline="") as file:
@@ -275,4 +227,4 @@ def run(arguments: argparse.Namespace) -> None:
                 writer.writeheader()
                 writer.writerows(rows)
             plot(arguments.output / "bench.png", here.about, rows)
-            here.console.print(f"wrote {arguments.output}/bench.json, bench.csv and bench.png")
+            here.print(f"wrote {arguments.output}/bench.json, bench.csv and bench.png")

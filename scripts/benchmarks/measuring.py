@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ import syncbn
 
 L2_BYTES = 2**28  # more than any GPU's cache holds
 AHEAD_CYCLES = 2_000_000  # about a millisecond, in which Python gets ahead of the GPU: its own time is not measured
-T = TypeVar("T")
+Name, Result = TypeVar("Name"), TypeVar("Result")
 Peer = Callable[[Tensor, Tensor], Tensor]  # (x, z) -> y
 
 
@@ -34,6 +35,7 @@ class Case(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     channels_last: bool  # in memory, or, with three dims, in the shape
+    fused: bool = False  # with residual and relu
 
     @property
     def channel_dim(self) -> int:
@@ -44,14 +46,9 @@ class Case(NamedTuple):
         return self.shape[self.channel_dim]
 
     @property
-    def dtype_of_parameters(self) -> torch.dtype:
-        return torch.promote_types(getattr(torch, self.dtype), torch.float32)
-
-    @property
     def name(self) -> str:
-        return (
-            f"{'x'.join(map(str, self.shape))} {self.dtype} {'channels last' if self.channels_last else 'contiguous'}"
-        )
+        layout = "channels last" if self.channels_last else "contiguous"
+        return f"{'x'.join(map(str, self.shape))} {self.dtype} {layout}{' fused' if self.fused else ''}"
 
 
 def cases(shapes: Iterable[str], dtypes: Sequence[str]) -> list[Case]:
@@ -95,11 +92,10 @@ class Stopwatch:
             self.times.append(time.perf_counter())
 
     def laps(self) -> list[float]:
-        pairs = itertools.pairwise(self.times)
-        if not self.on_gpu:
-            return [1e3 * (end - start) for start, end in pairs]
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) for start, end in pairs]
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            return [start.elapsed_time(end) for start, end in itertools.pairwise(self.times)]
+        return [1e3 * (end - start) for start, end in itertools.pairwise(self.times)]
 
 
 def time_step(peer: Peer, x: Tensor, z: Tensor, dy: Tensor) -> list[float]:
@@ -113,10 +109,12 @@ def time_step(peer: Peer, x: Tensor, z: Tensor, dy: Tensor) -> list[float]:
     return watch.laps()
 
 
-def in_turn(calls: Mapping[str, Callable[[], T]], rounds: int, warm_up: int, repeats: int = 1) -> dict[str, list[T]]:
+def in_turn(
+    calls: Mapping[Name, Callable[[], Result]], rounds: int, warm_up: int, repeats: int = 1
+) -> dict[Name, list[Result]]:
     """What each call returned in each round after `warm_up` others. A round makes every call `repeats` times and keeps
     the last result: the first call after another's finds nothing of its own in the caches."""
-    results: dict[str, list[T]] = {name: [] for name in calls}
+    results: dict[Name, list[Result]] = {name: [] for name in calls}
     for index in range(warm_up + rounds):
         for name, call in calls.items():
             for _ in range(repeats):
@@ -126,21 +124,26 @@ def in_turn(calls: Mapping[str, Callable[[], T]], rounds: int, warm_up: int, rep
     return results
 
 
+def median_and_spread(values: Sequence[float] | Tensor) -> tuple[float, float]:
+    """The spread is half the distance between the quartiles."""
+    quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    low, middle, high = torch.as_tensor(values, dtype=torch.float64).quantile(quartiles).tolist()
+    return middle, (high - low) / 2
+
+
 class Times(NamedTuple):
     """Milliseconds, medians."""
 
     forward: float
     backward: float
     both: float
-    spread: float  # of both: half the distance between the quartiles
+    spread: float  # of both
 
 
 def summarize(samples: Sequence[Sequence[float]]) -> Times:
-    """Of (forward, backward) in each round, in which the slowest rank counts."""
+    """Of (forward, backward) in each round."""
     times = slowest_rank(samples)
-    both = times.sum(1)
-    low, middle, high = both.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=both.dtype)).tolist()
-    return Times(*times.median(0).values.tolist(), middle, (high - low) / 2)
+    return Times(*times.median(0).values.tolist(), *median_and_spread(times.sum(1)))
 
 
 def slowest_rank(samples: Sequence[Sequence[float]]) -> Tensor:
@@ -153,18 +156,15 @@ def slowest_rank(samples: Sequence[Sequence[float]]) -> Tensor:
 
 
 class Session(NamedTuple):
-    """One run of a benchmark."""
+    """One run of a benchmark. Only the first rank prints and writes."""
 
     device: torch.device
-    is_first: bool  # this rank, which prints and writes
+    is_first: bool
     console: Console
     about: dict[str, object]
 
-    def say(self, **facts: object) -> None:
-        """Print where and how this is measured, for the files too."""
-        self.about.update(facts)
-        for key, value in facts.items():
-            self.console.print(f"{key}: {value}", highlight=False)
+    def print(self, text: str) -> None:
+        self.console.print(text, highlight=False)
 
     def show(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Print a table."""
@@ -176,15 +176,16 @@ class Session(NamedTuple):
         self.console.print(table)
 
     def write(self, file: Path, **results: object) -> None:
-        """As JSON, from the first rank."""
+        """As JSON."""
         if self.is_first:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps({"about": self.about, **results}, indent=1))
 
 
 @contextlib.contextmanager
-def session(threads: int, on_cpu: bool = False) -> Iterator[Session]:
-    """On a GPU if there is one, else on `threads` of the CPU; under torchrun with a process group."""
+def session(threads: int = 1, on_cpu: bool = False) -> Iterator[Session]:
+    """On a GPU if there is one, else on `threads` of the CPU; under torchrun with a process group. Prints where and how
+    it measures."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's
     torch.set_num_threads(threads)
     device = torch.device("cpu")
@@ -193,30 +194,30 @@ def session(threads: int, on_cpu: bool = False) -> Iterator[Session]:
         torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    about = {
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "command": " ".join(sys.argv),
+        "ranks": dist.get_world_size() if dist.is_initialized() else 1,
+        "threads": threads,
+        "hardware": torch.cuda.get_device_name() if device.type == "cuda" else processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "syncbn": syncbn.kernels.available(),
+    }
+    here = Session(device, is_first, Console(quiet=not is_first, width=150), about)
+    for key, value in about.items():
+        here.print(f"{key}: {value}")
     try:
-        is_first = not dist.is_initialized() or dist.get_rank() == 0
-        here = Session(device, is_first, Console(quiet=not is_first, width=150), {})
-        here.say(
-            date=datetime.now(UTC).isoformat(timespec="minutes"),
-            command=" ".join(sys.argv),
-            ranks=dist.get_world_size() if dist.is_initialized() else 1,
-            threads=threads,
-            hardware=torch.cuda.get_device_name() if device.type == "cuda" else processor_name(),
-            cores=os.cpu_count(),
-            python=platform.python_version(),
-            torch=torch.__version__,
-            syncbn=syncbn.kernels.available(),
-        )
         yield here
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def processor_name() -> str:
-    """As Linux says it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+def processor() -> str:
+    """As Linux names it, and the instructions that torch uses."""
+    file = Path("/proc/cpuinfo")
+    name = re.search("model name\t: (.*)", file.read_text()) if file.exists() else None
+    return f"{name[1] if name else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"

@@ -60,7 +60,7 @@ def microseconds(call: Any, steps: int) -> float:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    with session(threads=1, on_cpu=True) as here:
+    with session(on_cpu=True) as here:
         if not dist.is_initialized():
             raise SystemExit("torchrun starts this part: it needs a process group")
         alone = syncbn.SyncBatchNorm2d(CHANNELS, process_group=1)
@@ -73,4 +73,4 @@ def run(arguments: argparse.Namespace) -> None:
         samples = in_turn(calls, arguments.rounds, warm_up=2)
         samples["overhead"] = [whole - one - two for whole, one, two in zip(*samples.values(), strict=True)]
         for name, values in samples.items():
-            here.console.print(f"{name:16} {statistics.median(values):7.1f} us", highlight=False)
+            here.print(f"{name:16} {statistics.median(values):7.1f} us")
