@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from syncbn import torch_private, torch_state
 from syncbn.arguments import Arguments
-from syncbn.diagnosis.layer_names import in_words, path_in_model
+from syncbn.diagnosis.layer_names import path_in_model, quoted
 from syncbn.distributed.side_reductions import Reduction
 from syncbn.roads import traced
 
@@ -22,8 +22,8 @@ def raise_on_all_ranks(
 ) -> NoReturn:
     """Join the all_reduce of the others as a faulty rank, and raise `error` on every rank, `name` of the input first.
 
-    It is raised here alone on a GPU, in a compiled graph or a trace of torch.fx, and where the arguments do not tell
-    how much the others send.
+    Only this rank raises on a GPU, in a compiled graph, in a trace of torch.fx, and where the arguments do not tell how
+    many numbers the others send.
     """
     for one in inputs:
         traced.refuse_proxies(one)
@@ -43,21 +43,21 @@ def raise_on_all_ranks(
 
 
 def raise_with_name(error: Exception, layer: nn.Module) -> NoReturn:
-    """Raise what the forward of `layer` has raised with the layer's name before it, unless it names the layer already.
+    """Raise `error`, from the forward of `layer`, with the layer's name before it, unless it names the layer already.
 
-    Exceptions of other classes are re-raised unchanged, and so are those in a compiled graph, which has no frames to
-    find the name in.
+    Exceptions of other classes are re-raised unchanged. So are all exceptions in a compiled graph: it has no frames
+    from which the name could be found.
     """
     if torch_state.is_compiling() or type(error) not in (RuntimeError, TypeError, ValueError):
         raise error
-    name = in_words(path_in_model(layer)) or type(layer).__name__
+    name = quoted(path_in_model(layer)) or type(layer).__name__
     if any(f"{name}{after}" in str(error) for after in (" forward", " backward", ":")):
         raise error
     raise type(error)(f"{name}: {error}") from error
 
 
 def _likely_channels(arguments: Arguments) -> int | None:
-    """What most arguments say that C is, when one is wrong; None when the input alone tells, and is bad."""
+    """The number of channels by the vote of the arguments, one of which is wrong; None if only a bad input tells it."""
     if arguments.num_channels is not None:
         return arguments.num_channels
     votes = [given.numel() for given in arguments.per_channel().values() if isinstance(given, Tensor)]
@@ -69,6 +69,6 @@ def _likely_channels(arguments: Arguments) -> int | None:
 
 
 def _device_of(arguments: Arguments) -> torch.device:
-    """That of the first tensor that is one."""
+    """The device of the first argument that is a tensor."""
     given = (*arguments.per_channel().values(), arguments.input)
     return next((tensor.device for tensor in given if isinstance(tensor, Tensor)), torch.device("cpu"))

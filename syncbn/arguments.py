@@ -9,23 +9,21 @@ import dataclasses
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from syncbn import masks, torch_private, torch_state
+from syncbn.distributed.group_spec import GroupSpec, OfMesh
 from syncbn.layout import Layout
-
-if TYPE_CHECKING:
-    from syncbn.distributed.group_spec import GroupSpec, OfMesh
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 REMEDY = "correct num_features, channel_last or channel_dim"
 
 
-# One input as the autograd Function of a side road takes it: its layout; the mask, of its shape with one channel; and
-# x, weight, bias, residual, num_values.
+# One input for the autograd Function of a side road: its layout; the mask, of the input's shape with one channel; and
+# the tensors x, weight, bias, residual, num_values.
 Prepared: TypeAlias = tuple[Layout, Tensor | None, tuple[Tensor | None, ...]]
 
 
@@ -44,11 +42,11 @@ class Arguments:
     z: Tensor | None = None
     relu: bool = False
     mask: Tensor | None = None
-    num_channels: int | None = None  # of the layer; None where the tensors alone tell
-    check_input_dim: Callable[[Tensor], Any] | None = None  # of a layer with a number of dims, as torch's
+    num_channels: int | None = None  # of the layer; None for a function
+    check_input_dim: Callable[[Tensor], Any] | None = None  # of a layer that takes some numbers of dims only
     process_group: GroupSpec | OfMesh = None
     counter: Tensor | None = None  # num_batches_tracked
-    name: str = ""  # "inputs[1]: " where there are several inputs, with which errors begin
+    name: str = ""  # "inputs[1]: " where there are several inputs; errors begin with it
 
     def check(self) -> None:
         """Raises ValueError or TypeError unless the tensors and their options fit together."""
@@ -76,7 +74,7 @@ class Arguments:
             )
 
     def prepare(self) -> Prepared:
-        """What the autograd Function of a side road takes, of arguments that have been checked."""
+        """The input of the autograd Function of a side road. The arguments have been checked."""
         x, mask, num_values = self.input, None, None
         if self.mask is not None:
             x, mask = masks.apply(self.mask, x, self.channel_dim)
@@ -86,18 +84,13 @@ class Arguments:
         return layout, mask, (layout.dense(x), self.weight, self.bias, residual, num_values)
 
     def without_running_stats(self) -> Arguments:
-        """The same arguments, of which nothing moves."""
+        """The same arguments without running statistics and counter."""
         momentum = 0.0 if self.momentum is None else self.momentum
         return dataclasses.replace(self, running_mean=None, running_var=None, counter=None, momentum=momentum)
 
     def per_channel(self) -> dict[str, Tensor | None]:
         """The tensors (C,), by their names."""
-        return {
-            "running_mean": self.running_mean,
-            "running_var": self.running_var,
-            "weight": self.weight,
-            "bias": self.bias,
-        }
+        return {name: getattr(self, name) for name in ("running_mean", "running_var", "weight", "bias")}
 
 
 def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor], Any] | None = None) -> None:

@@ -7,8 +7,7 @@ The module object stays, and with it everything that others hold of it or that i
 from __future__ import annotations
 
 import sys
-import warnings
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -19,13 +18,11 @@ from syncbn import convertibility
 from syncbn.convertibility import NotConverted
 from syncbn.diagnosis import debug_mode
 from syncbn.distributed import groups
-from syncbn.distributed.group_spec import to_spec
+from syncbn.distributed.group_spec import GroupSpec, ProcessGroupLike, to_spec
 from syncbn.distributed.reduction import make_groups
 from syncbn.layer import SyncBatchNorm
+from syncbn.program import warn
 from syncbn.synchronised_classes import ADDED, class_of, synchronised_class
-
-if TYPE_CHECKING:
-    from syncbn.distributed.group_spec import GroupSpec, ProcessGroupLike
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -79,7 +76,7 @@ def convert_syncbn_model(
     for layer, own_spec in zip(layers, specs, strict=True):
         _convert(layer, own_spec, channel_last)
     if found:
-        warnings.warn(f"syncbn left as they are, not synchronised: {convertibility.described(found)}", stacklevel=2)
+        warn(f"syncbn did not convert these layers: {convertibility.described(found)}")
     return model
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from syncbn.diagnosis.layer_names import in_words
+from syncbn.diagnosis.layer_names import quoted
 from syncbn.layer import SyncBatchNorm
 from syncbn.synchronised_classes import ADDED, class_of
 
@@ -27,7 +27,7 @@ class NotConverted(NamedTuple):
 
 
 def unsynchronised(model: nn.Module) -> list[NotConverted]:
-    """The layers of `model` that normalise each rank's batch alone, as far as one can tell."""
+    """The layers of `model` that seem to normalise each rank's batch alone."""
     found = []
     for name, module in model.named_modules():
         remedy = reason_not_convertible(module) or (CONVERT if is_convertible(module) else None)
@@ -64,14 +64,14 @@ def kind_of(module: nn.Module) -> str:
 
 
 def described(found: list[NotConverted]) -> str:
-    """How many of each class, the first of them by name, and what to do; at most 1,000 characters."""
+    """For each class how many layers, the names of the first, and what to do; at most 1,000 characters in all."""
     names: dict[tuple[str, str], list[str]] = {}
     for name, kind, remedy in found:
         names.setdefault((kind, remedy), []).append(name)
     parts: list[str] = []
     left = len(found)
     for (kind, remedy), of_kind in names.items():
-        shown = [_shortened(in_words(name) or "the model") for name in of_kind[:NAMED]]
+        shown = [_shortened(quoted(name) or "the model") for name in of_kind[:NAMED]]
         shown += ["..."] * (len(of_kind) > NAMED)
         part = f"{len(of_kind)} {_shortened(kind)} ({', '.join(shown)}): {remedy}"
         if len("; ".join((*parts, part))) > MAX_CHARACTERS:
@@ -83,7 +83,8 @@ def described(found: list[NotConverted]) -> str:
 
 
 def _reason_of_other(module: nn.Module) -> str | None:
-    """Of a module that is not torch's batch norm. One whose weight is a buffer, too, is frozen: nothing in it moves."""
+    """The reason for a module that is not torch's batch norm. If its weight is a buffer too, it is a frozen batch norm,
+    which needs no synchronisation."""
     buffers = vars(module)["_buffers"]
     if (buffers.get("running_mean") is None and buffers.get("running_var") is None) or "weight" in buffers:
         return None

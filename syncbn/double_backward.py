@@ -16,11 +16,11 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  #
 
 
 class BackwardInput(NamedTuple):
-    """What the gradients of one input are computed from. x, dy and y lie in memory as `layout` says."""
+    """The tensors and options from which the gradients of one input are computed. x, dy and y have this `layout`."""
 
     x: Tensor
     dy: Tensor
-    y: Tensor | None  # with a fused relu only
+    y: Tensor | None  # only with a fused relu
     layout: Layout
     weight: Tensor | None
     statistics: Tensor  # of all ranks, packed as in moments.py

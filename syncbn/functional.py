@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from syncbn import argument_errors, step
 from syncbn.arguments import Arguments, check_channels, check_input, check_like_input
-from syncbn.distributed.group_spec import to_spec
+from syncbn.distributed.group_spec import ProcessGroupLike, to_spec
 from syncbn.distributed.reduction import ONE_RANK, Caller
 from syncbn.distributed.side_reductions import Reduction
 from syncbn.double_backward import BackwardInput
@@ -17,9 +15,6 @@ from syncbn.layout import Layout
 from syncbn.many import sync_batch_norm_many
 from syncbn.moments import compute_dtype
 from syncbn.roads import choice, nested, watched
-
-if TYPE_CHECKING:
-    from syncbn.distributed.group_spec import ProcessGroupLike
 
 __all__ = ["batch_norm_backward", "sync_batch_norm", "sync_batch_norm_many"]
 
@@ -51,18 +46,18 @@ def sync_batch_norm(
     unbiased variance. Otherwise mean and var are the running statistics and nothing is communicated: F.batch_norm
     itself. Ioffe & Szegedy 2015, https://arxiv.org/abs/1502.03167.
 
-    One all_reduce of 8 * (2C + 1) bytes in forward and one of 16 * C bytes in backward (on CPU 8 * (2C + 4) bytes each,
-    by which the ranks see that they are in the same layer); none with one rank or no process group. Every rank of the
-    group must make the same calls in the same order. The gradients of weight and bias are this rank's share; their sum
-    over the ranks is the full batch's (DistributedDataParallel averages them).
+    Issues one all_reduce of 8 * (2C + 1) bytes in forward and one of 16 * C bytes in backward, on CPU of 8 * (2C + 4)
+    bytes each, as a signature shows the ranks whether they are in the same layer; none with one rank or without a
+    process group. Every rank of the group must make the same calls in the same order. The gradients of weight and bias
+    are this rank's share; their sum over the ranks is the full batch's (DistributedDataParallel averages them).
 
     Args:
         input: (N, C, ...) or, with `channel_dim=-1`, (N, ..., C); 2 or more dims; float16, bfloat16, float32 or
             float64. N and the other sizes but C may differ between ranks, and be 0. While weight or bias requires grad,
             `requires_grad` of the input may differ too; when neither does, and for second derivatives, it must agree on
             all ranks, else backward waits for a rank that never comes. A jagged NestedTensor (N, length, C, ...) stands
-            for its values (sum of lengths, C, ...), of which `channel_dim` is a dim; of a DTensor the dims of its mesh
-            that shard other dims than the channels' say over which ranks the batch lies.
+            for its values (sum of lengths, C, ...), of which `channel_dim` is a dim. The batch of a DTensor lies on the
+            ranks along those dims of its mesh that shard other dims than the channels'.
         running_mean, running_var: (C,), any float dtype, both or neither. An all-empty batch leaves them as they are.
         weight, bias: (C,), any float dtype, each optional.
         training: synchronise, and normalise by the statistics of this batch.
@@ -73,14 +68,15 @@ def sync_batch_norm(
         channel_dim: the dim of the channels; negative counts from the right.
         z: residual of the input's shape, added before the relu; another float dtype is first converted to the input's.
         fuse_relu: apply relu last.
-        mask: bool, which values of the input count: (N,), or the input's shape without the channels' dim, where sizes
-            of 1 stand for all. The others enter no sum, whatever they hold; outputs and gradients there are 0.
+        mask: bool, which values of the input count: (N,), or the input's shape without the channels' dim; a size of 1
+            holds for the whole dim. The other values enter no sum, whatever they hold; outputs and gradients there are
+            0.
 
     Returns:
         Tensor of the input's shape, dtype and memory format.
 
-    In a forward that runs inside a backward, as activation checkpointing's recompute does, the running statistics do
-    not move: they did in the first.
+    In a forward inside a backward, as activation checkpointing recomputes it, the running statistics do not move: they
+    moved in the first forward.
 
     Raises:
         RuntimeError: in eager mode, when the all_reduce fails or times out, with where every rank is: in which layer,
@@ -125,9 +121,9 @@ def batch_norm_backward(
         grad_input = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight
         grad_bias  = sum dy            grad_weight = sum dy * (x - mean) * invstd             (sums over this rank)
 
-    One all_reduce of 8 * (2C + 1) bytes in training (mean_dy, mean_dy_xmu and n together), on CPU 24 more, none with
-    one rank or no process group. With `training=False` the statistics are constants: grad_input = dy * invstd * weight,
-    and nothing is communicated.
+    Issues one all_reduce of 8 * (2C + 1) bytes in training (mean_dy, mean_dy_xmu and n together), on CPU 24 more; none
+    with one rank or without a process group. With `training=False` the statistics are constants: grad_input = dy *
+    invstd * weight, and nothing is communicated.
 
     Args:
         grad_output, input: dy and x of one shape, (N, C, ...) or as `channel_dim` says; float16, bfloat16, float32 or
@@ -184,23 +180,12 @@ def batch_norm_backward(
             weight_dtype=dtype if needs_weight else None,
             bias_dtype=dtype if needs_bias else None,
         )
-        grad_input, grad_weight, grad_bias, _ = watched.gradients(one, _WithCount(reduction, statistics))  # type: ignore[arg-type]  # a reduction, too
+        sums, grad_weight, grad_bias = watched.backward_sums(one)
+        total = watched.totals([torch.cat((sums, num_values))], reduction, "backward", counted=True)[0]
+        one = one._replace(statistics=torch.cat((statistics[:-1], total[-1:])))
+        grad_input, _ = watched.backward_outputs(one, total[:-1])
         if needs_input and not training:
             scale = invstd if weight is None else invstd * weight
             column = scale.to(compute_dtype(input.dtype)).view(-1, *(1,) * (input.ndim - layout.channel_dim - 1))
             grad_input = (grad_output * column).to(input.dtype)
     return grad_input, grad_weight, grad_bias
-
-
-class _WithCount:
-    """A reduction that adds up with the sums n, the number of values, and writes its total into the `statistics`."""
-
-    def __init__(self, reduction: Reduction, statistics: Tensor) -> None:
-        self.reduction, self.group = reduction, reduction.group
-        self.reads_totals, self.num_values = reduction.reads_totals, statistics[-1:]
-
-    def total(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:
-        """Of the sums and n together."""
-        total = self.reduction.total(torch.cat((sums, self.num_values)), pass_name, counted=True)
-        self.num_values.copy_(total[-1:])
-        return total[:-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,15 +11,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn import argument_errors, step
 from syncbn.arguments import Arguments, check_eps, check_momentum, check_num_features
-from syncbn.diagnosis import debug_mode, diagnosis
-from syncbn.distributed.group_spec import THIS_RANK_ALONE, to_spec, to_user
-from syncbn.distributed.reduction import make_groups, warn_in_data_parallel
+from syncbn.diagnosis import debug_mode, observer
+from syncbn.distributed.group_spec import THIS_RANK_ALONE, GroupSpec, ProcessGroupLike, to_spec, to_user
+from syncbn.distributed.reduction import CallSite, make_groups, warn_in_data_parallel
 from syncbn.roads import traced
 from syncbn.torch_state import PLAIN_CLASSES, runs_plainly
-
-if TYPE_CHECKING:
-    from syncbn.distributed.group_spec import GroupSpec, ProcessGroupLike
-    from syncbn.distributed.reduction import CallSite
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -27,10 +23,10 @@ class SyncBatchNorm(_BatchNorm):
 
         y = (x - mean) / sqrt(var + eps) * weight + bias  (+ z)  (then relu)
 
-    In training mean and var run, per channel, over every dim but the channels' and over all ranks: W ranks compute what
-    one rank would with the concatenated batch (Ioffe & Szegedy 2015, https://arxiv.org/abs/1502.03167, with apex's
-    arguments). In evaluation the layer is F.batch_norm with the running statistics, and communicates nothing; with
-    `track_running_stats=False` it then normalises this rank's batch alone.
+    In training mean and var are taken per channel over every dim but the channels' and over all ranks: W ranks compute
+    what one rank would compute for the concatenated batch (Ioffe & Szegedy 2015, https://arxiv.org/abs/1502.03167, with
+    apex's arguments). In evaluation the layer is F.batch_norm with the running statistics, and communicates nothing;
+    with `track_running_stats=False` it then normalises this rank's batch alone.
 
     Parameters, buffers and state_dict are those of nn.BatchNorm: weight and bias (num_features,); running_mean,
     running_var (num_features,) and num_batches_tracked (). The running statistics are the same, bit by bit, on all
@@ -58,7 +54,7 @@ class SyncBatchNorm(_BatchNorm):
 
     channel_last: bool = False
     fuse_relu: bool = False
-    # Ranks that the last training step in eager mode synchronised; None before the first.
+    # The number of ranks that the last training step in eager mode synchronised; None before the first.
     _synchronised_ranks: int | None = None
     _call_site: CallSite | None = None  # of this layer in its group
     _process_group: GroupSpec = None
@@ -103,7 +99,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def __getstate__(self) -> dict[str, Any]:
         state = vars(self).copy()
-        for name in ("_synchronised_ranks", "_call_site", "_train_over_ranks"):  # of this process, not of a copy
+        for name in ("_synchronised_ranks", "_call_site", "_train_over_ranks"):  # a copy does not have these
             state.pop(name, None)
         return state
 
@@ -124,13 +120,13 @@ class SyncBatchNorm(_BatchNorm):
 
         Args:
             input: (N, C, ...), or (N, ..., C) with `channel_last`; 2 or more dims, the numbered classes as in torch;
-                any N, which may differ between ranks and be 0. float16, bfloat16, float32 or float64. Of a jagged
-                NestedTensor (N, length, C, ...) its values (sum of lengths, C, ...). Of a DTensor this rank's values;
-                the ranks of one batch are then those along the dims of its mesh that shard other dims than the
-                channels'. Parameters and buffers are DTensors too, or this rank's share.
+                any N, which may differ between ranks and be 0. float16, bfloat16, float32 or float64. For a jagged
+                NestedTensor (N, length, C, ...) the values (sum of lengths, C, ...) are normalised. For a DTensor this
+                rank's values are normalised, over the ranks along those dims of its mesh that shard other dims than the
+                channels'; parameters and buffers are then DTensors too, or this rank's share.
             z: residual of the input's shape, added before the relu.
-            mask: bool, which values count: (N,), or the input's shape without the channels' dim, where sizes of 1 stand
-                for all. The others enter no sum, whatever they hold; outputs and gradients there are 0.
+            mask: bool, which values count: (N,), or the input's shape without the channels' dim; a size of 1 holds for
+                the whole dim. The other values enter no sum, whatever they hold; outputs and gradients there are 0.
 
         Returns:
             Tensor of the input's kind, shape, dtype and memory format; a DTensor with the input's placements.
@@ -139,11 +135,11 @@ class SyncBatchNorm(_BatchNorm):
             ValueError, TypeError: a bad argument; on CPU in eager mode a fault of any rank is raised on every rank,
                 with the layer's name and the faulty ranks' numbers. Buffers are not changed then.
 
-        With no process group, or one rank, the batch is this rank's. With one value per channel over all ranks:
-        ValueError, as F.batch_norm. In a forward inside a backward, as activation checkpointing's recompute, the
+        With no process group, or one rank, the batch is this rank's. One value per channel over all ranks is a
+        ValueError, as in F.batch_norm. In a forward inside a backward, as activation checkpointing recomputes it, the
         running statistics do not move.
 
-        A torch.fx.Proxy makes the layer a leaf of the graph, as nn.BatchNorm is; TraceError where it cannot be.
+        A torch.fx.Proxy makes the layer a leaf of the graph, as nn.BatchNorm is; TraceError where it cannot be one.
         """
         if type(input) not in PLAIN_CLASSES and isinstance(input, Proxy):
             options = {name: one for name, one in (("z", z), ("mask", mask)) if one is not None}
@@ -166,7 +162,7 @@ class SyncBatchNorm(_BatchNorm):
             if self.training:
                 return self._train_over_ranks(given, self)[0]
             if runs_plainly():
-                diagnosis.note_evaluation()
+                observer.note_evaluation()
             return step.evaluate(given)
         except (RuntimeError, TypeError, ValueError) as error:
             argument_errors.raise_with_name(error, self)
@@ -180,7 +176,7 @@ class SyncBatchNorm(_BatchNorm):
         vars(replica)["_train_over_ranks"] = _train_replica
         return replica
 
-    __prepare_scriptable__ = traced.refuse_script  # which torch.jit.script calls first
+    __prepare_scriptable__ = traced.refuse_script  # torch.jit.script calls it first
 
     def extra_repr(self) -> str:
         """nn.BatchNorm's line and, where they are not the default, the arguments that it does not have."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in memory. All tensors of one batch-norm call are folded by the layout of its input.
+    """The place of the values of a tensor in memory. All tensors of a batch norm are folded by the layout of its input.
 
     (N, C, H, W) contiguous                   -> (N, C, H*W)
     (N, C, H, W) in channels_last             -> (N*H*W, C, 1)
@@ -18,12 +18,12 @@ class Layout(NamedTuple):
     """
 
     channel_dim: int  # not negative
-    channel_innermost: bool  # channels are neighbours in memory, though not of a contiguous tensor (channels_last)
+    channel_innermost: bool  # the tensor is not contiguous, and its channels are neighbours in memory (channels_last)
     sizes: tuple[int, int, int]  # outer, channel, inner
 
     @classmethod
     def of(cls, tensor: Tensor, channel_dim: int) -> Layout:
-        """The layout in which `tensor`, when dense, folds without a copy. `channel_dim` may count from the right."""
+        """The layout by which `tensor` folds without a copy if it is dense. `channel_dim` may count from the right."""
         shape = tensor.shape
         channel_dim %= len(shape)
         channels = shape[channel_dim]
@@ -35,8 +35,9 @@ class Layout(NamedTuple):
     def dense(self, tensor: Tensor) -> Tensor:
         """`tensor` itself where it can be folded as a view, else a copy of it that can.
 
-        `contiguous` is not called where it would do nothing: compiled by torch 2.11, which makes all that an autograd
-        Function computes its outputs, an output that is there twice gets no gradient.
+        `contiguous` is not called on a contiguous tensor. It would return the tensor itself, and graphs of torch 2.11,
+        in which everything that an autograd Function computes is an output, give no gradient to an output that is
+        there twice.
         """
         if not self.channel_innermost:
             return tensor if tensor.is_contiguous() else tensor.contiguous()

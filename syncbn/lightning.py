@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from syncbn.convert import convert_syncbn_model, revert_syncbn_model
+from syncbn.distributed.group_spec import ProcessGroupLike
 from syncbn.layer import SyncBatchNorm
-
-if TYPE_CHECKING:
-    from syncbn.distributed.group_spec import ProcessGroupLike
 
 try:
     from lightning.pytorch.plugins.layer_sync import LayerSync

@@ -1,30 +1,26 @@
 """Normalises several independent inputs, whose passes share one all_reduce each way.
 
-The Function takes their tensors by role, (*xs, *weights, ...), so that tensors[index::k] are those of one input.
+The Function takes the tensors of k inputs by role, (*xs, *weights, ...): tensors[index::k] belong to one input.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from syncbn import argument_errors, double_backward, step
+from syncbn import argument_errors, step
 from syncbn.arguments import Arguments, require_two_values
-from syncbn.distributed.group_spec import to_spec
+from syncbn.distributed.group_spec import ProcessGroupLike, to_spec
 from syncbn.distributed.reduction import ONE_RANK, Caller
-from syncbn.distributed.side_reductions import DifferentiableReduction, Reduction
-from syncbn.double_backward import BackwardInput, Gradients
-from syncbn.kernels.select import is_transformed, select_kernels
+from syncbn.distributed.side_reductions import Reduction
+from syncbn.kernels.select import select_kernels
 from syncbn.layout import Layout
 from syncbn.roads import choice, other_tensors, watched
-
-if TYPE_CHECKING:
-    from syncbn.distributed.group_spec import ProcessGroupLike
 
 _SYNC_BATCH_NORM_MANY = Caller("sync_batch_norm_many")
 
@@ -44,9 +40,10 @@ def sync_batch_norm_many(
 ) -> list[Tensor]:
     r"""`sync_batch_norm` of each of k independent inputs, with one all_reduce for all of them each way.
 
-    For detection heads over several pyramid levels, siamese views and the like: equal to k calls, each input with
-    statistics, buffers and parameters of its own. The all_reduces carry the sum of k calls' bytes: latency is what is
-    saved. None in evaluation, with one rank or no process group. Every rank must pass as many inputs.
+    It equals k calls, each input with statistics, buffers and parameters of its own; use it for detection heads over
+    several pyramid levels, siamese views and the like. The all_reduces carry the bytes of k calls together, so it saves
+    latency. There is no all_reduce in evaluation, with one rank or without a process group. All ranks must pass the
+    same number of inputs.
 
     Args:
         inputs: k tensors as `sync_batch_norm` takes them, on one device; their shapes and channels may differ.
@@ -57,8 +54,8 @@ def sync_batch_norm_many(
         k tensors of the inputs' shapes, dtypes and memory formats.
 
     Raises:
-        ValueError, TypeError: as `sync_batch_norm`, with the index of the input. (A number of inputs that differs
-            between ranks cannot be told: gloo aborts.)
+        ValueError, TypeError: as `sync_batch_norm`, with the index of the input. (If the ranks pass different numbers
+            of inputs, gloo aborts them.)
 
     >>> levels = [torch.tensor([[1.0], [3.0]]), torch.tensor([[10.0, 0.0], [30.0, 0.0]])]
     >>> sync_batch_norm_many(levels)[1]
@@ -103,7 +100,7 @@ def _train(inputs: list[Arguments], road: choice.Road, reduction: Reduction) -> 
             name = one.name
             one.check()
         name = ""
-        inputs[0].check_numbers()  # which all inputs share
+        inputs[0].check_numbers()  # all inputs share them
     except Exception as error:  # of whatever class a tensor subclass raises
         argument_errors.raise_on_all_ranks(error, inputs, reduction, name)
     layouts, _, per_input = zip(*[one.prepare() for one in inputs], strict=True)
@@ -117,7 +114,7 @@ def _train(inputs: list[Arguments], road: choice.Road, reduction: Reduction) -> 
 
 @dataclass(slots=True)
 class _Call:
-    """What the Function takes besides tensors."""
+    """The arguments of the Function that are no tensors."""
 
     layouts: tuple[Layout, ...]  # of the inputs
     eps: float
@@ -131,7 +128,7 @@ class _BatchNorms(torch.autograd.Function):
     def forward(call: _Call, *tensors: Any) -> tuple[Tensor, ...]:
         kernels, xs = select_kernels(*tensors), tensors[: len(call.layouts)]
         local = [kernels.forward_sums(x, layout) for x, layout in zip(xs, call.layouts, strict=True)]
-        totals = _totals(local, call.reduction, "forward")
+        totals = watched.totals(local, call.reduction, "forward", counted=True)
         ys, statistics = [], []
         for index, (layout, total) in enumerate(zip(call.layouts, totals, strict=True)):
             x, weight, bias = tensors[index :: len(xs)]
@@ -163,31 +160,9 @@ class _BatchNorms(torch.autograd.Function):
             )
             for index, layout in enumerate(call.layouts)
         ]  # fmt: skip
-        if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
-            results = double_backward.gradients(inputs, call.eps, DifferentiableReduction(call.reduction))
-        else:
-            results = _gradients(inputs, call.reduction)
+        results = watched.gradients(inputs, call.eps, call.reduction)
         grad_xs, grad_weights, grad_biases, _ = zip(*results, strict=True)
         return None, *grad_xs, *grad_weights, *grad_biases
-
-
-def _gradients(inputs: list[BackwardInput], reduction: Reduction) -> list[Gradients]:
-    """The gradients of each input, without a graph."""
-    local, grad_weights, grad_biases = zip(*map(watched.backward_sums, inputs), strict=True)
-    if is_transformed(*[tensor for one in inputs for tensor in one.tensors()]):
-        reduction = DifferentiableReduction(reduction)
-    results = []
-    totals = _totals(local, reduction, "backward")
-    for one, total, grad_weight, grad_bias in zip(inputs, totals, grad_weights, grad_biases, strict=True):
-        grad_x, grad_residual = watched.backward_outputs(one, total)
-        results.append((grad_x, grad_weight, grad_bias, grad_residual))
-    return results
-
-
-def _totals(local: Sequence[Tensor], reduction: Reduction, pass_name: str) -> Sequence[Tensor]:
-    """The totals of each of these sums, of one collective."""
-    total = reduction.total(torch.cat(tuple(local)), pass_name, counted=pass_name == "forward")
-    return torch.split(total, [len(sums) for sums in local])
 
 
 def _as_list(name: str, given: Iterable[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Checks masks, which say what values of an input count, and sets the others to 0."""
+"""Checks masks, which say which values of an input count, and sets the others to 0."""
 
 from __future__ import annotations
 

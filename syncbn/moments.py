@@ -3,7 +3,7 @@
 C channels, n values of a channel over all ranks; S = sum x and Q = sum x^2 of a channel. Packed are
     sums          (2C + 1,)  S, Q, n
     statistics    (3C + 1,)  mean, biased var, invstd = 1 / sqrt(var + eps), n
-Everything here is of that size, so its cost does not depend on the batch. Knows no ranks, no layout.
+All tensors here have that size, so the cost does not depend on the batch. Knows no ranks, no layout.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which single values of this dtype are computed: float32, or float64 for float64 values."""
+    """The dtype in which maps compute values of this dtype: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -30,7 +30,7 @@ def from_sums(sums: Tensor, eps: float) -> Tensor:
 
 
 def to_sums(statistics: Tensor) -> Tensor:
-    """The sums again, which can be added up."""
+    """The sums from which from_sums made these statistics; sums can be added up."""
     mean, var, _, num_values = unpack(statistics)
     return torch.cat((mean * num_values, (var + mean * mean) * num_values, num_values))
 
@@ -46,7 +46,7 @@ def inverse_std(var: Tensor, eps: float) -> Tensor:
 
 
 def unbiased(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """mean (C,), the unbiased variance var * n / (n - 1) (C,), which for n <= 1 means nothing, and n (1,)."""
+    """mean (C,), the unbiased variance var * n / (n - 1) (C,), which is meaningless for n <= 1, and n (1,)."""
     mean, var, _, num_values = unpack(statistics)
     return mean, var * (num_values / (num_values - 1).clamp(min=1)), num_values
 
@@ -57,11 +57,11 @@ def update_running_stats(
 ) -> None:
     """running = (1 - momentum) * running + momentum * statistic, in place, rounded once to the buffer's own dtype.
 
-    running_var takes the unbiased variance, var * n / (n - 1). No values at all (n = 0) change nothing, one value per
-    channel (n = 1) leaves running_var as it is: both without reading n on the host. With `moves` False nothing changes
-    although the same operators run, whose results selective checkpointing finds by counting.
+    running_var takes the unbiased variance, var * n / (n - 1). With n = 0 values nothing changes, with n = 1
+    running_var stays; the host does not read n. With `moves` False nothing changes, but the same operators run, because
+    selective checkpointing finds their results by counting.
     """
-    mean, var, num_values = unbiased(statistics.detach())  # from the tangents, which no_grad leaves
+    mean, var, num_values = unbiased(statistics.detach())  # no_grad leaves tangents
     for running, statistic, enough in ((running_mean, mean, num_values > 0), (running_var, var, num_values > 1)):
         moved = (1 - momentum) * running.to(torch.float64) + momentum * statistic
         moved = torch.where(enough, moved, running)
@@ -70,19 +70,19 @@ def update_running_stats(
 
 
 class Pool:
-    """The statistics of all batches of a layer together: their sums, and how many forwards they are of."""
+    """Collects the statistics of all batches of a layer: their sums, and the number of forwards."""
 
     def __init__(self, num_channels: int, device: torch.device) -> None:
         self.packed = torch.zeros(2 * num_channels + 2, dtype=torch.float64, device=device)
         self.is_empty = True
 
     def add(self, statistics: Tensor, moves: bool) -> None:
-        """Those of a batch, unless this forward is a recompute (`moves` False), which the pool has already."""
+        """Adds the statistics of a batch. In a recompute (`moves` False) it does not: it has added them before."""
         packed = torch.cat((to_sums(statistics.detach()), statistics.new_ones(1)))
         if moves:
             self.packed += packed
             self.is_empty = False
 
     def statistics(self) -> Tensor:
-        """mean, biased var and n, as those of one batch."""
+        """mean, biased var and n of all batches, packed as the statistics of one batch."""
         return from_sums(self.packed[:-1], eps=1.0)  # invstd is unused

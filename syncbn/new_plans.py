@@ -17,13 +17,13 @@ from syncbn.torch_private import is_wrapped, is_zero_tensor
 Plan: TypeAlias = "cpu.Plan | TensorPlan"
 
 _NUMBERS = {float, int, type(None)}  # classes of momentum
-# Of _check_input_dim: those that look at the number of dims alone.
+# The functions `_check_input_dim` that look at the number of dims alone.
 _CHECKS_OF_DIMS = {None, *(one._check_input_dim for one in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))}
 
 
 def new_forward_plan(given: Arguments, check_of_dims: object) -> Plan | None:
-    """The plan for arguments of these kinds; `check_of_dims` is the function behind their check of dims. None where
-    they are wrong, or no kernel can read them at their addresses."""
+    """The plan for arguments of these kinds, whose check of dims is the function `check_of_dims`. None where they are
+    wrong, or where no kernel can read them at their addresses."""
     x, z, counter, per_channel = given.input, given.z, given.counter, given.per_channel()
     classes = type(given.eps), type(given.relu), type(given.momentum) in _NUMBERS
     if check_of_dims not in _CHECKS_OF_DIMS or classes != (float, bool, True):

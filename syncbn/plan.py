@@ -1,8 +1,8 @@
-"""Finds the plan of a pass: what it needs to know that depends on kinds alone, checked and worked out once.
+"""Finds the plan of a pass: what depends on the kinds of its arguments alone, checked and worked out once.
 
 A plan is a function of its key alone: of shapes, strides, dtypes, devices and options. It holds no tensor, layer or
-group, so nothing makes it invalid. Arguments that are wrong, or that kernels cannot read at their addresses, get none:
-they take a side road, which copies them or says what is wrong. new_plans.py makes the plans.
+group, so nothing makes it invalid. Arguments that are wrong, or that kernels cannot read at their addresses, get no
+plan: they take a side road, which copies them or says what is wrong. new_plans.py makes the plans.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def backward_plan(
 
 
 def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """What a plan depends on of tensors, beside their classes: shapes, dtypes, devices, strides, and whether their
-    memory holds their values. **Raises** RuntimeError where it is no memory."""
+    """The part of a key that tensors give, beside their classes: shapes, dtypes, devices, strides, and whether their
+    memory holds their values. **Raises** RuntimeError where one has no memory."""
     there = [one for one in tensors if one is not None]
     require_memory(there)
     return (

@@ -11,7 +11,6 @@ X's `super().forward(...)` lands in ours. Where X calls F.batch_norm itself, a T
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
@@ -25,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from syncbn import argument_errors
 from syncbn.arguments import Arguments
 from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
+from syncbn.program import warn
 from syncbn.roads import traced
 from syncbn.step import plain_batch_norm
 from syncbn.torch_state import is_compiling
@@ -36,7 +36,7 @@ OURS: dict[type[nn.Module], type[SyncBatchNorm]] = {
     nn.SyncBatchNorm: SyncBatchNorm,
 }
 
-# What a conversion adds to a layer's own attributes, and a revert takes away.
+# A conversion adds these attributes to a layer; a revert takes them away.
 ADDED = (
     "_original_class", "_process_group", "channel_last", "fuse_relu", "_synchronised_ranks", "_call_site",
     "_train_over_ranks",
@@ -58,14 +58,10 @@ def class_of(layer: nn.Module) -> type[Any]:
 
 
 def _make_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
-    namespace: dict[str, Any] = {
-        "__doc__": original.__doc__,
-        "__module__": original.__module__,
-        "_syncbn_original": original,
-    }
-    if (
-        issubclass(original, LazyModuleMixin) and original.cls_to_become is not None
-    ):  # the first forward makes it a layer of this class
+    namespace: dict[str, Any] = {"__doc__": original.__doc__, "__module__": original.__module__}
+    namespace["_syncbn_original"] = original
+    if issubclass(original, LazyModuleMixin) and original.cls_to_become is not None:
+        # the class of the layer after its first forward
         ours = namespace["cls_to_become"] = synchronised_class(original.cls_to_become)
     else:
         ours = next((OURS[base] for base in original.__mro__ if base in OURS), SyncBatchNorm)
@@ -74,13 +70,13 @@ def _make_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
 
 
 if TYPE_CHECKING:
-    _Beside = SyncBatchNorm  # what a mixin may count on: every made class derives from it too
+    _Beside = SyncBatchNorm  # every made class derives from it too
 else:
     _Beside = object
 
 
 class _Made(_Beside):
-    """What every made class has: a way to copy and pickle, since pickle cannot import a class made at run time."""
+    """Lets instances of a made class be copied and pickled: pickle cannot import a class made at run time."""
 
     _syncbn_original: type[nn.Module]
 
@@ -92,7 +88,7 @@ class _KeepsForward(_Made):
     """For an original with a forward of its own."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(args, Proxy):  # which stands for all arguments of the module that is traced
+        if isinstance(args, Proxy):  # one Proxy stands for all arguments of the traced module
             first: Any = args
         else:
             first = args[0] if args else next(iter(kwargs.values()), None)
@@ -147,8 +143,7 @@ def _empty_instance(original: type[nn.Module]) -> SyncBatchNorm:
 
 @functools.cache
 def _warn_of_own_mathematics(name: str) -> None:
-    warnings.warn(
+    warn(
         f"syncbn is not synchronising: {name}.forward calls neither super().forward nor F.batch_norm. "
-        "Let it call one of them, or syncbn.functional.sync_batch_norm.",
-        stacklevel=3,
+        "Let it call one of them, or syncbn.functional.sync_batch_norm."
     )

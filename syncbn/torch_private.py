@@ -1,16 +1,17 @@
 """Uses the private names of torch that syncbn needs, each in one function, and each with a test of its own.
 
-tests/test_torch_private.py fails where a later torch gives one of them another meaning. (Those by which
-syncbn asks how torch is running are in torch_state.py; _BatchNorm is imported where it is used.)
+tests/test_torch_private.py fails where a later torch gives one of them another meaning. (torch_state.py has the private
+names that tell how torch is running; _BatchNorm is imported where it is used.)
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from types import FrameType
 from typing import Any, TypeGuard
@@ -24,40 +25,40 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from syncbn.torch_state import constant_in_graphs, forward_mode_level, inside_functorch, is_compiling
 
 current_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
-# Whether is_grads_batched=True has made the tensor of a stack, by a vmap that is not torch.func's.
+# Whether the tensor stands for a stack of gradients, by the vmap of is_grads_batched=True, which is not torch.func's.
 is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 # Whether a transform of torch.func has wrapped this tensor, which may have outlived it.
 is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-# Whether torch makes the zeros of this tensor up, and it has no memory.
+# Whether the tensor has no memory, as torch makes up its zeros.
 is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
 
-# Tells autograd that code has written to these tensors past the dispatcher: as torch.autograd.graph.increment_version,
-# without its three calls.
+# Tells autograd that code has written to these tensors past the dispatcher. torch.autograd.graph.increment_version does
+# the same with three calls more.
 increment_version: Callable[[Collection[Tensor]], None] = torch._C._increment_version
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` where no transform of torch.func is active, without what it does for these, 20 calls."""
+    """`function.apply` without the 20 calls that serve torch.func; only where none of its transforms is active."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
 
 def apply_to_stack(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """function(tensor), and of the whole stack (B, ...) where the tensor is a batched gradient."""
+    """function(tensor); a batched gradient is passed as its whole stack (B, ...)."""
     if is_compiling() or not is_batched_gradient(tensor):
         return function(tensor)
     return torch._add_batch_dim(function(torch._remove_batch_dim(tensor, 1, 0, 0)), 0, 1)
 
 
 def innermost(tensor: Tensor) -> Tensor:
-    """The tensor with the values, which transforms of torch.func have wrapped; with the stacks of vmap, in any dims."""
+    """The tensor inside the wrappers of torch.func's transforms; vmap's stacks are dims of it, anywhere."""
     while is_wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
 def ragged_dim(nested: Tensor) -> int:
-    """The dim of a jagged NestedTensor in which its sequences differ; its values have no dim for the batch."""
+    """The dim of a jagged NestedTensor in which its sequences differ in length, counted with the batch's dim."""
     dim: int = nested._ragged_idx  # type: ignore[attr-defined]
     return dim
 
@@ -68,9 +69,9 @@ def inside_selective_checkpoint() -> bool:
 
 
 def all_reduce_operator(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sums of `tensor` over the ranks as what an operator returns.
+    """The sums of `tensor` over the ranks, by an operator that returns them.
 
-    A mode such as selective checkpointing's can save only that, and dist.all_reduce returns nothing.
+    A mode such as selective checkpointing's can save only results, and dist.all_reduce has none.
     https://github.com/pytorch/pytorch/blob/main/torch/distributed/_functional_collectives.py
     """
     operators = torch.ops._c10d_functional
@@ -164,21 +165,44 @@ def existing_groups() -> Collection[dist.ProcessGroup]:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long its collectives wait; torch gives a new group 10 or 30 minutes whatever the default group's are."""
+    """How long its collectives wait. (torch gives a new group 10 or 30 minutes, whatever the default group has.)"""
     timeout: timedelta = group._get_backend(device_of(group)).options._timeout
     return timeout
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors for the host to read may be sent from: the CPU, or where the group has no backend for it, its
-    GPU."""
+    """The device of tensors that the group sends and the host reads: the CPU, or this rank's GPU where the group has no
+    backend for CPUs."""
     if "cpu" in dist.get_backend_config(group):  # not its get_backend, which may be "undefined" or "cuda:nccl"
         return torch.device("cpu")
     return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
 
 
+@contextlib.contextmanager
+def beside_captures() -> Iterator[None]:
+    """Within, this thread may call on CUDA without failing the capture of a graph by another thread: torch's watchdog
+    of nccl does the same, https://github.com/pytorch/pytorch/pull/148594. Nothing on ROCm."""
+    exchange, mode = _exchange_capture_mode(), ctypes.c_int(1)  # cudaStreamCaptureModeThreadLocal
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@functools.cache
+def _exchange_capture_mode() -> Callable[[Any], Any]:
+    """CUDA's function of this name, of the library that torch has loaded; nothing where there is no such library."""
+    try:
+        library = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+        exchange: Callable[[Any], Any] = library.cudaThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return lambda mode: None
+    return exchange
+
+
 def waits_for_others(frame: FrameType) -> bool:
-    """Whether the innermost frame of a thread is one in which torch waits for other ranks: in backward, for the
+    """Whether torch may be waiting for other ranks in this innermost frame of a thread; in backward it waits for the
     gradients of DistributedDataParallel."""
     return frame.f_globals.get("__name__") in _WAITING_MODULES
 

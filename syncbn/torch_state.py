@@ -17,22 +17,22 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 is_compiling = torch.compiler.is_compiling
 is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
-# The number of the backward in which this is called, as by the recompute of activation checkpointing; -1 outside.
+# The number of the backward that calls this, as the recompute of activation checkpointing does; -1 outside.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 # Whether a torch.func transform is active, whose tensors have no memory.
 inside_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
-# Of forward mode, that of torch.func too; -1 outside.
+# The level of forward mode, also under torch.func.jvp; -1 outside.
 forward_mode_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level")
 
 PLAIN_CLASSES = {Tensor, nn.Parameter}  # a Parameter of a DTensor is of the class DTensor
 _included_keys = torch._C._dispatch_tls_local_include_set
-_USUAL_KEYS: int = 0  # which every thread includes, outside of inference mode
+_USUAL_KEYS: int = 0  # every thread includes these, outside of inference mode
 for _key in (torch._C.DispatchKey.BackendSelect, torch._C.DispatchKey.ADInplaceOrView):
     _USUAL_KEYS |= torch._C.DispatchKeySet(_key).raw_repr()
 
 
 def constant_in_graphs(function: Function) -> Function:
-    """`function`, which Dynamo then calls, and does not trace: torch.compiler.assume_constant_result without importing
+    """Makes Dynamo call `function` instead of tracing it: torch.compiler.assume_constant_result without importing
     torch._dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

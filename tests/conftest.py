@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from syncbn.kernels import cpu
+from syncbn.kernels import chunked, cpu
 
 # Without it matrix products on a GPU raise under use_deterministic_algorithms. cuBLAS reads it when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -46,12 +46,13 @@ def nan_in_new_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=["reference", "cpu", "operators", pytest.param("triton", marks=pytest.mark.triton)])
-def kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+@pytest.fixture(params=["reference", "chunked", "cpu", "operators", pytest.param("triton", marks=pytest.mark.triton)])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Each kernel module; within the test new tensors are on its device. Triton's runs on CPUs too, interpreted."""
     if request.param != "triton":
-        if request.param != "reference" and cpu.load():
+        if request.param in ("cpu", "operators") and cpu.load():
             pytest.skip(str(cpu.load()))
+        monkeypatch.setattr(chunked, "PART_VALUES", 50)
         yield importlib.import_module(f"syncbn.kernels.{request.param}")
         return
     if importlib.util.find_spec("triton") is None:

@@ -103,7 +103,7 @@ def test_what_is_left_alone_is_named_in_one_warning() -> None:
     classes = {name: type(module) for name, module in model.items()}
     with pytest.warns(
         UserWarning,
-        match=r"not synchronised: 1 SubclassOfSyncBatchNorm \(a\): .* derive it from .*; "
+        match=r"not convert these layers: 1 SubclassOfSyncBatchNorm \(a\): .* derive it from .*; "
         r"1 BatchNormAct2d \(b\): .* rename channel_last; 1 BatchNorm2d \(c\): scripted, convert before torch.jit",
     ) as warned:
         syncbn.convert_syncbn_model(model)
@@ -140,9 +140,10 @@ def test_modules_with_statistics_of_their_own_are_named() -> None:
     with pytest.warns(UserWarning, match="HeteroBatchNorm") as warned:
         syncbn.convert_syncbn_model(model)
     assert [str(one.message) for one in warned] == [
-        "syncbn left as they are, not synchronised: 2 HeteroBatchNorm (layer '4', layer '5.0'): normalises by itself; "
+        "syncbn did not convert these layers: 2 HeteroBatchNorm (layer '4', layer '5.0'): normalises by itself; "
         "if by its batch, let its forward call syncbn.functional.sync_batch_norm"
     ]
+    assert warned[0].filename == __file__, "a warning shows the line of the program that called syncbn"
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own

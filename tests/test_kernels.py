@@ -7,16 +7,18 @@ import os
 import subprocess
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from accuracy_cases import HARD_INPUTS, errors_of_one_step
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import syncbn
 from syncbn import many, moments, plan
 from syncbn.functional import sync_batch_norm
-from syncbn.kernels import available, cpu, operators, reference, select
+from syncbn.kernels import available, chunked, cpu, operators, reference, select
 from syncbn.layout import Layout
 from syncbn.roads import watched
 
@@ -275,7 +277,7 @@ def test_squares_of_16_bits_lose_nothing(
 
 @pytest.mark.parametrize("sizes", [(40, 70, 49), (5000, 24, 1), (300, 300, 1), (1, 3, 200_000)], ids=str)
 def test_results_are_the_same_again_and_on_other_threads(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
-    if kernels is reference:
+    if kernels in (reference, chunked):
         pytest.skip("torch's sums depend on the number of threads")
     if truncates(kernels) and math.prod(sizes) > 100_000:
         pytest.skip("the interpreter takes a minute")
@@ -539,6 +541,26 @@ def test_what_keeps_triton_from_running_is_told_and_not_raised(monkeypatch: pyte
     assert select._triton_works == {device: reason}
 
 
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (ModuleNotFoundError("No module named 'triton'"), "No module named 'triton'; pip install triton"),
+        (RuntimeError("Failed to find C compiler. Set CC"), "Set CC; install a C compiler, such as gcc"),
+        (RuntimeError("sm_13"), "sm_13"),
+    ],
+)
+def test_what_triton_lacks_is_told(monkeypatch: pytest.MonkeyPatch, error: Exception, remedy: str) -> None:
+    def try_triton(device: torch.device) -> None:
+        raise error
+
+    monkeypatch.setattr(select, "_triton_works", {})
+    monkeypatch.setattr(select, "_try_triton", try_triton)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    reason = select._why_no_triton(torch.device("cuda", 0), compiling=False)
+    assert reason is not None
+    assert reason.endswith(remedy)
+
+
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_cache_of_triton_that_fails(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
     """As on a network file system. It is tried again; a rank that fell back alone would differ from the others."""
@@ -575,7 +597,7 @@ def test_registers_are_limited_where_triton_can(
 
 
 def test_which_tensors_the_operators_serve() -> None:
-    fast = reference if cpu.load() else operators
+    fast = chunked if cpu.load() else operators
     assert select.select_kernels(torch.ones(2)) is fast
     assert select.select_kernels(torch.nn.Parameter(torch.ones(2))) is reference
     assert select.select_kernels(torch.ones(2, device="meta")) is reference
@@ -587,5 +609,40 @@ def test_which_tensors_have_plans() -> None:
     layout = Layout.of(x, 1)
     for one in (x, torch.nn.Parameter(x)):
         made = select.new_plan(one, layout)
-        assert made.kernels is reference if cpu.load() else type(made) is cpu.Plan
+        assert made.kernels is chunked if cpu.load() else type(made) is cpu.Plan
     assert select.new_plan(x.to("meta"), layout) is None
+
+
+class LargestTensor(TorchDispatchMode):
+    """Sees how many bytes the largest new tensor has."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        storages = {one.untyped_storage().data_ptr() for one in args if isinstance(one, Tensor)}
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in storages:
+            self.num_bytes = max(self.num_bytes, result.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("shape", [(40, 8, 16, 16), (1, 8, 160, 128), (20480, 8)], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_chunks_need_little_memory(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], channels_last: bool
+) -> None:
+    """The reference itself makes float64 copies of the whole tensor."""
+    monkeypatch.setattr(chunked, "PART_VALUES", 2**12)
+    x = torch.randn(shape)
+    if channels_last and len(shape) == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    layout, ones = Layout.of(x, 1), torch.ones(8)
+    with LargestTensor() as largest:
+        sums = chunked.forward_sums(x, layout)
+        _, statistics = chunked.forward_outputs(x, layout, sums, ones, ones, x, EPS, True)
+        chunked.backward_sums(x, x, x, layout, statistics, torch.float32, torch.float32)
+        chunked.backward_outputs(x, x, x, layout, sums[:-1], statistics, ones, True)
+    assert largest.num_bytes == x.nbytes  # the outputs
+    with LargestTensor() as largest:
+        reference.forward_sums(x, layout)
+    assert largest.num_bytes == 2 * x.nbytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import warnings
 from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
@@ -14,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncbn import torch_private
-from syncbn.diagnosis.diagnosis import described, require_one_layer
+from syncbn.diagnosis.observer import described, require_one_layer
 from syncbn.diagnosis.report import RanksDifferError
-from syncbn.diagnosis.this_rank import Site, ThisRank
+from syncbn.diagnosis.this_rank import ThisRank
 from syncbn.distributed import reduction
 from syncbn.distributed.reduction import EagerReduction, Guard, guarded_by, sums_of
-from syncbn.distributed.text_exchange import all_gather_json, by_rank, in_words
+from syncbn.distributed.text_exchange import all_gather_json, by_rank, ranks_in_words
+from syncbn.program import warn
 
 ENABLED = {None: False, "": False, "0": False, "1": True}
 
@@ -59,12 +59,11 @@ class _Comparison(Guard):
 
     def before_all_reduce(self, called: EagerReduction, payload: Tensor, pass_name: str) -> None:
         group, site = called.group, called.site
-        assert isinstance(site, Site)
         if not site.counts or reduction.joined_group() is not None:
             return
         members = dist.get_process_group_ranks(group)
         call, sums = site.doing(called.call, pass_name), sums_of(payload)
-        same = f"{len(sums) // 2} channels", str(called.dtype), f"over {in_words(members)}"
+        same = f"{len(sums) // 2} channels", str(called.dtype), f"over {ranks_in_words(members)}"
         local = {**described(called, pass_name), "same": same, "finite": bool(sums.isfinite().all())}
         with called.other_collective(pass_name):
             gathered = all_gather_json(local, _side_group(group, site.rank))
@@ -74,7 +73,7 @@ class _Comparison(Guard):
             require_one_layer(site, gathered)
         bad = [rank for rank, one in zip(members, gathered, strict=True) if not one["finite"]]
         if bad:
-            warnings.warn(f"syncbn: NaN or infinity in {call} on {in_words(bad)}", stacklevel=2)
+            warn(f"syncbn: NaN or infinity in {call} on {ranks_in_words(bad)}")
 
 
 def _side_group(group: dist.ProcessGroup, this_rank: ThisRank) -> dist.ProcessGroupGloo:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from types import FrameType
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from syncbn.program import line_of_program
 
-def in_words(path: str) -> str:
+
+def quoted(path: str) -> str:
     """The path, or `layer '1'` for one that would read as a number."""
     return f"layer '{path}'" if path.replace(".", "").isdecimal() else path
 
@@ -24,7 +24,7 @@ def may_be_one_layer(paths: Sequence[str]) -> bool:
 
 
 def path_in_model(layer: nn.Module) -> str:
-    """The dotted name of a layer in the outermost module that is `self` in a frame of this call, or nothing.
+    """The dotted name of a layer in the outermost module that is `self` in a frame of this call; empty without one.
 
     DistributedDataParallel and the wrapper of torch.compile do not count.
     """
@@ -45,17 +45,10 @@ def path_in_model(layer: nn.Module) -> str:
 
 
 def line_that_calls_model() -> str:
-    """Where the program calls the outermost module that is `self` in a frame of this call: train.py:57."""
+    """The line in which the program calls the outermost module that is `self` in a frame of this call: train.py:57."""
     outermost = frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
         if isinstance(frame.f_locals.get("self"), nn.Module):
             outermost = frame
     return line_of_program(outermost)
-
-
-def line_of_program(frame: FrameType) -> str:
-    """The line in which the program is in this frame, or from which it called torch or syncbn."""
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "syncbn.")):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -8,7 +8,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from syncbn import torch_private
-from syncbn.distributed.text_exchange import in_words
+from syncbn.distributed.text_exchange import ranks_in_words
 
 
 def require_one_stage(group: dist.ProcessGroup) -> None:
@@ -24,9 +24,9 @@ def require_one_stage(group: dist.ProcessGroup) -> None:
             ranks, pipeline = (dist.get_process_group_ranks(one) for one in (group, stage.group or dist.group.WORLD))
             if len({*ranks} & {*pipeline}) > 1:
                 raise ValueError(
-                    f"the layer is in stage {stage.stage_index} of a pipeline over {in_words(pipeline)}, which hold "
-                    f"other stages, and synchronises over {in_words(ranks)}; convert the stage with the group of the "
-                    "ranks that hold the same stage, or with process_group=1 where that is one rank"
+                    f"the layer is in stage {stage.stage_index} of a pipeline over {ranks_in_words(pipeline)}, which "
+                    f"hold other stages, and synchronises over {ranks_in_words(ranks)}; convert the stage with the "
+                    "group of the ranks that hold the same stage, or with process_group=1 where that is one rank"
                 )
             return
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Finds out about the processes of ranks: when and where this one began, why it ends, and whether another has ended."""
+"""Finds out about the processes of ranks: when and where this one began, why it ends, and whether others have ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HAS_ENDED = "has ended"
 
 @functools.cache
 def start_of_this() -> float:
-    """When this process began, in seconds since 1970; the time of the first call where that cannot be known."""
+    """The start of this process in seconds since 1970; the time of the first call where it cannot be known."""
     now = time.time()
     try:
         seconds_up = float(Path("/proc/uptime").read_text().split()[0])
@@ -32,15 +32,15 @@ def start_of_this() -> float:
 
 @functools.cache
 def host() -> str:
-    """A name of this host, the same for processes that see one another."""
+    """A name of this host, the same in processes that can see one another."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     if not (boot.exists() and namespace.exists()):
         return socket.gethostname()
     return f"{socket.gethostname()} {boot.read_text().strip()} {namespace.stat().st_ino}"
 
 
-def state_of(process: str) -> str:
-    """What is wrong with the process of this number on this host, in words; empty where nothing can be seen."""
+def state_of(process: int) -> str:
+    """That the process of this number on this host has ended or is stopped, in words; empty where neither is seen."""
     if not Path("/proc/self/stat").exists():
         return ""
     state = "X"
@@ -52,7 +52,7 @@ def state_of(process: str) -> str:
 
 
 def on_this_host(rank: int) -> bool:
-    """Whether this global rank is on this host, as torchrun numbers them; True where that is not known."""
+    """Whether this global rank is on this host, as torchrun numbers ranks; True where that is not known."""
     try:
         first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
         return first <= rank < first + int(os.environ["LOCAL_WORLD_SIZE"])
@@ -61,7 +61,7 @@ def on_this_host(rank: int) -> bool:
 
 
 def main_thread_seconds() -> float | None:
-    """Of the processor, that the main thread has used; None where that cannot be known, as on macOS and Windows."""
+    """Seconds of processor time that the main thread has used; None where they cannot be known (macOS, Windows)."""
     main = threading.main_thread()
     if main.ident is None or not main.is_alive() or not hasattr(time, "pthread_getcpuclockid"):
         return None
@@ -69,16 +69,16 @@ def main_thread_seconds() -> float | None:
 
 
 def why_it_ends() -> str:
-    """The first line of the exception because of which this program, or a part of it, ends; empty without one."""
+    """The first line of the exception that ends this program, or a part of it; empty without an exception."""
     handled, error = sys.exc_info()[1], _last_error()
     why = "" if error is None else f" {'while handling' if handled else 'with'} {type(error).__name__}: {error}"
     return why.partition("\n")[0][:200]
 
 
 def a_collective_failed() -> bool:
-    """Whether this exception comes from a failed collective, and not from syncbn, whose errors say where the ranks are.
+    """Whether the exception comes from a collective of others. (syncbn's own errors say where the ranks are.)
 
-    gloo's exceptions are RuntimeErrors that begin with the place in its source.
+    gloo's exceptions are RuntimeErrors that name a file of its source.
     """
     error = _last_error()
     while error is not None and "syncbn: " not in str(error):
@@ -93,7 +93,7 @@ def _last_error() -> BaseException | None:
     return sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
-inherited_groups: WeakSet[dist.ProcessGroup] = WeakSet()  # that this process has from the one which it was forked from
+inherited_groups: WeakSet[dist.ProcessGroup] = WeakSet()  # this process was forked from one that made these groups
 
 
 def refuse_inherited_group() -> NoReturn:

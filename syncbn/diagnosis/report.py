@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -10,16 +11,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from syncbn.diagnosis import process_state
-from syncbn.diagnosis.this_rank import EVALUATES, HAS_LEFT, Position
+from syncbn.diagnosis.this_rank import HAS_LEFT, Position
 from syncbn.diagnosis.waiting import Wait
 from syncbn.distributed import reduction
-from syncbn.distributed.text_exchange import by_rank, in_words
+from syncbn.distributed.text_exchange import by_rank, ranks_in_words
 
 SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; more than hosts' clocks differ
-SETTLE_SECONDS = 0.3  # that a rank which has gone is given to say why
-READ_SECONDS = 5.0  # that reading may take
-UNSEEN = "has not been seen"
-PASSES = "forward", "backward"
+SETTLE_SECONDS = 0.3  # a rank that has gone has so long to say why
+READ_SECONDS = 5.0  # the longest time that reading may take
+UNSEEN, EVALUATES = "has not been seen", "has called a layer in evaluation mode"
 CONSEQUENCES = "syncbn: a collective failed", "/gloo/", "caused pair closure"  # of another rank's fault
 REMEDY = (
     "Every rank must call the same layers in the same order, all converted with the same process_group and in training "
@@ -51,7 +51,7 @@ REMEDY_OF_DTYPES = "Use autocast on every rank or on none, and keep the model in
 
 
 def remedy() -> str:
-    """What every rank must do, where nothing more is known."""
+    """The remedy where nothing more is known: what every rank must do."""
     return REMEDY if in_debug_mode() else REMEDY + REMEDY_BY_DEBUG
 
 
@@ -68,12 +68,12 @@ class RanksDifferError(RuntimeError):
 
 
 class Found(NamedTuple):
-    """What is known of a rank."""
+    """The findings about a rank."""
 
     words: str
     gone: bool
-    ended: bool = False  # without a word
-    position: Position = Position("", 0, "")
+    ended: bool = False  # its process has ended, and has not said why
+    position: Position = Position()
 
 
 def one_is_gone(found: list[Found]) -> bool:
@@ -82,12 +82,13 @@ def one_is_gone(found: list[Found]) -> bool:
 
 
 def anything(found: list[Found]) -> bool:
-    """Whatever has been found is enough."""
+    """Any finding is enough."""
     return True
 
 
 def where_all_are(wait: Wait, enough: Callable[[list[Found]], bool] = anything) -> str:
-    """A line for each position of the ranks that wait for one another; read again for 0.3 s until it is `enough`."""
+    """A line for each position of the ranks that wait for one another, and the remedies. The positions are read again
+    for 0.3 s, until they are `enough`."""
     reader, tables = _Reader(wait, enough), list[str]()
     wait.rank.write_position()
     thread = threading.Thread(target=lambda: tables.extend(reader.table()), daemon=True)
@@ -98,7 +99,7 @@ def where_all_are(wait: Wait, enough: Callable[[list[Found]], bool] = anything) 
 
 
 def where_all_were(wait: Wait) -> str:
-    """The same at the program's end, when no thread may be started, and some rank is perhaps gone."""
+    """As where_all_are, at the program's end: no thread may be started, and some rank is perhaps gone."""
     reader = _Reader(wait, one_is_gone)
     tables = reader.table() if wait.rank.store_answers else []
     return tables[0] if tables else reader.without_store()
@@ -112,21 +113,20 @@ class _Reader:
     enough: Callable[[list[Found]], bool]
 
     def table(self) -> list[str]:
-        """A line for each position, with its ranks; read again for 0.3 s until it is `enough`. Nothing from a store
-        that has ended."""
+        """The table of positions, in a list; an empty list where the store or the group has ended."""
         with contextlib.suppress(RuntimeError, ValueError):  # a store or group that has ended
             return [self._table()]
         return []
 
     def without_store(self) -> str:
-        """What this rank knows by itself."""
+        """A line for this rank, and one for the others, of which it knows nothing."""
         rank = self.wait.rank.rank
         others = [other for other in self.wait.ranks() if other != rank]
         elsewhere = [other for other in others if not process_state.on_this_host(other)]
-        hosts = f" ({in_words(elsewhere)}: on other hosts)" if elsewhere else ""
+        hosts = f" ({ranks_in_words(elsewhere)}: on other hosts)" if elsewhere else ""
         return (
-            f"rank {rank}: {self._place(self.wait.position)}\n{in_words(others)}: not known, as the process group's "
-            f"store has not answered for {READ_SECONDS:.0f} s{hosts}"
+            f"rank {rank}: {self._place(self.wait.position)}\n{ranks_in_words(others)}: not known, as the process "
+            f"group's store has not answered for {READ_SECONDS:.0f} s{hosts}"
         )
 
     def _table(self) -> str:
@@ -138,18 +138,17 @@ class _Reader:
         return "\n".join((table, *self._remedies(found)))
 
     def _remedies(self, found: list[Found]) -> list[str]:
-        """What may help; nothing where a rank has said why it left, and that is not the end of another."""
-        since = [one.position.since.partition(HAS_LEFT) for one in found]
-        reasons = [why for _, _, why in since if why and not any(part in why for part in CONSEQUENCES)]
-        if reasons:
+        """The remedies. None where a rank has said why it left, unless it left because another had."""
+        positions = [one.position for one in found]
+        left = [one.left for one in positions if not any(part in one.left for part in CONSEQUENCES)]
+        if any(len(why) > len(HAS_LEFT) for why in left):
             return []
         ended = [REMEDY_OF_ENDED + ("." if in_debug_mode() else ": SYNCBN_DEBUG=1 tells which.")]
         known = ended * any(one.ended for one in found)
-        known += [REMEDY_OF_EVALUATION] * any(EVALUATES in before for before, _, _ in since)
+        known += [REMEDY_OF_EVALUATION] * any(one.has_evaluated for one in positions)
         if known:
             return known
-        begins, has_ended = (any(f" {name}, " in one.position.doing for one in found) for name in PASSES)
-        if any(left and not why for _, left, why in since) or (begins and has_ended):
+        if HAS_LEFT in left or {"forward", "backward"} <= {one.pass_name for one in positions}:
             return [REMEDY_OF_FEWER_BATCHES]
         if one_is_gone(found):
             return []
@@ -168,9 +167,8 @@ class _Reader:
     def _found(self, rank: int, text: bytes | None) -> Found:
         position, age, process, host = _parsed(text)
         is_this = rank == self.wait.rank.rank
-        if is_this:  # whose last position may not be written yet, and which may be about to leave
-            position = self.wait.rank.position()
-            position = position._replace(since=position.since.partition(HAS_LEFT)[0].rstrip("; "))
+        if is_this:  # its last position may not be written yet, and it may be about to leave
+            position = self.wait.rank.position()._replace(left="")
         words = []
         if position.doing:
             words.append(self._place(position))
@@ -178,10 +176,9 @@ class _Reader:
             called = f"syncbn/{rank}/called/{self.wait.position.group}/{self.wait.layer}"
             if not position.doing or not self.wait.rank.store.check([called]):
                 words.append(f"{UNSEEN} in {self.wait.layer}")
-        if position.since:
-            words.append(position.since)
-        gone, state = HAS_LEFT in position.since, ""
-        if not gone and not is_this:
+        words += [EVALUATES] * position.has_evaluated + [position.left] * bool(position.left)
+        state = ""
+        if not (position.left or is_this):
             if host == process_state.host():
                 state = process_state.state_of(process)
             elif process and age > SILENCE_SECONDS and self.wait.rank.beats():
@@ -189,7 +186,7 @@ class _Reader:
         if state:
             words.append(state)
         words_of_rank, has_ended = "; ".join(words) or UNSEEN, state.endswith(process_state.HAS_ENDED)
-        return Found(words_of_rank, gone or bool(state), has_ended, position)
+        return Found(words_of_rank, bool(position.left or state), has_ended, position)
 
     def _arrived(self, position: Position) -> bool:
         """Whether a rank of this position is in what this rank waits in."""
@@ -200,13 +197,12 @@ class _Reader:
         return f"{'in' if self._arrived(position) else 'after'} {position.doing}{elsewhere}"
 
 
-def _parsed(text: bytes | None) -> tuple[Position, float, str, str]:
-    """The position, its age in seconds, the process and the host; of nothing where there is no text, or one from before
-    this process, of a rank that torchrun has started again."""
+def _parsed(text: bytes | None) -> tuple[Position, float, int, str]:
+    """The position, its age in seconds, the process and the host. Empty ones where there is no text, or one older than
+    this process: a rank wrote it before torchrun started the ranks again."""
     if text is not None:
-        group, number, doing, since, written, process_and_host = text.decode().split("\n")
-        process, _, host = process_and_host.partition(" ")
+        position, written, process, host = json.loads(text)
         allowed = 0.0 if host == process_state.host() else SILENCE_SECONDS  # clocks differ
-        if float(written) >= process_state.start_of_this() - allowed:
-            return Position(group, int(number), doing, since), time.time() - float(written), process, host
-    return Position("", 0, ""), 0.0, "", ""
+        if written >= process_state.start_of_this() - allowed:
+            return Position(*position), time.time() - written, process, host
+    return Position(), 0.0, 0, ""

@@ -20,12 +20,12 @@ LARGEST_TOTAL = 2**26  # number of ranks * signature is less, so that its square
 
 
 def largest_signature(num_ranks: int) -> int:
-    """Of a group of so many ranks."""
+    """The largest signature in a group of so many ranks."""
     return LARGEST_TOTAL // num_ranks - 1
 
 
 class Signatures(Unsigned):
-    """Those of a call site by the name of the pass and the dtype of the input; zeros where it does not sign."""
+    """The signatures of a call site by name of the pass and dtype of the input; zeros where it does not sign."""
 
     def __init__(self, num_ranks: int | None) -> None:
         super().__init__()
@@ -41,6 +41,6 @@ class Signatures(Unsigned):
         return signature
 
     def sign_as(self, identity: str) -> None:
-        """From now on sign with this identity."""
+        """Sign with this identity from now on."""
         self.identity = identity
         self.clear()

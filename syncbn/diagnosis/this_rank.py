@@ -15,6 +15,7 @@ restarts the ranks.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import threading
@@ -28,22 +29,25 @@ import torch.distributed as dist
 
 from syncbn import torch_private
 from syncbn.diagnosis import process_state
-from syncbn.diagnosis.layer_names import in_words, line_that_calls_model, path_in_model
+from syncbn.diagnosis.layer_names import line_that_calls_model, path_in_model, quoted
 from syncbn.diagnosis.signatures import Signatures
 from syncbn.distributed.reduction import Caller, CallSite, Collective, GroupState, RankState
 
-EVALUATES, HAS_LEFT = "has called a layer in evaluation mode", "has left"
+HAS_LEFT = "has left"
 SECONDS_BETWEEN_WRITES = 0.05  # of a rank, at least
 SECONDS_PER_WRITE = 10e-6  # of all ranks together: a store takes some 100,000 writes a second
 
 
 class Position(NamedTuple):
-    """Where a rank is. The store has these as lines, then the time, the process and its host."""
+    """The position of a rank: its last all_reduce of syncbn, and what it has done since. The store has it as JSON, with
+    the time, the process and its host."""
 
-    group: str  # the name of the process group of its last all_reduce
-    number: int  # of that among syncbn's on this group, from 1
-    doing: str  # in it: layer4.1.bn3 forward, call 17
-    since: str = ""  # what it has done since then: EVALUATES, HAS_LEFT and why
+    group: str = ""  # the name of the process group
+    number: int = 0  # of the all_reduce among syncbn's on the group, from 1
+    pass_name: str = ""  # of the all_reduce: forward, backward
+    doing: str = ""  # layer4.1.bn3 forward, call 17
+    has_evaluated: bool = False  # the rank has called a layer in evaluation mode since
+    left: str = ""  # HAS_LEFT, and why
 
 
 class Group(GroupState):
@@ -65,22 +69,22 @@ class Site(CallSite):
         super().__init__(caller, group, rank, state)
         is_function = isinstance(caller, Caller)
         self.group_name = group.group_name
-        # The dotted name in the model, or that of the function; empty for a layer without a model.
+        # The dotted name in the model, or the function's name; empty for a layer without a model.
         self.path = caller.name if is_function else path_in_model(caller)
         self.first_line = "" if is_function else line_that_calls_model()
-        self.name = in_words(self.path) or type(caller).__name__
+        self.name = quoted(self.path) or type(caller).__name__
         self.counts = not is_function or caller.signs
         self.signatures = Signatures(self.num_ranks if self.counts else None)
         self.said_not_finite = False
         self.sign_as(self.path, state.last_order + 1)
 
     def sign_as(self, path: str, order: int) -> None:
-        """From now on be the layer of this path that was the order-th to call on the group."""
+        """Sign from now on as the layer of this path which was the order-th to call on the group."""
         self.order, self.state.last_order = order, max(order, self.state.last_order)
         self.signatures.sign_as(f"{order} {path}")
 
     def forget_group(self) -> None:
-        """The process was forked: it has no such group."""
+        """The process was forked, and has no such group."""
         self.group = _nothing  # type: ignore[assignment]
 
     def doing(self, call: int, pass_name: str) -> str:
@@ -88,7 +92,7 @@ class Site(CallSite):
         return f"{self.name} {pass_name}, call {call}" if self.counts else self.name
 
     def first_call(self) -> str:
-        """What tells it from a layer of another model with the same path."""
+        """Its first call, by which a reader tells it from a layer of another model with the same path."""
         return f"first called at {self.first_line}, as layer number {self.order} of its group"
 
 
@@ -97,49 +101,44 @@ class ThisRank(RankState):
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.rank, self.process = dist.get_rank(), os.getpid()
-        self.process_and_host = f"{self.process} {process_state.host()}"
         self.store: dist.Store = torch_private.default_store()  # the default one may later be another group's
         self.store_answers = True
         self.writing = threading.RLock()  # the program and the heartbeat write positions
         self.groups: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
         self.num_ranks = world.size()
-        self.meetings: Counter[str] = Counter()  # that this rank has come to, by name
+        self.meetings: Counter[str] = Counter()  # how often this rank has come to the meeting of a name
         self.interval = _interval(self.store, self.num_ranks)
-        self.since: tuple[Collective | None, str] = None, ""  # what it has done after a collective
+        self.evaluated_after: object = False  # the collective after which it has called a layer in evaluation mode
+        self.left = ""
         self.written, self.written_state = -math.inf, self.state()
         self.ended = threading.Event()
-        self.failed = False  # it ends as a collective outside of the layers failed
+        self.failed = False  # a collective outside of the layers failed, and ends this rank
         self.write_position()
 
     def beats(self) -> bool:
         """Whether it writes every second."""
         return self.interval < math.inf
 
-    def state(self) -> tuple[Collective | None, str]:
-        """The last collective, and what this rank has done since."""
-        last, (after, since) = self.last, self.since
-        return last, since if after is last else ""
+    def state(self) -> tuple[Collective | None, bool, str]:
+        """The last collective; whether this rank has evaluated since; whether it has left, and why."""
+        last = self.last
+        return last, self.evaluated_after is last, self.left
 
     def position(self) -> Position:
-        """The same in words."""
-        last, since = self.state()
-        return position_in(last)._replace(since=since)
-
-    def add_since(self, words: str) -> None:
-        """This rank has done something after its last collective."""
-        last, since = self.state()
-        if words not in since:
-            self.since = last, "; ".join(filter(None, (since, words)))
+        """The state in words."""
+        last, has_evaluated, left = self.state()
+        return position_in(last)._replace(has_evaluated=has_evaluated, left=left)
 
     def write_position(self) -> None:
         with self.writing:
             self.written, self.written_state = time.monotonic(), self.state()
-            self.write("position", "\n".join(map(str, (*self.position(), time.time(), self.process_and_host))))
+            self.write("position", json.dumps((self.position(), time.time(), self.process, process_state.host())))
 
     def meet(self, name: str, group: dist.ProcessGroup, seconds: float) -> bool:
-        """Wait until all ranks of a group have come to its meeting of this name, each as often. False: one is late.
+        """Wait until all ranks of a group have come to its meeting of this name, equally often. False: one is late.
 
-        By the store: no collective, so that other threads go on, and a rank that does not come harms nobody."""
+        Ranks meet by the store and not by a collective, so that other threads go on and a missing rank harms nobody.
+        """
         if not self.beats():
             return True
         ranks = dist.get_process_group_ranks(group)
@@ -172,12 +171,11 @@ def _nothing() -> None:
 
 
 def position_in(collective: Collective | None) -> Position:
-    """That of a rank in this collective."""
+    """The position of a rank in this collective."""
     if collective is None:
-        return Position("", 0, "")
-    site = collective.site
-    assert isinstance(site, Site)
-    return Position(site.group_name, collective.number, site.doing(collective.call, collective.pass_name))
+        return Position()
+    site, pass_name = collective.site, collective.pass_name
+    return Position(site.group_name, collective.number, pass_name, site.doing(collective.call, pass_name))
 
 
 def _interval(store: dist.Store, num_ranks: int) -> float:

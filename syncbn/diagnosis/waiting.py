@@ -24,10 +24,10 @@ import torch.distributed as dist
 
 from syncbn import torch_private
 from syncbn.diagnosis import process_state
-from syncbn.diagnosis.layer_names import line_of_program
-from syncbn.diagnosis.this_rank import Position, Site, ThisRank, position_in
+from syncbn.diagnosis.this_rank import Position, ThisRank, position_in
 from syncbn.distributed import reduction, text_exchange
 from syncbn.distributed.reduction import Collective
+from syncbn.program import line_of_program
 
 FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
 
@@ -57,7 +57,6 @@ class Waiting(Wait):
 
     def __init__(self, collective: Collective) -> None:
         site = collective.site
-        assert isinstance(site, Site)
         self.collective, self.rank, self.number, self.start = collective, site.rank, collective.number, collective.start
         self.position = position_in(collective)
         self.group, self.layer = site.group, site.name if site.counts else ""
@@ -80,34 +79,35 @@ class Waiting(Wait):
 
 
 class Event(Protocol):
-    """What lies on a GPU's stream behind an all_reduce, as torch.cuda.Event."""
+    """An event on a GPU's stream behind an all_reduce, as torch.cuda.Event."""
 
     def query(self) -> bool:
         """Whether the GPU has come to it. The host does not wait."""
 
 
 class EventOn:
-    """An event, which is asked while its GPU is current: else a thread makes a CUDA context of 0.5 GB on GPU 0."""
+    """An event, which is asked while its GPU is current, else a thread makes a CUDA context of 0.5 GB on GPU 0; and
+    in a mode in which the question does not fail a graph that another thread captures."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.event = device, torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.event.record(torch.cuda.current_stream(device))
 
     def query(self) -> bool:
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device), torch_private.beside_captures():
             return bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
 def event_behind(device: torch.device) -> Event | None:
-    """What the current stream of a GPU comes to behind all that it has been given; None while a graph is captured."""
+    """An event at the end of the current stream of a GPU; None while a graph is captured."""
     return None if torch.cuda.is_current_stream_capturing() else EventOn(device)
 
 
 class OnGpu:
     """The all_reduces that the host has left and the GPU, as far as is known, has not finished.
 
-    While a graph is captured no thread may ask an event, or CUDA fails the capture. So the program asks, at its next
-    all_reduce, and the watchdog when a warning is due; and a captured all_reduce makes both forget what there was.
+    The program asks their events at its next all_reduce, and the watchdog when a warning is due. A captured all_reduce
+    makes both forget what there was, as the thread that captures may ask no event.
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class Elsewhere(Wait):
 
 
 def elsewhere(rank: ThisRank, last: Elsewhere | None) -> Elsewhere | None:
-    """What the main thread waits in now, outside of the layers; `last` is what was found last."""
+    """The wait of the main thread outside of the layers, if it is in one; `last` was found before."""
     seconds = process_state.main_thread_seconds()
     if last is not None and last.processor_seconds == seconds and last.state == rank.state():
         return last

@@ -90,7 +90,7 @@ def _leave(rank: WatchedRank) -> None:
     rank.ended.set()
     # The heartbeat may be in a call of a dead store.
     if here and rank.writing.acquire(timeout=LEAVE_SECONDS):
-        rank.add_since(HAS_LEFT + process_state.why_it_ends())
+        rank.left = HAS_LEFT + process_state.why_it_ends()
         rank.write_position()
         rank.writing.release()
     if rank.failed:

@@ -12,17 +12,15 @@ A layer keeps a spec and not the group itself, so that it can be copied, pickled
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeGuard
+from typing import NamedTuple, TypeAlias
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from syncbn import torch_private
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    GroupSpec: TypeAlias = "int | str | GlobalRanks | DeviceMesh | None"  # what a layer keeps
-    ProcessGroupLike: TypeAlias = "dist.ProcessGroup | GroupSpec"  # what a user passes
+GroupSpec: TypeAlias = "int | str | GlobalRanks | DeviceMesh | None"  # what a layer keeps
+ProcessGroupLike: TypeAlias = "dist.ProcessGroup | GroupSpec"  # what a user passes
 
 
 class GlobalRanks:
@@ -55,7 +53,7 @@ class GlobalRanks:
 
 
 class OfMesh(NamedTuple):
-    """What the mesh of a DTensor says instead of a spec: the group itself; None for this rank alone."""
+    """The group that the mesh of a DTensor gives in place of a spec; None for this rank alone."""
 
     group: dist.ProcessGroup | None
 
@@ -64,7 +62,7 @@ THIS_RANK_ALONE = OfMesh(None)
 
 
 def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
-    """What a layer keeps of `process_group`. Communicates nothing.
+    """The spec that a layer keeps for `process_group`. Communicates nothing.
 
     **Raises** TypeError for anything that is not a spec; ValueError for an int below 1, a string other than
     "node", a mesh of several dims, and a group that was destroyed.
@@ -81,7 +79,7 @@ def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
         if process_group not in torch_private.existing_groups():
             raise ValueError("process_group was destroyed; pass one that exists, or None for the default group")
         return GlobalRanks(_ranks_of(process_group), process_group)
-    if _is_device_mesh(process_group):
+    if isinstance(process_group, DeviceMesh):
         if process_group.ndim != 1:
             raise ValueError(
                 f"process_group is a DeviceMesh of {process_group.ndim} dims, expected 1; select one of "
@@ -95,7 +93,7 @@ def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
 
 
 def to_user(spec: GroupSpec) -> ProcessGroupLike:
-    """What the user passed; for a ProcessGroup that does not exist here `spec` itself."""
+    """The process group as the user passed it; `spec` itself for a ProcessGroup that does not exist here."""
     if not isinstance(spec, GlobalRanks):
         return spec
     return (spec.group() or spec) if spec.ranks else dist.GroupMember.NON_GROUP_MEMBER
@@ -109,7 +107,7 @@ def includes_this_rank(spec: GroupSpec) -> bool:
 
 
 def own_group(spec: GlobalRanks | DeviceMesh) -> dist.ProcessGroup:
-    """The group of a layer that has one of its own, and falls back neither on other ranks nor on none.
+    """The group of a layer that has its own; never falls back to another group or to local statistics.
 
     **Raises** RuntimeError where it does not exist, as when it was destroyed; ValueError where this rank is not in it.
     """
@@ -136,9 +134,3 @@ def own_group(spec: GlobalRanks | DeviceMesh) -> dist.ProcessGroup:
 
 def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
-
-
-def _is_device_mesh(candidate: object) -> TypeGuard[DeviceMesh]:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    return isinstance(candidate, DeviceMesh)

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from syncbn import torch_private
-from syncbn.distributed.group_spec import GlobalRanks, OfMesh, includes_this_rank, own_group
+from syncbn.distributed.group_spec import GlobalRanks, GroupSpec, OfMesh, includes_this_rank, own_group
 from syncbn.distributed.text_exchange import all_gather_json
-
-if TYPE_CHECKING:
-    from syncbn.distributed.group_spec import GroupSpec
 
 # Default group -> {int or "node": this rank's group, or None for the default group itself}. A re-made default group
 # starts with nothing made, and the old entry goes with the old group.
@@ -51,7 +48,8 @@ def ranks_of(spec: GroupSpec) -> list[int]:
 
 
 def size(spec: GroupSpec) -> int:
-    """How many ranks `spec` means, also before its group is made; 1 without a process group, 0 without this rank."""
+    """The number of ranks that `spec` means, before its group is made too; 1 without a process group, 0 where this rank
+    is not in it."""
     if dist.group.WORLD is None:
         return 1
     if isinstance(spec, int):
@@ -67,7 +65,7 @@ def size(spec: GroupSpec) -> int:
 
 
 def of_torch(spec: GroupSpec) -> Any:
-    """What an nn.SyncBatchNorm holds for `spec`. **Raises** RuntimeError where its group does not exist."""
+    """The group for an nn.SyncBatchNorm, which holds one. **Raises** RuntimeError where the group does not exist."""
     if dist.group.WORLD is None or spec is None:
         return None
     return existing(spec) if includes_this_rank(spec) else dist.GroupMember.NON_GROUP_MEMBER

@@ -62,8 +62,8 @@ class Shadowing(Guard):
             self.agree(1 + len(payload), called.site.caller(), called.call, pass_name)
 
     def agree(self, local: int, caller: Any = None, call: int = 1, pass_name: str = "") -> int:
-        """What the ranks do next, of which `local` is this rank's, in a call of a layer or a `Caller`. **Raises**
-        RuntimeError when another rank failed or has gone."""
+        """The largest integer of all ranks (see above), which says what they do next; `local` is this rank's, in a call
+        of a layer or a `Caller`. **Raises** RuntimeError when another rank failed or has gone."""
         self.num_announced += local != JOINED
         header = torch.tensor([local], device="cpu")
         site = reduction.observer.new_site(caller or self.shadow_caller, self.header_group)
@@ -118,7 +118,8 @@ class Shadowing(Guard):
             called.check(payload)
 
     def take_from_the_last(self, tensors: Iterable[Tensor]) -> None:
-        """What they are on a rank that ran to the end, the one that announced most; a collective, when all finished."""
+        """Give these tensors the values of the rank that announced most, which ran to the end. A collective, when all
+        ranks have finished."""
         key = torch.tensor([self.num_announced * dist.get_world_size() + dist.get_rank()], device="cpu")
         dist.all_reduce(key, dist.ReduceOp.MAX, group=self.header_group)
         for tensor in tensors:

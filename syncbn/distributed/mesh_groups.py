@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from syncbn.distributed.group_spec import GlobalRanks, OfMesh
+from syncbn.distributed.group_spec import GlobalRanks, GroupSpec, OfMesh
 from syncbn.distributed.reduction import resolve
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from syncbn.distributed.group_spec import GroupSpec
 
 
 def group_of(mesh: DeviceMesh, adds_up: list[bool], spec: GroupSpec | OfMesh, placements: Any) -> OfMesh:

@@ -1,6 +1,7 @@
 """Adds up over the ranks: one all_reduce each pass, by a reduction that is chosen once for a call.
 
-Here are those of the ordinary road: of this rank alone, and of a group in eager mode. side_reductions.py has two more.
+This file has the reductions of the ordinary road: this rank alone, and a group in eager mode. side_reductions.py has
+two more.
 
 W ranks; C channels; n_r values per channel on rank r.
 
@@ -26,9 +27,8 @@ import functools
 import os
 import sys
 import time
-import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 from weakref import ref
 
 import torch
@@ -37,11 +37,9 @@ from torch import Tensor, nn
 
 from syncbn import torch_private
 from syncbn.distributed import groups
-from syncbn.distributed.group_spec import OfMesh
+from syncbn.distributed.group_spec import GroupSpec, OfMesh
 from syncbn.kernels.plans import FAULT, NUM_SIGNED, OK, RANKS_DIFFER, UNSIGNED, Signature, status_of
-
-if TYPE_CHECKING:
-    from syncbn.distributed.group_spec import GroupSpec
+from syncbn.program import warn
 
 
 class Caller:
@@ -63,9 +61,9 @@ class Unsigned(dict[tuple[str, torch.dtype | None], Signature]):
 
 
 class RankState:
-    """In which collective this rank is; diagnosis/ makes it known to the others."""
+    """The collective that this rank is in; diagnosis/ makes it known to the others."""
 
-    last: Collective | None = None  # that it has begun
+    last: Collective | None = None  # the last that this rank has begun
     waiting: Collective | None = None  # the same, until it has ended on the host
 
     def left_to_gpu(self, collective: Collective, device: torch.device) -> None:
@@ -73,13 +71,14 @@ class RankState:
 
 
 class GroupState:
-    """What this rank counts for a group."""
+    """The counter that this rank keeps for a group."""
 
     num_collectives = 0
 
 
 class CallSite:
-    """A layer or a function that calls on one group. It holds neither the caller nor the group."""
+    """A layer or a function that calls on one group, which diagnosis/ extends. It holds neither the caller nor the
+    group."""
 
     def __init__(self, caller: Any, group: dist.ProcessGroup, rank: RankState, state: GroupState) -> None:
         self.caller, self.group, self.rank, self.state = ref(caller), ref(group), rank, state
@@ -89,12 +88,12 @@ class CallSite:
 
 
 class Guard:
-    """Something that is asked before each all_reduce while it is on the list `guards`."""
+    """Is asked before each all_reduce while it is on the list `guards`."""
 
     # If set, this group replaces every group of as many ranks (syncbn.join).
     joined_group: dist.ProcessGroup | None = None
-    first_warning_seconds: float | None = None  # of waiting
-    compares_ranks = False  # what they do
+    first_warning_seconds: float | None = None  # a rank that has waited so long warns
+    compares_ranks = False  # whether it compares what the ranks do
 
     def before_all_reduce(self, reduction: EagerReduction, payload: Tensor, pass_name: str) -> None:
         """This rank is about to add up `payload`; an exception leaves it out."""
@@ -103,11 +102,11 @@ class Guard:
 TRANSFORMED_GRAPH = "compiled graphs with vmap or forward mode over ranks: compile without fullgraph=True"
 
 guards: list[Guard] = []
-observer: Any = None  # names the callers, and says what is known when a collective fails: see diagnosis/diagnosis.py
+observer: Any = None  # names the callers, and says what is known when a collective fails: see diagnosis/observer.py
 
 
 def register(one: Any) -> None:
-    """diagnosis/diagnosis.py says so when it is imported: `one` is asked from now on."""
+    """Makes `one` the observer. diagnosis/observer.py calls this when it is imported."""
     global observer
     observer = one
 
@@ -128,11 +127,11 @@ def joined_group() -> dist.ProcessGroup | None:
 
 
 class Collective:
-    """A collective of a call, while which this rank waits for others: a context, which may be entered again."""
+    """The context of a collective, in which this rank waits for others. It may be entered again."""
 
     __slots__ = ("call", "next_warning_seconds", "number", "pass_name", "site", "start")
 
-    def __init__(self, site: CallSite, call: int, pass_name: str) -> None:
+    def __init__(self, site: Any, call: int, pass_name: str) -> None:
         site.state.num_collectives += 1
         self.site, self.call, self.pass_name, self.number = site, call, pass_name, site.state.num_collectives
         self.start = time.monotonic()
@@ -185,7 +184,7 @@ class EagerReduction:
     reads_totals = True
     __slots__ = ("call", "collective", "dtype", "group", "num_ranks", "signatures", "site")
 
-    def __init__(self, group: dist.ProcessGroup, site: CallSite, dtype: torch.dtype | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, site: Any, dtype: torch.dtype | None) -> None:
         site.num_calls += 1
         self.group, self.site, self.call, self.dtype = group, site, site.num_calls, dtype
         self.num_ranks, self.signatures = site.num_ranks, site.signatures
@@ -211,14 +210,13 @@ class EagerReduction:
             if num_values != num_values:
                 observer.raise_faults(self.collective, signature[0], error)
 
-    def warn_not_finite(self, x: Tensor) -> None:
-        """NaN or infinity is in a total: the ranks that brought it in their x warn, once for each layer."""
-        observer.warn_not_finite(self.collective, x)
+    def warn_not_finite(self, local: Tensor) -> None:
+        """NaN or infinity is in a total: the ranks with it in `local`, x or its sums, warn, once for each layer."""
+        observer.warn_not_finite(self.collective, local)
 
     def check(self, payload: Tensor, error: Exception | None = None) -> None:
-        """Read a total on CPU, which a subclass such as FakeTensor may not have; **raises** as `explain`."""
-        has_values = payload.is_cpu and type(payload) is Tensor
-        if has_values and status_of(payload[-1 - NUM_SIGNED :].tolist()) in (RANKS_DIFFER, FAULT):
+        """Read a total on CPU; **raises** as `explain`."""
+        if _has_values(payload) and status_of(payload[-1 - NUM_SIGNED :].tolist()) in (RANKS_DIFFER, FAULT):
             self.explain(payload, error)
 
     def total(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:
@@ -226,6 +224,7 @@ class EagerReduction:
         rank with an `error` sends NaN for it. **Raises** as all_reduce and explain."""
         behind = (0.0, *self.signatures[pass_name, self.dtype])[counted:]  # 0 where the sums end without a count
         payload = torch.cat((sums, sums.new_tensor(behind))) if sums.is_cpu else sums
+        local = sums if counted and pass_name == "forward" and _has_values(payload) else None  # cat has copied them
         if torch_private.current_dispatch_mode() is None:
             self.all_reduce(payload, pass_name)
         else:
@@ -234,6 +233,8 @@ class EagerReduction:
             with Collective(self.site, self.call, pass_name) as self.collective:
                 payload = torch_private.all_reduce_operator(payload, self.group)
         self.check(payload, error)
+        if not (local is None or payload.isfinite().all()):
+            self.warn_not_finite(local)
         return payload[: len(sums)]
 
     def other_collective(self, pass_name: str) -> Collective:
@@ -242,13 +243,14 @@ class EagerReduction:
 
 
 def reduction_of(spec: GroupSpec | OfMesh, caller: Any, input: Any) -> NoReduction | EagerReduction:
-    """The ranks that a call of a layer or a `Caller` synchronises in eager mode; counts the call. See `resolve`."""
+    """The reduction over the ranks that a call synchronises in eager mode; counts the call. `caller` is a layer or a
+    `Caller`. See `resolve`."""
     group = dist.group.WORLD if spec is None else groups.existing(spec)
     if group is None and spec is None:
         _warn_if_meant_for_several_ranks()
         return ONE_RANK
     site = caller._call_site
-    # Unless the site of the last call still fits; a guard may bring a group of its own.
+    # The site of the last call is used again if it still fits; a guard may bring a group of its own.
     if group is None or site is None or site.group() is not group or site.caller() is not caller or guards:
         group = resolve(spec)
         if group is None:
@@ -291,8 +293,13 @@ def make_groups(spec: GroupSpec) -> None:
             groups.make(spec)
 
 
+def _has_values(payload: Tensor) -> bool:
+    """Whether the host can read it: not on a GPU, nor of a subclass such as FakeTensor."""
+    return payload.is_cpu and type(payload) is Tensor
+
+
 def sums_of(payload: Tensor) -> Tensor:
-    """The sums of a payload, without count and signature."""
+    """The sums in a payload, without count and signature."""
     if payload.is_cpu:
         return payload[: -1 - NUM_SIGNED]
     return payload[:-1] if len(payload) % 2 else payload
@@ -300,13 +307,12 @@ def sums_of(payload: Tensor) -> Tensor:
 
 @functools.cache
 def _warn_if_meant_for_several_ranks() -> None:
-    """In the first call without a process group."""
+    """Warns in the first call without a process group."""
     world_size, frame = os.environ.get("WORLD_SIZE", "1"), sys._getframe()
     if world_size != "1":
-        warnings.warn(
+        warn(
             f"syncbn is not synchronising: WORLD_SIZE is {world_size} but torch.distributed has no process group. "
-            "Call torch.distributed.init_process_group() before the first training step.",
-            stacklevel=2,
+            "Call torch.distributed.init_process_group() before the first training step."
         )
     while frame.f_back is not None:
         frame = frame.f_back
@@ -316,8 +322,7 @@ def _warn_if_meant_for_several_ranks() -> None:
 
 @functools.cache
 def warn_in_data_parallel() -> None:
-    warnings.warn(
+    warn(
         "syncbn is not synchronising: the layer runs in nn.DataParallel, which has threads but no ranks. Use "
-        "DistributedDataParallel, launched by torchrun.",
-        stacklevel=2,
+        "DistributedDataParallel, launched by torchrun."
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -10,12 +10,9 @@ from torch import Tensor
 
 from syncbn import torch_private
 from syncbn.distributed import groups
-from syncbn.distributed.group_spec import OfMesh
+from syncbn.distributed.group_spec import GroupSpec, OfMesh
 from syncbn.distributed.reduction import TRANSFORMED_GRAPH, EagerReduction, NoReduction, joined_group
 from syncbn.kernels.plans import NUM_SIGNED
-
-if TYPE_CHECKING:
-    from syncbn.distributed.group_spec import GroupSpec
 
 
 class GraphReduction:
@@ -69,7 +66,8 @@ class DifferentiableReduction:
         if self.group is None:
             return sums
         total = _total(sums, self.reduction, pass_name, counted)
-        return torch.cat((total[:-1], total[-1:].detach())) if counted else total  # a count is a constant
+        has_graph = counted and torch.is_grad_enabled()
+        return torch.cat((total[:-1], total[-1:].detach())) if has_graph else total  # a count is a constant
 
 
 Reduction: TypeAlias = "NoReduction | EagerReduction | GraphReduction | DifferentiableReduction"

@@ -75,12 +75,12 @@ def require_equal(lines: Sequence[str], error: Exception | None, group: dist.Pro
 
 
 def digest_of_lines(lines: Sequence[str]) -> str:
-    """Which differs where the lines do."""
+    """A hash of the lines."""
     return hashlib.blake2b("\n".join(lines).encode()).hexdigest()
 
 
 def first_difference(lines: Sequence[str], group: dist.ProcessGroup) -> str:
-    """Of lines that differ between the ranks, the first that does, by rank. A collective for each line up to it."""
+    """The first line that differs between the ranks, by rank. Each line up to it costs a collective."""
     rest = iter(lines)
     while len(set(of_ranks := all_gather_text(next(rest, "nothing more"), group))) == 1:
         pass
@@ -99,10 +99,10 @@ def by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
     ranks_of: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         ranks_of.setdefault(text, []).append(rank)
-    return "\n".join(f"{in_words(ranks)}: {text}" for text, ranks in ranks_of.items())
+    return "\n".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in ranks_of.items())
 
 
-def in_words(ranks: list[int]) -> str:
+def ranks_in_words(ranks: list[int]) -> str:
     """ranks 0-2, 5."""
     runs: list[list[int]] = []
     for rank in ranks:
@@ -115,5 +115,5 @@ def in_words(ranks: list[int]) -> str:
 
 
 def _device_of(group: dist.ProcessGroup | dist.ProcessGroupGloo) -> torch.device:
-    """Where its tensors are."""
+    """The device of the tensors that the group sends."""
     return torch_private.device_of(group) if isinstance(group, dist.ProcessGroup) else torch.device("cpu")

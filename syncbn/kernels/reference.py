@@ -57,13 +57,21 @@ def backward_sums(
     Returns them, and what they are to this rank's parameters in their dtypes, or None without a dtype: grad_weight =
     sum dy * (x - mean) * invstd and grad_bias = sum dy, in memory of their own, as an all_reduce overwrites the sums.
     """
-    mean, _, invstd, _ = unpack(statistics)
+    mean, *_ = unpack(statistics)
     fold = layout.fold
     wide_dy = _through_relu(fold(dy), None if y is None else fold(y)).to(torch.float64)
     xmu = fold(x).to(torch.float64) - mean[:, None]
-    sum_dy, sum_dy_xmu = wide_dy.sum((0, 2)), (wide_dy * xmu).sum((0, 2))
+    sums = torch.cat((wide_dy.sum((0, 2)), (wide_dy * xmu).sum((0, 2))))
+    return sums, *gradients_of_parameters(sums, statistics, weight_dtype, bias_dtype)
+
+
+def gradients_of_parameters(
+    sums: Tensor, statistics: Tensor, weight_dtype: torch.dtype | None, bias_dtype: torch.dtype | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """grad_weight and grad_bias, by this rank's sums; None without a dtype."""
+    (sum_dy, sum_dy_xmu), (_, _, invstd, _) = sums.chunk(2), unpack(statistics)
     grad_weight = None if weight_dtype is None else (sum_dy_xmu * invstd).to(weight_dtype)
-    return torch.cat((sum_dy, sum_dy_xmu)), grad_weight, None if bias_dtype is None else sum_dy.to(bias_dtype)
+    return grad_weight, None if bias_dtype is None else sum_dy.to(bias_dtype, copy=True)
 
 
 def backward_outputs(

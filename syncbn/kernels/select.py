@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from types import ModuleType
 from typing import Any
 
@@ -16,9 +15,10 @@ import torch
 from torch import Tensor
 
 from syncbn import torch_private, torch_state
-from syncbn.kernels import cpu, reference
+from syncbn.kernels import chunked, cpu, reference
 from syncbn.kernels.plans import TensorPlan
 from syncbn.layout import Layout
+from syncbn.program import warn
 
 LARGE_BYTES = 1_000_000  # of an input with which it matters how fast the kernels are
 
@@ -46,7 +46,9 @@ def select_kernels(x: Tensor | None, *others: Tensor | None) -> ModuleType:
     if torch_state.is_compiling():
         traced = torch.is_grad_enabled() or torch.compiler.is_exporting()
         return reference if traced or _reason_unavailable(x.device, True) is not None else _operators()
-    return reference if is_transformed(x, *others) or _in_eager_mode(x) is reference else _operators()
+    if is_transformed(x, *others):
+        return reference
+    return chunked if _in_eager_mode(x) is chunked else _operators()
 
 
 def _in_eager_mode(x: Tensor) -> ModuleType:
@@ -56,7 +58,7 @@ def _in_eager_mode(x: Tensor) -> ModuleType:
         return cpu if x.is_cpu else _gpu()
     if x.nbytes > LARGE_BYTES and not _why_forced():
         _warn_of_slowness(x.device.type, reason)
-    return reference
+    return chunked
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:
@@ -121,7 +123,9 @@ def _why_no_triton(device: torch.device, compiling: bool) -> str | None:
             f"syncbn: Triton cannot use its cache: {error}; set TRITON_CACHE_DIR to a folder on a local disk"
         ) from error
     except Exception as error:  # of whatever class: no triton, no C compiler, a GPU that it does not know
-        _triton_works[device] = f"{type(error).__name__}: {error}".partition("\n")[0]
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        remedies = {"No module": "; pip install triton", "C compiler": "; install a C compiler, such as gcc"}
+        _triton_works[device] = reason + next((remedy for part, remedy in remedies.items() if part in reason), "")
     else:
         _triton_works[device] = None
     return _triton_works[device]
@@ -138,10 +142,9 @@ def _try_triton(device: torch.device) -> None:
 
 @functools.cache
 def _warn_of_slowness(device_type: str, why_not: str) -> None:
-    warnings.warn(
+    warn(
         f"syncbn has no fast kernels for this {device_type} device, torch operations take several times as long: "
-        f"{why_not}",
-        stacklevel=2,
+        f"{why_not}"
     )
 
 

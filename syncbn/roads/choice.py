@@ -15,7 +15,7 @@ from syncbn.roads import compiled, other_tensors, traced, transformed, watched
 
 
 class Road(NamedTuple):
-    """What differs between the side roads."""
+    """The differences between the side roads."""
 
     reduction_of: Callable[..., Reduction]  # (process group, caller, input) -> the ranks that the call synchronises
     apply: watched.Apply  # of an autograd Function
@@ -46,11 +46,11 @@ def train(given: Arguments, caller: Any) -> tuple[Tensor, Tensor]:
 
 
 def evaluate(given: Arguments, of_plain: Callable[[Arguments], Tensor]) -> Tensor:
-    """`of_plain` of plain tensors, for an input that is none."""
+    """Evaluates by `of_plain`, which takes plain tensors; the input is another kind of tensor."""
     plain, wrap = other_tensors.unwrap(given, synchronises=False)
     return wrap(of_plain(plain))
 
 
 def normalize_local_batch(given: Arguments) -> Tensor:
-    """y by the statistics of this rank's batch, of arguments that have been checked."""
+    """y by the statistics of this rank's batch. The arguments have been checked."""
     return watched.normalize(given, ONE_RANK, road_now().apply)[0]

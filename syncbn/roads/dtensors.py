@@ -24,21 +24,21 @@ from syncbn import torch_state
 from syncbn.arguments import Arguments
 from syncbn.distributed import mesh_groups
 
-# That of the gradient, with which x.grad would be None: seen in 2.11, and not in 2.13.
+# Before torch 2.13 to_local() loses the graph of a gradient, and x.grad of a second derivative would be None.
 TO_LOCAL_LOSES_GRAPH = torch.__version__ < "2.13"
 
 
 def is_dtensor(candidate: Any) -> bool:
-    """Whether this is a DTensor; without importing its module, which is slow."""
+    """Whether this is a DTensor. (Importing its module to ask would be slow.)"""
     return isinstance(candidate, Tensor) and hasattr(candidate, "device_mesh")
 
 
 def unwrap(arguments: Arguments, synchronises: bool) -> tuple[Arguments, Callable[[Tensor], Tensor]]:
-    """These arguments with this rank's values of each DTensor and, where it `synchronises`, with the ranks that add up
-    their sums; and what makes of the output a DTensor placed as the input.
+    """The arguments with this rank's values in place of DTensors, and a function that makes the output a DTensor placed
+    as the input. If it `synchronises`, the arguments' process group becomes that of the ranks which add up their sums.
 
-    **Raises** ValueError, which is the same on all ranks, where the placements do not fit, or these ranks are not those
-    of the process group that the user passed.
+    **Raises** ValueError, the same on all ranks, where the placements do not fit, or where the user passed a process
+    group of other ranks.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -83,7 +83,7 @@ def unwrap(arguments: Arguments, synchronises: bool) -> tuple[Arguments, Callabl
         plain["process_group"] = mesh_groups.group_of(mesh, of_batch, arguments.process_group, placements)
 
     def place(gradient: Any) -> Any:
-        """The backward of from_local does, too, but outside of the graph of second derivatives."""
+        """Redistributes the gradient. (The backward of from_local does so outside the graph of second derivatives.)"""
         if TO_LOCAL_LOSES_GRAPH and torch.is_grad_enabled():
             raise RuntimeError(
                 "DTensors have no second derivatives before torch 2.13: leave out create_graph, or use 2.13"

@@ -1,4 +1,4 @@
-"""Unwraps a jagged NestedTensor: its values, sequences of different lengths one behind another, are normalised."""
+"""Unwraps a jagged NestedTensor: the values of its sequences, one behind another, are normalised."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def is_jagged(candidate: Any) -> bool:
 
 
 def unwrap(arguments: Arguments) -> tuple[Arguments, Callable[[Tensor], Tensor]]:
-    """These arguments with the values (sum of lengths, ...) of the input (N, length, ...), and what makes of the output
-    a NestedTensor of the input's offsets.
+    """The arguments with the values (sum of lengths, ...) of the input (N, length, ...), and a function that makes the
+    output a NestedTensor with the input's offsets.
 
-    The ragged dim may be another than dim 1, as in (N, C, length), and becomes the first all the same. z and mask may
-    be nested as the input is, or values.
+    The ragged dim, which may be another than dim 1 as in (N, C, length), becomes the first. z and mask are values, or
+    NestedTensors with the input's offsets.
     """
     x: Any = arguments.input
     offsets, jagged_dim = x.offsets(), torch_private.ragged_dim(x)

@@ -12,8 +12,8 @@ from syncbn.roads import dtensors, nested
 
 
 def unwrap(arguments: Arguments, synchronises: bool = True) -> tuple[Arguments, Callable[[Tensor], Tensor]]:
-    """Plain tensors for NestedTensors or DTensors, and what makes of the output one of the input's kind. Arguments with
-    an input of another kind are returned themselves."""
+    """The arguments with plain tensors in place of NestedTensors or DTensors, and a function that wraps the output as
+    the input was. Arguments with any other input are returned themselves."""
     if type(arguments.input) in torch_state.PLAIN_CLASSES:
         return arguments, _as_it_is
     if nested.is_jagged(arguments.input):

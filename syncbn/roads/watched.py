@@ -1,12 +1,12 @@
-"""Runs the calls that somebody watches, by operators on the same kernels, with the same bits.
+"""Runs the calls whose operators something watches, by operators on the same kernels, with the same bits.
 
-Dispatch modes, profilers and checkpoints see them; masks, tensors with gaps, negative views and momentum in a tensor
-take this road too.
+Dispatch modes, profilers and checkpoints watch operators. Calls with a mask, tensors with gaps, negative views or
+momentum in a tensor take this road too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -28,7 +28,7 @@ Apply: TypeAlias = Callable[..., Any]  # (function, call, *tensors) -> its outpu
 
 @dataclass(slots=True)
 class Call:
-    """What the Function takes besides tensors."""
+    """The arguments of the Function that are no tensors."""
 
     layout: Layout
     eps: float
@@ -39,8 +39,8 @@ class Call:
 class BatchNorm(torch.autograd.Function):
     """(call, x, weight, bias, residual, num_values) -> y, statistics.
 
-    x is dense; residual has its dtype and lies as it does; num_values () is how many values of a channel of x count,
-    where it is not all of them, and the others are 0. The statistics of all ranks, packed as in moments.py, are not
+    x is dense; the residual has its dtype, strides and shape. num_values () is the number of values of a channel that
+    count, where a mask has set the others to 0. The statistics of all ranks, packed as in moments.py, are not
     differentiable.
 
     Saved for backward: x, weight, the statistics, and y when relu is fused. Collectives: as the ordinary step's, two in
@@ -99,7 +99,7 @@ def train(given: Arguments, caller: Any, reduction: Reduction, apply: Apply, mov
 
 
 def normalize(given: Arguments, reduction: Reduction, apply: Apply) -> tuple[Tensor, Tensor]:
-    """y and the statistics, of arguments that have been checked."""
+    """y and the statistics. The arguments have been checked."""
     layout, mask, tensors = given.prepare()
     y, statistics = apply(BatchNorm, Call(layout, given.eps, bool(given.relu), reduction), *tensors)
     # Gradients at False places become 0 here on their way in, and in the torch.where of masks.py on their way out.
@@ -120,28 +120,24 @@ def move_running_stats(given: Arguments, statistics: Tensor, moves: bool) -> Non
 
 
 def forward_sums(x: Tensor, num_values: Tensor | None, layout: Layout) -> Tensor:
-    """The local sums of x, and how many of its values count."""
+    """The local sums of x, and the number of values that count."""
     sums: Tensor = select_kernels(x).forward_sums(x, layout)
     return sums if num_values is None else torch.cat((sums[:-1], num_values.to(torch.float64).view(1)))
 
 
 def backward(ctx: Any, saved: tuple[Any, ...], needed: tuple[bool, ...], dy: Tensor | None) -> Gradients:
-    """The gradients that are needed of x, weight, bias and residual; `ctx` is that of the ordinary Function or of this
-    one."""
+    """The gradients of x, weight, bias and residual that are needed; `ctx` belongs to step._Step or to BatchNorm."""
     return _profiled("syncbn.backward", _backward, ctx, saved, needed, dy)
 
 
 def _backward(ctx: Any, saved: tuple[Any, ...], needed: tuple[bool, ...], dy: Tensor | None) -> Gradients:
-    one = backward_input(ctx.layout, dy, saved, needed, ctx.bias_dtype)
-    if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
-        return double_backward.gradients([one], ctx.eps, DifferentiableReduction(ctx.reduction))[0]
-    return gradients(one, ctx.reduction)
+    return gradients([backward_input(ctx.layout, dy, saved, needed, ctx.bias_dtype)], ctx.eps, ctx.reduction)[0]
 
 
 def backward_input(
     layout: Layout, dy: Tensor | None, saved: tuple[Any, ...], needed: tuple[bool, ...], bias_dtype: torch.dtype | None
 ) -> BackwardInput:
-    """What the gradients are computed from; saved_tensors_hooks may have rounded or moved what was saved."""
+    """The BackwardInput of saved tensors, which saved_tensors_hooks may have rounded or moved."""
     x, weight, statistics, y = saved
     needs_x, needs_weight, needs_bias, needs_residual = needed
     if dy is None:
@@ -153,13 +149,20 @@ def backward_input(
     )  # fmt: skip
 
 
-def gradients(one: BackwardInput, reduction: Reduction) -> Gradients:
-    """Compute the gradients without a graph. The all_reduce happens whatever is needed."""
-    sums, grad_weight, grad_bias = backward_sums(one)
-    if is_transformed(*one.tensors()):
+def gradients(inputs: Sequence[BackwardInput], eps: float, reduction: Reduction) -> list[Gradients]:
+    """The gradients of each input, with one all_reduce, which happens whichever gradients are needed."""
+    if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
+        return double_backward.gradients(inputs, eps, DifferentiableReduction(reduction))
+    local, grad_weights, grad_biases = zip(*map(backward_sums, inputs), strict=True)
+    grad_xs, grad_residuals = zip(*map(backward_outputs, inputs, totals(local, reduction, "backward")), strict=True)
+    return list(zip(grad_xs, grad_weights, grad_biases, grad_residuals, strict=True))
+
+
+def totals(local: Sequence[Tensor], reduction: Reduction, pass_name: str, counted: bool = False) -> tuple[Tensor, ...]:
+    """The totals of each of these sums, by one collective; `counted` when each ends in n."""
+    if is_transformed(*local) and not isinstance(reduction, DifferentiableReduction):
         reduction = DifferentiableReduction(reduction)
-    grad_x, grad_residual = backward_outputs(one, reduction.total(sums, "backward"))
-    return grad_x, grad_weight, grad_bias, grad_residual
+    return torch.split(reduction.total(torch.cat(tuple(local)), pass_name, counted), [*map(len, local)])
 
 
 def backward_sums(one: BackwardInput) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -186,7 +189,7 @@ def _as(dtype: torch.dtype, saved: Tensor) -> Tensor:
 
 
 def _profiled(name: str, function: Callable[..., Result], *arguments: Any) -> Result:
-    """What the function returns; in a range of this name where a profiler records."""
+    """Calls the function, in a profiler's range of this name while one records."""
     if not torch_state.profiler_enabled():
         return function(*arguments)
     with record_function(name):

@@ -14,8 +14,8 @@ from syncbn import moments, step
 from syncbn.arguments import Arguments
 from syncbn.layer import SyncBatchNorm
 from syncbn.moments import Pool
-from syncbn.tools.replaced_training import trained_by
-from syncbn.tools.running_stats_layers import layers_with_running_stats
+from syncbn.tools.replaced_method import replaced
+from syncbn.tools.running_stats_layers import layers_with_running_stats, running_stats
 from syncbn.torch_state import current_backward, refuse_graph
 
 
@@ -58,9 +58,7 @@ def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
             assert counter is not None
             counter += 1
             momentum = 1.0 / counter.to(torch.float64) if layer.momentum is None else layer.momentum
-            assert layer.running_mean is not None
-            assert layer.running_var is not None
-            moments.update_running_stats(layer.running_mean, layer.running_var, pool.statistics(), momentum)
+            moments.update_running_stats(*running_stats(layer), pool.statistics(), momentum)
 
 
 @contextlib.contextmanager
@@ -70,21 +68,19 @@ def collecting(layers: Iterable[SyncBatchNorm]) -> Iterator[dict[SyncBatchNorm, 
     for layer in layers:
         if layer in _collecting:
             raise RuntimeError("accumulate_running_stats and recompute_running_stats cannot run inside one another")
-        assert layer.running_mean is not None
-        pools[layer] = Pool(layer.num_features, layer.running_mean.device)
+        pools[layer] = Pool(layer.num_features, running_stats(layer)[0].device)
         if layer.num_batches_tracked is not None:
             counters[layer] = layer.num_batches_tracked.clone()
     try:
         _collecting.update(pools)
-        with contextlib.ExitStack() as replaced:
+        with contextlib.ExitStack() as stack:
             for layer, pool in pools.items():
-                replaced.enter_context(trained_by(layer, functools.partial(_train, pool)))
+                stack.enter_context(replaced(layer, "_train_over_ranks", functools.partial(_train, pool)))
             yield pools
     finally:
         _collecting.difference_update(pools)
         for layer, counter in counters.items():
-            assert layer.num_batches_tracked is not None
-            layer.num_batches_tracked.copy_(counter)
+            layer.num_batches_tracked.copy_(counter)  # type: ignore[union-attr]
 
 
 _collecting: WeakSet[SyncBatchNorm] = WeakSet()  # the layers whose statistics go to a pool now

@@ -21,7 +21,7 @@ from syncbn.distributed.text_exchange import (
     all_reduce_max,
     digest_of_lines,
     first_difference,
-    in_words,
+    ranks_in_words,
 )
 from syncbn.layer import SyncBatchNorm
 
@@ -111,7 +111,7 @@ def _report(differing: list[tuple[str, Tensor, list[list[int]]]], num_tensors: i
             2
         )
         difference = (largest + negated_smallest).max().item()
-        lines.append(f"{name}: {' unlike '.join(map(in_words, versions))}, by up to {difference:.3g}")
+        lines.append(f"{name}: {' unlike '.join(map(ranks_in_words, versions))}, by up to {difference:.3g}")
     if len(differing) > LINES:
         lines.append(f"and {len(differing) - LINES} more")
     num_differing = len({name for name, *_ in differing})

@@ -91,6 +91,15 @@ class _Session(Shadowing):
         self.iterations: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each of the others, then False
         self.error: BaseException | None = None  # of the thread
         self.caller, self.num_iterations = Caller("syncbn.join"), 0
+        self.warm_up()
+
+    def warm_up(self) -> None:
+        """Make now, on all ranks, the communicator and the kernel that the thread uses on a GPU. Made later, they could
+        wait for the GPU while the GPU waits for what the thread sends."""
+        if self.device.type == "cuda":
+            with self.own_stream():
+                self.give_zeros(1)
+            torch.cuda.synchronize(self.device)
 
     @contextlib.contextmanager
     def announcing(self) -> Iterator[None]:

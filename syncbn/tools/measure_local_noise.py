@@ -43,7 +43,7 @@ from syncbn.kernels.select import select_kernels
 from syncbn.layer import SyncBatchNorm
 from syncbn.layout import Layout
 from syncbn.roads import dtensors, nested
-from syncbn.tools.input_hooks import observed
+from syncbn.tools.observed_inputs import observed
 from syncbn.tools.summary import bytes_if_synchronised
 from syncbn.tools.table import table
 
@@ -205,7 +205,7 @@ def measure_local_noise(
 
 
 class _Recorder:
-    """What this rank has seen of one layer."""
+    """Keeps the sums of one layer's calls on this rank."""
 
     def __init__(self, name: str, layer: _BatchNorm, spec: GroupSpec, num_slices: int) -> None:
         self.name, self.layer, self.spec, self.num_slices = name, layer, spec, num_slices
@@ -230,7 +230,7 @@ class _Recorder:
         self.why_left_out = self.why_left_out or " ".join(why.split()) or "its input cannot be read"
 
     def local_sums(self, arguments: Arguments) -> Tensor:
-        """Those of each slice of this call's input."""
+        """The sums of each slice of this call's input."""
         if torch_private.inside_vmap():
             raise RuntimeError("an ensemble under torch.func.vmap has no batch of its own; measure one of its models")
         if dtensors.is_dtensor(arguments.input):
@@ -254,7 +254,7 @@ class _Recorder:
 
 
 def _spec_of(layer: _BatchNorm) -> GroupSpec:
-    """Which ranks the layer synchronises, or None."""
+    """The group spec of a synchronised layer, else None."""
     if isinstance(layer, SyncBatchNorm):
         return layer._process_group
     return to_spec(layer.process_group) if isinstance(layer, nn.SyncBatchNorm) else None
@@ -280,7 +280,7 @@ def _not_measured(recorders: list[_Recorder], group: ProcessGroup | None) -> dic
 
 @torch.no_grad()
 def _rows(recorders: list[_Recorder], ranks: Reduction) -> list[LayerNoise]:
-    """Of layers that have been called, on all `ranks`. Two all_reduces, and one more for each other group."""
+    """A row for each of these layers, over all `ranks`. Two all_reduces, and one more for each other group."""
     device = recorders[0].sums[0].device
     local = [torch.stack(recorder.sums, dim=1).to(device) for recorder in recorders]  # (2C + 1, calls, num_slices)
     all_eps = (recorder.eps for recorder in recorders)
@@ -310,8 +310,8 @@ def _totals(recorders: list[_Recorder], local: list[Tensor]) -> list[Tensor]:
 
 
 def _squares(local: Tensor, total: Tensor, eps: float) -> Tensor:
-    """Of one layer, what adds up over channels that are not constant, ranks and calls: 1; n_r; n; and the squares of a
-    `LayerNoise`'s deviations, in their order. (8,)"""
+    """The terms of one layer, added up over ranks, calls and the channels that are not constant: 1; n_r; n; and the
+    squares of the deviations in the order of `LayerNoise`. (8,)"""
     mean, var, invstd, local_n = moments.unpack(moments.from_sums(local, eps))
     group_mean, group_var, group_invstd, n = moments.unpack(moments.from_sums(total, eps))
     off = mean - group_mean

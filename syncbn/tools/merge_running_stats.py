@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from syncbn.distributed import groups
 from syncbn.distributed.reduction import Caller, reduction_of
 from syncbn.distributed.text_exchange import all_reduce_max
-from syncbn.tools.running_stats_layers import agreed_layers
+from syncbn.tools.running_stats_layers import agreed_layers, running_stats
 
 _CALLER = Caller("merge_running_stats")
 
@@ -63,10 +63,9 @@ def merge_running_stats(model: nn.Module, count: float | Mapping[str, float] | N
         (weighted_mean, weighted_square), n = total[:-1].chunk(2), total[-1]
         mean = weighted_mean / n
         var = ((weighted_square - n * mean * mean) / (n - b)).clamp(min=0)
-        assert layer.running_mean is not None
-        assert layer.running_var is not None
-        layer.running_mean.copy_(torch.where(n > 0, mean, layer.running_mean))
-        layer.running_var.copy_(torch.where(n > b, var, layer.running_var))
+        running_mean, running_var = running_stats(layer)
+        running_mean.copy_(torch.where(n > 0, mean, running_mean))
+        running_var.copy_(torch.where(n > b, var, running_var))
         if layer.num_batches_tracked is not None:
             layer.num_batches_tracked.copy_(counter)
 
@@ -91,16 +90,13 @@ def _weights(
 
 
 def _counter(layer: _BatchNorm) -> Tensor:
-    assert layer.running_mean is not None
     counter = layer.num_batches_tracked  # which checkpoints of long ago lack
-    return torch.ones((), dtype=torch.int64, device=layer.running_mean.device) if counter is None else counter
+    return running_stats(layer)[0].new_ones((), dtype=torch.int64) if counter is None else counter
 
 
 def _weighted_sums(layer: _BatchNorm, n: float | Tensor, b: int) -> Tensor:
     """n mean, (n - b) var + n mean^2 and n, float64 (2C + 1,); zeros where n is 0, whatever the buffers hold."""
-    assert layer.running_mean is not None
-    assert layer.running_var is not None
-    mean, var = layer.running_mean.double(), layer.running_var.double()
+    mean, var = (buffer.double() for buffer in running_stats(layer))
     n = torch.as_tensor(n, dtype=torch.float64, device=mean.device)
     sums = torch.cat((n * mean, (n - b) * var + n * mean * mean, n.view(1)))
     return torch.where(n > 0, sums, 0.0)

@@ -24,7 +24,7 @@ from syncbn.distributed.join_protocol import Shadowing
 from syncbn.layer import SyncBatchNorm
 from syncbn.moments import Pool
 from syncbn.tools.accumulate_running_stats import collecting
-from syncbn.tools.running_stats_layers import agreed_layers
+from syncbn.tools.running_stats_layers import agreed_layers, running_stats
 
 
 @torch.no_grad()
@@ -68,8 +68,7 @@ def recompute_running_stats(
     """
     model = _unwrapped(model)
     layers = agreed_layers(model)
-    assert layers[0].running_mean is not None
-    device = layers[0].running_mean.device
+    device = running_stats(layers[0])[0].device
     call = functools.partial(_forward, device=device) if forward is None else forward
 
     def run() -> None:
@@ -101,7 +100,7 @@ def _unwrapped_once(model: nn.Module) -> nn.Module:
 
 
 def _pools_of_all_ranks(run: Callable[[], None], layers: list[SyncBatchNorm], device: torch.device) -> list[Pool]:
-    """What these layers see while `run` runs, as long as any rank runs it."""
+    """The pools of these layers' statistics over `run`, which lasts as long as any rank runs it."""
     with collecting(layers) as pools:
         if groups.world() is None:
             run()
@@ -118,12 +117,11 @@ def _pools_of_all_ranks(run: Callable[[], None], layers: list[SyncBatchNorm], de
 def _replace(layer: _BatchNorm, pool: Pool) -> None:
     mean, var, _ = moments.unbiased(pool.statistics())
     num_values, num_calls = pool.packed[-2:].tolist()
-    assert layer.running_mean is not None
-    assert layer.running_var is not None
+    running_mean, running_var = running_stats(layer)
     if num_values > 0:
-        layer.running_mean.copy_(mean)
+        running_mean.copy_(mean)
     if num_values > 1:
-        layer.running_var.copy_(var)
+        running_var.copy_(var)
     if num_calls and layer.num_batches_tracked is not None:
         layer.num_batches_tracked.fill_(int(num_calls))
 

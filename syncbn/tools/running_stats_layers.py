@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
@@ -24,6 +24,13 @@ def layers_with_running_stats(model: nn.Module, layer_class: type[Layer]) -> lis
                 raise ValueError(f"the layer {name!r} is lazy and has no statistics yet; run a forward before")
             layers.append(layer)
     return layers
+
+
+def running_stats(layer: _BatchNorm) -> tuple[Tensor, Tensor]:
+    """running_mean and running_var of a layer that has them."""
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    return layer.running_mean, layer.running_var
 
 
 def agreed_layers(

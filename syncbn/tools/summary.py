@@ -93,7 +93,7 @@ def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
 
 
 def bytes_if_synchronised(layer: _BatchNorm) -> tuple[int, int]:
-    """What a rank gives to the all_reduce of a call's forward, and of its backward, in a group of two ranks or more."""
+    """The bytes that a rank sends in a call's forward and in its backward, in a group of two ranks or more."""
     numbers = 2 * layer.num_features
     on_cpu = all(tensor.is_cpu for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))
     forward, backward = (1 + NUM_SIGNED, 1 + NUM_SIGNED) if on_cpu else (1, 0)  # beside the sums
@@ -101,7 +101,7 @@ def bytes_if_synchronised(layer: _BatchNorm) -> tuple[int, int]:
 
 
 def _without_eager_step(layer: SyncBatchNorm) -> str:
-    """What `layer`, which has made none in this process, has counted nevertheless."""
+    """The last column for a layer that has made no eager step in this process; it may have counted batches."""
     counter = layer.num_batches_tracked
     num_batches = 0 if counter is None or counter.is_meta or is_lazy(counter) else int(counter)
     return f"none here; {num_batches} compiled or loaded" if num_batches else "none yet"

@@ -18,7 +18,7 @@ from voting import Ranks
 
 import syncbn
 from syncbn import kernels
-from syncbn.kernels import reference, select
+from syncbn.kernels import chunked, select
 
 # Dynamo and Inductor use what torch itself deprecates (torch 2.13, November 2026).
 pytestmark = [
@@ -212,7 +212,7 @@ def test_one_all_reduce_each_way(ranks: Ranks) -> None:
     assert counts == [1, 1]
 
 
-@pytest.mark.skipif(select.select_kernels(torch.ones(1)) is reference, reason=kernels.available())
+@pytest.mark.skipif(select.select_kernels(torch.ones(1)) is chunked, reason=kernels.available())
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs Inductor fuses torch's operations")
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo traces a Function's forward with gradients enabled")
 def test_graphs_hold_the_operators(ranks: Ranks) -> None:

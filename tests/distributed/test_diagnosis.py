@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from voting import Ranks
 
 import syncbn
 from syncbn import torch_private
-from syncbn.diagnosis import diagnosis, layer_names, process_state, report, signatures, waiting, watchdog
+from syncbn.diagnosis import layer_names, observer, process_state, report, signatures, waiting, watchdog
 from syncbn.diagnosis.this_rank import Position, Site, ThisRank
 from syncbn.diagnosis.waiting import Waiting
 from syncbn.distributed import reduction, text_exchange
@@ -464,9 +465,9 @@ def test_no_event_is_asked_while_a_graph_is_captured(
     dist.barrier()
 
 
-def test_an_event_is_asked_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By whatever thread: torch's own query does not set the device."""
-    current = [0]
+def test_an_event_is_asked_on_its_own_gpu_and_beside_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whatever thread: torch's own query sets neither the device nor the mode."""
+    current, mode = [0], [0]  # cudaStreamCaptureModeGlobal: other threads' captures fail
 
     class Event:
         def record(self, stream: object) -> None:
@@ -474,6 +475,7 @@ def test_an_event_is_asked_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 
         def query(self) -> bool:
             assert current[-1] == 3, "a context is made on another GPU"
+            assert mode == [1], "the capture of another thread fails"
             return True
 
     @contextlib.contextmanager
@@ -482,14 +484,19 @@ def test_an_event_is_asked_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         yield
         current.pop()
 
+    def exchange(pointer: Any) -> None:
+        assert current[-1] == 3, "a context is made on another GPU"
+        pointer._obj.value, mode[0] = mode[0], pointer._obj.value
+
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch_private, "_exchange_capture_mode", lambda: exchange)
     event = waiting.event_behind(torch.device("cuda", 3))
     assert event is not None
     assert event.query()
-    assert current == [0]
+    assert current == mode == [0]
 
 
 def test_an_error_of_the_gpu_is_told_as_it_is(ranks: Ranks) -> None:
@@ -539,8 +546,8 @@ def test_the_program_writes_at_first_calls_alone(ranks: Ranks, monkeypatch: pyte
 
 
 def test_ranks_in_words() -> None:
-    assert text_exchange.in_words([3]) == "rank 3"
-    assert text_exchange.in_words([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
+    assert text_exchange.ranks_in_words([3]) == "rank 3"
+    assert text_exchange.ranks_in_words([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
     assert text_exchange.by_rank([0, 1, 2], ["a", "b", "a"]) == "ranks 0, 2: a\nrank 1: b"
 
 
@@ -618,16 +625,16 @@ def test_debug_mode_names_the_rank_of_a_nan(ranks: Ranks, bad: float) -> None:
 
 
 @on_cpu
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_the_rank_of_a_nan_says_so_once(ranks: Ranks, bad: float) -> None:
-    """The others, to which it comes by the statistics alone, say nothing. It is no error."""
+@pytest.mark.parametrize(("bad", "mask"), [(torch.nan, None), (torch.inf, None), (torch.nan, torch.ones(2).bool())])
+def test_the_rank_of_a_nan_says_so_once(ranks: Ranks, bad: float, mask: Tensor | None) -> None:
+    """The others, to which it comes by the statistics alone, say nothing. It is no error. A mask takes a side road."""
     layer, x = syncbn.SyncBatchNorm(3), torch.randn(2, 3, requires_grad=True)
     if is_last := ranks.rank == ranks.size - 1:
         x.data[0, 1] = bad
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            y = layer(x)
+            y = layer(x, mask=mask)
             y.sum().backward()
     said = [str(one.message) for one in caught]
     expected = f"syncbn: NaN or infinity in the input of SyncBatchNorm forward, call 1 on rank {ranks.rank}; "
@@ -662,7 +669,7 @@ def test_a_bad_dtype_on_one_rank_is_told_as_such(ranks: Ranks) -> None:
 
 def test_ranks_meet_by_the_store(ranks: Ranks) -> None:
     """A rank that does not come is waited for no longer than it takes, and may come later."""
-    rank = diagnosis.this_rank()
+    rank = observer.this_rank()
     world = dist.group.WORLD
     assert world is not None
     assert rank.meet("all", world, 10.0)

@@ -305,7 +305,8 @@ def test_a_call_over_a_part_of_the_ranks_inside_is_refused(ranks: Ranks) -> None
 
 @pytest.mark.two_ranks
 def test_a_joined_rank_sends_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, where Join lets the default stream wait for the other ranks, which wait for what is sent."""
+    """On a GPU, where Join lets the default stream wait for the other ranks, which wait for what is sent. What that
+    stream needs is made on entry, while nothing waits."""
     device, streams = torch.device("cuda", 1), ["default"]
 
     @contextlib.contextmanager
@@ -318,9 +319,12 @@ def test_a_joined_rank_sends_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "stream", stream)
     session = object.__new__(join._Session)
     session.device, session.iterations, session.error = device, queue.SimpleQueue(), None
-    session.shadow = lambda iteration: shadowed_on.append(streams[-1])
-    shadowed_on: list[str] = []
+    session.shadow = lambda iteration: happened.append(f"shadow on {streams[-1]}")
+    session.give_zeros = lambda length: happened.append(f"send {length} on {streams[-1]}")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: happened.append(f"synchronize {device}"))
+    happened: list[str] = []
+    session.warm_up()
     session.serve()
-    assert shadowed_on == [f"stream of {device}"]
+    assert happened == [f"send 1 on stream of {device}", f"synchronize {device}", f"shadow on stream of {device}"]
     assert streams == ["default"]
     assert session.error is None

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from voting import Ranks
 
 import syncbn
-from syncbn.diagnosis import diagnosis
+from syncbn.diagnosis import observer
 from syncbn.diagnosis.this_rank import position_in
 from syncbn.distributed.text_exchange import require_equal
 
@@ -195,7 +195,7 @@ def test_the_exchange_at_the_end_is_a_wait_that_is_told(ranks: Ranks, monkeypatc
     seen = []
 
     def look(*arguments: Any) -> None:
-        collective = diagnosis.this_rank().waiting
+        collective = observer.this_rank().waiting
         seen.append(collective and position_in(collective).doing.partition(", ")[0])
         require_equal(*arguments)
 
@@ -203,4 +203,4 @@ def test_the_exchange_at_the_end_is_a_wait_that_is_told(ranks: Ranks, monkeypatc
     with syncbn.measure_local_noise(layer(ranks)):
         pass
     assert seen == ["measure_local_noise exchange"]
-    assert diagnosis.this_rank().waiting is None
+    assert observer.this_rank().waiting is None

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from voting import Ranks
 
 import syncbn
-from syncbn.diagnosis import diagnosis
+from syncbn.diagnosis import observer
 from syncbn.distributed import text_exchange
 from syncbn.distributed.reduction import Collective, EagerReduction, Guard, guarded_by
 from syncbn.functional import sync_batch_norm
@@ -66,7 +66,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[Collective | None]:
     exchange = text_exchange.all_gather_text
 
     def note(text: str, group: dist.ProcessGroup) -> list[str]:
-        seen.append(diagnosis.this_rank().waiting)
+        seen.append(observer.this_rank().waiting)
         return exchange(text, group)
 
     monkeypatch.setattr(text_exchange, "all_gather_text", note)
@@ -210,9 +210,9 @@ def check_waits(waits: list[Collective | None], layer: nn.Module, pass_name: str
     """It was once, in this collective; and it is not any more."""
     assert len(waits) == 1
     assert waits[0] is not None
-    assert waits[0] is diagnosis.this_rank().last
+    assert waits[0] is observer.this_rank().last
     assert (waits[0].site, waits[0].pass_name, waits[0].call) == (layer._call_site, pass_name, call)
-    assert diagnosis.this_rank().waiting is None
+    assert observer.this_rank().waiting is None
     dist.barrier()
 
 
@@ -240,7 +240,7 @@ def test_ranks_are_compared_in_the_wait_of_their_all_reduce(ranks: Ranks, waits:
 def test_faults_are_told_in_the_wait_of_the_all_reduce(ranks: Ranks, waits: list[Collective | None]) -> None:
     layer, x = syncbn.SyncBatchNorm1d(C), own_input(ranks)
     layer(x)
-    number = diagnosis.this_rank().last.number
+    number = observer.this_rank().last.number
     with side_roads() as taken, pytest.raises(ValueError, match="rank 0: expected 2D or 3D input"):
         layer(x[0, 0] if ranks.rank == 0 else x)
     assert taken == ["forward"] * (ranks.rank == 0)

@@ -1,10 +1,9 @@
-"""Watches the collectives of layers and functions: names them, and says what is known when one fails."""
+"""Observes the collectives of layers and functions: names them, and says what is known when one fails."""
 
 from __future__ import annotations
 
 import logging
 import os
-import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,12 +14,13 @@ from torch import Tensor
 from syncbn.diagnosis import pipeline_check, process_state, report
 from syncbn.diagnosis.layer_names import may_be_one_layer
 from syncbn.diagnosis.report import REMEDY_OF_DTYPES, RanksDifferError
-from syncbn.diagnosis.this_rank import EVALUATES, Group, Site
+from syncbn.diagnosis.this_rank import Group, Site
 from syncbn.diagnosis.waiting import Waiting
 from syncbn.diagnosis.watchdog import WatchedRank
 from syncbn.distributed import reduction
 from syncbn.distributed.reduction import Collective, EagerReduction
 from syncbn.distributed.text_exchange import all_gather_json, by_rank, raise_faults
+from syncbn.program import warn
 from syncbn.torch_private import timeout_of
 
 FIRST_MEETING_SECONDS = 9.0  # that a rank waits for the others before the first collective of a group
@@ -28,11 +28,11 @@ FIRST_MEETING_SECONDS = 9.0  # that a rank waits for the others before the first
 _log = logging.getLogger("syncbn")
 
 
-class Diagnosis:
-    """What watches every collective; reduction.py calls it."""
+class Observer:
+    """Watches every collective; reduction.py calls it."""
 
     def new_site(self, caller: Any, group: dist.ProcessGroup) -> Site:
-        """That of a layer or function that may not have called on this group before.
+        """The call site of a layer or function, which may not have called on this group before.
 
         **Raises** ValueError where the first call of a layer shows that it is in a stage of a pipeline over these
         ranks, RuntimeError in a forked process.
@@ -49,13 +49,11 @@ class Diagnosis:
         return site
 
     def announce(self, collective: Collective) -> None:
-        """This rank enters the first collective of a group: it waits at most 9 s until all have come so far.
+        """This rank enters the first collective of a group. It waits at most 9 s for the others, and then warns.
 
-        gloo aborts ranks that meet in different collectives, as where some have not converted their model, so what is
-        known of them is said before."""
+        gloo aborts ranks that meet in different collectives, as where some have not converted their model: after the
+        abort nobody could say where they are."""
         rank, group = collective.site.rank, collective.site.group()
-        assert isinstance(rank, WatchedRank)
-        assert group is not None
         rank.write_position()
         seconds = min(FIRST_MEETING_SECONDS, timeout_of(group).total_seconds() / 2)
         may_abort = reduction.joined_group() is None and "gloo" in dist.get_backend_config(group)
@@ -66,7 +64,7 @@ class Diagnosis:
             )  # fmt: skip
 
     def explain_failure(self, collective: Collective, error: RuntimeError) -> None:
-        """**Raises** RuntimeError with where all ranks are, unless `error` says it already, or is of the GPU itself."""
+        """**Raises** RuntimeError with the positions of all ranks, unless `error` has them or comes from the GPU."""
         if isinstance(error, RanksDifferError):
             return
         wait = Waiting(collective)
@@ -82,34 +80,29 @@ class Diagnosis:
         ) from error
 
     def explain_total(self, called: EagerReduction, num_signed: float, is_sound: bool) -> None:
-        """Signatures differ. **Raises** RuntimeError unless the ranks have other names for one layer; unless `is_sound`
-        a rank has a fault, which may be the dtype of its input."""
+        """Signatures differ. **Raises** RuntimeError unless the ranks have different names for one layer. Unless
+        `is_sound`, a rank has a fault, perhaps the dtype of its input."""
         site = called.site
-        assert isinstance(site, Site)
-        if not site.counts or num_signed != site.num_ranks:  # there are ranks that would not take part in an all_gather
+        if not site.counts or num_signed != site.num_ranks:  # some ranks would not take part in an all_gather
             raise RanksDifferError(report.where_all_are(Waiting(called.collective)))
         local = described(called, called.collective.pass_name)
         require_one_layer(site, all_gather_json(local, called.group), compares_dtypes=is_sound)
 
-    def warn_not_finite(self, collective: Collective, x: Tensor) -> None:
-        """NaN or infinity is in a total; said once for a layer, by each rank that has brought it in x."""
+    def warn_not_finite(self, collective: Collective, local: Tensor) -> None:
+        """NaN or infinity is in a total: each rank that has it in `local`, x or its sums, warns, once for a layer."""
         site = collective.site
-        assert isinstance(site, Site)
         if not site.said_not_finite:
             site.said_not_finite = True
-            if not (report.in_debug_mode() or x.isfinite().all()):  # debug mode has said it
-                warnings.warn(
+            if not (report.in_debug_mode() or local.isfinite().all()):  # debug mode warns by itself
+                warn(
                     f"syncbn: NaN or infinity in the input of {site.doing(collective.call, collective.pass_name)} on "
-                    f"rank {site.rank.rank}; the statistics of all ranks, and so their running statistics, become NaN",
-                    stacklevel=2,
+                    f"rank {site.rank.rank}; the statistics of all ranks, and so their running statistics, become NaN"
                 )
 
     def raise_faults(self, collective: Collective, num_signed: float, error: Exception | None) -> None:
-        """**Raises** what the ranks with a fault tell, on every rank; `error` is this rank's."""
+        """**Raises** the errors of all faulty ranks, on every rank; `error` is this rank's, or None."""
         site, wait = collective.site, Waiting(collective)
-        assert isinstance(site, Site)
         group = site.group()
-        assert group is not None
         # Ranks in a compiled graph sign nothing and would not take part in an all_gather; ranks that have joined do.
         if num_signed != site.num_ranks and site.counts and reduction.joined_group() is None:
             where = f"syncbn: another rank has a bad argument, and says which.\n{report.where_all_are(wait)}"
@@ -118,9 +111,8 @@ class Diagnosis:
 
 
 def described(called: EagerReduction, pass_name: str) -> dict[str, Any]:
-    """What this rank does in a collective of a layer, for `require_one_layer`."""
+    """This rank's part in a collective of a layer, for `require_one_layer`."""
     site = called.site
-    assert isinstance(site, Site)
     return {
         "path": site.path,
         "order": site.order,
@@ -141,7 +133,6 @@ def require_one_layer(site: Site, gathered: list[dict[str, Any]], compares_dtype
         return len({one[key] for one in gathered}) == 1
 
     group = site.group()
-    assert group is not None
     ranks, paths = dist.get_process_group_ranks(group), [one["path"] for one in gathered]
     where = [f"in {one['doing']}" for one in gathered]
     # In its first call on a rank a layer may have another name there, or be another model's as well.
@@ -161,7 +152,8 @@ def note_evaluation() -> None:
     """This rank calls a layer in evaluation mode, which waits for nobody."""
     world = dist.group.WORLD
     if world is not None and world.size() > 1 and world not in process_state.inherited_groups:
-        this_rank().add_since(EVALUATES)
+        rank = this_rank()
+        rank.evaluated_after = rank.last
 
 
 _ranks: WeakKeyDictionary[dist.ProcessGroup, WatchedRank] = WeakKeyDictionary()  # by the default process group
@@ -189,4 +181,4 @@ def _forget_groups() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_groups)
-reduction.register(Diagnosis())
+reduction.register(Observer())

@@ -1,0 +1,26 @@
+"""Finds the line of the user's program that called torch or syncbn, and warns there."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+
+
+def line_of_program(frame: FrameType) -> str:
+    """The line in which the program is in this frame, or from which it called torch or syncbn: train.py:57."""
+    frame = _frame_of_program(frame)
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def warn(message: str) -> None:
+    """Warn, with the line from which the program called torch or syncbn."""
+    frame = _frame_of_program(sys._getframe())
+    warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+
+
+def _frame_of_program(frame: FrameType) -> FrameType:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "syncbn.")):
+        frame = frame.f_back
+    return frame
