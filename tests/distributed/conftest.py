@@ -3,18 +3,32 @@
 import os
 
 import pytest
+import torch
 
 from syncbn.diagnosis import report
 
 NUM_RANKS = os.environ.get("WORLD_SIZE")
 collect_ignore_glob = [] if "RANK" in os.environ else ["*"]
 
+# of torch's own, in Dynamo and Inductor (torch 2.13, November 2026)
+WARNINGS_OF_COMPILERS = "ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor that is not a leaf"
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip on other numbers of ranks what is marked for two."""
+    """Skip on other numbers of ranks what is marked for two, as graphs are: nothing in them depends on W."""
     for item in items:
+        if item.get_closest_marker("compiles"):
+            item.add_marker(pytest.mark.filterwarnings(*WARNINGS_OF_COMPILERS))
+            item.add_marker("two_ranks")
         if NUM_RANKS != "2" and item.get_closest_marker("two_ranks"):
             item.add_marker(pytest.mark.skip(reason="slow, and nothing in it depends on W"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_yet(request: pytest.FixtureRequest) -> None:
+    """No graph of another test."""
+    if request.node.get_closest_marker("compiles"):
+        torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)

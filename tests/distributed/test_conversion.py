@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,21 +16,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from training import mine, require_equal_state, train, whole_batches
 from voting import Ranks
 
 import syncbn
 
-STEPS, SHARE = 3, 2
+STEPS = 3
 
 
 def parametrized(layer: nn.Module) -> nn.Module:
     return parametrize.register_parametrization(layer, "weight", Positive())
 
 
-def sequential(batch_norm: nn.Module, convolution: nn.Module | None = None) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 3, 3) if convolution is None else convolution, batch_norm, nn.Flatten(), nn.Linear(48, 2)
-    )
+def sequential(*batch_norms: nn.Module, convolution: nn.Module | None = None) -> nn.Module:
+    first = nn.Conv2d(1, 3, 3) if convolution is None else convolution
+    return nn.Sequential(first, *batch_norms, nn.Flatten(), nn.Linear(108, 5))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -39,11 +40,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "parametrized": lambda: sequential(parametrized(nn.BatchNorm2d(3))),
     "parametrized subclass": lambda: sequential(parametrized(BatchNormAct2d(3))),
     "fx-traced": lambda: torch.fx.symbolic_trace(sequential(nn.BatchNorm2d(3, momentum=None))),
-    "spectral norm beside": lambda: sequential(nn.BatchNorm2d(3), parametrizations.spectral_norm(nn.Conv2d(1, 3, 3))),
-    "old spectral norm beside": lambda: sequential(nn.BatchNorm2d(3), nn.utils.spectral_norm(nn.Conv2d(1, 3, 3))),
-    "shared": lambda: nn.Sequential(
-        nn.Conv2d(1, 3, 3), *[nn.BatchNorm2d(3)] * 2, nn.Tanh(), nn.Flatten(), nn.Linear(48, 2)
+    "spectral norm beside": lambda: sequential(
+        nn.BatchNorm2d(3), convolution=parametrizations.spectral_norm(nn.Conv2d(1, 3, 3))
     ),
+    "old spectral norm beside": lambda: sequential(
+        nn.BatchNorm2d(3), convolution=nn.utils.spectral_norm(nn.Conv2d(1, 3, 3))
+    ),
+    "shared": lambda: sequential(*[nn.BatchNorm2d(3)] * 2, nn.Tanh()),
 }
 
 
@@ -52,38 +55,24 @@ def make(kind: str) -> nn.Module:
     return MODELS[kind]().double()
 
 
-def data(ranks: Ranks) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(STEPS, SHARE * ranks.size, 1, 6, 6, generator=generator, dtype=torch.float64).to(ranks.device)
-
-
-def train(model: nn.Module, batches: Tensor) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in batches:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-
 @pytest.mark.parametrize("kind", MODELS)
 def test_trains_as_one_process_and_reverts_for_export(ranks: Ranks, kind: str) -> None:
     """convert -> train -> revert -> export: the exported model is the unconverted evaluation model, bit for bit."""
-    batches = data(ranks)
+    x, labels = whole_batches(ranks, STEPS)
     alone, model = make(kind).to(ranks.device), make(kind).to(ranks.device)
     original = copy.deepcopy(model)
-    train(alone, batches)
+    train(alone, x, labels)
     syncbn.convert_syncbn_model(model)
-    train(DistributedDataParallel(model), batches[:, ranks.even(batches.shape[1])])
-    for name, expected in alone.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], expected, rtol=1e-11, atol=1e-11, msg=name)
+    train(DistributedDataParallel(model), *mine(ranks, x, labels))
+    require_equal_state(model, alone)
 
     syncbn.revert_syncbn_model(model.eval())
     original.load_state_dict(model.state_dict())
     assert not any(isinstance(module, syncbn.SyncBatchNorm) for module in model.modules())
-    expected = original.eval()(batches[0])
-    assert torch.equal(model(batches[0]), expected)
+    expected = original.eval()(x[0])
+    assert torch.equal(model(x[0]), expected)
     if ranks.rank == 0 and "parametrized" not in kind and "old" not in kind:  # of which torch.export warns
-        assert torch.equal(torch.export.export(model, (batches[0],)).module()(batches[0]), expected)
+        assert torch.equal(torch.export.export(model, (x[0],)).module()(x[0]), expected)
 
 
 @pytest.mark.parametrize("kind", ["timm's", "calls super", "parametrized subclass"])
@@ -125,14 +114,12 @@ def test_evaluation_without_running_statistics_is_local(ranks: Ranks) -> None:
         assert whole._synchronised_ranks == ranks.size
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo and Inductor use what torch itself deprecates
-@pytest.mark.two_ranks
+@pytest.mark.compiles
 @pytest.mark.parametrize(
     ("kind", "backend"),
     [("timm's", "inductor"), ("calls super", "aot_eager"), ("parametrized subclass", "aot_eager")],
 )
 def test_subclasses_compile(ranks: Ranks, kind: str, backend: str) -> None:
-    torch._dynamo.reset()
     layer = syncbn.convert_syncbn_model(make(kind))[1].to(ranks.device)
     other = copy.deepcopy(layer)
     torch.manual_seed(ranks.rank)
@@ -147,53 +134,72 @@ def test_subclasses_compile(ranks: Ranks, kind: str, backend: str) -> None:
 
 
 def test_averaged_model_and_update_bn(ranks: Ranks) -> None:
-    """An EMA copy of a converted model; its statistics are then those of all ranks' data."""
-    batches = data(ranks)
-    mine = ranks.even(batches.shape[1])
-    models = {"alone": make("plain").to(ranks.device), "sync": syncbn.convert_syncbn_model(make("plain"))}
-    models["sync"].to(ranks.device)
-    averaged: dict[str, AveragedModel] = {}
-    for name, model in models.items():
-        seen = batches if name == "alone" else batches[:, mine]
-        averaged[name] = AveragedModel(model, use_buffers=False)
-        train(model if name == "alone" else DistributedDataParallel(model), seen)
-        averaged[name].update_parameters(model)
-        update_bn(list(seen), averaged[name])
-    assert isinstance(averaged["sync"].module[1], syncbn.SyncBatchNorm2d)
-    for name, expected in averaged["alone"].state_dict().items():
-        torch.testing.assert_close(averaged["sync"].state_dict()[name], expected, rtol=1e-11, atol=1e-11, msg=name)
+    """Of a converted model; its statistics are then those of all ranks' data."""
+    whole, averaged = whole_batches(ranks, STEPS), []
+    for kind in ("alone", "sync"):
+        model = make("plain").to(ranks.device)
+        trained, (x, labels) = model, whole
+        if kind == "sync":
+            trained, (x, labels) = DistributedDataParallel(syncbn.convert_syncbn_model(model)), mine(ranks, *whole)
+        averaged.append(AveragedModel(model, use_buffers=False))
+        train(trained, x, labels)
+        averaged[-1].update_parameters(model)
+        update_bn(list(x), averaged[-1])
+    assert isinstance(averaged[1].module[1], syncbn.SyncBatchNorm2d)
+    require_equal_state(averaged[1], averaged[0])
 
 
 @pytest.mark.parametrize("use_buffers", [False, True])
 def test_an_ema_copy(ranks: Ranks, use_buffers: bool) -> None:
     """Its updates and evaluation need no other rank; its statistics are averaged, or the model's, as on one process."""
-    batches = data(ranks)
-    mine = ranks.even(batches.shape[1])
-    of_copies = []
+    whole, copies = whole_batches(ranks, STEPS), []
     for kind in ("alone", "sync"):
         model = make("plain").to(ranks.device)
-        trained, seen = model, batches
+        trained, (x, labels) = model, whole
         if kind == "sync":
-            syncbn.convert_syncbn_model(model)
-            trained, seen = DistributedDataParallel(model), batches[:, mine]
+            trained, (x, labels) = DistributedDataParallel(syncbn.convert_syncbn_model(model)), mine(ranks, *whole)
         averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)
-        for x in seen:
-            train(trained, x[None])
+        for step in range(STEPS):
+            train(trained, x[step, None], labels[step, None])
             if kind == "alone" or ranks.rank == 0:
                 averaged.update_parameters(model)
-                averaged.eval()(x)
-        of_copies.append(averaged.state_dict())
+                averaged.eval()(x[step])
+        copies.append(averaged)
     if ranks.rank == 0:
         assert torch.equal(averaged.module[1].running_var, model[1].running_var) != use_buffers
-        torch.testing.assert_close(*of_copies, rtol=1e-11, atol=1e-11)
+        require_equal_state(*copies)
+
+
+@dataclass
+class SparseTensor:
+    """As torchsparse's: values at points (https://github.com/mit-han-lab/torchsparse/issues/332)."""
+
+    feats: Tensor  # (points, C)
+    coords: Tensor  # (points, 4)
+
+
+class OfSparseTensors(nn.BatchNorm1d):
+    """As torchsparse's batch norm."""
+
+    def forward(self, input: SparseTensor) -> SparseTensor:
+        return replace(input, feats=super().forward(input.feats))
+
+
+def test_a_subclass_whose_input_is_no_tensor(ranks: Ranks) -> None:
+    sizes = [5, 3, 1, 2][: ranks.size]
+    points = torch.randn(sum(sizes), 3, generator=torch.Generator().manual_seed(0)).to(ranks.device)
+    own = points[ranks.slices(sizes)]
+    output = syncbn.convert_syncbn_model(OfSparseTensors(3).to(ranks.device))(SparseTensor(own, own.new_zeros(1, 4)))
+    expected = nn.BatchNorm1d(3, device=ranks.device)(points)
+    torch.testing.assert_close(output.feats, expected[ranks.slices(sizes)])
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 def test_a_lazy_layer_synchronises_its_first_forward(ranks: Ranks) -> None:
     layer = syncbn.convert_syncbn_model(nn.LazyBatchNorm2d(device=ranks.device))
-    x = data(ranks)[0].float()
+    x = whole_batches(ranks, 1, torch.float32)[0]
     expected = nn.BatchNorm2d(1, device=ranks.device)
-    mine = ranks.even(len(x))
-    torch.testing.assert_close(layer(x[mine]), expected(x)[mine], rtol=1e-5, atol=1e-5)
+    own = ranks.even(x.shape[1])
+    torch.testing.assert_close(layer(x[0, own]), expected(x[0])[own], rtol=1e-5, atol=1e-5)
     assert syncbn.summary(layer)[0].last_step == f"synchronised over {ranks.size} ranks"
     torch.testing.assert_close(layer.state_dict(), expected.state_dict(), rtol=1e-5, atol=1e-6)

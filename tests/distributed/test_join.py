@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch_names import BROADCAST_BUFFERS, LAZY_BUCKETS
+from training import SHARE, mine, require_equal_state, small_model, train, whole_batches
 from voting import Ranks
 
 import syncbn
@@ -26,90 +27,73 @@ from syncbn import torch_private
 from syncbn.distributed import reduction
 from syncbn.tools import join
 
-SHARE, NUM_BATCHES = 2, 6
-NUM_LAYERS = 2
-
-# Batches of each rank, the same for further ranks as for the last.
-UNEVEN = [[6, 3], [6, 1], [6, 0], [2, 6], [6, 6], [0, 6, 4], [6, 2, 4]]
-
-
-def small_model(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(),
-        nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6, momentum=None), nn.Flatten(), nn.Linear(6 * 16, 5),
-    ).double()  # fmt: skip
+NUM_BATCHES, NUM_LAYERS = 6, 2
 
 
 def num_batches_of(counts: list[int], ranks: Ranks) -> list[int]:
-    """Of every rank."""
+    """Of every rank: further ranks have as many as the last of `counts`."""
     return (counts + counts[-1:] * ranks.size)[: ranks.size]
 
 
-def batches(rank: int, ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(rank)
-    return [
-        (
-            torch.randn(SHARE, 1, 8, 8, generator=generator, dtype=torch.float64).to(ranks.device),
-            torch.randint(5, (SHARE,), generator=generator).to(ranks.device),
-        )
-        for _ in range(NUM_BATCHES)
-    ]
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, labels: Tensor) -> None:
-    optimizer.zero_grad()
-    F.cross_entropy(model(x), labels).backward()
-    optimizer.step()
+def batches(ranks: Ranks, num: int = NUM_BATCHES) -> tuple[Tensor, Tensor]:
+    """This rank's."""
+    x, labels = mine(ranks, *whole_batches(ranks, NUM_BATCHES))
+    return x[:num], labels[:num]
 
 
 def train_alone(ranks: Ranks, counts: list[int]) -> nn.Module:
     model = small_model().to(ranks.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for index in range(max(counts)):
-        live = [batches(rank, ranks)[index] for rank, count in enumerate(counts) if index < count]
-        step(model, optimizer, *(torch.cat(parts) for parts in zip(*live, strict=True)))
+    x, labels = whole_batches(ranks, NUM_BATCHES)
+    steps_of_sample = torch.tensor(counts, device=ranks.device).repeat_interleave(SHARE)
+    live = [steps_of_sample > step for step in range(max(counts))]
+    train(model, *([one[step, now] for step, now in enumerate(live)] for one in (x, labels)))
     return model
 
 
-def make_ddp(ranks: Ranks, **options: object) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
-    model = syncbn.convert_syncbn_model(small_model()).to(ranks.device)
-    ddp = DistributedDataParallel(model, **options)
-    return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+def make_ddp(ranks: Ranks, **options: object) -> DistributedDataParallel:
+    return DistributedDataParallel(syncbn.convert_syncbn_model(small_model()).to(ranks.device), **options)
 
 
-def require_equal_state(actual: nn.Module, expected: nn.Module) -> None:
-    for name, value in expected.state_dict().items():
-        torch.testing.assert_close(actual.state_dict()[name], value, rtol=1e-11, atol=1e-11, msg=name)
-
-
-@pytest.mark.parametrize("counts", UNEVEN, ids=str)
-@pytest.mark.parametrize("broadcast_buffers", [True, False])
+@pytest.mark.parametrize(
+    ("counts", "broadcast_buffers"),
+    [
+        ([6, 3], True),
+        ([6, 1], False),
+        ([6, 0], True),  # a rank that has nothing at all
+        ([6, 0], False),
+        ([2, 6], True),  # rank 0, whose buffers DDP would broadcast, ends first
+        ([2, 6], False),
+        ([6, 6], True),  # nobody ends early
+        ([0, 6, 4], True),  # on three ranks and more, one after another
+        ([6, 2, 4], False),
+    ],
+    ids=str,
+)
 def test_equals_one_process(ranks: Ranks, counts: list[int], broadcast_buffers: bool) -> None:
-    """Twice in a row, and even steps between: the context leaves nothing behind."""
     counts = num_batches_of(counts, ranks)
-    alone = train_alone(ranks, counts)
-    ddp, optimizer = make_ddp(ranks, **{BROADCAST_BUFFERS: broadcast_buffers})
-    own = batches(ranks.rank, ranks)[: counts[ranks.rank]]
+    ddp = make_ddp(ranks, **{BROADCAST_BUFFERS: broadcast_buffers})
     with syncbn.join(ddp, divide_by_initial_world_size=False):
-        for x, labels in own:
-            step(ddp, optimizer, x, labels)
-    require_equal_state(ddp.module, alone)
+        train(ddp, *batches(ranks, counts[ranks.rank]))
+    require_equal_state(ddp.module, train_alone(ranks, counts))
 
 
 @pytest.mark.skipif(not LAZY_BUCKETS, reason="torch 2.15 is the first")
-@pytest.mark.parametrize("counts", [[6, 3], [6, 0], [0, 6, 4]], ids=str)
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str)
 @pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize(
+    ("counts", "options"),
+    [([6, 3], {}), ([6, 0], {"gradient_as_bucket_view": True}), ([0, 6, 4], {"find_unused_parameters": True})],
+    ids=str,
+)
 def test_lazy_buckets_and_manual_finalization(
     ranks: Ranks, counts: list[int], options: dict[str, bool], manual: bool
 ) -> None:
     """Buckets that exist in backward alone, also of a joined rank, and a backward that the caller ends."""
     counts = num_batches_of(counts, ranks)
-    ddp, optimizer = make_ddp(ranks, bucket_cap_mb=1e-3, **LAZY_BUCKETS, **options)
+    ddp = make_ddp(ranks, bucket_cap_mb=1e-3, **LAZY_BUCKETS, **options)
     ddp.require_manual_backward_finalization = manual
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     with syncbn.join(ddp, divide_by_initial_world_size=False):
-        for x, labels in batches(ranks.rank, ranks)[: counts[ranks.rank]]:
+        for x, labels in zip(*batches(ranks, counts[ranks.rank]), strict=True):
             optimizer.zero_grad()
             F.cross_entropy(ddp(x), labels).backward()
             if manual:
@@ -120,31 +104,28 @@ def test_lazy_buckets_and_manual_finalization(
 
 def test_the_context_leaves_nothing_behind(ranks: Ranks) -> None:
     """Steps after it, and a second one, are as usual."""
-    counts = num_batches_of([3, 1], ranks)
-    ddp, optimizer = make_ddp(ranks)
-    own = batches(ranks.rank, ranks)
+    ddp, (x, labels) = make_ddp(ranks), batches(ranks, 1 if ranks.rank else 3)
     num_groups = len(torch_private.existing_groups())
     for _ in range(2):
         with syncbn.join(ddp):
-            for x, labels in own[: counts[ranks.rank]]:
-                step(ddp, optimizer, x, labels)
+            train(ddp, x, labels)
         assert reduction.joined_group() is None
         assert len(torch_private.existing_groups()) == num_groups
         with CountCollectives() as mode:
-            ddp.module(own[0][0])
+            ddp.module(x[0])
         assert mode.total == NUM_LAYERS
-        ddp(own[0][0]).sum().backward()
+        ddp(x[0]).sum().backward()
 
 
 def test_gradients_are_divided_by_the_ranks_that_began_or_by_those_that_are_left(ranks: Ranks) -> None:
     """As Join does; rank 0 alone has a batch."""
     gradients = []
     for by_initial in (True, False):
-        ddp, _ = make_ddp(ranks)
+        ddp = make_ddp(ranks)
         with syncbn.join(ddp, divide_by_initial_world_size=by_initial):
             if ranks.rank == 0:
-                x, labels = batches(0, ranks)[0]
-                F.cross_entropy(ddp(x), labels).backward()
+                x, labels = batches(ranks, 1)
+                F.cross_entropy(ddp(x[0]), labels[0]).backward()
         gradients.append([parameter.grad for parameter in ddp.parameters()])
     if ranks.rank == 0:
         for shared, own in zip(*gradients, strict=True):
@@ -153,12 +134,11 @@ def test_gradients_are_divided_by_the_ranks_that_began_or_by_those_that_are_left
 
 def test_layers_in_another_order_in_each_step(ranks: Ranks) -> None:
     """The finished need not know which layer comes: accumulated gradients, evaluation, two forwards, recomputation."""
-    model = nn.ModuleList(syncbn.SyncBatchNorm1d(num) for num in (3, 5)).double().to(ranks.device)
 
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = model
+            self.layers = nn.ModuleList(syncbn.SyncBatchNorm1d(num) for num in (3, 5)).double().to(ranks.device)
 
         def forward(self, x: Tensor, order: list[int]) -> Tensor:
             return sum(self.layers[which](x[:, : (3, 5)[which]]).pow(3).sum() for which in order)
@@ -173,45 +153,38 @@ def test_layers_in_another_order_in_each_step(ranks: Ranks) -> None:
             ddp.module.train()
             with ddp.no_sync():
                 ddp(x, [1, 0]).backward()
-    if ranks.rank == 0:
-        assert model[1].num_batches_tracked == 5
-    counts = [torch.zeros_like(model[1].num_batches_tracked) for _ in range(ranks.size)]
-    dist.all_gather(counts, model[1].num_batches_tracked)
+    counts = [torch.zeros_like(ddp.module.layers[1].num_batches_tracked) for _ in range(ranks.size)]
+    dist.all_gather(counts, ddp.module.layers[1].num_batches_tracked)
     assert {int(count) for count in counts} == {5}
 
 
 def test_the_number_of_collectives(ranks: Ranks) -> None:
     """One more before each of ours and before each forward of the model; DDP's and Join's own are torch's."""
-    ddp, optimizer = make_ddp(ranks, **{BROADCAST_BUFFERS: False})
-    x, labels = batches(ranks.rank, ranks)[0]
-    step(ddp, optimizer, x, labels)  # in its first step DDP rebuilds its buckets
-    step(ddp, optimizer, x, labels)
+    ddp, (x, labels) = make_ddp(ranks, **{BROADCAST_BUFFERS: False}), batches(ranks, 2)
+    train(ddp, x, labels)  # in its first step DDP rebuilds its buckets
 
-    def count(run: Callable[[], object]) -> int:
+    def count() -> int:
         with CountCollectives() as mode:
-            run()
+            ddp.module(x[0]).sum().backward()
         return mode.total
 
-    plain = count(lambda: ddp.module(x).sum().backward())
-    assert plain == 2 * NUM_LAYERS
+    assert count() == 2 * NUM_LAYERS
     with syncbn.join(ddp):
-        inside = count(lambda: ddp.module(x).sum().backward())
-        assert inside == 2 * plain
+        assert count() == 2 * 2 * NUM_LAYERS
 
 
 STAGES = ["before the forward", "between forward and backward", "after the step"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("finished_rank", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "finished_rank"),
+    # Not between forward and backward with a finished rank: Join itself waits there, until the failed process ends.
+    [(STAGES[0], False), (STAGES[0], True), (STAGES[1], False), (STAGES[2], False), (STAGES[2], True)],
+)
 def test_an_exception_wakes_all(ranks: Ranks, stage: str, finished_rank: bool) -> None:
     """Rank 0 fails in its third step; the last rank may have been finished by then."""
-    if finished_rank and stage == STAGES[1]:
-        pytest.skip("Join itself then waits for the backward, until the failed process ends")
-    ddp, optimizer = make_ddp(ranks)
-    own = batches(ranks.rank, ranks)
-    if finished_rank and ranks.rank == ranks.size - 1:
-        own = own[:1]
+    is_finished = finished_rank and ranks.rank == ranks.size - 1
+    ddp, own = make_ddp(ranks), batches(ranks, 1 if is_finished else NUM_BATCHES)
 
     def fail(index: int, now: str) -> None:
         if ranks.rank == 0 and index == 2 and stage == now:
@@ -221,13 +194,11 @@ def test_an_exception_wakes_all(ranks: Ranks, stage: str, finished_rank: bool) -
     message = "no such image" if ranks.rank == 0 else "another rank failed: rank 0: KeyError: 'no such image'"
 
     def train() -> None:
-        for index, (x, labels) in enumerate(own):
+        for index, (x, labels) in enumerate(zip(*own, strict=True)):
             fail(index, STAGES[0])
-            optimizer.zero_grad()
             loss = F.cross_entropy(ddp(x), labels)
             fail(index, STAGES[1])
             loss.backward()
-            optimizer.step()
             fail(index, STAGES[2])
 
     with pytest.raises(error, match=message), syncbn.join(ddp):
@@ -236,60 +207,49 @@ def test_an_exception_wakes_all(ranks: Ranks, stage: str, finished_rank: bool) -
 
 def test_a_forward_without_gradients_is_refused(ranks: Ranks) -> None:
     """The ranks that have finished would wait for its backward. Rank 0 evaluates at its end."""
-    ddp, _ = make_ddp(ranks)
-    own = batches(ranks.rank, ranks)[: 2 if ranks.rank == 0 else 1]
-    expected = "without gradients call" if ranks.rank == 0 else "another rank failed: rank 0: RuntimeError: inside"
+    ddp, (x, _) = make_ddp(ranks), batches(ranks, 1 if ranks.rank else 2)
+    expected = "another rank failed: rank 0: RuntimeError: inside" if ranks.rank else "without gradients call"
 
-    def train() -> None:
-        for x, _ in own:
-            ddp(x).sum().backward()
+    def body() -> None:
+        for images in x:
+            ddp(images).sum().backward()
         if ranks.rank == 0:
             with torch.no_grad():
-                ddp.eval()(x)
+                ddp.eval()(x[0])
 
     with pytest.raises(RuntimeError, match=expected), syncbn.join(ddp):
-        train()
+        body()
 
 
 def test_a_bad_batch_is_raised_on_every_rank_that_has_one(ranks: Ranks) -> None:
     """The exchange of faults goes through the finished ranks; training may even go on."""
     if ranks.device.type != "cpu":
         pytest.skip("nothing is read on the host of a GPU")
-    ddp, _ = make_ddp(ranks)
-    own = batches(ranks.rank, ranks)[: 1 if ranks.rank == ranks.size - 1 else 2]
-    raised = []
+    has_one = ranks.rank < ranks.size - 1
+    ddp, (x, _) = make_ddp(ranks), batches(ranks, 2)
     with syncbn.join(ddp):
-        for index, (x, _) in enumerate(own):
-            if index == 1:
-                bad = torch.randn(2, 3, 4, 4) if ranks.rank == 0 else torch.randn(2, 4, 4, 4)
-                with pytest.raises(ValueError, match=r"rank 0: expected 4 channels .* got 3"):
-                    ddp.module[1](bad.double())
-                raised.append(index)
-            ddp(x).sum().backward()
-    assert raised == ([] if ranks.rank == ranks.size - 1 else [1])
+        ddp(x[0]).sum().backward()
+        if has_one:
+            with pytest.raises(ValueError, match=r"rank 0: expected 4 channels .* got 3"):
+                ddp.module[0][1](x.new_ones(2, 4 if ranks.rank else 3, 4, 4))
+            ddp(x[1]).sum().backward()
 
 
 def test_what_cannot_be_joined_is_refused_on_entry(ranks: Ranks) -> None:
-    ddp, _ = make_ddp(ranks)
-    with (
-        pytest.raises(TypeError, match="needs one DistributedDataParallel, got Sequential"),
-        syncbn.join(small_model()),
-    ):
-        pass
+    def refused(model: nn.Module, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message), syncbn.join(model):
+            pass
+
+    ddp = make_ddp(ranks)
+    refused(small_model(), TypeError, "needs one DistributedDataParallel, got Sequential")
+    refused(torch.compile(ddp, backend="eager"), TypeError, "one DistributedDataParallel, got Opt")
     inner = copy.deepcopy(ddp.module)
-    inner[1].compile(backend="eager")
-    with (
-        pytest.raises(TypeError, match="one DistributedDataParallel, got Opt"),
-        syncbn.join(torch.compile(ddp, backend="eager")),
-    ):
-        pass
-    with pytest.raises(TypeError, match=r"compiled are: module\.1"), syncbn.join(DistributedDataParallel(inner)):
-        pass
-    with pytest.raises(RuntimeError, match="cannot be entered inside"), syncbn.join(ddp), syncbn.join(ddp):
-        pass
-    ddp.module[4].process_group = 1
-    with pytest.raises(ValueError, match=r"all \d ranks, but not so: module.4 over 1"), syncbn.join(ddp):
-        pass
+    inner[0].compile(backend="eager")
+    refused(DistributedDataParallel(inner), TypeError, r"compiled are: module\.0")
+    with syncbn.join(ddp):
+        refused(ddp, RuntimeError, "cannot be entered inside")
+    ddp.module[1][1].process_group = 1
+    refused(ddp, ValueError, r"all \d ranks, but not so: module.1.1 over 1")
 
 
 def run_second_model(model: nn.Module, second: nn.Module, x: Tensor) -> None:
@@ -323,11 +283,11 @@ def test_what_cannot_be_joined_is_refused_inside(
     ranks: Ranks, run: Callable[[nn.Module, nn.Module, Tensor], None], message: str
 ) -> None:
     """Before the ranks that are finished wait for it."""
-    (ddp, _), (second, _) = make_ddp(ranks), make_ddp(ranks)
+    ddp, second = make_ddp(ranks), make_ddp(ranks)
 
     def body() -> None:
         if ranks.rank == 0:
-            run(ddp.module, second, batches(0, ranks)[0][0])
+            run(ddp.module, second, batches(ranks)[0][0])
 
     with pytest.raises(Exception, match=message), syncbn.join(ddp):
         body()
@@ -337,13 +297,13 @@ def test_what_cannot_be_joined_is_refused_inside(
 def test_a_call_over_a_part_of_the_ranks_inside_is_refused(ranks: Ranks) -> None:
     if ranks.size != 4:
         pytest.skip("needs two groups of two")
-    pair = syncbn.create_syncbn_process_group(2)
-    ddp, _ = make_ddp(ranks)
+    pair, ddp = syncbn.create_syncbn_process_group(2), make_ddp(ranks)
     x = torch.randn(2, 3, device=ranks.device)
     with pytest.raises(ValueError, match="must synchronise over all 4 ranks, not over 2"), syncbn.join(ddp):
         syncbn.functional.sync_batch_norm(x, None, None, training=True, process_group=pair)
 
 
+@pytest.mark.two_ranks
 def test_a_joined_rank_sends_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, where Join lets the default stream wait for the other ranks, which wait for what is sent. What that
     stream needs is made on entry, while nothing waits."""

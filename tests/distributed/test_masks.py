@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from oracle import Result, full_batch
+from oracle import full_batch
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from voting import Ranks
@@ -54,28 +54,30 @@ def draw(ranks: Ranks, mask: Tensor, poison: float) -> Tensor:
     return x.masked_fill(~mask[:, None], poison)
 
 
-def check(
-    ranks: Ranks, actual: dict[str, Tensor | None], whole: Result, mask: Tensor, channel_last: bool = False
-) -> None:
-    """This rank's tensors against those of the values that count, spread out again."""
-    mine = ranks.even(len(mask))
-    for name in ("output", "grad_input", "grad_z"):
-        if actual[name] is None:
-            continue
-        expected = spread(getattr(whole, name), mask)[mine].to(ranks.device)
-        got = actual[name].movedim(-1, 1) if channel_last else actual[name]
-        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
-        assert not got.movedim(1, -1)[~mask[mine].to(ranks.device)].any(), name
+CONTIGUOUS, CHANNELS_LAST, CHANNEL_LAST = "contiguous", "channels_last format", "channel_last"
 
 
-@pytest.mark.parametrize("kind", MASK_SHAPES)
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last format", "channel_last"])
+@pytest.mark.parametrize(
+    ("kind", "layout", "poison", "fused"),
+    [  # each kind of mask in each layout, which give it another order
+        ("samples", CONTIGUOUS, math.nan, False),
+        ("samples", CHANNELS_LAST, math.inf, True),
+        ("samples", CHANNEL_LAST, math.nan, True),
+        ("values", CONTIGUOUS, math.inf, True),
+        ("values", CHANNELS_LAST, math.nan, True),
+        ("values", CHANNEL_LAST, math.inf, False),
+        ("rows", CONTIGUOUS, math.nan, True),
+        ("rows", CHANNELS_LAST, math.nan, False),
+        ("rows", CHANNEL_LAST, math.inf, True),
+        ("columns shared by all samples", CONTIGUOUS, math.inf, False),
+        ("columns shared by all samples", CHANNELS_LAST, math.inf, True),
+        ("columns shared by all samples", CHANNEL_LAST, math.nan, True),
+    ],
+)
 def test_equals_batch_norm_of_the_values_that_count(
-    ranks: Ranks, kind: str, poison: float, fused: bool, layout: str
+    ranks: Ranks, kind: str, layout: str, poison: float, fused: bool
 ) -> None:
-    """NaN and inf stand wherever nothing counts, in the gradient of the output too."""
+    """NaN or inf stands wherever nothing counts, in the gradient of the output too."""
     torch.manual_seed(0)
     mask = whole_mask(kind, ranks)
     x, dy = draw(ranks, mask, poison), draw(ranks, mask, poison)
@@ -83,31 +85,32 @@ def test_equals_batch_norm_of_the_values_that_count(
     weight, bias = torch.randn(2, CHANNELS, dtype=torch.float64)
     whole = full_batch(of_valid(x, mask), of_valid(dy, mask), weight, bias, of_valid(z, mask), relu=fused)
 
-    channel_last = layout == "channel_last"
+    channel_last = layout == CHANNEL_LAST
     layer = syncbn.SyncBatchNorm(CHANNELS, channel_last=channel_last, fuse_relu=fused, dtype=torch.float64)
     layer.to(ranks.device).load_state_dict({"weight": weight, "bias": bias}, strict=False)
     mine = ranks.even(len(x))
 
-    def own(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
+    def own(tensor: Tensor) -> Tensor:
         tensor = tensor[mine].to(ranks.device)
         if channel_last:
             return tensor.movedim(1, -1).contiguous()
-        return tensor.contiguous(memory_format=torch.channels_last) if "format" in layout else tensor
+        return tensor.contiguous(memory_format=torch.channels_last) if layout == CHANNELS_LAST else tensor
 
-    my_x, my_z = own(x).requires_grad_(), own(z)
-    my_z = None if my_z is None else my_z.requires_grad_()
+    my_x = own(x).requires_grad_()
+    my_z = None if z is None else own(z).requires_grad_()
     with CommDebugMode() as forward:
         y = layer(my_x, my_z, mask=draw_mask(kind, ranks.rank).to(ranks.device))
     with CommDebugMode() as backward:
         y.backward(own(dy))
     assert (forward.get_total_counts(), backward.get_total_counts()) == (1, 1)
     assert y.stride() == my_x.stride()
-    actual = {"output": y, "grad_input": my_x.grad, "grad_z": None if z is None else my_z.grad}
-    check(ranks, actual, whole, mask, channel_last)
-    for name, expected in (("grad_weight", layer.weight.grad), ("grad_bias", layer.bias.grad)):
-        torch.testing.assert_close(ranks.total(expected).cpu(), getattr(whole, name), rtol=1e-11, atol=1e-11)
+    pairs = [(y, whole.output), (my_x.grad, whole.grad_input)] + ([] if z is None else [(my_z.grad, whole.grad_z)])
+    for actual, expected in pairs:
+        actual = actual.movedim(-1, 1) if channel_last else actual
+        torch.testing.assert_close(actual.cpu(), spread(expected, mask)[mine], rtol=1e-11, atol=1e-11)
+        assert not actual.movedim(1, -1)[~mask[mine].to(ranks.device)].any()
+    for actual, expected in ((layer.weight.grad, whole.grad_weight), (layer.bias.grad, whole.grad_bias)):
+        torch.testing.assert_close(ranks.total(actual).cpu(), expected, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(layer.running_mean.cpu(), whole.running_mean)
     torch.testing.assert_close(layer.running_var.cpu(), whole.running_var)
 
@@ -154,18 +157,15 @@ def test_second_derivative(ranks: Ranks) -> None:
     mask = whole_mask("values", ranks)
     x = draw(ranks, mask, math.nan)
 
-    def penalty_gradient(x: Tensor, mask: Tensor | None) -> Tensor:
+    def penalty_gradient(x: Tensor, **options: object) -> Tensor:
         x = x.clone().requires_grad_()
-        y = sync_batch_norm(x, None, None, training=True, mask=mask)
+        y = sync_batch_norm(x, None, None, training=True, **options)
         (first,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
         return torch.autograd.grad(first.square().sum(), x)[0]
 
-    valid = of_valid(x, mask).requires_grad_()
-    y = torch.nn.functional.batch_norm(valid, None, None, training=True)
-    (first,) = torch.autograd.grad(y.pow(3).sum(), valid, create_graph=True)
-    (expected,) = torch.autograd.grad(first.square().sum(), valid)
+    expected = penalty_gradient(of_valid(x, mask), process_group=1)
     mine = ranks.even(len(x))
-    actual = penalty_gradient(x[mine].to(ranks.device), draw_mask("values", ranks.rank).to(ranks.device))
+    actual = penalty_gradient(x[mine].to(ranks.device), mask=draw_mask("values", ranks.rank).to(ranks.device))
     torch.testing.assert_close(actual.cpu(), spread(expected, mask)[mine], rtol=1e-10, atol=1e-10)
 
 
