@@ -7,10 +7,12 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from types import ModuleType
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from syncbn.kernels import chunked, cpu
 
@@ -65,3 +67,15 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         warnings.simplefilter("ignore", RuntimeWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
         yield importlib.import_module("syncbn.kernels.gpu")
+
+
+GROUP_TIMEOUT = timedelta(seconds=77)
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[dist.ProcessGroup]:
+    """The default group, of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=GROUP_TIMEOUT)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
