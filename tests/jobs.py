@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch.distributed as dist
@@ -65,6 +66,16 @@ def run_script(*command: object, seconds: float = 300) -> str:
         assert process.wait(seconds) == 0, process.text()
     finally:
         process.kill()
+    return process.text()
+
+
+def run_text(text: str, *arguments: object, status: int = 0, **environment: str) -> str:
+    """What a program with this text prints. **Raises** AssertionError where it ends with another status."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "program.py"
+        program.write_text(text)
+        process = Started([str(program), *map(str, arguments)], ENVIRONMENT | environment)
+        assert process.wait(60) == status, process.text()
     return process.text()
 
 

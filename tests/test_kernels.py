@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from accuracy_cases import HARD_INPUTS, errors_of_one_step
+from jobs import run_text
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import syncbn
@@ -496,19 +498,16 @@ def test_operators_take_dense_inputs_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "code", "shown"),
+    ("value", "status", "shown"),
     [("reference", 0, "cpu: torch operations (SYNCBN_KERNELS=reference)"), ("fast", 1, "'fast'"), (None, 0, "cpu: ")],
 )
-def test_the_reference_can_be_forced(value: str | None, code: int, shown: str) -> None:
-    environment = {name: given for name, given in os.environ.items() if name != "SYNCBN_KERNELS"}
-    if value is not None:
-        environment["SYNCBN_KERNELS"] = value
-    command = [sys.executable, "-c", "import syncbn; print(syncbn.kernels.available())"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == code
-    assert shown in run.stdout + run.stderr
+def test_the_reference_can_be_forced(value: str | None, status: int, shown: str) -> None:
+    code = "import os, syncbn; print(syncbn.kernels.available())"
+    code = "import os; del os.environ['SYNCBN_KERNELS']; " + code if value is None else code
+    said = run_text(code, status=status, SYNCBN_KERNELS=value or "")
+    assert shown in said
     if value is None:
-        assert run.stdout.strip() == available()
+        assert said.strip() == available()
 
 
 def test_slow_training_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -598,7 +597,12 @@ def test_registers_are_limited_where_triton_can(
 
 def test_which_tensors_the_operators_serve() -> None:
     fast = chunked if cpu.load() else operators
-    assert select.select_kernels(torch.ones(2)) is fast
+    x = torch.ones(2)
+    fake = FakeTensorMode().from_tensor(x)
+    for others in ((), (torch._neg_view(x),), (torch._efficientzerotensor(2),), (fake,)):
+        assert select.select_kernels(x, *others) is fast
+    assert select.select_kernels(torch._neg_view(x)) is fast
+    assert select.select_kernels(fake) is reference
     assert select.select_kernels(torch.nn.Parameter(torch.ones(2))) is reference
     assert select.select_kernels(torch.ones(2, device="meta")) is reference
 
