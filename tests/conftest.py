@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import multiprocessing
 import os
 import warnings
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from syncbn import testing
 from syncbn.kernels import chunked, cpu
 
 # Without it matrix products on a GPU raise under use_deterministic_algorithms. cuBLAS reads it when it starts.
@@ -67,6 +69,13 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         warnings.simplefilter("ignore", RuntimeWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
         yield importlib.import_module("syncbn.kernels.gpu")
+
+
+@pytest.fixture
+def ranks_start_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of syncbn.testing, by forking a process that has imported what they need."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "syncbn.testing"])
+    monkeypatch.setattr(testing, "START_METHOD", "forkserver")
 
 
 GROUP_TIMEOUT = timedelta(seconds=77)

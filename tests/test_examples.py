@@ -6,14 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import bench_steps
 import pytest
 import torch
-from jobs import ENVIRONMENT, EXAMPLES, ON_TWO_RANKS, processes_with, run, run_on_ranks, run_script
+from jobs import ENVIRONMENT, EXAMPLES, ON_TWO_RANKS, processes_with, run, run_on_ranks, run_script, run_text
 
 
 def test_digits_on_two_ranks(tmp_path: Path) -> None:
@@ -31,28 +30,17 @@ def test_digits_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_digits_without_rich_and_matplotlib(tmp_path: Path) -> None:
-    code = "import runpy, sys; sys.modules['rich'] = sys.modules['matplotlib'] = None; sys.argv.pop(0)"
-    code += f"; sys.path[0] = {str(EXAMPLES)!r}"
-    script = EXAMPLES / "digits.py"
-    settings = (script, "--epochs", 1, "--steps", 50, "--output", tmp_path)
-    output = run(sys.executable, "-c", f"{code}; runpy.run_path({str(script)!r}, run_name='__main__')", *settings)
+    code = f"import sys; sys.modules['rich'] = sys.modules['matplotlib'] = None; sys.path[0] = {str(EXAMPLES)!r}"
+    code += "; import digits; digits.main()"
+    output = run_text(code, "--epochs", 1, "--steps", 50, "--output", tmp_path)
     assert "epoch 1/1  one process" in output
     assert "no picture" in output
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.json"]
 
 
 def test_digits_on_one_process(tmp_path: Path) -> None:
-    run_script(
-        EXAMPLES / "digits.py",
-        "--epochs",
-        1,
-        "--steps",
-        60,
-        "--images-per-rank",
-        8,
-        "--output",
-        tmp_path,
-    )
+    settings = ("--epochs", 1, "--steps", 60, "--images-per-rank", 8)
+    run_script(EXAMPLES / "digits.py", *settings, "--output", tmp_path)
     runs = json.loads((tmp_path / "metrics.json").read_text())["runs"]
     assert runs["syncbn"]["distance"] < 1e-11
     assert runs["local"]["distance"] == 0  # the same program as one process
@@ -80,19 +68,8 @@ def test_local_noise() -> None:
 
 
 def test_bench_on_two_ranks(tmp_path: Path) -> None:
-    shapes = ["4x8x6x6", "2x7x12"]
-    run_on_ranks(
-        2,
-        EXAMPLES.parent / "scripts" / "bench.py",
-        "--rounds",
-        2,
-        "--output",
-        tmp_path,
-        "--shapes",
-        *shapes,
-        "--dtypes",
-        *("float32", "bfloat16"),
-    )
+    cases = ("--shapes", "4x8x6x6", "2x7x12", "--dtypes", "float32", "bfloat16")
+    run_on_ranks(2, EXAMPLES.parent / "scripts" / "bench.py", "--rounds", 2, "--output", tmp_path, *cases)
     results = json.loads((tmp_path / "bench.json").read_text())
     assert results["about"]["ranks"] == 2
     times = {(row["case"], row["peer"]): row for row in results["times"]}
@@ -224,31 +201,20 @@ def test_finetune_on_two_ranks(tmp_path: Path) -> None:
 
 def test_digits_explains_its_options() -> None:
     text = run_script(EXAMPLES / "digits.py", "--help")
-    for option in (
-        "--epochs",
-        "--steps",
-        "--images-per-rank",
-        "--learning-rate",
-        "--width",
-        "--dtype",
-        "--seed",
-        "--output",
-        "--checkpoint",
-        "--checkpoint-every",
-        "--timeout",
-    ):
-        assert option in text
+    options = "epochs steps images-per-rank learning-rate width dtype seed output checkpoint checkpoint-every timeout"
+    assert [option for option in options.split() if f"--{option}" not in text] == []
 
 
 def test_interrupting_digits_leaves_no_process(tmp_path: Path) -> None:
-    command = [*ON_TWO_RANKS, str(EXAMPLES / "digits.py"), "--epochs", "100", "--output", str(tmp_path)]
+    checkpoint = tmp_path / "checkpoint.pt"  # of the first step
+    options = ["--epochs", "100", "--output", tmp_path, "--checkpoint", checkpoint, "--checkpoint-every", "1"]
+    command = [*ON_TWO_RANKS, *map(str, (EXAMPLES / "digits.py", *options))]
     with subprocess.Popen(
         command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     ) as process:
         deadline = time.monotonic() + 300
-        while len(processes_with(tmp_path)) < 3 and time.monotonic() < deadline:
+        while not checkpoint.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
-        time.sleep(6)  # into the training loop
         assert len(processes_with(tmp_path)) == 3, "torchrun and two ranks"
         os.killpg(process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
         process.communicate(timeout=300)
