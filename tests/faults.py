@@ -107,6 +107,7 @@ FAULTS = {
         Fault(
             "exception in forward",
             _where("in body.bn2 forward, call 3", "after body.bn1 forward, call 3; has left with KeyError: .*"),
+            said_at_fault=r"\nKeyError: [^\n]*\n\Z",  # and no more: it is the others' collective that fails
         ),
         Fault(
             "exception in the data loader",
@@ -114,6 +115,7 @@ FAULTS = {
                 "in body.bn1 forward, call 3",
                 "after body.bn1 backward, call 2; has left with OSError: cannot read image 17",
             ),
+            said_at_fault=r"\nOSError: [^\n]*\n\Z",
         ),
         Fault(
             "kill -9 in forward",
