@@ -6,13 +6,14 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import bench_steps
 import pytest
 import torch
-from jobs import ENVIRONMENT, EXAMPLES, ON_TWO_RANKS, processes_with, run, run_on_ranks, run_script, run_text
+from jobs import ENVIRONMENT, EXAMPLES, ON_TWO_RANKS, processes_with, run, run_on_ranks, run_script
 
 
 def test_digits_on_two_ranks(tmp_path: Path) -> None:
@@ -30,9 +31,11 @@ def test_digits_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_digits_without_rich_and_matplotlib(tmp_path: Path) -> None:
-    code = f"import sys; sys.modules['rich'] = sys.modules['matplotlib'] = None; sys.path[0] = {str(EXAMPLES)!r}"
-    code += "; import digits; digits.main()"
-    output = run_text(code, "--epochs", 1, "--steps", 50, "--output", tmp_path)
+    code = "import runpy, sys; sys.modules['rich'] = sys.modules['matplotlib'] = None; sys.argv.pop(0)"
+    code += f"; sys.path[0] = {str(EXAMPLES)!r}"
+    script = EXAMPLES / "digits.py"
+    settings = (script, "--epochs", 1, "--steps", 50, "--output", tmp_path)
+    output = run(sys.executable, "-c", f"{code}; runpy.run_path({str(script)!r}, run_name='__main__')", *settings)
     assert "epoch 1/1  one process" in output
     assert "no picture" in output
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.json"]
