@@ -5,13 +5,16 @@ import syncbn
 project = "syncbn"
 author = "the syncbn authors"
 release = syncbn.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = [
+    "myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton",
+]  # fmt: skip
 myst_heading_anchors = 3  # of which a link may name one, as on GitHub
 html_theme = "furo"
 html_title = f"syncbn {release}"
 html_show_copyright = False
 html_static_path = ["static"]
-html_css_files = ["tables.css"]
+html_css_files = ["pages.css"]
+copybutton_prompt_text = ">>> "
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"  # not those that a derived class inherits

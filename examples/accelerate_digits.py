@@ -9,8 +9,6 @@ The batch is the same however many processes share it, whose number must divide 
 final loss is the same: 0.1441 after 3 epochs. Prints it with the test accuracy; --output FILE writes both as JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path
@@ -18,26 +16,23 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration
-from digits import NUM_TEST, build_model, load_images
+from digits import NUM_TEST, accuracy, build_model, load_images
+from launch import ManualFormatter
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncbn
 
-
-def parse_arguments() -> argparse.Namespace:
-    """The knobs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=3, help="passes over the 1,500 images (default %(default)s)")
-    parser.add_argument("--batch", type=int, default=12, help="images a step, of all processes (default %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=0.01, help="of SGD (default %(default)s)")
-    parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
-    parser.add_argument("--output", type=Path, help="JSON file to write (default: none)")
-    return parser.parse_args()
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=ManualFormatter)
+parser.add_argument("--epochs", type=int, default=3, help="passes over the 1,500 images")
+parser.add_argument("--batch", type=int, default=12, help="images a step, of all processes")
+parser.add_argument("--learning-rate", type=float, default=0.01, help="of SGD")
+parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
+parser.add_argument("--output", type=Path, help="JSON file to write")
 
 
 def main() -> None:
     """Train and test."""
-    arguments = parse_arguments()
+    arguments = parser.parse_args()
     # A batch of the loader is the whole batch, of which each process takes its part.
     split = DataLoaderConfiguration(split_batches=True)
     accelerator = Accelerator(cpu=arguments.cpu or not torch.cuda.is_available(), dataloader_config=split)
@@ -60,11 +55,13 @@ def main() -> None:
     losses = accelerator.gather(loss.detach().reshape(1))
     syncbn.assert_synced(model)
 
-    model = accelerator.unwrap_model(model).eval()
-    with torch.no_grad():
-        x, y = (tensor.to(accelerator.device) for tensor in test)
-        accuracy = (model(x).argmax(1) == y).double().mean().item()
-    result = {"processes": accelerator.num_processes, "final loss": losses.mean().item(), "test accuracy": accuracy}
+    test = (tensor.to(accelerator.device) for tensor in test)
+    test_accuracy = accuracy(accelerator.unwrap_model(model), *test)
+    result = {
+        "processes": accelerator.num_processes,
+        "final loss": losses.mean().item(),
+        "test accuracy": test_accuracy,
+    }
     accelerator.print(result)
     if arguments.output and accelerator.is_main_process:
         arguments.output.write_text(json.dumps(result))

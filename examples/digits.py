@@ -6,8 +6,8 @@
 
 With syncbn the loss curve lies on that of one process, to rounding; with local statistics of two images it does not.
 
-    torchrun --standalone --nproc-per-node 2 examples/digits.py        two ranks: nccl when each has a GPU, else gloo
     python examples/digits.py                                          one process: all three are the same
+    torchrun --standalone --nproc-per-node 2 examples/digits.py        two ranks: nccl when each has a GPU, else gloo
     torchrun --standalone --nproc-per-node 2 examples/digits.py --epochs 1 --steps 20        a few seconds
 
 With --checkpoint FILE, which only rank 0 reads and writes, the job goes on from that file when it exists. So it
@@ -20,66 +20,34 @@ Writes metrics.json (settings, curves, accuracies, distances) and curves.png to 
 picture.
 """
 
-from __future__ import annotations
-
 import argparse
-import copy
-import json
+import functools
 import math
-import os
-import platform
 import sys
-import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import launch
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import print_table, progress_bar, rank, run_on_ranks, world_size
+from launch import new_parser, positive, progress_bar, rank, resume, run_on_ranks, save, world_size
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-
-import syncbn
+from trainer import SMOOTHING, Trainer, last_losses, report, three_ways
 
 NUM_TEST = 297  # images held out; 1,500 to train
-SMOOTHING = 25  # steps per point of the plot
 
-
-def parse_arguments() -> argparse.Namespace:
-    """The knobs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--epochs", type=int, default=3, help="passes over the 1,500 training images (default %(default)s)"
-    )
-    parser.add_argument("--steps", type=int, default=None, help="steps per epoch (default: as many as the images fill)")
-    parser.add_argument("--images-per-rank", type=int, default=2, help="images per rank and step (default %(default)s)")
-    parser.add_argument(
-        "--learning-rate", type=float, default=0.005, help="of SGD with momentum 0.9 (default %(default)s)"
-    )
-    parser.add_argument("--width", type=int, default=16, help="channels of the first stage (default %(default)s)")
-    parser.add_argument(
-        "--dtype",
-        choices=["float64", "float32"],
-        default="float64",
-        help="of model and images; training amplifies rounding, in float32 to visible size (default %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default %(default)s)")
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/digits"), help="folder to write (default %(default)s)"
-    )
-    parser.add_argument("--checkpoint", type=Path, help="file to go on from, and to write (default: none)")
-    parser.add_argument(
-        "--checkpoint-every", type=int, default=25, help="steps between checkpoints (default %(default)s)"
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=60, help="seconds that a rank waits for the others (default %(default)s)"
-    )
-    return parser.parse_args()
+parser = new_parser(__doc__, "digits")
+add = parser.add_argument
+add("--epochs", type=positive, default=3, help="passes over the 1,500 training images")
+add("--steps", type=positive, help="steps per epoch; None: as many as the images fill")
+add("--images-per-rank", type=positive, default=2, help="images per rank and step")
+add("--learning-rate", type=float, default=0.005, help="of SGD with momentum 0.9")
+add("--width", type=positive, default=16, help="channels of the first stage")
+add("--dtype", choices=["float64", "float32"], default="float64", help="training amplifies float32's rounding")
+add("--seed", type=int, default=0, help="of weights and batches")
+add("--checkpoint", type=Path, help="file to go on from, and to write")
+add("--checkpoint-every", type=positive, default=25, help="steps between checkpoints")
 
 
 class ResidualBlock(nn.Module):
@@ -94,22 +62,22 @@ class ResidualBlock(nn.Module):
         self.shortcut = nn.Sequential(nn.Conv2d(num_in, num_out, 1, stride, bias=False), nn.BatchNorm2d(num_out))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, num_in, H, W) -> (N, num_out, H / stride, W / stride)."""
-        y = F.relu(self.bn1(self.conv1(x)))
+        y = F.relu(self.bn1(self.conv1(x)))  # (N, num_out, H / stride, W / stride), as all that follows
         return F.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
 
 
-def build_model(width: int) -> nn.Module:
+def build_model(width: int, strides: tuple[int, int] = (1, 2)) -> nn.Module:
     """(N, 1, 8, 8) images -> (N, 10) logits."""
+    inner, outer = strides[0] * width, strides[0] * strides[1] * width  # a stride of 2 doubles the channels
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1, bias=False),  # (N, width, 8, 8)
         nn.BatchNorm2d(width),
         nn.ReLU(inplace=True),
-        ResidualBlock(width, width, stride=1),  # (N, width, 8, 8)
-        ResidualBlock(width, 2 * width, stride=2),  # (N, 2 * width, 4, 4)
+        ResidualBlock(width, inner, strides[0]),  # (N, inner, 8, 8)
+        ResidualBlock(inner, outer, strides[1]),  # (N, outer, 4, 4)
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
-        nn.Linear(2 * width, 10),
+        nn.Linear(outer, 10),
     )
 
 
@@ -120,127 +88,80 @@ def load_images(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tenso
     return images, torch.tensor(digits.target, device=device)
 
 
-class Trainer:
-    """One way to train: a model, its optimizer, and what it has measured."""
-
-    def __init__(self, name: str, model: nn.Module, learning_rate: float, sliced: bool) -> None:
-        self.name = name
-        self.sliced = sliced  # each rank takes its slice of the batch; else every rank repeats the whole
-        self.module = model
-        self.model = DistributedDataParallel(model) if sliced and dist.is_initialized() else model
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
-        self.losses: list[float] = []
-        self.accuracies: list[float] = []
-
-    def step(self, images: Tensor, labels: Tensor) -> None:
-        """Train on one whole batch, of which this rank may take its slice; note the loss of the whole batch."""
-        batch, num_slices = len(images), world_size() if self.sliced else 1
-        if self.sliced:
-            images, labels = (whole.tensor_split(num_slices)[rank()] for whole in (images, labels))
-        # DistributedDataParallel takes the mean over ranks, whose slices may be of different sizes.
-        loss = F.cross_entropy(self.model(images), labels, reduction="sum") * (num_slices / batch)
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        loss = loss.detach()
-        if self.sliced and dist.is_initialized():
-            dist.all_reduce(loss)
-            loss /= num_slices
-        self.losses.append(loss.item())
-
-    @torch.no_grad()
-    def evaluate(self, images: Tensor, labels: Tensor) -> None:
-        """Note the accuracy of this rank's model on the test images."""
-        self.module.eval()
-        # The module itself: DistributedDataParallel would wait for the other ranks.
-        self.accuracies.append((self.module(images).argmax(1) == labels).double().mean().item())
-        self.module.train()
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that a step changes."""
-        return {
-            "model": self.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "losses": self.losses,
-            "accuracies": self.accuracies,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.losses, self.accuracies = state["losses"], state["accuracies"]
+@torch.no_grad()
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """The share of right answers, with running statistics."""
+    right = model.eval()(images).argmax(1) == labels
+    model.train()
+    return right.double().mean().item()
 
 
 class Training:
-    """All three ways in lockstep, so that an interruption leaves comparable curves; and where they are in the data."""
+    """The three ways in lockstep, so that an interruption leaves comparable curves; and where they are in the data."""
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         torch.manual_seed(arguments.seed)
         dtype = getattr(torch, arguments.dtype)
         images, labels = load_images(dtype, device)
-        self.train_images, self.test_images = images[NUM_TEST:], images[:NUM_TEST]
-        self.train_labels, self.test_labels = labels[NUM_TEST:], labels[:NUM_TEST]
-        initial = build_model(arguments.width).to(device, dtype)
-        one_process, synchronised, local = (copy.deepcopy(initial) for _ in range(3))
-        self.trainers = [
-            Trainer("one process", one_process, arguments.learning_rate, sliced=False),
-            Trainer("syncbn", syncbn.convert_syncbn_model(synchronised), arguments.learning_rate, sliced=True),
-            Trainer("local", local, arguments.learning_rate, sliced=True),
-        ]
+        self.test = images[:NUM_TEST], labels[:NUM_TEST]
+        self.images, self.labels = images[NUM_TEST:], labels[NUM_TEST:]
+        sgd = functools.partial(torch.optim.SGD, lr=arguments.learning_rate, momentum=0.9)
+        self.trainers = three_ways(build_model(arguments.width).to(device, dtype), sgd)
+        for trainer in self.trainers:
+            trainer.tests["accuracies"] = []
         self.arguments, self.device = arguments, device
         self.batch = arguments.images_per_rank * world_size()
-        if self.batch > len(self.train_images):
-            sys.exit(f"all ranks' images make a batch of {self.batch}, but there are {len(self.train_images)}")
+        if self.batch > len(self.images):
+            sys.exit(f"all ranks' images make a batch of {self.batch}, but there are {len(self.images)}")
         self.order = torch.Generator().manual_seed(arguments.seed)
         self.epoch = 0
-        self.left = self.shuffled()  # of this epoch's images, which are still to come
+        self.left = self.shuffled()  # images of this epoch that are still to come
         if arguments.checkpoint is not None:
             self.load(arguments.checkpoint)
 
     def steps_per_epoch(self) -> int:
-        """Of whole batches."""
-        return self.arguments.steps or len(self.train_images) // self.batch
+        return self.arguments.steps or len(self.images) // self.batch
 
     def shuffled(self) -> Tensor:
         """Indices of an epoch's images."""
-        return torch.randperm(len(self.train_images), generator=self.order)[: self.steps_per_epoch() * self.batch]
+        return torch.randperm(len(self.images), generator=self.order)[: self.steps_per_epoch() * self.batch]
 
     def run(self) -> None:
-        """To the last epoch's end."""
+        """Train to the last epoch's end."""
         every = self.arguments.checkpoint_every if self.arguments.checkpoint is not None else math.inf
         done, epochs = len(self.trainers[0].losses), self.arguments.epochs
         with progress_bar(done, epochs * self.steps_per_epoch()) as advance:
             while self.epoch < epochs:
                 self.step()
                 done += 1
-                losses = "  ".join(f"{trainer.name} {trainer.losses[-1]:.3f}" for trainer in self.trainers)
-                advance(f"epoch {min(self.epoch + 1, epochs)}/{epochs}  {losses}")
+                advance(f"epoch {min(self.epoch + 1, epochs)}/{epochs}  {last_losses(self.trainers)}")
                 if done % every == 0 or (self.epoch == epochs and every < math.inf):
                     self.save(self.arguments.checkpoint)
 
     def step(self) -> None:
-        """One batch, and after the last of an epoch the tests."""
-        picked, self.left = self.left[: self.batch], self.left[self.batch :]
-        picked = picked.to(self.device)
+        """Train on one batch; after the last of an epoch, test."""
+        picked, self.left = self.left[: self.batch].to(self.device), self.left[self.batch :]
         for trainer in self.trainers:
-            trainer.step(self.train_images[picked], self.train_labels[picked])
+            trainer.step(self.images[picked], self.labels[picked])
         if not len(self.left):
             for trainer in self.trainers:
-                trainer.evaluate(self.test_images, self.test_labels)
+                # The module itself: DistributedDataParallel would wait for the other ranks.
+                trainer.tests["accuracies"].append(accuracy(trainer.module, *self.test))
             self.epoch += 1
             self.left = self.shuffled()
 
     def settings(self) -> dict[str, str]:
-        """Those that a checkpoint was made with, and may not change; the number of ranks and of epochs may."""
-        names = ("images_per_rank", "steps", "learning_rate", "width", "dtype", "seed")
-        return {name: str(getattr(self.arguments, name)) for name in names}
+        """Those that a job must share with its checkpoint; the numbers of ranks and of epochs may change."""
+        names = "images-per-rank", "steps", "learning-rate", "width", "dtype", "seed"
+        return {f"--{name}": str(getattr(self.arguments, name.replace("-", "_"))) for name in names}
 
     def save(self, path: Path) -> None:
-        """All that `load` needs, of all ranks, by rank 0."""
-        random_states = gather({"CPU": torch.get_rng_state(), "GPU": gpu_rng_state(self.device)})
-        if rank() != 0:
-            return
+        """Write all that `load` needs, of all ranks, on rank 0."""
+        on_gpu = self.device.type == "cuda"
+        random_state = {"CPU": torch.get_rng_state(), "GPU": torch.cuda.get_rng_state() if on_gpu else None}
+        random_states = [random_state] * world_size()
+        if dist.is_initialized():
+            dist.all_gather_object(random_states, random_state)
         state = {
             "settings": self.settings(),
             "batch": self.batch,
@@ -250,14 +171,12 @@ class Training:
             "random": random_states,  # of each rank
             "trainers": {trainer.name: trainer.state_dict() for trainer in self.trainers},
         }
-        launch.save(state, path)
+        if rank() == 0:
+            save(state, path)
 
     def load(self, path: Path) -> None:
         """Go on from `path` if it exists. **Exits** with the reason where it is not a checkpoint of this job."""
-        state = broadcast(read_checkpoint(path, self.settings()) if rank() == 0 else None)
-        if isinstance(state, str):
-            sys.exit(state if rank() == 0 else 1)
-        if state is None:
+        if (state := resume(path, self.settings())) is None:
             return
         if state["batch"] < world_size():
             sys.exit(f"{path} is of a batch of {state['batch']} images, too few for {world_size()} ranks")
@@ -267,136 +186,40 @@ class Training:
             random_state = state["random"][rank()]
             torch.set_rng_state(random_state["CPU"])
             if self.device.type == "cuda" and random_state["GPU"] is not None:
-                torch.cuda.set_rng_state(random_state["GPU"], self.device)
+                torch.cuda.set_rng_state(random_state["GPU"])
         for trainer in self.trainers:
             trainer.load_state_dict(state["trainers"][trainer.name])
 
 
-def read_checkpoint(path: Path, settings: dict[str, str]) -> dict[str, Any] | str | None:
-    """What `Training.save` wrote, nothing where there is no file yet, or what is wrong with it; on one rank."""
-    try:
-        state = launch.load(path)
-        if state is None:
-            return None
-        made_with = state["settings"]
-    except Exception as error:  # a damaged file may raise almost any
-        return f"{path} is not a checkpoint of this job; give another --checkpoint ({type(error).__name__}: {error})"
-    for name, now in settings.items():
-        if made_with.get(name) != now:
-            option = "--" + name.replace("_", "-")
-            return f"{path} was made with {option} {made_with.get(name)}, not {now}; give another --checkpoint"
-    return state
-
-
-def gpu_rng_state(device: torch.device) -> Tensor | None:
-    """Of a rank's own GPU."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def gather(mine: object) -> list[Any]:
-    """Every rank's, on rank 0."""
-    if not dist.is_initialized():
-        return [mine]
-    everyone = [None] * world_size() if rank() == 0 else None
-    dist.gather_object(mine, everyone)
-    return everyone or []
-
-
-def broadcast(of_rank_0: object) -> Any:
-    """Rank 0's, on every rank."""
-    box = [of_rank_0]
-    if dist.is_initialized():
-        dist.broadcast_object_list(box)
-    return box[0]
-
-
-def distance(trainer: Trainer, reference: Trainer) -> float:
-    """The largest difference of two loss curves, in units of the loss."""
-    return max(abs(a - b) for a, b in zip(trainer.losses, reference.losses, strict=True))
-
-
-def report(training: Training, seconds: float) -> None:
-    """Table, JSON and plot; on one rank."""
-    trainers, arguments = training.trainers, training.arguments
-    device = (
-        torch.cuda.get_device_name() if dist.is_initialized() and dist.get_backend() == "nccl" else platform.machine()
-    )
-    rows = [("training", "final loss", "test accuracy", "largest distance from one process")]
-    for trainer in trainers:
-        loss = sum(trainer.losses[-SMOOTHING:]) / len(trainer.losses[-SMOOTHING:])
-        numbers = f"{loss:.4f}", f"{trainer.accuracies[-1]:.1%}", f"{distance(trainer, trainers[0]):.1e}"
-        rows.append((trainer.name, *numbers))
-    print_table(f"{world_size()} ranks, {training.batch} images a step, {arguments.dtype}, {device}", rows)
-
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    metrics = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
-        "torch": torch.__version__,
-        "device": device,
-        "ranks": world_size(),
-        "seconds": seconds,
-        "settings": {name: str(value) for name, value in vars(arguments).items()},
-        "runs": {
-            trainer.name: {
-                "losses": trainer.losses,
-                "accuracies": trainer.accuracies,
-                "distance": distance(trainer, trainers[0]),
-            }
-            for trainer in trainers
-        },
-    }
-    (arguments.output / "metrics.json").write_text(json.dumps(metrics, indent=1))
-    try:
-        plot(trainers, arguments.output / "curves.png")
-    except ImportError as error:
-        print(f"no picture: {error}")
-    print(f"{seconds:.0f} s; wrote to {arguments.output}: {', '.join(sorted(os.listdir(arguments.output)))}")
-
-
-def plot(trainers: list[Trainer], path: Path) -> None:
+def draw_curves(figure: Any, trainers: list[Trainer]) -> None:
     """The three loss curves, and below them the distances of two of them from one process."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (curves, distances) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
+    figure.set_size_inches(8, 7)
+    curves, distances = figure.subplots(2, 1, sharex=True)
     styles = {"one process": ("black", "-", 4.0), "syncbn": ("gold", "--", 2.0), "local": ("tab:red", "-", 1.5)}
+    reference = torch.tensor(trainers[0].losses, dtype=torch.float64)
     for trainer in trainers:
         color, line, width = styles[trainer.name]
-        blocks = torch.tensor(trainer.losses).split(SMOOTHING)
+        losses = torch.tensor(trainer.losses, dtype=torch.float64)
+        blocks = losses.split(SMOOTHING)
         steps = [SMOOTHING * index + len(block) / 2 for index, block in enumerate(blocks)]
         curves.plot(steps, [block.mean() for block in blocks], line, color=color, linewidth=width, label=trainer.name)
         if trainer is not trainers[0]:
-            difference = np.abs(np.subtract(trainer.losses, trainers[0].losses))
-            distances.semilogy(difference.clip(min=1e-17), color=color, linewidth=1, label=trainer.name)
+            difference = (losses - reference).abs().clamp(min=1e-17)  # 0 has no logarithm
+            distances.semilogy(difference, color=color, linewidth=1, label=trainer.name)
     curves.set(ylabel=f"training loss (mean of {SMOOTHING} steps)", title="One batch, three ways to normalise it")
-    distances.set(xlabel="step", ylabel="distance from one process")
+    distances.set(xlabel="step", ylabel="difference of the loss from one process's")
     curves.legend()
     distances.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Train three ways and report."""
-    start = time.monotonic()
     training = Training(arguments, device)
     training.run()
     if rank() == 0:
-        print(syncbn.summary(training.trainers[1].model))
-        report(training, time.monotonic() - start)
-
-
-def main() -> None:
-    """Run the job."""
-    arguments = parse_arguments()
-    for name in ("epochs", "images_per_rank", "checkpoint_every"):
-        if getattr(arguments, name) < 1:
-            sys.exit(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
-    run_on_ranks(lambda device: job(arguments, device), arguments.timeout)
+        accuracies = [trainer.tests["accuracies"][-1] for trainer in training.trainers]
+        curves = functools.partial(draw_curves, trainers=training.trainers)
+        report(training.trainers, "test accuracy", accuracies, f"{training.batch} images", arguments, curves=curves)
 
 
 if __name__ == "__main__":
-    main()
+    run_on_ranks(job, parser)

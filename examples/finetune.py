@@ -10,77 +10,54 @@ becomes of the running statistics, which are those of the old images?
     syncbn          trained with synchronised batch norm
     one process     trained with nn.BatchNorm2d on the whole batch; what syncbn must equal
 
+    python examples/finetune.py                                          one process: the last three are the same
     torchrun --standalone --nproc-per-node 2 examples/finetune.py        two ranks: nccl when each has a GPU, else gloo
     torchrun --standalone --nproc-per-node 2 examples/finetune.py --steps 30 --pretrain-steps 30        a few seconds
 
 Prints the accuracies on new test images, and writes metrics.json to --output.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
-import json
-from pathlib import Path
+import functools
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from digits import NUM_TEST, build_model, load_images
-from launch import print_table, progress_bar, rank, run_on_ranks, world_size
+from digits import NUM_TEST, accuracy, build_model, load_images
+from launch import new_parser, own, positive, print_table, progress_bar, rank, run_on_ranks, world_size, write
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
+from trainer import Trainer, distance, last_losses
 
 import syncbn
 
 PRETRAIN_BATCH, PRETRAIN_LEARNING_RATE = 32, 0.02
+TRAINED = "frozen", "local", "syncbn", "one process"
 NUM_NEW = 500  # training images of the new kind; the others are those to pretrain on
 
-
-def parse_arguments() -> argparse.Namespace:
-    """The knobs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pretrain-steps", type=int, default=150, help="of 32 images (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=250, help="of fine-tuning (default %(default)s)")
-    parser.add_argument("--images-per-rank", type=int, default=2, help="per rank and step (default %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=0.0005, help="of SGD (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, noise and batches (default %(default)s)")
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/finetune"), help="folder to write (default %(default)s)"
-    )
-    return parser.parse_args()
+parser = new_parser(__doc__, "finetune")
+add = parser.add_argument
+add("--pretrain-steps", type=positive, default=150, help="steps on 32 images")
+add("--steps", type=positive, default=250, help="steps of fine-tuning")
+add("--images-per-rank", type=positive, default=2, help="images per rank and step of fine-tuning")
+add("--learning-rate", type=float, default=0.0005, help="of SGD with momentum 0.9")
+add("--seed", type=int, default=0, help="of weights, noise and batches")
 
 
 def change(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Brighter, paler and noisy."""
+    """The new kind: brighter, paler and noisy."""
     noise = torch.randn(images.shape, generator=generator, dtype=images.dtype).to(images.device)
     return 0.6 + 0.3 * images + 0.05 * noise
 
 
-def train(
-    model: nn.Module, images: Tensor, labels: Tensor, batch: int, steps: int, learning_rate: float, name: str
-) -> list[float]:
-    """The losses of the whole batches, of which the ranks take slices when the model is data-parallel."""
-    generator = torch.Generator().manual_seed(torch.initial_seed())
-    optimizer = torch.optim.SGD(model.parameters(), learning_rate, momentum=0.9)
-    parallel = isinstance(model, DistributedDataParallel)
-    losses = []
+def train(trainers: list[Trainer], images: Tensor, labels: Tensor, batch: int, steps: int, seed: int) -> None:
+    """Make so many steps on random batches."""
+    generator = torch.Generator().manual_seed(seed)
     with progress_bar(0, steps) as advance:
         for _ in range(steps):
-            picked = torch.randint(len(images), (batch,), generator=generator)
-            picked = (picked.tensor_split(world_size())[rank()] if parallel else picked).to(images.device)
-            loss = F.cross_entropy(model(images[picked]), labels[picked])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            loss = loss.detach()
-            if parallel:
-                dist.all_reduce(loss)
-                loss /= world_size()
-            losses.append(loss.item())
-            advance(f"{name}: loss {losses[-1]:.3f}")
-    return losses
+            picked = torch.randint(len(images), (batch,), generator=generator).to(images.device)
+            for trainer in trainers:
+                trainer.step(images[picked], labels[picked])
+            advance(last_losses(trainers))
 
 
 def freeze_statistics(model: nn.Module) -> nn.Module:
@@ -91,62 +68,34 @@ def freeze_statistics(model: nn.Module) -> nn.Module:
     return model
 
 
-def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """In evaluation."""
-    with torch.no_grad():
-        return (model.eval()(images).argmax(1) == labels).double().mean().item()
-
-
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Pretrain once, fine-tune in each way, compare."""
     torch.manual_seed(arguments.seed)
     images, labels = load_images(torch.float64, device)
     changed = change(images, torch.Generator().manual_seed(arguments.seed))
-    old, new = slice(NUM_TEST + NUM_NEW, None), slice(NUM_TEST, NUM_TEST + NUM_NEW)
+    test, new, old = slice(NUM_TEST), slice(NUM_TEST, NUM_TEST + NUM_NEW), slice(NUM_TEST + NUM_NEW, None)
     model = build_model(width=16).to(device, torch.float64)
-    pretraining = PRETRAIN_BATCH, arguments.pretrain_steps, PRETRAIN_LEARNING_RATE
-    train(model, images[old], labels[old], *pretraining, "pretraining")
+    sgd = functools.partial(torch.optim.SGD, momentum=0.9)
+    pretraining = [Trainer("one process", model, functools.partial(sgd, lr=PRETRAIN_LEARNING_RATE))]
+    train(pretraining, images[old], labels[old], PRETRAIN_BATCH, arguments.pretrain_steps, arguments.seed)
+    accuracies = {"as it was, old images": accuracy(model, images[test], labels[test])}
 
-    ways = {
-        name: copy.deepcopy(model).train()
-        for name in ("as it was", "recomputed", "frozen", "local", "syncbn", "one process")
-    }
-    share = changed[new].tensor_split(world_size())[rank()]
-    syncbn.recompute_running_stats(ways["recomputed"], share.split(50))
+    ways = {name: copy.deepcopy(model) for name in ("as it was", "recomputed", *TRAINED)}
+    syncbn.recompute_running_stats(ways["recomputed"], own(changed[new]).split(50))
     freeze_statistics(ways["frozen"])
     syncbn.convert_syncbn_model(ways["syncbn"])
-    batch, losses = arguments.images_per_rank * world_size(), {}
-    for name in ("frozen", "local", "syncbn", "one process"):
-        way = ways[name]
-        if name != "one process" and dist.is_initialized():
-            way = DistributedDataParallel(way)
-        losses[name] = train(way, changed[new], labels[new], batch, arguments.steps, arguments.learning_rate, name)
+    trainers = [Trainer(name, ways[name], functools.partial(sgd, lr=arguments.learning_rate)) for name in TRAINED]
+    batch = arguments.images_per_rank * world_size()
+    train(trainers, changed[new], labels[new], batch, arguments.steps, arguments.seed)
+    accuracies |= {name: accuracy(way, changed[test], labels[test]) for name, way in ways.items()}
 
-    test = changed[:NUM_TEST], labels[:NUM_TEST]
-    metrics = {
-        "ranks": world_size(),
-        "accuracies": {
-            "as it was, old images": accuracy(ways["as it was"], images[:NUM_TEST], labels[:NUM_TEST]),
-            **{name: accuracy(way, *test) for name, way in ways.items()},
-        },
-        "losses": losses,
-        "largest distance of syncbn from one process": max(
-            abs(a - b) for a, b in zip(losses["syncbn"], losses["one process"], strict=True)
-        ),
-    }
     if rank() == 0:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        (arguments.output / "metrics.json").write_text(json.dumps(metrics, indent=1))
-        rows = [(name, f"{value:.1%}") for name, value in metrics["accuracies"].items()]
-        print_table(f"{world_size()} ranks x {arguments.images_per_rank} images", [("statistics", "accuracy"), *rows])
-        print(f"distance of syncbn's loss curve from that of one process: {list(metrics.values())[-1]:.1e}")
-
-
-def main() -> None:
-    """Run the job."""
-    arguments = parse_arguments()
-    run_on_ranks(lambda device: job(arguments, device))
+        rows = [(name, f"{value:.1%}") for name, value in accuracies.items()]
+        print_table(f"{world_size()} ranks x {arguments.images_per_rank} images", ("statistics", "accuracy"), rows)
+        name, largest = "largest distance of syncbn from one process", distance(trainers[2], trainers[3])
+        print(f"{name}: {largest:.1e}, of the loss")
+        losses = {trainer.name: trainer.losses for trainer in trainers}
+        write(arguments, {"accuracies": accuracies, "losses": losses, name: largest})
 
 
 if __name__ == "__main__":
-    main()
+    run_on_ranks(job, parser)

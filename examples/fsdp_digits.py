@@ -8,45 +8,36 @@ nn.BatchNorm2d; the loss curves agree to rounding. In the end the shards are gat
 an nn.BatchNorm2d model loads, for the accuracy on the test images. Writes that, model.pt, and metrics.json to --output.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
-import json
+import functools
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from digits import NUM_TEST, ResidualBlock, build_model, load_images
-from launch import print_table, progress_bar, rank, run_on_ranks, world_size
-from torch import Tensor, nn
+from digits import NUM_TEST, ResidualBlock, accuracy, build_model, load_images
+from launch import new_parser, positive, print_table, progress_bar, rank, run_on_ranks, world_size, write
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from trainer import Trainer, distance, last_losses
 
 import syncbn
 
-
-def parse_arguments() -> argparse.Namespace:
-    """The knobs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=2, help="passes over the 1,500 images (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=None, help="steps per epoch (default: as many as the images fill)")
-    parser.add_argument("--images-per-rank", type=int, default=4, help="per rank and step (default %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=0.01, help="of SGD (default %(default)s)")
-    parser.add_argument("--width", type=int, default=16, help="channels of the first stage (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default %(default)s)")
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/fsdp_digits"), help="folder to write (default %(default)s)"
-    )
-    return parser.parse_args()
+parser = new_parser(__doc__, "fsdp_digits")
+add = parser.add_argument
+add("--epochs", type=positive, default=2, help="passes over the 1,500 training images")
+add("--steps", type=positive, help="steps per epoch; None: as many as the images fill")
+add("--images-per-rank", type=positive, default=4, help="images per rank and step")
+add("--learning-rate", type=float, default=0.01, help="of SGD with momentum 0.9")
+add("--width", type=positive, default=16, help="channels of the first stage")
+add("--seed", type=int, default=0, help="of weights and batches")
 
 
 def shard(model: nn.Module, device: torch.device) -> nn.Module:
-    """Each residual block and the rest over all ranks."""
+    """Shard each residual block, and the rest, over all ranks."""
     mesh = init_device_mesh(device.type, (world_size(),))
     for module in model:
         if isinstance(module, ResidualBlock):
@@ -55,27 +46,11 @@ def shard(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def num_held(model: nn.Module) -> int:
-    """Parameters' values on this rank."""
-    return sum((one.to_local() if isinstance(one, DTensor) else one).numel() for one in model.parameters())
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor) -> Tensor:
-    """Train; the mean loss of these images."""
-    loss = F.cross_entropy(model(images), labels)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Of the test images, in evaluation."""
-    with torch.no_grad():
-        return (model.eval()(images).argmax(1) == labels).double().mean().item()
+    """The number of parameters' values on this rank."""
+    return sum((x.to_local() if isinstance(x, DTensor) else x).numel() for x in model.parameters())
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Train both, compare, save."""
     if not dist.is_initialized():
         sys.exit("FSDP2 needs a process group: torchrun --standalone --nproc-per-node 2 examples/fsdp_digits.py")
     torch.manual_seed(arguments.seed)
@@ -83,24 +58,19 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
     test, train = (images[:NUM_TEST], labels[:NUM_TEST]), (images[NUM_TEST:], labels[NUM_TEST:])
     alone = build_model(arguments.width).to(device, torch.float64)
     sharded = shard(syncbn.convert_syncbn_model(copy.deepcopy(alone)), device)  # in this order
-    optimizers = [torch.optim.SGD(one.parameters(), arguments.learning_rate, momentum=0.9) for one in (alone, sharded)]
-
+    sgd = functools.partial(torch.optim.SGD, lr=arguments.learning_rate, momentum=0.9)
+    trainers = [Trainer("one process", alone, sgd), Trainer("FSDP2", sharded, sgd, wrap=lambda model: model)]
     batch = arguments.images_per_rank * world_size()
-    most = len(train[0]) // batch
-    if most < 1 or arguments.epochs < 1:
-        sys.exit(f"a batch of {batch} images of {len(train[0])}, {arguments.epochs} epochs: nothing to train on")
-    steps = min(arguments.steps or most, most)
-    losses: list[list[float]] = []  # of one process, of all ranks
+    if batch > len(train[0]):
+        sys.exit(f"all ranks' images make a batch of {batch}, but there are {len(train[0])}")
+    steps = min(arguments.steps or len(train[0]), len(train[0]) // batch)
     order = torch.Generator().manual_seed(arguments.seed)
     with progress_bar(0, arguments.epochs * steps) as advance:
         for _ in range(arguments.epochs):
             for picked in torch.randperm(len(train[0]), generator=order)[: steps * batch].view(steps, batch).to(device):
-                x, y = train[0][picked], train[1][picked]
-                mine = slice(rank() * arguments.images_per_rank, (rank() + 1) * arguments.images_per_rank)
-                both = torch.stack((step(alone, optimizers[0], x, y), step(sharded, optimizers[1], x[mine], y[mine])))
-                dist.all_reduce(both)
-                losses.append((both / world_size()).tolist())
-                advance(f"loss {losses[-1][1]:.3f}")
+                for trainer in trainers:
+                    trainer.step(train[0][picked], train[1][picked])
+                advance(last_losses(trainers))
 
     whole = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank() == 0:
@@ -109,25 +79,18 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
         loaded = build_model(arguments.width).to(device, torch.float64)
         loaded.load_state_dict(torch.load(arguments.output / "model.pt", weights_only=True))
         metrics = {
-            "ranks": world_size(),
-            "steps": len(losses),
-            "final loss": losses[-1][1],
-            "largest distance from one process": max(abs(a - b) for a, b in losses),
+            "steps": len(trainers[1].losses),
+            "final loss": trainers[1].losses[-1],
+            "largest distance from one process": distance(trainers[1], trainers[0]),
             "test accuracy": accuracy(loaded, *test),
             "test accuracy of one process": accuracy(alone, *test),
             "values of parameters on this rank": num_held(sharded),
             "values of parameters of one process": num_held(alone),
         }
-        (arguments.output / "metrics.json").write_text(json.dumps(metrics, indent=1))
         rows = [(name, f"{value:.4g}") for name, value in metrics.items()]
-        print_table("FSDP2 and synchronised batch norm", [("", ""), *rows])
-
-
-def main() -> None:
-    """Run the job."""
-    arguments = parse_arguments()
-    run_on_ranks(lambda device: job(arguments, device))
+        print_table(f"FSDP2 and synchronised batch norm, {world_size()} ranks", ("", ""), rows)
+        write(arguments, metrics)
 
 
 if __name__ == "__main__":
-    main()
+    run_on_ranks(job, parser)

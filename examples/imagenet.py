@@ -3,8 +3,8 @@
 --data is a folder with train/CLASS/*.jpg and val/CLASS/*.jpg (or .jpeg, .png), of any classes. Every batch norm sees
 the whole batch; with --local-batch-norm its rank's part of it. The learning rate follows the batch: 0.1 for 256 images.
 
+    python examples/imagenet.py --data imagenet --images-per-rank 256        one process with the batch of 8 GPUs
     torchrun --standalone --nproc-per-node 8 examples/imagenet.py --data imagenet --amp --channels-last --compile
-    python examples/imagenet.py --data imagenet --images-per-rank 256        one process with the batch of those 8 GPUs
     torchrun --standalone --nproc-per-node 2 examples/imagenet.py --data few-images --image-size 32 --width 8 \\
         --blocks 1 1 1 1 --images-per-rank 16 --epochs 12 --warm-up 1 --learning-rate 2 --momentum 0.8 \\
         --smallest-crop 0.8 --workers 1        two CPUs, seconds
@@ -16,10 +16,7 @@ Prints loss, top-1, top-5 and speed of each epoch and writes them to metrics.jso
 rich it prints plain lines.
 """
 
-from __future__ import annotations
-
 import argparse
-import json
 import math
 import os
 import random
@@ -32,76 +29,61 @@ from typing import Any
 import launch
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from launch import progress_bar, rank, run_on_ranks, world_size
+from launch import new_parser, parallel, positive, progress_bar, rank, resume, run_on_ranks, sum_over_ranks, world_size
 from PIL import Image
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 import syncbn
 
-ENDINGS = (".jpg", ".jpeg", ".png")
+ENDINGS = ".jpg", ".jpeg", ".png"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's red, green and blue, in [0, 1]
 CENTER = 224 / 256  # of the shorter side, which validation sees
 SHOWN_EVERY = 50  # steps; to show a loss is to wait for the GPU
+Norm = Callable[[int], nn.Module]  # makes a layer, of so many channels
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
-
-def parse_arguments() -> argparse.Namespace:
-    """The knobs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--data", type=Path, required=True, help="folder with train/CLASS/*.jpg and val/CLASS/*.jpg")
-    add("--epochs", type=int, default=90, help="passes over the training images (default %(default)s)")
-    add("--warm-up", type=float, default=5, help="epochs in which the learning rate rises (default %(default)s)")
-    add("--images-per-rank", type=int, default=32, help="images per rank and step (default %(default)s)")
-    add("--learning-rate", type=float, default=0.1, help="per 256 images of the whole batch (default %(default)s)")
-    add("--momentum", type=float, default=0.9, help="of SGD (default %(default)s)")
-    add("--weight-decay", type=float, default=1e-4, help="not of batch norm and biases (default %(default)s)")
-    add("--label-smoothing", type=float, default=0.1, help="share spread over all classes (default %(default)s)")
-    add("--image-size", type=int, default=224, help="pixels a side (default %(default)s)")
-    add("--smallest-crop", type=float, default=0.08, help="share of a training image's area (default %(default)s)")
-    add("--blocks", type=int, nargs=4, default=[3, 4, 6, 3], help="per stage; 3 4 23 3 is ResNet-101 (default 3 4 6 3)")
-    add("--width", type=int, default=64, help="channels of the first convolution (default %(default)s)")
-    add("--local-batch-norm", action="store_true", help="nn.BatchNorm2d: each rank normalises its images alone")
-    add("--amp", action="store_true", help="autocast to bfloat16")
-    add("--channels-last", action="store_true", help="tensors in the memory order N, H, W, C")
-    add("--compile", action="store_true", help="torch.compile the model")
-    add("--workers", type=int, default=8, help="processes per rank that read images (default %(default)s)")
-    add("--seed", type=int, default=0, help="of weights, order and crops (default %(default)s)")
-    add("--output", type=Path, default=Path("runs/imagenet"), help="folder to write (default %(default)s)")
-    add("--checkpoint", type=Path, help="file to go on from, and to write (default: none)")
-    add("--timeout", type=float, default=600, help="seconds that a rank waits for the others (default %(default)s)")
-    return parser.parse_args()
+parser = new_parser(__doc__, "imagenet", timeout=600)
+add = parser.add_argument
+add("--data", type=Path, required=True, help="folder with train/CLASS/*.jpg and val/CLASS/*.jpg")
+add("--epochs", type=positive, default=90, help="passes over the training images")
+add("--warm-up", type=float, default=5, help="epochs in which the learning rate rises")
+add("--images-per-rank", type=positive, default=32, help="images per rank and step")
+add("--learning-rate", type=float, default=0.1, help="per 256 images of the whole batch")
+add("--momentum", type=float, default=0.9, help="of SGD")
+add("--weight-decay", type=float, default=1e-4, help="not of batch norm and biases")
+add("--label-smoothing", type=float, default=0.1, help="share spread over all classes")
+add("--image-size", type=positive, default=224, help="pixels a side")
+add("--smallest-crop", type=float, default=0.08, help="share of a training image's area")
+add("--blocks", type=positive, nargs=4, default=[3, 4, 6, 3], help="per stage; 3 4 23 3 is ResNet-101")
+add("--width", type=positive, default=64, help="channels of the first convolution")
+add("--local-batch-norm", action="store_true", help="nn.BatchNorm2d: each rank normalises its images alone")
+add("--amp", action="store_true", help="autocast to bfloat16")
+add("--channels-last", action="store_true", help="tensors in the memory order N, H, W, C")
+add("--compile", action="store_true", help="torch.compile the model")
+add("--workers", type=int, default=8, help="processes per rank that read images")
+add("--seed", type=int, default=0, help="of weights, order and crops")
+add("--checkpoint", type=Path, help="file to go on from, and to write")
 
 
 class Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions, each with batch norm, + shortcut, relu."""
 
-    expansion = 4  # channels out, per channel inside
-
-    def __init__(self, num_in: int, num_inside: int, stride: int, norm_layer: Callable[[int], nn.Module]) -> None:
+    def __init__(self, num_in: int, num_inside: int, stride: int, norm_layer: Norm) -> None:
         super().__init__()
-        num_out = num_inside * self.expansion
-        self.conv1 = nn.Conv2d(num_in, num_inside, 1, bias=False)
-        self.bn1 = norm_layer(num_inside)
-        self.conv2 = nn.Conv2d(num_inside, num_inside, 3, stride, padding=1, bias=False)
-        self.bn2 = norm_layer(num_inside)
-        self.conv3 = nn.Conv2d(num_inside, num_out, 1, bias=False)
-        self.bn3 = norm_layer(num_out)
-        self.relu = nn.ReLU(inplace=True)
-        self.downsample: nn.Module | None = None
+        num_out = 4 * num_inside
+        self.conv1, self.bn1 = nn.Conv2d(num_in, num_inside, 1, bias=False), norm_layer(num_inside)
+        self.conv2, self.bn2 = nn.Conv2d(num_inside, num_inside, 3, stride, 1, bias=False), norm_layer(num_inside)
+        self.conv3, self.bn3 = nn.Conv2d(num_inside, num_out, 1, bias=False), norm_layer(num_out)
+        self.downsample = nn.Sequential()  # the identity
         if stride != 1 or num_in != num_out:
-            self.downsample = nn.Sequential(nn.Conv2d(num_in, num_out, 1, stride, bias=False), norm_layer(num_out))
+            self.downsample.extend((nn.Conv2d(num_in, num_out, 1, stride, bias=False), norm_layer(num_out)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, num_in, H, W) -> (N, 4 * num_inside, H / stride, W / stride)."""
-        y = self.relu(self.bn1(self.conv1(x)))
-        y = self.relu(self.bn2(self.conv2(y)))
-        shortcut = x if self.downsample is None else self.downsample(x)
-        return self.relu(self.bn3(self.conv3(y)) + shortcut)
+        y = F.relu(self.bn1(self.conv1(x)), inplace=True)  # (N, num_inside, H, W)
+        y = F.relu(self.bn2(self.conv2(y)), inplace=True)  # (N, num_inside, H / stride, W / stride)
+        return F.relu(self.bn3(self.conv3(y)) + self.downsample(x), inplace=True)  # (N, 4 * num_inside, ...)
 
 
 class ResNet(nn.Module):
@@ -109,25 +91,21 @@ class ResNet(nn.Module):
 
     def __init__(
         self,
-        num_classes: int = 1000,
+        classes: int = 1000,
         blocks: Sequence[int] = (3, 4, 6, 3),
         width: int = 64,
-        norm_layer: Callable[[int], nn.Module] = nn.BatchNorm2d,
+        norm_layer: Norm = nn.BatchNorm2d,
     ) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
-        self.bn1 = norm_layer(width)
-        self.relu = nn.ReLU(inplace=True)
-        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        self.conv1, self.bn1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False), norm_layer(width)
         num_in = width
         for stage, num_blocks in enumerate(blocks):
-            layer, num_inside = nn.Sequential(), width * 2**stage
+            layer = nn.Sequential()
             for index in range(num_blocks):
-                layer.append(Bottleneck(num_in, num_inside, 2 if stage and not index else 1, norm_layer))
-                num_in = num_inside * Bottleneck.expansion
+                layer.append(Bottleneck(num_in, width * 2**stage, 2 if stage and not index else 1, norm_layer))
+                num_in = 4 * width * 2**stage
             self.add_module(f"layer{stage + 1}", layer)
-        self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(num_in, num_classes)
+        self.fc = nn.Linear(num_in, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -135,10 +113,10 @@ class ResNet(nn.Module):
                 nn.init.zeros_(module.bn3.weight)  # each block starts as its shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, 3, S, S) images -> (N, num_classes) logits."""
-        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))  # (N, width, S / 4, S / 4)
+        """(N, 3, S, S) images -> (N, classes) logits."""
+        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x)), inplace=True), 3, 2, padding=1)  # (N, width, S / 4, S / 4)
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))  # (N, 32 * width, S / 32, S / 32)
-        return self.fc(self.avgpool(x).flatten(1))
+        return self.fc(x.mean((2, 3)))
 
 
 class Images(Dataset[tuple[Tensor, int]]):
@@ -151,7 +129,12 @@ class Images(Dataset[tuple[Tensor, int]]):
         self.classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir()) if folder.is_dir() else []
         if not self.classes:
             sys.exit(f"{folder} has no folders of classes; --data FOLDER needs train/CLASS/*.jpg and val/CLASS/*.jpg")
-        self.files = [(path, label) for label, name in enumerate(self.classes) for path in list_images(folder / name)]
+        self.files: list[tuple[str, int]] = []
+        for label, name in enumerate(self.classes):
+            paths = sorted(entry.path for entry in os.scandir(folder / name) if entry.name.lower().endswith(ENDINGS))
+            if not paths:
+                sys.exit(f"{folder / name} holds no image ({', '.join(ENDINGS)}); put some there or remove the folder")
+            self.files += [(path, label) for path in paths]
         self.image_size, self.seed, self.epoch, self.smallest = image_size, seed, 0, smallest
 
     def __len__(self) -> int:
@@ -160,7 +143,12 @@ class Images(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """(3, S, S) of uint8, and the label."""
         path, label = self.files[index]
-        image, draws = read_image(path), random.Random(f"{self.seed} {self.epoch} {index}")
+        try:
+            with Image.open(path) as file:
+                image = file.convert("RGB")
+        except (OSError, SyntaxError, ValueError) as error:
+            raise RuntimeError(f"cannot read the image {path}; replace or remove it ({error})") from error
+        draws = random.Random(f"{self.seed} {self.epoch} {index}")
         box = center(*image.size) if self.smallest is None else random_part(*image.size, self.smallest, draws)
         image = image.resize((self.image_size, self.image_size), Image.Resampling.BILINEAR, box=box)
         if self.smallest is not None and draws.random() < 0.5:
@@ -168,25 +156,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         return torch.from_numpy(np.array(image)).permute(2, 0, 1), label
 
 
-def list_images(folder: Path) -> list[str]:
-    """Paths, sorted. **Exits** where there is none."""
-    paths = sorted(entry.path for entry in os.scandir(folder) if entry.name.lower().endswith(ENDINGS))
-    if not paths:
-        sys.exit(f"{folder} holds no image ({', '.join(ENDINGS)}); put some there or remove the folder")
-    return paths
-
-
-def read_image(path: str) -> Image.Image:
-    """In RGB. **Raises** RuntimeError with its name where it is damaged."""
-    try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:
-        raise RuntimeError(f"cannot read the image {path}; replace or remove it ({error})") from error
-
-
 def center(width: int, height: int) -> Box:
-    """A square."""
     side = CENTER * min(width, height)
     return (width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2
 
@@ -203,16 +173,6 @@ def random_part(width: int, height: int, smallest: float, draws: random.Random) 
     return center(width, height)
 
 
-def open_images(arguments: argparse.Namespace) -> tuple[Images, Images]:
-    """To train and to validate with. **Exits** where their classes differ."""
-    data, size = arguments.data, arguments.image_size
-    training = Images(data / "train", size, arguments.seed, arguments.smallest_crop)
-    validation = Images(data / "val", size)
-    if different := sorted(set(training.classes) ^ set(validation.classes)):
-        sys.exit(f"train and val in {data} must have the same classes; only one of them has {', '.join(different[:5])}")
-    return training, validation
-
-
 def share_of_peak(step: int, num_warm_up: float, num_steps: int) -> float:
     """Of the learning rate: rises on a line in the first steps, then falls on half a cosine towards 0."""
     if step < num_warm_up:
@@ -220,26 +180,29 @@ def share_of_peak(step: int, num_warm_up: float, num_steps: int) -> float:
     return (1 + math.cos(math.pi * (step - num_warm_up) / (num_steps - num_warm_up))) / 2
 
 
-def all_reduced(numbers: Tensor) -> list[float]:
-    """Sums over the ranks."""
-    if dist.is_initialized():
-        dist.all_reduce(numbers)
-    return numbers.tolist()
-
-
 class Training:
-    """Data, model and optimizer, and what has been measured."""
+    """Data, model and optimizer, and what was measured in each epoch."""
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         self.arguments, self.device = arguments, device
-        self.images, validation = open_images(arguments)
+        data, size = arguments.data, arguments.image_size
+        self.images = Images(data / "train", size, arguments.seed, arguments.smallest_crop)
+        validation = Images(data / "val", size)
+        if differing := sorted(set(self.images.classes) ^ set(validation.classes)):
+            sys.exit(
+                f"{data}/train and val must have the same classes; only one of them has {', '.join(differing[:5])}"
+            )
         self.batch = arguments.images_per_rank * world_size()
         if len(self.images) < self.batch:
-            sys.exit(f"{arguments.data} has {len(self.images)} training images; lower --images-per-rank, or add some")
+            sys.exit(f"{data} has {len(self.images)} training images; lower --images-per-rank, or add some")
         self.sampler = DistributedSampler(self.images, world_size(), rank(), seed=arguments.seed, drop_last=True)
-        self.loader = self.load_batches(self.images, sampler=self.sampler, drop_last=True)
+        workers = {"num_workers": arguments.workers, "pin_memory": device.type == "cuda"}  # they start with each epoch
+        self.loader = DataLoader(
+            self.images, arguments.images_per_rank, sampler=self.sampler, drop_last=True, **workers
+        )
         # This rank's share; a DistributedSampler would fill the shares up to equal sizes with images that count twice.
-        self.validation = self.load_batches(Subset(validation, range(rank(), len(validation), world_size())))
+        share = Subset(validation, range(rank(), len(validation), world_size()))
+        self.validation = DataLoader(share, arguments.images_per_rank, **workers)
 
         torch.manual_seed(arguments.seed)
         torch.backends.cudnn.benchmark = True  # all batches have one size
@@ -250,21 +213,16 @@ class Training:
         self.module = module.to(device, memory_format=self.memory_format)
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=arguments.amp)
         self.alone = torch.compile(self.module) if arguments.compile else self.module
-        self.model = DistributedDataParallel(self.alone) if dist.is_initialized() else self.alone
+        self.model = parallel(self.alone)
         decayed = [parameter for parameter in module.parameters() if parameter.ndim > 1]
         others = [parameter for parameter in module.parameters() if parameter.ndim <= 1]  # batch norm's, and biases
-        self.optimizer = torch.optim.SGD(
-            [{"params": decayed, "weight_decay": arguments.weight_decay}, {"params": others}],
-            momentum=arguments.momentum,
-        )
+        groups = {"params": decayed, "weight_decay": arguments.weight_decay}, {"params": others}
+        self.optimizer = torch.optim.SGD(groups, momentum=arguments.momentum)
         self.epochs: list[dict[str, float]] = []
+        sizes = {"--blocks": arguments.blocks, "--width": arguments.width, "classes": len(self.images.classes)}
+        self.settings = {name: str(value) for name, value in sizes.items()}  # those of the checkpoint
         if arguments.checkpoint is not None:
             self.load(arguments.checkpoint)
-
-    def load_batches(self, images: Dataset[Any], **settings: Any) -> DataLoader[Any]:
-        """Its workers start with each epoch, and so learn which it is."""
-        settings |= {"num_workers": self.arguments.workers, "pin_memory": self.device.type == "cuda"}
-        return DataLoader(images, self.arguments.images_per_rank, **settings)
 
     def batches(self, loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
         """Normalised images (N, 3, S, S) and labels (N,)."""
@@ -274,7 +232,7 @@ class Training:
             yield (images / 255 - mean) / std, labels.to(self.device, non_blocking=True)
 
     def run(self) -> None:
-        """To the last epoch's end."""
+        """Train to the last epoch's end."""
         num_epochs, num_steps = self.arguments.epochs, len(self.loader)
         with progress_bar(len(self.epochs) * num_steps, num_epochs * num_steps) as advance:
             while len(self.epochs) < num_epochs:
@@ -313,7 +271,7 @@ class Training:
             if step % SHOWN_EVERY == 0:
                 shown = f"loss {loss.item():.3f}"
             advance(f"epoch {epoch + 1}/{num_epochs}  {shown}")
-        return all_reduced(losses)[0] / (num_steps * world_size())
+        return sum_over_ranks(losses).item() / (num_steps * world_size())
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
@@ -327,65 +285,32 @@ class Training:
                 logits = self.alone(images)  # DistributedDataParallel would wait for ranks that have no batch left
             right = logits.topk(min(5, logits.shape[1])).indices == labels.unsqueeze(1)  # (N, 5)
             counts += torch.stack((right[:, 0].sum(), right.sum(), torch.tensor(len(labels), device=self.device)))
-        top_1, top_5, num_images = all_reduced(counts)
+        top_1, top_5, num_images = sum_over_ranks(counts).tolist()
         return top_1 / num_images, top_5 / num_images
 
     def save(self, path: Path) -> None:
-        state = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict(), "epochs": self.epochs}
-        launch.save(state, path)
+        state = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+        launch.save({"settings": self.settings, **state, "epochs": self.epochs}, path)
 
     def load(self, path: Path) -> None:
-        """Go on from the file if it exists. **Exits** with the reason where it is not a checkpoint of this model."""
-        box = [read_checkpoint(path) if rank() == 0 else None]
-        if dist.is_initialized():
-            dist.broadcast_object_list(box)
-        (state,) = box
-        if isinstance(state, str):
-            sys.exit(state)
-        if state is None:
-            return
-        try:
+        """Go on from `path` if it exists. **Exits** with the reason where it is not a checkpoint of this model."""
+        if (state := resume(path, self.settings)) is not None:
             self.module.load_state_dict(state["model"])
-        except (KeyError, RuntimeError) as error:
-            sys.exit(f"{path} is of another job, --blocks, --width or classes; give another --checkpoint ({error})")
-        settings = [(group["momentum"], group["weight_decay"]) for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state["optimizer"])
-        for group, (momentum, weight_decay) in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(momentum=momentum, weight_decay=weight_decay)  # those of this command line
-        self.epochs = state["epochs"]
-
-
-def read_checkpoint(path: Path) -> dict[str, Any] | str | None:
-    """What `Training.save` wrote, nothing where there is no file yet, or what is wrong with it; on one rank."""
-    try:
-        return launch.load(path)
-    except Exception as error:  # a damaged file may raise almost any
-        return f"{path} is not a checkpoint; give another --checkpoint ({type(error).__name__}: {error})"
+            of_this_command_line = self.optimizer.state_dict()["param_groups"]
+            self.optimizer.load_state_dict({**state["optimizer"], "param_groups": of_this_command_line})
+            self.epochs = state["epochs"]
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Train and report."""
     training = Training(arguments, device)
     training.run()
     if rank() == 0:
         layers = syncbn.summary(training.alone)
-        sent = sum(layer.forward_bytes + layer.backward_bytes for layer in layers)
-        states = ", ".join(sorted({layer.last_step for layer in layers}))
-        print(
-            f"{len(layers)} synchronised layers, {sent / 1e6:.2f} MB a step from each rank; last step: {states or '-'}"
-        )
-        settings = {name: str(value) for name, value in vars(arguments).items()}
-        metrics = {"torch": torch.__version__, "ranks": world_size(), "settings": settings, "epochs": training.epochs}
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        (arguments.output / "metrics.json").write_text(json.dumps(metrics, indent=1))
-        print(f"wrote {arguments.output / 'metrics.json'}")
-
-
-def main() -> None:
-    """Run the job."""
-    arguments = parse_arguments()
-    run_on_ranks(lambda device: job(arguments, device), arguments.timeout)
+        sent = sum(layer.forward_bytes + layer.backward_bytes for layer in layers) / 1e6
+        states = ", ".join(sorted({layer.last_step for layer in layers})) or "-"
+        print(f"{len(layers)} synchronised layers, {sent:.2f} MB a step from each rank; last step: {states}")
+        launch.write(arguments, {"epochs": training.epochs})
 
 
 if __name__ == "__main__":
-    main()
+    run_on_ranks(job, parser)

@@ -8,14 +8,13 @@ images a rank, and how many layers gain from synchronisation with other numbers 
 batches in the order of their classes, so that each rank has digits of its own.
 """
 
-from __future__ import annotations
-
 import argparse
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 from digits import NUM_TEST, build_model, load_images
-from launch import print_table
+from launch import ManualFormatter, positive, print_table
 from torch import Tensor, nn
 
 import syncbn
@@ -23,17 +22,18 @@ from syncbn.tools.measure_local_noise import LocalNoise
 
 NUM_BATCHES = 10  # that are measured
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=ManualFormatter)
+parser.add_argument("--ranks", type=positive, default=8, help="slices of a batch")
+parser.add_argument("--steps", type=positive, default=100, help="of training, on 32 images")
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=8, help="slices of a batch (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=100, help="of training, on 32 images (default %(default)s)")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     images, labels = load_images(torch.float32, torch.device("cpu"))
     model = build_model(width=16)
     train(model, images[:-NUM_TEST], labels[:-NUM_TEST], arguments.steps)
-    rows = [("images per rank", "gain", "outputs off", "sorted: gain", "sorted: outputs off")]
+    rows = []
     for per_rank in (1, 2, 4, 8, 16, 32, 64):
         shuffled = torch.randint(len(images), (NUM_BATCHES, arguments.ranks * per_rank))
         ordered = torch.stack([indices[labels[indices].argsort()] for indices in shuffled])
@@ -41,11 +41,12 @@ def main() -> None:
         if per_rank == 2:
             print(noise)
         rows.append((str(per_rank), *in_words(noise), *in_words(sorted_noise)))
-    print_table(f"{arguments.ranks} ranks: layers that gain, and the most that outputs are off", rows)
+    headings = "images per rank", "gain", "outputs off", "sorted: gain", "sorted: outputs off"
+    print_table(f"{arguments.ranks} ranks: layers that gain, and the most that outputs are off", headings, rows)
 
 
 def train(model: nn.Module, images: Tensor, labels: Tensor, num_steps: int) -> None:
-    """On 32 random images a step."""
+    """Train on 32 random images a step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9)
     for _ in range(num_steps):
         indices = torch.randint(len(images), (32,))
@@ -54,9 +55,9 @@ def train(model: nn.Module, images: Tensor, labels: Tensor, num_steps: int) -> N
         optimizer.step()
 
 
-def measure(model: nn.Module, batches: Tensor, num_ranks: int) -> LocalNoise:
-    """Of batches (B, N, 1, 8, 8)."""
-    with syncbn.measure_local_noise(model, num_slices=num_ranks) as noise, torch.no_grad():
+def measure(model: nn.Module, batches: Iterable[Tensor], num_slices: int = 1) -> LocalNoise:
+    """The noise on batches of images (N, 1, 8, 8)."""
+    with syncbn.measure_local_noise(model, num_slices=num_slices) as noise, torch.no_grad():
         for images in batches:
             model(images)
     return noise

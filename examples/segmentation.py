@@ -5,11 +5,12 @@
     local           the same with nn.BatchNorm2d: every rank normalises its slice alone
 
 Each scene has a light of its own. Where a rank has one image, as large images may leave room for no more, local
-statistics take that light away, and training looks well. But the tests use running statistics, as always, which leave
-it, and the dark scenes come out empty. Statistics of all ranks are nearer to those. Digits of the tests are held out.
+statistics take that light away: the training is easier and its loss lower. But evaluation uses running statistics, as
+always, which leave the light, so that local's dark scenes come out empty. Statistics of all ranks are nearer to those.
+Digits of the tests are held out.
 
-    torchrun --standalone --nproc-per-node 2 examples/segmentation.py        two ranks
     python examples/segmentation.py                                          one process: all three are the same
+    torchrun --standalone --nproc-per-node 2 examples/segmentation.py        two ranks
     torchrun --standalone --nproc-per-node 2 examples/segmentation.py --steps 20 --test-scenes 8        a few seconds
 
 Writes metrics.json (settings, curves, IoUs, distances) and predictions.png (scenes, their labels, what each of the
@@ -17,28 +18,19 @@ three says) to --output. The data are scikit-learn's: 1,797 digits of 8 x 8 pixe
 of 32 x 32 are composed as they are needed.
 """
 
-from __future__ import annotations
-
 import argparse
-import copy
+import functools
 import itertools
-import json
-import platform
-import sys
-import time
-from datetime import UTC, datetime
-from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import print_table, progress_bar, rank, run_on_ranks, world_size
+from launch import new_parser, positive, progress_bar, rank, run_on_ranks, sum_over_ranks, world_size
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-
-import syncbn
+from torch.optim.lr_scheduler import OneCycleLR
+from trainer import Trainer, last_losses, report, three_ways
 
 SIZE = 32  # pixels of a scene's side
 DIGIT = 8  # pixels of a digit's side
@@ -48,28 +40,20 @@ DARKEST = 0.1  # light of a scene; the brightest has 1
 NUM_TEST = 297  # digits held out; 1,500 to train
 NUM_CLASSES = 11  # background, digits
 NUM_SHOWN = 6  # scenes of the picture
-SMOOTHING = 50  # steps whose mean is the final loss
+WHY_LOCAL_IS_LOWER = (
+    "Local has the lower training loss and the lower IoU: each scene has a light of its own. The statistics of one "
+    "scene take it away, which makes training easier. The running statistics, which evaluation uses, do not."
+)
 
-
-def parse_arguments() -> argparse.Namespace:
-    """The knobs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000, help="of the optimizer (default %(default)s)")
-    parser.add_argument("--images-per-rank", type=int, default=1, help="scenes per rank and step (default %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=0.01, help="highest, of Adam (default %(default)s)")
-    parser.add_argument("--width", type=int, default=8, help="channels at full resolution (default %(default)s)")
-    parser.add_argument("--test-scenes", type=int, default=200, help="number of them (default %(default)s)")
-    parser.add_argument(
-        "--dtype",
-        choices=["float64", "float32"],
-        default="float64",
-        help="of model and scenes; training amplifies rounding, in float32 to visible size (default %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of weights and scenes (default %(default)s)")
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/segmentation"), help="folder to write (default %(default)s)"
-    )
-    return parser.parse_args()
+parser = new_parser(__doc__, "segmentation")
+add = parser.add_argument
+add("--steps", type=positive, default=1000, help="steps of the optimizer")
+add("--images-per-rank", type=positive, default=1, help="scenes per rank and step")
+add("--learning-rate", type=float, default=0.01, help="highest, of Adam")
+add("--width", type=positive, default=8, help="channels at full resolution")
+add("--test-scenes", type=positive, default=200, help="number of them")
+add("--dtype", choices=["float64", "float32"], default="float64", help="training amplifies float32's rounding")
+add("--seed", type=int, default=0, help="of weights and scenes")
 
 
 class Scenes:
@@ -84,7 +68,6 @@ class Scenes:
         self.dtype, self.device = dtype, device
 
     def uniform(self, *shape: int) -> Tensor:
-        """Numbers in [0, 1)."""
         return torch.rand(shape, generator=self.generator, dtype=torch.float64)
 
     def scene(self) -> tuple[Tensor, Tensor]:
@@ -140,135 +123,37 @@ class UNet(nn.Module):
         return self.last(x)
 
 
-class Trainer:
-    """One way to train: a model, its optimizer, and what it has measured."""
-
-    def __init__(self, name: str, model: nn.Module, arguments: argparse.Namespace, sliced: bool) -> None:
-        self.name = name
-        self.sliced = sliced and dist.is_initialized()  # each rank takes its slice; else every rank repeats the whole
-        self.module = model
-        self.model = DistributedDataParallel(model) if self.sliced else model
-        highest = arguments.learning_rate
-        self.optimizer = torch.optim.Adam(model.parameters(), lr=highest)
-        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, highest, total_steps=arguments.steps)
-        self.losses: list[float] = []
-        self.ious = torch.zeros(NUM_CLASSES)  # of background, 0, 1, ..., 9
-
-    def step(self, images: Tensor, labels: Tensor) -> None:
-        """Train on one whole batch, of which this rank may take its slice; note the loss of the whole batch."""
-        num_slices = world_size() if self.sliced else 1
-        weights = torch.full((NUM_CLASSES,), DIGIT_WEIGHT, dtype=images.dtype, device=images.device)
-        weights[0] = 1
-        # DistributedDataParallel takes the mean over ranks, whose pixels may be of different weights.
-        scale = num_slices / weights[labels].sum()
-        if self.sliced:
-            images, labels = (whole.chunk(num_slices)[rank()] for whole in (images, labels))
-        loss = F.cross_entropy(self.model(images), labels, weights, reduction="sum") * scale
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        self.schedule.step()
-        loss = loss.detach()
-        if self.sliced:
-            dist.all_reduce(loss)
-            loss /= num_slices
-        self.losses.append(loss.item())
-
-    @torch.no_grad()
-    def predict(self, images: Tensor) -> Tensor:
-        """Labels (N, 32, 32) for images (N, 3, 32, 32), with running statistics."""
-        return torch.cat([self.module.eval()(some).argmax(1) for some in images.split(10)])
-
-    def test(self, images: Tensor, labels: Tensor) -> None:
-        """Note each class's intersection over union on all ranks' scenes, of which each rank takes a share."""
-        if self.sliced:
-            for buffer in self.module.buffers():  # rank 0's; local ones have become different in the last step
-                dist.broadcast(buffer, 0)
-        images, labels = (whole[rank() :: world_size()] for whole in (images, labels))
-        said, true = (F.one_hot(x, NUM_CLASSES).bool() for x in (self.predict(images), labels))
-        counts = torch.stack([one.sum((0, 1, 2)) for one in (said & true, said | true)])  # (2, 11)
-        if dist.is_initialized():
-            dist.all_reduce(counts)
-        self.ious = counts[0] / counts[1].clamp(min=1)
+@torch.no_grad()
+def predict(trainer: Trainer, images: Tensor) -> Tensor:
+    """Labels (N, 32, 32) for images (N, 3, 32, 32), with running statistics."""
+    return torch.cat([trainer.module.eval()(some).argmax(1) for some in images.split(10)])
 
 
-def train(arguments: argparse.Namespace, device: torch.device) -> tuple[list[Trainer], tuple[Tensor, Tensor]]:
-    """All three ways in lockstep, and the scenes they were tested on."""
-    torch.manual_seed(arguments.seed)
-    dtype = getattr(torch, arguments.dtype)
-    initial = UNet(arguments.width).to(device, dtype)
-    one_process, synchronised, local = (copy.deepcopy(initial) for _ in range(3))
-    trainers = [
-        Trainer("one process", one_process, arguments, sliced=False),
-        Trainer("syncbn", syncbn.convert_syncbn_model(synchronised), arguments, sliced=True),
-        Trainer("local", local, arguments, sliced=True),
-    ]
-    scenes = Scenes(False, arguments.seed, dtype, device)
-    with progress_bar(0, arguments.steps) as advance:
-        for _ in range(arguments.steps):
-            images, labels = scenes.draw(arguments.images_per_rank * world_size())
-            for trainer in trainers:
-                trainer.step(images, labels)
-            advance("  ".join(f"{trainer.name} {trainer.losses[-1]:.3f}" for trainer in trainers))
-    tests = Scenes(True, arguments.seed, dtype, device).draw(arguments.test_scenes)
-    for trainer in trainers:
-        trainer.test(*tests)
-    return trainers, tests
+def test(trainer: Trainer, images: Tensor, labels: Tensor) -> None:
+    """Note each class's intersection over union on all ranks' scenes, of which each rank takes a share."""
+    if trainer.sliced:
+        for buffer in trainer.module.buffers():  # rank 0's; local ones have become different in the last step
+            dist.broadcast(buffer, 0)
+    images, labels = (whole[rank() :: world_size()] for whole in (images, labels))
+    said, true = (F.one_hot(x, NUM_CLASSES).bool() for x in (predict(trainer, images), labels))
+    counts = torch.stack([both.sum((0, 1, 2)) for both in (said & true, said | true)])  # (2, 11)
+    overlap, union = sum_over_ranks(counts)
+    ious = overlap / union.clamp(min=1)  # of background, 0, 1, ..., 9
+    trainer.tests = {"mean_iou": ious.mean().item(), "ious": ious.tolist()}
 
 
-def distance(trainer: Trainer, reference: Trainer) -> float:
-    """The largest difference of two loss curves, in units of the loss."""
-    return max(abs(a - b) for a, b in zip(trainer.losses, reference.losses, strict=True))
-
-
-def report(trainers: list[Trainer], arguments: argparse.Namespace, device: torch.device, seconds: float) -> None:
-    """Table and JSON."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    rows = [("training", "final loss", "mean IoU", "largest distance from one process")]
-    for trainer in trainers:
-        loss = np.mean(trainer.losses[-SMOOTHING:])
-        numbers = f"{loss:.4f}", f"{trainer.ious.mean():.1%}", f"{distance(trainer, trainers[0]):.1e}"
-        rows.append((trainer.name, *numbers))
-    batch = arguments.images_per_rank * world_size()
-    print_table(f"{world_size()} ranks, {batch} scenes a step, {arguments.dtype}, {name}", rows)
-    metrics = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": name,
-        "ranks": world_size(),
-        "seconds": seconds,
-        "settings": {name: str(value) for name, value in vars(arguments).items()},
-        "runs": {
-            trainer.name: {
-                "losses": trainer.losses,
-                "mean_iou": trainer.ious.mean().item(),
-                "ious": trainer.ious.tolist(),
-                "distance": distance(trainer, trainers[0]),
-            }
-            for trainer in trainers
-        },
-    }
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "metrics.json").write_text(json.dumps(metrics, indent=1))
-
-
-def picture(trainers: list[Trainer], images: Tensor, labels: Tensor, path: Path) -> None:
+def draw_predictions(figure: Any, trainers: list[Trainer], images: Tensor, labels: Tensor) -> None:
     """A row for each scene: the scene, its labels, and what each model says."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
-    colours = ListedColormap([(0.1, 0.1, 0.12), *plt.get_cmap("tab10").colors])
+    colours = ListedColormap([(0.1, 0.1, 0.12), *colormaps["tab10"].colors])
     columns = {"scene": images.permute(0, 2, 3, 1), "truth": labels}
     for trainer in trainers:
-        columns[f"{trainer.name}\nmean IoU {trainer.ious.mean():.0%}"] = trainer.predict(images)
-    size = (1.6 * len(columns), 1.6 * len(images) + 0.9)
-    figure, grid = plt.subplots(len(images), len(columns), figsize=size, layout="constrained", squeeze=False)
+        columns[f"{trainer.name}\nmean IoU {trainer.tests['mean_iou']:.0%}"] = predict(trainer, images)
+    figure.set_size_inches(1.6 * len(columns), 1.6 * len(images) + 0.9)
+    grid = figure.subplots(len(images), len(columns), squeeze=False)
     for column, (title, cells) in zip(grid.T, columns.items(), strict=True):
         column[0].set_title(title, fontsize=11)
         for axes, cell in zip(column, cells, strict=True):
@@ -276,33 +161,34 @@ def picture(trainers: list[Trainer], images: Tensor, labels: Tensor, path: Path)
             axes.axis("off")
     patches = [Patch(color=colours(digit + 1), label=str(digit)) for digit in range(NUM_CLASSES - 1)]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, handlelength=1)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Train three ways, test, report."""
-    start = time.monotonic()
-    trainers, (images, labels) = train(arguments, device)
+    torch.manual_seed(arguments.seed)
+    dtype, highest = getattr(torch, arguments.dtype), arguments.learning_rate
+    trainers = three_ways(UNet(arguments.width).to(device, dtype), functools.partial(torch.optim.Adam, lr=highest))
+    schedules = [OneCycleLR(trainer.optimizer, highest, total_steps=arguments.steps) for trainer in trainers]
+    class_weights = torch.tensor([1.0] + (NUM_CLASSES - 1) * [DIGIT_WEIGHT], dtype=dtype, device=device)
+    scenes, batch = Scenes(False, arguments.seed, dtype, device), arguments.images_per_rank * world_size()
+    with progress_bar(0, arguments.steps) as advance:
+        for _ in range(arguments.steps):
+            images, labels = scenes.draw(batch)
+            for trainer, schedule in zip(trainers, schedules, strict=True):
+                trainer.step(images, labels, class_weights)
+                schedule.step()
+            advance(last_losses(trainers))
+    images, labels = Scenes(True, arguments.seed, dtype, device).draw(arguments.test_scenes)
+    for trainer in trainers:
+        test(trainer, images, labels)
     if rank() == 0:
-        seconds = time.monotonic() - start
-        print(syncbn.summary(trainers[1].model))
-        report(trainers, arguments, device, seconds)
-        try:
-            picture(trainers, images[:NUM_SHOWN], labels[:NUM_SHOWN], arguments.output / "predictions.png")
-        except ImportError as error:
-            print(f"no picture: {error}")
-        print(f"{seconds:.0f} s; wrote to {arguments.output}")
-
-
-def main() -> None:
-    """Run the job."""
-    arguments = parse_arguments()
-    for name in ("steps", "images_per_rank", "test_scenes"):
-        if getattr(arguments, name) < 1:
-            sys.exit(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
-    run_on_ranks(lambda device: job(arguments, device))
+        scores = [trainer.tests["mean_iou"] for trainer in trainers]
+        shown = {"trainers": trainers, "images": images[:NUM_SHOWN], "labels": labels[:NUM_SHOWN]}
+        predictions = functools.partial(draw_predictions, **shown)
+        report(trainers, "mean IoU", scores, f"{batch} scenes", arguments, predictions=predictions)
+        one_process, _, local = trainers
+        if local.final_loss() < one_process.final_loss():
+            print(WHY_LOCAL_IS_LOWER)
 
 
 if __name__ == "__main__":
-    main()
+    run_on_ranks(job, parser)

@@ -5,26 +5,22 @@ fake images (Gulrajani et al. 2017, https://arxiv.org/abs/1704.00028). The last 
 its own gradient is a second derivative: of the batch over all ranks, since the critic has batch norm. The first steps
 are also computed by one process with the whole batch; the largest difference of its critic's gradients is printed.
 
-    torchrun --standalone --nproc-per-node 2 examples/wgan_gp.py        two ranks: nccl when each has a GPU, else gloo
     python examples/wgan_gp.py                                          one process
+    torchrun --standalone --nproc-per-node 2 examples/wgan_gp.py        two ranks: nccl when each has a GPU, else gloo
     torchrun --standalone --nproc-per-node 2 examples/wgan_gp.py --steps 10        a few seconds
 
 Writes samples.png (real digits above generated ones) and metrics.json to --output.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
-import json
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from launch import progress_bar, rank, run_on_ranks, world_size
-from sklearn.datasets import load_digits
+from digits import load_images
+from launch import new_parser, own, parallel, positive, progress_bar, rank, run_on_ranks, world_size, write
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
 
@@ -33,18 +29,12 @@ CRITIC_STEPS = 3  # per step of the generator
 PENALTY = 10.0  # lambda
 CHECKED_STEPS = 3  # compared with one process
 
-
-def parse_arguments() -> argparse.Namespace:
-    """The knobs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="of the generator (default %(default)s)")
-    parser.add_argument("--images-per-rank", type=int, default=8, help="per rank and step (default %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of Adam (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, noise and batches (default %(default)s)")
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/wgan_gp"), help="folder to write (default %(default)s)"
-    )
-    return parser.parse_args()
+parser = new_parser(__doc__, "wgan_gp")
+add = parser.add_argument
+add("--steps", type=positive, default=300, help="steps of the generator")
+add("--images-per-rank", type=positive, default=8, help="images per rank and step")
+add("--learning-rate", type=float, default=1e-3, help="of Adam")
+add("--seed", type=int, default=0, help="of weights, noise and batches")
 
 
 def build_generator() -> nn.Module:
@@ -76,33 +66,20 @@ def build_critic() -> nn.Module:
     )
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module that DistributedDataParallel holds."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
 def scores(critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of real, fake and in-between images (N, 1, 8, 8), and the latter themselves; `mix` (N, 1, 1, 1) in [0, 1).
-
-    All three go in one batch: the slope in between is to be that of the very function which scores real and fake.
-    """
+    """Of real, fake and in-between images (N, 1, 8, 8), and the latter themselves; `mix` (N, 1, 1, 1) in [0, 1). All
+    three go in one batch: the slope in between is to be that of the very function which scores real and fake."""
     between = torch.lerp(real, fake.detach(), mix).requires_grad_()
     real_scores, fake_scores, between_scores = critic(torch.cat((real, fake, between))).chunk(3)
     return real_scores, fake_scores, between_scores, between
 
 
 def critic_loss(critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> Tensor:
-    """The critic's, with the penalty."""
+    """The critic's loss, with the penalty."""
     real_scores, fake_scores, between_scores, between = scores(critic, real, fake, mix)
     (slope,) = torch.autograd.grad(between_scores.sum(), between, create_graph=True)
     penalty = (slope.flatten(1).norm(dim=1) - 1).square().mean()
     return fake_scores.mean() - real_scores.mean() + PENALTY * penalty
-
-
-def wrap(model: nn.Module, device: torch.device) -> nn.Module:
-    """Synchronised and data-parallel; in float64, so that a comparison shows roundings only."""
-    model = syncbn.convert_syncbn_model(model).to(device, torch.float64)
-    return DistributedDataParallel(model) if dist.is_initialized() else model
 
 
 class Draws:
@@ -113,38 +90,35 @@ class Draws:
         self.generator = torch.Generator().manual_seed(seed)
 
     def real(self) -> Tensor:
-        """(batch, 1, 8, 8)."""
-        return self.images[torch.randint(len(self.images), (self.batch,), generator=self.generator)]
+        return self.images[torch.randint(len(self.images), (self.batch,), generator=self.generator)]  # (batch, 1, 8, 8)
 
     def noise(self) -> Tensor:
-        """(batch, 16)."""
-        return torch.randn(self.batch, NUM_LATENT, generator=self.generator, dtype=torch.float64).to(self.images.device)
+        return torch.randn(self.batch, NUM_LATENT, dtype=torch.float64, generator=self.generator).to(self.images.device)
 
     def mix(self) -> Tensor:
-        """(batch, 1, 1, 1) in [0, 1)."""
-        return torch.rand(self.batch, 1, 1, 1, generator=self.generator, dtype=torch.float64).to(self.images.device)
+        return torch.rand(self.batch, 1, 1, 1, dtype=torch.float64, generator=self.generator).to(self.images.device)
 
 
-def own(whole: Tensor) -> Tensor:
-    """This rank's slice of a batch."""
-    return whole.chunk(world_size())[rank()]
-
-
-def distance_from_one_process(critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> float:
+def distance_from_one_process(
+    critic: nn.Module, parallel_critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor
+) -> float:
     """max |a - b| / max |b| of the critic's gradients: a on W ranks, b on one process with the whole batch."""
-    alone = copy.deepcopy(unwrap(critic))
-    syncbn.revert_syncbn_model(alone)
+    alone = syncbn.revert_syncbn_model(copy.deepcopy(critic))
     critic_loss(alone, real, fake, mix).backward()
     critic.zero_grad()
-    critic_loss(critic, own(real), own(fake), own(mix)).backward()
-    pairs = [(ours.grad, its.grad) for ours, its in zip(critic.parameters(), alone.parameters(), strict=True)]
-    return max(((ours - its).abs().max() / its.abs().max()).item() for ours, its in pairs)
+    critic_loss(parallel_critic, own(real), own(fake), own(mix)).backward()
+    pairs = [(a.grad, b.grad) for a, b in zip(critic.parameters(), alone.parameters(), strict=True)]
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
 def train(arguments: argparse.Namespace, images: Tensor) -> tuple[nn.Module, float]:
     """The generator, and the largest distance from one process in the first steps."""
     torch.manual_seed(arguments.seed)
-    generator, critic = (wrap(model, images.device) for model in (build_generator(), build_critic()))
+    generator, critic = (
+        syncbn.convert_syncbn_model(model).to(images.device, torch.float64)
+        for model in (build_generator(), build_critic())
+    )
+    parallel_generator, parallel_critic = parallel(generator), parallel(critic)
     generator_optimizer, critic_optimizer = (
         torch.optim.Adam(model.parameters(), lr=arguments.learning_rate, betas=(0.5, 0.9))
         for model in (generator, critic)
@@ -156,18 +130,20 @@ def train(arguments: argparse.Namespace, images: Tensor) -> tuple[nn.Module, flo
             for _ in range(CRITIC_STEPS):
                 real, mix, noise = draws.real(), draws.mix(), draws.noise()
                 with torch.no_grad():
-                    fake = generator(own(noise))
+                    fake = parallel_generator(own(noise))
                 if step < CHECKED_STEPS:
-                    everyones = [torch.empty_like(fake) for _ in range(world_size())]
-                    dist.all_gather(everyones, fake) if dist.is_initialized() else everyones[0].copy_(fake)
-                    distance = max(distance, distance_from_one_process(critic, real, torch.cat(everyones), mix))
+                    all_fake = [torch.empty_like(fake) for _ in range(world_size())]
+                    dist.all_gather(all_fake, fake) if dist.is_initialized() else all_fake[0].copy_(fake)
+                    fakes = torch.cat(all_fake)
+                    distance = max(distance, distance_from_one_process(critic, parallel_critic, real, fakes, mix))
                 critic_optimizer.zero_grad()
-                loss = critic_loss(critic, own(real), fake, own(mix))
+                loss = critic_loss(parallel_critic, own(real), fake, own(mix))
                 loss.backward()
                 critic_optimizer.step()
             generator_optimizer.zero_grad()
-            fake = generator(own(draws.noise()))
-            _, fake_scores, *_ = scores(unwrap(critic), own(draws.real()), fake, own(draws.mix()))
+            fake = parallel_generator(own(draws.noise()))
+            # The bare critic: its gradients are not used, so they need not be averaged.
+            _, fake_scores, *_ = scores(critic, own(draws.real()), fake, own(draws.mix()))
             (-fake_scores.mean()).backward()
             generator_optimizer.step()
             advance(f"critic's loss {loss.item():.3f}")
@@ -180,51 +156,32 @@ def nearest_real(samples: Tensor, images: Tensor) -> float:
     return distances.masked_fill(distances == 0, torch.inf).amin(1).mean().item()
 
 
-def picture(real: Tensor, fake: Tensor, path: Path) -> None:
+def draw_samples(figure: Any, real: Tensor, fake: Tensor) -> None:
     """Two blocks of images: real above, generated below."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, blocks = plt.subplots(2, 1, figsize=(8, 4.4), layout="constrained")
-    for axes, title, images in zip(blocks, ("real", "generated"), (real, fake), strict=True):
+    figure.set_size_inches(8, 4.4)
+    for axes, title, images in zip(figure.subplots(2, 1), ("real", "generated"), (real, fake), strict=True):
         rows = [torch.cat(list(nn.functional.pad(row, (1, 1, 1, 1))), 1) for row in images.squeeze(1).split(16)]
         axes.imshow(torch.cat(rows).cpu(), cmap="gray_r")
         axes.set(title=title, xticks=[], yticks=[])
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Train, compare, draw."""
-    digits = torch.tensor(load_digits().images / 16, dtype=torch.float64, device=device).unsqueeze(1)
+    digits, _ = load_images(torch.float64, device)
     generator, distance = train(arguments, digits)
     if rank() == 0:
         with torch.no_grad():
             noise = torch.randn(64, NUM_LATENT, dtype=torch.float64, device=device)
-            samples = unwrap(generator).eval()(noise)
+            samples = generator.eval()(noise)
         metrics = {
-            "ranks": world_size(),
-            "steps": arguments.steps,
             "distance of the critic's gradients from one process": distance,
             "nearest real digit, from a generated one": nearest_real(samples, digits),
             "nearest real digit, from a real one": nearest_real(digits[:64], digits),
             "nearest real digit, from a random image": nearest_real(torch.rand_like(samples), digits),
         }
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        (arguments.output / "metrics.json").write_text(json.dumps(metrics, indent=1))
-        picture(digits[:64], samples, arguments.output / "samples.png")
         for name, value in metrics.items():
             print(f"{name}: {value:.3g}")
-        print(f"wrote {arguments.output / 'samples.png'}")
-
-
-def main() -> None:
-    """Run the job."""
-    arguments = parse_arguments()
-    run_on_ranks(lambda device: job(arguments, device))
+        write(arguments, metrics, samples=lambda figure: draw_samples(figure, digits[:64], samples))
 
 
 if __name__ == "__main__":
-    main()
+    run_on_ranks(job, parser)

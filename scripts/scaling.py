@@ -28,28 +28,30 @@ number of ranks; the layers are the 53 of ResNet-50.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
-import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from bench import describe, slowest_rank
-from bench_steps import resnet
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor, nn
+from benchmarks.measuring import Session, in_turn, session, slowest_rank
+from torch import Tensor
 
 COUNTED_STEPS = 20
 CHANNELS = 256  # of the layer whose messages are counted
 TIMED_BYTES = (1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000)
 WORLDS = (8, 32, 128, 512, 2048, 8192, 16384)  # modelled ranks
 NODE = 8  # ranks of a host
+SHARE = 0.05  # of a step
+SCHEMES = ("syncbn", "torch", "apex")
+TOPOLOGIES = ("ring", "tree")
+RESNET = [64]  # channels of ResNet-50's layers
+for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+    RESNET += [4 * width] + blocks * [width, width, 4 * width]
 
 
 class Payload(NamedTuple):
@@ -58,10 +60,6 @@ class Payload(NamedTuple):
     collective: str  # "all_reduce" or "all_gather"
     numbers: int
     dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return self.numbers * self.dtype.itemsize
 
 
 def payloads(scheme: str, channels: int) -> list[Payload]:
@@ -74,20 +72,6 @@ def payloads(scheme: str, channels: int) -> list[Payload]:
     return [Payload("all_reduce", channels, torch.float32)] * 4
 
 
-SCHEMES = ("syncbn", "torch", "apex")
-
-
-def parse_arguments() -> argparse.Namespace:
-    """The knobs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=50, help="of each timed collective (default %(default)s)")
-    parser.add_argument("--step", type=float, default=3.0, help="seconds without synchronisation (default %(default)s)")
-    parser.add_argument("--latency", type=float, help="seconds, instead of the fitted one")
-    parser.add_argument("--bandwidth", type=float, help="bytes/s, instead of the fitted one")
-    parser.add_argument("--output", type=Path, default=Path("runs/scaling"), help="folder (default %(default)s)")
-    return parser.parse_args()
-
-
 # Measured, under torchrun.
 
 
@@ -95,9 +79,8 @@ def collective(payload: Payload) -> Callable[[], object]:
     """A call of it."""
     mine = torch.zeros(payload.numbers, dtype=payload.dtype)
     if payload.collective == "all_reduce":
-        return lambda: dist.all_reduce(mine)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    return lambda: dist.all_gather(everyone, mine)
+        return partial(dist.all_reduce, mine)
+    return partial(dist.all_gather, [torch.empty_like(mine) for _ in range(dist.get_world_size())], mine)
 
 
 def written() -> Tensor:
@@ -116,45 +99,35 @@ def count(scheme: str) -> dict[str, float]:
     for _ in range(COUNTED_STEPS):
         for call in calls:
             call()
-    sent = (written() - before) / COUNTED_STEPS
-    dist.all_reduce(sent, dist.ReduceOp.MAX)
-    return {"messages": sent[0].item(), "bytes": sent[1].item()}
+    messages, num_bytes = slowest_rank([(written() - before).tolist()])[0] / COUNTED_STEPS
+    return {"messages": messages.item(), "bytes": num_bytes.item()}
 
 
-def time_collective(payload: Payload, rounds: int) -> float:
-    """Seconds, the median over the rounds of the slowest rank's."""
-    call, samples = collective(payload), []
-    for _ in range(3 + rounds):
-        dist.barrier()
-        start = time.perf_counter()
-        call()
-        samples.append((time.perf_counter() - start, 0.0))
-    return slowest_rank(samples[3:])[:, 0].median().item()
+def time_collective(call: Callable[[], object]) -> list[float]:
+    """Seconds."""
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    return [time.perf_counter() - start]
 
 
-def measure(arguments: argparse.Namespace, console: Console) -> None:
+def measure(arguments: argparse.Namespace, here: Session) -> None:
     """Write ranks-W.json."""
     ranks = dist.get_world_size()
     sent = {scheme: count(scheme) for scheme in SCHEMES}
+    rows = [(scheme, f"{one['messages']:.0f}", f"{one['bytes']:,.0f}") for scheme, one in sent.items()]
+    title = f"a step of one layer of {CHANNELS} channels on {ranks} ranks"
+    here.show(title, ("scheme", "messages a rank", "bytes a rank"), rows)
     times = []
     for kind in ("all_reduce", "all_gather") if arguments.rounds else ():
         for num_bytes in TIMED_BYTES:
-            seconds = time_collective(Payload(kind, num_bytes // 8, torch.float64), arguments.rounds)
+            call = partial(time_collective, collective(Payload(kind, num_bytes // 8, torch.float64)))
+            samples = in_turn({kind: call}, arguments.rounds, warm_up=3)
+            seconds = slowest_rank(samples[kind]).median().item()
             times.append({"collective": kind, "ranks": ranks, "bytes": num_bytes, "seconds": seconds})
-    console.print(f"a step of one layer of {CHANNELS} channels on {ranks} ranks")
-    table = Table("scheme")
-    for column in ("messages a rank", "bytes a rank"):
-        table.add_column(column, justify="right")
-    for scheme, one in sent.items():
-        table.add_row(scheme, f"{one['messages']:.0f}", f"{one['bytes']:,.0f}")
-    console.print(table)
-    for one in times:
-        console.print(f"{one['collective']} of {one['bytes']:,} bytes: {1e3 * one['seconds']:.3f} ms", highlight=False)
-    if dist.get_rank() == 0:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        file = arguments.output / f"ranks-{ranks}.json"
-        file.write_text(json.dumps({"about": describe(1), "sent": sent, "times": times}, indent=1))
-        console.print(f"wrote {file}")
+            here.console.print(f"{kind} of {num_bytes:,} bytes: {1e3 * seconds:.3f} ms", highlight=False)
+    here.write(arguments.output / f"ranks-{ranks}.json", sent=sent, times=times)
+    here.console.print(f"wrote {arguments.output}/ranks-{ranks}.json")
 
 
 # Modelled, alone.
@@ -168,7 +141,7 @@ class Network(NamedTuple):
 
 
 def coefficients(topology: str, kind: str, ranks: int, num_bytes: int) -> tuple[float, float]:
-    """Of the latency, and bytes of the inverse bandwidth, in the time of a collective."""
+    """Of the latency and of the inverse bandwidth in the time of a collective."""
     if kind == "all_reduce":
         if topology == "ring":
             return 2 * (ranks - 1), 2 * (ranks - 1) / ranks * num_bytes
@@ -176,50 +149,38 @@ def coefficients(topology: str, kind: str, ranks: int, num_bytes: int) -> tuple[
     return (ranks - 1 if topology == "ring" else math.log2(ranks)), (ranks - 1) * num_bytes
 
 
-def seconds_of(network: Network, topology: str, kind: str, ranks: int, num_bytes: int) -> float:
-    messages, moved = coefficients(topology, kind, ranks, num_bytes)
-    return messages * network.latency + moved / network.bandwidth
-
-
 def fit(times: list[dict[str, Any]]) -> tuple[Network, Tensor]:
     """The network of the rings that fits best, and the relative errors of its times."""
-    rows, ones = [], []
-    for one in times:
-        of_time = coefficients("ring", one["collective"], one["ranks"], one["bytes"])
-        rows.append([number / one["seconds"] for number in of_time])
-        ones.append([1.0])
-    wanted = torch.tensor(ones, dtype=torch.float64)
-    matrix = torch.tensor(rows, dtype=torch.float64)
+    of_times = [coefficients("ring", one["collective"], one["ranks"], one["bytes"]) for one in times]
+    matrix = torch.tensor(of_times, dtype=torch.float64)
+    matrix /= torch.tensor([[one["seconds"]] for one in times], dtype=torch.float64)
+    wanted = torch.ones(len(times), 1, dtype=torch.float64)
     solution = torch.linalg.lstsq(matrix, wanted).solution
     latency, inverse_bandwidth = solution.flatten().tolist()
     return Network(latency, 1 / inverse_bandwidth), (matrix @ solution - wanted).flatten()
 
 
-@functools.cache
-def channels_of_layers() -> list[int]:
-    """Of ResNet-50."""
-    return [module.num_features for module in resnet(nn.BatchNorm2d).modules() if isinstance(module, nn.BatchNorm2d)]
-
-
 def seconds_of_step(network: Network, scheme: str, topology: str, ranks: int) -> float:
     """Of all collectives of ResNet-50's step."""
-    return sum(
-        seconds_of(network, topology, payload.collective, ranks, payload.num_bytes)
-        for channels in channels_of_layers()
-        for payload in payloads(scheme, channels)
-    )
+    seconds = 0.0
+    for channels in RESNET:
+        for payload in payloads(scheme, channels):
+            num_bytes = payload.numbers * payload.dtype.itemsize
+            messages, moved = coefficients(topology, payload.collective, ranks, num_bytes)
+            seconds += messages * network.latency + moved / network.bandwidth
+    return seconds
 
 
-def ranks_at_share(network: Network, scheme: str, topology: str, step: float, share: float = 0.05) -> int | None:
-    """The fewest ranks, of the powers of 2 up to 2^20, on which synchronisation takes this share of a step."""
-    for exponent in range(1, 21):
-        seconds = seconds_of_step(network, scheme, topology, 2**exponent)
-        if seconds > share * (step + seconds):
-            return 2**exponent
+def ranks_at_share(network: Network, scheme: str, topology: str, step: float) -> int | None:
+    """The fewest ranks, of the powers of 2 up to 2^20, on which synchronisation takes SHARE of a step."""
+    for ranks in (2**exponent for exponent in range(1, 21)):
+        seconds = seconds_of_step(network, scheme, topology, ranks)
+        if seconds > SHARE * (step + seconds):
+            return ranks
     return None
 
 
-def model(arguments: argparse.Namespace, console: Console) -> None:
+def model(arguments: argparse.Namespace, here: Session) -> None:
     """Read every ranks-W.json; print, write model.json and scaling.png."""
     files = sorted(arguments.output.glob("ranks-*.json"))
     times = [one for file in files for one in json.loads(file.read_text())["times"]]
@@ -228,49 +189,35 @@ def model(arguments: argparse.Namespace, console: Console) -> None:
     fitted, errors = fit(times)
     if min(fitted) < 0:
         raise SystemExit(f"the times fit no network ({fitted}): measure them again, on idle machines, with more rounds")
-    network = Network(
-        fitted.latency if arguments.latency is None else arguments.latency, arguments.bandwidth or fitted.bandwidth
-    )
-    console.print(
+    latency = fitted.latency if arguments.latency is None else arguments.latency
+    network = Network(latency, arguments.bandwidth or fitted.bandwidth)
+    here.console.print(
         f"fitted to {len(times)} times: latency {1e6 * fitted.latency:.0f} us, bandwidth {fitted.bandwidth / 1e9:.2f} "
-        f"GB/s; relative error: median {errors.abs().median():.0%}, largest {errors.abs().max():.0%}"
-    )
-    console.print(
+        f"GB/s; relative error: median {errors.abs().median():.0%}, largest {errors.abs().max():.0%}\n"
         f"modelled with {1e6 * network.latency:.0f} us and {network.bandwidth / 1e9:.2f} GB/s, a step of "
         f"{arguments.step} s, ResNet-50's layers; node: groups of {NODE} ranks"
     )
-    curves = {
-        f"{scheme}, {topology}": [seconds_of_step(network, scheme, topology, ranks) for ranks in WORLDS]
-        for scheme in SCHEMES
-        for topology in ("ring", "tree")
-    }
-    for topology in ("ring", "tree"):
+    curves, limits = {}, {}
+    for scheme in SCHEMES:
+        for topology in TOPOLOGIES:
+            name = f"{scheme}, {topology}"
+            curves[name] = [seconds_of_step(network, scheme, topology, ranks) for ranks in WORLDS]
+            limits[name] = ranks_at_share(network, scheme, topology, arguments.step)
+    for topology in TOPOLOGIES:
         curves[f"syncbn in nodes, {topology}"] = [seconds_of_step(network, "syncbn", topology, NODE)] * len(WORLDS)
-    limits = {
-        f"{scheme}, {topology}": ranks_at_share(network, scheme, topology, arguments.step)
-        for scheme in SCHEMES
-        for topology in ("ring", "tree")
-    }
-    console.print("synchronisation, ms of a step")
-    table = Table("ranks")
-    for column in (*(f"{ranks:,}" for ranks in WORLDS), "over 5 % from"):
-        table.add_column(column, justify="right")
+    rows = []
     for name, seconds in curves.items():
-        of_limit = "" if name not in limits else f"{limits[name]:,}" if limits[name] else "never"
-        table.add_row(name, *(f"{1e3 * one:,.0f}" for one in seconds), of_limit)
-    console.print(table)
-    results = {
-        "fitted": fitted._asdict(),
-        "relative errors": errors.tolist(),
-        "modelled": network._asdict(),
-        "step seconds": arguments.step,
-        "ranks": WORLDS,
-        "seconds": curves,
-        "over 5 % from": limits,
-    }
-    (arguments.output / "model.json").write_text(json.dumps(results, indent=1))
+        limit = "" if name not in limits else f"{limits[name]:,}" if limits[name] else "never"
+        rows.append((name, *(f"{1e3 * one:,.0f}" for one in seconds), limit))
+    columns = ("ranks", *(f"{ranks:,}" for ranks in WORLDS), f"over {SHARE:.0%} from")
+    here.show("synchronisation, ms of a step", columns, rows)
+    here.write(
+        arguments.output / "model.json",
+        **{"fitted": fitted._asdict(), "relative errors": errors.tolist(), "modelled": network._asdict()},
+        **{"step seconds": arguments.step, "ranks": WORLDS, "seconds": curves, "over 5 % from": limits},
+    )
     plot(arguments.output / "scaling.png", curves, arguments.step)
-    console.print(f"wrote {arguments.output}/model.json and scaling.png")
+    here.console.print(f"wrote {arguments.output}/model.json and scaling.png")
 
 
 def plot(file: Path, curves: dict[str, list[float]], step: float) -> None:
@@ -282,7 +229,7 @@ def plot(file: Path, curves: dict[str, list[float]], step: float) -> None:
         who, _, topology = name.rpartition(", ")
         shares = [100 * one / (step + one) for one in seconds]
         axes.plot(WORLDS, shares, color=colours[who], linestyle="-" if topology == "ring" else "--", label=name)
-    axes.axhline(5, color="black", linewidth=1)
+    axes.axhline(100 * SHARE, color="black", linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="% of a step spent in synchronisation")
     axes.set_xticks(WORLDS, [f"{ranks:,}" for ranks in WORLDS])
     axes.minorticks_off()
@@ -292,14 +239,16 @@ def plot(file: Path, curves: dict[str, list[float]], step: float) -> None:
 
 def main() -> None:
     """Measure under torchrun, model without."""
-    arguments = parse_arguments()
-    if "WORLD_SIZE" not in os.environ:
-        model(arguments, Console(width=130))
-        return
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    measure(arguments, Console(width=110, quiet=dist.get_rank() != 0))
-    dist.destroy_process_group()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--rounds", type=int, default=50, help="of each timed collective (default %(default)s)")
+    add("--step", type=float, default=3.0, help="seconds without synchronisation (default %(default)s)")
+    add("--latency", type=float, help="seconds, instead of the fitted one")
+    add("--bandwidth", type=float, help="bytes/s, instead of the fitted one")
+    add("--output", type=Path, default=Path("runs/scaling"), help="folder (default %(default)s)")
+    arguments = parser.parse_args()
+    with session(threads=1, on_cpu=True) as here:
+        (measure if dist.is_initialized() else model)(arguments, here)
 
 
 if __name__ == "__main__":

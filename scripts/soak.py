@@ -3,13 +3,15 @@
     torchrun --standalone --nproc-per-node 4 scripts/soak.py --minutes 10
     torchrun --standalone --nproc-per-node 2 scripts/soak.py --minutes 0.1        a few seconds
 
-Rounds of all that makes or keeps something: training under DistributedDataParallel with uneven batches, groups of an
-int, evaluation, conversion there and back, copies, checkpointing, second derivatives, several inputs, masks,
-syncbn.join, debug mode, errors that all ranks raise; and each round the default process group is destroyed and made
-anew. After each round a rank compares its buffers with rank 0's bit by bit, and notes its resident memory and its
-numbers of file descriptors and threads, of which every gloo group has some. The table at the end is of the second half
-of the rounds: the slope of a line fitted to the memory, and by how much the numbers grew. The exit status is 1 where
-buffers differ or numbers grow, or memory by more than 1 % in that time. Writes soak.json and soak.png to --output.
+Each round does all that makes or keeps something: training under DistributedDataParallel with uneven batches, groups of
+an int, evaluation, conversion there and back, copies, checkpointing, second derivatives, several inputs, masks,
+syncbn.join, debug mode, errors that all ranks raise. Each round makes the default process group anew and destroys it.
+Then a rank compares its buffers with rank 0's bit by bit, and notes its resident memory and its numbers of file
+descriptors and threads, of which every gloo group has some.
+
+The table at the end is of the second half of the rounds: the slope of a line fitted to the memory, and by how much the
+numbers grew. The exit status is 1 where buffers differ or numbers grow, or memory by more than 1 % in that time. Writes
+soak.json and soak.png to --output.
 """
 
 from __future__ import annotations
@@ -36,28 +38,17 @@ import syncbn
 
 STEPS = 5  # of each kind in a round
 MOST_GROWTH = 0.01  # of the memory
-
-
-def parse_arguments() -> argparse.Namespace:
-    """The knobs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10, help="(default %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("runs/soak"), help="folder to write (default %(default)s)")
-    return parser.parse_args()
+COUNTS = {"file descriptors": "/proc/self/fd", "threads": "/proc/self/task"}
+Rounds = list[dict[str, float]]  # what a rank measured after each
 
 
 def build_model(process_group: int | None = None) -> nn.Module:
     """(N, 3, 8, 8) -> (N, 10)."""
     model = nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1, bias=False),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1, bias=False),
-        nn.BatchNorm2d(32),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(32, 10),
-    )
+        nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
+    )  # fmt: skip
     return syncbn.convert_syncbn_model(model, process_group)
 
 
@@ -80,7 +71,7 @@ def train(model: nn.Module, data: Data, steps: int = STEPS) -> None:
 
 
 def round_of_everything(data: Data) -> nn.Module:
-    """A model that took part in most of it."""
+    """Returns a model that took part in most of it."""
     ddp = DistributedDataParallel(build_model())
     train(ddp, data)
     train(build_model(2 if dist.get_world_size() % 2 == 0 else 1), data)
@@ -124,25 +115,21 @@ def measure() -> dict[str, float]:
     """What this process holds."""
     gc.collect()
     deadline = time.monotonic() + 5
-    while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < deadline:
+    while len(os.listdir(COUNTS["threads"])) > 1 and time.monotonic() < deadline:
         time.sleep(0.05)  # in which threads end whose group has gone
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return {
-        "memory": pages * os.sysconf("SC_PAGE_SIZE"),  # bytes
-        "file descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
-    }
+    counts = {name: len(os.listdir(folder)) for name, folder in COUNTS.items()}
+    return {"memory": pages * os.sysconf("SC_PAGE_SIZE"), **counts}  # bytes
 
 
-def soak(store: dist.Store, rank: int, size: int, seconds: float) -> tuple[list[dict[str, float]], list[str]]:
+def soak(store: dist.Store, rank: int, size: int, seconds: float) -> tuple[Rounds, list[str]]:
     """What this rank measured after each round, when there was no process group; and the buffers that differed."""
     start = time.monotonic()
-    rounds: list[dict[str, float]] = []
+    rounds: Rounds = []
     differing: list[str] = []
     for index in itertools.count():
-        in_round = dist.PrefixStore(f"round {index}", store)
-        timeout = timedelta(seconds=60)
-        dist.init_process_group("gloo", store=in_round, rank=rank, world_size=size, timeout=timeout)
+        of_round, timeout = dist.PrefixStore(f"round {index}", store), timedelta(seconds=60)
+        dist.init_process_group("gloo", store=of_round, rank=rank, world_size=size, timeout=timeout)
         torch.manual_seed(index)  # the same weights on all ranks
         model = round_of_everything(Data(index * size + rank))
         differing += [f"round {index}: {name}" for name in differing_buffers(model)]
@@ -152,75 +139,67 @@ def soak(store: dist.Store, rank: int, size: int, seconds: float) -> tuple[list[
         dist.destroy_process_group()
         rounds.append({"seconds": time.monotonic() - start} | measure())
         if rank == 0 and index % 20 == 0:
-            print(
-                f"round {index}: " + ", ".join(f"{name} {value:.0f}" for name, value in rounds[-1].items()), flush=True
-            )
+            print(f"round {index}:", *(f"{name} {value:.0f}" for name, value in rounds[-1].items()), flush=True)
         if is_last:
-            return rounds, differing
-    raise AssertionError
+            break
+    return rounds, differing
 
 
-def growth(rounds: list[dict[str, float]]) -> dict[str, float]:
+def growth(rounds: Rounds) -> dict[str, float]:
     """Over the second half: bytes an hour of memory, that as a share, and the others' differences."""
     half = rounds[len(rounds) // 2 :]
     seconds, memory = ([one[name] for one in half] for name in ("seconds", "memory"))
     slope = np.polyfit(seconds, memory, 1)[0] if len(half) > 1 else 0.0
-    grown = {name: half[-1][name] - half[0][name] for name in ("file descriptors", "threads")}
-    return {"memory an hour": 3600 * slope, "memory": slope * (seconds[-1] - seconds[0]) / memory[0]} | grown
+    counts = {name: half[-1][name] - half[0][name] for name in COUNTS}
+    return {"memory an hour": 3600 * slope, "memory": slope * (seconds[-1] - seconds[0]) / memory[0]} | counts
 
 
-def report(told: list[tuple[list[dict[str, float]], list[str]]], output: Path) -> bool:
-    """Table, JSON and plot, on rank 0; whether nothing grows and nothing differs."""
+def report(measured: list[Rounds], differing: list[list[str]], output: Path) -> bool:
+    """Table, JSON and plot of all ranks; whether nothing grows and nothing differs."""
+    grown, num_rounds = [growth(rounds) for rounds in measured], len(measured[0])
     output.mkdir(parents=True, exist_ok=True)
-    grown = [growth(rounds) for rounds, _ in told]
-    about = {"torch": torch.__version__, "ranks": len(told), "rounds": len(told[0][0]), "growth": grown}
-    differing = [names for _, names in told]
-    (output / "soak.json").write_text(
-        json.dumps(about | {"differing": differing, "measured": [one for one, _ in told]})
-    )
-    seconds = told[0][0][-1]["seconds"]
-    print(f"{len(told[0][0])} rounds in {seconds:.0f} s, torch {torch.__version__}; of their second half:")
+    about = {"torch": torch.__version__, "ranks": len(measured), "rounds": num_rounds, "growth": grown}
+    (output / "soak.json").write_text(json.dumps(about | {"differing": differing, "measured": measured}))
+    seconds = measured[0][-1]["seconds"]
+    print(f"{num_rounds} rounds in {seconds:.0f} s, torch {torch.__version__}; of their second half:")
     print("rank  memory, MB  grows by, MB/h  file descriptors  threads  buffers that differ")
-    for rank, ((rounds, names), one) in enumerate(zip(told, grown, strict=True)):
+    for rank, (rounds, names, one) in enumerate(zip(measured, differing, grown, strict=True)):
         print(
             f"{rank:4}  {rounds[-1]['memory'] / 1e6:10.0f}  {one['memory an hour'] / 1e6:14.2f}  "
             f"{one['file descriptors']:+16.0f}  {one['threads']:+7.0f}  {len(names):19}"
         )
-    plot([rounds for rounds, _ in told], output / "soak.png")
-    few_rounds = len(told[0][0]) < 20  # in which memory is still being taken for the first time
+    plot(measured, output / "soak.png")
+    few_rounds = num_rounds < 20  # in which memory is still being taken for the first time
     return not any(differing) and all(
-        one["file descriptors"] <= 0 and one["threads"] <= 0 and (few_rounds or one["memory"] < MOST_GROWTH)
-        for one in grown
+        max(one[name] for name in COUNTS) <= 0 and (few_rounds or one["memory"] < MOST_GROWTH) for one in grown
     )
 
 
-def plot(measured: list[list[dict[str, float]]], path: Path) -> None:
+def plot(measured: list[Rounds], path: Path) -> None:
     """The memory of each rank over time."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(layout="constrained")
     for rank, rounds in enumerate(measured):
-        axes.plot(
-            [one["seconds"] / 60 for one in rounds], [one["memory"] / 1e6 for one in rounds], label=f"rank {rank}"
-        )
+        minutes, megabytes = ([one[name] / unit for one in rounds] for name, unit in (("seconds", 60), ("memory", 1e6)))
+        axes.plot(minutes, megabytes, label=f"rank {rank}")
     axes.set(xlabel="minutes", ylabel="resident memory, MB")
     axes.legend()
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def main() -> None:
-    """Soak, and tell rank 0."""
-    arguments = parse_arguments()
+    """Soak, and report on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10, help="(default %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("runs/soak"), help="folder to write (default %(default)s)")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     store, rank, size = next(dist.rendezvous("env://"))
-    store.set(f"told {rank}", json.dumps(soak(store, rank, size, 60 * arguments.minutes)))
+    store.set(f"found {rank}", json.dumps(soak(store, rank, size, 60 * arguments.minutes)))
     if rank == 0:
-        told = [json.loads(store.get(f"told {other}")) for other in range(size)]
-        sys.exit(not report(told, arguments.output))
+        measured, differing = zip(*(json.loads(store.get(f"found {other}")) for other in range(size)), strict=True)
+        sys.exit(not report(list(measured), list(differing), arguments.output))
 
 
 if __name__ == "__main__":

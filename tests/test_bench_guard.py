@@ -1,12 +1,12 @@
-"""What `scripts/bench.py --guard` calls slower, by times that are made up, and which commit it takes."""
+"""What `scripts/bench.py guard` calls slower, by times that are made up, and which commit it takes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import bench_guard
 import pytest
-from bench_guard import ATTEMPTS, Ratio, Ratios, Step, steps_of
+from benchmarks import guard
+from benchmarks.guard import ATTEMPTS, Ratio, Ratios, Step, slower_each_time, steps_of
 
 STEP, OTHER_STEP = steps_of(["32x64x56x56"], ["float32"])[:2]
 SAME = Ratio.of([0.99, 1.0, 1.01])
@@ -24,8 +24,9 @@ SAME = Ratio.of([0.99, 1.0, 1.01])
 )
 def test_the_median_decides(ratios: list[float], is_slower: bool) -> None:
     ratio = Ratio.of(ratios)
-    assert bench_guard.slower({STEP: (ratio, SAME)}) == [STEP] * is_slower
-    assert bench_guard.slower({STEP: (SAME, ratio), OTHER_STEP: (SAME, SAME)}) == [STEP] * is_slower
+    assert slower_each_time([STEP], lambda steps: {STEP: [ratio, SAME]}) == [STEP] * is_slower
+    ratios_of_both = {STEP: [SAME, ratio], OTHER_STEP: [SAME, SAME]}
+    assert slower_each_time([STEP, OTHER_STEP], lambda steps: ratios_of_both) == [STEP] * is_slower
 
 
 def test_spread() -> None:
@@ -40,9 +41,9 @@ def test_slower_each_time(slow_times: int) -> None:
     def measure(steps: list[Step]) -> Ratios:
         measured.append(steps)
         ratio = Ratio.of([1.3 if len(measured) <= slow_times else 1.0] * 3)
-        return {step: (ratio if step == STEP else SAME, SAME) for step in steps}
+        return {step: [ratio if step == STEP else SAME, SAME] for step in steps}
 
-    found = bench_guard.slower_each_time([STEP, OTHER_STEP], measure)
+    found = slower_each_time([STEP, OTHER_STEP], measure)
     assert found == ([STEP] if slow_times == ATTEMPTS else [])
     assert measured == [[STEP, OTHER_STEP], *[[STEP]] * min(slow_times, ATTEMPTS - 1)]
 
@@ -51,10 +52,10 @@ def test_the_commit_that_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """The last of the table, which must be one of this repository."""
     table = tmp_path / "baseline.csv"
     table.write_text("commit,date\nabc,2026-01-01\ndef,2026-01-02\n")
-    monkeypatch.setattr(bench_guard, "BASELINE", table)
-    assert bench_guard.baseline() == "def"
+    monkeypatch.setattr(guard, "BASELINE", table)
+    assert guard.baseline() == "def"
     with pytest.raises(SystemExit, match=r"git archive v0\.2\.0 syncbn scripts: fatal: not a valid object name"):
-        bench_guard.copy_commit("v0.2.0", tmp_path / "copy")
+        guard.copy_commit("v0.2.0", tmp_path / "copy")
 
 
 def test_steps() -> None:
@@ -62,4 +63,4 @@ def test_steps() -> None:
     steps = steps_of(["2x3x4x4", "8x5"], ["bfloat16"])
     names = [step.name.removeprefix("2x3x4x4 bfloat16 ") for step in steps[:4]]
     assert names == ["contiguous", "contiguous fused", "channels last", "channels last fused"]
-    assert [step.shape for step in steps[4:]] == [(8, 5)] * 2
+    assert [step.case.shape for step in steps[4:]] == [(8, 5)] * 2

@@ -142,7 +142,7 @@ def test_a_checkpoint_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.Monk
     def training(*options: str) -> Any:
         settings = ["--width", "4", "--steps", "2", "--checkpoint", str(file), *options]
         monkeypatch.setattr(sys, "argv", ["digits.py", *settings])
-        return job.Training(job.parse_arguments(), torch.device("cpu"))
+        return job.Training(job.parser.parse_args(), torch.device("cpu"))
 
     training("--epochs", "1").run()
     written = file.read_bytes()

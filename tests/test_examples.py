@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import bench_steps
+import bench
 import pytest
-import torch
 from jobs import ENVIRONMENT, EXAMPLES, ON_TWO_RANKS, processes_with, run, run_on_ranks, run_script
+
+SCRIPTS = EXAMPLES.parent / "scripts"
 
 
 def test_digits_on_two_ranks(tmp_path: Path) -> None:
@@ -71,8 +73,9 @@ def test_local_noise() -> None:
 
 
 def test_bench_on_two_ranks(tmp_path: Path) -> None:
-    cases = ("--shapes", "4x8x6x6", "2x7x12", "--dtypes", "float32", "bfloat16")
-    run_on_ranks(2, EXAMPLES.parent / "scripts" / "bench.py", "--rounds", 2, "--output", tmp_path, *cases)
+    shapes = ["4x8x6x6", "2x7x12"]
+    settings = ("--rounds", 2, "--output", tmp_path, "--dtypes", "float32", "bfloat16")
+    run_on_ranks(2, SCRIPTS / "bench.py", "--shapes", *shapes, *settings)
     results = json.loads((tmp_path / "bench.json").read_text())
     assert results["about"]["ranks"] == 2
     times = {(row["case"], row["peer"]): row for row in results["times"]}
@@ -94,9 +97,8 @@ def test_bench_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_bench_steps_on_two_ranks(tmp_path: Path) -> None:
-    script, models = EXAMPLES.parent / "scripts" / "bench_steps.py", ("segmentation", "block")
-    settings = ("--rounds", 1, "--scale", 0.15, "--channels-last")
-    run_on_ranks(2, script, "--models", *models, *settings, "--output", tmp_path)
+    models, settings = ("segmentation", "block"), ("--rounds", 1, "--scale", 0.15, "--channels-last")
+    run_on_ranks(2, SCRIPTS / "bench.py", "steps", "--models", *models, *settings, "--output", tmp_path)
     results = json.loads((tmp_path / "steps.json").read_text())
     assert results["about"]["ranks"] == 2
     for model in models:
@@ -104,16 +106,33 @@ def test_bench_steps_on_two_ranks(tmp_path: Path) -> None:
         assert all(0 < one["forward"] < one["both"] for one in results["times"][model].values())
 
 
-def test_the_resnet_of_bench_steps() -> None:
-    """Which is slow to train: 161 parameters, those of torchvision's resnet50."""
-    model = bench_steps.resnet(torch.nn.BatchNorm2d)
-    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 1000)
-    assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032
+def test_bench_overhead_on_two_ranks() -> None:
+    output = run_on_ranks(2, SCRIPTS / "bench.py", "overhead", "--rounds", 2, "--steps", 3)
+    lines = dict(re.findall(r"^(\w.*\w) +(-?[\d.]+) us$", output, re.MULTILINE))
+    assert lines.keys() == {"synchronised", "alone", "two all_reduces", "overhead"}
+    assert float(lines["synchronised"]) > float(lines["alone"])
+
+
+def test_bench_launches() -> None:
+    pytest.importorskip("triton")
+    output = run_script(SCRIPTS / "bench.py", "launches", "--rounds", 1)
+    assert re.findall(r"^(.*\w) +forward +[\d.]+ us   backward +[\d.]+ us$", output, re.MULTILINE) == [
+        "nn.BatchNorm2d, on the CPU",
+        "syncbn",
+        "syncbn with a group",
+    ]
+
+
+def test_bench_names_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", "kernel"])
+    with pytest.raises(SystemExit, match=r"the parts are layers, kernels, .* got kernel"):
+        bench.main()
 
 
 def test_bench_kernels(tmp_path: Path) -> None:
-    script = EXAMPLES.parent / "scripts" / "bench_kernels.py"
-    run_script(script, "--shapes", "4x8x6x6", "--rounds", 2, "--output", tmp_path)
+    settings = ("--shapes", "4x8x6x6", "--rounds", 2, "--output", tmp_path)
+    output = run_script(SCRIPTS / "bench.py", "kernels", *settings)
+    assert output.count("4 x.sum() and 2 copies / the four functions: ") == 4
     cases = json.loads((tmp_path / "kernels.json").read_text())["kernels"]
     assert len(cases) == 2 * 2  # dtypes, layouts
     for kernels in cases.values():
@@ -125,7 +144,7 @@ def test_bench_kernels(tmp_path: Path) -> None:
 
 
 def test_scaling_counts_and_fits(tmp_path: Path) -> None:
-    script = EXAMPLES.parent / "scripts" / "scaling.py"
+    script = SCRIPTS / "scaling.py"
     run_on_ranks(2, script, "--rounds", 3, "--output", tmp_path)
     sent = json.loads((tmp_path / "ranks-2.json").read_text())["sent"]
     # On 2 ranks a ring's all_reduce sends its payload once, and an all_gather too; gloo adds headers.
@@ -159,7 +178,7 @@ def test_scaling_counts_and_fits(tmp_path: Path) -> None:
 
 
 def test_soak_on_two_ranks(tmp_path: Path) -> None:
-    output = run_on_ranks(2, EXAMPLES.parent / "scripts" / "soak.py", "--minutes", 0.02, "--output", tmp_path)
+    output = run_on_ranks(2, SCRIPTS / "soak.py", "--minutes", 0.02, "--output", tmp_path)
     assert "buffers that differ" in output
     result = json.loads((tmp_path / "soak.json").read_text())
     assert result["differing"] == [[], []]

@@ -13,11 +13,7 @@ the noise is 0, as of standardised features, or 3, in units of the noise: there 
 
     torchrun --standalone --nproc-per-node 2 examples/evidence/padded_sequences.py          minutes on two cores
     torchrun --standalone --nproc-per-node 2 examples/evidence/padded_sequences.py --seeds 1 --epochs 1 --shares 75
-
-Writes metrics.json and errors.png to --output.
 """
-
-from __future__ import annotations
 
 import argparse
 import functools
@@ -26,8 +22,8 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from common import Errors, epochs_of, falling, new_parser, own, parallel, report, test_error, train
-from launch import progress_bar, rank, run_on_ranks
+from common import Errors, epochs_of, new_parser, report, runs, test_error, train
+from launch import own, parallel, rank, run_on_ranks
 from torch import Tensor, nn
 
 import syncbn
@@ -44,6 +40,9 @@ HIGHEST_SHARE = 90.0  # %, of batches that draw theirs
 VARIED = "varied"
 
 Batch = list[Tensor] | tuple[Tensor, Tensor]
+
+parser = new_parser(__doc__, "padded_sequences")
+parser.add_argument("--shares", nargs="+", default=["50", "90", VARIED], help="of padding, in %%")
 
 
 @functools.cache
@@ -64,20 +63,19 @@ def draw(mean: float, seed: int, device: torch.device) -> tuple[list[Tensor], Te
 
 
 class Sequences:
-    """Picks batches: lists of sequences where `shares` is None, else padded ones with these shares of padding in %."""
+    """Picks batches, with these shares of padding in %; lists of sequences where `shares` is None."""
 
     def __init__(self, sequences: list[Tensor], shares: Iterator[float] | None) -> None:
         self.sequences, self.shares = sequences, shares
 
     def __getitem__(self, picked: Tensor) -> Batch:
-        """A list of (4, length); or (N, 4, T), 0 behind each sequence, and (N, T), which says what is not padding."""
-        sequences = [self.sequences[index] for index in picked]
+        sequences = [self.sequences[index] for index in picked]  # of (4, length)
         if self.shares is None:
             return sequences
         lengths = torch.tensor([x.shape[1] for x in sequences])
         steps = max(int(lengths.max()), round(float(lengths.double().mean()) / (1 - next(self.shares) / 100)))
-        x = torch.stack([F.pad(x, (0, steps - x.shape[1])) for x in sequences])
-        return x, (torch.arange(steps) < lengths[:, None]).to(x.device)
+        x = torch.stack([F.pad(x, (0, steps - x.shape[1])) for x in sequences])  # (N, 4, steps)
+        return x, (torch.arange(steps) < lengths[:, None]).to(x.device)  # (N, steps): what is not padding
 
 
 class Network(nn.Module):
@@ -119,44 +117,24 @@ def shares_of(setting: str, seed: int) -> Iterator[float]:
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Train with each seed, mean and share of padding in each way, test, report."""
-    runs = list(itertools.product(range(arguments.seeds), MEANS, arguments.shares, WAYS))
-    settings = [f"{mean}, {share}" for mean in MEANS for share in arguments.shares]
-    errors: Errors = {way: {setting: [] for setting in settings} for way in WAYS}
-    losses: dict[str, list[float]] = {}
-    distance = 0.0
-    of_tests = torch.arange(NUM_TRAIN, NUM_TRAIN + NUM_TEST)
-    with progress_bar(0, len(runs)) as advance:
-        for seed, mean, share, way in runs:
-            sequences, labels = draw(mean, seed, device)
-            shares = None if way == "alone" else shares_of(share, seed)
-            torch.manual_seed(seed)
-            model = Network(masked=way == "padded, mask").to(device, torch.float64)
-            batches = own(epochs_of(torch.arange(NUM_TRAIN), BATCH, arguments.epochs, seed))
-            data = Sequences(sequences, shares), labels
-            losses[way] = list(train(parallel(model), data, batches, falling(LEARNING_RATE, len(batches))))
-            if way == "padded, mask":
-                distance = max(distance, *(abs(a - b) for a, b in zip(losses[way], losses["alone"], strict=True)))
-            tests = data[0][of_tests], labels[of_tests]
-            errors[way][f"{mean}, {share}"].append(test_error(model, tests))
-            advance(f"seed {seed}, mean {mean}, padding {share}, {way}: loss {losses[way][-1]:.3f}")
+    errors, losses, distance = Errors(), {}, 0.0
+    for seed, mean, share, way in runs(arguments, MEANS, arguments.shares, WAYS):
+        sequences, labels = draw(mean, seed, device)
+        data = Sequences(sequences, None if way == "alone" else shares_of(share, seed)), labels
+        model = Network(masked=way == "padded, mask").to(device, torch.float64)
+        batches = [own(whole) for whole in epochs_of(torch.arange(NUM_TRAIN), BATCH, arguments.epochs, seed)]
+        losses[way] = list(train(parallel(model), data, batches, LEARNING_RATE))
+        if way == "padded, mask":
+            distance = max(distance, *(abs(a - b) for a, b in zip(losses[way], losses["alone"], strict=True)))
+        tests = data[0][torch.arange(NUM_TRAIN, NUM_TRAIN + NUM_TEST)], labels[NUM_TRAIN:]
+        errors[way][f"{mean}, {share}"].append(test_error(model, tests))
     name = "largest distance of the losses with a mask from those without padding"
-    report(errors, "mean, % of padding", "Padded sequences", arguments, **{name: distance})
+    axis = "mean of the values (in units of their noise), share of padding (%)"
+    report(errors, axis, "Padded sequences", arguments, joined=False, **{name: distance})
     if rank() == 0:
         print(syncbn.summary(model))
         print(f"{name}: {distance:.1e}")
 
 
-def main() -> None:
-    """Run the job."""
-    parser = new_parser(__doc__, "padded_sequences")
-    parser.set_defaults(epochs=8)
-    parser.add_argument(
-        "--shares", nargs="+", default=["50", "90", VARIED], help="of padding, in %% (default %(default)s)"
-    )
-    arguments = parser.parse_args()
-    run_on_ranks(lambda device: job(arguments, device))
-
-
 if __name__ == "__main__":
-    main()
+    run_on_ranks(job, parser)

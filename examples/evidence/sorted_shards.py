@@ -13,43 +13,23 @@ and no single set of statistics serves all classes in evaluation.
     torchrun --standalone --nproc-per-node 5 examples/evidence/sorted_shards.py          2 classes for each rank
     torchrun --standalone --nproc-per-node 2 examples/evidence/sorted_shards.py          5 classes for each rank
     torchrun --standalone --nproc-per-node 2 examples/evidence/sorted_shards.py --seeds 1 --epochs 2
-
-Writes metrics.json and errors.png to --output.
 """
-
-from __future__ import annotations
 
 import argparse
 import copy
-import itertools
 
 import torch
-from common import (
-    Errors,
-    build_network,
-    epochs_of,
-    falling,
-    local_noise,
-    new_parser,
-    parallel,
-    report,
-    split,
-    test_error,
-    train,
-)
-from digits import load_images
-from launch import progress_bar, rank, run_on_ranks, world_size
+from common import Errors, build_network, epochs_of, load_data, local_noise, new_parser, report, runs, test_error, train
+from launch import parallel, rank, run_on_ranks, world_size
 from torch import Tensor, nn
 
 import syncbn
-from syncbn.tools.measure_local_noise import LocalNoise
 
 IMAGES_PER_RANK = 16
 LEARNING_RATE = 0.1
 SHARDS = "shuffled", "sorted"
 WAYS = "local", "syncbn"
 NUM_CLASSES = 10
-NUM_MEASURED = 20  # batches on which local noise is measured
 
 
 def shards(labels: Tensor, kind: str, seed: int) -> list[Tensor]:
@@ -74,35 +54,21 @@ def variants(model: nn.Module, way: str, images: Tensor) -> dict[str, nn.Module]
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Train with each seed on each kind of shards in each way, test, report."""
-    training, test = split(load_images(torch.float32, device))
-    runs = list(itertools.product(range(arguments.seeds), SHARDS, WAYS))
-    errors: Errors = {}
-    noise: dict[str, LocalNoise] = {}
-    with progress_bar(0, len(runs)) as advance:
-        for seed, kind, way in runs:
-            torch.manual_seed(seed)
-            model = build_network().to(device)
-            if way == "syncbn":
-                syncbn.convert_syncbn_model(model)
-            indices = shards(training[1], kind, seed)[rank()]
-            batches = epochs_of(indices, IMAGES_PER_RANK, arguments.epochs, seed)
-            *_, loss = train(parallel(model), training, batches, falling(LEARNING_RATE, len(batches)))
-            if (seed, way) == (0, "syncbn"):
-                noise[kind] = local_noise(model, training[0], batches[:NUM_MEASURED])
-            for name, variant in variants(model, way, training[0][indices]).items():
-                errors.setdefault(name, {}).setdefault(kind, []).append(test_error(variant, test))
-            advance(f"seed {seed}, {kind} shards, {way}: loss {loss:.3f}")
-    report(errors, "shards", "Sorted shards", arguments, noise)
-
-
-def main() -> None:
-    """Run the job."""
-    parser = new_parser(__doc__, "sorted_shards")
-    parser.set_defaults(epochs=8)
-    arguments = parser.parse_args()
-    run_on_ranks(lambda device: job(arguments, device))
+    training, test = load_data(device)
+    errors, noise = Errors(), {}
+    for seed, kind, way in runs(arguments, SHARDS, WAYS):
+        model = build_network().to(device)
+        if way == "syncbn":
+            syncbn.convert_syncbn_model(model)
+        indices = shards(training[1], kind, seed)[rank()]
+        batches = epochs_of(indices, IMAGES_PER_RANK, arguments.epochs, seed)
+        list(train(parallel(model), training, batches, LEARNING_RATE))
+        if (seed, way) == (0, "syncbn"):
+            noise[kind] = local_noise(model, training[0], batches)
+        for name, variant in variants(model, way, training[0][indices]).items():
+            errors[name][kind].append(test_error(variant, test))
+    report(errors, "shards", "Sorted shards", arguments, joined=False, noise=noise)
 
 
 if __name__ == "__main__":
-    main()
+    run_on_ranks(job, new_parser(__doc__, "sorted_shards"))

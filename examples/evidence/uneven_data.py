@@ -10,33 +10,15 @@ momentum would stay behind that of the others.
 
     torchrun --standalone --nproc-per-node 2 examples/evidence/uneven_data.py          minutes on two cores
     torchrun --standalone --nproc-per-node 2 examples/evidence/uneven_data.py --seeds 1 --epochs 2 --shares 90
-
-Writes metrics.json and errors.png to --output.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import sys
 
 import torch
-from common import (
-    Data,
-    Errors,
-    build_network,
-    epochs_of,
-    falling,
-    new_parser,
-    parallel,
-    report,
-    split,
-    test_error,
-    train,
-)
-from digits import load_images
-from launch import progress_bar, rank, run_on_ranks, world_size
+from common import Data, Errors, build_network, epochs_of, load_data, new_parser, report, runs, test_error, train
+from launch import parallel, positive, rank, run_on_ranks, world_size
 from torch import Tensor, nn
 
 import syncbn
@@ -44,6 +26,9 @@ import syncbn
 WAYS = "join", "drop", "drop, as many steps"
 IMAGES_PER_RANK = 8
 LEARNING_RATE = 0.2
+
+parser = new_parser(__doc__, "uneven_data")
+parser.add_argument("--shares", type=positive, nargs="+", default=[50, 75, 90], help="%% of the images on rank 0")
 
 
 def shares_of(num_images: int, percent: int, seed: int) -> tuple[Tensor, ...]:
@@ -60,47 +45,29 @@ def train_on_share(model: nn.Module, data: Data, shares: tuple[Tensor, ...], way
         sys.exit(f"each rank needs {IMAGES_PER_RANK} images, and they have {', '.join(map(str, map(len, shares)))}")
     steps = max(steps_of_ranks) if way == "join" else min(steps_of_ranks)
     total = epochs * (steps if way == "drop" else max(steps_of_ranks))
-    learning_rate = falling(LEARNING_RATE, total)
     for done in range(0, total, steps):
         batches = epochs_of(shares[rank()], IMAGES_PER_RANK, epochs=1, seed=1000 * seed + done)
         batches = batches[: min(steps, total - done)]
         joining = syncbn.join(model, divide_by_initial_world_size=False) if way == "join" else contextlib.nullcontext()
         with joining:
-            list(train(model, data, batches, lambda step, done=done: learning_rate(done + step), momentum=0))
+            list(train(model, data, batches, LEARNING_RATE, momentum=0, done=done, total=total))
     return total
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Train with each seed and share of rank 0 in each way, test, report."""
     if world_size() < 2:
         sys.exit("uneven_data.py needs two ranks or more; start it with torchrun")
-    training, test = split(load_images(torch.float32, device))
-    errors: Errors = {way: {f"{percent} %": [] for percent in arguments.shares} for way in WAYS}
-    steps: dict[str, dict[str, int]] = {way: {} for way in WAYS}
-    runs = list(itertools.product(range(arguments.seeds), arguments.shares, WAYS))
-    with progress_bar(0, len(runs)) as advance:
-        for seed, percent, way in runs:
-            torch.manual_seed(seed)
-            model = parallel(syncbn.convert_syncbn_model(build_network().to(device)))
-            shares = shares_of(len(training[0]), percent, seed)
-            steps[way][f"{percent} %"] = train_on_share(model, training, shares, way, arguments.epochs, seed)
-            errors[way][f"{percent} %"].append(test_error(model, test))
-            advance(f"seed {seed}, {percent} % on rank 0, {way}")
+    training, test = load_data(device)
+    errors, steps = Errors(), {way: {} for way in WAYS}
+    for seed, percent, way in runs(arguments, arguments.shares, WAYS):
+        model = syncbn.convert_syncbn_model(build_network().to(device))
+        shares, share = shares_of(len(training[0]), percent, seed), f"{percent} %"
+        steps[way][share] = train_on_share(parallel(model), training, shares, way, arguments.epochs, seed)
+        errors[way][share].append(test_error(model, test))
     if rank() == 0:
         print(syncbn.summary(model))
-    report(errors, "images on rank 0", "Uneven data", arguments, steps=steps)
-
-
-def main() -> None:
-    """Run the job."""
-    parser = new_parser(__doc__, "uneven_data")
-    parser.set_defaults(epochs=8)
-    parser.add_argument(
-        "--shares", type=int, nargs="+", default=[50, 75, 90], help="%% of the images on rank 0 (default %(default)s)"
-    )
-    arguments = parser.parse_args()
-    run_on_ranks(lambda device: job(arguments, device))
+    report(errors, "images on rank 0", "Uneven data", arguments, joined=True, steps=steps)
 
 
 if __name__ == "__main__":
-    main()
+    run_on_ranks(job, parser)

@@ -1,0 +1,93 @@
+"""Trains models in lockstep, from the same weights on the same whole batches, and compares their loss curves."""
+
+import argparse
+import copy
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from launch import own, parallel, print_table, sum_over_ranks, world_size, write
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import syncbn
+
+SMOOTHING = 25  # steps whose mean is a point of a plotted loss curve, or the final loss
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+class Trainer:
+    """A model, its optimizer, and what was measured. Each rank trains on its slice of a batch, with the model that
+    `wrap` makes parallel; "one process" is repeated on every rank, with the whole batch."""
+
+    def __init__(
+        self, name: str, model: nn.Module, optimizer: MakeOptimizer, wrap: Callable[[nn.Module], nn.Module] = parallel
+    ) -> None:
+        self.name, self.module, self.optimizer = name, model, optimizer(model.parameters())
+        self.sliced = name != "one process" and dist.is_initialized()
+        self.model = wrap(model) if self.sliced else model
+        self.losses: list[float] = []
+        self.tests: dict[str, Any] = {}
+
+    def step(self, images: Tensor, labels: Tensor, class_weights: Tensor | None = None) -> None:
+        """Train on a whole batch, and note its loss."""
+        num_slices = world_size() if self.sliced else 1
+        whole_weight = len(labels) if class_weights is None else class_weights[labels].sum()
+        if self.sliced:
+            images, labels = own(images), own(labels)
+        loss = F.cross_entropy(self.model(images), labels, class_weights, reduction="sum")
+        loss = loss * (num_slices / whole_weight)  # gradients are averaged over ranks, whose slices may differ in size
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        loss = loss.detach()
+        self.losses.append((sum_over_ranks(loss) / num_slices if self.sliced else loss).item())
+
+    def final_loss(self) -> float:
+        """The mean of the last steps."""
+        return statistics.mean(self.losses[-SMOOTHING:])
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training changes."""
+        state = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return state | {"losses": self.losses, "tests": self.tests}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.losses, self.tests = state["losses"], state["tests"]
+
+
+def three_ways(model: nn.Module, optimizer: MakeOptimizer) -> list[Trainer]:
+    """Trainers of copies of the model: on one process, with syncbn, and with local statistics."""
+    models = {name: copy.deepcopy(model) for name in ("one process", "syncbn", "local")}
+    syncbn.convert_syncbn_model(models["syncbn"])
+    return [Trainer(name, model, optimizer) for name, model in models.items()]
+
+
+def distance(trainer: Trainer, reference: Trainer) -> float:
+    """The largest difference of two loss curves, in units of the loss."""
+    return max(abs(a - b) for a, b in zip(trainer.losses, reference.losses, strict=True))
+
+
+def last_losses(trainers: list[Trainer]) -> str:
+    """A line for the progress bar."""
+    return "  ".join(f"{trainer.name} {trainer.losses[-1]:.3f}" for trainer in trainers)
+
+
+def report(
+    trainers: list[Trainer], test: str, scores: list[float], batch: str, arguments: argparse.Namespace, **pictures: Any
+) -> None:
+    """The layers, a table with each way's score in the test, and the files; on rank 0."""
+    print(syncbn.summary(trainers[1].model))
+    rows, runs = [], {}
+    for trainer, score in zip(trainers, scores, strict=True):
+        far = distance(trainer, trainers[0])
+        rows.append((trainer.name, f"{trainer.final_loss():.4f}", f"{score:.1%}", f"{far:.1e}"))
+        runs[trainer.name] = {"losses": trainer.losses, "distance": far, **trainer.tests}
+    title = f"{world_size()} ranks, {batch} a step, {arguments.dtype}"
+    print_table(title, ("training", "final loss", test, "largest distance from one process"), rows)
+    write(arguments, {"runs": runs}, **pictures)

@@ -1,0 +1,116 @@
+"""Time whole training steps with three kinds of batch norm, under DistributedDataParallel on several ranks.
+
+    torchrun --standalone --nproc-per-node 2 scripts/bench.py steps
+    python scripts/bench.py steps --models block --compiled                one process, under torch.compile
+
+The kinds are nn.BatchNorm (not synchronised), syncbn, and hand-written, what one writes without a library. In each
+round every kind takes its turn: two steps, of which the second is timed. A time is the median over the rounds of the
+slowest rank's. Prints a table, and writes steps.json to --output.
+
+    resnet          the ResNet-50 of examples/imagenet.py
+    segmentation    the U-Net of examples/segmentation.py, wider, on 2 images a rank
+    block           one convolution, norm and relu
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from benchmarks.layers import HandWritten
+from benchmarks.measuring import Stopwatch, Times, in_turn, session, summarize
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import syncbn
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+
+from imagenet import ResNet
+from segmentation import UNet
+
+
+def block() -> nn.Module:
+    """(N, 64, H, W) -> (N, 64, H, W)."""
+    return nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
+
+
+# Name -> makes the model, and the shape of a rank's input.
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "resnet": (ResNet, (8, 3, 224, 224)),
+    "segmentation": (partial(UNet, width=32), (2, 3, 128, 128)),
+    "block": (block, (32, 64, 56, 56)),
+}
+
+
+def write_by_hand(model: nn.Module) -> nn.Module:
+    """Put HandWritten in the place of each batch norm."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.BatchNorm2d):
+                setattr(module, name, HandWritten(child.num_features))
+    return model
+
+
+KINDS = {"nn.BatchNorm": lambda model: model, "syncbn": syncbn.convert_syncbn_model, "hand-written": write_by_hand}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--models", nargs="+", default=["resnet", "segmentation"], choices=MODELS, help="(default %(default)s)")
+    add("--rounds", type=int, default=9, help="(default %(default)s)")
+    add("--threads", type=int, default=1, help="per rank (default %(default)s)")
+    add("--scale", type=float, default=1.0, help="of the images' sides (default %(default)s)")
+    add("--channels-last", action="store_true", help="memory format of images and weights")
+    add("--compiled", action="store_true", help="under torch.compile")
+    add("--output", type=Path, default=Path("runs/steps"), help="folder (default %(default)s)")
+
+
+def time_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> list[float]:
+    """Milliseconds of forward, and of backward and the optimizer."""
+    watch = Stopwatch(x.device)
+    loss = model(x).square().mean()
+    watch.lap()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    watch.lap()
+    return watch.laps()
+
+
+def run_model(name: str, arguments: argparse.Namespace, device: torch.device) -> dict[str, Times]:
+    """The times of each kind of norm."""
+    make, shape = MODELS[name]
+    memory_format = torch.channels_last if arguments.channels_last else torch.contiguous_format
+    sides = [max(32, int(arguments.scale * side)) for side in shape[2:]]
+    x = torch.randn(*shape[:2], *sides, device=device).to(memory_format=memory_format)
+    calls = {}
+    for kind, convert in KINDS.items():
+        model = convert(make()).to(device, memory_format=memory_format)
+        if arguments.compiled:
+            model = torch.compile(model)
+        if dist.is_initialized():
+            model = DistributedDataParallel(model)
+        calls[kind] = partial(time_step, model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), x)
+    samples = in_turn(calls, arguments.rounds, warm_up=2, repeats=2)
+    return {kind: summarize(of_kind) for kind, of_kind in samples.items()}
+
+
+def run(arguments: argparse.Namespace) -> None:
+    with session(arguments.threads) as here:
+        results = {}
+        for name in arguments.models:
+            times = run_model(name, arguments, here.device)
+            results[name] = {kind: one._asdict() for kind, one in times.items()}
+            rows = [
+                (kind, *(f"{number:.1f}" for number in one), f"{one.both / times['syncbn'].both:.2f}")
+                for kind, one in times.items()
+            ]
+            columns = ("batch norm", "forward ms", "backward ms", "both ms", "+-", "both / syncbn")
+            here.show(f"\n{name}{', compiled' if arguments.compiled else ''}", columns, rows)
+            here.write(arguments.output / "steps.json", times=results)
