@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import multiprocessing
 import os
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from types import ModuleType
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from syncbn import testing
 from syncbn.kernels import chunked, cpu
 
 # Without it matrix products on a GPU raise under use_deterministic_algorithms. cuBLAS reads it when it starts.
@@ -65,3 +69,22 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         warnings.simplefilter("ignore", RuntimeWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
         yield importlib.import_module("syncbn.kernels.gpu")
+
+
+@pytest.fixture
+def ranks_start_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of syncbn.testing, by forking a process that has imported what they need."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "syncbn.testing"])
+    monkeypatch.setattr(testing, "START_METHOD", "forkserver")
+
+
+GROUP_TIMEOUT = timedelta(seconds=77)
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[dist.ProcessGroup]:
+    """The default group, of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=GROUP_TIMEOUT)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()

@@ -41,124 +41,95 @@ def _where(rank_0: str, rank_1: str) -> str:
     return rf"rank 0: {rank_0}\nrank 1: {rank_1}\n"
 
 
+# Where a rank is in the faulty step.
+IN_1, IN_2, IN_3 = (f"in body.bn{layer} forward, call 3" for layer in (1, 2, 3))
+AFTER_1 = "after body.bn1 forward, call 3"
+BEFORE_STEP = "after body.bn1 backward, call 2"
+LAST = "after body.bn1 backward, call 6"
+EVALUATES = rf"{BEFORE_STEP}; has called a layer in evaluation mode(; has left with .*)?"
+HAS_ENDED = r"; its process \(\d+\) has ended"
+FIRST = "in body.bn1 forward, call 1"
+
+
+def _says_no_more_than(error: str) -> str:
+    """The last line of a rank that ends by its own exception: it is the others' collective that fails."""
+    return rf"\n{error}: [^\n]*\n\Z"
+
+
+def _of_dtypes(where: str, one: str, other: str) -> tuple[str, str]:
+    """Said without and in debug mode."""
+    said = _where(*(f"{where}, with an input of torch.{dtype}" for dtype in (one, other)))
+    return said, _where(f"in body.bn1 .*torch.{one}.*", f"in body.bn1 .*torch.{other}.*")
+
+
+OF_AUTOCAST, OF_AUTOCAST_IN_DEBUG = _of_dtypes(IN_1, "float32", "bfloat16")
+
+
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault("skips a layer", _where("in body.bn2 forward, call 3", "in body.bn3 forward, call 3")),
-        Fault("another order", _where("in body.bn2 forward, call 3", "in body.bn3 forward, call 3")),
-        Fault(
-            "one more step",
-            "",
-            said_at_fault=_where("after body.bn1 backward, call 6; has left", "in body.bn1 forward, call 7"),
-            well=1,
-        ),
+        Fault("skips a layer", _where(IN_2, IN_3)),
+        Fault("another order", _where(IN_2, IN_3)),
+        Fault("one more step", "", said_at_fault=_where(f"{LAST}; has left", "in body.bn1 forward, call 7"), well=1),
         Fault(
             "one more step, DDP broadcasts buffers",  # whose broadcast fails: not a collective of syncbn
             "",
             said_at_fault=r"a collective outside of syncbn's layers failed on rank 1\.\n"
-            + _where("after body.bn1 backward, call 6; has left", "after body.bn1 backward, call 6")
+            + _where(f"{LAST}; has left", LAST)
             + r"A rank that has left .*syncbn\.join",
             well=1,
         ),
-        Fault(
-            "in evaluation",
-            "",
-            _where(
-                "in body.bn1 forward, call 3",
-                "after body.bn1 backward, call 2; has called a layer in evaluation mode(; has left with .*)?",
-            ),
-        ),
-        Fault("not converted", _where("in body.bn1 forward, call 1", "has not been seen in body.bn1(; .*)?")),
-        Fault(
-            "channels",
-            "",
-            _where("in body.bn1 forward, call 1: 4 channels.*", "in body.bn1 forward, call 1: 5 channels.*"),
-        ),
-        Fault(
-            "dtype",
-            _where(*[f"in body.bn1 forward, call 1, with an input of torch.float{bits}" for bits in (32, 64)]),
-            _where("in body.bn1 .*torch.float32.*", "in body.bn1 .*torch.float64.*"),
-        ),
-        Fault(
-            "autocast",
-            _where(
-                *[f"in body.bn1 forward, call 3, with an input of torch.{dtype}" for dtype in ("float32", "bfloat16")]
-            )
-            + "Use autocast on every rank or on none",
-            _where("in body.bn1 .*torch.float32.*", "in body.bn1 .*torch.bfloat16.*"),
-        ),
+        Fault("in evaluation", "", _where(IN_1, EVALUATES)),
+        Fault("not converted", _where(FIRST, "has not been seen in body.bn1(; .*)?")),
+        Fault("channels", "", _where(f"{FIRST}: 4 channels.*", f"{FIRST}: 5 channels.*")),
+        Fault("dtype", *_of_dtypes(FIRST, "float32", "float64")),
+        Fault("autocast", OF_AUTOCAST + "Use autocast on every rank or on none", OF_AUTOCAST_IN_DEBUG),
         Fault(
             "two models, another order",
             _where(*[rf"in layer '1' forward, call 3; first called at .*, as layer number {n} .*" for n in (1, 2)]),
             by_hand=False,
         ),
-        Fault(
-            "evaluates, DDP broadcasts buffers",
-            _where(
-                "in body.bn1 forward, call 3",
-                "after body.bn1 backward, call 2; has called a layer in evaluation mode(; has left with .*)?",
-            )
-            + r".*call ddp\.module\(x\)",
-        ),
+        Fault("evaluates, DDP broadcasts buffers", _where(IN_1, EVALUATES) + r".*call ddp\.module\(x\)"),
         Fault(
             "one more step, then a barrier",  # in which the others wait
-            r"rank 0: after body.bn1 backward, call 6\nrank 1: in body.bn1 forward, call 7.*\n.*syncbn\.join",
+            rf"rank 0: {LAST}\nrank 1: in body.bn1 forward, call 7.*\n.*syncbn\.join",
         ),
         Fault(
             "exception in forward",
-            _where("in body.bn2 forward, call 3", "after body.bn1 forward, call 3; has left with KeyError: .*"),
+            _where(IN_2, f"{AFTER_1}; has left with KeyError: .*"),
+            said_at_fault=_says_no_more_than("KeyError"),
         ),
         Fault(
             "exception in the data loader",
-            _where(
-                "in body.bn1 forward, call 3",
-                "after body.bn1 backward, call 2; has left with OSError: cannot read image 17",
-            ),
+            _where(IN_1, f"{BEFORE_STEP}; has left with OSError: cannot read image 17"),
+            said_at_fault=_says_no_more_than("OSError"),
         ),
+        Fault("kill -9 in forward", _where(IN_2, AFTER_1 + HAS_ENDED)),
         Fault(
-            "kill -9 in forward",
-            _where("in body.bn2 forward, call 3", r"after body.bn1 forward, call 3; its process \(\d+\) has ended"),
+            "kill -9 in backward", _where("in body.bn3 backward, call 3", "after body.bn3 forward, call 3" + HAS_ENDED)
         ),
-        Fault(
-            "kill -9 in backward",
-            _where("in body.bn3 backward, call 3", r"after body.bn3 forward, call 3; its process \(\d+\) has ended"),
-        ),
-        Fault(
-            "kill -9 in the all_reduce",
-            _where("in body.bn1 forward, call 3", r"in body.bn1 forward, call 3; its process \(\d+\) has ended"),
-        ),
-        Fault(
-            "stopped for longer than the time-out",
-            _where("in body.bn1 forward, call 3", r"after body.bn1 backward, call 2; its process \(\d+\) is stopped"),
-        ),
+        Fault("kill -9 in the all_reduce", _where(IN_1, IN_1 + HAS_ENDED)),
+        Fault("stopped for longer than the time-out", _where(IN_1, rf"{BEFORE_STEP}; its process \(\d+\) is stopped")),
         Fault("out of memory, caught", _where("in body.bn3 backward, call 3", "in body.bn1 forward, call 4")),
-        Fault(
-            "group destroyed", "", _where("in body.bn1 forward, call 3", "after body.bn1 backward, call 2; has left.*")
-        ),
-        Fault("group made anew", _where("in body.bn1 forward, call 3", "after .*")),
+        Fault("group destroyed", "", _where(IN_1, f"{BEFORE_STEP}; has left.*")),
+        Fault("group made anew", _where(IN_1, "after .*")),
         Fault(
             "fork after use",
-            _where("in body.bn1 forward, call 3", "after body.bn1 backward, call 2; has left.*"),
+            _where(IN_1, f"{BEFORE_STEP}; has left.*"),
             said_at_fault=r'this process \(\d+\) was forked from one .* Start it by the method "spawn" instead',
         ),
         Fault("threads", "ranks? 0.*: in body.bn[12] forward"),
-        Fault(
-            "members",
-            r"ranks? 0(-1)?: in body.bn2 forward, call 3\n(rank 1: in body.bn2 .*\n)?rank 2: after body.bn1 ",
-            num_ranks=3,
-        ),
+        Fault("members", rf"ranks? 0(-1)?: {IN_2}\n(rank 1: in body.bn2 .*\n)?rank 2: after body.bn1 ", num_ranks=3),
         Fault(
             "sizes of groups", "the ranks ask for different process groups: rank 0 for 2, rank 1 for 1", by_hand=False
         ),
         Fault(
-            "a group on one rank alone",
-            _where("in body.bn1 forward, call 3", "in the making of groups for process_group=1.*"),
-            by_hand=False,
+            "a group on one rank alone", _where(IN_1, "in the making of groups for process_group=1.*"), by_hand=False
         ),
         Fault(
             "kill -9 inside join",
-            r"rank 0: in the other ranks' steps, with no data left\nrank 1: in body.bn2 forward, call 3.*\n"
-            r"rank 2: after body.bn1 forward, call 3; its process \(\d+\) has ended\n",
+            r"rank 0: in the other ranks' steps, with no data left\n"
+            rf"rank 1: {IN_2}.*\nrank 2: {AFTER_1}{HAS_ENDED}\n",
             num_ranks=3,
             by_hand=False,
         ),

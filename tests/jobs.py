@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,10 +17,10 @@ ON_TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
 
 
-def run(*command: object, seconds: float = 300) -> str:
+def run(*command: object, seconds: float = 300, **environment: str) -> str:
     """What it prints. **Raises** AssertionError with all that it says when it fails, or does not end in time."""
     result = subprocess.run(
-        [str(word) for word in command], env=ENVIRONMENT, capture_output=True, text=True, timeout=seconds, check=False
+        [*map(str, command)], env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=seconds
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -60,11 +61,21 @@ def run_on_ranks(number: int, *command: object, seconds: float = 300) -> str:
 
 def run_script(*command: object, seconds: float = 300) -> str:
     """What it prints on one process, to which no torchrun is pretended. **Raises** AssertionError with that."""
-    process = Started([str(word) for word in command], ENVIRONMENT)
+    process = Started([*map(str, command)], ENVIRONMENT)
     try:
         assert process.wait(seconds) == 0, process.text()
     finally:
         process.kill()
+    return process.text()
+
+
+def run_text(text: str, *arguments: object, status: int = 0, **environment: str) -> str:
+    """What a program with this text prints. **Raises** AssertionError where it ends with another status."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "program.py"
+        program.write_text(text)
+        process = Started([str(program), *map(str, arguments)], ENVIRONMENT | environment)
+        assert process.wait(60) == status, process.text()
     return process.text()
 
 

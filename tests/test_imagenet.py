@@ -61,9 +61,8 @@ def test_imagenet_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     whole = torch.load(saved, weights_only=True)
     saved.unlink()
     exits = "save = job.Training.save; job.Training.save = lambda *given: sys.exit(save(*given))"
-    starts = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import imagenet as job"
-    code = f"{starts}; {exits}; job.run_on_ranks(job.job, job.parser)"
-    (tmp_path / "exits.py").write_text(code)
+    code = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import imagenet as job; {exits}"
+    (tmp_path / "exits.py").write_text(f"{code}; job.run_on_ranks(job.job, job.parser)")
     run_script(tmp_path / "exits.py", *job[1:], *settings, 2)
     assert len(torch.load(saved, weights_only=True)["epochs"]) == 1
     run_script(*job, *settings, 2)

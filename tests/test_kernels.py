@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
 import sys
 from types import ModuleType
 from typing import Any
@@ -12,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from accuracy_cases import HARD_INPUTS, errors_of_one_step
+from jobs import run, run_text
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import syncbn
@@ -212,12 +212,7 @@ def test_backward_sums(kernels: ModuleType, sizes: tuple[int, int, int], dtype: 
     [(True, True, 0.0), (False, False, 0.0), (True, False, 7.0), (False, False, 7.0), (True, True, 7.0)],
 )
 def test_backward_outputs(
-    kernels: ModuleType,
-    sizes: tuple[int, int, int],
-    dtype: torch.dtype,
-    relu: bool,
-    residual: bool,
-    num_values: float,
+    kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype, relu: bool, residual: bool, num_values: float
 ) -> None:
     dy, x, y = draw(3, sizes, dtype)
     mean, invstd, weight, first, second = of_channels(5, sizes[1])
@@ -434,23 +429,8 @@ def test_outputs_that_bypass_the_caches(sizes: tuple[int, int, int], offset: int
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_other_instructions(capability: str) -> None:
     """The tests of this file, on the instruction sets that a better processor would leave out."""
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            __file__,
-            "-k",
-            "not instructions and not operators and not reference and not triton",
-        ],
-        env=os.environ | {"ATEN_CPU_CAPABILITY": capability},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout
+    others = "not instructions and not operators and not reference and not chunk and not triton"
+    run(sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", others, ATEN_CPU_CAPABILITY=capability)
 
 
 @needs_operators
@@ -496,19 +476,16 @@ def test_operators_take_dense_inputs_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "code", "shown"),
+    ("value", "status", "shown"),
     [("reference", 0, "cpu: torch operations (SYNCBN_KERNELS=reference)"), ("fast", 1, "'fast'"), (None, 0, "cpu: ")],
 )
-def test_the_reference_can_be_forced(value: str | None, code: int, shown: str) -> None:
-    environment = {name: given for name, given in os.environ.items() if name != "SYNCBN_KERNELS"}
-    if value is not None:
-        environment["SYNCBN_KERNELS"] = value
-    command = [sys.executable, "-c", "import syncbn; print(syncbn.kernels.available())"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == code
-    assert shown in run.stdout + run.stderr
+def test_the_reference_can_be_forced(value: str | None, status: int, shown: str) -> None:
+    code = "import os, syncbn; print(syncbn.kernels.available())"
+    code = "import os; del os.environ['SYNCBN_KERNELS']; " + code if value is None else code
+    said = run_text(code, status=status, SYNCBN_KERNELS=value or "")
+    assert shown in said
     if value is None:
-        assert run.stdout.strip() == available()
+        assert said.strip() == available()
 
 
 def test_slow_training_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -598,7 +575,12 @@ def test_registers_are_limited_where_triton_can(
 
 def test_which_tensors_the_operators_serve() -> None:
     fast = chunked if cpu.load() else operators
-    assert select.select_kernels(torch.ones(2)) is fast
+    x = torch.ones(2)
+    fake = FakeTensorMode().from_tensor(x)
+    for others in ((), (torch._neg_view(x),), (torch._efficientzerotensor(2),), (fake,)):
+        assert select.select_kernels(x, *others) is fast
+    assert select.select_kernels(torch._neg_view(x)) is fast
+    assert select.select_kernels(fake) is reference
     assert select.select_kernels(torch.nn.Parameter(torch.ones(2))) is reference
     assert select.select_kernels(torch.ones(2, device="meta")) is reference
 
@@ -626,15 +608,24 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("shape", [(40, 8, 16, 16), (1, 8, 160, 128), (20480, 8)], ids=str)
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "channels_last"),
+    [
+        ((40, 8, 16, 16), False),  # parts of several samples
+        ((1, 8, 160, 128), False),  # parts of a sample
+        ((20480, 8), False),  # parts of rows
+        ((40, 8, 16, 16), True),
+        ((1, 8, 160, 128), True),
+    ],
+    ids=str,
+)
 def test_chunks_need_little_memory(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], channels_last: bool
 ) -> None:
     """The reference itself makes float64 copies of the whole tensor."""
     monkeypatch.setattr(chunked, "PART_VALUES", 2**12)
     x = torch.randn(shape)
-    if channels_last and len(shape) == 4:
+    if channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
     layout, ones = Layout.of(x, 1), torch.ones(8)
     with LargestTensor() as largest:

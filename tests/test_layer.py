@@ -5,17 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import math
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from jobs import run_text
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -157,41 +154,45 @@ def with_gaps(tensor: Tensor) -> Tensor:
     return torch.stack((tensor, tensor), -1)[..., 0]
 
 
-def channels_last(tensor: Tensor) -> Tensor:
-    return tensor.contiguous(memory_format=torch.channels_last)
+# What hooks give back, of which saved tensors (x, weight, statistics, y), and whether it is rounded.
+RETURNED: dict[str, tuple[Callable[[Tensor], Tensor], list[str], bool]] = {
+    "with gaps": (with_gaps, ["x", "y"], False),
+    "channels last": (lambda one: one.to(memory_format=torch.channels_last), ["x", "y"], False),
+    "negative": (lambda one: torch._neg_view(-one), ["x", "w", "s", "y", "xwsy"], False),
+    "rounded": (lambda one: one.bfloat16().to(one.dtype), ["xwsy"], True),
+    "of another dtype": (Tensor.half, ["xwsy"], True),
+}
 
 
-@pytest.mark.parametrize("moved", ["x", "y"])
-@pytest.mark.parametrize("move", [with_gaps, channels_last])
-def test_saved_tensors_may_come_back_in_another_layout(moved: str, move: Callable[[Tensor], Tensor]) -> None:
-    """As from hooks that keep them elsewhere."""
+@pytest.mark.parametrize(("name", "moved"), [(name, moved) for name in RETURNED for moved in RETURNED[name][1]])
+def test_saved_tensors_may_come_back_as_others(name: str, moved: str) -> None:
+    """As from hooks that keep them elsewhere, or compress them."""
+    move, _, rounded = RETURNED[name]
     x = torch.randn(4, 3, 5, 5)
 
-    def gradients(move: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        saved = itertools.chain("xwsy", itertools.repeat(""))  # x, weight, statistics, y; those of other layers
+    def gradients(moved: str) -> tuple[Tensor, Tensor]:
+        saved = itertools.chain("xwsy", itertools.repeat("-"))  # x, weight, statistics, y; those of other layers
         own_x, layer = x.clone().requires_grad_(), syncbn.SyncBatchNorm(3, fuse_relu=True)
         with torch.autograd.graph.saved_tensors_hooks(
-            lambda kept: (next(saved), kept), lambda named: move(named[1]) if named[0] == moved else named[1]
+            lambda kept: (next(saved), kept), lambda named: move(named[1]) if named[0] in moved else named[1]
         ):
             layer(own_x).square().sum().backward()
         return own_x.grad, layer.weight.grad
 
-    for actual, expected in zip(gradients(move), gradients(lambda kept: kept), strict=True):
-        torch.testing.assert_close(actual, expected)
+    options = {"rtol": 0.1, "atol": 0.1} if rounded else {}
+    torch.testing.assert_close(gradients(moved), gradients(""), **options)
 
 
 def test_saved_inputs_may_come_back_with_gaps() -> None:
     xs = [torch.randn(4, 3, 5, requires_grad=True), torch.randn(2, 3, requires_grad=True)]
 
-    def gradients(move: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda kept: kept, lambda kept: move(kept) if kept.ndim > 1 else kept
-        ):
-            ys = syncbn.functional.sync_batch_norm_many(xs)
-        return list(torch.autograd.grad([y.sin().sum() for y in ys], xs))
+    def gradients(move: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        hooks = lambda kept: kept, lambda kept: move(kept) if kept.ndim > 1 else kept
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+            ys = sync_batch_norm_many(xs)
+        return torch.autograd.grad([y.sin().sum() for y in ys], xs)
 
-    for actual, expected in zip(gradients(with_gaps), gradients(lambda kept: kept), strict=True):
-        torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(gradients(with_gaps), gradients(lambda kept: kept))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -228,23 +229,6 @@ def test_input_changed_in_place_is_noticed() -> None:
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-
-
-def test_no_grad_and_inference_mode() -> None:
-    layer = syncbn.SyncBatchNorm(3)
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            assert not layer(torch.randn(4, 3)).requires_grad
-    assert layer.num_batches_tracked == 2
-
-
-def test_cumulative_average_is_the_average() -> None:
-    layer = syncbn.SyncBatchNorm(2, momentum=None, dtype=torch.float64)
-    batches = torch.randn(5, 7, 2, dtype=torch.float64)
-    for batch in batches:
-        layer(batch)
-    torch.testing.assert_close(layer.running_mean, batches.mean((0, 1)))
-    torch.testing.assert_close(layer.running_var, batches.var(1).mean(0))
 
 
 def test_statistics_switched_off_later() -> None:
@@ -287,10 +271,8 @@ for called in (layer, layer, replica, replica):
 
 def test_one_warning_where_there_are_no_ranks() -> None:
     """Launched on several without a process group, and in a replica of nn.DataParallel."""
-    command = [sys.executable, "-c", WITHOUT_RANKS]
-    run = subprocess.run(command, env=os.environ | {"WORLD_SIZE": "4"}, capture_output=True, text=True, check=True)
-    assert run.stderr.count("UserWarning: ") == 2
-    launched, replica = [line for line in run.stderr.splitlines() if "UserWarning: " in line]
+    said = run_text(WITHOUT_RANKS, WORLD_SIZE="4")
+    launched, replica = [line for line in said.splitlines() if "UserWarning: " in line]
     assert "not synchronising: WORLD_SIZE is 4 but" in launched
     assert "init_process_group() before" in launched
     assert "not synchronising: the layer runs in nn.DataParallel" in replica
@@ -300,23 +282,7 @@ def test_one_warning_where_there_are_no_ranks() -> None:
 def test_a_warning_where_data_parallel_has_no_gpus() -> None:
     """It calls the module itself there, and no replica."""
     code = "import syncbn, torch; torch.nn.DataParallel(syncbn.SyncBatchNorm(3))(torch.randn(4, 3))"
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
-    assert "not synchronising: the layer runs in nn.DataParallel" in run.stderr
-
-
-def test_bit_equal_evaluation_under_checkpoint_both_ways() -> None:
-    plain, layer = nn.BatchNorm2d(3), syncbn.SyncBatchNorm2d(3)
-    plain(torch.randn(4, 3, 2, 2))
-    layer.load_state_dict(plain.state_dict())
-    x = torch.randn(4, 3, 2, 2)
-    assert torch.equal(layer.eval()(x), plain.eval()(x))
-    layer.train()(x)
-    plain.load_state_dict(layer.state_dict())
-    assert torch.equal(layer.eval()(x), plain(x))
-    assert not math.isnan(plain.running_var.sum())
+    assert "not synchronising: the layer runs in nn.DataParallel" in run_text(code, CUDA_VISIBLE_DEVICES="")
 
 
 class OfApex(nn.modules.batchnorm._BatchNorm):

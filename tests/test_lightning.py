@@ -1,11 +1,10 @@
 """Lightning's Trainer with our plugin, on two processes that it starts itself."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from jobs import run, run_script
+from jobs import run_script, run_text
 
 pytest.importorskip("lightning", reason="lightning is not installed (pip install syncbn[lightning])")
 
@@ -31,7 +30,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
         torch.testing.assert_close(two["state_dict"][name], value, rtol=1e-12, atol=1e-12)
     assert (one["seen"], one["after"]) == (["BatchNorm1d"], "BatchNorm1d")
     assert (two["seen"], two["after"]) == (["SyncBatchNorm1d"], "BatchNorm1d")
-    loaded = float(run(sys.executable, "-c", WITHOUT_SYNCBN, two["checkpoint"]))
+    loaded = float(run_text(WITHOUT_SYNCBN, two["checkpoint"]))
     assert loaded == two["state_dict"]["net.1.running_var"].sum().item()
 
 
@@ -52,7 +51,7 @@ print(model[0])
 print(plugin.revert(model)[0])
 print(model[1])
 """
-    *_, converted, reverted, as_it_was = run(sys.executable, "-c", code).splitlines()
+    *_, converted, reverted, as_it_was = run_text(code).splitlines()
     assert converted.startswith("SyncBatchNorm1d(3")
     assert "process_group=2, channel_last=True" in converted
     assert reverted.startswith("BatchNorm1d(3")

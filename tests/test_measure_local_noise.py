@@ -46,6 +46,11 @@ def channels_at_the_end(x: Tensor) -> Tensor:
     return x.movedim(1, -1).contiguous()
 
 
+def by_hand(*parts: Tensor, eps: float = 1e-5, rel: float = 1e-9) -> Any:
+    """The figures of one call with these parts."""
+    return pytest.approx(figures_by_hand([[*parts]], eps), rel=rel)
+
+
 @pytest.mark.parametrize(
     ("layer", "arranged"),
     [
@@ -74,16 +79,16 @@ def test_masked_values_do_not_count() -> None:
     layer = syncbn.SyncBatchNorm2d(CHANNELS, dtype=torch.float64)
     [row] = measured(layer, x.masked_fill(~mask[:, None], math.nan), num_slices=2, mask=mask)
     valid = [
-        x[samples].movedim(1, -1)[mask[samples].expand(2, 2, 2)] for samples in (slice(0, 2), slice(2, 4))
+        part.movedim(1, -1)[its_mask.expand(2, 2, 2)] for part, its_mask in zip(x.split(2), mask.split(2), strict=True)
     ]  # (n_r, C) each
-    assert row[3:10] == pytest.approx(figures_by_hand([valid]), rel=1e-9)
+    assert row[3:10] == by_hand(*valid)
 
 
 def test_sequences_count_their_values() -> None:
     values = batch(5).movedim(1, -1).reshape(20, CHANNELS)
     sequences = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 3, 10, 20]))
     [row] = measured(syncbn.SyncBatchNorm(CHANNELS, dtype=torch.float64), sequences, num_slices=2)
-    assert row[3:10] == pytest.approx(figures_by_hand([[*values.tensor_split(2)]]), rel=1e-9)
+    assert row[3:10] == by_hand(*values.tensor_split(2))
 
 
 @pytest.mark.parametrize("values_per_rank", [1, 4, 50])
@@ -118,29 +123,21 @@ def test_sorted_data() -> None:
 
 
 def test_constant_channels_are_left_out() -> None:
-    x = batch(4)
+    """A small deviation around a large mean is none, and NaN is to be seen."""
+    layer, x = nn.BatchNorm2d(CHANNELS, dtype=torch.float64), batch(4)
     x[:, 0] = 0.1
-    [row] = measured(nn.BatchNorm2d(CHANNELS, dtype=torch.float64), x, num_slices=2)
-    assert row[3:10] == pytest.approx(figures_by_hand([[*x[:, 1:].tensor_split(2)]]), rel=1e-9)
-    noise = measured(nn.BatchNorm2d(CHANNELS), torch.full((4, CHANNELS, 2, 2), 0.1), num_slices=2)
-    [row] = noise
-    assert math.isnan(row.mean_deviation)
-    assert math.isnan(row.values_per_rank)
-    assert not row.gains
+    [row] = measured(layer, x, num_slices=2)
+    assert row[3:10] == by_hand(*x[:, 1:].tensor_split(2))
+    noise = measured(layer, torch.full_like(x, 0.1), num_slices=2)
+    assert math.isnan(noise[0].mean_deviation)
+    assert math.isnan(noise[0].values_per_rank)
+    assert not noise[0].gains
     assert gains_in_table(noise) == "-"
-
-
-def test_a_small_deviation_around_a_large_mean_is_no_constant() -> None:
-    x = torch.randn(64, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 0.01 + 100
-    [row] = measured(nn.BatchNorm1d(1, dtype=torch.float64), x, num_slices=2)
-    assert row[3:10] == pytest.approx(figures_by_hand([[*x.tensor_split(2)]]), rel=1e-6)
-
-
-def test_nan_is_to_be_seen() -> None:
-    x = batch(4)
+    small = torch.randn(64, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 0.01 + 100
+    [row] = measured(nn.BatchNorm1d(1, dtype=torch.float64), small, num_slices=2)
+    assert row[3:10] == by_hand(*small.tensor_split(2), rel=1e-6)
     x[0, 0, 0, 0] = math.nan
-    [row] = measured(nn.BatchNorm2d(CHANNELS, dtype=torch.float64), x, num_slices=2)
-    assert math.isnan(row.mean_deviation)
+    assert math.isnan(measured(layer, x, num_slices=2)[0].mean_deviation)
 
 
 class Twice(nn.Module):
@@ -192,7 +189,7 @@ def test_compiled_modules_run_in_eager_mode() -> None:
     compiled = torch.compile(layer, backend="eager")
     compiled(batch(4))
     [row] = measured(compiled, batch(4), num_slices=2)
-    assert row[3:10] == pytest.approx(figures_by_hand([[*batch(4).tensor_split(2)]]), rel=1e-9)
+    assert row[3:10] == by_hand(*batch(4).tensor_split(2))
     torch._dynamo.reset()
 
 
@@ -211,22 +208,6 @@ def test_the_table() -> None:
     assert repr(noise) == str(noise)
     assert "gains: yes where a rank's outputs are off by more than 0.1" in lines[-2]
     assert "yes" in str(measured(model, batch(4), num_slices=2))
-
-
-def test_an_exception_leaves_nothing() -> None:
-    layer = nn.BatchNorm2d(CHANNELS)
-
-    def fail_in_block() -> None:
-        with syncbn.measure_local_noise(layer, num_slices=2) as noise:
-            layer(batch(4).float())
-            found.append(noise)
-            raise KeyError("no such image")
-
-    found: list[object] = []
-    with pytest.raises(KeyError):
-        fail_in_block()
-    assert found == [[]]
-    assert not layer._forward_pre_hooks
 
 
 class OfTokens(nn.BatchNorm1d):
@@ -265,7 +246,7 @@ def test_what_the_class_normalises_is_measured(kind: Any, converted: bool) -> No
         syncbn.convert_syncbn_model(model)
     state = torch.overrides._len_torch_function_stack()
     [row] = measured(model, x, num_slices=2)
-    assert row[3:10] == pytest.approx(figures_by_hand([[*x.transpose(1, 2).tensor_split(2)]]), rel=1e-9)
+    assert row[3:10] == by_hand(*x.transpose(1, 2).tensor_split(2))
     assert torch.overrides._len_torch_function_stack() == state
     assert not any(module._forward_hooks or "_train_over_ranks" in vars(module) for module in model.modules())
 
@@ -279,27 +260,36 @@ def test_options_of_a_class_are_its_own() -> None:
     assert not noise.not_measured
 
 
-def test_a_forward_that_fails_leaves_nothing() -> None:
-    layer = nn.BatchNorm2d(CHANNELS, dtype=torch.float64)
+class Interrupted(nn.BatchNorm2d):
+    """torch calls no hooks after its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+
+def test_what_fails_leaves_nothing() -> None:
     depth = torch.overrides._len_torch_function_stack()
+    layer = nn.BatchNorm2d(CHANNELS, dtype=torch.float64)
     with syncbn.measure_local_noise(layer, num_slices=2) as noise:
         with pytest.raises(ValueError, match="expected 4D"):
             layer(batch(4)[0])
         assert torch.overrides._len_torch_function_stack() == depth
         layer(batch(4))
     assert [row.num_calls for row in noise] == [1]
+    found: list[LocalNoise] = []
 
+    def fail_in_block() -> None:
+        with syncbn.measure_local_noise(layer, num_slices=2) as noise:
+            found.append(noise)
+            layer(batch(4))
+            raise KeyError("no such image")
 
-def test_an_interrupt_leaves_nothing() -> None:
-    """For which torch calls no hooks after the forward."""
-
-    class Interrupted(nn.BatchNorm1d):
-        def forward(self, x: Tensor) -> Tensor:
-            raise KeyboardInterrupt
-
-    depth = torch.overrides._len_torch_function_stack()
+    with pytest.raises(KeyError):
+        fail_in_block()
+    assert found == [[]]
+    assert not layer._forward_pre_hooks
     with pytest.raises(KeyboardInterrupt):
-        measured(Interrupted(CHANNELS), torch.randn(4, CHANNELS), num_slices=2)
+        measured(Interrupted(CHANNELS), batch(4), num_slices=2)
     assert torch.overrides._len_torch_function_stack() == depth
 
 

@@ -100,6 +100,10 @@ def zeros(tensor: Tensor) -> Tensor:
     return torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype)
 
 
+class OwnTensor(Tensor):
+    pass
+
+
 class Own(nn.BatchNorm1d):
     def _check_input_dim(self, input: Tensor) -> None:
         super()._check_input_dim(input)
@@ -123,7 +127,7 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     "16 bits": ({"input": X.bfloat16(), "z": Z.bfloat16()}, PLAN),
     "integers": ({"input": X.int()}, TypeError),
     "x is negative": ({"input": negative(X)}, SIDE_ROAD),
-    "class of x": ({"input": X.as_subclass(type("Own", (Tensor,), {}))}, SIDE_ROAD),
+    "class of x": ({"input": X.as_subclass(OwnTensor)}, SIDE_ROAD),
     "no residual": ({"z": None}, PLAN),
     "shape of the residual": ({"z": Z[:1]}, ValueError),
     "strides of the residual": ({"z": channel_innermost(Z)}, SIDE_ROAD),
@@ -148,6 +152,9 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     "class of eps": ({"eps": True}, TypeError),
     "eps is an int": ({"eps": 1}, SIDE_ROAD),
     "eps of NumPy": ({"eps": np.float64(1.0)}, SIDE_ROAD),
+    "eps is a list": ({"eps": [1.0]}, TypeError),
+    "eps is an array": ({"eps": np.array(1.0)}, TypeError),
+    "channel_dim is a list": ({"channel_dim": [1]}, TypeError),
     "eps is 0": ({"eps": 0.0}, ValueError),
     "no momentum": ({"momentum": None}, PLAN),
     "momentum without a counter": ({"momentum": None, "counter": None}, TypeError),
@@ -161,6 +168,7 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     "channel_dim that is not there": ({"channel_dim": 3}, ValueError),
     "relu": ({"relu": True}, PLAN),
     "class of relu": ({"relu": np.bool_(False)}, SIDE_ROAD),
+    "relu of NumPy": ({"relu": np.bool_(True)}, SIDE_ROAD),
     "num_channels": ({"num_channels": 4}, ValueError),
     "no num_channels": ({"num_channels": None}, PLAN),
     "mask": ({"mask": torch.ones(3, dtype=torch.bool)}, SIDE_ROAD),
@@ -177,13 +185,10 @@ def test_each_ingredient_of_the_key(name: str, planned_first: bool) -> None:
     """Without it in the key a call runs by the plan of another: with that one's dtypes, at addresses that hold other
     numbers, or although it is wrong."""
     others, outcome = DIFFERENCES[name]
-    if planned_first:
-        base = plan.forward_plan(Arguments(**changed()))
-        assert base is not None
+    base = plan.forward_plan(Arguments(**changed())) if planned_first else None
     other = plan.forward_plan(Arguments(**changed(**others)))
-    if not planned_first:
-        base = plan.forward_plan(Arguments(**changed()))
-        assert base is not None
+    base = base or plan.forward_plan(Arguments(**changed()))
+    assert base is not None
     assert other is not base
     assert (other is not None) == (outcome == PLAN)
     if isinstance(outcome, str):
@@ -191,8 +196,9 @@ def test_each_ingredient_of_the_key(name: str, planned_first: bool) -> None:
             check_step(changed(**others))
         assert taken == ["forward"] * (outcome == SIDE_ROAD)
     else:
-        with pytest.raises(outcome):
-            step.train(Arguments(**changed(**others)), Caller("this test"))
+        for _ in range(2):  # a plan would let it pass the second time
+            with pytest.raises(outcome, match=r"^(?!unhashable)"):  # Python's error would be raised on this rank alone
+                step.train(Arguments(**changed(**others)), Caller("this test"))
     check_step(changed())
 
 
@@ -267,33 +273,6 @@ def test_tensors_on_the_meta_device() -> None:
         step.train(Arguments(**changed(weight=on_meta["weight"])), Caller("this test"))
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"eps": [1.0]}, "eps must be a number, got"),
-        ({"eps": np.array(1.0)}, "eps must be a number, got"),
-        ({"channel_dim": [1]}, "channel_dim must be an int, got"),
-    ],
-    ids=lambda one: next(iter(one)) if isinstance(one, dict) else None,
-)
-def test_what_no_key_can_hold_is_told(bad: dict[str, object], message: str) -> None:
-    """Python's own error, "unhashable type", would be raised on this rank alone, while the others wait for it."""
-    given = Arguments(**changed(**bad))
-    with pytest.raises(TypeError, match=message):
-        step.train(given, Caller("this test"))
-    assert not plan._plans
-
-
-def test_a_bad_argument_gets_no_plan() -> None:
-    """It would then be raised the first time, and never again."""
-    for others, outcome in DIFFERENCES.values():
-        if not isinstance(outcome, str):
-            for _ in range(2):
-                with pytest.raises(outcome):
-                    step.train(Arguments(**changed(**others)), Caller("this test"))
-    assert not plan._plans
-
-
 # Backward.
 
 LAYOUT = Layout.of(X, 1)
@@ -321,10 +300,7 @@ DIFFERENCES_OF_BACKWARD: dict[str, tuple[dict[str, object], bool]] = {
     **{f"{name} is negative": ({name: negative(BASE_OF_BACKWARD[name])}, False) for name in TENSORS},
     **{f"{name} is zero": ({name: zeros(BASE_OF_BACKWARD[name])}, False) for name in TENSORS},
     **{f"{name} is wrapped": ({name: escaped(BASE_OF_BACKWARD[name])}, False) for name in TENSORS},
-    **{
-        f"class of {name}": ({name: BASE_OF_BACKWARD[name].as_subclass(type("Own", (Tensor,), {}))}, False)
-        for name in TENSORS
-    },
+    **{f"class of {name}": ({name: BASE_OF_BACKWARD[name].as_subclass(OwnTensor)}, False) for name in TENSORS},
     "no weight": ({"weight": None}, True),
     "no y": ({"y": None}, True),
     "layout": ({"layout": Layout.of(X, 2)}, True),

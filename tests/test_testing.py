@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import re
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import trained_as_one
-from jobs import ON_TWO_RANKS, run, start_ranks
+from jobs import run, run_on_ranks, start_ranks
 from torch import Tensor, nn
 
 import syncbn
@@ -25,12 +24,7 @@ from syncbn.cli.info import info
 from syncbn.kernels import cpu
 from syncbn.testing import assert_matches_full_batch
 
-
-@pytest.fixture(autouse=True)
-def ranks_start_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By forking a process that has imported what they need."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "syncbn.testing"])
-    monkeypatch.setattr(testing, "START_METHOD", "forkserver")
+pytestmark = pytest.mark.usefixtures("ranks_start_faster")
 
 
 @pytest.mark.parametrize(("world_size", "start_method"), [(1, "forkserver"), (2, "spawn"), (3, "forkserver")])
@@ -40,17 +34,12 @@ def test_a_converted_model_trains_as_one(world_size: int, start_method: str, mon
     assert_matches_full_batch(trained_as_one.model, trained_as_one.batch(5), F.cross_entropy, world_size)
 
 
-def test_in_float32_and_by_node() -> None:
+def test_other_models_train_as_one() -> None:
+    """In float32 and by node; of layers without an original class; with layers whose statistics are frozen."""
     batch = trained_as_one.batch(4)
     assert_matches_full_batch(trained_as_one.model_by_node, batch, F.cross_entropy, dtype=torch.float32)
-
-
-def test_layers_without_an_original_class() -> None:
-    assert_matches_full_batch(trained_as_one.built_model, trained_as_one.batch(4)[:1], trained_as_one.mean_square)
-
-
-def test_frozen_layers_stay_frozen() -> None:
-    assert_matches_full_batch(trained_as_one.frozen_model, trained_as_one.batch(4), F.cross_entropy)
+    assert_matches_full_batch(trained_as_one.built_model, batch[:1], trained_as_one.mean_square)
+    assert_matches_full_batch(trained_as_one.frozen_model, batch, F.cross_entropy)
 
 
 def test_a_model_that_returns_its_loss_and_changes_its_input() -> None:
@@ -108,37 +97,38 @@ def test_a_rank_that_fails_tells_why(
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
 def test_bad_arguments(change: dict[str, object], error: type[Exception], message: str) -> None:
-    good: dict[str, object] = {
-        "model_fn": trained_as_one.model,
-        "batch": trained_as_one.batch(4),
-        "loss_fn": F.cross_entropy,
-        "world_size": 2,
-    }
+    good = {"model_fn": trained_as_one.model, "batch": trained_as_one.batch(4), "loss_fn": F.cross_entropy}
     with pytest.raises(error, match=message):
-        assert_matches_full_batch(**(good | change))
+        assert_matches_full_batch(**(good | {"world_size": 2} | change))
 
 
 # python -m syncbn.
 
-SYNCBN = ["-m", "syncbn"]
+
+def here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | None:
+    """The exit status in this process."""
+    monkeypatch.setattr(sys, "argv", ["syncbn", *arguments])
+    return __main__.main()
 
 
-def test_info() -> None:
-    facts = json.loads(run(sys.executable, *SYNCBN, "info", "--json"))
+def test_info(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = json.loads(run(sys.executable, "-m", "syncbn", "info", "--json"))
     assert facts["torch"] == torch.__version__
     assert facts["syncbn"] == f"{syncbn.__version__}, {Path(syncbn.__file__).resolve().parent}"
-    assert run(sys.executable, *SYNCBN, "--version") == f"syncbn {syncbn.__version__}\n"
     assert facts["kernels"] == syncbn.kernels.available()
     assert "gloo" in facts["backends"]
-    table = run(sys.executable, *SYNCBN, "info")
+    assert here(monkeypatch, "info") == 0
+    table = capsys.readouterr().out
     assert all(name in table for name in facts)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        here(monkeypatch, "--version")
+    assert capsys.readouterr().out == f"syncbn {syncbn.__version__}\n"
 
 
 def test_no_path_or_figure_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """In a terminal that is narrow, too."""
     monkeypatch.setenv("COLUMNS", "20")
-    monkeypatch.setattr(sys, "argv", ["syncbn", "info"])
-    assert __main__.main() == 0
+    assert here(monkeypatch, "info") == 0
     lines = capsys.readouterr().out.splitlines()
     for line, (name, value) in zip(lines, info().items(), strict=True):
         assert line.startswith(f"{name}  ")
@@ -153,8 +143,7 @@ def test_rank_0_prints_and_a_shell_that_has_a_rank(
 ) -> None:
     for name in variables:
         monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(sys, "argv", ["syncbn", "info"])
-    assert __main__.main() == 0
+    assert here(monkeypatch, "info") == 0
     assert bool(capsys.readouterr().out) == printed
 
 
@@ -179,8 +168,10 @@ def test_info_finds_apexs_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert info()["apex's module of the same name"].startswith(f"{extension}: ")
 
 
-def test_check_on_two_ranks() -> None:
-    result = json.loads(run(*ON_TWO_RANKS, *SYNCBN, "check", "--json", "--layers", 10, "--channels", 32))
+def test_check_on_two_ranks(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import sys; from syncbn import __main__; sys.exit(__main__.main())")
+    result = json.loads(run_on_ranks(2, program, "check", "--json", "--layers", 10, "--channels", 32))
     assert result["passed"]
     assert (result["ranks"], result["backend"], result["synced"]) == (2, "gloo", "")
     kinds = {(one["dtype"], one["what"]) for one in result["accuracy"]}
@@ -217,9 +208,8 @@ sys.exit(__main__.main())
 
 
 def check_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["syncbn", "check", *arguments])
     monkeypatch.delenv("RANK", raising=False)
-    return __main__.main()
+    return here(monkeypatch, "check", *arguments)
 
 
 def test_exit_statuses_of_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,13 +222,12 @@ def test_exit_statuses_of_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         check_here(monkeypatch, "--layers", "0")
     assert caught.value.code == 2
     assert "must be a whole number from 1, got '0'" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["syncbn", "check"])
     monkeypatch.setenv("RANK", "0")  # as a cluster's shell may, without the others
     for name in __main__.SET_BY_TORCHRUN[1:]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as caught:
-        __main__.main()
+        here(monkeypatch, "check")
     assert caught.value.code == 2
     missing = "RANK is set, but not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; torchrun sets all of them"
     assert missing in capsys.readouterr().err
@@ -248,8 +237,6 @@ def test_exit_statuses_of_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr(check, "_model", lambda: model)
     assert check_here(monkeypatch) == 1
     assert "FAILED" in capsys.readouterr().out
-
-
-def test_check_on_one_process_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.undo()
     assert check_here(monkeypatch, "--json") == 0
     assert json.loads(capsys.readouterr().out)["passed"]

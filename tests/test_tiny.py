@@ -10,6 +10,7 @@ import syncbn
 from syncbn.testing import assert_matches_full_batch
 
 
+@pytest.mark.usefixtures("ranks_start_faster")
 def test_the_tour() -> None:
     torch.manual_seed(0)
 

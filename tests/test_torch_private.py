@@ -6,7 +6,7 @@ import inspect
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from conftest import GROUP_TIMEOUT
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -23,45 +25,106 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import syncbn
 from syncbn import torch_private, torch_state
 
-TIMEOUT = timedelta(seconds=77)
+QUESTIONS: dict[str, Callable[[], object]] = {
+    "plain": torch_state.runs_plainly,
+    "functorch": torch_state.inside_functorch,
+    "forward mode": lambda: torch_state.forward_mode_level() >= 0,
+    "profiler": torch_state.profiler_enabled,
+    "jit": torch_state.is_jit_tracing,
+    "backward": lambda: torch_state.current_backward() != -1,
+    "vmap": torch_private.inside_vmap,
+    "vmap or forward mode": torch_private.inside_vmap_or_forward_mode,
+    "dispatch mode": lambda: torch_private.current_dispatch_mode() is not None,
+    "selective checkpoint": torch_private.inside_selective_checkpoint,
+}
+
+Function = Callable[[Tensor], Tensor]
 
 
-@pytest.fixture
-def group() -> Iterator[dist.ProcessGroup]:
-    """A default group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+def within(context: Any) -> Callable[[Function, Tensor], object]:
+    def call(function: Function, x: Tensor) -> None:
+        with context:
+            function(x)
+
+    return call
 
 
-def test_runs_plainly() -> None:
-    """Not where the thread has the keys of a mode, or a transform, nor under a profiler; more in test_dispatcher.py."""
-    seen = []
-
-    def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(torch_state.runs_plainly())
-        return x + 1
-
-    look(torch.ones(2))
-    torch.vmap(look)(torch.ones(2, 2))
-    torch.func.grad(lambda x: look(x).sum())(torch.ones(2))
-    with torch.autograd.forward_ad.dual_level():
-        look(torch.ones(2))
-    with FakeTensorMode():
-        look(torch.ones(2))
-    for profiler in (torch.profiler.profile(acc_events=True), torch.autograd.profiler.profile(acc_events=True)):
-        with profiler:
-            look(torch.ones(2))
-    assert seen == [True, *[False] * 6]
-    seen.clear()
-    with torch.inference_mode(), torch.autocast("cpu"), torch.autograd.graph.saved_tensors_hooks(look, look):
-        look(torch.ones(2))
-    assert seen == [True]
+def checkpointed(**options: Any) -> Callable[[Function, Tensor], object]:
+    """The last call is the recompute."""
+    return lambda function, x: checkpoint(function, x.requires_grad_(), **options).backward()
 
 
-def test_runs_plainly_is_false_in_graphs() -> None:
-    assert not torch.compile(lambda x: x + torch_state.runs_plainly(), backend="eager")(torch.zeros(2)).any()
+def selective() -> object:
+    return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+# How a function is called, and which questions are then answered by yes.
+WAYS: dict[str, tuple[Callable[[Function, Tensor], object], set[str]]] = {
+    "as it is": (lambda f, x: f(x), {"plain"}),
+    "inference mode": (within(torch.inference_mode()), {"plain"}),
+    "autocast": (within(torch.autocast("cpu")), {"plain"}),
+    "saved-tensor hooks": (within(torch.autograd.graph.saved_tensors_hooks(id, id)), {"plain"}),
+    "fake tensors": (within(FakeTensorMode(allow_non_fake_inputs=True)), {"dispatch mode"}),
+    "profiler": (within(torch.profiler.profile(acc_events=True)), {"profiler"}),
+    "autograd's profiler": (within(torch.autograd.profiler.profile(acc_events=True)), {"profiler"}),
+    "dual level": (within(forward_ad.dual_level()), {"forward mode", "vmap or forward mode"}),
+    "jvp": (lambda f, x: torch.func.jvp(f, (x,), (x,)), {"functorch", "forward mode", "vmap or forward mode"}),
+    "vmap": (lambda f, x: torch.vmap(f)(torch.stack((x, x))), {"functorch", "vmap", "vmap or forward mode"}),
+    "grad": (lambda f, x: torch.func.grad(f)(x), {"functorch"}),
+    "vmap of grad": (
+        lambda f, x: torch.vmap(torch.func.grad(f))(torch.stack((x, x))), {"functorch", "vmap", "vmap or forward mode"}
+    ),
+    "grad of vmap": (
+        lambda f, x: torch.func.grad(lambda x: torch.vmap(f)(x).sum())(torch.stack((x, x))),
+        {"functorch", "vmap", "vmap or forward mode"},
+    ),
+    "hessian": (
+        lambda f, x: torch.func.hessian(f)(x), {"functorch", "forward mode", "vmap", "vmap or forward mode"}
+    ),
+    "torch.jit.trace": (lambda f, x: torch.jit.trace(f, x, check_trace=False), {"jit"}),
+    "recompute": (checkpointed(use_reentrant=False), {"plain", "backward"}),
+    "reentrant recompute": (checkpointed(use_reentrant=True), {"plain", "backward"}),
+    "selective recompute": (
+        checkpointed(use_reentrant=False, context_fn=selective), {"backward", "dispatch mode", "selective checkpoint"}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit:FutureWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("name", WAYS)
+def test_how_torch_is_running(name: str) -> None:
+    call, yes = WAYS[name]
+    seen: list[set[str]] = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append({question for question, ask in QUESTIONS.items() if ask()})
+        return x.sin().sum()
+
+    call(function, torch.ones(2))
+    assert seen[-1] == yes
+    function(torch.ones(2))
+    assert seen[-1] == {"plain"}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit.script. is deprecated")  # torch's own
+def test_how_torch_is_running_in_graphs() -> None:
+    """There the transforms alone are asked for, whatever is the outermost."""
+
+    def plain_or_jit(x: Tensor) -> Tensor:
+        return x + torch_state.runs_plainly() + torch_state.is_jit_tracing()
+
+    assert not torch.compile(plain_or_jit, backend="eager")(torch.zeros(2)).any()
+
+    def asks(x: Tensor) -> Tensor:
+        return x.sin() if torch_private.inside_vmap_or_forward_mode() else x
+
+    def transformed(x: Tensor) -> tuple[Tensor, ...]:
+        return asks(x), torch.vmap(asks)(x), torch.func.jvp(asks, (x,), (x,))[0], torch.func.vjp(asks, x)[0]
+
+    x = torch.ones(2)
+    compiled = torch.compile(transformed, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), (x, x.sin(), x.sin(), x))
 
 
 def test_increment_version() -> None:
@@ -83,12 +146,12 @@ def test_direct_apply() -> None:
 
     class Scale(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, weight: None, factor: float) -> torch.Tensor:
+        def forward(ctx: Any, x: Tensor, weight: None, factor: float) -> Tensor:
             ctx.factor = factor
             return x * factor
 
         @staticmethod
-        def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
             return dy * ctx.factor, None, None
 
     x = torch.ones(2, requires_grad=True)
@@ -98,90 +161,20 @@ def test_direct_apply() -> None:
     assert torch.equal(x.grad, torch.full((2,), 3.0))
 
 
-def test_current_backward() -> None:
-    """Not -1 in a recompute of either kind of checkpointing."""
-    for use_reentrant in (False, True):
-        seen = []
-
-        def forward(x: torch.Tensor, seen: list[bool] = seen) -> torch.Tensor:
-            seen.append(torch_state.current_backward() == -1)
-            return x.sin()
-
-        x = torch.ones(2, requires_grad=True)
-        checkpoint(forward, x, use_reentrant=use_reentrant).sum().backward()
-        assert seen == [True, False]
-
-
-def test_inside_functorch() -> None:
-    seen = []
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append(torch_state.inside_functorch())
-        return x.sum()
-
-    function(torch.ones(2))
-    torch.func.grad(function)(torch.ones(2))
-    assert seen == [False, True]
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode uses it
-def test_forward_mode_level() -> None:
-    seen = []
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append(torch_state.forward_mode_level())
-        return x.sin()
-
-    x = torch.ones(2)
-    function(x)
-    torch.func.jvp(function, (x,), (x,))
-    with torch.autograd.forward_ad.dual_level():
-        function(x)
-    assert seen == [-1, 0, 0]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit.script. is deprecated")  # torch's own
-def test_inside_vmap_and_forward_mode() -> None:
-    """In graphs too, whatever transform is the outermost."""
-    seen = []
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append((torch_private.inside_vmap(), torch_private.inside_vmap_or_forward_mode()))
-        return x.sin().sum()
-
-    x = torch.ones(2)
-    function(x)
-    torch.func.grad(function)(x)
-    torch.vmap(torch.func.grad(function))(torch.ones(3, 2))
-    torch.func.grad(lambda x: torch.vmap(function)(x).sum())(torch.ones(3, 2))
-    torch.func.jvp(function, (x,), (x,))
-    torch.func.hessian(function)(x)
-    assert seen == [(False, False), (False, False), (True, True), (True, True), (False, True), (True, True)]
-
-    def asks(x: torch.Tensor) -> torch.Tensor:
-        return x.sin() if torch_private.inside_vmap_or_forward_mode() else x
-
-    def transformed(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return asks(x), torch.vmap(asks)(x), torch.func.jvp(asks, (x,), (x,))[0], torch.func.vjp(asks, x)[0]
-
-    compiled = torch.compile(transformed, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), (x, x.sin(), x.sin(), x))
-
-
 def test_batched_gradients_and_their_stack() -> None:
     """What is done to the stack is done to each gradient, and has a graph."""
     seen = []
 
     class Doubled(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        def forward(ctx: object, x: Tensor) -> Tensor:
             return 2 * x
 
         @staticmethod
-        def backward(ctx: object, dy: torch.Tensor) -> torch.Tensor:
+        def backward(ctx: object, dy: Tensor) -> Tensor:
             seen.append((torch_private.is_batched_gradient(dy), tuple(dy.shape)))
 
-            def double(stack: torch.Tensor) -> torch.Tensor:
+            def double(stack: Tensor) -> Tensor:
                 seen.append((torch_private.is_batched_gradient(stack), tuple(stack.shape)))
                 return 2 * stack
 
@@ -211,34 +204,10 @@ def test_ragged_dim() -> None:
         assert [size for size in nested.shape if isinstance(size, int)] == [2, 4]
 
 
-def test_profiler_enabled() -> None:
-    assert not torch_state.profiler_enabled()
-    with torch.profiler.profile(acc_events=True):
-        assert torch_state.profiler_enabled()
-    assert not torch_state.profiler_enabled()
-
-
-def test_current_dispatch_mode_and_selective_checkpointing() -> None:
-    assert torch_private.current_dispatch_mode() is None
-    assert not torch_private.inside_selective_checkpoint()
-    seen = []
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        seen.append((torch_private.current_dispatch_mode() is not None, torch_private.inside_selective_checkpoint()))
-        return x.sin()
-
-    def contexts() -> tuple[object, object]:
-        return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
-
-    x = torch.ones(2, requires_grad=True)
-    checkpoint(forward, x, use_reentrant=False, context_fn=contexts).sum().backward()
-    assert seen == [(True, True), (True, True)]
-
-
-def test_all_reduce_operator(group: dist.ProcessGroup) -> None:
+def test_all_reduce_operator(group_of_one: dist.ProcessGroup) -> None:
     """It returns the total, and leaves its argument."""
     values = torch.arange(3.0)
-    total = torch_private.all_reduce_operator(values, group)
+    total = torch_private.all_reduce_operator(values, group_of_one)
     assert torch.equal(total, values)
     assert total.data_ptr() != values.data_ptr()
 
@@ -246,41 +215,37 @@ def test_all_reduce_operator(group: dist.ProcessGroup) -> None:
 def test_constant_in_graphs() -> None:
     """What it marks may do what no graph can hold."""
 
-    @torch_state.constant_in_graphs
     def answer() -> int:
-        return len(sys.modules) > 0 and 42
-
-    def unmarked() -> int:
         return len(inspect.stack()) and 42
 
-    marked = torch_state.constant_in_graphs(lambda: len(inspect.stack()) and 42)
+    def compiled(function: Callable[[], int]) -> Callable[[Tensor], Tensor]:
+        return torch.compile(lambda x: x * function(), backend="eager", fullgraph=True)
+
     x = torch.ones(2)
-    for function in (answer, marked):
-        compiled = torch.compile(lambda x, function=function: x * function(), backend="eager", fullgraph=True)
-        assert torch.equal(compiled(x), 42 * x)
     with pytest.raises(Exception, match=r"(?i)dynamo|unsupported|graph"):
-        torch.compile(lambda x: x * unmarked(), backend="eager", fullgraph=True)(x)
+        compiled(answer)(x)
+    assert torch.equal(compiled(torch_state.constant_in_graphs(answer))(x), 42 * x)
 
 
 @pytest.mark.skipif(not hasattr(torch.compiler.config, "compile_on_one_rank"), reason="torch 2.15 is the first")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
-def test_group_in_graph(group: dist.ProcessGroup) -> None:
+def test_group_in_graph(group_of_one: dist.ProcessGroup) -> None:
     """Without it AOTAutograd copies the graph for backward, and no group can be copied: where this fails to raise, the
     operator is no longer needed."""
 
     class AllReduce(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: object, x: torch.Tensor, in_graph: bool) -> torch.Tensor:
+        def forward(ctx: object, x: Tensor, in_graph: bool) -> Tensor:
             ctx.in_graph = in_graph
             return x * 2
 
         @staticmethod
-        def backward(ctx: object, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        def backward(ctx: object, dy: Tensor) -> tuple[Tensor, None]:
             dy = dy * 2
-            dist.all_reduce(dy, group=torch_private.group_in_graph(group) if ctx.in_graph else group)
+            dist.all_reduce(dy, group=torch_private.group_in_graph(group_of_one) if ctx.in_graph else group_of_one)
             return dy, None
 
-    def gradient(in_graph: bool) -> torch.Tensor:
+    def gradient(in_graph: bool) -> Tensor:
         torch._dynamo.reset()
         x = torch.ones(3, requires_grad=True)
         with torch.compiler.config.patch(compile_on_one_rank=True):
@@ -303,21 +268,6 @@ def test_has_forward_hooks() -> None:
         assert not torch_private.has_forward_hooks(layer)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit:FutureWarning")
-def test_is_jit_tracing() -> None:
-    seen = []
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append(torch_state.is_jit_tracing())
-        return x + 1
-
-    function(torch.ones(2))
-    torch.jit.trace(function, torch.ones(2), check_trace=False)
-    assert seen == [False, True]
-    compiled = torch.compile(lambda x: x + torch_state.is_jit_tracing(), backend="eager", fullgraph=True)
-    assert torch.equal(compiled(torch.ones(2)), torch.ones(2))
-
-
 def test_is_compiled_and_without_compile() -> None:
     layer = nn.Linear(2, 2)
     assert not torch_private.is_compiled(layer)
@@ -337,7 +287,7 @@ def test_replicas() -> None:
     assert layer._replicate_for_data_parallel()._train_over_ranks is not layer._train_over_ranks
 
 
-def test_join_asks_how_many_have_not_joined(group: dist.ProcessGroup) -> None:
+def test_join_asks_how_many_have_not_joined(group_of_one: dist.ProcessGroup) -> None:
     """Before each iteration that a joined rank shadows, and at the end; else syncbn.join would wait for ever."""
     asked = []
 
@@ -353,7 +303,7 @@ def test_join_asks_how_many_have_not_joined(group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own
-def test_is_pipeline_stage(group: dist.ProcessGroup) -> None:
+def test_is_pipeline_stage(group_of_one: dist.ProcessGroup) -> None:
     """A stage of either class; the modules in it are called by its methods."""
     assert not torch_private.is_pipeline_stage(nn.Linear(2, 2))
     from torch.distributed import pipelining
@@ -361,48 +311,49 @@ def test_is_pipeline_stage(group: dist.ProcessGroup) -> None:
     seen = []
     stage = pipelining.PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"))
     pipe = pipelining.pipeline(nn.Linear(2, 2), (torch.ones(1, 2),))
-    for one in (stage, pipe.build_stage(0, torch.device("cpu"), group)):
+    for one in (stage, pipe.build_stage(0, torch.device("cpu"), group_of_one)):
         assert torch_private.is_pipeline_stage(one)
         assert one.stage_index == 0
         one.submod.register_forward_hook(lambda *_: seen.append([frame.frame.f_locals for frame in inspect.stack()]))
         one.forward_maybe_with_nosync(torch.ones(1, 2))
         assert any(of_frame.get("self") is one for of_frame in seen.pop())
     assert stage.group is None
-    assert one.group is group
+    assert one.group is group_of_one
 
 
-def test_default_store_existing_groups_and_timeout(group: dist.ProcessGroup) -> None:
+def test_default_store_existing_groups_and_timeout(group_of_one: dist.ProcessGroup) -> None:
     torch_private.default_store().set("syncbn/test", "here")
     assert torch_private.default_store().get("syncbn/test") == b"here"
     second = dist.new_group([0], timeout=timedelta(seconds=33))
-    assert [*torch_private.existing_groups()] == [group, second]
-    assert torch_private.timeout_of(group) == TIMEOUT
+    assert [*torch_private.existing_groups()] == [group_of_one, second]
+    assert torch_private.timeout_of(group_of_one) == GROUP_TIMEOUT
     assert torch_private.timeout_of(second) == timedelta(seconds=33)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "cpu:gloo,cuda:gloo", None])
-def test_device_of_a_group_with_a_cpu(backend: str | None) -> None:
-    """Where it is not given ("undefined") it has what torch finds: with a GPU nccl, too."""
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
-    for group in (dist.group.WORLD, dist.new_group([0], timeout=TIMEOUT)):
-        assert torch_private.device_of(group) == torch.device("cpu")
-        assert torch_private.timeout_of(group) == TIMEOUT
-    dist.destroy_process_group()
-
-
-def test_device_of_a_group_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of "nccl" and "cuda:nccl". One that is bound to a GPU may have another than the current one."""
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [
+        ("gloo", "cpu"),
+        ("cpu:gloo", "cpu"),
+        ("cpu:gloo,cuda:gloo", "cpu"),
+        (None, "cpu"),  # "undefined": what torch finds, with a GPU nccl too
+        ("cuda:gloo", "cuda:2"),  # the current one, as of "nccl" and "cuda:nccl"
+    ],
+)
+def test_device_of_a_group(backend: str | None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
-    group = dist.group.WORLD
-    assert torch_private.device_of(group) == torch.device("cuda", 2)
-    assert torch_private.timeout_of(group) == TIMEOUT
-    group.bound_device_id = torch.device("cuda", 1)
-    assert torch_private.device_of(group) == torch.device("cuda", 1)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=GROUP_TIMEOUT)
+    world = dist.group.WORLD
+    for group in (world, dist.new_group([0], timeout=GROUP_TIMEOUT)):
+        assert torch_private.device_of(group) == torch.device(device)
+        assert torch_private.timeout_of(group) == GROUP_TIMEOUT
+    if device != "cpu":
+        world.bound_device_id = torch.device("cuda", 1)
+        assert torch_private.device_of(world) == torch.device("cuda", 1)
     dist.destroy_process_group()
 
 
-def test_waits_for_others(group: dist.ProcessGroup) -> None:
+def test_waits_for_others(group_of_one: dist.ProcessGroup) -> None:
     """The frames that call into torch's C++ and wait there, and none of a forward or of this test."""
     calling = set()
 
@@ -427,17 +378,15 @@ def test_waits_for_others(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("group_first", [False, True])
 def test_no_default_argument_keeps_the_group(group_first: bool) -> None:
     """torch.distributed.nn.functional does if it is first imported beside a group: syncbn imports it only before."""
-    make = 'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)'
-    lines = (
-        [make, "import syncbn"] if group_first else ["import syncbn", make, "import torch.distributed.nn.functional"]
+    group = 'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)'
+    parts = (
+        (group, "import syncbn") if group_first else ("import syncbn", group, "import torch.distributed.nn.functional")
     )
-    code = "\n".join(
-        [
-            "import weakref, torch, torch.distributed as dist",
-            *lines,
-            "group = weakref.ref(dist.group.WORLD)",
-            "dist.destroy_process_group()",
-            "assert group() is None",
-        ]
-    )
+    code = f"""
+import weakref, torch, torch.distributed as dist
+{"; ".join(parts)}
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+assert group() is None
+"""
     subprocess.run([sys.executable, "-c", code], check=True)
