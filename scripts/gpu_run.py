@@ -42,13 +42,7 @@ DTYPES = "torch.float32", "torch.bfloat16", "torch.float16", "torch.float64", "n
 NCCL_ON_ONE_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "VERSION"}
 FAULTS = {"kill -9 in forward": "its process", "sleeps": "has waited"}  # and what the other rank says
 NORMS = "nn.BatchNorm2d", "nn.SyncBatchNorm", "syncbn", "syncbn with a group"
-METRICS = {
-    "DRAM %": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-    "issue %": "smsp__issue_active.avg.pct_of_peak_sustained_active",
-    "float64 %": "sm__inst_executed_pipe_fp64.avg.pct_of_peak_sustained_active",
-    "occupancy %": "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "us": "gpu__time_duration.sum",
-}
+NCU = "--csv --page raw --clock-control none --section SpeedOfLight --section Occupancy --section InstructionStats"
 DISTRIBUTED_TESTS = "equality", "ddp", "join", "communication", "groups", "running_stats", "masks", "many"
 
 
@@ -86,19 +80,11 @@ class Process:
 
 def descendants(process: int) -> list[int]:
     """Its children, and theirs."""
-    parents: dict[int, list[int]] = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(file.read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        parents.setdefault(parent, []).append(int(file.parent.name))
-    found, open_ones = [], [process]
-    while open_ones:
-        children = parents.get(open_ones.pop(), [])
-        found += children
-        open_ones += children
-    return found
+    children: list[int] = []
+    for file in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            children += map(int, file.read_text().split())
+    return children + [one for child in children for one in descendants(child)]
 
 
 class Part:
@@ -245,26 +231,16 @@ def speed(part: Part) -> None:
 def ncu(part: Part) -> None:
     """What the kernels of whole tensors use of the GPU."""
     needs("triton")
-    path = program("ncu")
-    query = part.start(path, "--query-metrics")
-    part.wait(query, seconds=20)
-    known = {line.split()[0] for line in query.text().splitlines() if line.strip()}
-    part.forget(query)
-    metrics = {name: metric for name, metric in METRICS.items() if metric.partition(".")[0] in known} or METRICS
-    options = ["--csv", "--page", "raw", "--clock-control", "none", "--metrics", ",".join(metrics.values())]
     source = (SCRIPTS.parent / "syncbn/kernels/gpu_tiles.py").read_text()
     names = "|".join(re.findall(r"^def ([a-z]\w+)", source, re.MULTILINE))
-    kernels = ["--kernel-name", f"regex:^({names})$"]
+    before = program("ncu"), *NCU.split(), "--kernel-name", f"regex:^({names})$"
     shapes = [TINY] if part.dry_run else SHAPES.split()[:4]
-    job = part.python(SCRIPTS / "gpu_static.py", "--launch", "--shapes", *shapes, before=(path, *options, *kernels))
+    job = part.python(SCRIPTS / "gpu_static.py", "--launch", "--shapes", *shapes, before=before)
     part.wait(job)
     lines = job.text().splitlines()
     cases = [line.removeprefix("launched ") for line in lines if line.startswith("launched ")]
     rows = list(csv.DictReader(line for line in lines if line.startswith('"')))[1:]  # the first has the units
-    part.results += [
-        {"case": case, **{name: row.get(metric) for name, metric in metrics.items()}}
-        for case, row in zip(cases, rows, strict=False)
-    ]
+    part.results += [{"case": case, **row} for case, row in zip(cases, rows, strict=False)]
     part.results.append({"ok": len(rows) == len(cases) > 0, "launches": len(cases), "profiled": len(rows)})
 
 
@@ -331,12 +307,8 @@ def resnet(part: Part) -> None:
         part.wait_for(job, "measured", part.deadline)
     part.wait(*jobs.values())
     results = part.all_results()
-    of_modes = {mode: [] for mode in ("eager", "compiled", "CUDA graph")}
-    for result in results:
-        if result.get("batch") == 32 and "ms" in result:
-            of_modes[result["mode"]].append(f"{result['norm']} {result['ms']:.1f} ms")
-    part.summary = "; ".join(f"{mode}: {', '.join(times)}" for mode, times in of_modes.items() if times)
-    part.summary += "".join({f"; {result['note']}" for result in results if "note" in result})
+    times = [f"{one['mode']} {one['norm']} {one['ms']:.1f} ms" for one in results if "ms" in one and one["batch"] == 32]
+    part.summary = "; ".join([*times, *{one["note"] for one in results if "note" in one}])
 
 
 def ends_of(part: Part) -> str:
