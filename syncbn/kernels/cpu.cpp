@@ -1,8 +1,8 @@
-// The kernels for CPU tensors: plain C functions over addresses and sizes, which cpu.py calls. What each computes is said
-// in reference.py.
+// The kernels for CPU tensors: plain C functions over addresses and sizes, which cpu.py calls. What each computes is
+// said in reference.py.
 //
-// A tensor is (outer, channels, inner) numbers in memory. Where inner is large, each run of it has one channel ("runs").
-// Else a row of (channels, inner) has channel and inner in its columns ("rows"); several short rows make a long one.
+// A tensor is (outer, channels, inner) numbers in memory. Where inner is large, each run of it has one channel
+// ("runs"). Else a row of (channels, inner) has channel and inner in its columns ("rows"); short rows make a long one.
 //
 // Sums are doubles, made of parts that depend on the sizes only: a result does not depend on the number of threads. No
 // multiplication is fused with an addition (-ffp-contract=off), so that unlike processors of one job agree.
@@ -12,6 +12,7 @@
 // returns a Status. The only symbol of torch is declared here, so that the functions are built without it.
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -25,6 +26,7 @@
 #endif
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
+#define INLINED __attribute__((always_inline))  // the bodies of loops, which GCC must inline
 
 // In libtorch_cpu from torch 2.10: calls body(begin, end, context) for ranges of at least `grain`, on torch's threads.
 extern "C" int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*),
@@ -33,28 +35,25 @@ extern "C" int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain,
 namespace {
 
 // The last four: of what all ranks have sent, see syncbn_forward_outputs.
-enum Status : int { OK, UNKNOWN_DTYPE, NO_THREADS, NO_MEMORY, RANKS_DIFFER, FAULT, ONE_VALUE, NOT_FINITE };
+enum Status : int { OK, NO_THREADS = 2, NO_MEMORY, RANKS_DIFFER, FAULT, ONE_VALUE, NOT_FINITE };
 enum Dtype : int { NONE = -1, FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
+enum BFloat16 : uint16_t {};
+enum Half : uint16_t {};
+template <typename T> using Compute = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-struct BFloat16 {
-  uint16_t bits;
-};
-struct Half {
-  uint16_t bits;
-};
-template <typename T>
-using Compute = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-constexpr int64_t GRAIN = 32768;          // values that are worth the start of a thread
-constexpr int64_t SHORTEST_RUN = 32;      // values
-constexpr int64_t LONG_ROW = 64;          // values, so that the rest behind whole vectors is small
-constexpr int64_t PADDING = 16;           // numbers, as many as the widest vector has
-constexpr int64_t LEAST_VALUES = 512;     // of a channel in a part of a sum over runs, which is two doubles
+constexpr int64_t GRAIN = 32768;              // values that are worth the start of a thread
+constexpr int64_t PART = 2 * GRAIN;           // values of a part of a sum
+constexpr int64_t SHORTEST_RUN = 32;          // values
+constexpr int64_t LONG_ROW = 64;              // values, so that the rest behind whole vectors is small
+constexpr int64_t PADDING = 16;               // numbers, as many as the widest vector has
+constexpr int64_t LEAST_VALUES = 512;         // of a channel in a part of a sum over runs, which is two doubles
+constexpr int64_t LEAST_ROWS = 32;            // in a part of a sum, whose two doubles a column are half a byte a value
 constexpr int64_t STREAMED_BYTES = 16 << 20;  // of an output, from which on it is not found in the caches again
-constexpr int64_t ALIGNED = 64;           // bytes
-constexpr int64_t LEAST_ROWS = 32;        // in a part of a sum, whose two doubles for each column are half a byte a value
-constexpr int64_t MOST_COEFFICIENTS = 4;  // of a map
-constexpr int64_t OWN_SCRATCH = 4096;     // doubles
+constexpr int64_t ALIGNED = 64;               // bytes
+constexpr int64_t MOST_COEFFICIENTS = 4;      // of a map
+constexpr int64_t ONES_BEHIND_ZEROS[2 * PADDING] = {0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,
+                                                    -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
+constexpr int64_t OWN_SCRATCH = 8192;         // doubles
 
 int64_t divided_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
 
@@ -62,228 +61,75 @@ struct Sizes {
   int64_t outer, channels, inner;
 
   int64_t numel() const { return outer * channels * inner; }
-  bool in_runs() const { return inner >= SHORTEST_RUN; }
   int64_t columns() const { return channels * inner; }
-  // As many as make whole vectors, whatever the columns.
-  int64_t rows_in_one() const { return columns() < LONG_ROW && outer >= PADDING ? PADDING : 1; }
-  int64_t long_row() const { return columns() * rows_in_one(); }
-  int64_t long_rows() const { return outer / rows_in_one(); }
+  bool in_runs() const { return inner >= SHORTEST_RUN; }
+
+  // A piece is a run or a row. So many short rows make a long one that whole vectors fill it; the last may be shorter.
+  int64_t rows_in_one() const { return columns() < LONG_ROW ? std::clamp<int64_t>(outer, 1, PADDING) : 1; }
+  int64_t piece() const { return in_runs() ? inner : columns() * rows_in_one(); }
 
   // A part of a sum: of runs some outers of some channels, one behind another in memory as far as may be; or some rows.
   int64_t outers_of_part() const {
     int64_t least = std::min(divided_up(LEAST_VALUES, inner), outer);
-    return std::clamp(2 * GRAIN / std::max<int64_t>(1, columns()), std::max<int64_t>(1, least), std::max<int64_t>(1, outer));
+    return std::max<int64_t>(1, std::clamp(PART / std::max<int64_t>(1, columns()), least, outer));
   }
   int64_t channels_of_part() const {
-    return std::clamp<int64_t>(2 * GRAIN / (outers_of_part() * inner), 1, std::max<int64_t>(1, channels));
+    return std::max<int64_t>(1, std::min(PART / (outers_of_part() * inner), channels));
   }
   int64_t rows_of_part() const {
-    return std::max(LEAST_ROWS, 2 * GRAIN / std::max<int64_t>(1, long_row()) / LEAST_ROWS * LEAST_ROWS);
+    return std::max(LEAST_ROWS, PART / std::max<int64_t>(1, piece()) / LEAST_ROWS * LEAST_ROWS);
   }
-  // The doubles that are the parts of both sums.
-  int64_t size_of_parts() const {
-    if (in_runs()) return divided_up(outer, outers_of_part()) * 2 * channels;
-    return (long_rows() / rows_of_part() + 1) * 2 * (long_row() + PADDING);
+  int64_t values_of_part() const {
+    return in_runs() ? outers_of_part() * channels_of_part() * inner : rows_of_part() * std::max<int64_t>(1, piece());
   }
+  int64_t num_parts() const {  // of the sums of a channel
+    return in_runs() ? divided_up(outer, outers_of_part()) : divided_up(numel(), values_of_part());
+  }
+  int64_t blocks() const { return in_runs() ? divided_up(channels, channels_of_part()) : 1; }  // of channels
 
-  // Whether a map's coefficients must be copied out, one for each column: for rows with inner > 1, and for short rows.
-  bool needs_spread() const { return !in_runs() && (inner != 1 || channels < LONG_ROW); }
-
-  // One number of each channel -> of each channel in runs, else of each column of a long row, then PADDING more.
-  template <typename Number, typename From>
-  const Number* spread(const From* of_channel, Number* to) const {
-    int64_t repeats = in_runs() ? 1 : inner, column = 0;
-    for (int64_t row = 0; row < (in_runs() ? 1 : rows_in_one()); ++row)
-      for (int64_t channel = 0; channel < channels; ++channel)
-        for (int64_t index = 0; index < repeats; ++index) to[column++] = Number(of_channel[channel]);
-    std::fill_n(to + column, PADDING, Number(0));
+  // Calls body(column, channel) for each channel in runs, else for each column of a long row.
+  template <typename Body>
+  void for_columns(const Body& body) const {
+    int64_t rows = in_runs() ? 1 : rows_in_one(), repeats = in_runs() ? 1 : inner, column = 0;
+    for (int64_t row = 0; row < rows; ++row)
+      if (repeats == 1)
+        for (int64_t channel = 0; channel < channels; ++channel) body(column++, channel);
+      else
+        for (int64_t channel = 0; channel < channels; ++channel)
+          for (int64_t index = 0; index < repeats; ++index) body(column++, channel);
+  }
+  int64_t spread_size() const { return (in_runs() ? channels : piece()) + PADDING; }
+  // One number of each channel -> of each such column, then PADDING more.
+  template <typename Number>
+  const Number* spread(const double* of_channels, Number* to) const {
+    for_columns([&](int64_t column, int64_t channel) { to[column] = Number(of_channels[channel]); });
+    std::fill_n(to + spread_size() - PADDING, PADDING, Number(0));
     return to;
   }
-  int64_t spread_size() const { return (in_runs() ? channels : long_row()) + PADDING; }
-};
-
-template <typename Body>
-Status parallel(int64_t count, int64_t values_each, const Body& body) {
-  int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, values_each));
-  if (count <= grain) {
-    if (count > 0) body(0, count);
-    return OK;
+  // And back: adds what columns have to what channels have.
+  void gather(const double* of_columns, double* of_channels) const {
+    for_columns([&](int64_t column, int64_t channel) { of_channels[channel] += of_columns[column]; });
   }
-  auto call = [](int64_t begin, int64_t end, void* context) { (*static_cast<const Body*>(context))(begin, end); };
-  return torch_parallel_for(0, count, grain, call, const_cast<Body*>(&body)) ? NO_THREADS : OK;
-}
-
-// What GCC must inline: the bodies of loops.
-#define INLINED __attribute__((always_inline))
-
-namespace baseline {
-#define WIDTH 16
-#include "cpu_loops.h"
-#undef WIDTH
-}  // namespace baseline
-
-#if defined(GCC_TARGETS)
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-namespace avx2 {
-#define WIDTH 32
-#include "cpu_loops.h"
-#undef WIDTH
-}  // namespace avx2
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512")
-namespace avx512 {
-#define WIDTH 64
-#include "cpu_loops.h"
-#undef WIDTH
-}  // namespace avx512
-#pragma GCC pop_options
-#endif
-
-enum class Instructions { BASELINE, AVX2, AVX512 };
-
-// The best that the processor has, or what torch's own variable asks for.
-Instructions best_instructions() {
-  const char* asked = std::getenv("ATEN_CPU_CAPABILITY");
-  if (!asked) asked = "";
-  if (!std::strcmp(asked, "default")) return Instructions::BASELINE;
-#if defined(GCC_TARGETS)
-  if (std::strcmp(asked, "avx2") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-    return Instructions::AVX512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-    return Instructions::AVX2;
-#endif
-  return Instructions::BASELINE;
-}
-
-const Instructions instructions = best_instructions();
-
-// Runs a statement in which SET is the namespace of the best instructions.
-#if defined(GCC_TARGETS)
-#define WITH_BEST_INSTRUCTIONS(...)                \
-  if (instructions == Instructions::AVX512) {      \
-    namespace SET = avx512;                        \
-    __VA_ARGS__;                                   \
-  } else if (instructions == Instructions::AVX2) { \
-    namespace SET = avx2;                          \
-    __VA_ARGS__;                                   \
-  } else {                                         \
-    namespace SET = baseline;                      \
-    __VA_ARGS__;                                   \
-  }
-#else
-#define WITH_BEST_INSTRUCTIONS(...) \
-  {                                 \
-    namespace SET = baseline;       \
-    __VA_ARGS__;                    \
-  }
-#endif
-
-template <typename Body>
-Status with_dtype(int dtype, const Body& body) {
-  switch (dtype) {
-    case FLOAT32: return body(float{});
-    case FLOAT64: return body(double{});
-    case BFLOAT16: return body(BFloat16{});
-    case FLOAT16: return body(Half{});
-    default: return UNKNOWN_DTYPE;
-  }
-}
-
-// The numbers of channels that a user brings, of any dtype.
-
-double to_double(float number) { return number; }
-double to_double(double number) { return number; }
-double to_double(BFloat16 number) {
-  uint32_t bits = uint32_t(number.bits) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-double to_double(Half number) {
-  Half two[2] = {number, {0}};
-  return baseline::read<2>(two)[0];
-}
-
-// Rounded by way of float, as torch rounds a double.
-template <typename T>
-T from_double(double number) {
-  if constexpr (std::is_same_v<T, double>) {
-    return number;
-  } else {
-    T rounded[2];
-    baseline::write<2>(rounded, baseline::Vector<float, 2>{float(number), 0});
-    return rounded[0];
-  }
-}
-
-// Those that a user brings, of any dtype, as doubles; `otherwise` where there are none.
-void widen_numbers(const void* numbers, int dtype, int64_t channels, double otherwise, double* to) {
-  if (!numbers) {
-    std::fill_n(to, channels, otherwise);
-    return;
-  }
-  with_dtype(dtype, [&](auto zero) {
-    auto* from = static_cast<const decltype(zero)*>(numbers);
-    for (int64_t channel = 0; channel < channels; ++channel)
-      to[channel] = to_double(baseline::load<decltype(zero)>(from + channel));
-    return OK;
-  });
-}
-
-// numbers = of(channel), rounded, where there are numbers.
-template <typename Of>
-void set_numbers(void* numbers, int dtype, int64_t channels, const Of& of) {
-  if (!numbers) return;
-  with_dtype(dtype, [&](auto zero) {
-    auto* to = static_cast<decltype(zero)*>(numbers);
-    for (int64_t channel = 0; channel < channels; ++channel)
-      baseline::store(to + channel, from_double<decltype(zero)>(of(channel)));
-    return OK;
-  });
-}
-
-// The memory that a caller brought, or where that is none some on the stack.
-struct Scratch {
-  double own[OWN_SCRATCH];
-  double* doubles;
-
-  explicit Scratch(void* given) : doubles(given ? static_cast<double*>(given) : own) {}
-};
-
-// mean, var, invstd and n, packed; see moments.py.
-template <typename Number>
-struct Statistics {
-  Number *mean, *var, *invstd, *num_values;
-
-  Statistics(Number* packed, int64_t channels)
-      : mean(packed), var(mean + channels), invstd(var + channels), num_values(invstd + channels) {}
 };
 
 // What all calls of a kind have in common; cpu.py has the same fields.
 struct Plan {
-  int64_t outer, channels, inner;
+  Sizes sizes;
   double eps;
   int32_t dtype, weight_dtype, bias_dtype, mean_dtype, var_dtype, grad_weight_dtype, grad_bias_dtype;  // or NONE
   int32_t has_residual, has_y, has_counter;
-  int32_t relu;           // y = max(0, y)
-  int32_t averages;       // the running statistics are the average of all batches: momentum is 1 / counter
-  int32_t is_signed;      // a signature follows the sums and n
+  int32_t relu;       // y = max(0, y)
+  int32_t averages;   // the running statistics are the average of all batches: momentum is 1 / counter
+  int32_t is_signed;  // a signature follows the sums and n
 
-  Sizes sizes() const { return {outer, channels, inner}; }
+  int64_t numbers(int32_t dtype) const { return dtype == NONE ? 0 : sizes.channels; }
 };
 
 constexpr int64_t SIGNATURE = 3;  // doubles
-
 struct ForwardSums {
   const void* x;
-  double* sums;
-  void* scratch;
-  double signature[SIGNATURE];
+  double *sums, *scratch, signature[SIGNATURE];
 };
-
 struct ForwardOutputs {
   const void* x;
   const double* total;
@@ -291,27 +137,89 @@ struct ForwardOutputs {
   void *running_mean, *running_var;
   int64_t* counter;
   void* y;
-  double* statistics;
-  void* scratch;
-  double momentum;
+  double *statistics, *scratch, momentum;  // statistics: mean, var, invstd and n, see moments.py
   int64_t compares;
 };
-
 struct BackwardSums {
   const void *dy, *x, *y;
   const double* statistics;
   double* sums;
-  void *grad_weight, *grad_bias, *scratch;
-  double signature[SIGNATURE];
+  void *grad_weight, *grad_bias;
+  double *scratch, signature[SIGNATURE];
 };
-
 struct BackwardOutputs {
   const void *dy, *x, *y;
   const double *statistics, *total;
   const void* weight;
-  void *grad_x, *grad_residual, *scratch;
+  void *grad_x, *grad_residual;
+  double* scratch;
   int64_t compares;
 };
+
+// The loops over tensors, and over numbers of channels, of a dtype.
+struct Loops {
+  Status (*sum)(const Sizes&, const void* dy, const void* x, const void* y, const double* mean, double* scratch,
+                double* sums);  // of x and x^2 where there is no dy
+  Status (*normalize)(const Plan&, const ForwardOutputs&, const double* coefficients, double* scratch);
+  Status (*input_gradient)(const Plan&, const BackwardOutputs&, const double* coefficients, double* scratch);
+  void (*widen)(const void* from, int64_t count, double* to);
+  void (*narrow)(const double* from, int64_t count, void* to);
+  void (*move)(void* running, int64_t count, const double* statistic, double factor, double momentum);
+};
+
+template <typename Body>
+Status parallel(int64_t count, int64_t values_each, const Body& body) {
+  int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, values_each));
+  if (count <= grain) return body(0, count), OK;
+  auto call = [](int64_t begin, int64_t end, void* context) { (*static_cast<const Body*>(context))(begin, end); };
+  return torch_parallel_for(0, count, grain, call, const_cast<Body*>(&body)) ? NO_THREADS : OK;
+}
+
+namespace baseline {
+#define WIDTH 16
+#include "cpu_loops.h"
+}  // namespace baseline
+
+#if defined(GCC_TARGETS)
+constexpr int TO_NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+namespace avx2 {
+#define WIDTH 32
+#include "cpu_loops.h"
+}  // namespace avx2
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+namespace avx512 {
+#define WIDTH 64
+#include "cpu_loops.h"
+}  // namespace avx512
+#pragma GCC pop_options
+#endif
+
+// Of the best instructions that the processor has, or that torch's own variable asks for; by Dtype.
+const Loops* best_loops() {
+  const char* asked = std::getenv("ATEN_CPU_CAPABILITY");
+  if (asked && !std::strcmp(asked, "default")) return baseline::LOOPS;
+#if defined(GCC_TARGETS)
+  if (!(asked && !std::strcmp(asked, "avx2")) && __builtin_cpu_supports("avx512f") &&
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    return avx512::LOOPS;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    return avx2::LOOPS;
+#endif
+  return baseline::LOOPS;
+}
+
+const Loops* const loops = best_loops();
+
+// Numbers of channels that a user brings, of any dtype; `otherwise` where there are none.
+void widen(const void* numbers, int dtype, int64_t channels, double otherwise, double* to) {
+  if (!numbers) std::fill_n(to, channels, otherwise);
+  else loops[dtype].widen(numbers, channels, to);
+}
+
+// What kernels subtract: all but those of double compute in float, where x - center is exact.
+double center_of(double mean, int dtype) { return dtype == FLOAT64 ? mean : float(mean); }
 
 // Ranks sign with 1, s and s^2, or with zeros. By Cauchy and Schwarz sum 1 * sum s^2 = (sum s)^2 only where all s are
 // the same. A rank with a fault sends NaN for n.
@@ -321,28 +229,9 @@ Status compare(const double* behind) {
   return behind[0] == 1 ? ONE_VALUE : OK;
 }
 
-// Whether a tensor of `count` numbers that exists has no memory.
-bool lacks(const void* address, bool exists, int64_t count) { return !address && exists && count; }
-
-void move(void* running, int dtype, int64_t channels, const double* statistic, double factor, double momentum) {
-  if (!running) return;
-  with_dtype(dtype, [&](auto zero) {
-    auto* numbers = static_cast<const decltype(zero)*>(running);
-    set_numbers(running, dtype, channels, [&](int64_t channel) {
-      double before = to_double(baseline::load<decltype(zero)>(numbers + channel));
-      return (1 - momentum) * before + momentum * (statistic[channel] * factor);
-    });
-    return OK;
-  });
-}
-
-void move_running_stats(const Plan& plan, void* running_mean, void* running_var, const double* packed,
-                        double momentum) {
-  Statistics statistics(packed, plan.channels);
-  double count = *statistics.num_values;
-  if (count > 0) move(running_mean, plan.mean_dtype, plan.channels, statistics.mean, 1, momentum);
-  if (count > 1)
-    move(running_var, plan.var_dtype, plan.channels, statistics.var, count / (count - 1), momentum);
+// Whether of tensors, given by address and how many numbers they have, one has numbers but no memory.
+bool lack_memory(std::initializer_list<std::pair<const void*, int64_t>> tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](auto one) { return !one.first && one.second; });
 }
 
 }  // namespace
@@ -352,158 +241,117 @@ EXPORTED int syncbn_interface() noexcept { return 2; }
 
 // How many bytes of scratch the functions that add up need, or those that map; 0 where what they have is enough.
 EXPORTED int64_t syncbn_scratch(const Plan* plan, int adds) noexcept {
-  Sizes sizes = plan->sizes();
-  int64_t doubles = (MOST_COEFFICIENTS + 2) * sizes.channels;  // and weight and bias
-  if (adds)
-    doubles = sizes.spread_size() + sizes.size_of_parts();
-  else if (sizes.needs_spread())
-    doubles += MOST_COEFFICIENTS * sizes.spread_size();
+  const Sizes& sizes = plan->sizes;
+  int64_t doubles = adds ? sizes.spread_size() * (1 + 2 * sizes.num_parts())
+                         : MOST_COEFFICIENTS * (sizes.channels + sizes.spread_size()) + 2 * sizes.channels;
   return doubles > OWN_SCRATCH ? doubles * sizeof(double) : 0;
 }
 
 EXPORTED int syncbn_forward_sums(const Plan* plan, const ForwardSums* call) noexcept {
-  Sizes sizes = plan->sizes();
-  if (lacks(call->x, true, sizes.numel())) return NO_MEMORY;
-  Scratch scratch(call->scratch);
-  double *sums = call->sums, *behind = sums + 2 * sizes.channels;
-  std::fill_n(sums, 2 * sizes.channels, 0.0);
+  const Sizes& sizes = plan->sizes;
+  if (lack_memory({{call->x, sizes.numel()}})) return NO_MEMORY;
+  double* behind = call->sums + 2 * sizes.channels;
+  std::fill_n(call->sums, 2 * sizes.channels, 0.0);
   *behind = double(sizes.outer * sizes.inner);
   if (plan->is_signed) std::copy_n(call->signature, SIGNATURE, behind + 1);
-  return with_dtype(plan->dtype, [&](auto zero) {
-    using T = decltype(zero);
-    WITH_BEST_INSTRUCTIONS(
-        return SET::sum(sizes, SET::Squares<T>{static_cast<const T*>(call->x)}, scratch.doubles, sums));
-  });
-}
-
-EXPORTED int syncbn_forward_outputs(const Plan* plan, const ForwardOutputs* call) noexcept {
-  Sizes sizes = plan->sizes();
-  int64_t channels = sizes.channels;
-  const double *total = call->total, *behind = total + 2 * channels;
-  if (lacks(call->x, true, sizes.numel()) || lacks(call->residual, plan->has_residual, sizes.numel()) ||
-      lacks(call->weight, plan->weight_dtype != NONE, channels) ||
-      lacks(call->bias, plan->bias_dtype != NONE, channels) ||
-      lacks(call->running_mean, plan->mean_dtype != NONE, channels) ||
-      lacks(call->running_var, plan->var_dtype != NONE, channels) || lacks(call->counter, plan->has_counter, 1) ||
-      lacks(total, true, channels))
-    return NO_MEMORY;
-  if (plan->is_signed && call->compares) {
-    if (Status status = compare(behind); status != OK) return status;
-    double zero = 0;
-    for (int64_t index = 0; index < 2 * channels; ++index) zero += total[index] * 0;  // NaN where one is not finite
-    if (zero != 0 && behind[1] != 0) return NOT_FINITE;
-  }
-
-  Scratch scratch(call->scratch);
-  Statistics statistics(call->statistics, channels);
-  *statistics.num_values = *behind;
-  double count = std::max(1.0, *behind);
-  double *weight = scratch.doubles + MOST_COEFFICIENTS * channels, *bias = weight + channels;
-  widen_numbers(call->weight, plan->weight_dtype, channels, 1, weight);
-  widen_numbers(call->bias, plan->bias_dtype, channels, 0, bias);
-  Status status = with_dtype(plan->dtype, [&](auto zero) {
-    using T = decltype(zero);
-    auto* center = reinterpret_cast<Compute<T>*>(scratch.doubles);
-    auto *scale = center + channels, *shift = scale + channels;
-    for (int64_t channel = 0; channel < channels; ++channel) {
-      double mean = total[channel] / count, var = total[channels + channel] / count - mean * mean;
-      var = var < 0 ? 0 : var;  // NaN stays
-      double invstd = 1 / std::sqrt(var + plan->eps), wide_scale = invstd * weight[channel];
-      statistics.mean[channel] = mean;
-      statistics.var[channel] = var;
-      statistics.invstd[channel] = invstd;
-      center[channel] = Compute<T>(mean);
-      scale[channel] = Compute<T>(wide_scale);
-      shift[channel] = Compute<T>(bias[channel] - (mean - center[channel]) * wide_scale);
-    }
-    WITH_BEST_INSTRUCTIONS({
-      SET::Normalize<T> map{static_cast<const T*>(call->x), static_cast<const T*>(call->residual), plan->relu != 0,
-                            static_cast<T*>(call->y), {}};
-      return SET::apply(sizes, map, center, bias + channels);
-    });
-  });
-  if (status != OK) return status;
-  double momentum = plan->averages && call->counter ? 1.0 / double(*call->counter + 1) : call->momentum;
-  move_running_stats(*plan, call->running_mean, call->running_var, call->statistics, momentum);
-  if (call->counter) ++*call->counter;
-  return OK;
-}
-
-EXPORTED int syncbn_backward_sums(const Plan* plan, const BackwardSums* call) noexcept {
-  Sizes sizes = plan->sizes();
-  int64_t channels = sizes.channels;
-  if (lacks(call->x, true, sizes.numel()) || lacks(call->dy, true, sizes.numel()) ||
-      lacks(call->y, plan->has_y, sizes.numel()) || lacks(call->statistics, true, channels))
-    return NO_MEMORY;
-  Scratch scratch(call->scratch);
-  Statistics statistics(call->statistics, channels);
-  double* sums = call->sums;
-  std::fill_n(sums, 2 * channels, 0.0);
-  if (plan->is_signed) {  // 0 stands for the count: all payloads of a layer have one length
-    sums[2 * channels] = 0;
-    std::copy_n(call->signature, SIGNATURE, sums + 2 * channels + 1);
-  }
-  Status status = with_dtype(plan->dtype, [&](auto zero) {
-    using T = decltype(zero);
-    auto* center = sizes.spread(statistics.mean, reinterpret_cast<Compute<T>*>(scratch.doubles));
-    WITH_BEST_INSTRUCTIONS({
-      auto *dy = static_cast<const T*>(call->dy), *x = static_cast<const T*>(call->x);
-      auto* y = static_cast<const T*>(call->y);
-      double* parts = scratch.doubles + sizes.spread_size();
-      if (y) return SET::sum(sizes, SET::Products<T, true>{dy, x, y, center}, parts, sums);
-      return SET::sum(sizes, SET::Products<T, false>{dy, x, y, center}, parts, sums);
-    });
-  });
-  double *sum_dy = sums, *sum_dy_xmu = sums + channels;
-  for (int64_t channel = 0; channel < channels; ++channel) {
-    double mean = statistics.mean[channel], rest = plan->dtype == FLOAT64 ? 0 : mean - float(mean);
-    sum_dy_xmu[channel] -= rest == 0 ? 0 : rest * sum_dy[channel];  // 0 times an infinite sum is NaN
-  }
-  set_numbers(call->grad_weight, plan->grad_weight_dtype, channels,
-              [&](int64_t channel) { return sum_dy_xmu[channel] * statistics.invstd[channel]; });
-  set_numbers(call->grad_bias, plan->grad_bias_dtype, channels, [&](int64_t channel) { return sum_dy[channel]; });
-  return status;
-}
-
-EXPORTED int syncbn_backward_outputs(const Plan* plan, const BackwardOutputs* call) noexcept {
-  Sizes sizes = plan->sizes();
-  int64_t channels = sizes.channels;
-  if (lacks(call->x, true, sizes.numel()) || lacks(call->dy, true, sizes.numel()) ||
-      lacks(call->y, plan->has_y, sizes.numel()) || lacks(call->weight, plan->weight_dtype != NONE, channels) ||
-      lacks(call->total, true, channels) || lacks(call->statistics, true, channels))
-    return NO_MEMORY;
-  const double* total = call->total;
-  if (plan->is_signed && call->compares)
-    if (Status status = compare(total + 2 * channels); status != OK) return status;
-  if (!call->grad_x) return OK;
-  Scratch scratch(call->scratch);
-  Statistics statistics(call->statistics, channels);
-  double count = std::max(1.0, *statistics.num_values), *weight = scratch.doubles + MOST_COEFFICIENTS * channels;
-  widen_numbers(call->weight, plan->weight_dtype, channels, 1, weight);
-  return with_dtype(plan->dtype, [&](auto zero) {
-    using T = decltype(zero);
-    auto *center = reinterpret_cast<Compute<T>*>(scratch.doubles), *a = center + channels, *b = a + channels;
-    auto* c = b + channels;
-    for (int64_t channel = 0; channel < channels; ++channel) {
-      double mean = statistics.mean[channel], invstd = statistics.invstd[channel], wide_a = invstd * weight[channel];
-      double wide_b = -wide_a * invstd * invstd * (total[channels + channel] / count);
-      center[channel] = Compute<T>(mean);
-      a[channel] = Compute<T>(wide_a);
-      b[channel] = Compute<T>(wide_b);
-      c[channel] = Compute<T>(-wide_a * (total[channel] / count) - wide_b * (mean - center[channel]));
-    }
-    WITH_BEST_INSTRUCTIONS({
-      SET::InputGradient<T> map{static_cast<const T*>(call->dy), static_cast<const T*>(call->x),
-                                static_cast<const T*>(call->y),  static_cast<T*>(call->grad_x),
-                                static_cast<T*>(call->grad_residual), {}};
-      return SET::apply(sizes, map, center, weight + 2 * channels);
-    });
-  });
+  double own[OWN_SCRATCH], *scratch = call->scratch ? call->scratch : own;
+  return loops[plan->dtype].sum(sizes, nullptr, call->x, nullptr, nullptr, scratch, call->sums);
 }
 
 // Of the plan only channels and the buffers' dtypes are read.
 EXPORTED int syncbn_update_running_stats(const Plan* plan, void* running_mean, void* running_var,
                                          const double* statistics, double momentum) noexcept {
-  move_running_stats(*plan, running_mean, running_var, statistics, momentum);
+  int64_t channels = plan->sizes.channels;
+  double count = statistics[3 * channels];
+  if (running_mean && count > 0) loops[plan->mean_dtype].move(running_mean, channels, statistics, 1, momentum);
+  if (running_var && count > 1)
+    loops[plan->var_dtype].move(running_var, channels, statistics + channels, count / (count - 1), momentum);
   return OK;
+}
+
+EXPORTED int syncbn_forward_outputs(const Plan* plan, const ForwardOutputs* call) noexcept {
+  int64_t channels = plan->sizes.channels, numel = plan->sizes.numel();
+  const double *total = call->total, *behind = total + 2 * channels;
+  if (lack_memory({{call->x, numel}, {call->residual, plan->has_residual * numel}, {total, channels},
+                   {call->weight, plan->numbers(plan->weight_dtype)}, {call->bias, plan->numbers(plan->bias_dtype)},
+                   {call->running_mean, plan->numbers(plan->mean_dtype)}, {call->counter, plan->has_counter},
+                   {call->running_var, plan->numbers(plan->var_dtype)}}))
+    return NO_MEMORY;
+  if (plan->is_signed && call->compares) {
+    if (Status status = compare(behind); status != OK) return status;
+    if (behind[1] != 0 && !std::all_of(total, behind, [](double sum) { return std::isfinite(sum); })) return NOT_FINITE;
+  }
+
+  double own[OWN_SCRATCH], *scratch = call->scratch ? call->scratch : own;
+  double *center = scratch, *scale = center + channels, *shift = scale + channels;
+  double *weight = center + MOST_COEFFICIENTS * channels, *bias = weight + channels;
+  double *all_mean = call->statistics, *all_var = all_mean + channels, *all_invstd = all_var + channels;
+  double count = std::max(1.0, *behind);
+  all_invstd[channels] = *behind;
+  widen(call->weight, plan->weight_dtype, channels, 1, weight);
+  widen(call->bias, plan->bias_dtype, channels, 0, bias);
+  for (int64_t channel = 0; channel < channels; ++channel) {
+    double mean = total[channel] / count, var = total[channels + channel] / count - mean * mean;
+    var = var < 0 ? 0 : var;  // NaN stays
+    double invstd = 1 / std::sqrt(var + plan->eps);
+    all_mean[channel] = mean;
+    all_var[channel] = var;
+    all_invstd[channel] = invstd;
+    center[channel] = center_of(mean, plan->dtype);
+    scale[channel] = invstd * weight[channel];
+    shift[channel] = bias[channel] - (mean - center[channel]) * scale[channel];
+  }
+  Status status = loops[plan->dtype].normalize(*plan, *call, center, bias + channels);
+  if (status != OK) return status;
+  double momentum = plan->averages && call->counter ? 1.0 / double(*call->counter + 1) : call->momentum;
+  syncbn_update_running_stats(plan, call->running_mean, call->running_var, call->statistics, momentum);
+  if (call->counter) ++*call->counter;
+  return OK;
+}
+
+EXPORTED int syncbn_backward_sums(const Plan* plan, const BackwardSums* call) noexcept {
+  int64_t channels = plan->sizes.channels, numel = plan->sizes.numel();
+  if (lack_memory({{call->x, numel}, {call->dy, numel}, {call->y, plan->has_y * numel}, {call->statistics, channels}}))
+    return NO_MEMORY;
+  double *sum_dy = call->sums, *sum_dy_xmu = sum_dy + channels, *behind = sum_dy_xmu + channels;
+  std::fill_n(sum_dy, 2 * channels, 0.0);
+  if (plan->is_signed) {  // 0 stands for the count: all payloads of a layer have one length
+    *behind = 0;
+    std::copy_n(call->signature, SIGNATURE, behind + 1);
+  }
+  double own[OWN_SCRATCH], *scratch = call->scratch ? call->scratch : own;
+  const double *mean = call->statistics, *invstd = mean + 2 * channels;
+  Status status = loops[plan->dtype].sum(plan->sizes, call->dy, call->x, call->y, mean, scratch, call->sums);
+  double* grad_weight = scratch;
+  for (int64_t channel = 0; channel < channels; ++channel) {
+    double rest = plan->dtype == FLOAT64 ? 0 : mean[channel] - float(mean[channel]);
+    sum_dy_xmu[channel] -= rest == 0 ? 0 : rest * sum_dy[channel];  // 0 times an infinite sum is NaN
+    grad_weight[channel] = sum_dy_xmu[channel] * invstd[channel];
+  }
+  if (call->grad_weight) loops[plan->grad_weight_dtype].narrow(grad_weight, channels, call->grad_weight);
+  if (call->grad_bias) loops[plan->grad_bias_dtype].narrow(sum_dy, channels, call->grad_bias);
+  return status;
+}
+
+EXPORTED int syncbn_backward_outputs(const Plan* plan, const BackwardOutputs* call) noexcept {
+  int64_t channels = plan->sizes.channels, numel = plan->sizes.numel();
+  const double *total = call->total, *all_mean = call->statistics, *all_invstd = all_mean + 2 * channels;
+  if (lack_memory({{call->x, numel}, {call->dy, numel}, {call->y, plan->has_y * numel}, {total, channels},
+                   {all_mean, channels}, {call->weight, plan->numbers(plan->weight_dtype)}}))
+    return NO_MEMORY;
+  if (plan->is_signed && call->compares)
+    if (Status status = compare(total + 2 * channels); status != OK) return status;
+  if (!call->grad_x) return OK;
+  double own[OWN_SCRATCH], *scratch = call->scratch ? call->scratch : own;
+  double *center = scratch, *a = center + channels, *b = a + channels, *c = b + channels;
+  double *weight = c + channels, count = std::max(1.0, all_invstd[channels]);
+  widen(call->weight, plan->weight_dtype, channels, 1, weight);
+  for (int64_t channel = 0; channel < channels; ++channel) {
+    double mean = all_mean[channel], invstd = all_invstd[channel];
+    center[channel] = center_of(mean, plan->dtype);
+    a[channel] = invstd * weight[channel];
+    b[channel] = -a[channel] * invstd * invstd * (total[channels + channel] / count);
+    c[channel] = -a[channel] * (total[channel] / count) - b[channel] * (mean - center[channel]);
+  }
+  return loops[plan->dtype].input_gradient(*plan, *call, center, weight + 2 * channels);
 }
