@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What only a machine with a GPU can show, in one run of at most 560 s: see scripts/gpu_run.py, which takes the arguments. Needs
-# no network where python3 has torch, with triton; a part that needs more is skipped. Without a GPU: scripts/gpu.sh --dry-run
+# no network where python3 has torch, triton and pytest; a part that needs more is skipped. Without a GPU: scripts/gpu.sh --dry-run
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment

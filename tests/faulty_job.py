@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
 
-TIMEOUT = timedelta(seconds=3)  # of a collective
+TIMEOUT = timedelta(seconds=int(os.environ.get("COLLECTIVE_SECONDS", 3)))
+BACKEND = os.environ.get("TESTS_BACKEND", "gloo")  # with nccl all ranks share a GPU
 UNTIL_WRITTEN_SECONDS = 0.5  # a thread writes a rank's position, soon after it has changed
 STEPS, FAULTY_STEP = 6, 3
 FAULT, LAYER = sys.argv[1:]
@@ -142,6 +143,7 @@ BEFORE_FAULTY_STEP: dict[str, Callable[[nn.Module], object]] = {
     "in evaluation": lambda model: model.eval(),
     "exception in the data loader": lambda model: fail_to_load(),
     "stopped for longer than the time-out": lambda model: stop(),
+    "sleeps": lambda model: time.sleep(34),
     "group destroyed": lambda model: dist.destroy_process_group(),
     "group made anew": lambda model: remake_group(),
     "fork after use": fork,
@@ -188,7 +190,10 @@ def train() -> None:
     store, _, _ = next(dist.rendezvous("env://"))
     store.set(f"rank {RANK} is there", "")  # one may start much later than the others
     store.wait([f"rank {rank} is there" for rank in range(RANKS)])
-    dist.init_process_group("gloo", store=store, rank=RANK, world_size=RANKS, timeout=TIMEOUT)
+    if BACKEND == "nccl":
+        os.environ["NCCL_HOSTID"] = str(RANK)  # nccl refuses two ranks of one host on one GPU
+        torch.set_default_device("cuda")
+    dist.init_process_group(BACKEND, store=store, rank=RANK, world_size=RANKS, timeout=TIMEOUT)
     channels = 5 if AT_FAULT and FAULT == "channels" else 4
     body = Body(channels)
     if LAYER == "syncbn" and not (AT_FAULT and FAULT == "not converted"):
@@ -219,6 +224,7 @@ def train() -> None:
         if body.faulty and FAULT == "kill -9 in backward":
             y.register_hook(kill)
         y.square().mean().backward()
+        y.detach().cpu()  # waits for a GPU
     if FAULT.endswith("a barrier"):
         dist.barrier()
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from oracle import full_batch, relative_error, within_one_rounding
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import syncbn
-from syncbn.distributed import groups
+from syncbn.distributed import reduction
 from syncbn.kernels import available, select
 from syncbn.layout import Layout
 
@@ -44,6 +45,26 @@ def launched(call: Callable[[], object]) -> list[str]:
     return [name for name in names if not name.startswith(("Memcpy", "Memset"))]
 
 
+@pytest.mark.parametrize("shape", [(32, 64, 112, 112), (32, 256, 56, 56), (32, 512, 14, 14), (32, 2048, 7, 7)], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_layers_of_a_resnet(shape: tuple[int, ...], channels_last: bool, dtype: torch.dtype) -> None:
+    """Many programs have a part of each sum. Compared with the definition in float64."""
+    x, dy = (torch.randn(shape, device="cuda").add(offset).to(dtype) for offset in (3.0, 0.0))
+    if channels_last:
+        x, dy = (one.to(memory_format=torch.channels_last) for one in (x, dy))
+    layer = syncbn.SyncBatchNorm2d(shape[1], device="cuda")
+    expected = full_batch(x, dy, layer.weight, layer.bias)
+    y = layer(x.requires_grad_())
+    y.backward(dy)
+    assert within_one_rounding(y, expected.output, expected.output.abs().max().item())
+    assert within_one_rounding(x.grad, expected.grad_input, expected.gradient_scale)
+    for name in ("running_mean", "running_var"):
+        assert relative_error(getattr(layer, name), getattr(expected, name)) < 1e-6
+    for name in ("weight", "bias"):
+        assert relative_error(getattr(layer, name).grad, getattr(expected, f"grad_{name}")) < 1e-5
+
+
 @pytest.mark.parametrize("shape", [(4, 8, 5, 5), (64, 64, 56, 56)], ids=str)
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_launches(shape: tuple[int, ...], channels_last: bool) -> None:
@@ -70,7 +91,7 @@ def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if request.param == "nccl":
         store = dist.HashStore()
         dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
-        monkeypatch.setattr(groups, "resolve", lambda specification: dist.group.WORLD)
+        monkeypatch.setattr(reduction, "resolve", lambda spec: dist.group.WORLD)
     yield [syncbn.SyncBatchNorm2d(8, device="cuda") for _ in range(2)]
     if request.param == "nccl":
         dist.destroy_process_group()

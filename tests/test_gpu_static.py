@@ -19,8 +19,6 @@ import gpu_static
 from syncbn.kernels import gpu
 from syncbn.layout import Layout
 
-MAPS = "normalize", "input_gradient"
-
 
 @pytest.mark.parametrize(
     ("shape", "capability"), [("32x64x112x112", 90), ("32x512x14x14", 90), ("32x2048x7x7", 90), ("32x512x14x14", 80)]
@@ -42,23 +40,32 @@ def test_promises_of_the_table(shape: str, capability: int) -> None:
         assert row.fraction >= (0.85 if is_map else 0.8), row
 
 
+@pytest.mark.xfail(strict=True, reason="channels-last sums of 16 bits add in float64 too often")
+@pytest.mark.parametrize("shape", ["32x256x56x56", "32x2048x7x7"])
+def test_a_card_with_slow_float64(shape: str) -> None:
+    """1/64 of float32's rate, as cards for games have it, is enough for nine tenths of a copy."""
+    rows = list(gpu_static.table(86, [shape], ["float32", "bfloat16"], gpu_static.FUNCTIONS.split()))
+    slow = [row for row in rows if row.fraction < 0.9]
+    assert not slow, slow
+
+
 @pytest.mark.parametrize(
     ("channels", "columns", "lanes"),
     [(40, 64, 0.62), (72, 32, 0.75), (96, 32, 1), (112, 128, 0.87), (144, 32, 0.9), (320, 64, 1), (960, 128, 0.93)],
 )
 def test_tiles_are_wide_and_few_lanes_idle(channels: int, columns: int, lanes: float) -> None:
     """Of tensors in channels last, with the numbers of channels of EfficientNet and MobileNet."""
-    launches = launches_of_a_step(torch.empty(6272, channels, device="meta"), torch.float32)
-    tiled = [launch for launch in launches if "TILES" in launch.arguments]
-    assert len(tiled) == 4
-    for launch in tiled:
-        assert launch.arguments["TILES"].columns == columns
-        assert gpu_static.lanes_in_use(launch) >= lanes
+    launches = launches_of_a_step(90, torch.empty(6272, channels, device="meta"), torch.float32)
+    for function in gpu_static.FUNCTIONS.split():
+        tiled = gpu_static.over_whole_tensor(launches[function])
+        assert tiled.arguments["TILES"].columns == columns
+        assert gpu_static.lanes_in_use(tiled) >= lanes
 
 
 def test_the_prediction_knows_how_many_programs_there_are() -> None:
     """The H100 has 132 multiprocessors with room for three programs each; one more has to wait."""
-    launch = launches_of_a_step(torch.empty(6272, 128, dtype=torch.bfloat16, device="meta"), torch.float32)[0]
+    x = torch.empty(6272, 128, dtype=torch.bfloat16, device="meta")
+    launch = gpu_static.over_whole_tensor(launches_of_a_step(90, x, torch.float32)["forward_sums"])
     grids = [(1, programs, 1) for programs in (1, 132 * 3, 132 * 3 + 1)]
     one, full, more = [gpu_static.row_of(launch._replace(grid=grid), "", 90) for grid in grids]
     assert one.fraction < 0.1
@@ -66,24 +73,34 @@ def test_the_prediction_knows_how_many_programs_there_are() -> None:
     assert more.fraction < 0.8
 
 
-def launches_of_a_step(x: Tensor, parameter: torch.dtype, *, affine: bool = True) -> list[gpu_static.Launch]:
-    """Those of forward and backward, with a residual and a relu."""
-    layout, channels = Layout.of(x, 1), x.shape[1]
+def launches_of_a_step(
+    capability: int, x: Tensor, parameter: torch.dtype, *, affine: bool = True
+) -> dict[str, list[gpu_static.Launch]]:
+    """Those of each function of forward and backward, with a residual and a relu."""
+    layout, channels, found = Layout.of(x, 1), x.shape[1], {}
     weight = x.new_empty(channels, dtype=parameter) if affine else None
-    with gpu_static.recorded() as launches:
-        sums = gpu.forward_sums(x, layout)
-        y, statistics = gpu.forward_outputs(x, layout, sums, weight, weight, x if affine else None, 1e-5, relu=affine)
-        sums, _, _ = gpu.backward_sums(x, x, y, layout, statistics, parameter if affine else None, None)
-        gpu.backward_outputs(x, x, y, layout, sums, statistics, weight, of_residual=affine)
-        gpu.update_running_stats(x.new_empty(channels), x.new_empty(channels), statistics, 0.1)
-        gpu.update_running_stats(x.new_empty(channels), x.new_empty(channels), statistics, x.new_empty(()))
-    return launches
+
+    def call(name: str, *arguments: object) -> Any:
+        launches.clear()
+        result = getattr(kernels, name)(*arguments)
+        found.setdefault(name, []).extend(launches)
+        return result
+
+    with gpu_static.recorded(capability) as (kernels, launches):
+        sums = call("forward_sums", x, layout)
+        y, statistics = call("forward_outputs", x, layout, sums, weight, weight, x if affine else None, 1e-5, affine)
+        dtype = parameter if affine else None
+        sums, _, _ = call("backward_sums", x, x, y, layout, statistics, dtype, None)
+        call("backward_outputs", x, x, y, layout, sums, statistics, weight, affine)
+        for momentum in (0.1, x.new_empty(())):
+            call("update_running_stats", x.new_empty(channels), x.new_empty(channels), statistics, momentum)
+    return found
 
 
 @pytest.mark.parametrize(
     ("capability", "dtype", "parameter"),
     [
-        (70, torch.float16, torch.float32),
+        (75, torch.float16, torch.float32),
         (80, torch.float32, torch.bfloat16),
         (90, torch.bfloat16, torch.float32),
         (90, torch.float64, torch.float64),
@@ -95,22 +112,24 @@ def test_all_launches_compile(
     sizes: tuple[int, ...], capability: int, dtype: torch.dtype, parameter: torch.dtype
 ) -> None:
     """In the same order each time, and without a division for each value of a map."""
-    launches = launches_of_a_step(torch.empty(sizes, dtype=dtype, device="meta"), parameter)
-    assert len(launches) <= 5 + 4 + 1  # forward with running statistics, backward, and the other momentum
-    for launch in launches:
-        assembly = gpu_static.compiled(launch, capability).asm["ptx"]
-        assert not re.search(r"\b(atom|red)\.", assembly), "their order would change results"
-        if launch.kernel.__name__ in MAPS:
+    launches = launches_of_a_step(capability, torch.empty(sizes, dtype=dtype, device="meta"), parameter)
+    assert sum(map(len, launches.values())) <= 5 + 4 + 1  # forward with running statistics, backward, other momentum
+    for function, of_function in launches.items():
+        for launch in of_function:
+            assembly = launch.assembly()
+            assert not re.search(r"\b(atom|red)\.", assembly), "their order would change results"
+        if function.endswith("_outputs"):
+            assembly = gpu_static.over_whole_tensor(of_function).assembly()
             assert dtype == torch.float64 or ".f64" not in assembly
             assert "div.rn.f" not in assembly
 
 
 @pytest.mark.parametrize("sizes", [(2**31 - 1, 1, 1), (1, 1, 2**31 + 5), (2**17, 2**10, 2**6)], ids=str)
 def test_more_values_than_an_int32_counts(sizes: tuple[int, ...]) -> None:
-    for launch in launches_of_a_step(torch.empty(sizes, device="meta"), torch.float32, affine=False):
-        assembly: Any = gpu_static.compiled(launch, 90).asm["ptx"]
-        if launch.kernel.__name__ in (*MAPS, "parts_of_sums"):
-            assert re.search(r"(mad\.lo|mul\.lo|mul\.wide)\S*64", assembly)
+    launches = launches_of_a_step(90, torch.empty(sizes, device="meta"), torch.float32, affine=False)
+    for function in gpu_static.FUNCTIONS.split():
+        assembly = gpu_static.over_whole_tensor(launches[function]).assembly()
+        assert re.search(r"(mad\.lo|mul\.lo|mul\.wide)\S*64", assembly)
 
 
 @pytest.mark.parametrize("number", [2, 3, 5, 7, 49, 98, 784, 12544, 2**20, 2**30 + 1])

@@ -60,7 +60,9 @@ class World:
         self.store, rank, size = next(dist.rendezvous("env://"))
         self.store.set_timeout(VOTE_TIMEOUT)
         num_gpus = torch.cuda.device_count()
-        self.backend = "nccl" if num_gpus >= size else "gloo"  # nccl refuses two ranks on one GPU
+        self.backend = os.environ.get("TESTS_BACKEND") or ("nccl" if num_gpus >= size else "gloo")
+        if num_gpus < size:
+            os.environ["NCCL_HOSTID"] = str(rank)  # nccl refuses two ranks of one host on one GPU
         device = torch.device("cuda", rank % num_gpus) if num_gpus else torch.device("cpu")
         if num_gpus:
             torch.cuda.set_device(device)

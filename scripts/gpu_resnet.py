@@ -1,0 +1,156 @@
+"""Times training steps of a ResNet-50 with one kind of batch norm on one GPU: eager, compiled, as a CUDA graph.
+
+    python scripts/gpu_resnet.py syncbn --turn FILE         gpu_run.py starts one for each norm
+
+Compiles, says "ready", waits until there is the file, measures, says "measured": lines of "RESULT " and json. Steps are
+of bfloat16 under autocast, in channels last, with SGD.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
+
+import syncbn
+from syncbn.distributed import reduction
+from syncbn.distributed.side_reductions import GraphReduction
+from syncbn.roads import choice
+
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+
+from imagenet import ResNet
+
+TORCH_211 = "torch 2.11 compiles syncbn's layers from the reference: their compiled timings mean nothing"
+
+
+class OfOneRank(nn.SyncBatchNorm):
+    """nn.SyncBatchNorm that synchronises over a group of one rank, too, which it would leave alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        of_layer = self.weight, self.bias, self.running_mean, self.running_var, self.eps, self.momentum
+        self.num_batches_tracked.add_(1)
+        return TorchFunction.apply(x, *of_layer, dist.group.WORLD, 1)
+
+
+def synchronise_one_rank() -> None:
+    """Likewise for ours."""
+    reduction.resolve = lambda spec: dist.group.WORLD
+    choice.reduction_in_graph = lambda *of_call: GraphReduction(dist.group.WORLD)
+
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "nn.BatchNorm2d": nn.BatchNorm2d,
+    "nn.SyncBatchNorm": OfOneRank,
+    "syncbn": syncbn.SyncBatchNorm2d,
+    "syncbn with a group": syncbn.SyncBatchNorm2d,
+}
+
+
+def raise_too_long(*_: object) -> None:
+    raise TimeoutError("the compiler's")
+
+
+def emit(**result: object) -> None:
+    """A line for the runner."""
+    print(f"RESULT {json.dumps(result)}", flush=True)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    with torch.autocast(images.device.type, torch.bfloat16):
+        loss = model(images).float().square().mean()
+    loss.backward()
+    optimizer.step()
+
+
+def captured(call: Callable[[], None]) -> Callable[[], None]:
+    """The replay of a step, warmed up on a side stream as torch's notes on CUDA graphs say."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def milliseconds(call: Callable[[], None], steps: int) -> float:
+    """The wall clock of a step, in a run at whose end the host waits for the GPU."""
+    start = time.perf_counter()
+    for _ in range(steps):
+        call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / steps * 1e3
+
+
+def main() -> None:
+    """One norm."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("norm", choices=NORMS)
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--compile-seconds", type=int, default=60)
+    parser.add_argument("--turn", type=Path, required=True, help="a file")
+    arguments = parser.parse_args()
+    norm, dry_run = arguments.norm, arguments.dry_run
+    device = torch.device("cpu" if dry_run else "cuda:0")
+    of_one_rank = {"store": dist.HashStore(), "rank": 0, "world_size": 1, "device_id": None if dry_run else device}
+    dist.init_process_group("gloo" if dry_run else "nccl", **of_one_rank)
+    if norm == "syncbn with a group":
+        synchronise_one_rank()
+    if norm.startswith("syncbn") and torch.__version__ < (2, 12):
+        emit(norm=norm, note=TORCH_211)
+    torch.manual_seed(0)
+    model = ResNet(blocks=(1, 1, 1, 1) if dry_run else (3, 4, 6, 3), norm_layer=NORMS[norm])
+    model = model.to(device, memory_format=torch.channels_last)
+    compiled = torch.compile(model, dynamic=False, backend="aot_eager" if dry_run else "inductor")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    sizes, side = ((2,), 32) if dry_run else ((32, 8), 224)
+    modes: dict[tuple[str, int], Callable[[], None]] = {}
+    signal.signal(signal.SIGALRM, raise_too_long)
+    signal.alarm(arguments.compile_seconds)
+    for size in sizes:
+        images = torch.randn(size, 3, side, side, device=device).to(memory_format=torch.channels_last)
+        modes["eager", size] = functools.partial(step, model, optimizer, images)
+        try:
+            seconds = milliseconds(functools.partial(step, compiled, optimizer, images), 1) / 1e3
+            emit(norm=norm, batch=size, **{"seconds to compile": seconds})
+            modes["compiled", size] = functools.partial(step, compiled, optimizer, images)
+        except Exception as error:  # whatever the compiler makes of the time-out; the other modes are measured
+            emit(norm=norm, mode="compiled", ok="TimeoutError" in f"{type(error)} {error}", error=str(error)[-300:])
+    signal.alarm(0)
+    emit(norm=norm, ready=True)
+    while not arguments.turn.exists():
+        time.sleep(0.05)
+    if not dry_run:  # last, as a capture that fails may leave the GPU unusable
+        modes |= {("CUDA graph", size): modes["eager", size] for size in sizes}
+    for (mode, size), call in modes.items():
+        try:
+            replayed = captured(call) if mode == "CUDA graph" else call
+            times = [milliseconds(replayed, 1 if dry_run else 5) for _ in range(2 if dry_run else 8)][1:]
+            emit(norm=norm, mode=mode, batch=size, ms=statistics.median(times), least=min(times))
+        except Exception as error:
+            emit(norm=norm, mode=mode, batch=size, ok=False, error=f"{type(error).__name__}: {error}"[:300])
+            break
+    emit(norm=norm, measured=True)
+    os._exit(0)  # a graph holds the group, which is not destroyed beneath it
+
+
+if __name__ == "__main__":
+    main()
