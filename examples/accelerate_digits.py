@@ -28,45 +28,33 @@ parser.add_argument("--batch", type=int, default=12, help="images a step, of all
 parser.add_argument("--learning-rate", type=float, default=0.01, help="of SGD")
 parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
 parser.add_argument("--output", type=Path, help="JSON file to write")
+arguments = parser.parse_args()
+# A batch of the loader is the whole batch, of which each process takes its part.
+split = DataLoaderConfiguration(split_batches=True)
+accelerator = Accelerator(cpu=arguments.cpu or not torch.cuda.is_available(), dataloader_config=split)
+torch.manual_seed(0)
+images, labels = load_images(torch.float64, torch.device("cpu"))
+train, test = TensorDataset(images[NUM_TEST:], labels[NUM_TEST:]), (images[:NUM_TEST], labels[:NUM_TEST])
+loader = DataLoader(train, arguments.batch, drop_last=True)
 
+model = build_model(width=16).double()
+model = syncbn.convert_syncbn_model(model)  # the one line
+optimizer = torch.optim.SGD(model.parameters(), lr=arguments.learning_rate, momentum=0.9)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-def main() -> None:
-    """Train and test."""
-    arguments = parser.parse_args()
-    # A batch of the loader is the whole batch, of which each process takes its part.
-    split = DataLoaderConfiguration(split_batches=True)
-    accelerator = Accelerator(cpu=arguments.cpu or not torch.cuda.is_available(), dataloader_config=split)
-    torch.manual_seed(0)
-    images, labels = load_images(torch.float64, torch.device("cpu"))
-    train, test = TensorDataset(images[NUM_TEST:], labels[NUM_TEST:]), (images[:NUM_TEST], labels[:NUM_TEST])
-    loader = DataLoader(train, arguments.batch, drop_last=True)
+for _ in range(arguments.epochs):
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+losses = accelerator.gather(loss.detach().reshape(1))
+syncbn.assert_synced(model)
 
-    model = build_model(width=16).double()
-    model = syncbn.convert_syncbn_model(model)  # the one line
-    optimizer = torch.optim.SGD(model.parameters(), lr=arguments.learning_rate, momentum=0.9)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-
-    for _ in range(arguments.epochs):
-        for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            accelerator.backward(loss)
-            optimizer.step()
-    losses = accelerator.gather(loss.detach().reshape(1))
-    syncbn.assert_synced(model)
-
-    test = (tensor.to(accelerator.device) for tensor in test)
-    test_accuracy = accuracy(accelerator.unwrap_model(model), *test)
-    result = {
-        "processes": accelerator.num_processes,
-        "final loss": losses.mean().item(),
-        "test accuracy": test_accuracy,
-    }
-    accelerator.print(result)
-    if arguments.output and accelerator.is_main_process:
-        arguments.output.write_text(json.dumps(result))
-    accelerator.end_training()
-
-
-if __name__ == "__main__":
-    main()
+test = (tensor.to(accelerator.device) for tensor in test)
+right = accuracy(accelerator.unwrap_model(model), *test)
+result = {"processes": accelerator.num_processes, "final loss": losses.mean().item(), "test accuracy": right}
+accelerator.print(result)
+if arguments.output and accelerator.is_main_process:
+    arguments.output.write_text(json.dumps(result))
+accelerator.end_training()

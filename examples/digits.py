@@ -16,8 +16,7 @@ survives the end of any of its ranks at any time, and may go on with fewer or mo
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/digits.py --checkpoint runs/digits/checkpoint.pt
 
 Writes metrics.json (settings, curves, accuracies, distances) and curves.png to --output. The data are scikit-learn's:
-1,797 images of 8 x 8 pixels, inside its wheel. Without rich it prints plain lines, and without matplotlib there is no
-picture.
+1,797 images of 8 x 8 pixels, inside its wheel.
 """
 
 import argparse
@@ -110,6 +109,9 @@ class Training:
         for trainer in self.trainers:
             trainer.tests["accuracies"] = []
         self.arguments, self.device = arguments, device
+        # Those that a job must share with its checkpoint; the numbers of ranks and of epochs may change.
+        names = "images-per-rank", "steps", "learning-rate", "width", "dtype", "seed"
+        self.settings = {f"--{name}": str(getattr(arguments, name.replace("-", "_"))) for name in names}
         self.batch = arguments.images_per_rank * world_size()
         if self.batch > len(self.images):
             sys.exit(f"all ranks' images make a batch of {self.batch}, but there are {len(self.images)}")
@@ -150,11 +152,6 @@ class Training:
             self.epoch += 1
             self.left = self.shuffled()
 
-    def settings(self) -> dict[str, str]:
-        """Those that a job must share with its checkpoint; the numbers of ranks and of epochs may change."""
-        names = "images-per-rank", "steps", "learning-rate", "width", "dtype", "seed"
-        return {f"--{name}": str(getattr(self.arguments, name.replace("-", "_"))) for name in names}
-
     def save(self, path: Path) -> None:
         """Write all that `load` needs, of all ranks, on rank 0."""
         on_gpu = self.device.type == "cuda"
@@ -163,7 +160,7 @@ class Training:
         if dist.is_initialized():
             dist.all_gather_object(random_states, random_state)
         state = {
-            "settings": self.settings(),
+            "settings": self.settings,
             "batch": self.batch,
             "epoch": self.epoch,
             "left": self.left,
@@ -176,7 +173,7 @@ class Training:
 
     def load(self, path: Path) -> None:
         """Go on from `path` if it exists. **Exits** with the reason where it is not a checkpoint of this job."""
-        if (state := resume(path, self.settings())) is None:
+        if (state := resume(path, self.settings)) is None:
             return
         if state["batch"] < world_size():
             sys.exit(f"{path} is of a batch of {state['batch']} images, too few for {world_size()} ranks")

@@ -13,8 +13,6 @@ becomes of the running statistics, which are those of the old images?
     python examples/finetune.py                                          one process: the last three are the same
     torchrun --standalone --nproc-per-node 2 examples/finetune.py        two ranks: nccl when each has a GPU, else gloo
     torchrun --standalone --nproc-per-node 2 examples/finetune.py --steps 30 --pretrain-steps 30        a few seconds
-
-Prints the accuracies on new test images, and writes metrics.json to --output.
 """
 
 import argparse
@@ -24,7 +22,7 @@ import functools
 import torch
 from digits import NUM_TEST, accuracy, build_model, load_images
 from launch import new_parser, own, positive, print_table, progress_bar, rank, run_on_ranks, world_size, write
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from trainer import Trainer, distance, last_losses
 
@@ -43,12 +41,6 @@ add("--learning-rate", type=float, default=0.0005, help="of SGD with momentum 0.
 add("--seed", type=int, default=0, help="of weights, noise and batches")
 
 
-def change(images: Tensor, generator: torch.Generator) -> Tensor:
-    """The new kind: brighter, paler and noisy."""
-    noise = torch.randn(images.shape, generator=generator, dtype=images.dtype).to(images.device)
-    return 0.6 + 0.3 * images + 0.05 * noise
-
-
 def train(trainers: list[Trainer], images: Tensor, labels: Tensor, batch: int, steps: int, seed: int) -> None:
     """Make so many steps on random batches."""
     generator = torch.Generator().manual_seed(seed)
@@ -60,18 +52,11 @@ def train(trainers: list[Trainer], images: Tensor, labels: Tensor, batch: int, s
             advance(last_losses(trainers))
 
 
-def freeze_statistics(model: nn.Module) -> nn.Module:
-    """Batch norm in evaluation, where its weights still learn; model.train() would undo it."""
-    for layer in model.modules():
-        if isinstance(layer, _BatchNorm):
-            layer.eval()
-    return model
-
-
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(arguments.seed)
     images, labels = load_images(torch.float64, device)
-    changed = change(images, torch.Generator().manual_seed(arguments.seed))
+    noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(arguments.seed), dtype=images.dtype)
+    changed = 0.6 + 0.3 * images + 0.05 * noise.to(device)  # brighter, paler and noisy
     test, new, old = slice(NUM_TEST), slice(NUM_TEST, NUM_TEST + NUM_NEW), slice(NUM_TEST + NUM_NEW, None)
     model = build_model(width=16).to(device, torch.float64)
     sgd = functools.partial(torch.optim.SGD, momentum=0.9)
@@ -81,10 +66,12 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
 
     ways = {name: copy.deepcopy(model) for name in ("as it was", "recomputed", *TRAINED)}
     syncbn.recompute_running_stats(ways["recomputed"], own(changed[new]).split(50))
-    freeze_statistics(ways["frozen"])
+    for layer in ways["frozen"].modules():
+        if isinstance(layer, _BatchNorm):
+            layer.eval()  # its weights still learn; model.train() would undo it
     syncbn.convert_syncbn_model(ways["syncbn"])
     trainers = [Trainer(name, ways[name], functools.partial(sgd, lr=arguments.learning_rate)) for name in TRAINED]
-    batch = arguments.images_per_rank * world_size()
+    batch = world_size() * arguments.images_per_rank
     train(trainers, changed[new], labels[new], batch, arguments.steps, arguments.seed)
     accuracies |= {name: accuracy(way, changed[test], labels[test]) for name, way in ways.items()}
 

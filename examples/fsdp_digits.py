@@ -17,11 +17,9 @@ import torch
 import torch.distributed as dist
 from digits import NUM_TEST, ResidualBlock, accuracy, build_model, load_images
 from launch import new_parser, positive, print_table, progress_bar, rank, run_on_ranks, world_size, write
-from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from trainer import Trainer, distance, last_losses
 
 import syncbn
@@ -36,20 +34,6 @@ add("--width", type=positive, default=16, help="channels of the first stage")
 add("--seed", type=int, default=0, help="of weights and batches")
 
 
-def shard(model: nn.Module, device: torch.device) -> nn.Module:
-    """Shard each residual block, and the rest, over all ranks."""
-    mesh = init_device_mesh(device.type, (world_size(),))
-    for module in model:
-        if isinstance(module, ResidualBlock):
-            fully_shard(module, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def num_held(model: nn.Module) -> int:
-    """The number of parameters' values on this rank."""
-    return sum((x.to_local() if isinstance(x, DTensor) else x).numel() for x in model.parameters())
-
-
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
     if not dist.is_initialized():
         sys.exit("FSDP2 needs a process group: torchrun --standalone --nproc-per-node 2 examples/fsdp_digits.py")
@@ -57,7 +41,10 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
     images, labels = load_images(torch.float64, device)
     test, train = (images[:NUM_TEST], labels[:NUM_TEST]), (images[NUM_TEST:], labels[NUM_TEST:])
     alone = build_model(arguments.width).to(device, torch.float64)
-    sharded = shard(syncbn.convert_syncbn_model(copy.deepcopy(alone)), device)  # in this order
+    sharded = syncbn.convert_syncbn_model(copy.deepcopy(alone))  # before fully_shard
+    mesh = init_device_mesh(device.type, (world_size(),))
+    for module in (*(child for child in sharded if isinstance(child, ResidualBlock)), sharded):
+        fully_shard(module, mesh=mesh)
     sgd = functools.partial(torch.optim.SGD, lr=arguments.learning_rate, momentum=0.9)
     trainers = [Trainer("one process", alone, sgd), Trainer("FSDP2", sharded, sgd, wrap=lambda model: model)]
     batch = arguments.images_per_rank * world_size()
@@ -84,8 +71,8 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
             "largest distance from one process": distance(trainers[1], trainers[0]),
             "test accuracy": accuracy(loaded, *test),
             "test accuracy of one process": accuracy(alone, *test),
-            "values of parameters on this rank": num_held(sharded),
-            "values of parameters of one process": num_held(alone),
+            "values of parameters on this rank": sum(x.to_local().numel() for x in sharded.parameters()),
+            "values of parameters of one process": sum(x.numel() for x in alone.parameters()),
         }
         rows = [(name, f"{value:.4g}") for name, value in metrics.items()]
         print_table(f"FSDP2 and synchronised batch norm, {world_size()} ranks", ("", ""), rows)

@@ -12,8 +12,7 @@ the whole batch; with --local-batch-norm its rank's part of it. The learning rat
 A step takes the same images, cropped alike, on any number of ranks, so W ranks train as one, to rounding. With
 --checkpoint FILE, which only rank 0 reads and writes, each epoch's end is saved; the job goes on from an existing file.
 
-Prints loss, top-1, top-5 and speed of each epoch and writes them to metrics.json in --output. Needs Pillow; without
-rich it prints plain lines.
+Prints loss, top-1, top-5 and speed of each epoch and writes them to metrics.json in --output. Needs Pillow.
 """
 
 import argparse
@@ -121,9 +120,7 @@ class ResNet(nn.Module):
 
 class Images(Dataset[tuple[Tensor, int]]):
     """The images of a folder with a folder per class, in one size: random parts; their centers without `smallest`.
-
-    What is drawn depends on seed, epoch and index alone, so it is alike on any number of ranks and workers.
-    """
+    What is drawn depends on seed, epoch and index alone, so it is alike on any number of ranks and workers."""
 
     def __init__(self, folder: Path, image_size: int, seed: int = 0, smallest: float | None = None) -> None:
         self.classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir()) if folder.is_dir() else []
@@ -188,34 +185,31 @@ class Training:
         data, size = arguments.data, arguments.image_size
         self.images = Images(data / "train", size, arguments.seed, arguments.smallest_crop)
         validation = Images(data / "val", size)
-        if differing := sorted(set(self.images.classes) ^ set(validation.classes)):
-            sys.exit(
-                f"{data}/train and val must have the same classes; only one of them has {', '.join(differing[:5])}"
-            )
+        if some := ", ".join(sorted(set(self.images.classes) ^ set(validation.classes))[:5]):
+            sys.exit(f"train and val in {data} must have the same classes; only one of them has {some}")
         self.batch = arguments.images_per_rank * world_size()
         if len(self.images) < self.batch:
             sys.exit(f"{data} has {len(self.images)} training images; lower --images-per-rank, or add some")
         self.sampler = DistributedSampler(self.images, world_size(), rank(), seed=arguments.seed, drop_last=True)
-        workers = {"num_workers": arguments.workers, "pin_memory": device.type == "cuda"}  # they start with each epoch
-        self.loader = DataLoader(
-            self.images, arguments.images_per_rank, sampler=self.sampler, drop_last=True, **workers
-        )
+        loading = {"batch_size": arguments.images_per_rank, "num_workers": arguments.workers}
+        loading["pin_memory"] = device.type == "cuda"
+        self.loader = DataLoader(self.images, sampler=self.sampler, drop_last=True, **loading)
         # This rank's share; a DistributedSampler would fill the shares up to equal sizes with images that count twice.
         share = Subset(validation, range(rank(), len(validation), world_size()))
-        self.validation = DataLoader(share, arguments.images_per_rank, **workers)
+        self.validation = DataLoader(share, **loading)
 
         torch.manual_seed(arguments.seed)
         torch.backends.cudnn.benchmark = True  # all batches have one size
         # For a model that is built already: syncbn.convert_syncbn_model(model).
         norm_layer = nn.BatchNorm2d if arguments.local_batch_norm else syncbn.SyncBatchNorm2d
-        module = ResNet(len(self.images.classes), arguments.blocks, arguments.width, norm_layer)
         self.memory_format = torch.channels_last if arguments.channels_last else torch.contiguous_format
-        self.module = module.to(device, memory_format=self.memory_format)
+        self.module = ResNet(len(self.images.classes), arguments.blocks, arguments.width, norm_layer)
+        self.module.to(device, memory_format=self.memory_format)
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=arguments.amp)
         self.alone = torch.compile(self.module) if arguments.compile else self.module
         self.model = parallel(self.alone)
-        decayed = [parameter for parameter in module.parameters() if parameter.ndim > 1]
-        others = [parameter for parameter in module.parameters() if parameter.ndim <= 1]  # batch norm's, and biases
+        decayed = [one for one in self.module.parameters() if one.ndim > 1]
+        others = [one for one in self.module.parameters() if one.ndim <= 1]  # batch norm's, and biases
         groups = {"params": decayed, "weight_decay": arguments.weight_decay}, {"params": others}
         self.optimizer = torch.optim.SGD(groups, momentum=arguments.momentum)
         self.epochs: list[dict[str, float]] = []
@@ -252,7 +246,7 @@ class Training:
     def train(self, advance: Callable[[str], None]) -> float:
         """One epoch; its mean loss over all ranks."""
         epoch, num_epochs, num_steps = len(self.epochs), self.arguments.epochs, len(self.loader)
-        self.images.epoch = epoch
+        self.images.epoch = epoch  # workers start with each epoch, and so learn it
         self.sampler.set_epoch(epoch)
         self.model.train()
         peak = self.arguments.learning_rate * self.batch / 256
@@ -262,8 +256,7 @@ class Training:
             for group in self.optimizer.param_groups:
                 group["lr"] = peak * share
             with self.autocast:
-                logits = self.model(images)
-                loss = F.cross_entropy(logits, labels, label_smoothing=self.arguments.label_smoothing)
+                loss = F.cross_entropy(self.model(images), labels, label_smoothing=self.arguments.label_smoothing)
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()

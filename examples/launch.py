@@ -1,7 +1,5 @@
-"""What all jobs here share: options, the ranks that torchrun has started, checkpoints, printing, results.
-
-Printing is on rank 0. Without rich there are plain lines, and without matplotlib no pictures.
-"""
+"""What all jobs here share: options, the ranks that torchrun has started, checkpoints, printing on rank 0, results.
+Without rich there are plain lines, and without matplotlib no pictures."""
 
 import argparse
 import contextlib
@@ -69,12 +67,10 @@ def run_on_ranks(job: Callable[[argparse.Namespace, torch.device], None], parser
 
 
 def rank() -> int:
-    """The number of this process, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """The number of ranks."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -114,10 +110,7 @@ def load(path: Path) -> Any:
 
 
 def resume(path: Path, settings: dict[str, str]) -> Any:
-    """What rank 0 reads with `load`, on every rank.
-
-    **Exits** with the reason where the file cannot be read, or its "settings" are not these.
-    """
+    """What rank 0 loads, on every rank. **Exits** with the reason where it cannot, or the "settings" differ."""
     state, reason = None, None
     try:
         if rank() == 0 and (state := load(path)) is not None:

@@ -9,13 +9,14 @@ batches in the order of their classes, so that each rank has digits of its own.
 """
 
 import argparse
+import functools
 from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 from digits import NUM_TEST, build_model, load_images
 from launch import ManualFormatter, positive, print_table
 from torch import Tensor, nn
+from trainer import Trainer
 
 import syncbn
 from syncbn.tools.measure_local_noise import LocalNoise
@@ -32,7 +33,10 @@ def main() -> None:
     torch.manual_seed(0)
     images, labels = load_images(torch.float32, torch.device("cpu"))
     model = build_model(width=16)
-    train(model, images[:-NUM_TEST], labels[:-NUM_TEST], arguments.steps)
+    trainer = Trainer("one process", model, functools.partial(torch.optim.SGD, lr=0.005, momentum=0.9))
+    for _ in range(arguments.steps):
+        indices = torch.randint(len(images) - NUM_TEST, (32,))
+        trainer.step(images[indices], labels[indices])
     rows = []
     for per_rank in (1, 2, 4, 8, 16, 32, 64):
         shuffled = torch.randint(len(images), (NUM_BATCHES, arguments.ranks * per_rank))
@@ -43,16 +47,6 @@ def main() -> None:
         rows.append((str(per_rank), *in_words(noise), *in_words(sorted_noise)))
     headings = "images per rank", "gain", "outputs off", "sorted: gain", "sorted: outputs off"
     print_table(f"{arguments.ranks} ranks: layers that gain, and the most that outputs are off", headings, rows)
-
-
-def train(model: nn.Module, images: Tensor, labels: Tensor, num_steps: int) -> None:
-    """Train on 32 random images a step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9)
-    for _ in range(num_steps):
-        indices = torch.randint(len(images), (32,))
-        optimizer.zero_grad()
-        F.cross_entropy(model(images[indices]), labels[indices]).backward()
-        optimizer.step()
 
 
 def measure(model: nn.Module, batches: Iterable[Tensor], num_slices: int = 1) -> LocalNoise:

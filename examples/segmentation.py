@@ -13,9 +13,8 @@ Digits of the tests are held out.
     torchrun --standalone --nproc-per-node 2 examples/segmentation.py        two ranks
     torchrun --standalone --nproc-per-node 2 examples/segmentation.py --steps 20 --test-scenes 8        a few seconds
 
-Writes metrics.json (settings, curves, IoUs, distances) and predictions.png (scenes, their labels, what each of the
-three says) to --output. The data are scikit-learn's: 1,797 digits of 8 x 8 pixels, inside its wheel, from which scenes
-of 32 x 32 are composed as they are needed.
+Writes predictions.png (scenes, their labels, what each of the three says) to --output. The data are scikit-learn's:
+1,797 digits of 8 x 8 pixels, inside its wheel, from which scenes of 32 x 32 are composed as they are needed.
 """
 
 import argparse
@@ -40,10 +39,6 @@ DARKEST = 0.1  # light of a scene; the brightest has 1
 NUM_TEST = 297  # digits held out; 1,500 to train
 NUM_CLASSES = 11  # background, digits
 NUM_SHOWN = 6  # scenes of the picture
-WHY_LOCAL_IS_LOWER = (
-    "Local has the lower training loss and the lower IoU: each scene has a light of its own. The statistics of one "
-    "scene take it away, which makes training easier. The running statistics, which evaluation uses, do not."
-)
 
 parser = new_parser(__doc__, "segmentation")
 add = parser.add_argument
@@ -136,8 +131,7 @@ def test(trainer: Trainer, images: Tensor, labels: Tensor) -> None:
             dist.broadcast(buffer, 0)
     images, labels = (whole[rank() :: world_size()] for whole in (images, labels))
     said, true = (F.one_hot(x, NUM_CLASSES).bool() for x in (predict(trainer, images), labels))
-    counts = torch.stack([both.sum((0, 1, 2)) for both in (said & true, said | true)])  # (2, 11)
-    overlap, union = sum_over_ranks(counts)
+    overlap, union = (sum_over_ranks(both.sum((0, 1, 2))) for both in (said & true, said | true))  # (11,)
     ious = overlap / union.clamp(min=1)  # of background, 0, 1, ..., 9
     trainer.tests = {"mean_iou": ious.mean().item(), "ious": ious.tolist()}
 
@@ -187,7 +181,12 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
         report(trainers, "mean IoU", scores, f"{batch} scenes", arguments, predictions=predictions)
         one_process, _, local = trainers
         if local.final_loss() < one_process.final_loss():
-            print(WHY_LOCAL_IS_LOWER)
+            print(
+                "Local has the lower training loss: the statistics of one scene take its light away, which is easier."
+            )
+            print(
+                "The running statistics, which evaluation uses, do not take it away, so that local has the lower IoU."
+            )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import syncbn
 
 SMOOTHING = 25  # steps whose mean is a point of a plotted loss curve, or the final loss
 
+Wrap = Callable[[nn.Module], nn.Module]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
@@ -23,9 +24,7 @@ class Trainer:
     """A model, its optimizer, and what was measured. Each rank trains on its slice of a batch, with the model that
     `wrap` makes parallel; "one process" is repeated on every rank, with the whole batch."""
 
-    def __init__(
-        self, name: str, model: nn.Module, optimizer: MakeOptimizer, wrap: Callable[[nn.Module], nn.Module] = parallel
-    ) -> None:
+    def __init__(self, name: str, model: nn.Module, optimizer: MakeOptimizer, wrap: Wrap = parallel) -> None:
         self.name, self.module, self.optimizer = name, model, optimizer(model.parameters())
         self.sliced = name != "one process" and dist.is_initialized()
         self.model = wrap(model) if self.sliced else model

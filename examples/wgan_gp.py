@@ -14,6 +14,7 @@ Writes samples.png (real digits above generated ones) and metrics.json to --outp
 
 import argparse
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,31 +83,12 @@ def critic_loss(critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> T
     return fake_scores.mean() - real_scores.mean() + PENALTY * penalty
 
 
-class Draws:
-    """The images and noise of a whole batch, the same on every rank, of which each takes its slice."""
-
-    def __init__(self, images: Tensor, per_rank: int, seed: int) -> None:
-        self.images, self.batch = images, per_rank * world_size()
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def real(self) -> Tensor:
-        return self.images[torch.randint(len(self.images), (self.batch,), generator=self.generator)]  # (batch, 1, 8, 8)
-
-    def noise(self) -> Tensor:
-        return torch.randn(self.batch, NUM_LATENT, dtype=torch.float64, generator=self.generator).to(self.images.device)
-
-    def mix(self) -> Tensor:
-        return torch.rand(self.batch, 1, 1, 1, dtype=torch.float64, generator=self.generator).to(self.images.device)
-
-
-def distance_from_one_process(
-    critic: nn.Module, parallel_critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor
-) -> float:
+def distance_from_one_process(critic: nn.Module, ddp: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> float:
     """max |a - b| / max |b| of the critic's gradients: a on W ranks, b on one process with the whole batch."""
     alone = syncbn.revert_syncbn_model(copy.deepcopy(critic))
     critic_loss(alone, real, fake, mix).backward()
     critic.zero_grad()
-    critic_loss(parallel_critic, own(real), own(fake), own(mix)).backward()
+    critic_loss(ddp, own(real), own(fake), own(mix)).backward()
     pairs = [(a.grad, b.grad) for a, b in zip(critic.parameters(), alone.parameters(), strict=True)]
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
@@ -114,21 +96,25 @@ def distance_from_one_process(
 def train(arguments: argparse.Namespace, images: Tensor) -> tuple[nn.Module, float]:
     """The generator, and the largest distance from one process in the first steps."""
     torch.manual_seed(arguments.seed)
-    generator, critic = (
-        syncbn.convert_syncbn_model(model).to(images.device, torch.float64)
-        for model in (build_generator(), build_critic())
-    )
-    parallel_generator, parallel_critic = parallel(generator), parallel(critic)
-    generator_optimizer, critic_optimizer = (
-        torch.optim.Adam(model.parameters(), lr=arguments.learning_rate, betas=(0.5, 0.9))
-        for model in (generator, critic)
-    )
-    draws = Draws(images, arguments.images_per_rank, arguments.seed)
+    source, batch = torch.Generator().manual_seed(arguments.seed), arguments.images_per_rank * world_size()
+
+    def draw(distribution: Callable[..., Tensor], *shape: int) -> Tensor:  # of the whole batch, the same on every rank
+        return distribution(batch, *shape, generator=source, dtype=torch.float64).to(images.device)
+
+    def draw_real() -> Tensor:
+        return images[torch.randint(len(images), (batch,), generator=source)]
+
+    def prepare(model: nn.Module) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+        model = syncbn.convert_syncbn_model(model).to(images.device, torch.float64)
+        return model, parallel(model), torch.optim.Adam(model.parameters(), arguments.learning_rate, betas=(0.5, 0.9))
+
+    generator, parallel_generator, generator_optimizer = prepare(build_generator())
+    critic, parallel_critic, critic_optimizer = prepare(build_critic())
     distance = 0.0
     with progress_bar(0, arguments.steps) as advance:
         for step in range(arguments.steps):
             for _ in range(CRITIC_STEPS):
-                real, mix, noise = draws.real(), draws.mix(), draws.noise()
+                real, mix, noise = draw_real(), draw(torch.rand, 1, 1, 1), draw(torch.randn, NUM_LATENT)
                 with torch.no_grad():
                     fake = parallel_generator(own(noise))
                 if step < CHECKED_STEPS:
@@ -141,9 +127,9 @@ def train(arguments: argparse.Namespace, images: Tensor) -> tuple[nn.Module, flo
                 loss.backward()
                 critic_optimizer.step()
             generator_optimizer.zero_grad()
-            fake = parallel_generator(own(draws.noise()))
+            fake = parallel_generator(own(draw(torch.randn, NUM_LATENT)))
             # The bare critic: its gradients are not used, so they need not be averaged.
-            _, fake_scores, *_ = scores(critic, own(draws.real()), fake, own(draws.mix()))
+            _, fake_scores, *_ = scores(critic, own(draw_real()), fake, own(draw(torch.rand, 1, 1, 1)))
             (-fake_scores.mean()).backward()
             generator_optimizer.step()
             advance(f"critic's loss {loss.item():.3f}")
@@ -170,8 +156,7 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
     generator, distance = train(arguments, digits)
     if rank() == 0:
         with torch.no_grad():
-            noise = torch.randn(64, NUM_LATENT, dtype=torch.float64, device=device)
-            samples = generator.eval()(noise)
+            samples = generator.eval()(torch.randn(64, NUM_LATENT, dtype=torch.float64, device=device))
         metrics = {
             "distance of the critic's gradients from one process": distance,
             "nearest real digit, from a generated one": nearest_real(samples, digits),

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import syncbn
 from syncbn.tools.measure_local_noise import LocalNoise
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -66,10 +67,7 @@ def runs(arguments: argparse.Namespace, *axes: Iterable[Any]) -> Iterator[tuple[
 
 
 def epochs_of(indices: Tensor, batch: int, epochs: int, seed: int) -> list[Tensor]:
-    """Shuffled batches of so many of these indices; what does not fill a batch is left out of its epoch.
-
-    **Exits** where they do not fill one.
-    """
+    """Shuffled batches of these indices, without those that do not fill one. **Exits** where none is filled."""
     if len(indices) < batch:
         sys.exit(f"a batch of {batch} is more than all {len(indices)} that there are to train with")
     generator = torch.Generator().manual_seed(seed)
@@ -110,49 +108,41 @@ def local_noise(model: nn.Module, images: Tensor, batches: list[Tensor]) -> Loca
     return measure(copy.deepcopy(model).train(), (images[picked] for picked in batches[:NUM_MEASURED]))
 
 
-def print_noise(axis: str, noise: dict[str, LocalNoise]) -> None:
-    """The layers of the noisiest setting, and a row for each setting."""
-    noisiest = max(noise, key=lambda setting: max(row.output_deviation for row in noise[setting]))
-    print(f"{axis}: {noisiest}", noise[noisiest], sep="\n")
-    rows = [(setting, *in_words(layers)) for setting, layers in noise.items()]
-    print_table("What local batch norm would do", (axis, "layers that gain", "outputs off by up to"), rows)
-
-
 def report(errors: Any, axis: str, title: str, arguments: argparse.Namespace, joined: bool, **more: Any) -> None:
-    """On rank 0 table, JSON and plot of the errors against the settings, which `axis` names, and the noise there.
-    Lines join the settings where they are `joined`: numbers, and not categories."""
+    """On rank 0 table, JSON and plot of the errors against the settings, which `axis` names, the noise there, and
+    the summary of a model. Lines join the settings where they are `joined`: numbers, and not categories."""
     if rank() != 0:
         return
+    if model := more.pop("model", None):
+        print(syncbn.summary(model))
     if noise := more.pop("noise", None):
-        print_noise(axis, noise)
+        noisiest = max(noise, key=lambda setting: max(row.output_deviation for row in noise[setting]))
+        print(f"{axis}: {noisiest}", noise[noisiest], sep="\n")
+        rows = [(setting, *in_words(layers)) for setting, layers in noise.items()]
+        print_table("What local batch norm would do", (axis, "layers that gain", "outputs off by up to"), rows)
         more["local noise"] = {setting: [row._asdict() for row in layers] for setting, layers in noise.items()}
-    cells = {way: [f"{statistics.mean(x):.1f} ± {spread(x):.1f}" for x in errors[way].values()] for way in errors}
-    headings, rows = (axis, *next(iter(errors.values()))), [(way, *cells[way]) for way in errors]
-    print_table(f"{title}: test error (%), {world_size()} ranks, {arguments.seeds} seeds", headings, rows)
-    picture = functools.partial(draw_errors, errors=errors, axis=axis, title=title, joined=joined)
-    write(arguments, {"test errors in %": errors, **more}, errors=picture)
+    # Means and standard deviations over seeds, of each way in each setting
+    spread = {way: [statistics.stdev(x) if x[1:] else 0.0 for x in errors[way].values()] for way in errors}
+    mean = {way: [statistics.mean(x) for x in errors[way].values()] for way in errors}
+    rows = [(way, *map("{:.1f} ± {:.1f}".format, mean[way], spread[way])) for way in errors]
+    settings = list(next(iter(errors.values())))
+    print_table(f"{title}: test error (%), {world_size()} ranks, {arguments.seeds} seeds", (axis, *settings), rows)
 
+    def draw(figure: Any) -> None:
+        """Each way's means with their spread as bars. Ways that differ after a comma have shades of one colour."""
+        from matplotlib import colormaps
 
-def spread(values: list[float]) -> float:
-    """The standard deviation over seeds."""
-    return statistics.stdev(values) if len(values) > 1 else 0.0
+        figure.set_size_inches(6.4, 4.4)
+        axes = figure.subplots()
+        for number, (_, family) in enumerate(itertools.groupby(errors, key=lambda way: way.partition(",")[0])):
+            for shade, way in enumerate(family):
+                offset = 0.08 * (list(errors).index(way) - (len(errors) - 1) / 2)  # so that bars stand side by side
+                places = [place + offset for place in range(len(settings))]
+                line = ("-" if joined else "none", "os^"[shade], colormaps["tab20c"](4 * number + shade))
+                style = dict(zip(("linestyle", "marker", "color"), line, strict=True))
+                axes.errorbar(places, mean[way], spread[way], label=way, markersize=5, capsize=3, **style)
+        axes.set(title=title, xlabel=axis, ylabel="test error (%)", ylim=(0, None))
+        axes.set_xticks(range(len(settings)), settings)
+        axes.legend(title=f"mean ± standard deviation of {arguments.seeds} seeds")
 
-
-def draw_errors(figure: Any, errors: Any, axis: str, title: str, joined: bool) -> None:
-    """Each way's means with their spread as bars. Ways that differ after a comma have shades of one colour."""
-    from matplotlib import colormaps
-
-    figure.set_size_inches(6.4, 4.4)
-    axes = figure.subplots()
-    settings, ways = list(next(iter(errors.values()))), list(errors)
-    for number, (_, family) in enumerate(itertools.groupby(ways, key=lambda way: way.partition(",")[0])):
-        for shade, way in enumerate(family):
-            offset = 0.08 * (ways.index(way) - (len(ways) - 1) / 2)  # so that bars stand side by side
-            places = [place + offset for place in range(len(settings))]
-            means, spreads = ([of(values) for values in errors[way].values()] for of in (statistics.mean, spread))
-            line = ("-" if joined else "none", "os^"[shade], colormaps["tab20c"](4 * number + shade))
-            style = dict(zip(("linestyle", "marker", "color"), line, strict=True))
-            axes.errorbar(places, means, spreads, label=way, markersize=5, capsize=3, **style)
-    axes.set(title=title, xlabel=axis, ylabel="test error (%)", ylim=(0, None))
-    axes.set_xticks(range(len(settings)), settings)
-    axes.legend(title=f"mean ± standard deviation of {len(errors[way][settings[0]])} seeds")
+    write(arguments, {"test errors in %": errors, **more}, errors=draw)

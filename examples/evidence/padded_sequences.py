@@ -18,7 +18,6 @@ the noise is 0, as of standardised features, or 3, in units of the noise: there 
 import argparse
 import functools
 import itertools
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -63,17 +62,19 @@ def draw(mean: float, seed: int, device: torch.device) -> tuple[list[Tensor], Te
 
 
 class Sequences:
-    """Picks batches, with these shares of padding in %; lists of sequences where `shares` is None."""
+    """Picks batches with a `share` of padding in %, or with one drawn for each; lists of sequences where it is None."""
 
-    def __init__(self, sequences: list[Tensor], shares: Iterator[float] | None) -> None:
-        self.sequences, self.shares = sequences, shares
+    def __init__(self, sequences: list[Tensor], share: str | None, seed: int) -> None:
+        self.sequences, self.share, self.generator = sequences, share, torch.Generator().manual_seed(seed)
 
     def __getitem__(self, picked: Tensor) -> Batch:
         sequences = [self.sequences[index] for index in picked]  # of (4, length)
-        if self.shares is None:
+        if self.share is None:
             return sequences
+        drawn = self.share == VARIED
+        share = HIGHEST_SHARE * torch.rand((), generator=self.generator).item() if drawn else float(self.share)
         lengths = torch.tensor([x.shape[1] for x in sequences])
-        steps = max(int(lengths.max()), round(float(lengths.double().mean()) / (1 - next(self.shares) / 100)))
+        steps = max(int(lengths.max()), round(float(lengths.double().mean()) / (1 - share / 100)))
         x = torch.stack([F.pad(x, (0, steps - x.shape[1])) for x in sequences])  # (N, 4, steps)
         return x, (torch.arange(steps) < lengths[:, None]).to(x.device)  # (N, steps): what is not padding
 
@@ -107,20 +108,11 @@ class Network(nn.Module):
         return sequences
 
 
-def shares_of(setting: str, seed: int) -> Iterator[float]:
-    """For each batch the share of padding, in %: always the same, or drawn."""
-    if setting != VARIED:
-        yield from itertools.repeat(float(setting))
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield HIGHEST_SHARE * torch.rand((), generator=generator).item()
-
-
 def job(arguments: argparse.Namespace, device: torch.device) -> None:
     errors, losses, distance = Errors(), {}, 0.0
     for seed, mean, share, way in runs(arguments, MEANS, arguments.shares, WAYS):
         sequences, labels = draw(mean, seed, device)
-        data = Sequences(sequences, None if way == "alone" else shares_of(share, seed)), labels
+        data = Sequences(sequences, None if way == "alone" else share, seed), labels
         model = Network(masked=way == "padded, mask").to(device, torch.float64)
         batches = [own(whole) for whole in epochs_of(torch.arange(NUM_TRAIN), BATCH, arguments.epochs, seed)]
         losses[way] = list(train(parallel(model), data, batches, LEARNING_RATE))
@@ -130,9 +122,8 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
         errors[way][f"{mean}, {share}"].append(test_error(model, tests))
     name = "largest distance of the losses with a mask from those without padding"
     axis = "mean of the values (in units of their noise), share of padding (%)"
-    report(errors, axis, "Padded sequences", arguments, joined=False, **{name: distance})
+    report(errors, axis, "Padded sequences", arguments, joined=False, model=model, **{name: distance})
     if rank() == 0:
-        print(syncbn.summary(model))
         print(f"{name}: {distance:.1e}")
 
 

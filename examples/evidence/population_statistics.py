@@ -17,7 +17,7 @@ import copy
 
 import torch
 from common import Errors, build_network, epochs_of, load_data, new_parser, report, runs, test_error, train
-from launch import own, parallel, positive, rank, run_on_ranks
+from launch import own, parallel, positive, run_on_ranks
 
 import syncbn
 
@@ -43,9 +43,7 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
             syncbn.recompute_running_stats(recomputed, own(training[0]).split(CHUNK), progress=False)
             errors[f"batch {batch}, moving average"][str(epoch)].append(test_error(model, test))
             errors[f"batch {batch}, recomputed"][str(epoch)].append(test_error(recomputed, test))
-    if rank() == 0:
-        print(syncbn.summary(model))
-    report(errors, "epochs", "Population statistics", arguments, joined=True)
+    report(errors, "epochs", "Population statistics", arguments, joined=True, model=model)
 
 
 if __name__ == "__main__":

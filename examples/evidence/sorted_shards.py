@@ -35,8 +35,7 @@ NUM_CLASSES = 10
 def shards(labels: Tensor, kind: str, seed: int) -> list[Tensor]:
     """Indices of each rank's training images, of as many for each."""
     if kind == "shuffled":
-        everyones = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-        of_ranks = everyones.tensor_split(world_size())
+        of_ranks = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed)).tensor_split(world_size())
     else:
         classes = torch.arange(NUM_CLASSES).tensor_split(world_size())
         of_ranks = [torch.isin(labels.cpu(), some).nonzero().flatten() for some in classes]

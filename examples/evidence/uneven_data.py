@@ -34,8 +34,8 @@ parser.add_argument("--shares", type=positive, nargs="+", default=[50, 75, 90], 
 def shares_of(num_images: int, percent: int, seed: int) -> tuple[Tensor, ...]:
     """Indices of each rank's images, of which rank 0 has so many percent."""
     order = torch.randperm(num_images, generator=torch.Generator().manual_seed(seed))
-    of_rank_0 = num_images * percent // 100
-    return order[:of_rank_0], *order[of_rank_0:].tensor_split(world_size() - 1)
+    of_rank_0, others = order.tensor_split([num_images * percent // 100])
+    return of_rank_0, *others.tensor_split(world_size() - 1)
 
 
 def train_on_share(model: nn.Module, data: Data, shares: tuple[Tensor, ...], way: str, epochs: int, seed: int) -> int:
@@ -46,10 +46,8 @@ def train_on_share(model: nn.Module, data: Data, shares: tuple[Tensor, ...], way
     steps = max(steps_of_ranks) if way == "join" else min(steps_of_ranks)
     total = epochs * (steps if way == "drop" else max(steps_of_ranks))
     for done in range(0, total, steps):
-        batches = epochs_of(shares[rank()], IMAGES_PER_RANK, epochs=1, seed=1000 * seed + done)
-        batches = batches[: min(steps, total - done)]
-        joining = syncbn.join(model, divide_by_initial_world_size=False) if way == "join" else contextlib.nullcontext()
-        with joining:
+        batches = epochs_of(shares[rank()], IMAGES_PER_RANK, 1, seed=1000 * seed + done)[: min(steps, total - done)]
+        with syncbn.join(model, divide_by_initial_world_size=False) if way == "join" else contextlib.nullcontext():
             list(train(model, data, batches, LEARNING_RATE, momentum=0, done=done, total=total))
     return total
 
@@ -64,9 +62,7 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
         shares, share = shares_of(len(training[0]), percent, seed), f"{percent} %"
         steps[way][share] = train_on_share(parallel(model), training, shares, way, arguments.epochs, seed)
         errors[way][share].append(test_error(model, test))
-    if rank() == 0:
-        print(syncbn.summary(model))
-    report(errors, "images on rank 0", "Uneven data", arguments, joined=True, steps=steps)
+    report(errors, "images on rank 0", "Uneven data", arguments, joined=True, model=model, steps=steps)
 
 
 if __name__ == "__main__":
