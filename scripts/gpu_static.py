@@ -210,8 +210,7 @@ def _width(instruction: str) -> int:
 def lanes_in_use(launch: Launch) -> float:
     """The share of lanes that have columns, over all spans; rows that a tile has too many are not counted."""
     tiles = launch.arguments["TILES"]
-    columns = launch.arguments.get("columns", launch.arguments["channels"])
-    return 1.0 if tiles.in_runs else columns / (launch.grid[0] * tiles.columns)
+    return 1.0 if tiles.in_runs else launch.arguments["channels"] / (launch.grid[0] * tiles.columns)
 
 
 class Row(NamedTuple):

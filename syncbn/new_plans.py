@@ -14,7 +14,7 @@ from syncbn.kernels.plans import TensorPlan
 from syncbn.layout import Layout
 from syncbn.torch_private import is_wrapped, is_zero_tensor
 
-Plan: TypeAlias = "cpu.Plan | TensorPlan"
+Plan: TypeAlias = "cpu.Plan | TensorPlan"  # or gpu.Plan, which imports triton
 
 _NUMBERS = {float, int, type(None)}  # classes of momentum
 # The functions `_check_input_dim` that look at the number of dims alone.

@@ -52,7 +52,7 @@ def train(given: Arguments, caller: Any) -> tuple[Tensor, Tensor]:
     reduction = reduction_of(given.process_group, caller, x)
     try:
         # `at`: addresses, for forward_outputs
-        sums, at = plan.forward_sums(x, reduction.signatures["forward", x.dtype])
+        sums, at = plan.forward_sums(x, reduction.signatures["forward", x.dtype], reduction.group is None)
     except RuntimeError as error:
         argument_errors.raise_on_all_ranks(error, [given], reduction)
     reduction.all_reduce(sums, "forward")
@@ -101,7 +101,7 @@ class _Step(torch.autograd.Function):
 
         reduction, of_residual = ctx.reduction, needs_residual and y is not None
         signature = reduction.signatures["backward", x.dtype]
-        sums, grad_weight, grad_bias, at = plan.backward_sums(dy, x, y, statistics, signature)
+        sums, grad_weight, grad_bias, at = plan.backward_sums(dy, x, y, statistics, signature, reduction.group is None)
         reduction.all_reduce(sums, "backward")
         outputs_of = at, dy, x, y, sums, statistics, weight, needs_x, of_residual
         grad_x, grad_residual, status = plan.backward_outputs(*outputs_of)

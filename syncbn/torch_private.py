@@ -166,7 +166,8 @@ def existing_groups() -> Collection[dist.ProcessGroup]:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long its collectives wait. (torch gives a new group 10 or 30 minutes, whatever the default group has.)"""
-    timeout: timedelta = group._get_backend(device_of(group)).options._timeout
+    options = getattr(group._get_backend(device_of(group)), "options", None)  # torch's fake backend has none
+    timeout: timedelta = dist.distributed_c10d.default_pg_timeout if options is None else options._timeout
     return timeout
 
 

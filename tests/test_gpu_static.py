@@ -32,15 +32,11 @@ def test_promises_of_the_table(shape: str, capability: int) -> None:
         assert (code.float64, code.conversions) == (0, 0) or not is_map, row
         assert row.blocks >= 3, row
         size = shape.split("x")[-1]
-        if size == "7" and order == "first":
-            assert row.fraction >= 0.6, row
-            continue
-        narrow = size == "14" and order == "first" and dtype == "bfloat16"  # 196 values: 4 of them are aligned
-        assert code.widest_load == (8 if narrow else 16), row
-        assert row.fraction >= (0.85 if is_map else 0.8), row
+        size_of_value = 2 if dtype == "bfloat16" else 4
+        assert code.widest_load == size_of_value * (1 if size == "7" and order == "first" else 4), row
+        assert row.fraction >= 0.8, row
 
 
-@pytest.mark.xfail(strict=True, reason="channels-last sums of 16 bits add in float64 too often")
 @pytest.mark.parametrize("shape", ["32x256x56x56", "32x2048x7x7"])
 def test_a_card_with_slow_float64(shape: str) -> None:
     """1/64 of float32's rate, as cards for games have it, is enough for nine tenths of a copy."""
@@ -51,7 +47,7 @@ def test_a_card_with_slow_float64(shape: str) -> None:
 
 @pytest.mark.parametrize(
     ("channels", "columns", "lanes"),
-    [(40, 64, 0.62), (72, 32, 0.75), (96, 32, 1), (112, 128, 0.87), (144, 32, 0.9), (320, 64, 1), (960, 128, 0.93)],
+    [(40, 64, 0.62), (72, 32, 0.75), (96, 32, 1), (112, 64, 0.87), (144, 32, 0.9), (320, 64, 1), (960, 64, 1)],
 )
 def test_tiles_are_wide_and_few_lanes_idle(channels: int, columns: int, lanes: float) -> None:
     """Of tensors in channels last, with the numbers of channels of EfficientNet and MobileNet."""
@@ -64,7 +60,7 @@ def test_tiles_are_wide_and_few_lanes_idle(channels: int, columns: int, lanes: f
 
 def test_the_prediction_knows_how_many_programs_there_are() -> None:
     """The H100 has 132 multiprocessors with room for three programs each; one more has to wait."""
-    x = torch.empty(6272, 128, dtype=torch.bfloat16, device="meta")
+    x = torch.empty(6272, 64, dtype=torch.bfloat16, device="meta")
     launch = gpu_static.over_whole_tensor(launches_of_a_step(90, x, torch.float32)["forward_sums"])
     grids = [(1, programs, 1) for programs in (1, 132 * 3, 132 * 3 + 1)]
     one, full, more = [gpu_static.row_of(launch._replace(grid=grid), "", 90) for grid in grids]

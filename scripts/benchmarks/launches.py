@@ -28,7 +28,6 @@ from triton.backends.compiler import GPUTarget
 
 import syncbn
 from syncbn.kernels import gpu, select
-from syncbn.kernels.plans import TensorPlan
 from syncbn.layout import Layout
 
 STEPS = 100  # of a round
@@ -73,9 +72,9 @@ def show(here: Session, layers: dict[str, nn.Module], rounds: int) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    def new_plan(x: Tensor, layout: Layout, **options: Any) -> TensorPlan:
-        """As for a tensor on a GPU, which is not signed."""
-        return TensorPlan(gpu, layout, **options)
+    def new_plan(x: Tensor, layout: Layout, **options: Any) -> gpu.Plan:
+        """As for a tensor on a GPU."""
+        return gpu.Plan(layout, x.dtype, x.device, **options)
 
     with session(on_cpu=True) as here:
         here.print(f"triton: {triton.__version__}")

@@ -49,7 +49,7 @@ class Shadowing(Guard):
         # A GPU would have to stop the host to read an integer.
         on_cpu = torch_private.device_of(self.group).type == "cpu"
         self.header_group = self.group if on_cpu else dist.new_group(timeout=timeout, backend="gloo")
-        self.thread: threading.Thread | None = None  # that shadows, if it is not this one
+        self.thread: threading.Thread | None = None  # the one that shadows the others
         self.num_announced = 0
         self.over = False
         self.shadow_caller = Caller("the other ranks' steps, with no data left", signs=False)
@@ -95,7 +95,8 @@ class Shadowing(Guard):
         try:
             with guarded_by(self):
                 body()
-            self.shadow()
+                self.thread = threading.current_thread()
+                self.shadow()
         except Exception as error:
             self.fail(error)
             raise

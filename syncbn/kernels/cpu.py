@@ -107,7 +107,9 @@ class Plan:
         self.scratch_to_add: int = _Library.scratch(self.address, ADDS)  # bytes
         self.scratch_to_map: int = _Library.scratch(self.address, MAPS)
 
-    def forward_sums(self, x: Tensor, signature: Signature = UNSIGNED) -> tuple[Tensor, tuple[int, int]]:
+    def forward_sums(
+        self, x: Tensor, signature: Signature = UNSIGNED, is_alone: bool = False
+    ) -> tuple[Tensor, tuple[int, int]]:
         sums = x.new_empty(self.num_forward_sums, dtype=torch.float64)
         scratch = x.new_empty(self.scratch_to_add, dtype=torch.uint8) if self.scratch_to_add else None
         at = x.data_ptr(), sums.data_ptr()
@@ -142,8 +144,9 @@ class Plan:
         return y, statistics, status
 
     def backward_sums(
-        self, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor, signature: Signature = UNSIGNED
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, tuple[int, ...]]:
+        self, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor, signature: Signature = UNSIGNED,
+        is_alone: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, tuple[int, ...]]:  # fmt: skip
         sums = statistics.new_empty(self.num_backward_sums)
         weight_dtype, bias_dtype = self.dtypes["grad_weight_dtype"], self.dtypes["grad_bias_dtype"]
         grad_weight = None if weight_dtype is None else x.new_empty(self.num_channels, dtype=weight_dtype)

@@ -1,16 +1,14 @@
 """Launches the kernels for CUDA tensors, and decides how they go over a tensor.
 
-The code of those that go over a tensor is in gpu_tiles.py, of those of channels' numbers in gpu_channels.py.
-Launches: forward_sums 2, or 1 for a small tensor, the other functions of a pass 2, update_running_stats 1. Nothing
-waits for the GPU.
+The code of those that go over a tensor is in gpu_tiles.py, of those of channels' numbers in gpu_channels.py. A `Plan`
+launches three kernels each way, four around an all_reduce. Nothing waits for the GPU. The functions at the end are for
+operators.py; what each computes is defined by the function of the same name in reference.py.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,33 +16,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from syncbn import moments
+from syncbn import torch_private
 from syncbn.kernels import gpu_channels, gpu_tiles
+from syncbn.kernels.plans import NO_MEMORY, OK, UNSIGNED, Signature, require_memory
 from syncbn.layout import Layout
+from syncbn.moments import compute_dtype
 
-SHORTEST_RUN = 32  # values; of shorter ones a thread would load few at once
-BYTES_OF_THREAD = 16  # that it loads at once
-COLUMNS = 128, 64, 32  # of a tile that is not in runs; fewer where the tensor has fewer. 32 of 16 bits are 64 bytes
-THREADS = 256  # of a program, at most
-SUMMING_PROGRAMS = 1024  # two or three times as many as run at once on a large GPU
+VALUES = 4  # that a thread loads at once; of 8 in 16 bits the sums do not fit in its registers
+COLUMNS = 64, 32  # channels of a tile, where they are neighbours. 32 of 16 bits are 64 bytes
+WARPS_IN_RUNS, WARPS = 4, 8  # of a program
+SUMMING_REGISTERS, MAPPING_REGISTERS = 80, 64  # of a thread
+SUMMING_THREADS = 768  # of a multiprocessor: what fits with so many registers, at once
 MOST_PARTS = 256  # of a sum, which a second kernel adds
 MAPPING_PROGRAMS = 8192
-SUMMING_REGISTERS, MAPPING_REGISTERS = 80, 64  # of a thread: for three programs on a multiprocessor, or four
-NUMBERS = 1024  # that a program adds at once, in the second kernel of a sum
-CHANNELS = 128  # of a program that has one number a channel
+MULTIPROCESSORS = 132  # where there is no GPU
+
+# By all that a kernel is compiled for: how it is run, the stream of a device, and what Triton's launch takes next.
+_compiled: dict[tuple[object, ...], tuple[Any, ...]] = {}
 
 
 class Launch:
-    """A kernel, with its grid and what it takes after its tensors.
+    """A kernel with its grid and what it takes after its tensors; which of these are None never changes.
 
-    Triton's own launch looks at every argument, to find what it has compiled for such arguments; here the numbers are
-    the same each time, and only the kinds of tensors may change.
+    Triton's own launch looks at every argument, to find what it has compiled for such arguments. Here only addresses
+    may change, of which it knows whether they are multiples of 16. A new size takes a kernel that is there.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, int], *numbers: Any, **options: Any) -> None:
-        self.kernel, self.grid, self.numbers = kernel, (*grid, 1), numbers
+    def __init__(
+        self, kernel: Any, grid: tuple[int, int], numbers: tuple[Any, ...], *constants: object, **options: Any
+    ) -> None:
+        self.kernel, self.grid, self.numbers, self.constants = kernel, (*grid, 1), numbers, constants
+        self.behind = *numbers, *constants
         self.options = options | {"enable_fp_fusion": True}  # a * b + c as one operation; Triton 3.9 warns unless told
-        self.compiled: dict[object, Callable[..., None]] = {}  # for the kinds of tensors
+        self.aligned: Any = None  # of _compiled, for aligned addresses
 
     def __call__(self, *tensors: Tensor | None, floats: tuple[float, ...] = ()) -> None:
         """Launch on the GPU of the first tensor."""
@@ -53,100 +57,172 @@ class Launch:
             with torch.cuda.device(device):
                 self(*tensors, floats=floats)
             return
-        pointers = [None if one is None else one.data_ptr() for one in tensors]
-        # What Triton compiles for: dtypes, and whether addresses are multiples of 16; and whether there is memory.
-        kinds = (
-            device,
-            *[
-                None if one is None else (one.dtype, pointer % 16 == 0, pointer == 0)  # type: ignore[operator]
-                for one, pointer in zip(tensors, pointers, strict=True)
-            ],
-        )
-        launch = self.compiled.get(kinds)
-        if launch is not None:
-            launch(*pointers, *floats, *self.numbers)  # integers, which a driver need not ask for their address
-            return
+        together, pointers = 0, [None if one is None else one.data_ptr() for one in tensors]
+        for pointer in pointers:
+            if pointer is not None:
+                together |= pointer
+        if self.aligned is not None and together % 16 == 0 and 0 not in pointers:
+            ready = self.aligned
+        else:
+            ready = self._ready(device, pointers, tensors, floats)
+            if ready is None:  # Triton has launched it
+                return
+        # As compiled[grid] of Triton, without what that does for the hooks of a profiler.
+        run, stream_of, *handles = ready
+        run(*self.grid, stream_of(device), *handles, None, None, None, *pointers, *floats, *self.behind)
+
+    def _ready(
+        self, device: int, pointers: list[int | None], tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]
+    ) -> tuple[Any, ...] | None:
+        """The compiled kernel for such arguments; or None, and Triton has launched it, as it has to compile it."""
         for one in tensors:
             if one is not None and one.numel() and not one.untyped_storage().nbytes():
-                raise RuntimeError(
-                    f"a tensor of shape {tuple(one.shape)} has no memory: its storage was resized to 0 bytes"
-                )
-        compiled = self.kernel[self.grid](*tensors, *floats, *self.numbers, **self.options)
-        if compiled is not None:  # not interpreted
-            self.compiled[kinds] = compiled[self.grid]
+                raise RuntimeError(NO_MEMORY)
+        kinds = [
+            None if one is None or pointer is None else (one.dtype, pointer % 16 == 0)
+            for one, pointer in zip(tensors, pointers, strict=True)
+        ]
+        are_large = [isinstance(number, int) and number >= 2**31 for number in self.numbers]  # int64 to Triton
+        key = self.kernel, device, self.constants, *self.options.values(), *kinds, *are_large
+        ready = _compiled.get(key)
+        if ready is None:
+            compiled = self.kernel[self.grid](*tensors, *floats, *self.behind, **self.options)
+            if compiled is not None:  # neither interpreted nor recorded
+                stream_of = triton.runtime.driver.active.get_current_stream
+                _compiled[key] = compiled.run, stream_of, compiled.function, compiled.packed_metadata
+        elif all(kind is None or kind[1] for kind in kinds):
+            self.aligned = ready
+        return ready
 
 
-class Launches:
-    """The launches for tensors of these sizes and this dtype."""
+class Plan:
+    """The plan for tensors of one kind on a GPU, see plans.py."""
 
-    def __init__(self, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
-        outer, channels, inner = sizes
+    def __init__(
+        self, layout: Layout, dtype: torch.dtype, device: torch.device, eps: float = 1.0, **options: Any
+    ) -> None:
+        self.layout, self.dtypes, self.averages = layout, options, options.get("averages")
+        self.relu, self.compute, self.channels = bool(options.get("relu")), compute_dtype(dtype), layout.sizes[1]
+        outer, channels, inner = layout.sizes
         if outer * inner == 0:
             outer, inner = 0, 1
-        columns, vector = channels * inner, BYTES_OF_THREAD // dtype.itemsize
-        in_runs = inner >= SHORTEST_RUN and channels > 0
-        align = math.gcd(inner if in_runs else columns, 16)
+        in_runs = inner > 1 and channels > 0
         if in_runs:
-            width = min(vector, align)
-            spans, num_rows = channels, outer * inner // width
+            width = align = VALUES if inner > VALUES and inner % VALUES == 0 else 1
+            spans, num_rows, warps = channels, outer * inner // width, WARPS_IN_RUNS
         else:
-            across = max(1, columns)
-            widths = [min(width, triton.next_power_of_2(across)) for width in COLUMNS]
-            # The widest, unless a narrower one has fewer idle lanes, counted in whole eighths of the columns.
-            width = min(widths, key=lambda width: 8 * (-across % width) // across)
-            spans, num_rows = triton.cdiv(across, width), outer
-        vectors_of_span = triton.next_power_of_2(max(1, num_rows * width // vector))
-        threads = min(THREADS, max(32, vectors_of_span // 4))
-        rows = threads * max(1, vector // width // 2) if in_runs else max(1, threads * vector // width)
+            # 64, unless with 32 columns fewer lanes are idle, counted in whole eighths of the columns.
+            width = min(COLUMNS, key=lambda width: 8 * (-channels % width) // max(1, channels))
+            align = 1 if channels % VALUES else VALUES
+            spans, num_rows, warps = triton.cdiv(max(1, channels), width), outer * inner, WARPS
+        rows = 32 * warps * VALUES // width
         compute = tl.float64 if dtype == torch.float64 else tl.float32
-        index = tl.int64 if outer * columns >= 2**31 - 2**24 else tl.int32  # with room for rows that do not exist
-        fits = in_runs or spans * width == columns
-        # Of 16-bit values a thread has eight columns, and as many float64 sums in its registers.
-        group_of_sums = 2 if dtype.itemsize == 2 and not in_runs else 4
+        # Triton's back end for AMD compiles for offsets of less than 2 GB, in bytes.
+        most = outer * channels * inner * (dtype.itemsize if torch.version.hip else 1)
+        index = tl.int64 if most >= 2**31 - 2**24 else tl.int32  # with room for missing rows
+        tiles = gpu_tiles.Tiles(in_runs, rows, width, align, index, compute)
         division = _division(inner // width) if in_runs else (0, 0)
 
-        def over_tiles(kernel: Any, *constants: object, group: int, most_parts: int, registers: int) -> Launch:
-            num_groups = triton.cdiv(num_rows, group * rows)
-            groups_of_program = triton.cdiv(num_groups, max(1, min(num_groups, most_parts)))
-            parts = triton.cdiv(num_groups, max(1, groups_of_program))
-            rows_of_program = groups_of_program * group * rows
-            tiles = gpu_tiles.Tiles(in_runs, rows, width, align, fits, group, index, compute)
-            numbers = num_rows, rows_of_program, channels, inner, columns, *division, tiles, *constants
+        def over_tiles(kernel: Any, *constants: object, programs: int, most_parts: int, registers: int) -> Launch:
+            num_groups = triton.cdiv(num_rows, gpu_tiles.GROUP.value * rows)
+            groups_of_program = triton.cdiv(num_groups, max(1, min(num_groups, most_parts, programs // max(1, spans))))
+            rows_of_program = groups_of_program * gpu_tiles.GROUP.value * rows
+            grid = spans, max(1, triton.cdiv(num_rows, max(1, rows_of_program)))
+            numbers = num_rows, rows_of_program, channels, inner, *division
             # Triton's back end for AMD knows no such option.
-            options = {} if torch.version.hip else {"maxnreg": registers}
-            return Launch(kernel, (spans, max(1, parts)), *numbers, num_warps=threads // 32, **options)
+            limit = {} if torch.version.hip else {"maxnreg": registers}
+            return Launch(kernel, grid, numbers, tiles, *constants, num_warps=warps, **limit)
 
-        most_parts = min(MOST_PARTS, SUMMING_PROGRAMS // spans)
+        programs = num_multiprocessors(device) * SUMMING_THREADS // (32 * warps)
         self.parts_of_sums = over_tiles(
-            gpu_tiles.parts_of_sums, group=group_of_sums, most_parts=most_parts, registers=SUMMING_REGISTERS
+            gpu_tiles.parts_of_sums, programs=programs, most_parts=MOST_PARTS, registers=SUMMING_REGISTERS
         )
-        num_parts = self.parts_of_sums.grid[1]
-        of_column = (num_parts, channels, 1) if in_runs else (num_parts, columns, inner)  # parts, their width, columns
-        at_once = min(MOST_PARTS, max(8, triton.next_power_of_2(num_parts * of_column[2])))
-        blocks = max(1, triton.cdiv(channels, NUMBERS // at_once)), 1
-        of_parts = *of_column, channels, at_once, NUMBERS // at_once
-        self.sums = Launch(gpu_channels.sums, blocks, *of_parts)
-        self.gradient_sums = Launch(gpu_channels.gradient_sums, blocks, *of_parts, compute)
-        self.numbers_of_parts = 2 * of_column[1] * num_parts + 1
-        self.parts_are_sums = num_parts * of_column[2] == 1
-
-        of_map: dict[str, Any] = {"group": 4, "most_parts": MAPPING_PROGRAMS // spans, "registers": MAPPING_REGISTERS}
-        self.normalize = [over_tiles(gpu_tiles.normalize, relu, **of_map) for relu in (False, True)]
+        of_map: dict[str, Any] = {
+            "programs": MAPPING_PROGRAMS, "most_parts": MAPPING_PROGRAMS, "registers": MAPPING_REGISTERS
+        }  # fmt: skip
+        self.normalize = over_tiles(gpu_tiles.normalize, self.relu, **of_map)
         self.input_gradient = over_tiles(gpu_tiles.input_gradient, **of_map)
 
+        self.num_parts = num_parts = self.parts_of_sums.grid[1]
+        blocks = max(1, triton.cdiv(channels, gpu_channels.CHANNELS.value)), 1
+        of_parts, of_total = (num_parts, channels), (1, channels)
+        self.add_parts = Launch(gpu_channels.add_parts, blocks, of_parts)
+        self.forward_of_parts, self.forward_of_total = (
+            Launch(gpu_channels.forward_channels, blocks, (*one, *_two(eps))) for one in (of_parts, of_total)
+        )
+        self.gradient_sums, self.backward_of_parts = (
+            Launch(gpu_channels.backward_channels, blocks, of_parts, compute, True) for _ in range(2)
+        )
+        self.backward_of_total = Launch(gpu_channels.backward_channels, blocks, of_total, compute, False)
 
-class LaunchesOfChannels:
-    """The launches for numbers of so many channels."""
+    def forward_sums(self, x: Tensor, signature: Signature = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, bool]:
+        parts = x.new_empty(2 * self.channels * self.num_parts + 1, dtype=torch.float64)
+        self.parts_of_sums(x, None, None, None, parts)
+        if is_alone or self.num_parts == 1:
+            return parts, is_alone
+        sums = x.new_empty(2 * self.channels + 1, dtype=torch.float64)
+        self.add_parts(parts, sums)
+        return sums, False
 
-    def __init__(self, channels: int) -> None:
-        grid = max(1, triton.cdiv(channels, CHANNELS)), 1
-        self.forward_coefficients = Launch(gpu_channels.forward_coefficients, grid, channels, CHANNELS)
-        self.backward_coefficients = Launch(gpu_channels.backward_coefficients, grid, channels, CHANNELS)
-        self.update_running_stats = Launch(gpu_channels.update_running_stats, grid, channels, CHANNELS)
+    def forward_outputs(
+        self, is_alone: Any, x: Tensor, total: Tensor, weight: Tensor | None, bias: Tensor | None,
+        residual: Tensor | None, running_mean: Tensor | None = None, running_var: Tensor | None = None,
+        counter: Tensor | None = None, momentum: Any = None, compares: bool = True,
+    ) -> tuple[Tensor, Tensor, int]:  # fmt: skip
+        statistics = total.new_empty(3 * self.channels + 1)
+        coefficients = x.new_empty(3 * self.channels, dtype=self.compute)
+        counted, share = counter, None
+        if self.averages and counter is not None:
+            counted, share, momentum = None, 1.0 / counter.add_(1).to(torch.float64), 0.0
+        launch = self.forward_of_parts if is_alone else self.forward_of_total
+        launch(
+            total, weight, bias, running_mean, running_var, counted, statistics, coefficients, share,
+            floats=_two(momentum or 0.0),
+        )  # fmt: skip
+        moved = [one for one in (running_mean, running_var, counted) if one is not None]
+        if moved:  # autograd is to see what has changed
+            torch_private.increment_version(moved)
+        y = torch.empty_like(x)
+        self.normalize(x, residual, y, coefficients)
+        return y, statistics, OK
+
+    def backward_sums(
+        self, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor, signature: Signature = UNSIGNED,
+        is_alone: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Any]:  # fmt: skip
+        weight_dtype, bias_dtype = self.dtypes["grad_weight_dtype"], self.dtypes["grad_bias_dtype"]
+        grad_weight = None if weight_dtype is None else x.new_empty(self.channels, dtype=weight_dtype)
+        grad_bias = None if bias_dtype is None else x.new_empty(self.channels, dtype=bias_dtype)
+        parts = statistics.new_empty(2 * self.channels * self.num_parts + 1)
+        self.parts_of_sums(x, dy, y, statistics, parts)
+        if is_alone:
+            return parts, grad_weight, grad_bias, (grad_weight, grad_bias)
+        sums = statistics.new_empty(2 * self.channels)
+        self.gradient_sums(parts, sums, statistics, None, grad_weight, grad_bias, None)
+        return sums, grad_weight, grad_bias, None
+
+    def backward_outputs(
+        self, grads: Any, dy: Tensor, x: Tensor, y: Tensor | None, total: Tensor, statistics: Tensor,
+        weight: Tensor | None, needs_x: bool, of_residual: bool, compares: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None, int]:  # fmt: skip
+        needs_map = needs_x or of_residual
+        if grads is None and not needs_map:
+            return None, None, OK
+        coefficients = x.new_empty(4 * self.channels, dtype=self.compute)
+        if grads is None:
+            self.backward_of_total(total, None, statistics, weight, None, None, coefficients)
+        else:
+            self.backward_of_parts(total, None, statistics, weight, *grads, coefficients)
+        grad_x = torch.empty_like(x) if needs_map else None
+        grad_residual = torch.empty_like(x) if of_residual else None
+        if needs_map:
+            self.input_gradient(dy, x, y, grad_x, grad_residual, coefficients)
+        return grad_x, grad_residual, OK
 
 
-launches = functools.lru_cache(1024)(Launches)
-launches_of_channels = functools.lru_cache(1024)(LaunchesOfChannels)
+def num_multiprocessors(device: torch.device) -> int:
+    """Of the GPU: as many programs add at once as fit on it, in one wave."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS
 
 
 def _division(number: int) -> tuple[int, int]:
@@ -163,52 +239,47 @@ def _two(number: float) -> tuple[float, float]:
     return high, float(number) - high
 
 
+# The kernels' interface.
+
+_plan = functools.lru_cache(4096)(Plan)
+
+
+def _plan_for(x: Tensor, others: list[Tensor | None], *of_plan: Any, **options: Any) -> Plan:
+    require_memory([one for one in (x, *others) if one is not None])
+    kinds = (*(None if one is None else one.dtype for one in others),)  # a launch is for tensors of one kind
+    return _plan(*of_plan, kinds=kinds, **options)
+
+
 def forward_sums(x: Tensor, layout: Layout) -> Tensor:
-    of_sizes = launches(layout.sizes, x.dtype)
-    parts = _empty_numbers(x, of_sizes.numbers_of_parts)
-    of_sizes.parts_of_sums(x, None, None, None, parts)
-    if of_sizes.parts_are_sums:
-        return parts
-    sums = _empty_numbers(x, 2 * layout.sizes[1] + 1)
-    of_sizes.sums(parts, sums)
-    return sums
+    return _plan_for(x, [], layout, x.dtype, x.device).forward_sums(x)[0]
 
 
 def forward_outputs(
     x: Tensor, layout: Layout, total: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
     eps: float, relu: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    channels = layout.sizes[1]
-    statistics, coefficients = _empty_numbers(total, 3 * channels + 1), _empty_coefficients(x, 3 * channels)
-    launch = launches_of_channels(channels).forward_coefficients
-    launch(total, _dense(weight), _dense(bias), statistics, coefficients, floats=_two(eps))
-    y = torch.empty_like(x)
-    launches(layout.sizes, x.dtype).normalize[relu](x, residual, y, coefficients)
-    return y, statistics
+    weight, bias = _dense(weight), _dense(bias)
+    plan = _plan_for(x, [weight, bias, residual], layout, x.dtype, x.device, eps, relu=relu)
+    return plan.forward_outputs(False, x, total, weight, bias, residual)[:2]
 
 
 def backward_sums(
     dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, statistics: Tensor, weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    of_sizes, channels = launches(layout.sizes, x.dtype), layout.sizes[1]
-    parts, sums = _empty_numbers(x, of_sizes.numbers_of_parts), _empty_numbers(x, 2 * channels)
-    grad_weight = None if weight_dtype is None else x.new_empty(channels, dtype=weight_dtype)
-    grad_bias = None if bias_dtype is None else x.new_empty(channels, dtype=bias_dtype)
-    of_sizes.parts_of_sums(x, dy, y, statistics, parts)
-    of_sizes.gradient_sums(parts, statistics, sums, grad_weight, grad_bias)
-    return sums, grad_weight, grad_bias
+    dtypes = {"grad_weight_dtype": weight_dtype, "grad_bias_dtype": bias_dtype}
+    plan = _plan_for(x, [dy, y], layout, x.dtype, x.device, **dtypes)
+    return plan.backward_sums(dy, x, y, statistics)[:3]
 
 
 def backward_outputs(
     dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, total: Tensor, statistics: Tensor,
     weight: Tensor | None, of_residual: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    channels = layout.sizes[1]
-    coefficients = _empty_coefficients(x, 4 * channels)
-    launches_of_channels(channels).backward_coefficients(total, statistics, _dense(weight), coefficients)
-    grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x) if of_residual else None
-    launches(layout.sizes, x.dtype).input_gradient(dy, x, y, grad_x, grad_residual, coefficients)
+    weight = _dense(weight)
+    plan = _plan_for(x, [dy, y, weight], layout, x.dtype, x.device, of_residual=of_residual)
+    grad_x, grad_residual, _ = plan.backward_outputs(None, dy, x, y, total, statistics, weight, True, of_residual)
+    assert grad_x is not None
     return grad_x, grad_residual
 
 
@@ -217,7 +288,9 @@ def update_running_stats(
 ) -> None:
     if not moves:
         return
-    launch = launches_of_channels(running_mean.numel()).update_running_stats
+    channels = running_mean.numel()
+    blocks = max(1, triton.cdiv(channels, gpu_channels.CHANNELS.value)), 1
+    launch = Launch(gpu_channels.update_running_stats, blocks, (channels,))
     means, variances = running_mean.contiguous(), running_var.contiguous()
     if isinstance(momentum, Tensor) and momentum.device == statistics.device:
         launch(means, variances, statistics, momentum, floats=(0.0, 0.0))
@@ -228,14 +301,6 @@ def update_running_stats(
             buffer.copy_(moved)
         elif not buffer.is_inference():  # autograd is to see that it has changed
             torch.autograd.graph.increment_version(buffer)
-
-
-def _empty_numbers(x: Tensor, count: int) -> Tensor:
-    return x.new_empty(count, dtype=torch.float64)
-
-
-def _empty_coefficients(x: Tensor, count: int) -> Tensor:
-    return x.new_empty(count, dtype=moments.compute_dtype(x.dtype))
 
 
 def _dense(of_channels: Tensor | None) -> Tensor | None:

@@ -1,6 +1,9 @@
 """Computes channels' numbers in Triton: sums of what gpu_tiles.py found, coefficients, running statistics.
 
 A program has CHANNELS channels, and computes in float64. gpu.py launches it. Uses only features of Triton 3.6.
+
+`parts` are (num_parts, 2, channels) sums, and one number more, how many values a channel has; the sums of all ranks are
+one part.
 """
 
 # Triton has types of its own, and reads this source: constants are upper case, branches on them need their else.
@@ -11,6 +14,14 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+CHANNELS, PARTS = tl.constexpr(8), tl.constexpr(128)  # that a program adds at once
+# Triton would compile anew for other values of these, and for tensors that begin between multiples of 16 bytes.
+SIZES = ["num_parts", "channels"]
+TENSORS = [
+    "parts", "sums", "weight", "bias", "grad_weight", "grad_bias", "running_mean", "running_var", "counter",
+    "statistics", "coefficients", "momentum_in_memory",
+]  # fmt: skip
 
 
 @triton.jit
@@ -36,59 +47,75 @@ def _store_number(pointer, index, number, exists):
     tl.store(pointer + index, number, mask=exists)
 
 
-# Sums.
+@triton.jit
+def _channels(channels):
+    """The channels of the program, and which of them exist."""
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    return channel, channel < channels
 
 
 @triton.jit
-def _totals(
-    parts, channel, exists, num_parts, width, inner, PARTS: tl.constexpr, CHANNELS: tl.constexpr
-):  # fmt: skip
-    """The two sums of each channel over all parts and its columns, `inner` of them."""
+def _total(parts, num_parts, channels):
+    """The two sums of each channel over all parts."""
+    channel, exists = _channels(channels)
     first = tl.zeros((PARTS, CHANNELS), tl.float64)
     second = tl.zeros((PARTS, CHANNELS), tl.float64)
-    for first_part in range(0, num_parts * inner, PARTS):
-        index = first_part + tl.arange(0, PARTS)
-        offsets = tl.cast(2 * (index // inner), tl.int64) * width + index % inner
-        mask = (index < num_parts * inner)[:, None] & exists[None, :]
-        pointers = parts + offsets[:, None] + (channel * inner)[None, :]
+    for first_part in range(0, num_parts, PARTS):
+        part = first_part + tl.arange(0, PARTS)
+        mask = (part < num_parts)[:, None] & exists[None, :]
+        pointers = parts + 2 * tl.cast(part, tl.int64)[:, None] * channels + channel[None, :]
         first += tl.load(pointers, mask=mask, other=0.0)
-        second += tl.load(pointers + width, mask=mask, other=0.0)
+        second += tl.load(pointers + channels, mask=mask, other=0.0)
     return tl.sum(first, 0), tl.sum(second, 0)
 
 
-@triton.jit(do_not_specialize=["num_parts"])
-def sums(parts, sums, num_parts, width, inner, channels, PARTS: tl.constexpr, CHANNELS: tl.constexpr):
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    exists = channel < channels
-    first, second = _totals(parts, channel, exists, num_parts, width, inner, PARTS, CHANNELS)
+@triton.jit
+def _num_values(parts, num_parts, channels):
+    return tl.load(parts + 2 * tl.cast(num_parts, tl.int64) * channels)
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
+def add_parts(parts, sums, num_parts, channels):
+    channel, exists = _channels(channels)
+    first, second = _total(parts, num_parts, channels)
     tl.store(sums + channel, first, mask=exists)
     tl.store(sums + channels + channel, second, mask=exists)
     if tl.program_id(0) == 0:
-        num_values = tl.load(parts + 2 * tl.cast(num_parts, tl.int64) * width)
-        tl.store(sums + 2 * channels, num_values)
+        tl.store(sums + 2 * channels, _num_values(parts, num_parts, channels))
 
 
-@triton.jit(do_not_specialize=["num_parts"])
-def gradient_sums(
-    parts, statistics, sums, grad_weight, grad_bias, num_parts, width, inner, channels,
-    PARTS: tl.constexpr, CHANNELS: tl.constexpr, COMPUTE: tl.constexpr,
+@triton.jit
+def _move(running, statistic, channel, exists, enough, share):
+    """A running statistic by the one of a batch, where there are enough values."""
+    old = tl.load(running + channel, mask=exists, other=0.0).to(tl.float64)
+    _store_number(running, channel, tl.where(enough, (1 - share) * old + share * statistic, old), exists)
+
+
+@triton.jit
+def _move_both(
+    running_mean, running_var, channel, exists, mean, var, num_values, momentum_in_memory, momentum, momentum_rest
 ):  # fmt: skip
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    exists = channel < channels
-    sum_dy, sum_dy_xmu = _totals(parts, channel, exists, num_parts, width, inner, PARTS, CHANNELS)
+    """By momentum + momentum_rest, unless momentum_in_memory is given."""
+    if momentum_in_memory is None:
+        share = _float64(momentum, momentum_rest)
+    else:
+        share = tl.load(momentum_in_memory).to(tl.float64)
+    _move(running_mean, mean, channel, exists, num_values > 0, share)
+    unbiased_var = var * (num_values / tl.maximum(num_values - 1, 1.0))
+    _move(running_var, unbiased_var, channel, exists, num_values > 1, share)
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
+def update_running_stats(
+    running_mean, running_var, statistics, momentum_in_memory, momentum, momentum_rest, channels
+):  # fmt: skip
+    channel, exists = _channels(channels)
     mean = tl.load(statistics + channel, mask=exists, other=0.0)
-    rest = mean - mean.to(COMPUTE).to(tl.float64)
-    sum_dy_xmu -= tl.where(rest != 0, rest * sum_dy, 0.0)  # 0 times an infinite sum is NaN
-    tl.store(sums + channel, sum_dy, mask=exists)
-    tl.store(sums + channels + channel, sum_dy_xmu, mask=exists)
-    if grad_weight is not None:
-        invstd = tl.load(statistics + 2 * channels + channel, mask=exists, other=0.0)
-        _store_number(grad_weight, channel, sum_dy_xmu * invstd, exists)
-    if grad_bias is not None:
-        _store_number(grad_bias, channel, sum_dy, exists)
-
-
-# Coefficients and running statistics, from sums that are those of all ranks by now.
+    var = tl.load(statistics + channels + channel, mask=exists, other=0.0)
+    _move_both(
+        running_mean, running_var, channel, exists, mean, var, tl.load(statistics + 3 * channels), momentum_in_memory,
+        momentum, momentum_rest,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -99,16 +126,18 @@ def _store_split(coefficients, mean, channel, exists):
     return mean - center.to(tl.float64)
 
 
-@triton.jit
-def forward_coefficients(
-    sums, weight, bias, statistics, coefficients, eps, eps_rest, channels, CHANNELS: tl.constexpr
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
+def forward_channels(
+    parts, weight, bias, running_mean, running_var, counter, statistics, coefficients, momentum_in_memory,
+    momentum, momentum_rest, num_parts, channels, eps, eps_rest,
 ):  # fmt: skip
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    exists = channel < channels
-    num_values = tl.load(sums + 2 * channels)
+    """The statistics and the coefficients of y, by the sums of all ranks; the running statistics move."""
+    channel, exists = _channels(channels)
+    first, second = _total(parts, num_parts, channels)
+    num_values = _num_values(parts, num_parts, channels)
     count = tl.maximum(num_values, 1.0)
-    mean = tl.load(sums + channel, mask=exists, other=0.0) / count
-    var = tl.load(sums + channels + channel, mask=exists, other=0.0) / count - mean * mean
+    mean = first / count
+    var = second / count - mean * mean
     var = tl.where(var < 0, 0.0, var)  # NaN stays
     invstd = 1.0 / tl.sqrt(var + _float64(eps, eps_rest))
     tl.store(statistics + channel, mean, mask=exists)
@@ -116,47 +145,45 @@ def forward_coefficients(
     tl.store(statistics + 2 * channels + channel, invstd, mask=exists)
     if tl.program_id(0) == 0:
         tl.store(statistics + 3 * channels, num_values)
-    scale = _number(weight, channel, exists, 1.0) * invstd
+        if counter is not None:
+            tl.store(counter, tl.load(counter) + 1)
     rest = _store_split(coefficients, mean, channel, exists)
+    scale = _number(weight, channel, exists, 1.0) * invstd
     _store_number(coefficients, channels + channel, scale, exists)
     _store_number(coefficients, 2 * channels + channel, _number(bias, channel, exists, 0.0) - rest * scale, exists)
+    if running_mean is not None:
+        _move_both(
+            running_mean, running_var, channel, exists, mean, var, num_values, momentum_in_memory, momentum,
+            momentum_rest,
+        )  # fmt: skip
 
 
-@triton.jit
-def backward_coefficients(sums, statistics, weight, coefficients, channels, CHANNELS: tl.constexpr):
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    exists = channel < channels
-    count = tl.maximum(tl.load(statistics + 3 * channels), 1.0)
-    mean_dy = tl.load(sums + channel, mask=exists, other=0.0) / count
-    mean_dy_xmu = tl.load(sums + channels + channel, mask=exists, other=0.0) / count
-    invstd = tl.load(statistics + 2 * channels + channel, mask=exists, other=0.0)
-    a = _number(weight, channel, exists, 1.0) * invstd
-    b = -a * invstd * invstd * mean_dy_xmu
-    rest = _store_split(coefficients, tl.load(statistics + channel, mask=exists, other=0.0), channel, exists)
-    _store_number(coefficients, channels + channel, a, exists)
-    _store_number(coefficients, 2 * channels + channel, b, exists)
-    _store_number(coefficients, 3 * channels + channel, -a * mean_dy - b * rest, exists)
-
-
-@triton.jit
-def update_running_stats(
-    running_mean, running_var, statistics, momentum_in_memory, momentum, momentum_rest, channels,
-    CHANNELS: tl.constexpr,
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
+def backward_channels(
+    parts, sums, statistics, weight, grad_weight, grad_bias, coefficients, num_parts, channels, COMPUTE: tl.constexpr,
+    LOCAL: tl.constexpr,
 ):  # fmt: skip
-    """By momentum + momentum_rest, unless momentum_in_memory is given."""
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    exists = channel < channels
-    num_values = tl.load(statistics + 3 * channels)
-    if momentum_in_memory is None:
-        share = _float64(momentum, momentum_rest)
-    else:
-        share = tl.load(momentum_in_memory).to(tl.float64)
+    """Of this rank's parts (LOCAL) the sums and the gradients of parameters; of the sums of all ranks the coefficients
+    of grad_x. What is None is left out."""
+    channel, exists = _channels(channels)
+    sum_dy, sum_dy_xmu = _total(parts, num_parts, channels)
     mean = tl.load(statistics + channel, mask=exists, other=0.0)
-    var = tl.load(statistics + channels + channel, mask=exists, other=0.0)
-    unbiased_var = var * (num_values / tl.maximum(num_values - 1, 1.0))
-    old_mean = tl.load(running_mean + channel, mask=exists, other=0.0).to(tl.float64)
-    old_var = tl.load(running_var + channel, mask=exists, other=0.0).to(tl.float64)
-    moved_mean = (1 - share) * old_mean + share * mean
-    moved_var = (1 - share) * old_var + share * unbiased_var
-    _store_number(running_mean, channel, tl.where(num_values > 0, moved_mean, old_mean), exists)
-    _store_number(running_var, channel, tl.where(num_values > 1, moved_var, old_var), exists)
+    invstd = tl.load(statistics + 2 * channels + channel, mask=exists, other=0.0)
+    if LOCAL:  # about the center
+        rest = mean - mean.to(COMPUTE).to(tl.float64)
+        sum_dy_xmu -= tl.where(rest != 0, rest * sum_dy, 0.0)  # 0 times an infinite sum is NaN
+    if sums is not None:
+        tl.store(sums + channel, sum_dy, mask=exists)
+        tl.store(sums + channels + channel, sum_dy_xmu, mask=exists)
+    if grad_weight is not None:
+        _store_number(grad_weight, channel, sum_dy_xmu * invstd, exists)
+    if grad_bias is not None:
+        _store_number(grad_bias, channel, sum_dy, exists)
+    if coefficients is not None:
+        count = tl.maximum(tl.load(statistics + 3 * channels), 1.0)
+        a = _number(weight, channel, exists, 1.0) * invstd
+        b = -a * invstd * invstd * (sum_dy_xmu / count)
+        rest = _store_split(coefficients, mean, channel, exists)
+        _store_number(coefficients, channels + channel, a, exists)
+        _store_number(coefficients, 2 * channels + channel, b, exists)
+        _store_number(coefficients, 3 * channels + channel, -a * (sum_dy / count) - b * rest, exists)

@@ -7,7 +7,8 @@ A plan is for tensors of one kind: their sizes, dtypes and options. Each pass ha
     backward_sums    dy, x -> sum dy, sum dy * (x - mean); grad_weight and grad_bias of this rank
     backward_outputs their totals over all ranks -> grad_x (and the gradient of a residual)
 
-The first call also returns what the second one need not find out again: addresses, with kernels for CPUs.
+The first call also returns what the second one need not find out again: addresses, with kernels for CPUs. It is told
+whether this rank is alone: then nothing reads the sums but the second call, which may add them itself.
 
 On CPU sums end in n (0 in backward) and a `signature`, three numbers that each rank brings: 1, s and s^2, or zeros. By
 Cauchy and Schwarz sum 1 * sum s^2 = (sum s)^2 only where all s are the same. The second call compares their totals
@@ -64,7 +65,7 @@ class TensorPlan:
         self.relu, self.is_signed = bool(options.get("relu")), bool(options.get("is_signed"))
 
     @torch.no_grad()
-    def forward_sums(self, x: Tensor, signature: Signature) -> tuple[Tensor, None]:
+    def forward_sums(self, x: Tensor, signature: Signature, is_alone: bool = False) -> tuple[Tensor, None]:
         sums: Tensor = self.kernels.forward_sums(x, self.layout)
         return torch.cat((sums, sums.new_tensor(signature))) if self.is_signed else sums, None
 
@@ -88,8 +89,9 @@ class TensorPlan:
         return y, statistics, OK
 
     def backward_sums(
-        self, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor, signature: Signature
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        self, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor, signature: Signature,
+        is_alone: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:  # fmt: skip
         dtypes = self.options["grad_weight_dtype"], self.options["grad_bias_dtype"]
         sums, *of_parameters = self.kernels.backward_sums(dy, x, y, self.layout, statistics, *dtypes)
         return torch.cat((sums, sums.new_tensor((0.0, *signature)))) if self.is_signed else sums, *of_parameters, None

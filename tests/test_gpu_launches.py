@@ -1,0 +1,103 @@
+"""How many kernels a training step on a GPU compiles and launches, by a driver whose launches do nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
+
+import triton
+from benchmarks.launches import Driver
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import syncbn
+from syncbn import plan
+from syncbn.kernels import gpu, gpu_channels, gpu_tiles, select
+from syncbn.layout import Layout
+
+# Channels and sizes of the layers of a ResNet-50 for 224 x 224 pixels.
+RESNET = [(64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (256, 14), (1024, 14), (512, 7), (2048, 7)]
+# Pixels of a detector's images, which are multiples of 32.
+DETECTOR = [(800, 1216), (640, 1024), (736, 1120), (672, 992), (768, 1344)]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that were launched; gpu._compiled are those that were compiled."""
+    names: list[str] = []
+
+    class CountingDriver(Driver):
+        def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+            return lambda *arguments: names.append(metadata.name)
+
+    def new_plan(x: Tensor, layout: Layout, **options: Any) -> gpu.Plan:
+        return gpu.Plan(layout, x.dtype, x.device, **options)
+
+    monkeypatch.setattr(gpu, "_compiled", {})
+    monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(select, "new_plan", new_plan)
+    for module in (gpu_channels, gpu_tiles):  # what the driver of an earlier test has compiled
+        for one in vars(module).values():
+            if isinstance(one, triton.JITFunction):
+                one.device_caches.clear()
+    monkeypatch.setattr(triton.runtime.driver, "_active", CountingDriver())
+    return names
+
+
+@pytest.fixture(params=[1, 2], ids=["alone", "with a group"])
+def num_ranks(request: pytest.FixtureRequest) -> Iterator[int]:
+    if request.param == 2:
+        options = FakeProcessGroup.Options()
+        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore(), pg_options=options)
+    yield request.param
+    if request.param == 2:
+        dist.destroy_process_group()
+
+
+def step(channels: int, height: int, width: int, channels_last: bool, batch: int = 8) -> None:
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    x = torch.empty(batch, channels, height, width, dtype=torch.bfloat16).to(memory_format=memory_format)
+    syncbn.SyncBatchNorm2d(channels)(x.requires_grad_()).backward(x.detach())
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_a_resnet(launched: list[str], num_ranks: int, channels_last: bool) -> None:
+    for channels, size in RESNET:
+        launched.clear()
+        step(channels, size, size, channels_last)
+        assert len(launched) <= (6 if num_ranks == 1 else 8), launched
+    assert len(gpu._compiled) <= (10 if num_ranks == 1 or channels_last else 12)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_other_sizes_compile_nothing(launched: list[str], channels_last: bool) -> None:
+    """Nor do other numbers of samples."""
+    compiled = 0
+    for index, (height, width) in enumerate(DETECTOR):
+        for stride in (8, 16, 32):
+            launched.clear()
+            step(16, height // stride, width // stride, channels_last, batch=1 + index)
+            assert len(launched) == 6
+        compiled = compiled or len(gpu._compiled)
+        assert len(gpu._compiled) == compiled
+
+
+@pytest.mark.parametrize("offsets", [(0, 1), (1, 0)])
+def test_addresses_choose_the_kernel(launched: list[str], offsets: tuple[int, ...]) -> None:
+    """A kernel for addresses that are multiples of 16 would fail at others."""
+    storage, num_compiled = torch.empty(1 + 8 * 32), []
+    for offset in offsets:
+        layer = syncbn.SyncBatchNorm1d(32)
+        layer(storage[offset : offset + 8 * 32].view(8, 32))
+        num_compiled.append(len(gpu._compiled))
+    assert num_compiled[0] < num_compiled[1]
