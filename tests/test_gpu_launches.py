@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
 import triton
-from benchmarks.launches import Driver
+from benchmarks.launches import DRIVER
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -36,9 +37,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that were launched; gpu._compiled are those that were compiled."""
     names: list[str] = []
 
-    class CountingDriver(Driver):
-        def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-            return lambda *arguments: names.append(metadata.name)
+    def launcher(source: Any, metadata: Any) -> Callable[..., None]:
+        return lambda *arguments: names.append(metadata.name)
 
     def new_plan(x: Tensor, layout: Layout, **options: Any) -> gpu.Plan:
         return gpu.Plan(layout, x.dtype, x.device, **options)
@@ -50,7 +50,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         for one in vars(module).values():
             if isinstance(one, triton.JITFunction):
                 one.device_caches.clear()
-    monkeypatch.setattr(triton.runtime.driver, "_active", CountingDriver())
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(**vars(DRIVER) | {"launcher_cls": launcher}))
     return names
 
 
