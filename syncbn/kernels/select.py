@@ -30,9 +30,9 @@ def new_plan(x: Tensor, layout: Layout, **options: Any) -> cpu.Plan | TensorPlan
     kernels = _in_eager_mode(x)
     if kernels is cpu:
         return cpu.Plan(layout, x.dtype, is_signed=True, **options)
-    if kernels in (reference, chunked):
-        return TensorPlan(kernels, layout, is_signed=x.is_cpu, **options)
-    return kernels.Plan(layout, x.dtype, x.device, **options)  # type: ignore[no-any-return]
+    if hasattr(kernels, "Plan"):
+        return kernels.Plan(layout, x.dtype, x.device, **options)  # type: ignore[no-any-return]
+    return TensorPlan(kernels, layout, is_signed=x.is_cpu, **options)
 
 
 def select_kernels(x: Tensor | None, *others: Tensor | None) -> ModuleType:

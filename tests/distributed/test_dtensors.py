@@ -190,7 +190,8 @@ def test_several_inputs(ranks: Ranks, training: bool) -> None:
     assert communication.get_total_counts() == (training and ranks.size > 1)
     for output, wanted in zip(outputs, expected, strict=True):
         assert output.placements == wanted.placements
-        assert torch.equal(output.to_local(), wanted.to_local())
+        # In another place of the payload gloo adds the ranks in another order.
+        torch.testing.assert_close(output.to_local(), wanted.to_local(), rtol=1e-12, atol=1e-12)
     if training and ranks.size > 1:
         for other in (distribute_tensor(x, mesh, [Replicate()]), x):
             with pytest.raises(
