@@ -6,7 +6,7 @@
 
 The most informative part comes first. Most parts are tests or benchmarks that run without a GPU too. Each part ends
 after its limit of seconds, and all after --seconds. Results, verdicts and the ends of the logs go to gpu.json in
---output ($OUT, or runs/gpu), which is written after each part. A part that lacks a package, a program or the GPU is
+--output, which is written after each part. A part that lacks a package, a program or the GPU is
 skipped and says so. The exit status is 1 when a part has failed. This file needs the standard library only.
 """
 
@@ -363,7 +363,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="on CPUs, tiny sizes")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of all parts (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", "runs/gpu")), help="folder")
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="folder")
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds * (DRY_RUN_FACTOR if arguments.dry_run else 1)
     root = str(SCRIPTS.resolve().parent)

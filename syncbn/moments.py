@@ -77,7 +77,7 @@ class Pool:
         self.is_empty = True
 
     def add(self, statistics: Tensor, moves: bool) -> None:
-        """Adds the statistics of a batch. In a recompute (`moves` False) it does not: it has added them before."""
+        """Adds the statistics of a batch. In a recompute (`moves` False) it does not: the first forward did."""
         packed = torch.cat((to_sums(statistics.detach()), statistics.new_ones(1)))
         if moves:
             self.packed += packed

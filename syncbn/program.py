@@ -9,7 +9,7 @@ from types import FrameType
 
 
 def line_of_program(frame: FrameType) -> str:
-    """The line in which the program is in this frame, or from which it called torch or syncbn: train.py:57."""
+    """The file and line of the innermost frame outside of torch and syncbn, from this frame on: train.py:57."""
     frame = _frame_of_program(frame)
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 

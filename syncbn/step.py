@@ -51,7 +51,7 @@ def train(given: Arguments, caller: Any) -> tuple[Tensor, Tensor]:
     x, weight, bias, z = given.input, given.weight, given.bias, given.z
     reduction = reduction_of(given.process_group, caller, x)
     try:
-        # `at`: addresses, for forward_outputs
+        # `at` is for forward_outputs, see plans.py
         sums, at = plan.forward_sums(x, reduction.signatures["forward", x.dtype], reduction.group is None)
     except RuntimeError as error:
         argument_errors.raise_on_all_ranks(error, [given], reduction)
@@ -119,7 +119,7 @@ def _explain(status: int, reduction: NoReduction | EagerReduction, sums: Tensor,
     a channel has one value. Returns where a rank has brought NaN or infinity, which is a warning, and where the ranks
     are in one layer, and have agreed on its name."""
     if status == NOT_FINITE:
-        reduction.warn_not_finite(x)
+        reduction.warn_not_finite(not x.isfinite().all())
         return
     if status != ONE_VALUE:
         reduction.explain(sums)

@@ -75,7 +75,7 @@ def test_a_resnet(launched: list[str], num_ranks: int, channels_last: bool) -> N
     for channels, size in RESNET:
         launched.clear()
         step(channels, size, size, channels_last)
-        assert len(launched) <= (6 if num_ranks == 1 else 8), launched
+        assert len(launched) in ((6,) if num_ranks == 1 else (7, 8)), launched  # 7: a sum of one part
     assert len(gpu._compiled) <= (10 if num_ranks == 1 or channels_last else 12)
 
 

@@ -637,3 +637,17 @@ def test_chunks_need_little_memory(
     with LargestTensor() as largest:
         reference.forward_sums(x, layout)
     assert largest.num_bytes == 2 * x.nbytes
+
+
+@pytest.mark.parametrize("inner", [0, 1])
+def test_more_channels_than_scratch_of_a_function_holds(kernels: ModuleType, inner: int) -> None:
+    """An empty batch of many channels needs memory for its channels, too."""
+    x = torch.randn(2, 9000, inner)
+    layout = Layout.of(x, 1)
+    sums = kernels.forward_sums(x, layout)
+    y, statistics = normalized(kernels, x, sums)
+    of_dy, grad_weight, grad_bias = kernels.backward_sums(x, x, None, layout, statistics, torch.float32, torch.float32)
+    grad_x, _ = gradients(kernels, x, x, None, statistics, of_dy)
+    assert y.shape == grad_x.shape == x.shape
+    torch.testing.assert_close(grad_bias, x.sum((0, 2)))
+    assert grad_weight.isfinite().all()

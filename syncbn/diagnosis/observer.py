@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from syncbn.diagnosis import pipeline_check, process_state, report
 from syncbn.diagnosis.layer_names import may_be_one_layer
@@ -88,16 +87,15 @@ class Observer:
         local = described(called, called.collective.pass_name)
         require_one_layer(site, all_gather_json(local, called.group), compares_dtypes=is_sound)
 
-    def warn_not_finite(self, collective: Collective, local: Tensor) -> None:
-        """NaN or infinity is in a total: each rank that has it in `local`, x or its sums, warns, once for a layer."""
+    def warn_not_finite(self, collective: Collective) -> None:
+        """NaN or infinity is in this rank's input: warns, once for a layer."""
         site = collective.site
-        if not site.said_not_finite:
+        if not (site.said_not_finite or report.in_debug_mode()):  # debug mode warns by itself
             site.said_not_finite = True
-            if not (report.in_debug_mode() or local.isfinite().all()):  # debug mode warns by itself
-                warn(
-                    f"syncbn: NaN or infinity in the input of {site.doing(collective.call, collective.pass_name)} on "
-                    f"rank {site.rank.rank}; the statistics of all ranks, and so their running statistics, become NaN"
-                )
+            warn(
+                f"syncbn: NaN or infinity in the input of {site.doing(collective.call, collective.pass_name)} on rank "
+                f"{site.rank.rank}; the statistics of all ranks, and so their running statistics, become NaN"
+            )
 
     def raise_faults(self, collective: Collective, num_signed: float, error: Exception | None) -> None:
         """**Raises** the errors of all faulty ranks, on every rank; `error` is this rank's, or None."""

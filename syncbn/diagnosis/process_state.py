@@ -40,7 +40,7 @@ def host() -> str:
 
 
 def state_of(process: int) -> str:
-    """That the process of this number on this host has ended or is stopped, in words; empty where neither is seen."""
+    """'its process (123) has ended' or '... is stopped', of this process on this host; else empty."""
     if not Path("/proc/self/stat").exists():
         return ""
     state = "X"

@@ -114,7 +114,8 @@ class _Reader:
 
     def table(self) -> list[str]:
         """The table of positions, in a list; an empty list where the store or the group has ended."""
-        with contextlib.suppress(RuntimeError, ValueError):  # a store or group that has ended
+        # A store or a group that has ended, or positions that another version of syncbn has written.
+        with contextlib.suppress(RuntimeError, TypeError, ValueError):
             return [self._table()]
         return []
 

@@ -108,7 +108,7 @@ class ThisRank(RankState):
         self.num_ranks = world.size()
         self.meetings: Counter[str] = Counter()  # how often this rank has come to the meeting of a name
         self.interval = _interval(self.store, self.num_ranks)
-        self.evaluated_after: object = False  # the collective after which it has called a layer in evaluation mode
+        self.evaluated_after: object = False  # the last collective before a call in evaluation mode; False: none yet
         self.left = ""
         self.written, self.written_state = -math.inf, self.state()
         self.ended = threading.Event()

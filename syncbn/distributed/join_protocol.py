@@ -95,6 +95,7 @@ class Shadowing(Guard):
         try:
             with guarded_by(self):
                 body()
+                # Inside the guard, so that its first all_reduce waits for no meeting; as `thread` it announces nothing.
                 self.thread = threading.current_thread()
                 self.shadow()
         except Exception as error:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import sys
 import time
@@ -113,7 +114,7 @@ def register(one: Any) -> None:
 
 @contextlib.contextmanager
 def guarded_by(guard: Guard) -> Iterator[None]:
-    """Within, `guard` is asked, after those that are there already."""
+    """Within, `guard` is asked before each all_reduce, after earlier guards."""
     guards.append(guard)
     try:
         yield
@@ -163,7 +164,7 @@ class NoReduction:
     def explain(self, payload: Tensor, error: Exception | None = None) -> None:
         """Nothing."""
 
-    def warn_not_finite(self, x: Tensor) -> None:
+    def warn_not_finite(self, is_local: bool) -> None:
         """Nothing."""
 
     def total(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:
@@ -210,9 +211,10 @@ class EagerReduction:
             if num_values != num_values:
                 observer.raise_faults(self.collective, signature[0], error)
 
-    def warn_not_finite(self, local: Tensor) -> None:
-        """NaN or infinity is in a total: the ranks with it in `local`, x or its sums, warn, once for each layer."""
-        observer.warn_not_finite(self.collective, local)
+    def warn_not_finite(self, is_local: bool) -> None:
+        """NaN or infinity is in a total. If it `is_local`, in this rank's x, the rank warns, once for a layer."""
+        if is_local:
+            observer.warn_not_finite(self.collective)
 
     def check(self, payload: Tensor, error: Exception | None = None) -> None:
         """Read a total on CPU; **raises** as `explain`."""
@@ -233,8 +235,9 @@ class EagerReduction:
             with Collective(self.site, self.call, pass_name) as self.collective:
                 payload = torch_private.all_reduce_operator(payload, self.group)
         self.check(payload, error)
-        if not (local is None or payload.isfinite().all()):
-            self.warn_not_finite(local)
+        # By lists, as operators would be seen by the mode that watches this call.
+        if not (local is None or all(map(math.isfinite, payload.tolist()))):
+            self.warn_not_finite(not all(map(math.isfinite, local.tolist())))
         return payload[: len(sums)]
 
     def other_collective(self, pass_name: str) -> Collective:

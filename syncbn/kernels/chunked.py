@@ -1,4 +1,4 @@
-"""Runs the reference on one part of a tensor after the other, so that its float64 copies stay small.
+"""Runs the reference part by part, so that its float64 copies stay small.
 
 For eager mode on devices without other kernels. reference.py defines the functions, by the same names.
 """
@@ -19,7 +19,10 @@ PART_VALUES = 2**18  # 2 MB in float64
 
 
 def forward_sums(x: Tensor, layout: Layout) -> Tensor:
-    return torch.stack([reference.forward_sums(x_part, of_part) for of_part, x_part in _parts(layout, x)]).sum(0)
+    sums = x.new_zeros(2 * layout.sizes[1] + 1, dtype=torch.float64)
+    for of_part, x_part in _parts(layout, x):
+        sums += reference.forward_sums(x_part, of_part)
+    return sums
 
 
 def forward_outputs(
@@ -53,7 +56,7 @@ def backward_outputs(
 
 
 def _parts(layout: Layout, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """For each part its layout and the views (outer, channel, inner) of these tensors, which lie as `layout` says."""
+    """Yields the layout of each part, and each tensor's view of it, (outer, channel, inner)."""
     outer, channels, inner = layout.sizes
     folded = [None if one is None else layout.fold(one) for one in tensors]
     rows = max(1, PART_VALUES // max(1, channels * inner))

@@ -46,7 +46,7 @@ constexpr int64_t PART = 2 * GRAIN;           // values of a part of a sum
 constexpr int64_t SHORTEST_RUN = 32;          // values
 constexpr int64_t LONG_ROW = 64;              // values, so that the rest behind whole vectors is small
 constexpr int64_t PADDING = 16;               // numbers, as many as the widest vector has
-constexpr int64_t LEAST_VALUES = 512;         // of a channel in a part of a sum over runs, which is two doubles
+constexpr int64_t LEAST_VALUES = 512;         // of a channel in a part of a sum over runs: its result is two doubles
 constexpr int64_t LEAST_ROWS = 32;            // in a part of a sum, whose two doubles a column are half a byte a value
 constexpr int64_t STREAMED_BYTES = 16 << 20;  // of an output, from which on it is not found in the caches again
 constexpr int64_t ALIGNED = 64;               // bytes
@@ -196,7 +196,7 @@ namespace avx512 {
 #pragma GCC pop_options
 #endif
 
-// Of the best instructions that the processor has, or that torch's own variable asks for; by Dtype.
+// The loops for the best instruction set of this processor, or the one that ATEN_CPU_CAPABILITY names; by Dtype.
 const Loops* best_loops() {
   const char* asked = std::getenv("ATEN_CPU_CAPABILITY");
   if (asked && !std::strcmp(asked, "default")) return baseline::LOOPS;
@@ -229,7 +229,7 @@ Status compare(const double* behind) {
   return behind[0] == 1 ? ONE_VALUE : OK;
 }
 
-// Whether of tensors, given by address and how many numbers they have, one has numbers but no memory.
+// Whether any tensor, (address, number of values), has values but no memory.
 bool lack_memory(std::initializer_list<std::pair<const void*, int64_t>> tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](auto one) { return !one.first && one.second; });
 }
@@ -242,7 +242,7 @@ EXPORTED int syncbn_interface() noexcept { return 2; }
 // How many bytes of scratch the functions that add up need, or those that map; 0 where what they have is enough.
 EXPORTED int64_t syncbn_scratch(const Plan* plan, int adds) noexcept {
   const Sizes& sizes = plan->sizes;
-  int64_t doubles = adds ? sizes.spread_size() * (1 + 2 * sizes.num_parts())
+  int64_t doubles = adds ? std::max(sizes.channels, sizes.spread_size() * (1 + 2 * sizes.num_parts()))
                          : MOST_COEFFICIENTS * (sizes.channels + sizes.spread_size()) + 2 * sizes.channels;
   return doubles > OWN_SCRATCH ? doubles * sizeof(double) : 0;
 }

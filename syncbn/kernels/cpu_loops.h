@@ -111,7 +111,7 @@ template <typename T, typename V> inline void stream(T* to, V values) { write(to
 
 // How a loop body touches memory. What is known of it when it is compiled costs nothing.
 struct Memory {
-  int64_t count = LANES;  // of values from an address on, as if zeros followed
+  int64_t count = LANES;  // of values at the address; the other lanes read 0
   bool streams = false;
 
   template <typename V, typename T> INLINED V get(const T* from) const {
@@ -138,7 +138,7 @@ inline Wide behind_relu(Wide gradient, Wide y) {
   return {behind_relu(gradient.low, y.low), behind_relu(gradient.high, y.high)};
 }
 
-// Of the last LANES of `length` values all bits of those that are no part of whole vectors.
+// A mask for the last LANES of `length` values: ones for the length % LANES values behind the whole vectors, else zeros.
 template <typename V> inline V mask_of_rest(int64_t length) {
   using Number = std::conditional_t<std::is_same_v<V, Floats>, float, double>;
   return read<V>((const Number*)(ONES_BEHIND_ZEROS + PADDING) - LANES + length % LANES);
@@ -155,8 +155,8 @@ template <typename V> Sums<V> masked(Sums<V> of, V mask) { return {masked(of.fir
 
 template <typename T, bool backward, bool relu>
 struct Term {  // x and x^2; backward dy and dy * (x - center), of dy behind the relu
-  // Numbers of 16 bits are first added in float, which is fast, and as FEW at a time as keep the sum of their squares
-  // exact while they are of one magnitude: a square has 16 bits (BFloat16) or 22 (Half), a float 24.
+  // Numbers of 16 bits are first added in float, which is fast, FEW at a time: then the sum of squares of similar values
+  // is exact, as a square has 16 bits (BFloat16) or 22 (Half), and a float 24.
   static constexpr bool IN_FLOAT = sizeof(T) == 2;
   static constexpr int64_t FEW = std::is_same_v<T, BFloat16> ? 8 : 4;
   using V = std::conditional_t<IN_FLOAT, Floats, Wide>;

@@ -31,7 +31,8 @@ MOST_PARTS = 256  # of a sum, which a second kernel adds
 MAPPING_PROGRAMS = 8192
 MULTIPROCESSORS = 132  # where there is no GPU
 
-# By all that a kernel is compiled for: how it is run, the stream of a device, and what Triton's launch takes next.
+# Key: all that a kernel is compiled for. Value: how to run it, the function that gives a device's stream, and what
+# Triton's launch takes next.
 _compiled: dict[tuple[object, ...], tuple[Any, ...]] = {}
 
 
@@ -48,7 +49,7 @@ class Launch:
         self.kernel, self.grid, self.numbers, self.constants = kernel, (*grid, 1), numbers, constants
         self.behind = *numbers, *constants
         self.options = options | {"enable_fp_fusion": True}  # a * b + c as one operation; Triton 3.9 warns unless told
-        self.aligned: Any = None  # of _compiled, for aligned addresses
+        self.aligned: Any = None  # the entry of _compiled for addresses that are all multiples of 16
 
     def __call__(self, *tensors: Tensor | None, floats: tuple[float, ...] = ()) -> None:
         """Launch on the GPU of the first tensor."""
@@ -111,7 +112,7 @@ class Plan:
             width = align = VALUES if inner > VALUES and inner % VALUES == 0 else 1
             spans, num_rows, warps = channels, outer * inner // width, WARPS_IN_RUNS
         else:
-            # 64, unless with 32 columns fewer lanes are idle, counted in whole eighths of the columns.
+            # 64, or 32 if that leaves at least an eighth of the columns fewer lanes idle.
             width = min(COLUMNS, key=lambda width: 8 * (-channels % width) // max(1, channels))
             align = 1 if channels % VALUES else VALUES
             spans, num_rows, warps = triton.cdiv(max(1, channels), width), outer * inner, WARPS
@@ -169,7 +170,7 @@ class Plan:
         residual: Tensor | None, running_mean: Tensor | None = None, running_var: Tensor | None = None,
         counter: Tensor | None = None, momentum: Any = None, compares: bool = True,
     ) -> tuple[Tensor, Tensor, int]:  # fmt: skip
-        statistics = total.new_empty(3 * self.channels + 1)
+        y, statistics = torch.empty_like(x), total.new_empty(3 * self.channels + 1)  # before any buffer moves
         coefficients = x.new_empty(3 * self.channels, dtype=self.compute)
         counted, share = counter, None
         if self.averages and counter is not None:
@@ -182,7 +183,6 @@ class Plan:
         moved = [one for one in (running_mean, running_var, counted) if one is not None]
         if moved:  # autograd is to see what has changed
             torch_private.increment_version(moved)
-        y = torch.empty_like(x)
         self.normalize(x, residual, y, coefficients)
         return y, statistics, OK
 
@@ -221,7 +221,7 @@ class Plan:
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Of the GPU: as many programs add at once as fit on it, in one wave."""
+    """The multiprocessors of the GPU. Sums start as many programs as run at once."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS
 
 
@@ -299,8 +299,8 @@ def update_running_stats(
     for buffer, moved in ((running_mean, means), (running_var, variances)):
         if moved is not buffer:
             buffer.copy_(moved)
-        elif not buffer.is_inference():  # autograd is to see that it has changed
-            torch.autograd.graph.increment_version(buffer)
+        else:  # autograd is to see that it has changed
+            torch_private.increment_version((buffer,))
 
 
 def _dense(of_channels: Tensor | None) -> Tensor | None:

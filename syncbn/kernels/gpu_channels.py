@@ -163,8 +163,8 @@ def backward_channels(
     parts, sums, statistics, weight, grad_weight, grad_bias, coefficients, num_parts, channels, COMPUTE: tl.constexpr,
     LOCAL: tl.constexpr,
 ):  # fmt: skip
-    """Of this rank's parts (LOCAL) the sums and the gradients of parameters; of the sums of all ranks the coefficients
-    of grad_x. What is None is left out."""
+    """Adds up the parts. If they are this rank's (LOCAL), computes the gradients of the parameters; for those of all
+    ranks, or of one rank alone, the coefficients of grad_x. What is None is left out."""
     channel, exists = _channels(channels)
     sum_dy, sum_dy_xmu = _total(parts, num_parts, channels)
     mean = tl.load(statistics + channel, mask=exists, other=0.0)

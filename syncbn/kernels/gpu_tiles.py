@@ -4,7 +4,7 @@ A tensor is (outer, channel, inner) values in memory. A program goes over *rows*
 at a time, which is a *tile*:
 
     in runs   a program has values of one channel. A row is 4 values of one run of `inner` neighbours, or 1 value where
-              4 do not divide a run.
+              4 do not divide a run, or are all of it.
     else      inner is 1: a program has some neighbouring channels. A row is one of the `outer`.
 
 Programs are numbered (span, part): which channel or channels, and which of the rows.
@@ -132,7 +132,7 @@ def _widened(sums, TILES: tl.constexpr):
 def parts_of_sums(
     x, dy, y, statistics, parts, num_rows, rows_of_program, channels, inner, multiplier, shift, TILES: tl.constexpr
 ):  # fmt: skip
-    """Of x and x^2; or of dy and dy * (x - mean), where dy is given, of dy behind the relu where its output y is.
+    """Sums of x and x^2; with dy, of dy and dy * (x - mean); with y, dy counts only where y > 0.
 
     parts: (parts, 2, channels) numbers, and one more, how many values a channel has.
     """

@@ -1,7 +1,7 @@
 """Selects the kernels for a tensor.
 
 Every kernel module offers the same five functions, which `reference` defines by means of the leaves `layout` and
-`moments`; nothing in this folder imports more of the package but `torch_state` and `torch_private`.
+`moments`; of the rest of the package this folder imports only `torch_state`, `torch_private` and `program`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def select_kernels(x: Tensor | None, *others: Tensor | None) -> ModuleType:
     """The kernel module for tensors like `x` on a side road, in a call that takes `others` beside it.
 
     Tensor subclasses and exported programs get torch's operations; so do forward mode and vmap, for which operators
-    have no rules. All others get the operators, compiled graphs too: what Inductor makes of torch's operations takes 2
-    to 12 times as long on CPUs. In eager mode only autograd.Functions call them; but Dynamo traces through the forward
-    of a Function when nothing outside requires grad, as in torch.func, and then grad mode stays on.
+    have no rules. If there are kernels, all others get the operators, compiled graphs too: what Inductor makes of
+    torch's operations takes 2 to 12 times as long on CPUs (docs/tried.md). In eager mode only autograd.Functions call
+    them; but Dynamo traces through the forward of a Function when nothing outside requires grad, as in torch.func, and
+    then grad mode stays on.
     """
     if type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
         return reference
@@ -126,7 +127,10 @@ def _why_no_triton(device: torch.device, compiling: bool) -> str | None:
         ) from error
     except Exception as error:  # of whatever class: no triton, no C compiler, a GPU that it does not know
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        remedies = {"No module": "; pip install triton", "C compiler": "; install a C compiler, such as gcc"}
+        remedies = {
+            "No module named 'triton'": "; pip install triton",
+            "C compiler": "; install a C compiler, such as gcc",
+        }
         _triton_works[device] = reason + next((remedy for part, remedy in remedies.items() if part in reason), "")
     else:
         _triton_works[device] = None

@@ -8,6 +8,7 @@ join_protocol.py. On a joined rank a thread of ours shadows those, beside Join, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 from collections.abc import Iterator
@@ -68,6 +69,7 @@ def join(ddp_model: DistributedDataParallel, *, divide_by_initial_world_size: bo
         return
     session = _Session(ddp_model)
     try:
+        session.warm_up()
         torch_join = _Join(session, divide_by_initial_world_size)
         with session.announcing(), torch_join:
             try:
@@ -91,7 +93,6 @@ class _Session(Shadowing):
         self.iterations: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each of the others, then False
         self.error: BaseException | None = None  # of the thread
         self.caller, self.num_iterations = Caller("syncbn.join"), 0
-        self.warm_up()
 
     def warm_up(self) -> None:
         """Make now, on all ranks, the communicator and the kernel that the thread uses on a GPU. Made later, they could
@@ -147,9 +148,12 @@ class _Session(Shadowing):
 
     def own_stream(self) -> contextlib.AbstractContextManager[object]:
         """On a GPU Join lets the default stream wait for the others, who wait for what the thread sends."""
-        if self.device.type == "cpu":
-            return contextlib.nullcontext()
-        return torch.cuda.stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+        return contextlib.nullcontext() if self.device.type == "cpu" else torch.cuda.stream(self.stream)
+
+    @functools.cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """The thread's, whose memory warm_up has allocated."""
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def wait_for_iteration(self) -> None:
         """Until the others begin an iteration or all have joined. **Raises** what the thread raised."""

@@ -1,4 +1,4 @@
-"""Shows what a batch-norm layer normalises: the arguments of F.batch_norm, or of ours, in the forward of its class.
+"""Observes the arguments of each batch norm that a layer computes: of F.batch_norm, or of syncbn's.
 
 Subclasses may rearrange the input of the module first. Inside torch's synchronised layer nothing can be seen; there the
 input of the module counts, as long as the forward is torch's own.

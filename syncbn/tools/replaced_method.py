@@ -22,6 +22,6 @@ def replaced(layer: nn.Module, name: str, function: Callable[..., Any]) -> Itera
     try:
         yield
     finally:
-        delattr(layer, name)
+        vars(layer).pop(name, None)
         if name in before:
             setattr(layer, name, before[name])

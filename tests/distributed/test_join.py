@@ -328,3 +328,10 @@ def test_a_joined_rank_sends_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPa
     assert happened == [f"send 1 on stream of {device}", f"synchronize {device}", f"shadow on stream of {device}"]
     assert streams == ["default"]
     assert session.error is None
+
+
+def test_entering_warms_up(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    warmed = []
+    monkeypatch.setattr(join._Session, "warm_up", lambda session: warmed.append(session))
+    with syncbn.join(make_ddp(ranks)):
+        assert len(warmed) == 1

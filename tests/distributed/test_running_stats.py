@@ -222,11 +222,14 @@ def test_the_rest_of_the_model_is_in_evaluation(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("has_batch", [0, 1])
-def test_compiled_data_parallel_where_a_rank_has_no_batch(ranks: Ranks, has_batch: int) -> None:
-    """DistributedDataParallel's own forward would wait."""
+def test_compiled_data_parallel_where_a_rank_has_no_batch(
+    ranks: Ranks, has_batch: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DistributedDataParallel's own forward would wait. The rank does not wait before its first all_reduce, either."""
     inner = Net().to(ranks.device, torch.float64)
     model = torch.compile(DistributedDataParallel(inner), backend="eager")
     syncbn.recompute_running_stats(model, [part(ranks, 0, 0)] if ranks.rank == has_batch else [])
+    assert not caplog.records
     close(inner.bn1.running_mean, values_of([part(ranks, 0, 0)]).mean(1))
     with pytest.raises(ValueError, match=r"inside the model is a DistributedDataParallel \(0\)"):
         syncbn.recompute_running_stats(nn.Sequential(DistributedDataParallel(inner)), [])
