@@ -136,8 +136,8 @@ def run_case(case: Case, here: Session, rounds: int, compiled: bool) -> list[Row
     needs: dict[str, Row] = {name: {"first call": sum(call())} for name, call in calls.items()}
     for name, peer in peers.items():
         if "compiled" not in name:
-            with CommDebugMode() as collectives:
-                step(peer, x, z, dy)
+            with CommDebugMode() as collectives:  # whose hooks on leaves stay, and would copy their gradients
+                step(peer, *draw(case, here.device))
             saved, peak = saved_bytes(peer, x, z) / x.nbytes, peak_bytes(peer, x, z, dy) / x.nbytes
             needs[name] |= {"saved": saved, "peak": peak, "collectives": collectives.get_total_counts()}
     calls["limit"] = partial(time_limit, x, dy)
