@@ -1,8 +1,9 @@
 """Launches the kernels for CUDA tensors, and decides how they go over a tensor.
 
 The code of those that go over a tensor is in gpu_tiles.py, of those of channels' numbers in gpu_channels.py. A `Plan`
-launches three kernels each way, four around an all_reduce. Nothing waits for the GPU. The functions at the end are for
-operators.py; what each computes is defined by the function of the same name in reference.py.
+launches three kernels each way, four around an all_reduce; with momentum=None torch's for the counter come beside.
+Nothing waits for the GPU. The functions at the end are for operators.py; what each computes is defined by the function
+of the same name in reference.py.
 """
 
 from __future__ import annotations
