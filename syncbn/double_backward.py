@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from syncbn import moments
-from syncbn.distributed.side_reductions import DifferentiableReduction
+from syncbn.distributed.side_reductions import Reduction, totals
+from syncbn.kernels import reference
 from syncbn.layout import Layout
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of x, weight, bias, residual
@@ -20,7 +21,7 @@ class BackwardInput(NamedTuple):
 
     x: Tensor
     dy: Tensor
-    y: Tensor | None  # only with a fused relu
+    y: Tensor | None  # only with a fused relu behind a residual
     layout: Layout
     weight: Tensor | None
     statistics: Tensor  # of all ranks, packed as in moments.py
@@ -34,17 +35,16 @@ class BackwardInput(NamedTuple):
         return self.x, self.dy, self.y, self.weight, self.statistics
 
 
-def gradients(per_input: Sequence[BackwardInput], eps: float, reduction: DifferentiableReduction) -> list[Gradients]:
+def gradients(per_input: Sequence[BackwardInput], eps: float, reduction: Reduction) -> list[Gradients]:
     """Compute the gradients of each input as a graph.
 
     Mean and variance are computed again from x, with the all_reduce as part of the graph: two in all, whatever the
     number of inputs.
     """
     wide_xs = [one.layout.fold(one.x).to(torch.float64) for one in per_input]
-    wide_dys = []
-    for one in per_input:
-        wide_dy = one.layout.fold(one.dy).to(torch.float64)
-        wide_dys.append(wide_dy if one.y is None else wide_dy.masked_fill(one.layout.fold(one.y) <= 0, 0))
+    wide_dys = [
+        reference.through_relu(one.dy, one.x, one.y, one.layout, one.statistics).to(torch.float64) for one in per_input
+    ]
 
     invstds, xmus = [], []
     pairs = [(wide_x, wide_x.square()) for wide_x in wide_xs]
@@ -74,14 +74,13 @@ def gradients(per_input: Sequence[BackwardInput], eps: float, reduction: Differe
 
 
 def _means(
-    per_input: Sequence[BackwardInput], pairs: list[tuple[Tensor, Tensor]], reduction: DifferentiableReduction
+    per_input: Sequence[BackwardInput], pairs: list[tuple[Tensor, Tensor]], reduction: Reduction
 ) -> list[tuple[Tensor, Tensor]]:
     """The means of both terms of each pair, folded tensors, over the values of all ranks: one all_reduce."""
     sums = [torch.cat((first.sum((0, 2)), second.sum((0, 2)))) for first, second in pairs]
-    total = reduction.total(torch.cat(sums), "backward")
     means = []
-    for of_input, one in zip(torch.split(total, [len(one) for one in sums]), per_input, strict=True):
-        num_values = one.statistics[-1].clamp(min=1)
+    for of_input, one in zip(totals(sums, reduction, "backward"), per_input, strict=True):
+        num_values = one.statistics[3 * one.layout.sizes[1]].clamp(min=1)
         first, second = (of_input / num_values).chunk(2)
         means.append((first, second))
     return means

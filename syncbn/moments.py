@@ -3,6 +3,7 @@
 C channels, n values of a channel over all ranks; S = sum x and Q = sum x^2 of a channel. Packed are
     sums          (2C + 1,)  S, Q, n
     statistics    (3C + 1,)  mean, biased var, invstd = 1 / sqrt(var + eps), n
+                  (5C + 1,)  of a relu without residual: then scale and shift, see kernels/reference.py
 All tensors here have that size, so the cost does not depend on the batch. Knows no ranks, no layout.
 """
 
@@ -29,15 +30,26 @@ def from_sums(sums: Tensor, eps: float) -> Tensor:
     return torch.cat((mean, var, inverse_std(var, eps), num_values))
 
 
-def to_sums(statistics: Tensor) -> Tensor:
+def to_sums(statistics: Tensor, num_channels: int) -> Tensor:
     """The sums from which from_sums made these statistics; sums can be added up."""
-    mean, var, _, num_values = unpack(statistics)
+    mean, var, _, num_values = unpack(statistics, num_channels)
     return torch.cat((mean * num_values, (var + mean * mean) * num_values, num_values))
 
 
-def unpack(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def unpack(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """mean, var and invstd (C,), and n (1,)."""
-    return *statistics[:-1].chunk(3), statistics[-1:]  # type: ignore[return-value]
+    of_channels, num_values = statistics[: 3 * num_channels], statistics[3 * num_channels : 3 * num_channels + 1]
+    return *of_channels.chunk(3), num_values  # type: ignore[return-value]
+
+
+def num_statistics(num_channels: int, relu: bool) -> int:
+    """How many numbers are packed; `relu`: with the scale and shift of a relu without residual."""
+    return (5 if relu else 3) * num_channels + 1
+
+
+def has_scale_and_shift(statistics: Tensor, num_channels: int) -> bool:
+    """Whether scale and shift follow."""
+    return len(statistics) == num_statistics(num_channels, relu=True) > 1
 
 
 def inverse_std(var: Tensor, eps: float) -> Tensor:
@@ -45,9 +57,9 @@ def inverse_std(var: Tensor, eps: float) -> Tensor:
     return (var + eps).rsqrt()
 
 
-def unbiased(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def unbiased(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tensor]:
     """mean (C,), the unbiased variance var * n / (n - 1) (C,), which is meaningless for n <= 1, and n (1,)."""
-    mean, var, _, num_values = unpack(statistics)
+    mean, var, _, num_values = unpack(statistics, num_channels)
     return mean, var * (num_values / (num_values - 1).clamp(min=1)), num_values
 
 
@@ -61,7 +73,7 @@ def update_running_stats(
     running_var stays; the host does not read n. With `moves` False nothing changes, but the same operators run, because
     selective checkpointing finds their results by counting.
     """
-    mean, var, num_values = unbiased(statistics.detach())  # no_grad leaves tangents
+    mean, var, num_values = unbiased(statistics.detach(), len(running_mean))  # no_grad leaves tangents
     for running, statistic, enough in ((running_mean, mean, num_values > 0), (running_var, var, num_values > 1)):
         moved = (1 - momentum) * running.to(torch.float64) + momentum * statistic
         moved = torch.where(enough, moved, running)
@@ -78,7 +90,7 @@ class Pool:
 
     def add(self, statistics: Tensor, moves: bool) -> None:
         """Adds the statistics of a batch. In a recompute (`moves` False) it does not: the first forward did."""
-        packed = torch.cat((to_sums(statistics.detach()), statistics.new_ones(1)))
+        packed = torch.cat((to_sums(statistics.detach(), len(self.packed) // 2 - 1), statistics.new_ones(1)))
         if moves:
             self.packed += packed
             self.is_empty = False

@@ -12,6 +12,7 @@ from syncbn.arguments import Arguments
 from syncbn.kernels import cpu, select
 from syncbn.kernels.plans import TensorPlan
 from syncbn.layout import Layout
+from syncbn.moments import has_scale_and_shift, num_statistics
 from syncbn.torch_private import is_wrapped, is_zero_tensor
 
 Plan: TypeAlias = "cpu.Plan | TensorPlan"  # or gpu.Plan, which imports triton
@@ -59,7 +60,8 @@ def new_backward_plan(
     like_dy = all(
         (one.shape, one.dtype, one.device) == (dy.shape, dy.dtype, dy.device) for one in (x, x if y is None else y)
     )
-    numbers = 3 * layout.sizes[1] + 1, torch.float64, dy.device
+    relu = y is None and has_scale_and_shift(statistics, layout.sizes[1])
+    numbers = num_statistics(layout.sizes[1], relu), torch.float64, dy.device
     if not like_dy or (len(statistics), statistics.dtype, statistics.device) != numbers:
         return None
     if weight is not None and (weight.shape, weight.device) != ((layout.sizes[1],), dy.device):
@@ -69,7 +71,7 @@ def new_backward_plan(
     weight_dtype = None if weight is None else weight.dtype
     grad_weight_dtype, grad_bias_dtype = weight_dtype if needed[1] else None, bias_dtype if needed[2] else None
     dtypes = {"weight_dtype": weight_dtype, "grad_weight_dtype": grad_weight_dtype, "grad_bias_dtype": grad_bias_dtype}
-    return select.new_plan(x, layout, has_y=y is not None, **dtypes)
+    return select.new_plan(x, layout, relu=relu, has_y=y is not None, **dtypes)
 
 
 def _are_dense(tensors: Iterable[Tensor | None], layout: Layout) -> bool:

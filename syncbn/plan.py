@@ -54,7 +54,7 @@ def backward_plan(
 ) -> Plan | None:
     """The plan for the gradients `needed` of x, weight, bias and residual, or None.
 
-    x, weight, the statistics and y (None without a fused relu) were `saved`. dy lies as x does.
+    x, weight, the statistics and y (None unless relu is fused behind a residual) were `saved`. dy lies as x does.
     """
     tensors = (dy, *saved)
     classes = (*map(type, tensors),)

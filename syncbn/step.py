@@ -41,12 +41,12 @@ def train(given: Arguments, caller: Any) -> tuple[Tensor, Tensor]:
     see argument_errors.py.
     """
     if not runs_plainly():
-        return choice.train(given, caller)
+        return choice.train([given], caller)[0]
     if current_backward() != -1:  # activation checkpointing computes again what has moved in the first forward
         given = given.without_running_stats()
     plan = forward_plan(given)
     if plan is None:
-        return choice.train(given, caller)
+        return choice.train([given], caller)[0]
 
     x, weight, bias, z = given.input, given.weight, given.bias, given.z
     reduction = reduction_of(given.process_group, caller, x)
@@ -71,9 +71,9 @@ class _Step(torch.autograd.Function):
 
     y has been computed. It comes in a tuple, so that autograd does not take it for an input.
 
-    Saved for backward: x, weight, the statistics, and y when relu is fused. Collectives: one all_reduce each way, see
-    reduction.py; none for one rank. Backward issues its all_reduce whatever needs_input_grad says: another rank may
-    need the sums.
+    Saved for backward: x, weight, the statistics, and y when relu is fused behind a residual. Collectives: one
+    all_reduce each way, see reduction.py; none for one rank. Backward issues its all_reduce whatever needs_input_grad
+    says: another rank may need the sums.
     """
 
     @staticmethod
@@ -84,7 +84,7 @@ class _Step(torch.autograd.Function):
         y, statistics = computed
         plan, ctx.reduction, ctx.eps = of_call
         ctx.layout, ctx.bias_dtype = plan.layout, None if bias is None else bias.dtype
-        ctx.save_for_backward(x, weight, statistics, y if plan.relu else None)
+        ctx.save_for_backward(x, weight, statistics, y if plan.relu and residual is not None else None)
         return y
 
     @staticmethod
@@ -134,10 +134,7 @@ def evaluate(given: Arguments) -> Tensor:
 
 
 def _evaluate(given: Arguments) -> Tensor:
-    try:
-        given.check()
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{given.name}{error}") from error
+    given.check()
     if given.mask is not None and given.running_mean is None:  # the statistics of what counts in this batch
         return choice.normalize_local_batch(given)
     x, mask, z = given.input, given.mask, given.z

@@ -50,7 +50,7 @@ constexpr int64_t LEAST_VALUES = 512;         // of a channel in a part of a sum
 constexpr int64_t LEAST_ROWS = 32;            // in a part of a sum, whose two doubles a column are half a byte a value
 constexpr int64_t STREAMED_BYTES = 16 << 20;  // of an output, from which on it is not found in the caches again
 constexpr int64_t ALIGNED = 64;               // bytes
-constexpr int64_t MOST_COEFFICIENTS = 4;      // of a map
+constexpr int64_t MOST_COEFFICIENTS = 6;      // of a map
 constexpr int64_t ONES_BEHIND_ZEROS[2 * PADDING] = {0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,
                                                     -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
 constexpr int64_t OWN_SCRATCH = 8192;         // doubles
@@ -92,11 +92,8 @@ struct Sizes {
   void for_columns(const Body& body) const {
     int64_t rows = in_runs() ? 1 : rows_in_one(), repeats = in_runs() ? 1 : inner, column = 0;
     for (int64_t row = 0; row < rows; ++row)
-      if (repeats == 1)
-        for (int64_t channel = 0; channel < channels; ++channel) body(column++, channel);
-      else
-        for (int64_t channel = 0; channel < channels; ++channel)
-          for (int64_t index = 0; index < repeats; ++index) body(column++, channel);
+      for (int64_t channel = 0; channel < channels; ++channel)
+        for (int64_t index = 0; index < repeats; ++index) body(column++, channel);
   }
   int64_t spread_size() const { return (in_runs() ? channels : piece()) + PADDING; }
   // One number of each channel -> of each such column, then PADDING more.
@@ -118,7 +115,7 @@ struct Plan {
   double eps;
   int32_t dtype, weight_dtype, bias_dtype, mean_dtype, var_dtype, grad_weight_dtype, grad_bias_dtype;  // or NONE
   int32_t has_residual, has_y, has_counter;
-  int32_t relu;       // y = max(0, y)
+  int32_t relu;       // y = max(0, y); in backward: of a relu without y, the mask comes from x
   int32_t averages;   // the running statistics are the average of all batches: momentum is 1 / counter
   int32_t is_signed;  // a signature follows the sums and n
 
@@ -126,9 +123,12 @@ struct Plan {
 };
 
 constexpr int64_t SIGNATURE = 3;  // doubles
-struct ForwardSums {
-  const void* x;
-  double *sums, *scratch, signature[SIGNATURE];
+struct Sums {  // forward has x, sums, scratch and signature alone
+  const void *dy, *x, *y;
+  const double* statistics;
+  double* sums;
+  void *grad_weight, *grad_bias;
+  double *scratch, signature[SIGNATURE];
 };
 struct ForwardOutputs {
   const void* x;
@@ -137,15 +137,8 @@ struct ForwardOutputs {
   void *running_mean, *running_var;
   int64_t* counter;
   void* y;
-  double *statistics, *scratch, momentum;  // statistics: mean, var, invstd and n, see moments.py
+  double *statistics, *scratch, momentum;  // statistics: see moments.py
   int64_t compares;
-};
-struct BackwardSums {
-  const void *dy, *x, *y;
-  const double* statistics;
-  double* sums;
-  void *grad_weight, *grad_bias;
-  double *scratch, signature[SIGNATURE];
 };
 struct BackwardOutputs {
   const void *dy, *x, *y;
@@ -158,13 +151,11 @@ struct BackwardOutputs {
 
 // The loops over tensors, and over numbers of channels, of a dtype.
 struct Loops {
-  Status (*sum)(const Sizes&, const void* dy, const void* x, const void* y, const double* mean, double* scratch,
-                double* sums);  // of x and x^2 where there is no dy
+  Status (*sum)(const Plan&, const Sums&, bool backward, double* scratch);
   Status (*normalize)(const Plan&, const ForwardOutputs&, const double* coefficients, double* scratch);
   Status (*input_gradient)(const Plan&, const BackwardOutputs&, const double* coefficients, double* scratch);
   void (*widen)(const void* from, int64_t count, double* to);
-  void (*narrow)(const double* from, int64_t count, void* to);
-  void (*move)(void* running, int64_t count, const double* statistic, double factor, double momentum);
+  void* (*narrow)(const double* from, int64_t count, void* to);  // returns where what it wrote ends
 };
 
 template <typename Body>
@@ -234,28 +225,41 @@ bool lack_memory(std::initializer_list<std::pair<const void*, int64_t>> tensors)
   return std::any_of(tensors.begin(), tensors.end(), [](auto one) { return !one.first && one.second; });
 }
 
+// A running statistic by that of a batch.
+void move(void* running, int dtype, int64_t channels, const double* statistic, double factor, double momentum) {
+  double some[512];
+  for (int64_t count; channels; channels -= count, statistic += count) {
+    count = std::min<int64_t>(channels, std::size(some));
+    loops[dtype].widen(running, count, some);
+    for (int64_t i = 0; i < count; ++i) some[i] = (1 - momentum) * some[i] + momentum * (statistic[i] * factor);
+    running = loops[dtype].narrow(some, count, running);
+  }
+}
+
+Status add_up(const Plan& plan, const Sums& call, bool backward, double* scratch) {
+  std::fill_n(call.sums, 2 * plan.sizes.channels, 0.0);
+  if (plan.is_signed) std::copy_n(call.signature, SIGNATURE, call.sums + 2 * plan.sizes.channels + 1);
+  return loops[plan.dtype].sum(plan, call, backward, scratch);
+}
+
 }  // namespace
 
 // Changes with the parameters of the functions: cpu.py compares it with its own.
-EXPORTED int syncbn_interface() noexcept { return 2; }
+EXPORTED int syncbn_interface() noexcept { return 4; }
 
 // How many bytes of scratch the functions that add up need, or those that map; 0 where what they have is enough.
 EXPORTED int64_t syncbn_scratch(const Plan* plan, int adds) noexcept {
   const Sizes& sizes = plan->sizes;
-  int64_t doubles = adds ? std::max(sizes.channels, sizes.spread_size() * (1 + 2 * sizes.num_parts()))
+  int64_t doubles = adds ? std::max(sizes.channels, sizes.spread_size() * (3 + 2 * sizes.num_parts()))
                          : MOST_COEFFICIENTS * (sizes.channels + sizes.spread_size()) + 2 * sizes.channels;
   return doubles > OWN_SCRATCH ? doubles * sizeof(double) : 0;
 }
 
-EXPORTED int syncbn_forward_sums(const Plan* plan, const ForwardSums* call) noexcept {
-  const Sizes& sizes = plan->sizes;
-  if (lack_memory({{call->x, sizes.numel()}})) return NO_MEMORY;
-  double* behind = call->sums + 2 * sizes.channels;
-  std::fill_n(call->sums, 2 * sizes.channels, 0.0);
-  *behind = double(sizes.outer * sizes.inner);
-  if (plan->is_signed) std::copy_n(call->signature, SIGNATURE, behind + 1);
-  double own[OWN_SCRATCH], *scratch = call->scratch ? call->scratch : own;
-  return loops[plan->dtype].sum(sizes, nullptr, call->x, nullptr, nullptr, scratch, call->sums);
+EXPORTED int syncbn_forward_sums(const Plan* plan, const Sums* call) noexcept {
+  if (lack_memory({{call->x, plan->sizes.numel()}})) return NO_MEMORY;
+  call->sums[2 * plan->sizes.channels] = double(plan->sizes.outer * plan->sizes.inner);
+  double own[OWN_SCRATCH];
+  return add_up(*plan, *call, false, call->scratch ? call->scratch : own);
 }
 
 // Of the plan only channels and the buffers' dtypes are read.
@@ -263,9 +267,9 @@ EXPORTED int syncbn_update_running_stats(const Plan* plan, void* running_mean, v
                                          const double* statistics, double momentum) noexcept {
   int64_t channels = plan->sizes.channels;
   double count = statistics[3 * channels];
-  if (running_mean && count > 0) loops[plan->mean_dtype].move(running_mean, channels, statistics, 1, momentum);
+  if (running_mean && count > 0) move(running_mean, plan->mean_dtype, channels, statistics, 1, momentum);
   if (running_var && count > 1)
-    loops[plan->var_dtype].move(running_var, channels, statistics + channels, count / (count - 1), momentum);
+    move(running_var, plan->var_dtype, channels, statistics + channels, count / (count - 1), momentum);
   return OK;
 }
 
@@ -301,6 +305,7 @@ EXPORTED int syncbn_forward_outputs(const Plan* plan, const ForwardOutputs* call
     scale[channel] = invstd * weight[channel];
     shift[channel] = bias[channel] - (mean - center[channel]) * scale[channel];
   }
+  if (plan->relu && !plan->has_residual) std::copy_n(scale, 2 * channels, all_invstd + channels + 1);
   Status status = loops[plan->dtype].normalize(*plan, *call, center, bias + channels);
   if (status != OK) return status;
   double momentum = plan->averages && call->counter ? 1.0 / double(*call->counter + 1) : call->momentum;
@@ -309,19 +314,15 @@ EXPORTED int syncbn_forward_outputs(const Plan* plan, const ForwardOutputs* call
   return OK;
 }
 
-EXPORTED int syncbn_backward_sums(const Plan* plan, const BackwardSums* call) noexcept {
+EXPORTED int syncbn_backward_sums(const Plan* plan, const Sums* call) noexcept {
   int64_t channels = plan->sizes.channels, numel = plan->sizes.numel();
   if (lack_memory({{call->x, numel}, {call->dy, numel}, {call->y, plan->has_y * numel}, {call->statistics, channels}}))
     return NO_MEMORY;
-  double *sum_dy = call->sums, *sum_dy_xmu = sum_dy + channels, *behind = sum_dy_xmu + channels;
-  std::fill_n(sum_dy, 2 * channels, 0.0);
-  if (plan->is_signed) {  // 0 stands for the count: all payloads of a layer have one length
-    *behind = 0;
-    std::copy_n(call->signature, SIGNATURE, behind + 1);
-  }
+  double *sum_dy = call->sums, *sum_dy_xmu = sum_dy + channels;
+  if (plan->is_signed) sum_dy_xmu[channels] = 0;  // for the count: all payloads of a layer have one length
   double own[OWN_SCRATCH], *scratch = call->scratch ? call->scratch : own;
   const double *mean = call->statistics, *invstd = mean + 2 * channels;
-  Status status = loops[plan->dtype].sum(plan->sizes, call->dy, call->x, call->y, mean, scratch, call->sums);
+  Status status = add_up(*plan, *call, true, scratch);
   double* grad_weight = scratch;
   for (int64_t channel = 0; channel < channels; ++channel) {
     double rest = plan->dtype == FLOAT64 ? 0 : mean[channel] - float(mean[channel]);
@@ -344,7 +345,8 @@ EXPORTED int syncbn_backward_outputs(const Plan* plan, const BackwardOutputs* ca
   if (!call->grad_x) return OK;
   double own[OWN_SCRATCH], *scratch = call->scratch ? call->scratch : own;
   double *center = scratch, *a = center + channels, *b = a + channels, *c = b + channels;
-  double *weight = c + channels, count = std::max(1.0, all_invstd[channels]);
+  double *weight = center + MOST_COEFFICIENTS * channels, count = std::max(1.0, all_invstd[channels]);
+  if (plan->relu) std::copy_n(all_invstd + channels + 1, 2 * channels, c + channels);
   widen(call->weight, plan->weight_dtype, channels, 1, weight);
   for (int64_t channel = 0; channel < channels; ++channel) {
     double mean = all_mean[channel], invstd = all_invstd[channel];
@@ -353,5 +355,5 @@ EXPORTED int syncbn_backward_outputs(const Plan* plan, const BackwardOutputs* ca
     b[channel] = -a[channel] * invstd * invstd * (total[channels + channel] / count);
     c[channel] = -a[channel] * (total[channel] / count) - b[channel] * (mean - center[channel]);
   }
-  return loops[plan->dtype].input_gradient(*plan, *call, center, weight + 2 * channels);
+  return loops[plan->dtype].input_gradient(*plan, *call, center, weight + channels);
 }

@@ -1,7 +1,7 @@
 """Calls the kernels for CPU tensors, plain C functions (cpu.cpp), at the addresses of the tensors.
 
 A call takes 2 us and skips torch's dispatcher: a `Plan` is only for tensors that plan.py has checked. The functions at
-the end are for operators.py; what each computes is defined by the function of the same name in reference.py.
+the end are for operators.py, see functions.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import ctypes
 import functools
 import struct
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,19 @@ import torch
 from torch import Tensor
 
 from syncbn import moments, torch_private
+from syncbn.kernels.functions import Functions
 from syncbn.kernels.plans import NO_MEMORY, NOT_FINITE, NUM_SIGNED, RANKS_DIFFER, UNSIGNED, Signature, require_memory
 from syncbn.layout import Layout
 
 FILE = Path(__file__).with_name("_cpu.so")
 CODES = {None: -1, torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # cpu.cpp's
-INTERFACE = 2  # of the C functions: an older library would read other arguments
+INTERFACE = 4  # of the C functions: an older library would read other arguments
 LACKS_MEMORY = 3  # a status
 MAPS, ADDS = 0, 1  # what a function does that needs scratch
 
 # The calls' structs of cpu.cpp: P is an address, d a double, q an integer.
-_forward_sums = struct.Struct("3P3d").pack
 _forward_outputs = struct.Struct("11Pdq").pack
-_backward_sums = struct.Struct("8P3d").pack
+_sums = struct.Struct("8P3d").pack
 _backward_outputs = struct.Struct("9Pq").pack
 
 
@@ -94,7 +93,9 @@ def _why_missing() -> str:
 class Plan:
     """The plan for CPU tensors, see plans.py. Scratch memory is made for each call: threads may share a plan."""
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, eps: float = 1.0, **options: Any) -> None:
+    def __init__(
+        self, layout: Layout, dtype: torch.dtype, device: torch.device, eps: float = 1.0, **options: Any
+    ) -> None:
         flags = {name: bool(options.pop(name, False)) for name in _PlanInC.FLAGS}
         in_c = _PlanInC(*layout.sizes, eps, CODES[dtype], **flags)
         for name in _PlanInC.DTYPES[1:]:
@@ -104,8 +105,13 @@ class Plan:
         behind = (1 + NUM_SIGNED) * flags["is_signed"]
         self.num_forward_sums = 2 * self.num_channels + (behind or 1)
         self.num_backward_sums = 2 * self.num_channels + behind
+        self.num_statistics = moments.num_statistics(self.num_channels, self.relu and not flags["has_residual"])
         self.scratch_to_add: int = _Library.scratch(self.address, ADDS)  # bytes
         self.scratch_to_map: int = _Library.scratch(self.address, MAPS)
+
+    @staticmethod
+    def at(*tensors: Tensor | None) -> tuple[int, ...]:
+        return tuple(0 if one is None else one.data_ptr() for one in tensors)
 
     def forward_sums(
         self, x: Tensor, signature: Signature = UNSIGNED, is_alone: bool = False
@@ -113,7 +119,7 @@ class Plan:
         sums = x.new_empty(self.num_forward_sums, dtype=torch.float64)
         scratch = x.new_empty(self.scratch_to_add, dtype=torch.uint8) if self.scratch_to_add else None
         at = x.data_ptr(), sums.data_ptr()
-        call = _forward_sums(*at, 0 if scratch is None else scratch.data_ptr(), *signature)
+        call = _sums(0, at[0], 0, 0, at[1], 0, 0, 0 if scratch is None else scratch.data_ptr(), *signature)
         status = _Library.forward_sums(self.address, call)
         if status:
             _refuse(status)
@@ -124,7 +130,7 @@ class Plan:
         residual: Tensor | None, running_mean: Tensor | None = None, running_var: Tensor | None = None,
         counter: Tensor | None = None, momentum: Any = None, compares: bool = True,
     ) -> tuple[Tensor, Tensor, int]:  # fmt: skip
-        y, statistics = torch.empty_like(x), total.new_empty(3 * self.num_channels + 1)
+        y, statistics = torch.empty_like(x), total.new_empty(self.num_statistics)
         scratch = x.new_empty(self.scratch_to_map, dtype=torch.uint8) if self.scratch_to_map else None
         call = _forward_outputs(
             *at, 0 if residual is None else residual.data_ptr(), 0 if weight is None else weight.data_ptr(),
@@ -153,7 +159,7 @@ class Plan:
         grad_bias = None if bias_dtype is None else x.new_empty(self.num_channels, dtype=bias_dtype)
         scratch = x.new_empty(self.scratch_to_add, dtype=torch.uint8) if self.scratch_to_add else None
         at = dy.data_ptr(), x.data_ptr(), 0 if y is None else y.data_ptr(), statistics.data_ptr(), sums.data_ptr()
-        call = _backward_sums(
+        call = _sums(
             *at, 0 if grad_weight is None else grad_weight.data_ptr(), 0 if grad_bias is None else grad_bias.data_ptr(),
             0 if scratch is None else scratch.data_ptr(), *signature,
         )  # fmt: skip
@@ -188,52 +194,9 @@ def _refuse(status: int) -> None:
         raise RuntimeError(f"a kernel for CPUs failed with status {status}")
 
 
-# The kernels' interface.
-
-_plan = functools.lru_cache(4096)(Plan)
-
-
-def _plan_for(tensors: Sequence[Tensor | None], *of_plan: Any, **options: Any) -> Plan:
-    require_memory([one for one in tensors if one is not None])
-    return _plan(*of_plan, **options)
-
-
-def forward_sums(x: Tensor, layout: Layout) -> Tensor:
-    return _plan_for([x], layout, x.dtype).forward_sums(x)[0]
-
-
-def forward_outputs(
-    x: Tensor, layout: Layout, total: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-    eps: float, relu: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    weight, bias = _dense(weight), _dense(bias)
-    dtypes = {"weight_dtype": _dtype(weight), "bias_dtype": _dtype(bias)}
-    plan = _plan_for(
-        [x, weight, bias, residual], layout, x.dtype, eps, relu=relu, has_residual=residual is not None, **dtypes
-    )
-    y, statistics, _ = plan.forward_outputs((x.data_ptr(), total.data_ptr()), x, total, weight, bias, residual)
-    return y, statistics
-
-
-def backward_sums(
-    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, statistics: Tensor, weight_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    dtypes = {"grad_weight_dtype": weight_dtype, "grad_bias_dtype": bias_dtype}
-    plan = _plan_for([dy, x, y, statistics], layout, x.dtype, has_y=y is not None, **dtypes)
-    return plan.backward_sums(dy, x, y, statistics)[:3]
-
-
-def backward_outputs(
-    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, total: Tensor, statistics: Tensor,
-    weight: Tensor | None, of_residual: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    weight = _dense(weight)
-    plan = _plan_for([dy, x, y, statistics, weight], layout, x.dtype, weight_dtype=_dtype(weight), has_y=y is not None)
-    at = dy.data_ptr(), x.data_ptr(), 0 if y is None else y.data_ptr(), statistics.data_ptr(), total.data_ptr()
-    grad_x, grad_residual, _ = plan.backward_outputs(at, dy, x, y, total, statistics, weight, True, of_residual)
-    assert grad_x is not None
-    return grad_x, grad_residual
+_functions = Functions(Plan)
+forward_sums, forward_outputs = _functions.forward_sums, _functions.forward_outputs
+backward_sums, backward_outputs = _functions.backward_sums, _functions.backward_outputs
 
 
 def update_running_stats(
@@ -242,25 +205,13 @@ def update_running_stats(
     if isinstance(momentum, Tensor) or not (running_mean.is_contiguous() and running_var.is_contiguous()):
         moments.update_running_stats(running_mean, running_var, statistics, momentum, moves)
     elif moves:
-        of_channels = Layout(1, False, (1, running_mean.numel(), 1))
-        plan = _plan_for(
-            [running_mean, running_var, statistics],
-            of_channels,
-            torch.float32,
-            mean_dtype=running_mean.dtype,
-            var_dtype=running_var.dtype,
-        )
         buffers = running_mean, running_var
-        addresses = [one.data_ptr() for one in (*buffers, statistics)]
+        require_memory((*buffers, statistics))
+        addresses = Plan.at(*buffers, statistics)
         if not all(addresses) and running_mean.numel():
             raise RuntimeError(NO_MEMORY)
+        dtypes = {"mean_dtype": running_mean.dtype, "var_dtype": running_var.dtype}
+        of_channels = Layout(1, False, (1, running_mean.numel(), 1))
+        plan = _functions.plan(of_channels, torch.float32, running_mean.device, **dtypes)
         _Library.update_running_stats(plan.address, *addresses, momentum)
         torch_private.increment_version(buffers)
-
-
-def _dense(of_channels: Tensor | None) -> Tensor | None:
-    return None if of_channels is None else of_channels.contiguous()
-
-
-def _dtype(tensor: Tensor | None) -> torch.dtype | None:
-    return None if tensor is None else tensor.dtype

@@ -81,12 +81,10 @@ inline Wide wide(Floats values) {
   return {doubles(halves[0]), doubles(halves[1])};
 }
 template <typename V, typename T> inline V read(const T* from) {
-  constexpr int64_t half = LANES / 2;
   if constexpr (std::is_same_v<V, Doubles>) return load<Doubles>(from);
   else if constexpr (std::is_same_v<V, Floats>) return floats(from);
-  else if constexpr (sizeof(T) == 8) return {load<Doubles>(from), load<Doubles>(from + half)};
-  else if constexpr (sizeof(T) == 2) return wide(floats(from));
-  else return {doubles(load<HalfOfFloats>(from)), doubles(load<HalfOfFloats>(from + half))};
+  else if constexpr (sizeof(T) == 8) return {load<Doubles>(from), load<Doubles>(from + LANES / 2)};
+  else return wide(floats(from));
 }
 
 inline void write(double* to, Doubles values) { store(to, values); }
@@ -102,10 +100,9 @@ inline void write(double* to, Wide values) {
 }
 template <typename T>
 inline void write(T* to, Wide values) {  // by way of float, as torch rounds a double
-  Floats narrow;
-  for (int64_t lane = 0; lane < LANES; ++lane)
-    narrow[lane] = float(lane < LANES / 2 ? values.low[lane] : values.high[lane - LANES / 2]);
-  write(to, narrow);
+  HalfOfFloats halves[] = {__builtin_convertvector(values.low, HalfOfFloats),
+                           __builtin_convertvector(values.high, HalfOfFloats)};
+  write(to, load<Floats>(halves));
 }
 template <typename T, typename V> inline void stream(T* to, V values) { write(to, values); }
 
@@ -128,15 +125,24 @@ struct Memory {
   }
 };
 
-template <typename V> inline V in_all_lanes(double number) {
-  if constexpr (std::is_same_v<V, Wide>) return {number - Doubles{}, number - Doubles{}};
-  else return float(number) - V{};
+// A number of a channel, in all lanes; or those of columns.
+inline Wide operator-(double number, Wide zero) { return {number - zero.low, number - zero.high}; }
+template <typename V, bool of_channel, typename Numbers, size_t num>
+INLINED inline std::array<V, num> coefficients(const std::array<Numbers, num>& numbers, int64_t at) {
+  std::array<V, num> vectors;
+  for (size_t which = 0; which < num; ++which)
+    if constexpr (of_channel) vectors[which] = numbers[which][at] - V{};
+    else vectors[which] = read<V>(numbers[which] + at);
+  return vectors;
 }
 
-template <typename V> inline V behind_relu(V gradient, V y) { return y <= 0 ? V{} : gradient; }
-inline Wide behind_relu(Wide gradient, Wide y) {
-  return {behind_relu(gradient.low, y.low), behind_relu(gradient.high, y.high)};
+template <typename V> inline V behind_relu(V gradient, V y, float zero = 0) { return y <= zero ? V{} : gradient; }
+inline Wide behind_relu(Wide gradient, Wide y, float zero = 0) {
+  return {behind_relu(gradient.low, y.low, zero), behind_relu(gradient.high, y.high, zero)};
 }
+// The largest number that becomes 0 as a T.
+template <typename T>
+constexpr float ZERO = std::is_same_v<T, Half> ? 0x1p-25f : std::is_same_v<T, BFloat16> ? 0x1p-134f : 0;
 
 // A mask for the last LANES of `length` values: ones for the length % LANES values behind the whole vectors, else zeros.
 template <typename V> inline V mask_of_rest(int64_t length) {
@@ -146,32 +152,38 @@ template <typename V> inline V mask_of_rest(int64_t length) {
 template <typename V> inline V masked(V values, V mask) { return (V)((Words)values & (Words)mask); }
 inline Wide masked(Wide values, Wide mask) { return {masked(values.low, mask.low), masked(values.high, mask.high)}; }
 
-template <typename V> struct Sums {
+template <typename V> struct Pair {
   V first = {}, second = {};
-  Sums operator+(const Sums& other) const { return {first + other.first, second + other.second}; }
+  Pair operator+(const Pair& other) const { return {first + other.first, second + other.second}; }
 };
-template <typename V> inline Sums<Wide> wide(const Sums<V>& sums) { return {wide(sums.first), wide(sums.second)}; }
-template <typename V> Sums<V> masked(Sums<V> of, V mask) { return {masked(of.first, mask), masked(of.second, mask)}; }
+template <typename V> inline Pair<Wide> wide(const Pair<V>& sums) { return {wide(sums.first), wide(sums.second)}; }
+template <typename V> Pair<V> masked(Pair<V> of, V mask) { return {masked(of.first, mask), masked(of.second, mask)}; }
 
-template <typename T, bool backward, bool relu>
-struct Term {  // x and x^2; backward dy and dy * (x - center), of dy behind the relu
+// x and x^2; backward, where there is a coefficient, dy and dy * (x - center), of dy behind the relu.
+template <typename T, int num_coefficients, bool has_y> struct Term {
   // Numbers of 16 bits are first added in float, which is fast, FEW at a time: then the sum of squares of similar values
   // is exact, as a square has 16 bits (BFloat16) or 22 (Half), and a float 24.
   static constexpr bool IN_FLOAT = sizeof(T) == 2;
   static constexpr int64_t FEW = std::is_same_v<T, BFloat16> ? 8 : 4;
   using V = std::conditional_t<IN_FLOAT, Floats, Wide>;
+  using Mapped = std::conditional_t<std::is_same_v<T, double>, Wide, Floats>;  // in what the forward computed y
   const T *dy, *x, *y;
-  const Compute<T>* centers;  // of channels or columns
+  std::array<const Compute<T>*, num_coefficients> numbers;  // center; for a relu without y, scale and shift
 
-  V center_of_channel(int64_t channel) const { return backward ? in_all_lanes<V>(centers[channel]) : V{}; }
-  V centers_of_columns(int64_t column) const { return backward ? read<V>(centers + column) : V{}; }
-
-  INLINED void add(Memory memory, int64_t index, V center, Sums<V>& sums) const {
-    V value = memory.get<V>(x + index), factor = value;
-    if constexpr (backward) {
-      value = value - center;
-      factor = memory.get<V>(dy + index);
-      if constexpr (relu) factor = behind_relu(factor, memory.get<V>(y + index));
+  static V summed(Mapped values) {
+    if constexpr (IN_FLOAT) return values;
+    else return wide(values);
+  }
+  INLINED void add(Memory memory, int64_t index, const std::array<Mapped, num_coefficients>& of, Pair<V>& sums) const {
+    auto values = memory.get<Mapped>(x + index);
+    V value = summed(values), factor = value;
+    if constexpr (num_coefficients > 0) {
+      auto gradient = memory.get<Mapped>(dy + index);
+      if constexpr (has_y) gradient = behind_relu(gradient, memory.get<Mapped>(y + index));
+      else if constexpr (num_coefficients > 1)
+        gradient = behind_relu(gradient, (values - of[0]) * of[1] + of[2], ZERO<T>);
+      value = value - summed(of[0]);
+      factor = summed(gradient);
     }
     sums.first = sums.first + factor;
     sums.second = sums.second + factor * value;
@@ -185,17 +197,18 @@ void sum_channel(const Term& term, int64_t channel, int64_t start, int64_t lengt
   using V = typename Term::V;
   constexpr int64_t few = Term::FEW;
   int64_t blocks_of_rest = divided_up(length % (few * LANES), LANES), blocks_in_rest = 0;
-  V center = term.center_of_channel(channel), mask = mask_of_rest<V>(length);
+  V mask = mask_of_rest<V>(length);
+  auto of = coefficients<typename Term::Mapped, true>(term.numbers, channel);
   // In float the sums of a few blocks and of rests, else two chains of additions, to hide their latency.
-  Sums<V> even, odd, &other = Term::IN_FLOAT ? even : odd, &rest = Term::IN_FLOAT ? odd : even;
-  Sums<Wide> total;
-  auto empty = [&](Sums<V>& sums) INLINED { total = total + wide(sums), sums = {}; };
+  Pair<V> even, odd, &other = Term::IN_FLOAT ? even : odd, &rest = Term::IN_FLOAT ? odd : even;
+  Pair<Wide> total;
+  auto empty = [&](Pair<V>& sums) INLINED { total = total + wide(sums), sums = {}; };
   for (int64_t run = 0; run < count; ++run, start += stride) {
     int64_t i = 0;
     for (; i + few * LANES <= length; i += few * LANES) {
       for (int64_t block = 0; block < few; block += 2) {
-        term.add({}, start + i + block * LANES, center, even);
-        term.add({}, start + i + (block + 1) * LANES, center, other);
+        term.add({}, start + i + block * LANES, of, even);
+        term.add({}, start + i + (block + 1) * LANES, of, other);
       }
       if constexpr (Term::IN_FLOAT) empty(even);
     }
@@ -204,10 +217,10 @@ void sum_channel(const Term& term, int64_t channel, int64_t start, int64_t lengt
       empty(rest);
       blocks_in_rest = blocks_of_rest;
     }
-    for (; i + LANES <= length; i += LANES) term.add({}, start + i, center, rest);
+    for (; i + LANES <= length; i += LANES) term.add({}, start + i, of, rest);
     if (i == length) continue;
-    Sums<V> last;
-    term.add({}, start + length - LANES, center, last);
+    Pair<V> last;
+    term.add({}, start + length - LANES, of, last);
     odd = odd + masked(last, mask);
   }
   empty(even);
@@ -221,13 +234,13 @@ void sum_channel(const Term& term, int64_t channel, int64_t start, int64_t lengt
 template <int64_t rows, typename Term>
 INLINED inline void add_rows(const Term& term, int64_t start, int64_t length, double* first, double* second) {
   using V = typename Term::V;
-  auto sum = [&](Memory memory, int64_t column, Sums<V> sums) INLINED {
-    V center = term.centers_of_columns(column);
-    for (int64_t row = 0; row < rows; ++row) term.add(memory, start + row * length + column, center, sums);
+  auto sum = [&](Memory memory, int64_t column, Pair<V> sums) INLINED {
+    auto of = coefficients<typename Term::Mapped, false>(term.numbers, column);
+    for (int64_t row = 0; row < rows; ++row) term.add(memory, start + row * length + column, of, sums);
     return sums;
   };
-  auto get = [&](int64_t at) INLINED { return Sums<Wide>{read<Wide>(first + at), read<Wide>(second + at)}; };
-  auto set = [&](int64_t column, const Sums<Wide>& sums) INLINED {
+  auto get = [&](int64_t at) INLINED { return Pair<Wide>{read<Wide>(first + at), read<Wide>(second + at)}; };
+  auto set = [&](int64_t column, const Pair<Wide>& sums) INLINED {
     write(first + column, sums.first);
     write(second + column, sums.second);
   };
@@ -276,14 +289,20 @@ template <typename Term> Status sum_all(const Sizes& sizes, const Term& term, do
   return status;
 }
 
-template <typename T>
-Status sum(const Sizes& sizes, const void* dy, const void* x, const void* y, const double* mean, double* scratch,
-           double* sums) {
-  double* parts = scratch + sizes.spread_size();
-  if (!dy) return sum_all(sizes, Term<T, false, false>{nullptr, (const T*)x, nullptr, nullptr}, parts, sums);
-  auto* centers = sizes.spread(mean, (Compute<T>*)scratch);
-  if (!y) return sum_all(sizes, Term<T, true, false>{(const T*)dy, (const T*)x, nullptr, centers}, parts, sums);
-  return sum_all(sizes, Term<T, true, true>{(const T*)dy, (const T*)x, (const T*)y, centers}, parts, sums);
+template <typename T> Status sum(const Plan& plan, const Sums& call, bool backward, double* scratch) {
+  const Sizes& sizes = plan.sizes;
+  int64_t width = sizes.spread_size();
+  auto sum_of = [&](auto term) {
+    term.dy = (const T*)call.dy, term.x = (const T*)call.x, term.y = (const T*)call.y;
+    for (size_t which = 0; which < term.numbers.size(); ++which) {
+      const double* numbers = call.statistics + (which ? (2 + which) * sizes.channels + 1 : 0);  // mean, scale, shift
+      term.numbers[which] = sizes.spread(numbers, (Compute<T>*)scratch + which * width);
+    }
+    return sum_all(sizes, term, scratch + 3 * width, call.sums);
+  };
+  if (!backward) return sum_of(Term<T, 0, false>{});
+  if (plan.has_y) return sum_of(Term<T, 1, true>{});
+  return plan.relu ? sum_of(Term<T, 3, false>{}) : sum_of(Term<T, 1, false>{});
 }
 
 // What maps compute in.
@@ -291,17 +310,14 @@ template <typename T> using MapVector = std::conditional_t<std::is_same_v<T, dou
 
 // Calls body(memory, index, coefficients) for the vectors of a run of a channel, or of a row. The last vector ends
 // where the piece ends, and has values of the one before.
-template <typename V, bool in_runs, bool streams, typename Coefficients, typename Body>
-INLINED inline void map_piece(const Coefficients& of, int64_t channel, int64_t start, int64_t length,
+template <typename V, bool in_runs, bool streams, typename Numbers, typename Body>
+INLINED inline void map_piece(const Numbers& numbers, int64_t channel, int64_t start, int64_t length,
                               const Body& body) {
-  constexpr int64_t step = sizeof(V) / sizeof(*of[0]);
-  std::array<V, std::tuple_size_v<Coefficients>> vectors;
-  if constexpr (in_runs)
-    for (size_t which = 0; which < of.size(); ++which) vectors[which] = of[which][channel] - V{};
+  constexpr int64_t step = sizeof(V) / sizeof(*numbers[0]);
+  auto of = coefficients<V, in_runs>(numbers, in_runs ? channel : 0);
   auto apply = [&](Memory memory, int64_t column) INLINED {
-    if constexpr (!in_runs)
-      for (size_t which = 0; which < of.size(); ++which) vectors[which] = read<V>(of[which] + column);
-    body(memory, start + column, vectors);
+    if constexpr (!in_runs) of = coefficients<V, false>(numbers, column);
+    body(memory, start + column, of);
   };
   int64_t i = 0;
   for (; i + step <= length; i += step) apply({LANES, streams}, i);
@@ -358,35 +374,31 @@ Status input_gradient(const Plan& plan, const BackwardOutputs& call, const doubl
   using V = MapVector<T>;
   auto *dy = (const T*)call.dy, *x = (const T*)call.x, *y = (const T*)call.y;
   auto *grad_x = (T*)call.grad_x, *grad_residual = (T*)call.grad_residual;
-  auto body = [=](Memory memory, int64_t index, const std::array<V, 4>& of) INLINED {
-    V center = of[0], a = of[1], b = of[2], c = of[3], gradient = memory.get<V>(dy + index);
-    if (y) gradient = behind_relu(gradient, memory.get<V>(y + index));
-    if (grad_residual) memory.set(grad_residual + index, gradient);
-    V value = memory.get<V>(x + index) - center;
-    memory.set(grad_x + index, gradient * a + value * b + c);
+  auto map = [&](auto num) {
+    auto body = [=](Memory memory, int64_t index, const std::array<V, num>& of) INLINED {
+      V center = of[0], a = of[1], b = of[2], c = of[3], gradient = memory.get<V>(dy + index);
+      V value = memory.get<V>(x + index) - center;
+      if constexpr (num > 4) gradient = behind_relu(gradient, value * of[4] + of[5], ZERO<T>);
+      else if (y) gradient = behind_relu(gradient, memory.get<V>(y + index));
+      if (grad_residual) memory.set(grad_residual + index, gradient);
+      memory.set(grad_x + index, gradient * a + value * b + c);
+    };
+    return map_all<T, num>(plan.sizes, coefficients, scratch, (uintptr_t)grad_x | (uintptr_t)grad_residual, body);
   };
-  return map_all<T, 4>(plan.sizes, coefficients, scratch, (uintptr_t)grad_x | (uintptr_t)grad_residual, body);
+  return plan.relu ? map(std::integral_constant<size_t, 6>{}) : map(std::integral_constant<size_t, 4>{});
 }
 
 // Numbers of channels.
-template <typename From, typename To> void convert(const From* from, int64_t count, To* to) {
+template <typename From, typename To> To* convert(const From* from, int64_t count, To* to) {
   for (int64_t i = 0; i < count; i += LANES) {
     Memory memory{std::min(LANES, count - i)};
     memory.set(to + i, memory.get<Wide>(from + i));
   }
+  return to + count;
 }
 template <typename T> void widen(const void* from, int64_t count, double* to) { convert((const T*)from, count, to); }
-template <typename T> void narrow(const double* from, int64_t count, void* to) { convert(from, count, (T*)to); }
-template <typename T> void move(void* running, int64_t count, const double* statistic, double factor, double momentum) {
-  Wide stays = in_all_lanes<Wide>(1 - momentum), moves = in_all_lanes<Wide>(momentum);
-  for (int64_t i = 0; i < count; i += LANES) {
-    Memory memory{std::min(LANES, count - i)};
-    auto* at = (T*)running + i;
-    Wide batch = memory.get<Wide>(statistic + i) * in_all_lanes<Wide>(factor);
-    memory.set(at, stays * memory.get<Wide>(at) + moves * batch);
-  }
-}
+template <typename T> void* narrow(const double* from, int64_t count, void* to) { return convert(from, count, (T*)to); }
 
-template <typename T> constexpr Loops OF = {sum<T>, normalize<T>, input_gradient<T>, widen<T>, narrow<T>, move<T>};
+template <typename T> constexpr Loops OF = {sum<T>, normalize<T>, input_gradient<T>, widen<T>, narrow<T>};
 constexpr Loops LOOPS[] = {OF<float>, OF<double>, OF<BFloat16>, OF<Half>};
 #undef WIDTH

@@ -2,8 +2,7 @@
 
 The code of those that go over a tensor is in gpu_tiles.py, of those of channels' numbers in gpu_channels.py. A `Plan`
 launches three kernels each way, four around an all_reduce; with momentum=None torch's for the counter come beside.
-Nothing waits for the GPU. The functions at the end are for operators.py; what each computes is defined by the function
-of the same name in reference.py.
+Nothing waits for the GPU. The functions at the end are for operators.py, see functions.py.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from syncbn import torch_private
+from syncbn import moments, torch_private
 from syncbn.kernels import gpu_channels, gpu_tiles
-from syncbn.kernels.plans import NO_MEMORY, OK, UNSIGNED, Signature, require_memory
+from syncbn.kernels.functions import Functions
+from syncbn.kernels.plans import NO_MEMORY, OK, UNSIGNED, Signature
 from syncbn.layout import Layout
-from syncbn.moments import compute_dtype
 
 VALUES = 4  # that a thread loads at once; of 8 in 16 bits the sums do not fit in its registers
 COLUMNS = 64, 32  # channels of a tile, where they are neighbours. 32 of 16 bits are 64 bytes
@@ -104,7 +103,11 @@ class Plan:
         self, layout: Layout, dtype: torch.dtype, device: torch.device, eps: float = 1.0, **options: Any
     ) -> None:
         self.layout, self.dtypes, self.averages = layout, options, options.get("averages")
-        self.relu, self.compute, self.channels = bool(options.get("relu")), compute_dtype(dtype), layout.sizes[1]
+        self.relu, self.compute, self.channels = (
+            bool(options.get("relu")),
+            moments.compute_dtype(dtype),
+            layout.sizes[1],
+        )
         outer, channels, inner = layout.sizes
         if outer * inner == 0:
             outer, inner = 0, 1
@@ -136,26 +139,35 @@ class Plan:
             return Launch(kernel, grid, numbers, tiles, *constants, num_warps=warps, **limit)
 
         programs = num_multiprocessors(device) * SUMMING_THREADS // (32 * warps)
-        self.parts_of_sums = over_tiles(
-            gpu_tiles.parts_of_sums, programs=programs, most_parts=MOST_PARTS, registers=SUMMING_REGISTERS
+        self.parts_of_sums, self.parts_of_gradient_sums = (
+            over_tiles(
+                gpu_tiles.parts_of_sums, relu, programs=programs, most_parts=MOST_PARTS, registers=SUMMING_REGISTERS
+            )
+            for relu in (False, self.relu)
         )
         of_map: dict[str, Any] = {
             "programs": MAPPING_PROGRAMS, "most_parts": MAPPING_PROGRAMS, "registers": MAPPING_REGISTERS
         }  # fmt: skip
         self.normalize = over_tiles(gpu_tiles.normalize, self.relu, **of_map)
-        self.input_gradient = over_tiles(gpu_tiles.input_gradient, **of_map)
+        self.input_gradient = over_tiles(gpu_tiles.input_gradient, self.relu, **of_map)
 
         self.num_parts = num_parts = self.parts_of_sums.grid[1]
         blocks = max(1, triton.cdiv(channels, gpu_channels.CHANNELS.value)), 1
         of_parts, of_total = (num_parts, channels), (1, channels)
+        of_relu = int(self.relu and not options.get("has_residual"))
+        self.num_statistics = moments.num_statistics(channels, bool(of_relu))
         self.add_parts = Launch(gpu_channels.add_parts, blocks, of_parts)
         self.forward_of_parts, self.forward_of_total = (
-            Launch(gpu_channels.forward_channels, blocks, (*one, *_two(eps))) for one in (of_parts, of_total)
+            Launch(gpu_channels.forward_channels, blocks, (*one, of_relu, *_two(eps))) for one in (of_parts, of_total)
         )
         self.gradient_sums, self.backward_of_parts = (
-            Launch(gpu_channels.backward_channels, blocks, of_parts, compute, True) for _ in range(2)
+            Launch(gpu_channels.backward_channels, blocks, (*of_parts, of_relu), compute, True) for _ in range(2)
         )
-        self.backward_of_total = Launch(gpu_channels.backward_channels, blocks, of_total, compute, False)
+        self.backward_of_total = Launch(gpu_channels.backward_channels, blocks, (*of_total, of_relu), compute, False)
+
+    @staticmethod
+    def at(*tensors: Tensor | None) -> None:
+        """Nothing: no sums are in parts, and no gradients are left to write."""
 
     def forward_sums(self, x: Tensor, signature: Signature = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, bool]:
         parts = x.new_empty(2 * self.channels * self.num_parts + 1, dtype=torch.float64)
@@ -171,7 +183,7 @@ class Plan:
         residual: Tensor | None, running_mean: Tensor | None = None, running_var: Tensor | None = None,
         counter: Tensor | None = None, momentum: Any = None, compares: bool = True,
     ) -> tuple[Tensor, Tensor, int]:  # fmt: skip
-        y, statistics = torch.empty_like(x), total.new_empty(3 * self.channels + 1)  # before any buffer moves
+        y, statistics = torch.empty_like(x), total.new_empty(self.num_statistics)  # before any buffer moves
         coefficients = x.new_empty(3 * self.channels, dtype=self.compute)
         counted, share = counter, None
         if self.averages and counter is not None:
@@ -195,7 +207,7 @@ class Plan:
         grad_weight = None if weight_dtype is None else x.new_empty(self.channels, dtype=weight_dtype)
         grad_bias = None if bias_dtype is None else x.new_empty(self.channels, dtype=bias_dtype)
         parts = statistics.new_empty(2 * self.channels * self.num_parts + 1)
-        self.parts_of_sums(x, dy, y, statistics, parts)
+        self.parts_of_gradient_sums(x, dy, y, statistics, parts)
         if is_alone:
             return parts, grad_weight, grad_bias, (grad_weight, grad_bias)
         sums = statistics.new_empty(2 * self.channels)
@@ -209,7 +221,7 @@ class Plan:
         needs_map = needs_x or of_residual
         if grads is None and not needs_map:
             return None, None, OK
-        coefficients = x.new_empty(4 * self.channels, dtype=self.compute)
+        coefficients = x.new_empty((6 if self.relu else 4) * self.channels, dtype=self.compute)
         if grads is None:
             self.backward_of_total(total, None, statistics, weight, None, None, coefficients)
         else:
@@ -240,48 +252,9 @@ def _two(number: float) -> tuple[float, float]:
     return high, float(number) - high
 
 
-# The kernels' interface.
-
-_plan = functools.lru_cache(4096)(Plan)
-
-
-def _plan_for(x: Tensor, others: list[Tensor | None], *of_plan: Any, **options: Any) -> Plan:
-    require_memory([one for one in (x, *others) if one is not None])
-    kinds = (*(None if one is None else one.dtype for one in others),)  # a launch is for tensors of one kind
-    return _plan(*of_plan, kinds=kinds, **options)
-
-
-def forward_sums(x: Tensor, layout: Layout) -> Tensor:
-    return _plan_for(x, [], layout, x.dtype, x.device).forward_sums(x)[0]
-
-
-def forward_outputs(
-    x: Tensor, layout: Layout, total: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-    eps: float, relu: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    weight, bias = _dense(weight), _dense(bias)
-    plan = _plan_for(x, [weight, bias, residual], layout, x.dtype, x.device, eps, relu=relu)
-    return plan.forward_outputs(False, x, total, weight, bias, residual)[:2]
-
-
-def backward_sums(
-    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, statistics: Tensor, weight_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    dtypes = {"grad_weight_dtype": weight_dtype, "grad_bias_dtype": bias_dtype}
-    plan = _plan_for(x, [dy, y], layout, x.dtype, x.device, **dtypes)
-    return plan.backward_sums(dy, x, y, statistics)[:3]
-
-
-def backward_outputs(
-    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, total: Tensor, statistics: Tensor,
-    weight: Tensor | None, of_residual: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    weight = _dense(weight)
-    plan = _plan_for(x, [dy, y, weight], layout, x.dtype, x.device, of_residual=of_residual)
-    grad_x, grad_residual, _ = plan.backward_outputs(None, dy, x, y, total, statistics, weight, True, of_residual)
-    assert grad_x is not None
-    return grad_x, grad_residual
+_functions = Functions(Plan)
+forward_sums, forward_outputs = _functions.forward_sums, _functions.forward_outputs
+backward_sums, backward_outputs = _functions.backward_sums, _functions.backward_outputs
 
 
 def update_running_stats(
@@ -302,7 +275,3 @@ def update_running_stats(
             buffer.copy_(moved)
         else:  # autograd is to see that it has changed
             torch_private.increment_version((buffer,))
-
-
-def _dense(of_channels: Tensor | None) -> Tensor | None:
-    return None if of_channels is None else of_channels.contiguous()

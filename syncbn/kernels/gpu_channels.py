@@ -17,7 +17,7 @@ import triton.language as tl
 
 CHANNELS, PARTS = tl.constexpr(8), tl.constexpr(128)  # that a program adds at once
 # Triton would compile anew for other values of these, and for tensors that begin between multiples of 16 bytes.
-SIZES = ["num_parts", "channels"]
+SIZES = ["num_parts", "channels", "of_relu"]
 TENSORS = [
     "parts", "sums", "weight", "bias", "grad_weight", "grad_bias", "running_mean", "running_var", "counter",
     "statistics", "coefficients", "momentum_in_memory",
@@ -129,9 +129,10 @@ def _store_split(coefficients, mean, channel, exists):
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
 def forward_channels(
     parts, weight, bias, running_mean, running_var, counter, statistics, coefficients, momentum_in_memory,
-    momentum, momentum_rest, num_parts, channels, eps, eps_rest,
+    momentum, momentum_rest, num_parts, channels, of_relu, eps, eps_rest,
 ):  # fmt: skip
-    """The statistics and the coefficients of y, by the sums of all ranks; the running statistics move."""
+    """The statistics and the coefficients of y, by the sums of all ranks; the running statistics move. Unless
+    of_relu is 0, scale and shift follow the statistics."""
     channel, exists = _channels(channels)
     first, second = _total(parts, num_parts, channels)
     num_values = _num_values(parts, num_parts, channels)
@@ -149,8 +150,12 @@ def forward_channels(
             tl.store(counter, tl.load(counter) + 1)
     rest = _store_split(coefficients, mean, channel, exists)
     scale = _number(weight, channel, exists, 1.0) * invstd
+    shift = _number(bias, channel, exists, 0.0) - rest * scale
     _store_number(coefficients, channels + channel, scale, exists)
-    _store_number(coefficients, 2 * channels + channel, _number(bias, channel, exists, 0.0) - rest * scale, exists)
+    _store_number(coefficients, 2 * channels + channel, shift, exists)
+    keeps = exists & (of_relu != 0)
+    tl.store(statistics + 3 * channels + 1 + channel, scale, mask=keeps)
+    tl.store(statistics + 4 * channels + 1 + channel, shift, mask=keeps)
     if running_mean is not None:
         _move_both(
             running_mean, running_var, channel, exists, mean, var, num_values, momentum_in_memory, momentum,
@@ -160,8 +165,8 @@ def forward_channels(
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
 def backward_channels(
-    parts, sums, statistics, weight, grad_weight, grad_bias, coefficients, num_parts, channels, COMPUTE: tl.constexpr,
-    LOCAL: tl.constexpr,
+    parts, sums, statistics, weight, grad_weight, grad_bias, coefficients, num_parts, channels, of_relu,
+    COMPUTE: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
     """Adds up the parts. If they are this rank's (LOCAL), computes the gradients of the parameters; for those of all
     ranks, or of one rank alone, the coefficients of grad_x. What is None is left out."""
@@ -187,3 +192,7 @@ def backward_channels(
         _store_number(coefficients, channels + channel, a, exists)
         _store_number(coefficients, 2 * channels + channel, b, exists)
         _store_number(coefficients, 3 * channels + channel, -a * (sum_dy / count) - b * rest, exists)
+        keeps = exists & (of_relu != 0)  # scale and shift, which follow the statistics
+        for row in tl.static_range(3, 5):
+            number = tl.load(statistics + row * channels + 1 + channel, mask=keeps, other=0.0)
+            _store_number(coefficients, (row + 1) * channels + channel, number, keeps)

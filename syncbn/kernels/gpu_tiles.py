@@ -88,21 +88,33 @@ def _load(pointer, offsets, exists, TILES: tl.constexpr):
 
 
 @triton.jit
-def _through_relu(dy, y, offsets, exists, TILES: tl.constexpr):
-    """dy, but 0 where y, the output of a relu, is 0; y may be None."""
-    if y is None:
-        return dy
-    else:
-        return tl.where(_load(y, offsets, exists, TILES) <= 0, 0.0, dy)
-
-
-@triton.jit
 def _across(numbers, TILES: tl.constexpr):
     """Numbers of channels, such that they go with a tile."""
     if TILES.in_runs:
         return numbers
     else:
         return numbers[None, :]
+
+
+@triton.jit
+def _coefficient(coefficients, index, channels, channel, exists, TILES: tl.constexpr):
+    """The coefficient of this index, such that it goes with a tile."""
+    numbers = tl.load(coefficients + index * channels + channel, mask=exists, other=0.0)
+    return _across(numbers.to(TILES.compute), TILES)
+
+
+@triton.jit
+def _through_relu(
+    dy, difference, x, y, scale, shift, offsets, exists, TILES: tl.constexpr, RELU: tl.constexpr
+):  # fmt: skip
+    """dy, but 0 where the output of a relu is 0: y or, with RELU, what `normalize` made of x - center."""
+    if RELU:
+        output = tl.fma(difference, scale, shift).to(x.dtype.element_ty).to(TILES.compute)
+        return tl.where(output <= 0, 0.0, dy)
+    elif y is not None:
+        return tl.where(_load(y, offsets, exists, TILES) <= 0, 0.0, dy)
+    else:
+        return dy
 
 
 # Sums.
@@ -130,9 +142,10 @@ def _widened(sums, TILES: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def parts_of_sums(
-    x, dy, y, statistics, parts, num_rows, rows_of_program, channels, inner, multiplier, shift, TILES: tl.constexpr
+    x, dy, y, statistics, parts, num_rows, rows_of_program, channels, inner, multiplier, shift, TILES: tl.constexpr,
+    RELU: tl.constexpr,
 ):  # fmt: skip
-    """Sums of x and x^2; with dy, of dy and dy * (x - mean); with y, dy counts only where y > 0.
+    """Sums of x and x^2; with dy, of dy and dy * (x - mean), where dy counts as 0 if the output of a relu is 0.
 
     parts: (parts, 2, channels) numbers, and one more, how many values a channel has.
     """
@@ -147,6 +160,10 @@ def parts_of_sums(
     else:
         center = tl.load(statistics + channel, mask=exists, other=0.0).to(TILES.compute)
     center_of_tile = _across(center, TILES)
+    scale, offset = 0.0, 0.0
+    if RELU:  # they follow the statistics
+        scale = _coefficient(statistics + 1, 3, channels, channel, exists, TILES)
+        offset = _coefficient(statistics + 1, 4, channels, channel, exists, TILES)
 
     zeros = tl.full((TILES.rows, TILES.columns), 0.0, TILES.compute)
     first, second = _widened(zeros, TILES), _widened(zeros, TILES)
@@ -161,7 +178,8 @@ def parts_of_sums(
                     factor = difference
                 else:
                     difference = _load(x, offsets, found, TILES) - center_of_tile
-                    factor = _through_relu(_load(dy, offsets, found, TILES), y, offsets, found, TILES)
+                    factor = _load(dy, offsets, found, TILES)
+                    factor = _through_relu(factor, difference, x, y, scale, offset, offsets, found, TILES, RELU)
                 firsts += factor
                 seconds += factor * difference
         first += _widened(firsts, TILES)
@@ -191,12 +209,6 @@ def _in_reverse(num_rows, rows_of_program, TILES: tl.constexpr):
     return span, start, tl.minimum(start + rows_of_program, num_rows)
 
 
-@triton.jit
-def _coefficient(coefficients, index, channels, channel, exists, TILES: tl.constexpr):
-    """The coefficient of this index, such that it goes with a tile."""
-    return _across(tl.load(coefficients + index * channels + channel, mask=exists, other=0.0), TILES)
-
-
 @triton.jit(do_not_specialize=SIZES)
 def normalize(
     x, residual, y, coefficients, num_rows, rows_of_program, channels, inner, multiplier, shift,
@@ -213,7 +225,7 @@ def normalize(
     for row in range(start, stop, of_group):
         for tile in tl.static_range(GROUP):
             offsets, found = _tile(last - (row - start) + tile * TILES.rows, program, TILES)
-            value = (_load(x, offsets, found, TILES) - center) * scale + offset
+            value = tl.fma(_load(x, offsets, found, TILES) - center, scale, offset)
             if residual is not None:
                 value += _load(residual, offsets, found, TILES)
             if RELU:
@@ -224,7 +236,7 @@ def normalize(
 @triton.jit(do_not_specialize=SIZES)
 def input_gradient(
     dy, x, y, grad_x, grad_residual, coefficients, num_rows, rows_of_program, channels, inner, multiplier,
-    shift, TILES: tl.constexpr,
+    shift, TILES: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     span, start, stop = _in_reverse(num_rows, rows_of_program, TILES)
     program = (stop, span, channels, inner, multiplier, shift)
@@ -233,13 +245,18 @@ def input_gradient(
     a = _coefficient(coefficients, 1, channels, channel, exists, TILES)
     b = _coefficient(coefficients, 2, channels, channel, exists, TILES)
     c = _coefficient(coefficients, 3, channels, channel, exists, TILES)
+    scale, offset = 0.0, 0.0
+    if RELU:
+        scale = _coefficient(coefficients, 4, channels, channel, exists, TILES)
+        offset = _coefficient(coefficients, 5, channels, channel, exists, TILES)
     of_group = GROUP * TILES.rows
     last = start + (stop - start - 1) // of_group * of_group
     for row in range(start, stop, of_group):
         for tile in tl.static_range(GROUP):
             offsets, found = _tile(last - (row - start) + tile * TILES.rows, program, TILES)
-            gradient = _through_relu(_load(dy, offsets, found, TILES), y, offsets, found, TILES)
+            difference = _load(x, offsets, found, TILES) - center
+            gradient = _load(dy, offsets, found, TILES)
+            gradient = _through_relu(gradient, difference, x, y, scale, offset, offsets, found, TILES, RELU)
             if grad_residual is not None:
                 tl.store(grad_residual + offsets, gradient, mask=found)
-            value = gradient * a + (_load(x, offsets, found, TILES) - center) * b + c
-            tl.store(grad_x + offsets, value, mask=found)
+            tl.store(grad_x + offsets, gradient * a + difference * b + c, mask=found)

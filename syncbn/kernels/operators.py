@@ -56,7 +56,10 @@ def _forward_sums(kernels: ModuleType, x: Tensor, *sizes: int) -> Tensor:
 @_operator(
     f"forward_outputs(Tensor x, {SIZES}, Tensor total, Tensor? weight, Tensor? bias, Tensor? residual, float eps, "
     "bool relu) -> (Tensor, Tensor)",
-    fake=lambda x, outer, channels, inner, total, *_: (torch.empty_like(x), total.new_empty(3 * channels + 1)),
+    fake=lambda x, outer, channels, inner, total, weight, bias, residual, eps, relu: (
+        torch.empty_like(x),
+        total.new_empty(moments.num_statistics(channels, relu and residual is None)),
+    ),
 )
 def _forward_outputs(
     kernels: ModuleType, x: Tensor, outer: int, channels: int, inner: int, total: Tensor, weight: Tensor | None,
@@ -84,7 +87,7 @@ def _backward_sums(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     layout = _layout((outer, channels, inner), x)
     dy, y = _like_input("dy", dy, x, layout), _like_input("y", y, x, layout)
-    _check_numbers(x.device, "statistics", statistics, 3 * channels + 1, torch.float64)
+    _check_statistics(x.device, statistics, channels)
     return kernels.backward_sums(dy, x, y, layout, statistics, *dtypes)  # type: ignore[no-any-return]
 
 
@@ -100,7 +103,7 @@ def _backward_outputs(
     layout = _layout((outer, channels, inner), x)
     dy, y = _like_input("dy", dy, x, layout), _like_input("y", y, x, layout)
     _check_numbers(x.device, "total", total, 2 * channels, torch.float64)
-    _check_numbers(x.device, "statistics", statistics, 3 * channels + 1, torch.float64)
+    _check_statistics(x.device, statistics, channels)
     _check_numbers(x.device, "weight", weight, channels)
     return kernels.backward_outputs(dy, x, y, layout, total, statistics, weight, of_residual)  # type: ignore[no-any-return]
 
@@ -112,8 +115,8 @@ def _backward_outputs(
 def _update_running_stats(
     kernels: ModuleType, running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float
 ) -> None:
-    channels = len(statistics) // 3
-    _check_numbers(statistics.device, "statistics", statistics, 3 * channels + 1, torch.float64)
+    channels = len(running_mean)
+    _check_statistics(statistics.device, statistics, channels)
     _check_numbers(statistics.device, "running_mean", running_mean, channels)
     _check_numbers(statistics.device, "running_var", running_var, channels)
     kernels.update_running_stats(running_mean, running_var, statistics, momentum)
@@ -121,7 +124,15 @@ def _update_running_stats(
 
 def _layout(sizes: tuple[int, ...], x: Tensor) -> Layout:
     """Raises RuntimeError unless x lies in memory as (outer, channels, inner)."""
+    return _layout_of_kind(sizes, x.shape, x.stride(), x.dtype)
+
+
+@functools.lru_cache(4096)
+def _layout_of_kind(
+    sizes: tuple[int, ...], shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype
+) -> Layout:  # fmt: skip
     outer, channels, inner = sizes
+    x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     if x.dtype not in FLOATS or min(sizes) < 0 or x.numel() != outer * channels * inner:
         raise RuntimeError(
             f"expected an input of {outer} * {channels} * {inner} floats, got {tuple(x.shape)}, {x.dtype}"
@@ -143,6 +154,8 @@ def _like_input(name: str, other: Any, x: Tensor, layout: Layout) -> Any:
             f"expected {name} of {x.dtype} and {tuple(x.shape)} on {x.device}, got {other.dtype} and "
             f"{tuple(other.shape)} on {other.device}"
         )
+    if other.stride() == x.stride():
+        return other
     return layout.dense(other)  # a materialised tensor of zeros has strides of 0
 
 
@@ -158,6 +171,12 @@ def _check_numbers(
             f"expected {name} of {count} {dtype or 'floats'} on {device}, got {tuple(numbers.shape)}, {numbers.dtype} "
             f"on {numbers.device}"
         )
+
+
+def _check_statistics(device: torch.device, statistics: Tensor, channels: int) -> None:
+    """Raises RuntimeError unless those of all channels are there, in float64 and without gaps."""
+    count = moments.num_statistics(channels, moments.has_scale_and_shift(statistics, channels))
+    _check_numbers(device, "statistics", statistics, count, torch.float64)
 
 
 # The kernels' interface.

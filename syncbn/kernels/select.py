@@ -28,10 +28,8 @@ def new_plan(x: Tensor, layout: Layout, **options: Any) -> cpu.Plan | TensorPlan
     if not (x.is_cpu or x.is_cuda):
         return None
     kernels = _in_eager_mode(x)
-    if kernels is cpu:
-        return cpu.Plan(layout, x.dtype, is_signed=True, **options)
     if hasattr(kernels, "Plan"):
-        return kernels.Plan(layout, x.dtype, x.device, **options)  # type: ignore[no-any-return]
+        return kernels.Plan(layout, x.dtype, x.device, is_signed=x.is_cpu, **options)  # type: ignore[no-any-return]
     return TensorPlan(kernels, layout, is_signed=x.is_cpu, **options)
 
 
