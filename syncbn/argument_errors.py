@@ -18,21 +18,19 @@ from syncbn.roads import traced
 
 
 def raise_on_all_ranks(
-    error: Exception, inputs: Sequence[Arguments], reduction: Reduction, name: str = "", pass_name: str = "forward"
+    error: Exception, inputs: Sequence[Arguments], reduction: Reduction, pass_name: str = "forward"
 ) -> NoReturn:
-    """Join the all_reduce of the others as a faulty rank, and raise `error` on every rank, `name` of the input first.
+    """Join the all_reduce of the others as a faulty rank, and raise `error` on every rank.
 
     Only this rank raises on a GPU, in a compiled graph, in a trace of torch.fx, and where the arguments do not tell how
     many numbers the others send.
     """
     for one in inputs:
         traced.refuse_proxies(one)
-    if name:
-        error = type(error)(f"{name}{error}")
     num_channels = [_likely_channels(one) for one in inputs]
     known = [number for number in num_channels if number is not None]
-    others_wait = reduction.group is not None and reduction.reads_totals
-    if not others_wait or not inputs or len(known) < len(inputs) or _device_of(inputs[0]).type != "cpu":
+    others_wait = reduction.group is not None and not torch_state.is_compiling()
+    if not others_wait or len(known) < len(inputs) or _device_of(inputs[0]).type != "cpu":
         raise error  # no rank would read the mark
     sums = torch.zeros(2 * sum(known) + len(inputs), dtype=torch.float64)
     if torch_private.inside_vmap() and isinstance(x := inputs[0].input, Tensor):  # the others send a stack
@@ -57,7 +55,7 @@ def raise_with_name(error: Exception, layer: nn.Module) -> NoReturn:
 
 
 def _likely_channels(arguments: Arguments) -> int | None:
-    """The number of channels by the vote of the arguments, one of which is wrong; None if only a bad input tells it."""
+    """The number of channels that most arguments have, as one of them is wrong; None if only a bad input tells it."""
     if arguments.num_channels is not None:
         return arguments.num_channels
     votes = [given.numel() for given in arguments.per_channel().values() if isinstance(given, Tensor)]

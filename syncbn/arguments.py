@@ -9,22 +9,17 @@ import dataclasses
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from syncbn import masks, torch_private, torch_state
-from syncbn.distributed.group_spec import GroupSpec, OfMesh
+from syncbn.distributed.groups import GroupSpec, OfMesh
 from syncbn.layout import Layout
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 REMEDY = "correct num_features, channel_last or channel_dim"
-
-
-# One input for the autograd Function of a side road: its layout; the mask, of the input's shape with one channel; and
-# the tensors x, weight, bias, residual, num_values.
-Prepared: TypeAlias = tuple[Layout, Tensor | None, tuple[Tensor | None, ...]]
 
 
 @dataclass(slots=True)
@@ -49,7 +44,15 @@ class Arguments:
     name: str = ""  # "inputs[1]: " where there are several inputs; errors begin with it
 
     def check(self) -> None:
-        """Raises ValueError or TypeError unless the tensors and their options fit together."""
+        """Raises ValueError or TypeError, which begins with the name, unless tensors and options fit together."""
+        try:
+            self._check()
+        except (TypeError, ValueError) as error:
+            if not self.name:
+                raise
+            raise type(error)(f"{self.name}{error}") from error
+
+    def _check(self) -> None:
         x = self.input
         check_input(x, self.channel_dim, self.check_input_dim)
         check_channels(x, self.channel_dim, self.num_channels, self.per_channel())
@@ -73,8 +76,9 @@ class Arguments:
                 f"{self.name}running_mean must be defined in evaluation mode, and running_var; or pass training=True"
             )
 
-    def prepare(self) -> Prepared:
-        """The input of the autograd Function of a side road. The arguments have been checked."""
+    def prepare(self) -> tuple[Layout, Tensor | None, tuple[Tensor | None, ...]]:
+        """This input for the Function of the side roads: its layout; the mask, of the input's shape with one channel;
+        and the tensors x, weight, bias, residual, num_values. The arguments have been checked."""
         x, mask, num_values = self.input, None, None
         if self.mask is not None:
             x, mask = masks.apply(self.mask, x, self.channel_dim)
@@ -97,7 +101,6 @@ def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor],
     """Raises ValueError or TypeError unless x is a dense float tensor of 2 or more dims that has `channel_dim`."""
     if not isinstance(x, Tensor):
         raise TypeError(f"expected a Tensor as input, got {type(x).__name__}")
-    _refuse_dtensor("input", x)
     if x.dtype not in SUPPORTED_DTYPES:
         remedy = "call syncbn.revert_syncbn_model(model) before quantising" if x.is_quantized else "convert it first"
         raise TypeError(f"expected a float16, bfloat16, float32 or float64 input, got {x.dtype}; {remedy}")
@@ -106,7 +109,8 @@ def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor],
             f"expected a dense input, or one NestedTensor that is jagged, without holes between its sequences, got "
             f"layout {x.layout}; use torch.nested.as_nested_tensor(input.unbind(), layout=torch.jagged) or its values()"
         )
-    _require_dense("input", x)
+    _refuse_dtensor("input", x)
+    _check_memory("input", x, x)
     if check_input_dim is not None:
         try:
             check_input_dim(x)
@@ -124,50 +128,57 @@ def check_channels(
     x: Tensor, channel_dim: int, num_channels: int | None, per_channel: dict[str, Tensor | None]
 ) -> None:
     """Raises ValueError or TypeError unless `per_channel` are float tensors (C,) on the device of x, with C as in x."""
-    actual, wanted, device = x.shape[channel_dim], (x.shape[channel_dim],), x.device
+    actual = x.shape[channel_dim]
     for name, given in per_channel.items():
         if given is None:
             continue
         if not isinstance(given, Tensor):
             raise TypeError(f"expected {name} to be a Tensor of shape ({actual},), got {type(given).__name__}")
-        if type(given) not in torch_state.PLAIN_CLASSES:
-            _refuse_dtensor(name, given)
-        if given.dtype not in SUPPORTED_DTYPES:
-            raise TypeError(f"expected {name} to be a float tensor, got {given.dtype}; convert it first")
-        _require_dense(name, given)
-        if given.shape != wanted:
+        _check_kind(name, given)
+        if given.shape != (actual,):
             raise ValueError(
-                f"expected {given.numel()} channels in dim {channel_dim} of the input, got {actual} (input shape "
-                f"{tuple(x.shape)}): {name} should contain {actual} elements not {given.numel()}, shape ({actual},) "
-                f"not {tuple(given.shape)}; {REMEDY}"
+                f"{_not_as_many(given.numel(), x, channel_dim)}: {name} should contain {actual} elements not "
+                f"{given.numel()}, shape ({actual},) not {tuple(given.shape)}; {REMEDY}"
             )
-        if given.device != device:
-            _check_device(name, given, x)
+        _check_memory(name, given, x)
     if num_channels is not None and actual != num_channels:
-        raise ValueError(
-            f"expected {num_channels} channels in dim {channel_dim} of the input, got {actual} "
-            f"(input shape {tuple(x.shape)}); {REMEDY}"
-        )
+        raise ValueError(f"{_not_as_many(num_channels, x, channel_dim)}; {REMEDY}")
+
+
+def _not_as_many(expected: int, x: Tensor, channel_dim: int) -> str:
+    where = f"in dim {channel_dim} of the input, got {x.shape[channel_dim]} (input shape {tuple(x.shape)})"
+    return f"expected {expected} channels {where}"
 
 
 def check_like_input(name: str, given: Tensor, x: Tensor) -> None:
     """Raises TypeError or ValueError unless `given` is a float tensor of the shape and device of x."""
-    if not isinstance(given, Tensor) or given.dtype not in SUPPORTED_DTYPES:
-        got = getattr(given, "dtype", type(given).__name__)
-        hint = f"; a mask is passed as mask=, not as {name}" if got is torch.bool else ""
-        raise TypeError(f"expected {name} to be a float tensor, got {got}{hint}")
-    _refuse_dtensor(name, given)
+    _check_kind(name, given)
     if given.shape != x.shape:
         raise ValueError(
             f"expected {name} of the input's shape {tuple(x.shape)}, got {tuple(given.shape)}; expand() it first"
         )
-    _require_dense(name, given)
-    _check_device(name, given, x)
+    _check_memory(name, given, x)
 
 
-def _require_dense(name: str, given: Tensor) -> None:
+def _check_kind(name: str, given: Tensor) -> None:
+    """Raises TypeError unless `given` is a float tensor, and no DTensor."""
+    dtype = getattr(given, "dtype", type(given).__name__)
+    if dtype not in SUPPORTED_DTYPES:
+        remedy = f"a mask is passed as mask=, not as {name}" if dtype is torch.bool else "convert it first"
+        raise TypeError(f"expected {name} to be a float tensor, got {dtype}; {remedy}")
+    _refuse_dtensor(name, given)
+
+
+def _refuse_dtensor(name: str, given: Tensor) -> None:
+    if type(given) not in torch_state.PLAIN_CLASSES and hasattr(given, "device_mesh"):
+        raise TypeError(f"{name} is a DTensor, expected this rank's values as a plain tensor: pass {name}.to_local()")
+
+
+def _check_memory(name: str, given: Tensor, x: Tensor) -> None:
+    """Raises TypeError or ValueError unless `given` is dense, and on the device of x."""
     if given.layout != torch.strided:
         raise TypeError(f"expected a dense {name}, got layout {given.layout}; use {name}.to_dense()")
+    masks.check_device(name, given, x)
 
 
 def check_num_features(num_features: int) -> None:
@@ -197,9 +208,10 @@ def check_eps(eps: float) -> None:
 def require_two_values(num_values: Tensor, x: Tensor, name: str = "") -> None:
     """Raises F.batch_norm's ValueError when the whole group has one value per channel.
 
-    On a GPU the host would stop to read that; a subclass such as FakeTensor may have no values. Then nothing is raised.
+    On a GPU the host would stop to read that, a compiled graph would break, and a subclass such as FakeTensor may have
+    no values. Then nothing is raised.
     """
-    can_read = num_values.is_cpu and type(num_values) is Tensor
+    can_read = not torch_state.is_compiling() and num_values.is_cpu and type(num_values) is Tensor
     if can_read and 1 in torch_private.innermost(num_values).flatten().tolist():
         raise ValueError(
             f"{name}Expected more than 1 value per channel when training, got 1 over all ranks "
@@ -210,13 +222,3 @@ def require_two_values(num_values: Tensor, x: Tensor, name: str = "") -> None:
 def _check_number(name: str, number: float | None) -> None:
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
         raise TypeError(f"{name} must be a number, got {number!r} of type {type(number).__name__}")
-
-
-def _refuse_dtensor(name: str, given: Tensor) -> None:
-    if hasattr(given, "device_mesh"):
-        raise TypeError(f"{name} is a DTensor, expected this rank's values as a plain tensor: pass {name}.to_local()")
-
-
-def _check_device(name: str, given: Tensor, x: Tensor) -> None:
-    if given.device != x.device:
-        raise ValueError(f"the input is on {x.device} but {name} on {given.device}; move one with .to(device)")

@@ -1,24 +1,25 @@
 """Swaps the batch-norm layers of a model for synchronised ones and back, by swapping the class of each layer.
 
-The module object stays, and with it everything that others hold of it or that it holds: parameters, buffers, hooks,
-    attributes, training flag, shared places in the model, references in an optimizer.
+The module object stays, with its parameters, buffers, hooks, attributes and training flag, and so do all references to
+it, as where it stands in the model more than once.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from syncbn import convertibility
-from syncbn.convertibility import NotConverted
 from syncbn.diagnosis import debug_mode
+from syncbn.diagnosis.layer_names import quoted
 from syncbn.distributed import groups
-from syncbn.distributed.group_spec import GroupSpec, ProcessGroupLike, to_spec
+from syncbn.distributed.groups import GroupSpec, ProcessGroupLike, to_spec
 from syncbn.distributed.reduction import make_groups
 from syncbn.layer import SyncBatchNorm
 from syncbn.program import warn
@@ -27,6 +28,9 @@ from syncbn.synchronised_classes import ADDED, class_of, synchronised_class
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 TARGETS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # of `revert_syncbn_model`
+CONVERT = "call syncbn.convert_syncbn_model(model)"
+MAX_CHARACTERS = 800  # of a description
+NAMED, NAME_CHARACTERS = 3, 60  # layers of a class that are named, and how much of a name is shown
 
 
 def convert_syncbn_model(
@@ -61,7 +65,18 @@ def convert_syncbn_model(
     'SyncBatchNorm2d'
     """
     check_module(model)
-    layers, found = _select(model, channel_last)
+    layers: list[Any] = []
+    others: list[Unsynchronised] = []
+    for one in unsynchronised(model):
+        if one.remedy != CONVERT:
+            others.append(one)
+            continue
+        _require_no_fsdp(one.name, one.layer, "convert_syncbn_model")
+        if channel_last and isinstance(one.layer, LazyModuleMixin):
+            raise ValueError(
+                f"{one.name!r} is lazy and counts channels in dim 1; run a forward before channel_last=True"
+            )
+        layers.append(one.layer)
     spec = to_spec(process_group)
     # An nn.SyncBatchNorm holds its group itself, which could be neither copied nor pickled.
     specs = [to_spec(vars(layer).get("process_group")) if spec is None else spec for layer in layers]
@@ -75,8 +90,8 @@ def convert_syncbn_model(
                 module.process_group = spec
     for layer, own_spec in zip(layers, specs, strict=True):
         _convert(layer, own_spec, channel_last)
-    if found:
-        warn(f"syncbn did not convert these layers: {convertibility.described(found)}")
+    if others:
+        warn(f"syncbn did not convert these layers: {described(others)}")
     return model
 
 
@@ -107,31 +122,26 @@ def revert_syncbn_model(model: AnyModule, target: type[_BatchNorm] | None = None
     check_module(model)
     if target is not None and target not in TARGETS:
         raise ValueError(f"target must be nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d or None, got {target!r}")
-    new_classes: dict[nn.Module, type[nn.Module]] = {}
+    changes: list[tuple[nn.Module, Any, dict[str, Any]]] = []  # layer, its new class, attributes
     for name, layer in model.named_modules():
-        original_class: Any = class_of(layer)
-        if isinstance(layer, SyncBatchNorm):
-            original_class = vars(layer).get("_original_class", original_class)
-        if original_class is nn.SyncBatchNorm and target is not None:
-            original_class = target
-        if original_class is class_of(layer):
+        new_class = vars(layer).get("_original_class", class_of(layer))
+        if new_class is nn.SyncBatchNorm and target is not None:
+            new_class = target
+        if new_class is class_of(layer):
             continue
         _require_no_fsdp(name, layer, "revert_syncbn_model")
-        if issubclass(original_class, LazyModuleMixin) and not isinstance(layer, LazyModuleMixin):
-            original_class = original_class.cls_to_become
-        new_classes[layer] = original_class
-    # An nn.SyncBatchNorm holds its group itself. Looking it up may raise, so it comes before any change.
-    own_groups = {
-        layer: groups.of_torch(layer._process_group)
-        for layer, new_class in new_classes.items()
-        if new_class is nn.SyncBatchNorm and isinstance(layer, SyncBatchNorm)
-    }
-    for layer, new_class in new_classes.items():
+        if issubclass(new_class, LazyModuleMixin) and not isinstance(layer, LazyModuleMixin):
+            new_class = new_class.cls_to_become
+        # An nn.SyncBatchNorm holds its group itself. Looking it up may raise, so it comes before any change.
+        attributes = {}
+        if new_class is nn.SyncBatchNorm and isinstance(layer, SyncBatchNorm):
+            attributes["process_group"] = groups.of_torch(layer._process_group)
+        changes.append((layer, new_class, attributes))
+    for layer, new_class, attributes in changes:
         for name in (*ADDED, "process_group"):
             vars(layer).pop(name, None)
         _set_class(layer, new_class)
-        if layer in own_groups:
-            vars(layer)["process_group"] = own_groups[layer]
+        vars(layer).update(attributes)
     return model
 
 
@@ -139,25 +149,6 @@ def check_module(model: nn.Module) -> None:
     """**Raises** TypeError unless `model` is a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected an nn.Module, got {model!r} of type {type(model).__name__}; pass the model")
-
-
-def _select(model: nn.Module, channel_last: bool) -> tuple[list[_BatchNorm], list[NotConverted]]:
-    """The layers to convert, and those to leave alone."""
-    layers: list[_BatchNorm] = []
-    found: list[NotConverted] = []
-    for name, module in model.named_modules():
-        reason = convertibility.reason_not_convertible(module)
-        if reason:
-            found.append(NotConverted(name, convertibility.kind_of(module), reason))
-        elif convertibility.is_convertible(module):
-            assert isinstance(module, _BatchNorm)
-            _require_no_fsdp(name, module, "convert_syncbn_model")
-            if channel_last and isinstance(module, LazyModuleMixin):
-                raise ValueError(
-                    f"{name!r} is lazy and counts channels in dim 1; run a forward before channel_last=True"
-                )
-            layers.append(module)
-    return layers, found
 
 
 def _convert(layer: _BatchNorm, spec: GroupSpec, channel_last: bool) -> None:
@@ -185,3 +176,75 @@ def _require_no_fsdp(name: str, module: nn.Module, caller: str) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, and nobody can have wrapped a module without it
     if fsdp is not None and isinstance(module, fsdp.FSDPModule):
         raise RuntimeError(f"{name!r} is already wrapped by fully_shard; call {caller} before fully_shard")
+
+
+class Unsynchronised(NamedTuple):
+    """A layer that seems to normalise each rank's batch alone."""
+
+    name: str  # in the model
+    layer: nn.Module
+    remedy: str  # CONVERT where it can be converted
+
+
+def unsynchronised(model: nn.Module) -> list[Unsynchronised]:
+    """The layers of `model` that seem to normalise each rank's batch alone."""
+    remedies = [(name, module, _remedy(module)) for name, module in model.named_modules()]
+    return [Unsynchronised(name, module, remedy) for name, module, remedy in remedies if remedy]
+
+
+def _remedy(module: nn.Module) -> str | None:
+    """What to do about a module that seems to normalise each rank's batch alone; None for any other."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "scripted, convert before torch.jit" if "BatchNorm" in module.original_name else None
+    if isinstance(module, (SyncBatchNorm, _InstanceNorm)):
+        return None
+    if not isinstance(module, _BatchNorm):
+        return _remedy_of_other(module)
+    original_class = class_of(module)
+    if original_class is nn.SyncBatchNorm:
+        return CONVERT
+    if issubclass(original_class, nn.SyncBatchNorm):
+        if original_class.__module__.startswith("timm."):
+            return "do not call timm's convert_sync_batchnorm first, its other layers are converted as they are"
+        return "a subclass of nn.SyncBatchNorm communicates by itself, derive it from nn.BatchNorm1d, 2d or 3d"
+    taken = [name for name in ("process_group", *ADDED) if hasattr(module, name)]
+    return f"has attributes that ours need, rename {', '.join(taken)}" if taken else CONVERT
+
+
+def _remedy_of_other(module: nn.Module) -> str | None:
+    """The remedy for a module that is not torch's batch norm. If its weight is a buffer too, it is a frozen batch norm,
+    which needs no synchronisation."""
+    buffers = vars(module)["_buffers"]
+    if (buffers.get("running_mean") is None and buffers.get("running_var") is None) or "weight" in buffers:
+        return None
+    if type(module) is nn.Module or type(module).__module__ == "torch.export.unflatten":
+        return "a part of an exported graph, convert before torch.export"
+    return "normalises by itself; if by its batch, let its forward call syncbn.functional.sync_batch_norm"
+
+
+def kind_of(module: nn.Module) -> str:
+    """The name of its class, of a scripted module before it was scripted."""
+    return str(module.original_name) if isinstance(module, torch.jit.ScriptModule) else class_of(module).__name__
+
+
+def described(found: list[Unsynchronised]) -> str:
+    """For each class how many layers, the names of the first, and what to do; at most 1,000 characters in all."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, layer, remedy in found:
+        names.setdefault((kind_of(layer), remedy), []).append(name)
+    parts: list[str] = []
+    left = len(found)
+    for (kind, remedy), of_kind in names.items():
+        shown = [_shortened(quoted(name) or "the model") for name in of_kind[:NAMED]]
+        shown += ["..."] * (len(of_kind) > NAMED)
+        part = f"{len(of_kind)} {_shortened(kind)} ({', '.join(shown)}): {remedy}"
+        if len("; ".join((*parts, part))) > MAX_CHARACTERS:
+            parts.append(f"and {left} others")
+            break
+        parts.append(part)
+        left -= len(of_kind)
+    return "; ".join(parts)
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= NAME_CHARACTERS else f"...{name[-NAME_CHARACTERS:]}"

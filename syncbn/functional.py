@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from syncbn import argument_errors, step
 from syncbn.arguments import Arguments, check_channels, check_input, check_like_input
-from syncbn.distributed.group_spec import ProcessGroupLike, to_spec
+from syncbn.distributed.groups import ProcessGroupLike, to_spec
 from syncbn.distributed.reduction import ONE_RANK, Caller
-from syncbn.distributed.side_reductions import Reduction
-from syncbn.double_backward import BackwardInput
+from syncbn.distributed.side_reductions import Reduction, totals
 from syncbn.layout import Layout
-from syncbn.many import sync_batch_norm_many
 from syncbn.moments import compute_dtype
 from syncbn.roads import choice, nested, watched
 
 __all__ = ["batch_norm_backward", "sync_batch_norm", "sync_batch_norm_many"]
 
-_SYNC_BATCH_NORM, _BATCH_NORM_BACKWARD = Caller("sync_batch_norm"), Caller("batch_norm_backward")
+_SYNC_BATCH_NORM = Caller("sync_batch_norm")
+_SYNC_BATCH_NORM_MANY = Caller("sync_batch_norm_many")
+_BATCH_NORM_BACKWARD = Caller("batch_norm_backward")
 
 
 def sync_batch_norm(
@@ -103,6 +107,66 @@ def sync_batch_norm(
     return step.evaluate(given)
 
 
+def sync_batch_norm_many(
+    inputs: Iterable[Tensor],
+    running_means: Iterable[Tensor | None] | None = None,
+    running_vars: Iterable[Tensor | None] | None = None,
+    weights: Iterable[Tensor | None] | None = None,
+    biases: Iterable[Tensor | None] | None = None,
+    training: bool = True,
+    momentum: float | Tensor = 0.1,
+    eps: float = 1e-5,
+    process_group: ProcessGroupLike = None,
+    *,
+    channel_dim: int = 1,
+) -> list[Tensor]:
+    r"""`sync_batch_norm` of each of k independent inputs, with one all_reduce for all of them each way.
+
+    It equals k calls, each input with statistics, buffers and parameters of its own; use it for detection heads over
+    several pyramid levels, siamese views and the like. The all_reduces carry the bytes of k calls together, so it saves
+    latency. There is no all_reduce in evaluation, with one rank or without a process group. All ranks must pass the
+    same number of inputs in the same order: another order on one rank mixes their statistics, and is not noticed.
+
+    Args:
+        inputs: k tensors as `sync_batch_norm` takes them, on one device; their shapes and channels may differ.
+        running_means, running_vars, weights, biases: k tensors (C,) or None each; None for none at all.
+        training, momentum, eps, process_group, channel_dim: as in `sync_batch_norm`, for all inputs.
+
+    Returns:
+        k tensors of the inputs' shapes, dtypes and memory formats.
+
+    Raises:
+        ValueError, TypeError: as `sync_batch_norm`, with the index of the input. (If the ranks pass different numbers
+            of inputs, gloo aborts them.)
+
+    >>> levels = [torch.tensor([[1.0], [3.0]]), torch.tensor([[10.0, 0.0], [30.0, 0.0]])]
+    >>> sync_batch_norm_many(levels)[1]
+    tensor([[-1.0000,  0.0000],
+            [ 1.0000,  0.0000]])
+    """
+    lists = {"running_means": running_means, "running_vars": running_vars, "weights": weights, "biases": biases}
+    xs = _as_list("inputs", inputs)
+    roles: dict[str, list[Any]] = {
+        name: [None] * len(xs) if one is None else _as_list(name, one) for name, one in lists.items()
+    }
+    spec = to_spec(process_group) if training else None
+    given = [
+        Arguments(x, mean, var, weight, bias, momentum, eps, channel_dim, process_group=spec, name=f"inputs[{index}]: ")
+        for index, (x, mean, var, weight, bias) in enumerate(itertools.zip_longest(xs, *roles.values()))
+    ][: len(xs)]
+    fault = None
+    for name, role in roles.items():
+        if len(role) != len(xs):
+            fault = ValueError(f"expected {len(xs)} {name}, one for each input, got {len(role)}")
+    if training and xs:
+        return [y for y, _ in choice.train(given, _SYNC_BATCH_NORM_MANY, fault)]
+    if fault is not None:
+        raise fault
+    for one in given:
+        one.require_running_stats()
+    return [step.evaluate(one) for one in given]
+
+
 def batch_norm_backward(
     grad_output: Tensor,
     input: Tensor,
@@ -163,29 +227,26 @@ def batch_norm_backward(
 
     with torch.no_grad():
         layout = Layout.of(input, channel_dim)
+        if weight is None:
+            weight = torch.ones_like(mean, dtype=compute_dtype(input.dtype))
         mean, invstd = mean.to(torch.float64), invstd.to(torch.float64)
-        outer, _, inner = layout.sizes
-        num_values = mean.new_full((1,), outer * inner)
+        num_values = mean.new_full((1,), layout.sizes[0] * layout.sizes[2])
         statistics = torch.cat((mean, torch.zeros_like(mean), invstd, num_values))  # the var is unused
-        dtype = compute_dtype(input.dtype) if weight is None else weight.dtype
-        one = BackwardInput(
-            x=layout.dense(input),
-            dy=layout.dense(grad_output.to(input.dtype)),
-            y=None,
-            layout=layout,
-            weight=weight,
-            statistics=statistics,
-            needs_x=needs_input and training,
-            needs_residual=False,
-            weight_dtype=dtype if needs_weight else None,
-            bias_dtype=dtype if needs_bias else None,
-        )
+        saved, needed = (input, weight, statistics, None), (needs_input and training, needs_weight, needs_bias, False)
+        one = watched.backward_input(layout, grad_output.to(input.dtype), saved, needed, weight.dtype)
         sums, grad_weight, grad_bias = watched.backward_sums(one)
-        total = watched.totals([torch.cat((sums, num_values))], reduction, "backward", counted=True)[0]
+        total = totals([torch.cat((sums, num_values))], reduction, "backward", counted=True)[0]
         one = one._replace(statistics=torch.cat((statistics[:-1], total[-1:])))
         grad_input, _ = watched.backward_outputs(one, total[:-1])
         if needs_input and not training:
-            scale = invstd if weight is None else invstd * weight
-            column = scale.to(compute_dtype(input.dtype)).view(-1, *(1,) * (input.ndim - layout.channel_dim - 1))
+            column = (
+                (invstd * weight).to(compute_dtype(input.dtype)).view(-1, *(1,) * (input.ndim - layout.channel_dim - 1))
+            )
             grad_input = (grad_output * column).to(input.dtype)
     return grad_input, grad_weight, grad_bias
+
+
+def _as_list(name: str, given: Iterable[Any]) -> list[Any]:
+    if isinstance(given, Tensor):
+        raise TypeError(f"expected {name} to be a list of tensors, got one tensor; use {name}.unbind()")
+    return list(given)

@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from syncbn import argument_errors, step
 from syncbn.arguments import Arguments, check_eps, check_momentum, check_num_features
 from syncbn.diagnosis import debug_mode, observer
-from syncbn.distributed.group_spec import THIS_RANK_ALONE, GroupSpec, ProcessGroupLike, to_spec, to_user
-from syncbn.distributed.reduction import CallSite, make_groups, warn_in_data_parallel
+from syncbn.distributed.groups import THIS_RANK_ALONE, GroupSpec, ProcessGroupLike, to_spec, to_user
+from syncbn.distributed.reduction import make_groups, warn_in_data_parallel
 from syncbn.roads import traced
 from syncbn.torch_state import PLAIN_CLASSES, runs_plainly
 
@@ -56,7 +56,7 @@ class SyncBatchNorm(_BatchNorm):
     fuse_relu: bool = False
     # The number of ranks that the last training step in eager mode synchronised; None before the first.
     _synchronised_ranks: int | None = None
-    _call_site: CallSite | None = None  # of this layer in its group
+    _call_site: Any = None  # of this layer in its group, see diagnosis/this_rank.py
     _process_group: GroupSpec = None
 
     def __init__(
@@ -99,7 +99,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def __getstate__(self) -> dict[str, Any]:
         state = vars(self).copy()
-        for name in ("_synchronised_ranks", "_call_site", "_train_over_ranks"):  # a copy does not have these
+        for name in ("_synchronised_ranks", "_call_site", "_train_over_ranks"):  # a copy starts without these
             state.pop(name, None)
         return state
 
@@ -172,8 +172,10 @@ class SyncBatchNorm(_BatchNorm):
 
     def _replicate_for_data_parallel(self) -> SyncBatchNorm:
         """A replica of nn.DataParallel, which has threads but no ranks."""
+        if self.training:
+            warn_in_data_parallel()
         replica: SyncBatchNorm = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        vars(replica)["_train_over_ranks"] = _train_replica
+        vars(replica)["_process_group"] = THIS_RANK_ALONE
         return replica
 
     __prepare_scriptable__ = traced.refuse_script  # torch.jit.script calls it first
@@ -202,9 +204,3 @@ class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
 
 class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """SyncBatchNorm for (N, C, D, H, W), or (N, D, H, W, C) with channel_last; it is an nn.BatchNorm3d too."""
-
-
-def _train_replica(given: Arguments, replica: SyncBatchNorm) -> tuple[Tensor, Tensor]:
-    warn_in_data_parallel()
-    given.process_group = THIS_RANK_ALONE
-    return step.train(given, replica)

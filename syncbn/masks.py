@@ -21,8 +21,13 @@ def check(mask: Tensor, x: Tensor, channel_dim: int) -> None:
             f"expected mask of shape {tuple(wanted)}, which is the input's {tuple(x.shape)} without the channels' "
             f"dim, with sizes of 1 where all values share it, or ({wanted[0]},); got {tuple(mask.shape)}"
         )
-    if mask.device != x.device:
-        raise ValueError(f"the input is on {x.device} but mask on {mask.device}; move one with .to(device)")
+    check_device("mask", mask, x)
+
+
+def check_device(name: str, given: Tensor, x: Tensor) -> None:
+    """Raises ValueError unless `given` is on the device of x."""
+    if given.device != x.device:
+        raise ValueError(f"the input is on {x.device} but {name} on {given.device}; move one with .to(device)")
 
 
 def apply(mask: Tensor, x: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:

@@ -4,14 +4,14 @@ A made class stands before the original and before ours, so that everything the 
 
     SyncX -> X -> ... -> SyncBatchNorm2d -> SyncBatchNorm -> nn.BatchNorm2d -> ...
 
-X's `super().forward(...)` lands in ours. Where X calls F.batch_norm itself, a TorchFunctionMode around its forward
-    answers with the batch norm of all ranks.
+X's `super().forward(...)` calls ours. Where X calls F.batch_norm itself, a TorchFunctionMode around its forward
+replaces that by the batch norm of all ranks.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -69,13 +69,7 @@ def _make_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
     return type(f"Sync{original.__name__}", (mixin, original, ours), namespace)
 
 
-if TYPE_CHECKING:
-    _Beside = SyncBatchNorm  # every made class derives from it too
-else:
-    _Beside = object
-
-
-class _Made(_Beside):
+class _Made(SyncBatchNorm):
     """Lets instances of a made class be copied and pickled: pickle cannot import a class made at run time."""
 
     _syncbn_original: type[nn.Module]
@@ -126,7 +120,7 @@ def _batch_norm(
         if training and layer.training:
             return layer._train_over_ranks(arguments, layer)[0]
         if layer.training and not is_compiling():
-            layer._synchronised_ranks = 1  # frozen statistics, as the original wants it
+            layer._synchronised_ranks = 1  # the original normalises by frozen statistics
         try:
             return plain_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
         except RuntimeError:  # torch's, which may say neither values nor remedy

@@ -1,4 +1,14 @@
-"""Finds the process group that a group spec means, tells its ranks, and makes the groups that an int or "node" needs.
+"""Finds the process group that a layer means, and makes the groups that an int or "node" needs.
+
+A layer keeps a group spec and not the group itself, so that it can be copied, pickled and saved. One of
+    None          the default group, looked up at each call
+    int k         k consecutive ranks: 0..k-1, k..2k-1, ...
+    "node"        the ranks of one host: LOCAL_WORLD_SIZE consecutive ranks
+    DeviceMesh    a mesh of one dim
+    ProcessGroup  kept as `GlobalRanks`: its global ranks and a handle that deepcopy shares and pickle drops
+
+`to_spec` makes one of what the user passes, `to_user` gives that back. A layer may keep a group that this rank is not
+in; training it raises ValueError.
 
 Making groups is a collective over ALL ranks of the default group, in the same order. Nothing else here communicates.
 """
@@ -7,24 +17,112 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from syncbn import torch_private
-from syncbn.distributed.group_spec import GlobalRanks, GroupSpec, OfMesh, includes_this_rank, own_group
 from syncbn.distributed.text_exchange import all_gather_json
+
+GroupSpec: TypeAlias = "int | str | GlobalRanks | DeviceMesh | None"  # what a layer keeps
+ProcessGroupLike: TypeAlias = "dist.ProcessGroup | GroupSpec"  # what a user passes
+
 
 # Default group -> {int or "node": this rank's group, or None for the default group itself}. A re-made default group
 # starts with nothing made, and the old entry goes with the old group.
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[int | str, dist.ProcessGroup | None]] = WeakKeyDictionary()
 
 
+class GlobalRanks:
+    """A ProcessGroup as its global ranks and a handle that deepcopy shares and pickle drops, to be looked up again.
+
+    On ranks outside of a group new_group returns GroupMember.NON_GROUP_MEMBER: then `ranks` is empty.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None = None) -> None:
+        self.ranks = ranks
+        self.handle = handle
+
+    def __deepcopy__(self, memo: dict[int, object]) -> GlobalRanks:
+        return self
+
+    def __reduce__(self) -> tuple[type[GlobalRanks], tuple[tuple[int, ...]]]:
+        return GlobalRanks, (self.ranks,)
+
+    def __repr__(self) -> str:
+        return f"ranks {list(self.ranks)}" if self.ranks else "a group without this rank"
+
+    def group(self) -> dist.ProcessGroup | None:
+        """The handle; after unpickling, or when its group was destroyed, the oldest group of exactly these ranks, if
+        there is one."""
+        existing_groups = torch_private.existing_groups()
+        if self.handle not in existing_groups:
+            same = (group for group in existing_groups if _ranks_of(group) == self.ranks)
+            self.handle = next(same, None)
+        return self.handle
+
+
+class OfMesh(NamedTuple):
+    """The group that the mesh of a DTensor gives in place of a spec; None for this rank alone."""
+
+    group: dist.ProcessGroup | None
+
+
+THIS_RANK_ALONE = OfMesh(None)
+
+
+def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
+    """The spec that a layer keeps for `process_group`. Communicates nothing.
+
+    **Raises** ValueError for an int below 1, a mesh of several dims and a group that was destroyed; TypeError for
+    anything else.
+    """
+    if process_group is None or isinstance(process_group, GlobalRanks) or process_group == "node":
+        return process_group
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        return GlobalRanks(())
+    if isinstance(process_group, int) and not isinstance(process_group, bool):
+        if process_group < 1:
+            raise ValueError(f"process_group={process_group}: an int is the number of ranks per group, at least 1")
+        return process_group
+    if isinstance(process_group, dist.ProcessGroup):
+        if process_group not in torch_private.existing_groups():
+            raise ValueError("process_group was destroyed; pass one that exists, or None for the default group")
+        return GlobalRanks(_ranks_of(process_group), process_group)
+    if isinstance(process_group, DeviceMesh):
+        if process_group.ndim != 1:
+            raise ValueError(
+                f"process_group is a DeviceMesh of {process_group.ndim} dims, expected 1; select one of "
+                f'{process_group.mesh_dim_names or "its dims"} by its name: mesh["name"]'
+            )
+        return process_group
+    raise TypeError(
+        'process_group must be None, a ProcessGroup, an int (ranks per group), "node" or a 1-D DeviceMesh, '
+        f"got {process_group!r} of type {type(process_group).__name__}"
+    )
+
+
+def to_user(spec: GroupSpec) -> ProcessGroupLike:
+    """The process group as the user passed it; `spec` itself for a ProcessGroup that does not exist here."""
+    if not isinstance(spec, GlobalRanks):
+        return spec
+    return (spec.group() or spec) if spec.ranks else dist.GroupMember.NON_GROUP_MEMBER
+
+
+def includes_this_rank(spec: GroupSpec) -> bool:
+    """Whether this rank is in the group."""
+    if isinstance(spec, GlobalRanks):
+        return bool(spec.ranks)
+    return spec is None or isinstance(spec, (int, str)) or spec.get_coordinate() is not None
+
+
 def existing(spec: GroupSpec | OfMesh) -> dist.ProcessGroup | None:
     """The group that `spec` means; None when it is not made yet or there is no process group. Communicates nothing.
 
-    **Raises** as `own_group`.
+    **Raises** RuntimeError where a layer's own group does not exist, as when it was destroyed, ValueError where this
+    rank is not in it: it is replaced neither by another group nor by local statistics.
     """
     if spec is None:
         return dist.group.WORLD
@@ -32,7 +130,21 @@ def existing(spec: GroupSpec | OfMesh) -> dist.ProcessGroup | None:
         return _made_for(spec)
     if isinstance(spec, OfMesh):
         return spec.group
-    return own_group(spec)
+    try:
+        group = spec.group() if isinstance(spec, GlobalRanks) else spec.get_group()
+    except (RuntimeError, IndexError):  # the mesh's was destroyed; this rank is not in it
+        group = None
+    if group is not None:
+        return group
+    if not includes_this_rank(spec):
+        raise ValueError(
+            f"this rank is not in the layer's process_group ({spec}) and cannot train it; set layer.process_group on "
+            "each rank to a group that contains it, or to None for the default group"
+        )
+    raise RuntimeError(
+        f"the layer's process_group ({spec}) was destroyed, or no such group exists here; make it again and set "
+        "layer.process_group to it, or to None for the default group"
+    )
 
 
 def world() -> dist.ProcessGroup | None:
@@ -72,7 +184,8 @@ def of_torch(spec: GroupSpec) -> Any:
 
 
 def make(spec: int | str) -> None:
-    """Make the groups that an int or "node" needs: a collective over ALL ranks of the default group, once for each.
+    """Make the groups that an int or "node" needs, unless they are made: a collective over ALL ranks of the default
+    group.
 
     **Raises** ValueError on every rank when the ranks ask for different groups, or their number does not divide.
     """
@@ -127,7 +240,7 @@ def ranks_per_host(gathered: Sequence[tuple[str | None, str | None]]) -> int:
 
 
 def _made_for(spec: int | str) -> dist.ProcessGroup | None:
-    """This rank's group of what `make` has made for `spec`; None where it has not. Communicates nothing."""
+    """This rank's group among those that `make` has made for `spec`; None before. Communicates nothing."""
     default_group = dist.group.WORLD
     if default_group is None or spec not in _made.get(default_group, {}):
         return None
@@ -135,7 +248,7 @@ def _made_for(spec: int | str) -> dist.ProcessGroup | None:
 
 
 def _agreed_size(spec: int | str, default_group: dist.ProcessGroup) -> int:
-    """Ranks per group, once all ranks have told what they ask for. **Raises** ValueError on all where they differ."""
+    """Ranks per group. The ranks exchange what they ask for; **raises** ValueError on all of them where it differs."""
     local = (str(spec), (os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK")))
     gathered = all_gather_json(local, default_group)
     asked = [one for one, _ in gathered]
@@ -157,3 +270,7 @@ def _consecutive_group(ranks_per_group: int, default_group: dist.ProcessGroup) -
     group: dist.ProcessGroup
     group, _ = dist.new_subgroups(ranks_per_group, timeout=torch_private.timeout_of(default_group))  # type: ignore[no-untyped-call]
     return group
+
+
+def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))

@@ -30,6 +30,12 @@ from syncbn.distributed.reduction import Caller, Collective, EagerReduction, Gua
 JOINED, ITERATION, FAILED = 0, 1, 2**62
 
 
+def refuse_inside_join(name: str) -> None:
+    """**Raises** RuntimeError inside another block; `name` is what wants to begin."""
+    if joined_group() is not None:
+        raise RuntimeError(f"{name} cannot be used inside syncbn.join; leave its block before")
+
+
 class Shadowing(Guard):
     """This rank among all of the default group, from one block's begin to its end on all of them.
 
@@ -39,8 +45,7 @@ class Shadowing(Guard):
     """
 
     def __init__(self, device: torch.device, name: str) -> None:
-        if joined_group() is not None:
-            raise RuntimeError(f"{name} cannot be used inside syncbn.join; leave its block before")
+        refuse_inside_join(name)
         self.device, self.name = device, name
         assert dist.group.WORLD is not None
         timeout = torch_private.timeout_of(dist.group.WORLD)

@@ -26,11 +26,10 @@ import contextlib
 import functools
 import math
 import os
-import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, Self
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -38,54 +37,19 @@ from torch import Tensor, nn
 
 from syncbn import torch_private
 from syncbn.distributed import groups
-from syncbn.distributed.group_spec import GroupSpec, OfMesh
-from syncbn.kernels.plans import FAULT, NUM_SIGNED, OK, RANKS_DIFFER, UNSIGNED, Signature, status_of
-from syncbn.program import warn
+from syncbn.distributed.groups import GroupSpec, OfMesh
+from syncbn.kernels.plans import FAULT, NUM_SIGNED, RANKS_DIFFER, UNSIGNED, Signature, status_of
+from syncbn.program import callers, warn
 
 
 class Caller:
     """A function that calls on process groups, as a layer does; a layer has the same two attributes."""
 
-    _call_site: CallSite | None = None
+    _call_site: Any = None
     _synchronised_ranks: int | None = None
 
     def __init__(self, name: str, signs: bool = True) -> None:
         self.name, self.signs = name, signs
-
-
-class Unsigned(dict[tuple[str, torch.dtype | None], Signature]):
-    """The signatures of a call by the name of the pass and the dtype of the input: none."""
-
-    def __missing__(self, key: tuple[str, torch.dtype | None]) -> Signature:
-        self[key] = UNSIGNED
-        return UNSIGNED
-
-
-class RankState:
-    """The collective that this rank is in; diagnosis/ makes it known to the others."""
-
-    last: Collective | None = None  # the last that this rank has begun
-    waiting: Collective | None = None  # the same, until it has ended on the host
-
-    def left_to_gpu(self, collective: Collective, device: torch.device) -> None:
-        """The host has left a collective that the GPU has not ended."""
-
-
-class GroupState:
-    """The counter that this rank keeps for a group."""
-
-    num_collectives = 0
-
-
-class CallSite:
-    """A layer or a function that calls on one group, which diagnosis/ extends. It holds neither the caller nor the
-    group."""
-
-    def __init__(self, caller: Any, group: dist.ProcessGroup, rank: RankState, state: GroupState) -> None:
-        self.caller, self.group, self.rank, self.state = ref(caller), ref(group), rank, state
-        self.num_ranks = group.size()
-        self.num_calls = 0
-        self.signatures = Unsigned()
 
 
 class Guard:
@@ -93,7 +57,7 @@ class Guard:
 
     # If set, this group replaces every group of as many ranks (syncbn.join).
     joined_group: dist.ProcessGroup | None = None
-    first_warning_seconds: float | None = None  # a rank that has waited so long warns
+    first_warning_seconds = math.inf  # a rank that has waited so long warns
     compares_ranks = False  # whether it compares what the ranks do
 
     def before_all_reduce(self, reduction: EagerReduction, payload: Tensor, pass_name: str) -> None:
@@ -103,6 +67,8 @@ class Guard:
 TRANSFORMED_GRAPH = "compiled graphs with vmap or forward mode over ranks: compile without fullgraph=True"
 
 guards: list[Guard] = []
+# The signatures of calls that do not sign, by the name of the pass and the dtype of the input.
+NO_SIGNATURES: defaultdict[tuple[str, torch.dtype | None], Signature] = defaultdict(lambda: UNSIGNED)
 observer: Any = None  # names the callers, and says what is known when a collective fails: see diagnosis/observer.py
 
 
@@ -130,13 +96,12 @@ def joined_group() -> dist.ProcessGroup | None:
 class Collective:
     """The context of a collective, in which this rank waits for others. It may be entered again."""
 
-    __slots__ = ("call", "next_warning_seconds", "number", "pass_name", "site", "start")
+    __slots__ = ("call", "number", "pass_name", "site", "start")
 
     def __init__(self, site: Any, call: int, pass_name: str) -> None:
         site.state.num_collectives += 1
         self.site, self.call, self.pass_name, self.number = site, call, pass_name, site.state.num_collectives
         self.start = time.monotonic()
-        self.next_warning_seconds: float | None = None  # for the watchdog to set
 
     def __enter__(self) -> Self:
         self.site.rank.last = self.site.rank.waiting = self
@@ -155,8 +120,7 @@ class NoReduction:
 
     group: dist.ProcessGroup | None = None
     num_ranks: int = 1
-    reads_totals: bool = True
-    signatures = Unsigned()
+    signatures = NO_SIGNATURES
 
     def all_reduce(self, payload: Tensor, pass_name: str) -> None:
         """Nothing."""
@@ -182,7 +146,6 @@ ONE_RANK = NoReduction()
 class EagerReduction:
     """The ranks of a group, in eager mode."""
 
-    reads_totals = True
     __slots__ = ("call", "collective", "dtype", "group", "num_ranks", "signatures", "site")
 
     def __init__(self, group: dist.ProcessGroup, site: Any, dtype: torch.dtype | None) -> None:
@@ -204,12 +167,8 @@ class EagerReduction:
     def explain(self, payload: Tensor, error: Exception | None = None) -> None:
         """Say what is wrong with a total on CPU: **raises** RuntimeError where ranks in different layers or passes have
         met, and the errors of all ranks, of which `error` is this one's."""
-        num_values, *signature = payload[-1 - NUM_SIGNED :].tolist()
         with self.collective:
-            if status_of([0.0, *signature]) != OK:
-                observer.explain_total(self, signature[0], is_sound=num_values == num_values)
-            if num_values != num_values:
-                observer.raise_faults(self.collective, signature[0], error)
+            observer.explain_total(self, payload[-1 - NUM_SIGNED :].tolist(), error)
 
     def warn_not_finite(self, is_local: bool) -> None:
         """NaN or infinity is in a total. If it `is_local`, in this rank's x, the rank warns, once for a layer."""
@@ -267,7 +226,7 @@ def resolve(spec: GroupSpec | OfMesh) -> dist.ProcessGroup | None:
     """The group to synchronise over now; None for a group of one rank, and when there is no process group.
 
     The first call with an int or "node" makes the groups. **Raises** ValueError for a part of the ranks inside
-    syncbn.join; and as `own_group`.
+    syncbn.join; and as `groups.existing`.
     """
     group = groups.existing(spec)
     if group is None and not isinstance(spec, OfMesh):
@@ -311,16 +270,14 @@ def sums_of(payload: Tensor) -> Tensor:
 @functools.cache
 def _warn_if_meant_for_several_ranks() -> None:
     """Warns in the first call without a process group."""
-    world_size, frame = os.environ.get("WORLD_SIZE", "1"), sys._getframe()
+    world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size != "1":
         warn(
             f"syncbn is not synchronising: WORLD_SIZE is {world_size} but torch.distributed has no process group. "
             "Call torch.distributed.init_process_group() before the first training step."
         )
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if isinstance(frame.f_locals.get("self"), nn.DataParallel):
-            warn_in_data_parallel()
+    if any(isinstance(caller, nn.DataParallel) for _, caller in callers()):
+        warn_in_data_parallel()
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -10,23 +12,23 @@ from torch import Tensor
 
 from syncbn import torch_private
 from syncbn.distributed import groups
-from syncbn.distributed.group_spec import GroupSpec, OfMesh
-from syncbn.distributed.reduction import TRANSFORMED_GRAPH, EagerReduction, NoReduction, joined_group
+from syncbn.distributed.groups import GroupSpec, OfMesh
+from syncbn.distributed.reduction import ONE_RANK, TRANSFORMED_GRAPH, EagerReduction, NoReduction, joined_group
 from syncbn.kernels.plans import NUM_SIGNED
+from syncbn.kernels.select import is_transformed
+from syncbn.torch_state import is_compiling
 
 
 class GraphReduction:
     """The ranks of a group, in a compiled graph, which cannot tell its layer and where nobody reads the total."""
 
-    reads_totals = False
+    num_ranks = None  # which nobody reads, either
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group  # None for this rank alone
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
 
     def total(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:
         """The totals of `sums`."""
-        if self.group is None:
-            return sums
         if torch_private.inside_vmap_or_forward_mode():  # Dynamo would lose the total
             raise RuntimeError(TRANSFORMED_GRAPH)
         payload = torch.cat((sums, sums.new_zeros(1 + NUM_SIGNED - counted))) if sums.is_cpu else sums  # unsigned
@@ -34,11 +36,11 @@ class GraphReduction:
         return payload[: len(sums)]
 
 
-def reduction_in_graph(spec: GroupSpec | OfMesh, *of_call: Any) -> GraphReduction:
+def reduction_in_graph(spec: GroupSpec | OfMesh, *of_call: Any) -> Reduction:
     """The ranks that a call synchronises in a compiled graph, as `reduction_of`. **Raises** RuntimeError where new
     groups would have to be made, and inside syncbn.join."""
     if not dist.is_initialized():  # in graphs of torch 2.11 WORLD itself is never None
-        return GraphReduction(None)
+        return ONE_RANK
     if joined_group() is not None:
         raise RuntimeError("inside syncbn.join nothing may be compiled: leave out torch.compile")
     group = groups.existing(spec)
@@ -47,30 +49,30 @@ def reduction_in_graph(spec: GroupSpec | OfMesh, *of_call: Any) -> GraphReductio
             f"process_group={spec!r} needs new groups, which cannot be made inside a compiled graph; "
             "construct or convert the layers after torch.distributed.init_process_group()"
         )
-    return GraphReduction(None if group is None or group.size() == 1 else group)
+    return ONE_RANK if group is None or group.size() == 1 else GraphReduction(group)
 
 
-class DifferentiableReduction:
-    """Another reduction, whose totals are differentiable, as often as one likes, and may be batched. For eager mode.
+Reduction: TypeAlias = "NoReduction | EagerReduction | GraphReduction"
 
-    The sum is linear: its gradient, its tangent and a stack of it are sums over the ranks, too, each one all_reduce.
+
+def totals(local: Sequence[Tensor], reduction: Reduction, pass_name: str, counted: bool = False) -> tuple[Tensor, ...]:
+    """The totals of each of these sums, by one all_reduce; `counted` when each ends in n.
+
+    In eager mode with gradients they are differentiable, as often as one likes, and may be batched, by whatever vmap:
+    the sum is linear, so that its gradient, its tangent and a stack of it are sums over the ranks, too, each one
+    all_reduce.
     """
-
-    def __init__(self, reduction: Reduction) -> None:
-        self.reduction: Reduction = reduction
-        self.group: dist.ProcessGroup | None = reduction.group
-        self.reads_totals: bool = reduction.reads_totals
-
-    def total(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:
-        """One all_reduce of the whole stack where `sums` are batched, by whatever vmap."""
-        if self.group is None:
-            return sums
-        total = _total(sums, self.reduction, pass_name, counted)
-        has_graph = counted and torch.is_grad_enabled()
-        return torch.cat((total[:-1], total[-1:].detach())) if has_graph else total  # a count is a constant
-
-
-Reduction: TypeAlias = "NoReduction | EagerReduction | GraphReduction | DifferentiableReduction"
+    sums = torch.cat(tuple(local))
+    has_graph = torch.is_grad_enabled() and not is_compiling()
+    if reduction.group is None or not (has_graph or is_transformed(sums)):
+        total = reduction.total(sums, pass_name, counted)
+    else:
+        total = _total(sums, reduction, pass_name, counted)
+        if counted and has_graph:  # a count is a constant
+            total = torch.cat((total[:-1], total[-1:].detach()))
+    # Not by torch.split: graphs of torch 2.11 under activation checkpointing can neither save it nor compute it again.
+    ends = itertools.accumulate(map(len, local))
+    return tuple(total[end - len(one) : end] for one, end in zip(local, ends, strict=True))
 
 
 def _total(sums: Tensor, *others: Any) -> Tensor:
@@ -79,7 +81,7 @@ def _total(sums: Tensor, *others: Any) -> Tensor:
 
 
 class _Total(torch.autograd.Function):
-    """(sums, reduction, pass_name, counted) -> total. The derivatives of a count are 0, and travel in its place."""
+    """(sums, reduction, pass_name, counted) -> total. A count's derivatives are 0, and are sent in its place."""
 
     @staticmethod
     def forward(sums: Tensor, reduction: Reduction, pass_name: str, counted: bool) -> Tensor:

@@ -47,8 +47,8 @@ def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def raise_faults(error: Exception | None, group: dist.ProcessGroup, where: str = "") -> NoReturn:
-    """Every rank tells its error or None; all raise TypeError, if that is the first faulty rank's, else ValueError,
-    with every faulty rank's text."""
+    """Exchange the ranks' errors, None for no fault. **Raises** on every rank TypeError, if the first faulty rank has
+    one, else ValueError, with the text of every faulty rank."""
     gathered = all_gather_text("" if error is None else f"{type(error).__name__}: {error}", group)
     ranks = dist.get_process_group_ranks(group)
     faults = [(rank, *fault.partition(": ")[::2]) for rank, fault in zip(ranks, gathered, strict=True) if fault]
@@ -67,24 +67,16 @@ def require_equal(lines: Sequence[str], error: Exception | None, group: dist.Pro
         if error is not None:
             raise error
         return
-    gathered = all_gather_text(digest_of_lines(lines) if error is None else "", group)
+    digest = hashlib.blake2b("\n".join(lines).encode()).hexdigest()
+    gathered = all_gather_text(digest if error is None else "", group)
     if "" in gathered:
         raise_faults(error, group)
     if len(set(gathered)) > 1:
-        raise ValueError(f"the ranks' models differ, first in:\n{first_difference(lines, group)}")
-
-
-def digest_of_lines(lines: Sequence[str]) -> str:
-    """A hash of the lines."""
-    return hashlib.blake2b("\n".join(lines).encode()).hexdigest()
-
-
-def first_difference(lines: Sequence[str], group: dist.ProcessGroup) -> str:
-    """The first line that differs between the ranks, by rank. Each line up to it costs a collective."""
-    rest = iter(lines)
-    while len(set(of_ranks := all_gather_text(next(rest, "nothing more"), group))) == 1:
-        pass
-    return by_rank(dist.get_process_group_ranks(group), of_ranks)
+        rest = iter(lines)
+        while len(set(of_ranks := all_gather_text(next(rest, "nothing more"), group))) == 1:
+            pass  # each line up to the first that differs costs a collective
+        ranks = dist.get_process_group_ranks(group)
+        raise ValueError(f"the ranks' models differ, first in:\n{by_rank(ranks, of_ranks)}")
 
 
 def gather_by_rank(text: str, group: dist.ProcessGroup) -> str:

@@ -1,17 +1,23 @@
-"""Chooses the side road of a call that is not ordinary, see step.py: first by its tensors, then by how torch runs."""
+"""Chooses the side road of a call that is not ordinary, see step.py: first by its tensors, then by how torch runs.
+
+NestedTensors and DTensors are unwrapped, and the output is wrapped again. Then a call is watched, in a compiled graph
+or an exported program, transformed by torch.func or forward mode, or recorded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from syncbn import torch_state
+from syncbn import argument_errors, torch_state
 from syncbn.arguments import Arguments
 from syncbn.distributed.reduction import ONE_RANK, reduction_of
 from syncbn.distributed.side_reductions import Reduction, reduction_in_graph
-from syncbn.roads import compiled, other_tensors, traced, transformed, watched
+from syncbn.kernels.select import is_transformed
+from syncbn.roads import dtensors, nested, traced, watched
 
 
 class Road(NamedTuple):
@@ -25,32 +31,84 @@ class Road(NamedTuple):
 def road_now() -> Road:
     """The side road of a call with plain tensors, as torch is running now."""
     if torch_state.is_compiling():  # a compiled graph leaves what moves out of its recompute by itself
-        return Road(reduction_in_graph, compiled.apply, moves=True)
+        return Road(reduction_in_graph, _apply_in_graph, moves=True)
     moves = torch_state.current_backward() == -1  # not in the recompute of activation checkpointing
     if torch_state.is_jit_tracing():
-        return Road(traced.refuse_jit_trace, watched.apply, moves)
+        return Road(traced.refuse_jit_trace, _apply, moves)
     if torch_state.inside_functorch() or torch_state.forward_mode_level() >= 0:
-        return Road(reduction_of, transformed.apply, moves)
-    return Road(reduction_of, watched.apply, moves)
+        return Road(reduction_of, _apply_transformed, moves)
+    return Road(reduction_of, _apply, moves)
 
 
-def train(given: Arguments, caller: Any) -> tuple[Tensor, Tensor]:
-    """y, and the statistics of all ranks, as step.train."""
-    plain, wrap = other_tensors.unwrap(given)
-    if plain is not given:
-        y, statistics = train(plain, caller)
-        return wrap(y), statistics
+def train(inputs: Sequence[Arguments], caller: Any, fault: Exception | None = None) -> list[tuple[Tensor, Tensor]]:
+    """y and the statistics of all ranks, as step.train, for each of these inputs, by one all_reduce. They have eps and
+    momentum in common. **Raises** `fault` too, which the caller has found, on every rank."""
+    unwrapped = [_unwrap(one) for one in inputs]
+    plain = [one for one, _ in unwrapped]
     road = road_now()
-    reduction = road.reduction_of(given.process_group, caller, given.input)
-    return watched.train(given, caller, reduction, road.apply, road.moves)
+    reduction = road.reduction_of(plain[0].process_group, caller, plain[0].input)
+    try:
+        if fault is not None:
+            raise fault
+        for one in plain:
+            one.check()
+            _require_one_call(one, plain[0])
+        plain[0].check_numbers()
+    except Exception as error:  # of whatever class a subclass's _check_input_dim raises
+        argument_errors.raise_on_all_ranks(error, plain, reduction)
+    results = watched.normalize(plain, reduction, road.apply)
+    for one, (_, statistics) in zip(plain, results, strict=True):
+        watched.move_running_stats(one, statistics, road.moves)
+    if not torch_state.is_compiling():  # where an attribute that changes would compile a graph again
+        caller._synchronised_ranks = reduction.num_ranks
+    return [(wrap(y), statistics) for (y, statistics), (_, wrap) in zip(results, unwrapped, strict=True)]
 
 
 def evaluate(given: Arguments, of_plain: Callable[[Arguments], Tensor]) -> Tensor:
     """Evaluates by `of_plain`, which takes plain tensors; the input is another kind of tensor."""
-    plain, wrap = other_tensors.unwrap(given, synchronises=False)
+    plain, wrap = _unwrap(given, synchronises=False)
     return wrap(of_plain(plain))
 
 
 def normalize_local_batch(given: Arguments) -> Tensor:
     """y by the statistics of this rank's batch. The arguments have been checked."""
-    return watched.normalize(given, ONE_RANK, road_now().apply)[0]
+    return watched.normalize([given], ONE_RANK, road_now().apply)[0][0]
+
+
+def _unwrap(given: Arguments, synchronises: bool = True) -> tuple[Arguments, Callable[[Tensor], Tensor]]:
+    """The arguments with plain tensors in place of NestedTensors or DTensors, and a function that wraps the output as
+    the input was. Arguments with any other input are returned themselves."""
+    if type(given.input) not in torch_state.PLAIN_CLASSES:
+        if nested.is_jagged(given.input):
+            return nested.unwrap(given)
+        if dtensors.is_dtensor(given.input):
+            return dtensors.unwrap(given, synchronises)
+    return given, lambda output: output
+
+
+def _require_one_call(one: Arguments, first: Arguments) -> None:
+    """Raises ValueError unless both inputs are on one device and, as they may be DTensors, belong to the same ranks."""
+    if one.input.device != first.input.device:
+        raise ValueError(
+            f"{one.name}the input is on {one.input.device} but inputs[0] on {first.input.device}; move one"
+        )
+    if one.process_group != first.process_group:
+        raise ValueError(
+            f"{one.name}the batches of this input and of inputs[0] lie on different ranks, and one or both are "
+            "DTensors; call sync_batch_norm for each"
+        )
+
+
+def _apply(function: type[torch.autograd.Function], call: Any, *tensors: Any) -> Any:
+    return function.apply(call, *tensors)  # type: ignore[no-untyped-call]
+
+
+def _apply_in_graph(function: type[torch.autograd.Function], call: Any, *tensors: Any) -> Any:
+    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors):
+        return _apply(function, call, *tensors)
+    return function.forward(call, *tensors)  # which Dynamo (torch 2.13) hands a context, if it is applied
+
+
+def _apply_transformed(function: type[torch.autograd.Function], call: Any, *tensors: Any) -> Any:
+    """It has no rule for vmap and forward mode; the operations of its forward have."""
+    return (function.forward if is_transformed(*tensors) else function.apply)(call, *tensors)

@@ -18,11 +18,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from syncbn import torch_state
 from syncbn.arguments import Arguments
-from syncbn.distributed import mesh_groups
+from syncbn.distributed.groups import GlobalRanks, GroupSpec, OfMesh
+from syncbn.distributed.reduction import resolve
 
 # Before torch 2.13 to_local() loses the graph of a gradient, and x.grad of a second derivative would be None.
 TO_LOCAL_LOSES_GRAPH = torch.__version__ < "2.13"
@@ -44,19 +47,21 @@ def unwrap(arguments: Arguments, synchronises: bool) -> tuple[Arguments, Callabl
 
     x: Any = arguments.input
     mesh, placements, shape, stride = x.device_mesh, x.placements, x.shape, x.stride()
-    of_channels, of_batch = [], []  # whether each dim of the mesh shards them
+    rules: list[tuple[bool, Any, Any]] = []  # of each dim of the mesh, as above
     for placement in placements:
         if placement.is_partial():
             raise ValueError(
                 f"the input is a DTensor whose values are not added up yet, its placements are {placements}; "
                 "call input.redistribute(placements=...) with Shard or Replicate first"
             )
-        of_channels.append(not placement.is_replicate() and placement.dim - arguments.channel_dim in (0, x.ndim))
-        of_batch.append(not placement.is_replicate() and not of_channels[-1])
-    of_parameters = tuple(Shard(0) if channels else Replicate() for channels in of_channels)
-    of_gradients = tuple(
-        Partial() if batch else placement for batch, placement in zip(of_batch, of_parameters, strict=True)
-    )
+        if placement.is_replicate():
+            rules.append((False, Replicate(), Replicate()))
+        elif placement.dim - arguments.channel_dim in (0, x.ndim):
+            rules.append((False, Shard(0), Shard(0)))
+        else:
+            rules.append((True, Replicate(), Partial()))
+    adds_up, of_parameters, of_gradients = zip(*rules, strict=True)
+    shards_channels = Shard(0) in of_parameters
 
     def local(name: str, given: Any, wanted: Any, of_gradient: Any = None) -> Any:
         if is_dtensor(given):
@@ -71,16 +76,16 @@ def unwrap(arguments: Arguments, synchronises: bool) -> tuple[Arguments, Callabl
     plain: dict[str, Any] = {"input": x.to_local(), "z": local("z", arguments.z, placements)}
     for name, given in arguments.per_channel().items():
         plain[name] = local(name, given, of_parameters, of_gradients)
-        if any(of_channels) and given is plain[name] is not None:
+        if shards_channels and given is plain[name] is not None:
             _require_own_channels(name, given, x, arguments.channel_dim, of_parameters)
     if is_dtensor(arguments.mask):
         raise ValueError("mask is a DTensor, expected that of this rank's values; pass mask.to_local()")
     counter: Any = arguments.counter
     plain["counter"] = counter.to_local() if is_dtensor(counter) else counter
-    if any(of_channels):
+    if shards_channels:
         plain["num_channels"] = None
     if synchronises:
-        plain["process_group"] = mesh_groups.group_of(mesh, of_batch, arguments.process_group, placements)
+        plain["process_group"] = _group_of(mesh, adds_up, arguments.process_group, placements)
 
     def place(gradient: Any) -> Any:
         """Redistributes the gradient. (The backward of from_local does so outside the graph of second derivatives.)"""
@@ -106,3 +111,38 @@ def _require_own_channels(name: str, given: Tensor, x: Any, channel_dim: int, of
             f"the input is a DTensor whose channels are sharded, its placements are {x.placements}, but {name} has "
             f"those of all ranks; call distribute_tensor({name}, input.device_mesh, {list(of_parameters)})"
         )
+
+
+def _group_of(mesh: DeviceMesh, adds_up: tuple[bool, ...], spec: GroupSpec | OfMesh, placements: Any) -> OfMesh:
+    """The group of the ranks that differ from this one along the dims of the mesh that add up alone.
+
+    **Raises** ValueError where this rank is not in the mesh, where no group has these ranks, and where they are not
+    those of the `spec` that the user passed, for an input with these placements.
+    """
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"this rank is not in the mesh of the input, which is a DTensor on {mesh}")
+    dims = [dim for dim, adds in enumerate(adds_up) if adds and mesh.size(dim) > 1]
+    group = None  # this rank alone
+    if len(dims) == 1:
+        group = mesh.get_group(dims[0])
+    elif dims:
+        ranks = mesh.mesh[tuple(slice(None) if dim in dims else coordinate[dim] for dim in range(mesh.ndim))]
+        group = GlobalRanks(tuple(sorted(ranks.flatten().tolist()))).group()
+        if group is None:
+            raise ValueError(
+                f"the batch of the input, a DTensor on {mesh}, lies on ranks {ranks.tolist()}, which have no process "
+                "group in common; make it once with torch.distributed.new_group, on all ranks"
+            )
+    if spec is not None:
+        given, of_mesh = _ranks_of(resolve(spec)), _ranks_of(group)
+        if given != of_mesh:
+            raise ValueError(
+                f"process_group is ranks {given}, but the batch of the input, a DTensor with placements {placements}, "
+                f"lies on ranks {of_mesh}; set process_group=None, or pass input.to_local()"
+            )
+    return OfMesh(group)
+
+
+def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    return [dist.get_rank()] if group is None else sorted(dist.get_process_group_ranks(group))

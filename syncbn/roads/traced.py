@@ -1,4 +1,4 @@
-"""Answers those who record a model: torch.fx gets a leaf where it can, the others an error with the remedy.
+"""Handles calls that are being recorded: torch.fx gets a leaf where it can, other recorders an error with the remedy.
 
 torch.fx.Tracer takes the layers of torch.nn for leaves (`is_leaf_module`) and traces through all others, so a layer of
 ours makes its leaf itself, in its forward. Nothing here waits for other ranks: often one rank alone records.

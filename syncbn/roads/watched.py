@@ -6,23 +6,22 @@ momentum in a tensor take this road too.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from syncbn import argument_errors, double_backward, torch_state
+from syncbn import double_backward, torch_state
 from syncbn.arguments import Arguments, require_two_values
-from syncbn.distributed.reduction import EagerReduction, NoReduction
-from syncbn.distributed.side_reductions import DifferentiableReduction, Reduction
+from syncbn.distributed.side_reductions import Reduction, totals
 from syncbn.double_backward import BackwardInput, Gradients
-from syncbn.kernels.select import is_transformed, select_kernels
+from syncbn.kernels.select import select_kernels
 from syncbn.layout import Layout
 
-Result = TypeVar("Result")
 Apply: TypeAlias = Callable[..., Any]  # (function, call, *tensors) -> its outputs
 
 
@@ -30,80 +29,77 @@ Apply: TypeAlias = Callable[..., Any]  # (function, call, *tensors) -> its outpu
 class Call:
     """The arguments of the Function that are no tensors."""
 
-    layout: Layout
+    layouts: tuple[Layout, ...]  # of the inputs
     eps: float
     relu: bool
     reduction: Reduction
 
 
 class BatchNorm(torch.autograd.Function):
-    """(call, x, weight, bias, residual, num_values) -> y, statistics.
+    """(call, *xs, *weights, *biases, *residuals, *nums_values) -> (*ys, *statistics), of k independent inputs.
 
-    x is dense; the residual has its dtype, strides and shape. num_values () is the number of values of a channel that
-    count, where a mask has set the others to 0. The statistics of all ranks, packed as in moments.py, are not
-    differentiable.
+    The tensors stand by role: tensors[index::k] belong to one input. x is dense; the residual has its dtype, strides
+    and shape. num_values () is the number of values of a channel that count, where a mask has set the others to 0. The
+    statistics of all ranks, packed as in moments.py, are not differentiable.
 
-    Saved for backward: x, weight, the statistics, and y when relu is fused. Collectives: as the ordinary step's, two in
-    backward with create_graph=True. A stack of gradients (is_grads_batched, vmap) has as many as one gradient. Backward
-    issues its all_reduce whatever needs_input_grad says: another rank may need the sums.
+    Saved for backward: x, weight, the statistics, and y when relu is fused behind a residual. Collectives: as the
+    ordinary step's, two in backward with create_graph=True, whatever k is. A stack of gradients (is_grads_batched,
+    vmap) has as many as one gradient. Backward issues its all_reduce whatever needs_input_grad says: another rank may
+    need the sums.
     """
 
     @staticmethod
-    def forward(
-        call: Call, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-        num_values: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        kernels = select_kernels(x, weight, bias, residual)
-        sums = forward_sums(x, num_values, call.layout)
-        total = call.reduction.total(sums, "forward", counted=True)
-        may_be_one = num_values is not None or x.numel() <= call.layout.sizes[1]  # else this rank alone has two values
-        if call.reduction.reads_totals and may_be_one:
-            require_two_values(total[-1], x)
-        outputs: tuple[Tensor, Tensor] = kernels.forward_outputs(
-            x, call.layout, total, weight, bias, residual, call.eps, call.relu
-        )
-        return outputs
+    def forward(call: Call, *tensors: Any) -> tuple[Tensor, ...]:
+        k = len(call.layouts)
+        inputs = [tensors[index::k] for index in range(k)]
+        local = [
+            forward_sums(x, num_values, layout)
+            for (x, *_, num_values), layout in zip(inputs, call.layouts, strict=True)
+        ]
+        ys, statistics = [], []
+        for index, total in enumerate(totals(local, call.reduction, "forward", counted=True)):
+            (x, *parameters, num_values), layout = inputs[index], call.layouts[index]
+            if num_values is not None or x.numel() <= layout.sizes[1]:  # else this rank alone has two values
+                require_two_values(total[-1], x, f"inputs[{index}]: " if k > 1 else "")
+            kernels = select_kernels(x, *parameters)
+            y, of_input = kernels.forward_outputs(x, layout, total, *parameters, call.eps, call.relu)
+            ys.append(y)
+            statistics.append(of_input)
+        return (*ys, *statistics)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        call, x, weight, bias, _, _ = inputs
-        y, statistics = output
-        ctx.layout, ctx.eps, ctx.reduction = call.layout, call.eps, call.reduction
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.mark_non_differentiable(statistics)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        call, *tensors = inputs
+        k = len(call.layouts)
+        ys, statistics = output[:k], output[k:]
+        ctx.layouts, ctx.eps, ctx.reduction = call.layouts, call.eps, call.reduction
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in tensors[2 * k : 3 * k]]
+        ctx.mark_non_differentiable(*statistics)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, statistics, y if call.relu else None)
+        residuals = tensors[3 * k : 4 * k]
+        kept = [y if call.relu and residual is not None else None for y, residual in zip(ys, residuals, strict=True)]
+        ctx.save_for_backward(*tensors[: 2 * k], *statistics, *kept)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        return None, *backward(ctx, ctx.saved_tensors, ctx.needs_input_grad[1:5], dy), None
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        k, saved, needed = len(ctx.layouts), ctx.saved_tensors, ctx.needs_input_grad[1:]
+        inputs = [
+            backward_input(layout, dys[index], saved[index::k], needed[index : 4 * k : k], ctx.bias_dtypes[index])
+            for index, layout in enumerate(ctx.layouts)
+        ]
+        by_role = zip(*_gradients(inputs, ctx.eps, ctx.reduction), strict=True)
+        return None, *[gradient for of_role in by_role for gradient in of_role], *[None] * k
 
 
-def apply(function: type[torch.autograd.Function], call: Any, *tensors: Any) -> Any:
-    """The outputs of a Function of a side road."""
-    return function.apply(call, *tensors)  # type: ignore[no-untyped-call]
-
-
-def train(given: Arguments, caller: Any, reduction: Reduction, apply: Apply, moves: bool) -> tuple[Tensor, Tensor]:
-    """y, and the statistics of all ranks, as step.train. The running statistics move, or with `moves` False not."""
-    try:
-        given.check()
-        given.check_numbers()
-    except Exception as error:  # of whatever class a subclass's _check_input_dim raises
-        argument_errors.raise_on_all_ranks(error, [given], reduction)
-    y, statistics = _profiled("syncbn.forward", normalize, given, reduction, apply)
-    move_running_stats(given, statistics, moves)
-    if isinstance(reduction, (NoReduction, EagerReduction)):  # an attribute that changes would compile a graph again
-        caller._synchronised_ranks = reduction.num_ranks
-    return y, statistics
-
-
-def normalize(given: Arguments, reduction: Reduction, apply: Apply) -> tuple[Tensor, Tensor]:
-    """y and the statistics. The arguments have been checked."""
-    layout, mask, tensors = given.prepare()
-    y, statistics = apply(BatchNorm, Call(layout, given.eps, bool(given.relu), reduction), *tensors)
-    # Gradients at False places become 0 here on their way in, and in the torch.where of masks.py on their way out.
-    return y if mask is None else torch.where(mask, y, 0), statistics
+def normalize(inputs: Sequence[Arguments], reduction: Reduction, apply: Apply) -> list[tuple[Tensor, Tensor]]:
+    """y and the statistics of each of these inputs. The arguments have been checked."""
+    with _profiled("syncbn.forward"):
+        layouts, masks, of_inputs = zip(*[one.prepare() for one in inputs], strict=True)
+        call = Call(layouts, inputs[0].eps, bool(inputs[0].relu), reduction)
+        outputs = apply(BatchNorm, call, *[tensor for of_role in zip(*of_inputs, strict=True) for tensor in of_role])
+        # Gradients at False places become 0 here on their way in, and in the torch.where of masks.py on their way out.
+        ys = [y if mask is None else torch.where(mask, y, 0) for y, mask in zip(outputs, masks, strict=False)]
+    return list(zip(ys, outputs[len(inputs) :], strict=True))
 
 
 def move_running_stats(given: Arguments, statistics: Tensor, moves: bool) -> None:
@@ -119,19 +115,16 @@ def move_running_stats(given: Arguments, statistics: Tensor, moves: bool) -> Non
         counter.add_(1)
 
 
+def backward(ctx: Any, saved: tuple[Any, ...], needed: tuple[bool, ...], dy: Tensor) -> Gradients:
+    """The gradients of x, weight, bias and residual that are needed, for step._Step, to which `ctx` belongs."""
+    inputs = [backward_input(ctx.layout, dy, saved, needed, ctx.bias_dtype)]
+    return _gradients(inputs, ctx.eps, ctx.reduction)[0]
+
+
 def forward_sums(x: Tensor, num_values: Tensor | None, layout: Layout) -> Tensor:
     """The local sums of x, and the number of values that count."""
     sums: Tensor = select_kernels(x).forward_sums(x, layout)
     return sums if num_values is None else torch.cat((sums[:-1], num_values.to(torch.float64).view(1)))
-
-
-def backward(ctx: Any, saved: tuple[Any, ...], needed: tuple[bool, ...], dy: Tensor | None) -> Gradients:
-    """The gradients of x, weight, bias and residual that are needed; `ctx` belongs to step._Step or to BatchNorm."""
-    return _profiled("syncbn.backward", _backward, ctx, saved, needed, dy)
-
-
-def _backward(ctx: Any, saved: tuple[Any, ...], needed: tuple[bool, ...], dy: Tensor | None) -> Gradients:
-    return gradients([backward_input(ctx.layout, dy, saved, needed, ctx.bias_dtype)], ctx.eps, ctx.reduction)[0]
 
 
 def backward_input(
@@ -142,27 +135,22 @@ def backward_input(
     needs_x, needs_weight, needs_bias, needs_residual = needed
     if dy is None:
         dy = torch.zeros_like(x)
-    x, y, statistics = _as(dy.dtype, x), None if y is None else _as(dy.dtype, y), _as(torch.float64, statistics)
+    x, y = layout.dense(x.to(dy.dtype)), None if y is None else layout.dense(y.to(dy.dtype))
     return BackwardInput(
-        layout.dense(x), layout.dense(dy), None if y is None else layout.dense(y), layout, weight, statistics, needs_x,
+        x, layout.dense(dy), y, layout, weight, statistics.to(torch.float64).contiguous(), needs_x,
         needs_residual, weight.dtype if needs_weight else None, bias_dtype if needs_bias else None,
     )  # fmt: skip
 
 
-def gradients(inputs: Sequence[BackwardInput], eps: float, reduction: Reduction) -> list[Gradients]:
+def _gradients(inputs: Sequence[BackwardInput], eps: float, reduction: Reduction) -> list[Gradients]:
     """The gradients of each input, with one all_reduce, which happens whichever gradients are needed."""
-    if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
-        return double_backward.gradients(inputs, eps, DifferentiableReduction(reduction))
-    local, grad_weights, grad_biases = zip(*map(backward_sums, inputs), strict=True)
-    grad_xs, grad_residuals = zip(*map(backward_outputs, inputs, totals(local, reduction, "backward")), strict=True)
-    return list(zip(grad_xs, grad_weights, grad_biases, grad_residuals, strict=True))
-
-
-def totals(local: Sequence[Tensor], reduction: Reduction, pass_name: str, counted: bool = False) -> tuple[Tensor, ...]:
-    """The totals of each of these sums, by one collective; `counted` when each ends in n."""
-    if is_transformed(*local) and not isinstance(reduction, DifferentiableReduction):
-        reduction = DifferentiableReduction(reduction)
-    return torch.split(reduction.total(torch.cat(tuple(local)), pass_name, counted), [*map(len, local)])
+    with _profiled("syncbn.backward"):
+        if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
+            return double_backward.gradients(inputs, eps, reduction)
+        local, grad_weights, grad_biases = zip(*map(backward_sums, inputs), strict=True)
+        total = totals(local, reduction, "backward")
+        grad_xs, grad_residuals = zip(*map(backward_outputs, inputs, total), strict=True)
+        return list(zip(grad_xs, grad_weights, grad_biases, grad_residuals, strict=True))
 
 
 def backward_sums(one: BackwardInput) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -184,13 +172,6 @@ def backward_outputs(one: BackwardInput, total: Tensor) -> tuple[Tensor | None, 
     return grad_x, grad_residual if of_residual or not one.needs_residual else dy
 
 
-def _as(dtype: torch.dtype, saved: Tensor) -> Tensor:
-    return saved if saved.dtype == dtype else saved.to(dtype)
-
-
-def _profiled(name: str, function: Callable[..., Result], *arguments: Any) -> Result:
-    """Calls the function, in a profiler's range of this name while one records."""
-    if not torch_state.profiler_enabled():
-        return function(*arguments)
-    with record_function(name):
-        return function(*arguments)
+def _profiled(name: str) -> contextlib.AbstractContextManager[object]:
+    """A profiler's range of this name while one records."""
+    return record_function(name) if torch_state.profiler_enabled() else contextlib.nullcontext()
