@@ -52,14 +52,10 @@ def _parse_arguments() -> argparse.Namespace:
     for name, text in (("info", "what is installed and used"), ("check", "do these ranks equal one")):
         command = commands.add_parser(name, help=text)
         command.add_argument("--json", action="store_true", help="print JSON in place of tables")
-        if name == "check":
-            command.add_argument(
-                "--layers",
-                type=_positive,
-                default=53,
-                help="of the model to tell the cost of (%(default)s, as ResNet-50 has)",
-            )
-            command.add_argument("--channels", type=_positive, default=256, help="of each (default %(default)s)")
+    command = commands.choices["check"]
+    layers = "of a model, whose cost is printed (default %(default)s, as ResNet-50 has)"
+    command.add_argument("--layers", type=_positive, default=53, help=layers)
+    command.add_argument("--channels", type=_positive, default=256, help="of each layer (default %(default)s)")
     arguments = parser.parse_args()
     missing = [name for name in SET_BY_TORCHRUN if name not in os.environ]
     if arguments.command == "check" and "RANK" in os.environ and missing:
@@ -102,19 +98,17 @@ def _print_info(results: dict[str, Any]) -> None:
 def _print_check(results: dict[str, Any]) -> None:
     ranks = f"{results['ranks']} rank{'s' * (results['ranks'] > 1)} ({results['backend']}, {results['device']})"
     print(f"{ranks} and one process with the whole batch; kernels {results['kernels']}")
-    columns = ("dtype", "what", "error", "allowed")
-    accuracy = [
-        [f"{one[name]:.1e}" if name in columns[2:] else one[name] for name in columns] for one in results["accuracy"]
-    ]
-    print(table(columns, accuracy))
+    accuracy = results["accuracy"]
+    rows = [(one["dtype"], one["what"], f"{one['error']:.1e}", f"{one['allowed']:.1e}") for one in accuracy]
+    print(table(("dtype", "what", "error", "allowed"), rows))
     seconds = results["seconds"]
     if results["ranks"] == 1:
         print("One rank has nothing to synchronise: torchrun --standalone --nproc-per-node 2 -m syncbn check")
     else:
         print(f"all_reduces of a layer of {results['channels']} channels")
-        rows = [(name, f"{1e3 * seconds[name]:.2f} ms") for name in ("forward", "backward")]
+        times = [(name, f"{1e3 * seconds[name]:.2f} ms") for name in ("forward", "backward")]
         step = f"step, {results['layers']} layers", f"{1e3 * seconds['step']:.1f} ms"
-        print(table(("pass", "time"), rows, step))
+        print(table(("pass", "time"), times, step))
     if results["synced"]:
         print(results["synced"])
     print("Which layers of your model gain from synchronisation: help(syncbn.measure_local_noise)")

@@ -7,7 +7,7 @@ import sys
 from torch import nn
 
 from syncbn.convert import convert_syncbn_model, revert_syncbn_model
-from syncbn.distributed.group_spec import ProcessGroupLike
+from syncbn.distributed.groups import ProcessGroupLike
 from syncbn.layer import SyncBatchNorm
 
 try:

@@ -1,11 +1,21 @@
-"""Finds the line of the user's program that called torch or syncbn, and warns there."""
+"""Walks up the frames of a call: to the objects that called, and to the line of the user's program, where it warns."""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
+
+
+def callers() -> Iterator[tuple[FrameType, Any]]:
+    """The frames of this call from the innermost on, each with its `self`, or None."""
+    frame = sys._getframe(1).f_back  # not the one that asks, whose f_locals would hold what it was given
+    while frame is not None:
+        yield frame, frame.f_locals.get("self")
+        frame = frame.f_back
 
 
 def line_of_program(frame: FrameType) -> str:

@@ -14,32 +14,31 @@ import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from syncbn.convert import convert_syncbn_model, revert_syncbn_model
+from syncbn.convert import convert_syncbn_model, revert_syncbn_model, unsynchronised
 from syncbn.distributed.text_exchange import all_reduce_max
 from syncbn.layer import SyncBatchNorm
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 LEARNING_RATE = 0.01
 LINES = 10  # that an error names
-START_METHOD = "spawn"  # of the ranks: with the environment and none of the state of this process
+START_METHOD = "spawn"  # of the ranks, which get the environment of this process and none of its state
 
 
 class Difference(NamedTuple):
-    """Between W ranks and one process, of one tensor; the largest over ranks."""
+    """The difference of one tensor between W ranks and one process: the largest over ranks."""
 
-    what: str  # loss, gradient, running statistics, parameter
+    what: str  # loss, output, gradient, parameter, buffer
     name: str  # of the tensor in the model; of a loss, its step
     error: float  # max |a - b|
-    scale: float  # max |b|, of all tensors of its kind where that of this one is smaller
+    scale: float  # max |b| of the tensors of its kind
 
     @property
     def relative(self) -> float:
@@ -81,7 +80,7 @@ def assert_matches_full_batch(
         tolerance: of `max |a - b| / max |b|`, 1e-9 in float64 and 1e-4 in float32 by default.
         timeout: seconds that a rank waits for another.
 
-    Dropout is off. Everything else that is random in the forward makes the model unequal to itself.
+    Dropout is off. Anything else that is random in the forward makes the model differ from itself.
 
     Raises:
         AssertionError: which tensors differ and by how much, and which layers are not synchronised.
@@ -101,7 +100,8 @@ def assert_matches_full_batch(
                 f"{function!r}: {error}"
             ) from error
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    arguments = (world_size, store.port, timeout, model_fn, tuple(batch), loss_fn, steps, dtype)
+    training = model_fn, tuple(batch), loss_fn, steps, dtype
+    arguments = world_size, store.port, timeout, training
     start_processes(_run_rank, arguments, nprocs=world_size, start_method=START_METHOD)  # type: ignore[no-untyped-call]
     gathered, local = json.loads(store.get("found"))
     found = [Difference(*one) for one in gathered]
@@ -121,37 +121,23 @@ def differences(
     layers with nn.BatchNorm.
     """
     world, rank, size = dist.group.WORLD, 0, 1
-    model = copy.deepcopy(model)
-    if world is not None:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), 0)
+    model = data_parallel = copy.deepcopy(model)
+    if world is not None:  # DistributedDataParallel gives all ranks rank 0's tensors
+        data_parallel, rank, size = DistributedDataParallel(model), dist.get_rank(), dist.get_world_size()
     reference = _on_one_process(copy.deepcopy(model))
     for module in (*model.modules(), *reference.modules()):
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()
-    ddp = model if world is None else DistributedDataParallel(model)
     slices = [tensor.tensor_split(size)[rank] for tensor in batch]
-    share = len(slices[0]) * size / len(batch[0])  # DistributedDataParallel takes the mean over ranks, not samples
+    share = len(slices[0]) * size / len(batch[0])  # as gradients are the mean over ranks, and not over samples
+    of_one = _train(reference, batch, loss_fn, steps)
+    of_ranks = _train(data_parallel, slices, loss_fn, steps, share)
 
     pairs: list[tuple[str, str, Tensor, Tensor]] = []  # what, name, of W ranks, of one process
-    optimizers = [torch.optim.SGD(one.parameters(), LEARNING_RATE) for one in (model, reference)]
-    for step in range(1, steps + 1):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        output, expected = ddp(slices[0].clone()), reference(batch[0].clone())  # which may change them in place
-        loss, expected_loss = loss_fn(output, *slices[1:]) * share, loss_fn(expected, *batch[1:])
-        if expected_loss.numel() != 1:
-            raise ValueError(
-                f"loss_fn must return one number, the mean over samples, got shape {tuple(expected_loss.shape)}"
-            )
-        torch.autograd.backward((loss, expected_loss))
-        for optimizer in optimizers:
-            optimizer.step()
-        total = loss.detach().clone()
+    for step, ((output, loss), (expected, expected_loss)) in enumerate(zip(of_ranks, of_one, strict=True), 1):
         if world is not None:
-            dist.all_reduce(total)
-        pairs.append(("loss", f"of step {step}", total / size, expected_loss))
+            dist.all_reduce(loss)
+        pairs.append(("loss", f"of step {step}", loss / size, expected_loss))
         if isinstance(expected, Tensor) and expected.ndim and len(expected) == len(batch[0]):  # the same on all ranks
             pairs.append(("output", f"of step {step}", output, expected.tensor_split(size)[rank]))
     for (name, parameter), expected_parameter in zip(model.named_parameters(), reference.parameters(), strict=True):
@@ -163,21 +149,35 @@ def differences(
     return _compared(pairs, world), model
 
 
+def _train(
+    model: nn.Module, batch: Sequence[Tensor], loss_fn: Callable[..., Tensor], steps: int, share: float = 1.0
+) -> list[tuple[Any, Tensor]]:
+    """The output and loss of each of these steps of SGD; the loss is multiplied by `share`."""
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+    results = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        output = model(batch[0].clone())  # which it may change in place
+        loss = loss_fn(output, *batch[1:]) * share
+        if loss.numel() != 1:
+            raise ValueError(f"loss_fn must return one number, the mean over samples, got shape {tuple(loss.shape)}")
+        torch.autograd.backward(loss)
+        optimizer.step()
+        results.append((output, loss.detach()))
+    return results
+
+
 def _compared(pairs: list[tuple[str, str, Tensor, Tensor]], world: dist.ProcessGroup | None) -> list[Difference]:
-    largest: dict[str, float] = {}  # of a kind; a gradient that should be 0, as of a bias before batch norm, is noise
     measured = []
-    for *_, actual, wanted in pairs:
-        expected = wanted.detach().double()
-        error = (actual.detach().double() - expected).abs().max() if expected.numel() else expected.new_zeros(())
-        scale = expected.abs().max() if expected.numel() else expected.new_zeros(())
-        measured.append(torch.stack((error, scale)))
-    both = torch.stack(measured)
+    for *_, actual, expected in pairs:
+        both = torch.stack((actual.detach().double() - expected.detach().double(), expected.detach().double()))
+        measured.append(both.reshape(2, -1).abs().amax(1) if both.numel() else both.new_zeros(2))
+    errors_and_scales = torch.stack(measured)
     if world is not None:
-        both = all_reduce_max(both, world)
-    found = [(what, name, *pair) for (what, name, *_), pair in zip(pairs, both.tolist(), strict=True)]
-    for what, _, _, scale in found:
-        largest[what] = max(largest.get(what, 0.0), scale)
-    return [Difference(what, name, error, max(scale, largest[what])) for what, name, error, scale in found]
+        errors_and_scales = all_reduce_max(errors_and_scales, world)
+    found = [Difference(*pair[:2], *both) for pair, both in zip(pairs, errors_and_scales.tolist(), strict=True)]
+    # The scale is that of all tensors of a kind: a gradient that should be 0, as of a bias before batch norm, is noise.
+    return [one._replace(scale=max(other.scale for other in found if other.what == one.what)) for one in found]
 
 
 def _on_one_process(model: nn.Module) -> nn.Module:
@@ -191,11 +191,9 @@ def _on_one_process(model: nn.Module) -> nn.Module:
     return model
 
 
-def _run_rank(
-    rank: int, world_size: int, port: int, timeout: float, model_fn: Callable[[], nn.Module],
-    batch: tuple[Tensor, ...], loss_fn: Callable[..., Tensor], steps: int, dtype: torch.dtype,
-) -> None:  # fmt: skip
+def _run_rank(rank: int, world_size: int, port: int, timeout: float, training: tuple[Any, ...]) -> None:
     """A process that `assert_matches_full_batch` has started."""
+    model_fn, batch, loss_fn, steps, dtype = training
     sizes = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "RANK": rank, "LOCAL_RANK": rank}
     os.environ.update({name: str(value) for name, value in sizes.items()})  # as torchrun does
     torch.set_num_threads(1)
@@ -216,12 +214,8 @@ def _run_rank(
 
 def local_layers(model: nn.Module) -> list[str]:
     """The names of the layers of `model` that normalise each rank's batch alone."""
-    synchronised = (SyncBatchNorm, nn.SyncBatchNorm)
-    return [
-        name or "the model"
-        for name, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm) and layer.training and not isinstance(layer, synchronised)
-    ]
+    found = [one for one in unsynchronised(model) if not isinstance(one.layer, nn.SyncBatchNorm)]
+    return [one.name or "the model" for one in found if one.layer.training]
 
 
 def _report(bad: list[Difference], found: list[Difference], local: list[str], world_size: int, allowed: float) -> str:

@@ -27,7 +27,7 @@ def info() -> dict[str, str]:
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": next((one.version for one in importlib.metadata.distributions(name="triton")), "not installed"),
         "cuda": torch.version.cuda or "none",
         "gpus": ", ".join(gpus) or "none",
         "cpu": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
@@ -38,21 +38,10 @@ def info() -> dict[str, str]:
     }
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def _apex() -> str:
     """apex built with APEX_CUDA_EXT=1 has an extension module `syncbn` at the top level."""
-    found = [
-        str(path)
-        for folder in sys.path
-        for suffix in importlib.machinery.EXTENSION_SUFFIXES
-        if (path := Path(folder, f"syncbn{suffix}")).exists()
-    ]
-    if not found:
-        return "none"
-    return f"{', '.join(found)}: `import syncbn` finds the package where both lie in one folder"
+    paths = (
+        Path(folder, f"syncbn{suffix}") for folder in sys.path for suffix in importlib.machinery.EXTENSION_SUFFIXES
+    )
+    found = ", ".join(str(path) for path in paths if path.exists())
+    return f"{found}: `import syncbn` finds the package where both lie in one folder" if found else "none"

@@ -21,15 +21,13 @@ from syncbn.distributed.reduction import EagerReduction, Guard, guarded_by, sums
 from syncbn.distributed.text_exchange import all_gather_json, by_rank, ranks_in_words
 from syncbn.program import warn
 
-ENABLED = {None: False, "": False, "0": False, "1": True}
-
-# For each group one of gloo with the same ranks, on which nothing else happens. They go with the group.
+# For each group a gloo group of the same ranks, for comparisons alone. An entry goes with its group.
 _side_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] = WeakKeyDictionary()
 
 
 @contextlib.contextmanager
 def debug() -> Iterator[None]:
-    """Within the context, as everywhere with the environment variable SYNCBN_DEBUG=1, find out why ranks disagree.
+    """Find out why ranks disagree, within the context; the environment variable SYNCBN_DEBUG=1 does so everywhere.
 
         with syncbn.debug():
             loss = criterion(ddp_model(images), labels)
@@ -46,7 +44,7 @@ def debug() -> Iterator[None]:
     compared. An all_reduce takes some ms more.
 
     Raises:
-        RuntimeError: by the layers: the ranks differ, with what each of them was about to do.
+        RuntimeError: raised by a layer where the ranks differ; it says what each of them was about to do.
     """
     with torch.compiler.set_stance("force_eager"), guarded_by(_Comparison()):
         yield
@@ -63,12 +61,12 @@ class _Comparison(Guard):
             return
         members = dist.get_process_group_ranks(group)
         call, sums = site.doing(called.call, pass_name), sums_of(payload)
-        same = f"{len(sums) // 2} channels", str(called.dtype), f"over {ranks_in_words(members)}"
+        same = f"{len(sums) // 2} channels, {called.dtype}, over {ranks_in_words(members)}"
         local = {**described(called, pass_name), "same": same, "finite": bool(sums.isfinite().all())}
         with called.other_collective(pass_name):
             gathered = all_gather_json(local, _side_group(group, site.rank))
             if any(one["same"] != gathered[0]["same"] for one in gathered):
-                doings = [f"in {one['doing']}: {', '.join(one['same'])}" for one in gathered]
+                doings = [f"in {one['doing']}: {one['same']}" for one in gathered]
                 raise RanksDifferError(f"{by_rank(members, doings)}\nNone of this was done.")
             require_one_layer(site, gathered)
         bad = [rank for rank, one in zip(members, gathered, strict=True) if not one["finite"]]
@@ -77,11 +75,11 @@ class _Comparison(Guard):
 
 
 def _side_group(group: dist.ProcessGroup, this_rank: ThisRank) -> dist.ProcessGroupGloo:
-    # Not by dist.new_group, which names it by how many groups a rank is in, and would keep it.
+    # dist.new_group would name the group by the number of a rank's groups, which may differ, and would keep it.
     if group not in _side_groups:
         store = dist.PrefixStore(f"syncbn/debug/{group.group_name}", torch_private.default_store())
         rank, timeout = dist.get_rank(group), torch_private.timeout_of(group)
-        # Here, where other threads go on, and not where the group is made.
+        # Ranks wait for each other here, where other threads run, and not in the constructor, where none does.
         if not this_rank.meet("debug", group, timeout.total_seconds()):
             raise RuntimeError(f"not all ranks have come to the first comparison within {timeout.total_seconds():g} s")
         _side_groups[group] = dist.ProcessGroupGloo(store, rank, group.size(), timeout)
@@ -89,18 +87,18 @@ def _side_group(group: dist.ProcessGroup, this_rank: ThisRank) -> dist.ProcessGr
 
 
 def _wanted() -> bool:
-    """Whether the environment says so, for the whole program."""
-    wanted = os.environ.get("SYNCBN_DEBUG")
-    if wanted not in ENABLED:
+    """Whether the environment turns debug mode on for the whole program."""
+    wanted = os.environ.get("SYNCBN_DEBUG") or "0"
+    if wanted not in ("0", "1"):
         raise ValueError(f"SYNCBN_DEBUG must be 1, 0 or not set, got {wanted!r}")
-    return ENABLED[wanted]
+    return wanted == "1"
 
 
 @functools.cache
 def run_uncompiled_where_wanted() -> None:
     """With SYNCBN_DEBUG=1, let compiled modules run uncompiled from now on: a graph asks no guard.
 
-    Called with the first layer, and not by an import, which changes nothing of torch's.
+    The first layer calls this, as an import must change nothing of torch's.
     """
     if _wanted():
         torch.compiler.set_stance("force_eager")

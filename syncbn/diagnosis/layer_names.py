@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from syncbn.program import line_of_program
+from syncbn.program import callers, line_of_program
 
 
 def quoted(path: str) -> str:
@@ -18,7 +18,7 @@ def quoted(path: str) -> str:
 
 
 def may_be_one_layer(paths: Sequence[str]) -> bool:
-    """Whether these can be of one layer: some ranks have wrapped the model in another module, or have no model."""
+    """Whether one layer may have these paths: a rank may have wrapped the model in another module, or have no model."""
     longest = max(paths, key=len)
     return all(not path or f".{longest}".endswith(f".{path}") for path in paths)
 
@@ -26,13 +26,11 @@ def may_be_one_layer(paths: Sequence[str]) -> bool:
 def path_in_model(layer: nn.Module) -> str:
     """The dotted name of a layer in the outermost module that is `self` in a frame of this call; empty without one.
 
-    DistributedDataParallel and the wrapper of torch.compile do not count.
+    DistributedDataParallel and the wrapper of torch.compile are left out of the name.
     """
     names: list[str] = []
-    inner, frame = layer, sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        outer = frame.f_locals.get("self")
+    inner = layer
+    for _, outer in callers():
         if isinstance(outer, DistributedDataParallel):
             break
         if isinstance(outer, nn.Module) and outer is not inner:
@@ -46,9 +44,5 @@ def path_in_model(layer: nn.Module) -> str:
 
 def line_that_calls_model() -> str:
     """The line in which the program calls the outermost module that is `self` in a frame of this call: train.py:57."""
-    outermost = frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if isinstance(frame.f_locals.get("self"), nn.Module):
-            outermost = frame
-    return line_of_program(outermost)
+    of_modules = [frame for frame, caller in callers() if isinstance(caller, nn.Module)]
+    return line_of_program(of_modules[-1] if of_modules else sys._getframe())

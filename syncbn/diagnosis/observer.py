@@ -1,26 +1,28 @@
-"""Observes the collectives of layers and functions: names them, and says what is known when one fails."""
+"""Observes the collectives of layers and functions: names them, and explains their failures."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 
-from syncbn.diagnosis import pipeline_check, process_state, report
+from syncbn import torch_private
+from syncbn.diagnosis import report
 from syncbn.diagnosis.layer_names import may_be_one_layer
-from syncbn.diagnosis.report import REMEDY_OF_DTYPES, RanksDifferError
+from syncbn.diagnosis.report import RanksDifferError
 from syncbn.diagnosis.this_rank import Group, Site
 from syncbn.diagnosis.waiting import Waiting
 from syncbn.diagnosis.watchdog import WatchedRank
 from syncbn.distributed import reduction
 from syncbn.distributed.reduction import Collective, EagerReduction
-from syncbn.distributed.text_exchange import all_gather_json, by_rank, raise_faults
-from syncbn.program import warn
-from syncbn.torch_private import timeout_of
+from syncbn.distributed.text_exchange import all_gather_json, by_rank, raise_faults, ranks_in_words
+from syncbn.kernels.plans import RANKS_DIFFER, status_of
+from syncbn.program import callers, warn
 
 FIRST_MEETING_SECONDS = 9.0  # that a rank waits for the others before the first collective of a group
 
@@ -37,12 +39,10 @@ class Observer:
         ranks, RuntimeError in a forked process.
         """
         rank = this_rank()
-        of_group = rank.groups.get(group)
-        if of_group is None:
-            of_group = rank.groups[group] = Group()
+        of_group = rank.groups.setdefault(group, Group())
         site = of_group.sites.get(caller)
         if site is None:
-            pipeline_check.require_one_stage(group)
+            _require_one_stage(group)
             site = of_group.sites[caller] = Site(caller, group, rank, of_group)
             rank.write(f"called/{site.group_name}/{site.name}", "")
         return site
@@ -50,11 +50,11 @@ class Observer:
     def announce(self, collective: Collective) -> None:
         """This rank enters the first collective of a group. It waits at most 9 s for the others, and then warns.
 
-        gloo aborts ranks that meet in different collectives, as where some have not converted their model: after the
-        abort nobody could say where they are."""
+        gloo aborts ranks that meet in different collectives, for example if some have not converted their model, and
+        an aborted rank says nothing."""
         rank, group = collective.site.rank, collective.site.group()
         rank.write_position()
-        seconds = min(FIRST_MEETING_SECONDS, timeout_of(group).total_seconds() / 2)
+        seconds = min(FIRST_MEETING_SECONDS, torch_private.timeout_of(group).total_seconds() / 2)
         may_abort = reduction.joined_group() is None and "gloo" in dist.get_backend_config(group)
         if may_abort and not rank.meet("first", group, seconds):
             _log.warning(
@@ -78,34 +78,34 @@ class Observer:
             f"{report.where_all_are(wait, report.one_is_gone)}\nThe process group says: {error}"
         ) from error
 
-    def explain_total(self, called: EagerReduction, num_signed: float, is_sound: bool) -> None:
-        """Signatures differ. **Raises** RuntimeError unless the ranks have different names for one layer. Unless
-        `is_sound`, a rank has a fault, perhaps the dtype of its input."""
-        site = called.site
-        if not site.counts or num_signed != site.num_ranks:  # some ranks would not take part in an all_gather
-            raise RanksDifferError(report.where_all_are(Waiting(called.collective)))
-        local = described(called, called.collective.pass_name)
-        require_one_layer(site, all_gather_json(local, called.group), compares_dtypes=is_sound)
+    def explain_total(self, called: EagerReduction, behind: list[float], error: Exception | None) -> None:
+        """Ranks in different layers or passes have met, or a rank has a fault, as the total says `behind` the sums.
+        **Raises** RuntimeError in the first case, unless the ranks have different names for one layer, and in the
+        second the errors of all faulty ranks, on every rank; `error` is this rank's, or None."""
+        site, wait = called.site, Waiting(called.collective)
+        has_fault, all_sign = math.isnan(behind[0]), behind[1] == site.num_ranks
+        if status_of(behind) == RANKS_DIFFER:
+            if not (site.counts and all_sign):  # some ranks would not take part in an all_gather
+                raise RanksDifferError(report.where_all_are(wait))
+            gathered = all_gather_json(described(called, called.collective.pass_name), called.group)
+            require_one_layer(site, gathered, compares_dtypes=not has_fault)  # the fault may be the dtype
+        if has_fault:
+            # Ranks in a compiled graph sign nothing and would not take part in an all_gather; joined ranks do.
+            if site.counts and not all_sign and reduction.joined_group() is None:
+                where = report.where_all_are(wait)
+                raise error or RuntimeError(f"syncbn: another rank has a bad argument, and says which.\n{where}")
+            raise_faults(error, called.group, f"{wait.position.doing}:\n")
 
     def warn_not_finite(self, collective: Collective) -> None:
-        """NaN or infinity is in this rank's input: warns, once for a layer."""
+        """Warn, once for a layer, that this rank's input has NaN or infinity."""
         site = collective.site
-        if not (site.said_not_finite or report.in_debug_mode()):  # debug mode warns by itself
-            site.said_not_finite = True
+        if not (site.warned_of_nan or report.in_debug_mode()):  # debug mode warns by itself
+            site.warned_of_nan = True
             warn(
                 f"syncbn: NaN or infinity in the input of {site.doing(collective.call, collective.pass_name)} on rank "
-                f"{site.rank.rank}; the statistics of all ranks, and so their running statistics, become NaN"
+                f"{site.rank.rank}; the statistics of all ranks, and so their running statistics, become NaN. "
+                f"{report.REMEDY_OF_NAN}"
             )
-
-    def raise_faults(self, collective: Collective, num_signed: float, error: Exception | None) -> None:
-        """**Raises** the errors of all faulty ranks, on every rank; `error` is this rank's, or None."""
-        site, wait = collective.site, Waiting(collective)
-        group = site.group()
-        # Ranks in a compiled graph sign nothing and would not take part in an all_gather; ranks that have joined do.
-        if num_signed != site.num_ranks and site.counts and reduction.joined_group() is None:
-            where = f"syncbn: another rank has a bad argument, and says which.\n{report.where_all_are(wait)}"
-            raise error or RuntimeError(where)
-        raise_faults(error, group, f"{wait.position.doing}:\n")
 
 
 def described(called: EagerReduction, pass_name: str) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def described(called: EagerReduction, pass_name: str) -> dict[str, Any]:
         "pass": pass_name,
         "dtype": str(called.dtype),
         "doing": site.doing(called.call, pass_name),
-        "first call": site.first_call(),
+        "first call": f"first called at {site.first_line}, as layer number {site.order} of its group",
     }
 
 
@@ -130,53 +130,79 @@ def require_one_layer(site: Site, gathered: list[dict[str, Any]], compares_dtype
     def all_have(key: str) -> bool:
         return len({one[key] for one in gathered}) == 1
 
-    group = site.group()
-    ranks, paths = dist.get_process_group_ranks(group), [one["path"] for one in gathered]
-    where = [f"in {one['doing']}" for one in gathered]
+    def by_their_rank(text: str) -> str:
+        return by_rank(dist.get_process_group_ranks(site.group()), [text.format(**one) for one in gathered])
+
+    paths = [one["path"] for one in gathered]
     # In its first call on a rank a layer may have another name there, or be another model's as well.
     has_one_name = all_have("identity") or (may_be_one_layer(paths) and any(one["call"] == 1 for one in gathered))
     if not (has_one_name and all_have("pass")):
-        if all_have("doing"):  # layers of one path, in two models
-            where = [f"{doing}; {one['first call']}" for doing, one in zip(where, gathered, strict=True)]
-        remedy = report.remedy() if all_have("pass") else report.REMEDY_OF_PASSES
-        raise RanksDifferError(f"{by_rank(ranks, where)}\n{remedy}")
+        are_of_two_models = all_have("doing")  # whose layers have the same path
+        where = by_their_rank("in {doing}; {first call}" if are_of_two_models else "in {doing}")
+        raise RanksDifferError(
+            f"{where}\n{report.or_debug(report.REMEDY) if all_have('pass') else report.REMEDY_OF_PASSES}"
+        )
     if compares_dtypes and not all_have("dtype"):
-        where = [f"{doing}, with an input of {one['dtype']}" for doing, one in zip(where, gathered, strict=True)]
-        raise RanksDifferError(f"{by_rank(ranks, where)}\n{REMEDY_OF_DTYPES}", "have inputs of different dtypes")
+        where = by_their_rank("in {doing}, with an input of {dtype}")
+        raise RanksDifferError(f"{where}\n{report.REMEDY_OF_DTYPES}", "have inputs of different dtypes")
     site.sign_as(max(paths, key=len), max(one["order"] for one in gathered))
+
+
+def _require_one_stage(group: dist.ProcessGroup) -> None:
+    """**Raises** ValueError where a layer that synchronises over `group` is called in a stage of a pipeline of
+    torch.distributed.pipelining, and the group has several ranks of that pipeline.
+
+    They would wait for each other: one in batch norm, the next for the output of the stage before it.
+    """
+    stage = next((caller for _, caller in callers() if torch_private.is_pipeline_stage(caller)), None)
+    if stage is None:
+        return
+    ranks, pipeline = (dist.get_process_group_ranks(one) for one in (group, stage.group or dist.group.WORLD))
+    if len({*ranks} & {*pipeline}) > 1:
+        raise ValueError(
+            f"the layer is in stage {stage.stage_index} of a pipeline over {ranks_in_words(pipeline)}, which hold "
+            f"other stages, and synchronises over {ranks_in_words(ranks)}; convert the stage with the group of the "
+            "ranks that hold the same stage, or with process_group=1 where that is one rank"
+        )
 
 
 def note_evaluation() -> None:
     """This rank calls a layer in evaluation mode, which waits for nobody."""
     world = dist.group.WORLD
-    if world is not None and world.size() > 1 and world not in process_state.inherited_groups:
+    if world is not None and world.size() > 1 and world not in _inherited:
         rank = this_rank()
         rank.evaluated_after = rank.last
 
 
 _ranks: WeakKeyDictionary[dist.ProcessGroup, WatchedRank] = WeakKeyDictionary()  # by the default process group
+_inherited: WeakSet[dist.ProcessGroup] = WeakSet()  # this process was forked from one that made these groups
 
 
 def this_rank() -> WatchedRank:
     """This rank of the default group. **Raises** RuntimeError in a forked process."""
     world = dist.group.WORLD
     assert world is not None
-    if world in process_state.inherited_groups:
-        process_state.refuse_inherited_group()
+    if world in _inherited:
+        raise RuntimeError(
+            f"syncbn: this process ({os.getpid()}) was forked from one whose process group does not work here. "
+            'Start it by the method "spawn" instead.'
+        )
     rank = _ranks.get(world)
     if rank is None:
         rank = _ranks[world] = WatchedRank(world)
     return rank
 
 
-def _forget_groups() -> None:
-    """A forked process has none: layers must look theirs up again, and are refused."""
+def _after_fork() -> None:
+    """This process cannot use the groups of its parent: layers must look theirs up again, and are refused."""
+    if dist.group.WORLD is not None:
+        _inherited.add(dist.group.WORLD)
     for rank in _ranks.values():
         for of_group in rank.groups.values():
             for site in of_group.sites.values():
-                site.forget_group()
+                site.group = lambda: None  # type: ignore[assignment]
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_groups)
+    os.register_at_fork(after_in_child=_after_fork)
 reduction.register(Observer())

@@ -10,8 +10,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import NoReturn
-from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -76,7 +74,7 @@ def why_it_ends() -> str:
 
 
 def a_collective_failed() -> bool:
-    """Whether the exception comes from a collective of others. (syncbn's own errors say where the ranks are.)
+    """Whether the exception comes from a collective outside of syncbn, whose own errors say where the ranks are.
 
     gloo's exceptions are RuntimeErrors that name a file of its source.
     """
@@ -91,23 +89,3 @@ def a_collective_failed() -> bool:
 def _last_error() -> BaseException | None:
     """The current exception, else the last uncaught one."""
     return sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-
-
-inherited_groups: WeakSet[dist.ProcessGroup] = WeakSet()  # this process was forked from one that made these groups
-
-
-def refuse_inherited_group() -> NoReturn:
-    """**Raises** RuntimeError."""
-    raise RuntimeError(
-        f"syncbn: this process ({os.getpid()}) was forked from one whose process group does not work here. "
-        'Start it by the method "spawn" instead.'
-    )
-
-
-def _inherit() -> None:
-    if dist.group.WORLD is not None:
-        inherited_groups.add(dist.group.WORLD)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_inherit)

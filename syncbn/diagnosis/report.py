@@ -7,8 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from syncbn.diagnosis import process_state
 from syncbn.diagnosis.this_rank import HAS_LEFT, Position
@@ -17,7 +16,7 @@ from syncbn.distributed import reduction
 from syncbn.distributed.text_exchange import by_rank, ranks_in_words
 
 SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; more than hosts' clocks differ
-SETTLE_SECONDS = 0.3  # a rank that has gone has so long to say why
+SETTLE_SECONDS = 0.3  # in which a rank that leaves can say why
 READ_SECONDS = 5.0  # the longest time that reading may take
 UNSEEN, EVALUATES = "has not been seen", "has called a layer in evaluation mode"
 CONSEQUENCES = "syncbn: a collective failed", "/gloo/", "caused pair closure"  # of another rank's fault
@@ -27,32 +26,35 @@ REMEDY = (
     "x[:0]. Ranks that hold different layers, as a pipeline's, need a process_group for each stage."
 )
 REMEDY_BY_DEBUG = " SYNCBN_DEBUG=1 makes the ranks compare before each all_reduce."
-REMEDY_OF_ENDED = (
-    "What ended a process, its own output may say; if it is gloo::EnforceNotMet, the ranks sent different sizes"
-)
+REMEDY_OF_ENDED = "A process may say what ended it; after gloo::EnforceNotMet, ranks have sent different sizes."
 REMEDY_OF_FEWER_BATCHES = (
-    "A rank that has left without an error, or waits after its step while others begin the next, had fewer batches, "
-    "perhaps: give all ranks as many, or train inside syncbn.join."
+    "A rank that has left without an error, or waits after its step while others begin the next, perhaps had fewer "
+    "batches: give all ranks as many, or train inside syncbn.join. Or the rank that is ahead called the model once "
+    "more, as in a validation without model.eval()."
 )
 REMEDY_OF_EVALUATION = (
     "A layer in evaluation mode waits for nobody: call model.train() on every rank before the next step. To evaluate "
     "on some ranks only, call ddp.module(x): the forward of DistributedDataParallel itself sends buffers to all ranks."
 )
 REMEDY_OF_UNSEEN = (
-    "A rank that has not been seen in a layer is late or runs a compiled model, or has not converted the layer: call "
-    "convert_syncbn_model(model) on every rank. Or it does not take the branch that holds the layer: call that with an "
-    "empty batch there, such as x[:0]."
+    "A rank that has not been seen in a layer is late, or runs a compiled model, or has not converted the layer (call "
+    "convert_syncbn_model(model) on every rank), or does not take the branch that holds the layer (call the layer "
+    "there with an empty batch, such as x[:0])."
 )
 REMEDY_OF_PASSES = (
-    "A rank has left out a backward, or called a forward more, as in a validation without model.eval(); every rank "
+    "A rank has left out a backward or called one more forward, as in a validation without model.eval(); every rank "
     "must take the same steps."
+)
+REMEDY_OF_NAN = (
+    "Look at this rank's batch first, then at the learning rate and the loss scale; "
+    "torch.autograd.set_detect_anomaly(True) finds a backward that makes NaN."
 )
 REMEDY_OF_DTYPES = "Use autocast on every rank or on none, and keep the model in the same dtype on all."
 
 
-def remedy() -> str:
-    """The remedy where nothing more is known: what every rank must do."""
-    return REMEDY if in_debug_mode() else REMEDY + REMEDY_BY_DEBUG
+def or_debug(remedy: str) -> str:
+    """The remedy, and outside of debug mode that there is such a mode."""
+    return remedy if in_debug_mode() else remedy + REMEDY_BY_DEBUG
 
 
 def in_debug_mode() -> bool:
@@ -71,131 +73,104 @@ class Found(NamedTuple):
     """The findings about a rank."""
 
     words: str
-    gone: bool
-    ended: bool = False  # its process has ended, and has not said why
-    position: Position = Position()
+    state: str  # its process has ended or is stopped, or it is not heard of
+    position: Position
 
 
 def one_is_gone(found: list[Found]) -> bool:
     """Whether one of the ranks will not come any more, is stopped, or is not heard of."""
-    return any(one.gone for one in found)
+    return any(one.position.left or one.state for one in found)
 
 
-def anything(found: list[Found]) -> bool:
-    """Any finding is enough."""
-    return True
-
-
-def where_all_are(wait: Wait, enough: Callable[[list[Found]], bool] = anything) -> str:
+def where_all_are(wait: Wait, enough: Callable[[list[Found]], bool] = bool, at_exit: bool = False) -> str:
     """A line for each position of the ranks that wait for one another, and the remedies. The positions are read again
-    for 0.3 s, until they are `enough`."""
-    reader, tables = _Reader(wait, enough), list[str]()
-    wait.rank.write_position()
-    thread = threading.Thread(target=lambda: tables.extend(reader.table()), daemon=True)
-    thread.start()
-    thread.join(READ_SECONDS)  # the store's host may be stopped
-    wait.rank.store_answers = bool(tables)  # else it is not called again
-    return tables[0] if tables else reader.without_store()
+    for 0.3 s, until they are `enough`. `at_exit` no thread may be started."""
+    tables: list[str] = []
+    if at_exit:
+        if wait.rank.store_answers:
+            _read_table(wait, enough, tables)
+    else:
+        wait.rank.write_position()
+        thread = threading.Thread(target=_read_table, args=[wait, enough, tables], daemon=True)
+        thread.start()
+        thread.join(READ_SECONDS)  # the store's host may be stopped
+        wait.rank.store_answers = bool(tables)  # else it is not called again
+    return tables[0] if tables else _without_store(wait)
 
 
-def where_all_were(wait: Wait) -> str:
-    """As where_all_are, at the program's end: no thread may be started, and some rank is perhaps gone."""
-    reader = _Reader(wait, one_is_gone)
-    tables = reader.table() if wait.rank.store_answers else []
-    return tables[0] if tables else reader.without_store()
-
-
-@dataclass(slots=True)
-class _Reader:
-    """Reads where the ranks are that wait for one another."""
-
-    wait: Wait
-    enough: Callable[[list[Found]], bool]
-
-    def table(self) -> list[str]:
-        """The table of positions, in a list; an empty list where the store or the group has ended."""
-        # A store or a group that has ended, or positions that another version of syncbn has written.
-        with contextlib.suppress(RuntimeError, TypeError, ValueError):
-            return [self._table()]
-        return []
-
-    def without_store(self) -> str:
-        """A line for this rank, and one for the others, of which it knows nothing."""
-        rank = self.wait.rank.rank
-        others = [other for other in self.wait.ranks() if other != rank]
-        elsewhere = [other for other in others if not process_state.on_this_host(other)]
-        hosts = f" ({ranks_in_words(elsewhere)}: on other hosts)" if elsewhere else ""
-        return (
-            f"rank {rank}: {self._place(self.wait.position)}\n{ranks_in_words(others)}: not known, as the process "
-            f"group's store has not answered for {READ_SECONDS:.0f} s{hosts}"
-        )
-
-    def _table(self) -> str:
+def _read_table(wait: Wait, enough: Callable[[list[Found]], bool], tables: list[str]) -> None:
+    """Add the table of positions to `tables`."""
+    # A store or a group that has ended, or positions that another version of syncbn has written.
+    with contextlib.suppress(RuntimeError, TypeError, ValueError):
         deadline = time.monotonic() + SETTLE_SECONDS
-        ranks = self.wait.ranks()
-        while not self.enough(found := self._read(ranks)) and time.monotonic() < deadline:
+        ranks = wait.ranks()
+        while not enough(found := _read(wait, ranks)) and time.monotonic() < deadline:
             time.sleep(0.02)
-        table = by_rank(ranks, [one.words for one in found])
-        return "\n".join((table, *self._remedies(found)))
+        tables.append("\n".join((by_rank(ranks, [one.words for one in found]), *_remedies(found))))
 
-    def _remedies(self, found: list[Found]) -> list[str]:
-        """The remedies. None where a rank has said why it left, unless it left because another had."""
-        positions = [one.position for one in found]
-        left = [one.left for one in positions if not any(part in one.left for part in CONSEQUENCES)]
-        if any(len(why) > len(HAS_LEFT) for why in left):
-            return []
-        ended = [REMEDY_OF_ENDED + ("." if in_debug_mode() else ": SYNCBN_DEBUG=1 tells which.")]
-        known = ended * any(one.ended for one in found)
-        known += [REMEDY_OF_EVALUATION] * any(one.has_evaluated for one in positions)
-        if known:
-            return known
-        if HAS_LEFT in left or {"forward", "backward"} <= {one.pass_name for one in positions}:
-            return [REMEDY_OF_FEWER_BATCHES]
-        if one_is_gone(found):
-            return []
-        return [REMEDY_OF_UNSEEN if any(UNSEEN in one.words for one in found) else remedy()]
 
-    def _read(self, ranks: list[int]) -> list[Found]:
-        keys = [f"syncbn/{rank}/position" for rank in ranks]
-        texts: list[bytes | None]
-        store = self.wait.rank.store
-        if store.has_extended_api() and store.check(keys):  # type: ignore[attr-defined]
-            texts = [*store.multi_get(keys)]  # two round trips in all
-        else:
-            texts = [store.get(key) if store.check([key]) else None for key in keys]
-        return [self._found(rank, text) for rank, text in zip(ranks, texts, strict=True)]
+def _without_store(wait: Wait) -> str:
+    """A line for this rank, and one for the others, whose positions it cannot read."""
+    rank = wait.rank.rank
+    others = [other for other in wait.ranks() if other != rank]
+    elsewhere = [other for other in others if not process_state.on_this_host(other)]
+    hosts = f" ({ranks_in_words(elsewhere)}: on other hosts)" if elsewhere else ""
+    return (
+        f"rank {rank}: {_place(wait, wait.position)}\n{ranks_in_words(others)}: not known, as the process group's "
+        f"store has not answered for {READ_SECONDS:.0f} s{hosts}"
+    )
 
-    def _found(self, rank: int, text: bytes | None) -> Found:
-        position, age, process, host = _parsed(text)
-        is_this = rank == self.wait.rank.rank
-        if is_this:  # its last position may not be written yet, and it may be about to leave
-            position = self.wait.rank.position()._replace(left="")
-        words = []
-        if position.doing:
-            words.append(self._place(position))
-        if self.wait.layer and not self._arrived(position):
-            called = f"syncbn/{rank}/called/{self.wait.position.group}/{self.wait.layer}"
-            if not position.doing or not self.wait.rank.store.check([called]):
-                words.append(f"{UNSEEN} in {self.wait.layer}")
-        words += [EVALUATES] * position.has_evaluated + [position.left] * bool(position.left)
-        state = ""
-        if not (position.left or is_this):
-            if host == process_state.host():
-                state = process_state.state_of(process)
-            elif process and age > SILENCE_SECONDS and self.wait.rank.beats():
-                state = f"not heard of for {age:.0f} s"
-        if state:
-            words.append(state)
-        words_of_rank, has_ended = "; ".join(words) or UNSEEN, state.endswith(process_state.HAS_ENDED)
-        return Found(words_of_rank, bool(position.left or state), has_ended, position)
 
-    def _arrived(self, position: Position) -> bool:
-        """Whether a rank of this position is in what this rank waits in."""
-        return position.group == self.wait.position.group and position.number >= self.wait.number
+def _remedies(found: list[Found]) -> list[str]:
+    """The remedies. None where a rank has said why it left, unless it left because another had."""
+    positions = [one.position for one in found]
+    left = [one.left for one in positions if not any(part in one.left for part in CONSEQUENCES)]
+    if any(len(why) > len(HAS_LEFT) for why in left):
+        return []
+    known = [or_debug(REMEDY_OF_ENDED)] * any(one.state.endswith(process_state.HAS_ENDED) for one in found)
+    known += [REMEDY_OF_EVALUATION] * any(one.has_evaluated for one in positions)
+    if known:
+        return known
+    if HAS_LEFT in left or {"forward", "backward"} <= {one.pass_name for one in positions}:
+        return [REMEDY_OF_FEWER_BATCHES]
+    if one_is_gone(found):
+        return []
+    return [REMEDY_OF_UNSEEN if any(UNSEEN in one.words for one in found) else or_debug(REMEDY)]
 
-    def _place(self, position: Position) -> str:
-        elsewhere = " on another process group" * (self.wait.position.group not in ("", position.group))
-        return f"{'in' if self._arrived(position) else 'after'} {position.doing}{elsewhere}"
+
+def _read(wait: Wait, ranks: list[int]) -> list[Found]:
+    keys = [f"syncbn/{rank}/position" for rank in ranks]
+    store: Any = wait.rank.store
+    if store.has_extended_api() and store.check(keys):
+        texts = store.multi_get(keys)  # two round trips in all
+    else:
+        texts = [store.get(key) if store.check([key]) else None for key in keys]
+    return [_found(wait, rank, text) for rank, text in zip(ranks, texts, strict=True)]
+
+
+def _found(wait: Wait, rank: int, text: bytes | None) -> Found:
+    position, age, process, host = _parsed(text)
+    is_this = rank == wait.rank.rank
+    if is_this:  # its last position may not be written yet, and it may be about to leave
+        position = wait.rank.position()._replace(left="")
+    state = ""
+    if not (position.left or is_this):
+        if host == process_state.host():
+            state = process_state.state_of(process)
+        elif process and age > SILENCE_SECONDS and wait.rank.beats():
+            state = f"not heard of for {age:.0f} s"
+    words = [_place(wait, position)] if position.doing else []
+    if wait.layer and not wait.has_arrived(position):
+        called = f"syncbn/{rank}/called/{wait.position.group}/{wait.layer}"
+        if not position.doing or not wait.rank.store.check([called]):
+            words.append(f"{UNSEEN} in {wait.layer}")
+    words += [text for text in (EVALUATES * position.has_evaluated, position.left, state) if text]
+    return Found("; ".join(words) or UNSEEN, state, position)
+
+
+def _place(wait: Wait, position: Position) -> str:
+    elsewhere = " on another process group" * (wait.position.group not in ("", position.group))
+    return f"{'in' if wait.has_arrived(position) else 'after'} {position.doing}{elsewhere}"
 
 
 def _parsed(text: bytes | None) -> tuple[Position, float, int, str]:

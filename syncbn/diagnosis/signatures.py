@@ -13,7 +13,6 @@ import zlib
 
 import torch
 
-from syncbn.distributed.reduction import Unsigned
 from syncbn.kernels.plans import Signature
 
 LARGEST_TOTAL = 2**26  # number of ranks * signature is less, so that its square is exact in float64
@@ -24,16 +23,14 @@ def largest_signature(num_ranks: int) -> int:
     return LARGEST_TOTAL // num_ranks - 1
 
 
-class Signatures(Unsigned):
-    """The signatures of a call site by name of the pass and dtype of the input; zeros where it does not sign."""
+class Signatures(dict[tuple[str, torch.dtype | None], Signature]):
+    """The signatures of a call site by name of the pass and dtype of the input."""
 
-    def __init__(self, num_ranks: int | None) -> None:
+    def __init__(self, num_ranks: int) -> None:
         super().__init__()
-        self.identity, self.num_ranks = "", num_ranks  # None: it does not sign
+        self.identity, self.num_ranks = "", num_ranks
 
     def __missing__(self, key: tuple[str, torch.dtype | None]) -> Signature:
-        if self.num_ranks is None:
-            return super().__missing__(key)
         pass_name, dtype = key
         text = f"{self.identity} {pass_name} {dtype}"
         s = float(1 + zlib.crc32(text.encode()) % largest_signature(self.num_ranks))

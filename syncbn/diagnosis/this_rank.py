@@ -23,7 +23,7 @@ import time
 import zlib
 from collections import Counter
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
@@ -31,7 +31,7 @@ from syncbn import torch_private
 from syncbn.diagnosis import process_state
 from syncbn.diagnosis.layer_names import line_that_calls_model, path_in_model, quoted
 from syncbn.diagnosis.signatures import Signatures
-from syncbn.distributed.reduction import Caller, CallSite, Collective, GroupState, RankState
+from syncbn.distributed.reduction import NO_SIGNATURES, Caller, Collective
 
 HAS_LEFT = "has left"
 SECONDS_BETWEEN_WRITES = 0.05  # of a rank, at least
@@ -50,54 +50,47 @@ class Position(NamedTuple):
     left: str = ""  # HAS_LEFT, and why
 
 
-class Group(GroupState):
+class Group:
     """The layers and functions that call on a group."""
 
     def __init__(self) -> None:
         self.sites: WeakKeyDictionary[Any, Site] = WeakKeyDictionary()
         self.last_order = 0  # of a site
+        self.num_collectives = 0
 
 
-class Site(CallSite):
-    """A layer or function that calls on a group, by its name."""
-
-    rank: ThisRank
-    state: Group
-    signatures: Signatures
+class Site:
+    """A layer or function that calls on a group, by its name. It holds neither the one nor the other."""
 
     def __init__(self, caller: Any, group: dist.ProcessGroup, rank: ThisRank, state: Group) -> None:
-        super().__init__(caller, group, rank, state)
+        self.caller, self.group, self.rank, self.state = ref(caller), ref(group), rank, state
+        self.group_name, self.num_ranks, self.num_calls = group.group_name, group.size(), 0
         is_function = isinstance(caller, Caller)
-        self.group_name = group.group_name
         # The dotted name in the model, or the function's name; empty for a layer without a model.
         self.path = caller.name if is_function else path_in_model(caller)
         self.first_line = "" if is_function else line_that_calls_model()
         self.name = quoted(self.path) or type(caller).__name__
         self.counts = not is_function or caller.signs
-        self.signatures = Signatures(self.num_ranks if self.counts else None)
-        self.said_not_finite = False
-        self.sign_as(self.path, state.last_order + 1)
+        self.warned_of_nan = False
+        self.signatures: Any = Signatures(self.num_ranks) if self.counts else NO_SIGNATURES
+        if self.counts:
+            self.sign_as(self.path, state.last_order + 1)
 
     def sign_as(self, path: str, order: int) -> None:
         """Sign from now on as the layer of this path which was the order-th to call on the group."""
         self.order, self.state.last_order = order, max(order, self.state.last_order)
         self.signatures.sign_as(f"{order} {path}")
 
-    def forget_group(self) -> None:
-        """The process was forked, and has no such group."""
-        self.group = _nothing  # type: ignore[assignment]
-
     def doing(self, call: int, pass_name: str) -> str:
         """layer4.1.bn3 forward, call 17."""
         return f"{self.name} {pass_name}, call {call}" if self.counts else self.name
 
-    def first_call(self) -> str:
-        """Its first call, by which a reader tells it from a layer of another model with the same path."""
-        return f"first called at {self.first_line}, as layer number {self.order} of its group"
 
-
-class ThisRank(RankState):
+class ThisRank:
     """This rank of a default process group."""
+
+    last: Collective | None = None  # the last that this rank has begun
+    waiting: Collective | None = None  # the same, until it has ended on the host
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.rank, self.process = dist.get_rank(), os.getpid()
@@ -110,7 +103,6 @@ class ThisRank(RankState):
         self.interval = _interval(self.store, self.num_ranks)
         self.evaluated_after: object = False  # the last collective before a call in evaluation mode; False: none yet
         self.left = ""
-        self.written, self.written_state = -math.inf, self.state()
         self.ended = threading.Event()
         self.failed = False  # a collective outside of the layers failed, and ends this rank
         self.write_position()
@@ -119,20 +111,16 @@ class ThisRank(RankState):
         """Whether it writes every second."""
         return self.interval < math.inf
 
-    def state(self) -> tuple[Collective | None, bool, str]:
-        """The last collective; whether this rank has evaluated since; whether it has left, and why."""
-        last = self.last
-        return last, self.evaluated_after is last, self.left
-
     def position(self) -> Position:
-        """The state in words."""
-        last, has_evaluated, left = self.state()
-        return position_in(last)._replace(has_evaluated=has_evaluated, left=left)
+        """The last all_reduce of this rank, and what it has done since."""
+        last = self.last  # other threads may begin the next
+        return position_in(last)._replace(has_evaluated=self.evaluated_after is last, left=self.left)
 
     def write_position(self) -> None:
         with self.writing:
-            self.written, self.written_state = time.monotonic(), self.state()
-            self.write("position", json.dumps((self.position(), time.time(), self.process, process_state.host())))
+            position = self.written_position = self.position()
+            self.written = time.monotonic()
+            self.write("position", json.dumps((position, time.time(), self.process, process_state.host())))
 
     def meet(self, name: str, group: dist.ProcessGroup, seconds: float) -> bool:
         """Wait until all ranks of a group have come to its meeting of this name, equally often. False: one is late.
@@ -156,18 +144,10 @@ class ThisRank(RankState):
                 pause = min(2 * pause, self.interval)
         return True
 
-    def forget_store(self) -> None:
-        """The group has ended; layers that have called on it still know this rank, and must not keep its store."""
-        self.store_answers, self.store = False, dist.HashStore()
-
     def write(self, key: str, text: str) -> None:
         if self.store_answers:
             with contextlib.suppress(RuntimeError, ValueError):  # a store that has ended
                 self.store.set(f"syncbn/{self.rank}/{key}", text)
-
-
-def _nothing() -> None:
-    """The group of a site in a forked process."""
 
 
 def position_in(collective: Collective | None) -> Position:

@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,21 +34,29 @@ FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
 class Wait:
     """A wait of this rank for others."""
 
-    rank: ThisRank
-    position: Position  # of this rank
-    number: int  # a rank with this count or more has arrived
     layer = ""  # which the others may not have called
-    place = ""  # in words, where it is not what the host is known to do
-    start: float
-    next_warning_seconds: float
+    place = ""  # in words, where the position does not tell it
+
+    def __init__(self, rank: ThisRank, position: Position, number: int, start: float) -> None:
+        self.rank, self.position = rank, position
+        self.number = number  # a rank with this count or more has arrived
+        self.start, self.next_warning_seconds = start, FIRST_WARNING_SECONDS
 
     def ranks(self) -> list[int]:
         """The global ranks that wait for one another. **Raises** ValueError for a group that has ended."""
-        raise NotImplementedError
+        return list(range(self.rank.num_ranks))
 
     def seconds(self) -> float:
-        """Since it began."""
+        """The seconds since it began."""
         return time.monotonic() - self.start
+
+    def is_long(self) -> bool:
+        """Whether a warning is due."""
+        return self.seconds() >= self.next_warning_seconds
+
+    def has_arrived(self, position: Position) -> bool:
+        """Whether a rank of this position is in what this rank waits in."""
+        return position.group == self.position.group and position.number >= self.number
 
 
 class Waiting(Wait):
@@ -57,19 +64,11 @@ class Waiting(Wait):
 
     def __init__(self, collective: Collective) -> None:
         site = collective.site
-        self.collective, self.rank, self.number, self.start = collective, site.rank, collective.number, collective.start
-        self.position = position_in(collective)
-        self.group, self.layer = site.group, site.name if site.counts else ""
-
-    @property
-    def next_warning_seconds(self) -> float:
-        """After which the next warning is due; the collective keeps it."""
-        seconds = [one.first_warning_seconds for one in reduction.guards if one.first_warning_seconds is not None]
-        return self.collective.next_warning_seconds or min([FIRST_WARNING_SECONDS, *seconds])
-
-    @next_warning_seconds.setter
-    def next_warning_seconds(self, seconds: float) -> None:
-        self.collective.next_warning_seconds = seconds
+        super().__init__(site.rank, position_in(collective), collective.number, collective.start)
+        self.collective, self.group, self.layer = collective, site.group, site.name if site.counts else ""
+        self.next_warning_seconds = min(
+            [FIRST_WARNING_SECONDS, *(one.first_warning_seconds for one in reduction.guards)]
+        )
 
     def ranks(self) -> list[int]:
         group = self.group()
@@ -78,27 +77,45 @@ class Waiting(Wait):
         return dist.get_process_group_ranks(group)
 
 
-class Event(Protocol):
-    """An event on a GPU's stream behind an all_reduce, as torch.cuda.Event."""
+class Elsewhere(Wait):
+    """In a collective outside of the layers: for any of the ranks, after the last all_reduce of a layer."""
 
-    def query(self) -> bool:
-        """Whether the GPU has come to it. The host does not wait."""
+    def __init__(self, rank: ThisRank, line: str = "", processor_seconds: float | None = None) -> None:
+        position = rank.position()
+        super().__init__(rank, position, position.number + 1, time.monotonic())
+        self.place = f", at {line} in a collective outside of syncbn's layers"
+        self.processor_seconds = processor_seconds
+
+
+def elsewhere(rank: ThisRank, last: Wait | None) -> Elsewhere | None:
+    """The wait of the main thread outside of the layers, if it is in one; `last` is the wait that was found before."""
+    seconds = process_state.main_thread_seconds()
+    if isinstance(last, Elsewhere) and last.processor_seconds == seconds and last.position == rank.position():
+        return last
+    # Only now: a thread that uses no more processor time than `seconds` stays in this frame.
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if seconds is None or frame is None:
+        return None
+    if frame.f_globals is not vars(text_exchange) and not torch_private.waits_for_others(frame):
+        return None
+    return Elsewhere(rank, line_of_program(frame), seconds)
 
 
 class EventOn:
-    """An event that is queried while its GPU is current, else CUDA makes a context of 0.5 GB on GPU 0 (torchcomms#777
-    saw 534 MiB); the query does not fail a graph that another thread captures."""
+    """An event behind an all_reduce on a GPU's stream, queried while that GPU is current, else CUDA makes a context of
+    0.5 GB on GPU 0 (torchcomms#777 saw 534 MiB); the query does not fail a graph that another thread captures."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.event = device, torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.event.record(torch.cuda.current_stream(device))
 
     def query(self) -> bool:
+        """Whether the GPU has come to it. The host does not wait."""
         with torch.cuda.device(self.device), torch_private.beside_captures():
             return bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
-def event_behind(device: torch.device) -> Event | None:
+def event_behind(device: torch.device) -> EventOn | None:
     """An event at the end of the current stream of a GPU; None while a graph is captured."""
     return None if torch.cuda.is_current_stream_capturing() else EventOn(device)
 
@@ -111,23 +128,23 @@ class OnGpu:
     """
 
     def __init__(self) -> None:
-        self._unfinished: deque[tuple[Wait, Event]] = deque()
+        self._unfinished: deque[tuple[Wait, EventOn]] = deque()
         self._lock = threading.Lock()  # the program and the watchdog ask
 
-    def add(self, wait: Wait, event: Event | None) -> None:
+    def add(self, wait: Wait, event: EventOn | None) -> None:
         """The host has left this one, which ends with the event; None while a graph is captured."""
+        if event is None:
+            self.clear()
+            return
         with self._lock:
-            if event is None:
-                self._unfinished.clear()
-                return
             self._forget_finished()
             wait.place = f", in {wait.position.doing} on the GPU, beside which the hosts may go on"
             self._unfinished.append((wait, event))
 
     def oldest(self) -> Wait | None:
-        """The first of them; it is asked again when a warning of it is due."""
+        """The first of them. Its event is asked again when a warning is due."""
         with self._lock:
-            if self._unfinished and is_long(self._unfinished[0][0]):
+            if self._unfinished and self._unfinished[0][0].is_long():
                 self._forget_finished()
             return self._unfinished[0][0] if self._unfinished else None
 
@@ -141,37 +158,3 @@ class OnGpu:
             self._unfinished.popleft()
             if self._unfinished:  # until now the GPU may have been behind
                 self._unfinished[0][0].start = time.monotonic()
-
-
-class Elsewhere(Wait):
-    """In a collective outside of the layers: for any of the ranks, after the last all_reduce of a layer."""
-
-    def __init__(self, rank: ThisRank, line: str = "", processor_seconds: float | None = None) -> None:
-        self.rank, self.position = rank, rank.position()
-        self.state = rank.state()
-        self.place = f", at {line} in a collective outside of syncbn's layers"
-        self.number = self.position.number + 1
-        self.processor_seconds = processor_seconds
-        self.start, self.next_warning_seconds = time.monotonic(), FIRST_WARNING_SECONDS
-
-    def ranks(self) -> list[int]:
-        return list(range(self.rank.num_ranks))
-
-
-def elsewhere(rank: ThisRank, last: Elsewhere | None) -> Elsewhere | None:
-    """The wait of the main thread outside of the layers, if it is in one; `last` was found before."""
-    seconds = process_state.main_thread_seconds()
-    if last is not None and last.processor_seconds == seconds and last.state == rank.state():
-        return last
-    # Only now: a thread that uses no more processor time than `seconds` stays in this frame.
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if seconds is None or frame is None:
-        return None
-    if frame.f_globals is not vars(text_exchange) and not torch_private.waits_for_others(frame):
-        return None
-    return Elsewhere(rank, line_of_program(frame), seconds)
-
-
-def is_long(wait: Wait) -> bool:
-    """Whether a warning of it is due."""
-    return wait.seconds() >= wait.next_warning_seconds

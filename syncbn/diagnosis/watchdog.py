@@ -1,9 +1,9 @@
 """Writes where this rank is, in a thread, when that changes and each second; warns while the rank waits long.
 
-When a collective outside of the layers fails, and the program by it, the thread says where every rank is: errors of the
-layers say so themselves. Only the rank that fails first can speak for sure, as torchrun ends the others 0.1 s later; a
-program that handles the error itself says nothing; and a store inside a rank that has ended is lost (torchrun keeps it
-in a process of its own).
+When a collective outside of the layers fails and ends the program, the thread logs where every rank is; errors of the
+layers say so themselves. Only the rank that fails first is sure to report, as torchrun ends the others 0.1 s later.
+Nothing is logged where the program handles the error, and the positions are lost with the process that holds the store
+(torchrun keeps it in a process of its own).
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import logging
 import os
 import threading
 import time
-import weakref
+from weakref import finalize, ref
 
 import torch
 import torch.distributed as dist
 
 from syncbn.diagnosis import process_state, report
 from syncbn.diagnosis.this_rank import HAS_LEFT, ThisRank
-from syncbn.diagnosis.waiting import Elsewhere, OnGpu, Waiting, elsewhere, event_behind, is_long
+from syncbn.diagnosis.waiting import Elsewhere, OnGpu, Wait, Waiting, elsewhere, event_behind
 from syncbn.distributed.reduction import Collective
 
-HEARTBEAT_SECONDS = 1.0  # between writes of a rank that does nothing new; with 10,000 ranks a tenth of the store's time
+HEARTBEAT_SECONDS = 1.0  # between writes of an unchanged position; with 10,000 ranks a tenth of the store's time
 LEAVE_SECONDS = 0.3  # for which a rank that leaves waits for its own heartbeat
-WARNING_RANKS = 4  # of a group; all would say the same
+WARNING_RANKS = 4  # of a group warn, as all would say the same
 
 _log = logging.getLogger("syncbn")
 
@@ -36,55 +36,59 @@ class WatchedRank(ThisRank):
     def __init__(self, world: dist.ProcessGroup) -> None:
         super().__init__(world)
         self.on_gpu = OnGpu()
-        weakref.finalize(world, _leave, self)
-        self.watchdog = threading.Thread(
-            target=_watch, args=[self, weakref.ref(world)], name="syncbn.watchdog", daemon=True
-        )
+        finalize(world, _leave, self)
+        self.watchdog = threading.Thread(target=_watch, args=[self, ref(world)], name="syncbn.watchdog", daemon=True)
         self.watchdog.start()
 
     def left_to_gpu(self, collective: Collective, device: torch.device) -> None:
+        """The host has left a collective that the GPU has not ended."""
         self.on_gpu.add(Waiting(collective), event_behind(device))
 
 
-def _watch(rank: WatchedRank, world: weakref.ref[dist.ProcessGroup]) -> None:
-    # Between its looks it holds nothing that would keep the group alive.
-    last = None
+def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
+    """The thread. Between its looks it holds nothing that would keep the group alive."""
+    last: Wait | None = None
     while not rank.ended.wait(min(rank.interval, HEARTBEAT_SECONDS)) and dist.group.WORLD is world():
         last = _look(rank, last)
     rank.on_gpu.clear()
     rank.ended.wait()  # a group that is destroyed may be held, and the program end later
     if rank.failed:
-        where = report.where_all_were(Elsewhere(rank))
+        where = report.where_all_are(Elsewhere(rank), report.one_is_gone, at_exit=True)
         _log.error("syncbn: a collective outside of syncbn's layers failed on rank %d.\n%s", rank.rank, where)
-    rank.forget_store()
+    # Layers that have called on the group still know this rank, and must not keep its store.
+    rank.store_answers, rank.store = False, dist.HashStore()
 
 
-def _look(rank: WatchedRank, last: Elsewhere | None) -> Elsewhere | None:
-    """Write the position if it is new or old; warn of a long wait. The wait outside of the layers, if it is that."""
-    collective = rank.waiting
-    waiting = rank.on_gpu.oldest() if collective is None else Waiting(collective)
+def _look(rank: WatchedRank, last: Wait | None) -> Wait | None:
+    """Write the position if it is new or old; warn of a long wait. Returns the wait that this rank is in."""
+    wait = _wait_of(rank, last)
     with rank.writing:
-        if rank.beats():
-            due = time.monotonic() - rank.written >= HEARTBEAT_SECONDS or rank.written_state != rank.state()
-        else:
-            due = waiting is not None and rank.written_state != rank.state()
+        is_new = rank.position() != rank.written_position
+        is_old = time.monotonic() - rank.written >= HEARTBEAT_SECONDS
+        due = is_new or is_old if rank.beats() else is_new and wait is not None
         if due and not rank.ended.is_set():
             rank.write_position()
-    outside = elsewhere(rank, last) if waiting is None else None
-    wait = waiting or outside
-    if wait is None or not is_long(wait):
-        return outside
+    if wait is None or not wait.is_long():
+        return wait
     seconds = wait.seconds()
     wait.next_warning_seconds *= 2
     with contextlib.suppress(ValueError):  # a group that has ended
         if wait.ranks().index(rank.rank) < WARNING_RANKS:
             where = report.where_all_are(wait)
             _log.warning("syncbn: rank %d has waited %.0f s for others%s.\n%s", rank.rank, seconds, wait.place, where)
-    return outside
+    return wait
+
+
+def _wait_of(rank: WatchedRank, last: Wait | None) -> Wait | None:
+    """The wait that this rank is in; `last` was the one before."""
+    collective = rank.waiting
+    if collective is None:
+        return rank.on_gpu.oldest() or elsewhere(rank, last)
+    return last if isinstance(last, Waiting) and last.collective is collective else Waiting(collective)
 
 
 def _leave(rank: WatchedRank) -> None:
-    """The default process group, or this program, ends: because of an exception, perhaps."""
+    """The default process group, or this program, ends, perhaps because of an exception."""
     here = rank.process == os.getpid()  # a forked process has no thread
     rank.failed = here and process_state.a_collective_failed()
     rank.ended.set()

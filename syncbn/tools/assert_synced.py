@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import itertools
 import math
-import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,15 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from syncbn.distributed import groups
-from syncbn.distributed.text_exchange import (
-    all_gather,
-    all_gather_text,
-    all_reduce_max,
-    digest_of_lines,
-    first_difference,
-    ranks_in_words,
-)
+from syncbn.distributed.text_exchange import all_gather, all_reduce_max, ranks_in_words, require_equal
 from syncbn.layer import SyncBatchNorm
+from syncbn.roads import dtensors
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,61 +26,44 @@ LINES = 20  # tensors that an error names
 def assert_synced(model: nn.Module) -> None:
     """Parameters and buffers of `model` are equal bit by bit on all ranks of the default group.
 
-    Those of a layer that synchronises over a group of its own are compared within that group. Parameters that FSDP2 has
-    sharded are left out, as each rank has its own part, and those that lazy layers have not yet. NaN is equal to the
-    same NaN. A collective: two all_gathers, of a digest and of 16 bytes a tensor; the tensors themselves are sent only
-    where they differ.
+    Buffers of a layer that has a group of its own are compared within that group. Parameters that FSDP2 has sharded are
+    left out, as each rank has its own part, and so are uninitialised ones of lazy layers. NaN is equal to the same NaN.
+    A collective: two all_gathers, of a digest and of 16 bytes a tensor; the tensors themselves are sent only where they
+    differ.
 
     Raises:
-        AssertionError: on every rank: which tensors, on which ranks, and by how much at most; or that the ranks' models
-            have not the same tensors.
+        AssertionError: on every rank: which tensors differ, on which ranks, and by how much at most; or that the ranks'
+            models have not the same tensors.
     """
     world = groups.world()
     if world is None:
         return
-    tensors = dict(_tensors(model))
-    _require_the_same_names([f"{name}: {tuple(one.shape)} {one.dtype}" for name, one in tensors.items()], world)
-    cohorts = _cohorts(model)
-    local = torch.tensor([(_digest(one), cohorts.get(name, -1)) for name, one in tensors.items()]).view(-1, 2)
-    gathered = torch.stack(all_gather(local, world)).tolist()  # (W, tensors, 2)
-    words = []
-    for index, (name, tensor) in enumerate(tensors.items()):
+    tensors = _tensors(model)
+    try:
+        require_equal([f"{name}: {tuple(one.shape)} {one.dtype}" for name, one, _ in tensors], None, world)
+    except ValueError as error:
+        raise AssertionError(f"the ranks have not the same tensors: {error}") from None
+    local = torch.tensor([(_digest(one), cohort) for _, one, cohort in tensors]).view(-1, 2)
+    gathered = torch.stack(all_gather(local, world), dim=1).tolist()  # (tensors, W, 2)
+    differing = []
+    for (name, tensor, _), of_ranks in zip(tensors, gathered, strict=True):
         ranks_with: dict[int, dict[int, list[int]]] = {}  # cohort -> digest -> ranks
-        for rank, of_rank in enumerate(gathered):
-            digest, cohort = of_rank[index]
+        for rank, (digest, cohort) in enumerate(of_ranks):
             ranks_with.setdefault(cohort, {}).setdefault(digest, []).append(rank)
-        for _, versions in sorted(ranks_with.items()):
-            if len(versions) > 1:
-                words.append((name, tensor, [*versions.values()]))
-    if words:
-        raise AssertionError(_report(words, len(tensors), world))
+        differing += [(name, tensor, [*one.values()]) for _, one in sorted(ranks_with.items()) if len(one) > 1]
+    if differing:
+        raise AssertionError(_report(differing, len(tensors), world))
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All that this rank has whole."""
-    sharded = sys.modules.get("torch.distributed.tensor")  # slow to import, and nobody can have sharded without it
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if not (tensor.is_meta or is_lazy(tensor) or (sharded is not None and isinstance(tensor, sharded.DTensor))):
-            yield name, tensor.detach()
-
-
-def _cohorts(model: nn.Module) -> dict[str, int]:
-    """For the buffers of layers that synchronise over a part of the ranks: the first of these."""
-    cohorts = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, SyncBatchNorm) and layer._process_group is not None:
-            first = groups.ranks_of(layer._process_group)[0]
-            for buffer, _ in layer.named_buffers(prefix=name, recurse=False):
-                cohorts[buffer] = first
-    return cohorts
-
-
-def _require_the_same_names(lines: list[str], world: ProcessGroup) -> None:
-    """**Raises** AssertionError on every rank with the first line that differs."""
-    if len(set(all_gather_text(digest_of_lines(lines), world))) > 1:
-        raise AssertionError(
-            f"the ranks have not the same tensors; of each the first that differs:\n{first_difference(lines, world)}"
-        )
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor, int]]:
+    """The parameters and buffers of which this rank has all values, each with the first rank of those that must have
+    the same: -1 for all ranks, another for the buffers of a layer that has a group of its own."""
+    tensors = [(name, parameter, -1) for name, parameter in model.named_parameters()]
+    for prefix, module in model.named_modules():
+        spec = module._process_group if isinstance(module, SyncBatchNorm) else None
+        cohort = -1 if spec is None else groups.ranks_of(spec)[0]
+        tensors += [(name, buffer, cohort) for name, buffer in module.named_buffers(prefix, recurse=False)]
+    return [one for one in tensors if not (one[1].is_meta or is_lazy(one[1]) or dtensors.is_dtensor(one[1]))]
 
 
 def _digest(tensor: Tensor) -> int:
@@ -103,13 +77,11 @@ def _digest(tensor: Tensor) -> int:
 def _report(differing: list[tuple[str, Tensor, list[list[int]]]], num_tensors: int, world: ProcessGroup) -> str:
     lines = []
     for name, tensor, versions in differing[:LINES]:
-        is_member = any(world.rank() in ranks for ranks in versions)
         values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).to(torch.float64).reshape(-1)
-        if not is_member:  # of another group, where they may be the same
-            values = torch.full_like(values, -math.inf)
-        largest, negated_smallest = all_reduce_max(torch.cat((values, -values if is_member else values)), world).chunk(
-            2
-        )
+        bounds = torch.cat((values, -values))
+        if not any(world.rank() in ranks for ranks in versions):  # of another group, where they may be the same
+            bounds.fill_(-math.inf)
+        largest, negated_smallest = all_reduce_max(bounds, world).chunk(2)
         difference = (largest + negated_smallest).max().item()
         lines.append(f"{name}: {' unlike '.join(map(ranks_in_words, versions))}, by up to {difference:.3g}")
     if len(differing) > LINES:

@@ -1,14 +1,13 @@
 """Lets ranks train while others have run out of data: `with syncbn.join(ddp_model): ...`
 
-torch's Join lets such a rank, which has joined, shadow the collectives of DistributedDataParallel, which are the same
-in every iteration. Those of batch norm are as many as the layers that an iteration happens to call, see
-join_protocol.py. On a joined rank a thread of ours shadows those, beside Join, which works on the group of the model.
+A rank without data has joined. torch's Join lets it shadow the collectives of DistributedDataParallel, which are the
+same in every iteration. How many collectives batch norm has depends on the layers that an iteration calls, see
+join_protocol.py; a thread of ours shadows these, beside Join, which works on the group of the model.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import queue
 import threading
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from syncbn.diagnosis import report
 from syncbn.distributed import groups
 from syncbn.distributed.join_protocol import ITERATION, Shadowing
-from syncbn.distributed.reduction import Caller, guarded_by, joined_group
+from syncbn.distributed.reduction import Caller, guarded_by
 from syncbn.layer import SyncBatchNorm
 from syncbn.torch_private import JoinAfter, is_compiled
 
@@ -38,8 +37,8 @@ def join(ddp_model: DistributedDataParallel, *, divide_by_initial_world_size: bo
                 ...
 
     Each step normalises over the ranks that still have a batch. In the end parameters and buffers are, on every rank,
-    those of a rank that ran to the end. It is torch.distributed.algorithms.join.Join for models with synchronised batch
-    norm, where Join alone would wait for ever.
+    those of a rank that ran to the end. This is torch.distributed.algorithms.join.Join for models with synchronised
+    batch norm, where Join alone would wait for ever.
 
     Entering and leaving is a collective of all ranks. Inside, each all_reduce of syncbn and each forward of the model
     is preceded by an all_reduce of 8 bytes.
@@ -53,39 +52,39 @@ def join(ddp_model: DistributedDataParallel, *, divide_by_initial_world_size: bo
         TypeError: not a DistributedDataParallel, or compiled.
         ValueError: the model or one of its layers works on a part of the ranks.
         RuntimeError: inside another `join`; the model is called without gradients; another rank left its body with an
-            exception, whose text this has, while the rank itself raises the exception as it was; or a collective of
-            syncbn failed or timed out, with where every rank is.
+            exception (this error has its text; that rank raises the exception itself); or a collective of syncbn
+            failed or timed out (the error says where every rank is).
 
     Forward and backward of a step belong inside, and nothing may be compiled or selectively checkpointed there;
-    evaluation calls `ddp_model.module`. The model and the ranks' optimizers and schedulers have made different numbers
-    of steps: of those, only the model agrees afterwards.
+    evaluation calls `ddp_model.module`. Afterwards all ranks have the same model, but not the same optimizers and
+    schedulers, as these have made different numbers of steps.
 
-    An exception between the forward of the model and the end of its backward reaches the ranks that are finished only
-    when the process of the failing rank ends: Join waits there for the gradients.
+    After an exception between the forward of the model and the end of its backward, finished ranks wait in Join for the
+    gradients until the process of the failing rank ends.
     """
     _check(ddp_model)
     if dist.get_world_size() == 1:
         yield
         return
-    session = _Session(ddp_model)
-    try:
+    with contextlib.closing(_Session(ddp_model)) as session:
         session.warm_up()
         torch_join = _Join(session, divide_by_initial_world_size)
-        with session.announcing(), torch_join:
+        with register_module_forward_pre_hook(session.before_forward), guarded_by(session), torch_join:
             try:
                 yield
             except Exception as error:
                 session.fail(error)
                 raise
-            session.finish()
+            session.start_thread()
         layers = [layer for layer in ddp_model.modules() if isinstance(layer, SyncBatchNorm)]
         session.take_from_the_last(buffer for layer in layers for buffer in layer.buffers(recurse=False))
-    finally:
-        session.close()
 
 
 class _Session(Shadowing):
     """One `with` block on this rank: what it announces, and its thread once it has no more data."""
+
+    # The thread's on a GPU, where Join lets the default stream wait for the others, who wait for what the thread sends.
+    stream: torch.cuda.Stream | None = None
 
     def __init__(self, ddp_model: DistributedDataParallel) -> None:
         super().__init__(ddp_model.join_device, "syncbn.join")
@@ -98,31 +97,18 @@ class _Session(Shadowing):
         """Make now, on all ranks, the communicator and the kernel that the thread uses on a GPU. Made later, they could
         wait for the GPU while the GPU waits for what the thread sends."""
         if self.device.type == "cuda":
-            with self.own_stream():
+            self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self.stream):
                 self.give_zeros(1)
             torch.cuda.synchronize(self.device)
 
-    @contextlib.contextmanager
-    def announcing(self) -> Iterator[None]:
-        """Within, the layers and the model announce what they are going to do."""
-        hooks = (
-            self.model.register_forward_pre_hook(self.announce_iteration, prepend=True),
-            register_module_forward_pre_hook(self.refuse_other_model),
-        )
-        try:
-            with guarded_by(self):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def refuse_other_model(self, module: nn.Module, _: Any) -> None:
-        """A hook before the forward of any module. A finished rank does not answer another model's collectives."""
-        if isinstance(module, DistributedDataParallel) and module is not self.model:
+    def before_forward(self, module: nn.Module, _: Any) -> None:
+        """A hook before the forward of any module: announces that of the model, and refuses other models, whose
+        collectives a finished rank does not answer."""
+        if not isinstance(module, DistributedDataParallel):
+            return
+        if module is not self.model:
             raise RuntimeError("syncbn.join joins one model, and here runs a second DistributedDataParallel")
-
-    def announce_iteration(self, *_: Any) -> None:
-        """A hook before the forward of the model."""
         if not torch.is_grad_enabled():
             raise RuntimeError(
                 "inside syncbn.join each forward of the joined model is a step with its backward; "
@@ -131,7 +117,7 @@ class _Session(Shadowing):
         self.num_iterations += 1
         self.agree(ITERATION, self.caller, self.num_iterations, "iteration")
 
-    def finish(self) -> None:
+    def start_thread(self) -> None:
         """This rank has no more data, and joins: from now on it shadows the others."""
         self.thread = threading.Thread(target=self.serve, name="syncbn.join", daemon=True)
         self.thread.start()
@@ -139,33 +125,12 @@ class _Session(Shadowing):
     def serve(self) -> None:
         """The thread."""
         try:
-            with self.own_stream():
+            with torch.cuda.stream(self.stream):
                 self.shadow(lambda: self.iterations.put(True))
         except BaseException as error:
             self.error = error
         finally:
             self.iterations.put(False)
-
-    def own_stream(self) -> contextlib.AbstractContextManager[object]:
-        """On a GPU Join lets the default stream wait for the others, who wait for what the thread sends."""
-        return contextlib.nullcontext() if self.device.type == "cpu" else torch.cuda.stream(self.stream)
-
-    @functools.cached_property
-    def stream(self) -> torch.cuda.Stream:
-        """The thread's, whose memory warm_up has allocated."""
-        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-
-    def wait_for_iteration(self) -> None:
-        """Until the others begin an iteration or all have joined. **Raises** what the thread raised."""
-        if not self.iterations.get() and self.error is not None:
-            raise self.error
-
-    def explain(self, error: RuntimeError) -> None:
-        """A collective of torch's has failed. **Raises** what the thread, whose own fails soon, says of it."""
-        assert self.thread is not None
-        self.thread.join(report.READ_SECONDS + 1)  # it may read for so long
-        if self.error is not None and self.error is not error:
-            raise self.error from error
 
 
 class _Join(JoinAfter):
@@ -177,13 +142,19 @@ class _Join(JoinAfter):
         self.session = session
 
     def before_iteration(self) -> None:
-        self.session.wait_for_iteration()
+        """Wait until the others begin an iteration or all have joined. **Raises** what the thread raised."""
+        if not self.session.iterations.get() and self.session.error is not None:
+            raise self.session.error
 
     def __exit__(self, *exception: Any) -> None:
         try:
             super().__exit__(*exception)
-        except RuntimeError as error:
-            self.session.explain(error)
+        except RuntimeError as error:  # a collective of torch's has failed; the thread's own fails soon, and says more
+            session = self.session
+            assert session.thread is not None
+            session.thread.join(report.READ_SECONDS + 1)  # it may read for so long
+            if session.error not in (None, error):
+                raise session.error from error
             raise
 
 
@@ -193,13 +164,10 @@ def _check(ddp_model: nn.Module) -> None:
     compiled = ", ".join(name or "the model" for name, module in ddp_model.named_modules() if is_compiled(module))
     if compiled:
         raise TypeError(f"syncbn.join needs a model without compiled modules, but compiled are: {compiled}")
-    if joined_group() is not None:
-        raise RuntimeError("syncbn.join cannot be entered inside syncbn.join")
     num_ranks = dist.get_world_size()
-    parts = {"the model": dist.get_world_size(ddp_model.process_group)}
-    for name, layer in ddp_model.named_modules():
-        if isinstance(layer, SyncBatchNorm):
-            parts[name] = groups.size(layer._process_group)
+    layers = {name: one for name, one in ddp_model.named_modules() if isinstance(one, SyncBatchNorm)}
+    parts = {name: groups.size(layer._process_group) for name, layer in layers.items()}
+    parts["the model"] = dist.get_world_size(ddp_model.process_group)
     partial = ", ".join(f"{name} over {size}" for name, size in parts.items() if size != num_ranks)
     if partial:
         raise ValueError(f"syncbn.join needs everything to run over all {num_ranks} ranks, but not so: {partial}")

@@ -1,4 +1,4 @@
-"""Measures how far each rank's own batch statistics lie from those of all ranks, and so who needs synchronised layers.
+"""Measures how far each rank's own batch statistics lie from those of all ranks, which tells who needs synchronisation.
 
 For one channel in one call of a layer: rank r has n_r values of mean m_r and biased variance v_r, its group n, m and v.
 The figures are root mean squares over channels, ranks and calls of
@@ -8,9 +8,8 @@ The figures are root mean squares over channels, ranks and calls of
     output_deviation  (x - m_r) / sqrt(v_r + eps) - (x - m) / sqrt(v + eps), over the rank's values x: its square has
                       the mean (m_r - m)^2 / (v + eps) + v_r (1 / sqrt(v_r + eps) - 1 / sqrt(v + eps))^2
 
-and the predicted ones of what the squares would be on average if the values were independent. The n values are then as
-good as dealt to the ranks at random: m_r is the mean of n_r of them, drawn without replacement, and whatever their
-distribution
+and the predicted ones are roots of the squares' expectations for independent values. The n values are then as good as
+dealt to the ranks at random: m_r is the mean of n_r of them, drawn without replacement, and whatever their distribution
 
     E[(m_r - m)^2 / v] = (n - n_r) / (n_r (n - 1)),                                       about 1 / n_r - 1 / n.
 
@@ -23,42 +22,30 @@ Beta((n_r - 1) / 2, (n - n_r) / 2), whose moments are b1 = (n_r - 1) / (n - 1) a
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import masks, moments, torch_private, torch_state
-from syncbn.arguments import Arguments
-from syncbn.convert import check_module
-from syncbn.convertibility import kind_of
-from syncbn.distributed.group_spec import to_spec
-from syncbn.distributed.reduction import Caller, joined_group, reduction_of, resolve
+from syncbn import moments
+from syncbn.convert import check_module, kind_of
+from syncbn.distributed.groups import ProcessGroupLike, to_spec
+from syncbn.distributed.join_protocol import refuse_inside_join
+from syncbn.distributed.reduction import Caller, EagerReduction, NoReduction, reduction_of, resolve
 from syncbn.distributed.text_exchange import all_reduce_max, gather_by_rank, require_equal
-from syncbn.kernels.select import select_kernels
-from syncbn.layer import SyncBatchNorm
-from syncbn.layout import Layout
-from syncbn.roads import dtensors, nested
-from syncbn.tools.observed_inputs import observed
+from syncbn.tools.recorder import Recorder
 from syncbn.tools.summary import bytes_if_synchronised
 from syncbn.tools.table import table
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from syncbn.distributed.group_spec import GroupSpec, ProcessGroupLike
-    from syncbn.distributed.side_reductions import Reduction
 
 _CALLER = Caller("measure_local_noise")
 GAINS_FROM = 0.1  # of the outputs' deviation
 ROUNDING = 1e-14  # of a variance, relative to the mean's square: below it the channel is constant
 LEGEND = f"""\
-off: a rank's own mean and variance from its group's, in the group's standard deviations and relative; and its outputs
-    (standard deviation 1) from what they are with the group's; root mean squares over channels, ranks and calls
+off: how far a rank's own mean (in standard deviations), variance (relative) and outputs (of standard deviation 1) are
+    from those with its group's statistics; root mean squares over channels, ranks and calls
 predicted: expected for the same number of independent values
 gains: yes where a rank's outputs are off by more than {GAINS_FROM} without synchronisation; -: nothing to compare
 bytes: what synchronisation sends in a call, forward and backward"""
@@ -125,36 +112,35 @@ def measure_local_noise(
                 ...  # training steps as always, or forwards in training mode alone
         print(noise)
 
-    For each batch-norm layer, converted or not, the table has the values of a channel on a rank and in its group, and
-    how far the rank's own mean and variance are off beside what as many independent values would give (the formulas
-    stand at the top of measure_local_noise.py). The values of one image are not independent: in deep layers they are
-    alike and count for fewer. Where the measured is many times the predicted, the ranks' data differ in kind, as sorted
-    data do.
+    For each batch-norm layer, converted or not, the table has the number of a channel's values on a rank and in its
+    group, and how far the rank's own mean and variance are off, beside what is expected for the same number of
+    independent values (the formulas stand at the top of measure_local_noise.py). The values of one image are not
+    independent: in deep layers they are alike and count for fewer. If a measured figure is many times the predicted
+    one, the ranks' data differ in kind, as sorted data do.
 
-    A layer gains from synchronisation, says the table, where a rank's outputs are off by more than 0.1 standard
-    deviations without. That is a rule of thumb: it is what some 150 independent values leave on each of many ranks, or
-    75 on each of 2, as the square is about 1.5 (1 / n_r - 1 / n). So 2 ranks understate the noise in a job of 64 by up
-    to sqrt(2): ranks times num_slices must be those of the job. Whether the noise harms the training, or helps it as
-    regularisation, only a training run tells.
+    The table says that a layer gains from synchronisation if without it a rank's outputs are off by more than 0.1
+    standard deviations. That is a rule of thumb: so far off are outputs with some 150 independent values on each of
+    many ranks, or 75 on each of 2, as the square is about 1.5 (1 / n_r - 1 / n). So 2 ranks understate the noise in a
+    job of 64 by up to sqrt(2): ranks times num_slices must be the job's number of ranks. Whether the noise harms the
+    training, or helps it as regularisation, only a training run tells.
 
-    What counts as a layer's input is what the forward of its class gives to super().forward or F.batch_norm. Where that
-    cannot be read on some rank, the layer is left out on all, and named with the reason below the table and in
-    `not_measured`.
+    A layer's input is what the forward of its class gives to super().forward or F.batch_norm. If that cannot be read on
+    some rank, the layer is left out on all ranks; the reason stands below the table and in `not_measured`.
 
-    Nothing of the training changes, but that compiled modules run in eager mode. Calls in evaluation mode, and the
+    The training does not change, except that compiled modules run in eager mode. Calls in evaluation mode, and the
     recompute of activation checkpointing, are not counted. Nothing is sent until the block ends, which is a collective:
     an exchange of texts and three all_reduces of all ranks (and one more for each other group that a layer has). So
     take as many steps in it on every rank. A block that ends with an exception sends nothing. Each call of a layer
     keeps 8 * (2C + 1) bytes, times num_slices.
 
     Args:
-        model: in whatever wrapper. Where its layers are synchronised, a rank's inputs are those of a synchronised
-            model; where they are not, the layers before have added their own noise.
+        model: in any wrapper. If its layers are synchronised, a rank's inputs are those of a synchronised model; else
+            the layers before have added their own noise.
         process_group: the ranks to compare, as in `SyncBatchNorm`, for every layer. None takes the group that a layer
             has, and the default group for one that has none. A stage of a pipeline gives that of its replicas. With an
             int or "node" entering is a collective of ALL ranks of the default group.
-        num_slices: cut each rank's batch into so many parts, and take each for a rank: one process with the batch of 8
-            ranks and num_slices=8 tells what these would have. A part without samples is left out.
+        num_slices: cut each rank's batch into this number of parts, and take each for a rank: one process with the
+            batch of 8 ranks and num_slices=8 measures the noise of 8 ranks. A part without samples is left out.
 
     Yields:
         a list of `LayerNoise`, of the layers that were called in training mode; empty until the block has ended, then
@@ -165,7 +151,7 @@ def measure_local_noise(
     Raises:
         TypeError: `model` is not a module; a bad `process_group`.
         ValueError: one rank alone with num_slices=1, which has nothing to compare; num_slices below 1; at the end, on
-            every rank, that the ranks' layers, calls or num_slices differ, with the first that does.
+            every rank, that the ranks' layers, calls or num_slices differ, and in what first.
         RuntimeError: inside `syncbn.join`.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
@@ -177,109 +163,42 @@ def measure_local_noise(
     check_module(model)
     if not isinstance(num_slices, int) or num_slices < 1:
         raise ValueError(f"num_slices must be a number of parts of a batch, 1 or more, got {num_slices!r}")
-    if joined_group() is not None:
-        raise RuntimeError("measure_local_noise cannot be used inside syncbn.join; leave its block before")
+    refuse_inside_join("measure_local_noise")
     spec = to_spec(process_group)
     if resolve(spec) is None and num_slices == 1:
         raise ValueError(
             "measure_local_noise has one rank, which has nothing to compare; pass num_slices=8 to cut its batch into "
             "the parts of 8 ranks, or start several with torchrun"
         )
-    recorders = [
-        _Recorder(name or "(the model)", layer, _spec_of(layer) if spec is None else spec, num_slices)
-        for name, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm)
-    ]
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+    recorders = [Recorder(name or "(the model)", layer, spec, num_slices) for name, layer in layers.items()]
     noise = LocalNoise()
     with torch.compiler.set_stance("force_eager"), contextlib.ExitStack() as hooks:
         for recorder in recorders:
-            hooks.enter_context(observed(recorder.layer, recorder.record, recorder.leave_out))
+            hooks.enter_context(recorder.recording())
         yield noise
     ranks = reduction_of(spec, _CALLER, None)
     with ranks.other_collective("exchange"):
-        _require_the_same_calls(recorders, num_slices, ranks.group)
-        noise.not_measured.update(_not_measured(recorders, ranks.group))
+        lines = [f"{one.name}: {one.layer.num_features} channels, called {one.num_calls} times" for one in recorders]
+        require_equal([f"num_slices={num_slices}", *lines], None, ranks.group)
+        noise.not_measured.update(_not_measured(recorders, ranks))
     called = [one for one in recorders if one.num_calls and one.name not in noise.not_measured]
     if called:
         noise.extend(_rows(called, ranks))
 
 
-class _Recorder:
-    """Keeps the sums of one layer's calls on this rank."""
-
-    def __init__(self, name: str, layer: _BatchNorm, spec: GroupSpec, num_slices: int) -> None:
-        self.name, self.layer, self.spec, self.num_slices = name, layer, spec, num_slices
-        self.num_calls = 0  # in training mode
-        self.sums: list[Tensor] = []  # for each call (2C + 1, num_slices), packed as in moments.py
-        self.eps = layer.eps
-        self.why_left_out = ""
-
-    @torch.no_grad()
-    def record(self, arguments: Arguments) -> None:
-        """A call of the layer. This raises nothing, as the training goes on and the other ranks do."""
-        if torch_state.current_backward() != -1:
-            return
-        self.num_calls += 1
-        try:
-            self.sums.append(self.local_sums(arguments))
-        except Exception as error:  # of whatever class a strange input raises
-            self.leave_out(str(error))
-
-    def leave_out(self, why: str) -> None:
-        """The layer is not measured."""
-        self.why_left_out = self.why_left_out or " ".join(why.split()) or "its input cannot be read"
-
-    def local_sums(self, arguments: Arguments) -> Tensor:
-        """The sums of each slice of this call's input."""
-        if torch_private.inside_vmap():
-            raise RuntimeError("an ensemble under torch.func.vmap has no batch of its own; measure one of its models")
-        if dtensors.is_dtensor(arguments.input):
-            raise TypeError("its input is a DTensor, whose mesh says which ranks share a batch; measure plain tensors")
-        self.eps, channel_dim = arguments.eps, arguments.channel_dim
-        arguments = dataclasses.replace(arguments, num_channels=self.layer.num_features, check_input_dim=None)
-        if nested.is_jagged(arguments.input):
-            arguments, _ = nested.unwrap(arguments)
-        arguments.check()
-        x, mask = arguments.input.detach(), arguments.mask
-        if mask is not None:
-            x, mask = masks.apply(mask, x, channel_dim)
-        slices = []
-        for part in x.tensor_split(self.num_slices):
-            layout = Layout.of(part, channel_dim)
-            slices.append(select_kernels(part).forward_sums(layout.dense(part), layout))
-        sums = torch.stack(slices, dim=1)
-        if mask is not None:
-            sums[-1] = torch.stack([valid.sum() for valid in mask.tensor_split(self.num_slices)])
-        return sums
-
-
-def _spec_of(layer: _BatchNorm) -> GroupSpec:
-    """The group spec of a synchronised layer, else None."""
-    if isinstance(layer, SyncBatchNorm):
-        return layer._process_group
-    return to_spec(layer.process_group) if isinstance(layer, nn.SyncBatchNorm) else None
-
-
-def _require_the_same_calls(recorders: list[_Recorder], num_slices: int, group: ProcessGroup | None) -> None:
-    """**Raises** ValueError on every rank where the ranks differ."""
-    lines = [f"{one.name}: {one.layer.num_features} channels, called {one.num_calls} times" for one in recorders]
-    require_equal([f"num_slices={num_slices}", *lines], None, group)
-
-
-def _not_measured(recorders: list[_Recorder], group: ProcessGroup | None) -> dict[str, str]:
+def _not_measured(recorders: list[Recorder], ranks: NoReduction | EagerReduction) -> dict[str, str]:
     """The names of layers that any rank leaves out, and why: the same on all ranks. An all_reduce, and an exchange of
     texts for each of these layers."""
-    if group is None:
+    if ranks.group is None:
         return {one.name: one.why_left_out for one in recorders if one.why_left_out}
-    left_out = all_reduce_max(torch.tensor([int(bool(one.why_left_out)) for one in recorders]), group)
-    found = {}
-    for index in left_out.nonzero().flatten().tolist():
-        found[recorders[index].name] = gather_by_rank(recorders[index].why_left_out, group).replace("\n", "; ")
-    return found
+    left_out = all_reduce_max(torch.tensor([int(bool(one.why_left_out)) for one in recorders]), ranks.group)
+    found = [recorders[index] for index in left_out.nonzero().flatten().tolist()]
+    return {one.name: gather_by_rank(one.why_left_out, ranks.group).replace("\n", "; ") for one in found}
 
 
 @torch.no_grad()
-def _rows(recorders: list[_Recorder], ranks: Reduction) -> list[LayerNoise]:
+def _rows(recorders: list[Recorder], ranks: NoReduction | EagerReduction) -> list[LayerNoise]:
     """A row for each of these layers, over all `ranks`. Two all_reduces, and one more for each other group."""
     device = recorders[0].sums[0].device
     local = [torch.stack(recorder.sums, dim=1).to(device) for recorder in recorders]  # (2C + 1, calls, num_slices)
@@ -294,26 +213,26 @@ def _rows(recorders: list[_Recorder], ranks: Reduction) -> list[LayerNoise]:
     ]
 
 
-def _totals(recorders: list[_Recorder], local: list[Tensor]) -> list[Tensor]:
+def _totals(recorders: list[Recorder], local: list[Tensor]) -> list[Tensor]:
     """The sums of each layer's calls over its group, (2C + 1, calls, 1). One all_reduce for each group."""
     totals = [sums.sum(2, keepdim=True) for sums in local]
-    of_groups: dict[Any, list[int]] = {}
-    for index, recorder in enumerate(recorders):
-        of_groups.setdefault(resolve(recorder.spec), []).append(index)
-    for indices in of_groups.values():
-        ranks = reduction_of(recorders[indices[0]].spec, _CALLER, None)
-        packed = ranks.total(torch.cat([totals[index].flatten() for index in indices]), "all_reduce")
-        sizes = [totals[index].numel() for index in indices]
-        for index, total in zip(indices, torch.split(packed, sizes), strict=True):
-            totals[index] = total.view_as(totals[index])
+    of_groups: dict[Any, list[tuple[Recorder, Tensor]]] = {}
+    for recorder, total in zip(recorders, totals, strict=True):
+        of_groups.setdefault(resolve(recorder.spec), []).append((recorder, total))
+    for of_group in of_groups.values():
+        ranks = reduction_of(of_group[0][0].spec, _CALLER, None)
+        packed = ranks.total(torch.cat([total.flatten() for _, total in of_group]), "all_reduce")
+        for _, total in of_group:
+            part, packed = packed.tensor_split([total.numel()])
+            total.copy_(part.view_as(total))
     return totals
 
 
 def _squares(local: Tensor, total: Tensor, eps: float) -> Tensor:
     """The terms of one layer, added up over ranks, calls and the channels that are not constant: 1; n_r; n; and the
     squares of the deviations in the order of `LayerNoise`. (8,)"""
-    mean, var, invstd, local_n = moments.unpack(moments.from_sums(local, eps))
-    group_mean, group_var, group_invstd, n = moments.unpack(moments.from_sums(total, eps))
+    mean, var, invstd, local_n = moments.unpack(moments.from_sums(local, eps), len(local) // 2)
+    group_mean, group_var, group_invstd, n = moments.unpack(moments.from_sums(total, eps), len(local) // 2)
     off = mean - group_mean
     times, b1, b2 = n / local_n, (local_n - 1) / (n - 1), (local_n.square() - 1) / (n.square() - 1)
     terms = (

@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 
-from syncbn import convertibility, kernels
-from syncbn.convert import check_module
+from syncbn import kernels
+from syncbn.convert import check_module, described, unsynchronised
 from syncbn.distributed import groups
 from syncbn.kernels.plans import NUM_SIGNED
 from syncbn.layer import SyncBatchNorm
@@ -49,47 +48,36 @@ class Summary(tuple[LayerSummary, ...]):
 def summary(model: nn.Module) -> Summary:
     """A printable table of the synchronised layers of `model`, one row a layer. Communicates nothing.
 
-    Columns: name; class; channels; ranks of its group; bytes it sends per training step forward and backward; and
-        whether it really synchronised in its last training step, over how many ranks. That is recorded in eager mode
-        only: a layer in a module that torch.compile has wrapped says "compiled", if `model` is that or holds it; one
-        that has counted batches otherwise, compiled or before it was loaded, says how many.
+    Columns: name; class; channels; number of ranks in its group; bytes that a rank sends per training step, forward and
+        backward; and whether the layer really synchronised in its last training step, and over how many ranks. The
+        last is recorded in eager mode only: for a layer in a compiled module, if that is `model` or inside it, the
+        column says "compiled"; for a layer that counted its batches compiled, or before it was loaded, how many.
 
     **Raises** TypeError unless `model` is a module.
     """
     check_module(model)
     compiled = {part for module in model.modules() if is_compiled(module) for part in module.modules()}
-    rows = Summary(
-        _row(name or "(the model)", layer, layer in compiled)
-        for name, layer in model.named_modules()
-        if isinstance(layer, SyncBatchNorm)
-    )
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)}
+    rows = Summary(_row(name or "(the model)", layer, layer in compiled) for name, layer in layers.items())
     if not rows:
-        rows.why_empty = (
-            convertibility.described(convertibility.unsynchronised(model)) or "the model has no batch norm that trains"
-        )
+        rows.why_empty = described(unsynchronised(model)) or "the model has no batch norm that trains"
     return rows
 
 
 def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
     group_size = groups.size(layer._process_group)
-    forward_bytes, backward_bytes = bytes_if_synchronised(layer) if group_size > 1 else (0, 0)
-    if compiled:
-        last_step = "compiled"
-    elif layer._synchronised_ranks is None:
-        last_step = _without_eager_step(layer)
-    elif layer._synchronised_ranks == 1:
-        last_step = "not synchronised"
-    else:
-        last_step = f"synchronised over {layer._synchronised_ranks} ranks"
-    return LayerSummary(
-        name,
-        type(layer).__name__,
-        layer.num_features,
-        group_size,
-        forward_bytes,
-        backward_bytes,
-        last_step,
-    )
+    num_bytes = bytes_if_synchronised(layer) if group_size > 1 else (0, 0)
+    last_step = "compiled" if compiled else _last_eager_step(layer)
+    return LayerSummary(name, type(layer).__name__, layer.num_features, group_size, *num_bytes, last_step)
+
+
+def _last_eager_step(layer: SyncBatchNorm) -> str:
+    """Whether it synchronised; a layer that has made none in this process may have counted batches."""
+    num_ranks, counter = layer._synchronised_ranks, layer.num_batches_tracked
+    if num_ranks is not None:
+        return "not synchronised" if num_ranks == 1 else f"synchronised over {num_ranks} ranks"
+    num_batches = 0 if counter is None or counter.is_meta else int(counter)
+    return f"none here; {num_batches} compiled or loaded" if num_batches else "none yet"
 
 
 def bytes_if_synchronised(layer: _BatchNorm) -> tuple[int, int]:
@@ -98,10 +86,3 @@ def bytes_if_synchronised(layer: _BatchNorm) -> tuple[int, int]:
     on_cpu = all(tensor.is_cpu for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))
     forward, backward = (1 + NUM_SIGNED, 1 + NUM_SIGNED) if on_cpu else (1, 0)  # beside the sums
     return BYTES_PER_NUMBER * (numbers + forward), BYTES_PER_NUMBER * (numbers + backward)
-
-
-def _without_eager_step(layer: SyncBatchNorm) -> str:
-    """The last column for a layer that has made no eager step in this process; it may have counted batches."""
-    counter = layer.num_batches_tracked
-    num_batches = 0 if counter is None or counter.is_meta or is_lazy(counter) else int(counter)
-    return f"none here; {num_batches} compiled or loaded" if num_batches else "none yet"
