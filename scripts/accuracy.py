@@ -6,8 +6,6 @@ syncbn sums x and x^2 in float64. Beside it: the same formula with float32 sums,
 use; and F.batch_norm.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

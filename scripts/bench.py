@@ -10,8 +10,6 @@
 Layers and steps run on several ranks too, under torchrun. Only ratios of times of one run mean anything.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

@@ -5,8 +5,6 @@ loads it, is linked against a stub made on the spot. So one file serves every Py
 a compiler, and elsewhere than on Linux, the package is one of Python alone.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,15 +1,13 @@
 """Times training steps of a ResNet-50 with one kind of batch norm on one GPU: eager, compiled, as a CUDA graph.
 
-    python scripts/gpu_resnet.py syncbn --turn FILE         gpu_run.py starts one for each norm
+    python scripts/gpu_resnet.py syncbn --lock FILE         gpu_run.py starts one for each norm
 
-Compiles, says "ready", waits until there is the file, measures, says "measured": lines of "RESULT " and json. Steps are
-of bfloat16 under autocast, in channels last, with SGD.
+Those with the same FILE compile together, and then measure one after the other. Prints lines of "RESULT " and json.
+Steps are of bfloat16 under autocast, in channels last, with SGD.
 """
 
-from __future__ import annotations
-
 import argparse
-import functools
+import fcntl
 import json
 import os
 import signal
@@ -17,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -101,17 +100,19 @@ def milliseconds(call: Callable[[], None], steps: int) -> float:
 
 
 def main() -> None:
-    """One norm."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("norm", choices=NORMS)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--compile-seconds", type=int, default=60)
-    parser.add_argument("--turn", type=Path, required=True, help="a file")
+    parser.add_argument("--lock", type=Path, required=True, help="a file")
     arguments = parser.parse_args()
+    lock = arguments.lock.open("w")
+    fcntl.flock(lock, fcntl.LOCK_SH)
     norm, dry_run = arguments.norm, arguments.dry_run
-    device = torch.device("cpu" if dry_run else "cuda:0")
-    of_one_rank = {"store": dist.HashStore(), "rank": 0, "world_size": 1, "device_id": None if dry_run else device}
-    dist.init_process_group("gloo" if dry_run else "nccl", **of_one_rank)
+    device, backend = (torch.device("cpu"), "gloo") if dry_run else (torch.device("cuda:0"), "nccl")
+    dist.init_process_group(
+        backend, store=dist.HashStore(), rank=0, world_size=1, device_id=None if dry_run else device
+    )
     if norm == "syncbn with a group":
         synchronise_one_rank()
     if norm.startswith("syncbn") and torch.__version__ < (2, 12):
@@ -124,20 +125,17 @@ def main() -> None:
     sizes, side = ((2,), 32) if dry_run else ((32, 8), 224)
     modes: dict[tuple[str, int], Callable[[], None]] = {}
     signal.signal(signal.SIGALRM, raise_too_long)
-    signal.alarm(arguments.compile_seconds)
+    signal.setitimer(signal.ITIMER_REAL, arguments.compile_seconds, 10)  # each size gets an end, should it need one
     for size in sizes:
         images = torch.randn(size, 3, side, side, device=device).to(memory_format=torch.channels_last)
-        modes["eager", size] = functools.partial(step, model, optimizer, images)
+        modes["eager", size], in_graphs = (partial(step, one, optimizer, images) for one in (model, compiled))
         try:
-            seconds = milliseconds(functools.partial(step, compiled, optimizer, images), 1) / 1e3
-            emit(norm=norm, batch=size, **{"seconds to compile": seconds})
-            modes["compiled", size] = functools.partial(step, compiled, optimizer, images)
+            emit(norm=norm, batch=size, **{"seconds to compile": milliseconds(in_graphs, 1) / 1e3})
+            modes["compiled", size] = in_graphs
         except Exception as error:  # whatever the compiler makes of the time-out; the other modes are measured
             emit(norm=norm, mode="compiled", ok="TimeoutError" in f"{type(error)} {error}", error=str(error)[-300:])
-    signal.alarm(0)
-    emit(norm=norm, ready=True)
-    while not arguments.turn.exists():
-        time.sleep(0.05)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # once all have compiled or ended; then for one at a time
     if not dry_run:  # last, as a capture that fails may leave the GPU unusable
         modes |= {("CUDA graph", size): modes["eager", size] for size in sizes}
     for (mode, size), call in modes.items():
@@ -148,7 +146,6 @@ def main() -> None:
         except Exception as error:
             emit(norm=norm, mode=mode, batch=size, ok=False, error=f"{type(error).__name__}: {error}"[:300])
             break
-    emit(norm=norm, measured=True)
     os._exit(0)  # a graph holds the group, which is not destroyed beneath it
 
 

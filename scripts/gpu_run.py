@@ -4,19 +4,19 @@
     scripts/gpu.sh --dry-run            without one: tiny sizes on CPUs, in Triton's interpreter, gloo for nccl
     scripts/gpu.sh --parts speed ncu
 
-The most informative part comes first. Most parts are tests or benchmarks that run without a GPU too. Each part ends
-after its limit of seconds, and all after --seconds. Results, verdicts and the ends of the logs go to gpu.json in
---output, which is written after each part. A part that lacks a package, a program or the GPU is
-skipped and says so. The exit status is 1 when a part has failed. This file needs the standard library only.
+The most informative part comes first, and most are tests or benchmarks that run without a GPU too. Each part ends after
+its limit of seconds, and all after --seconds; one that lacks a package, a program or the GPU is skipped and says so.
+Results, verdicts and the ends of the logs go to gpu.json in --output, which is written after each part. The exit status
+is 1 when a part has failed. This file needs the standard library only.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
 import csv
 import importlib.util
+import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -35,7 +35,6 @@ SECONDS = 540  # of all parts
 DRY_RUN_FACTOR = 4  # of the limits: an interpreter, on cores that are shared
 TAIL = 8000  # characters of a log
 SCRIPTS = Path(__file__).parent
-RESULT = "RESULT "  # begins a line of a log that is a result, in json
 SHAPES = "32x64x112x112 32x256x56x56 32x512x14x14 32x2048x7x7 8x64x512x512 32x144x56x56"  # 144: narrow tiles
 TINY = "4x3x9x7"
 DTYPES = "torch.float32", "torch.bfloat16", "torch.float16", "torch.float64", "not torch"
@@ -50,32 +49,30 @@ class Skip(Exception):  # noqa: N818  # no error
     """Why a part cannot run."""
 
 
-class Process:
+class Process(subprocess.Popen[bytes]):
     """A program whose output goes to a file."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
-        self.log = log
+        self.log, self.hung = log, False
         with log.open("w") as file:
-            self.popen = subprocess.Popen(
-                command, env=os.environ | environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file
-            )
+            super().__init__(command, env=os.environ | environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
 
     def results(self) -> list[dict[str, Any]]:
-        """Those that it has printed so far."""
-        lines = self.log.read_text(errors="replace").splitlines(keepends=True)
-        return [json.loads(line[len(RESULT) :]) for line in lines if line.startswith(RESULT) and line.endswith("\n")]
+        """Those that it has printed so far, a line of "RESULT " and json each."""
+        log = self.log.read_text(errors="replace")
+        return [json.loads(result) for result in re.findall(r"^RESULT (.*)\n", log, re.MULTILINE)]
 
     def text(self) -> str:
         """All else that it has printed."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        return "\n".join(line for line in lines if not line.startswith(RESULT))
+        return re.sub(r"^RESULT .*\n?", "", self.log.read_text(errors="replace"), flags=re.MULTILINE)
 
-    def kill(self) -> None:
-        """With all that it has started: torchrun puts its ranks into sessions of their own."""
-        for process in reversed([self.popen.pid, *descendants(self.popen.pid)]):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        self.popen.wait()
+    def kill_all(self) -> None:
+        """With all that it has started, if it runs: torchrun puts its ranks into sessions of their own."""
+        if self.poll() is None:
+            for process in reversed([self.pid, *descendants(self.pid)]):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            self.wait()
 
 
 def descendants(process: int) -> list[int]:
@@ -94,12 +91,10 @@ class Part:
         self.folder, self.seconds, self.dry_run = folder, seconds, dry_run
         self.deadline = time.monotonic() + seconds
         self.processes: list[Process] = []
-        self.hung: list[Process] = []
         self.results: list[dict[str, Any]] = []
         self.summary = ""
 
     def start(self, *command: object, **environment: str) -> Process:
-        """Start a program."""
         log = self.folder / f"{len(list(self.folder.iterdir()))}.log"
         self.processes.append(Process([str(word) for word in command], environment, log))
         return self.processes[-1]
@@ -112,54 +107,37 @@ class Part:
     def pytest(self, *arguments: str, ranks: int = 1, before: tuple[str, ...] = (), **environment: str) -> Process:
         """Start pytest, on some ranks under torchrun."""
         needs("pytest", "pytest_timeout")
-        under = ["-m", "pytest"]
+        # -v, so that the end of the log says what has passed when the part is stopped.
+        words = ["-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *arguments]
         if ranks > 1:
             torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} --local-ranks-filter 0"
-            under = [*torchrun.split(), *under, "-p", "voting"]
-        # -v, so that the end of the log says what has passed when the part is stopped.
-        options = "-v", "--tb=short", "-p", "no:cacheprovider"
-        return self.python(*under, *options, *arguments, before=before, **environment)
+            words = [*torchrun.split(), *words, "-p", "voting"]
+        return self.python(*words, before=before, **environment)
 
-    def wait(self, *processes: Process, seconds: float | None = None) -> bool:
-        """Until these have ended, or the part's time or so many seconds are over: then they are killed."""
-        deadline = min(self.deadline, time.monotonic() + (self.seconds if seconds is None else seconds))
-        while any(process.popen.poll() is None for process in processes):
+    def wait(self, *processes: Process, seconds: float = math.inf) -> bool:
+        """Until these (or all) have ended, or the part's time or so many seconds are over: then they are killed."""
+        deadline = min(self.deadline, time.monotonic() + seconds)
+        while running := [process for process in processes or self.processes if process.poll() is None]:
             if time.monotonic() > deadline:
-                late = [process for process in processes if process.popen.poll() is None]
-                self.hung += late
-                for process in late:
-                    process.kill()
+                for process in running:
+                    process.hung = True
+                    process.kill_all()
                 return False
             time.sleep(0.05)
         return True
-
-    def wait_for(self, process: Process, key: str, deadline: float) -> None:
-        """Until it has printed a result with this key, or ended, or its time is over."""
-        while process.popen.poll() is None and time.monotonic() < min(deadline, self.deadline):
-            if any(key in result for result in process.results()):
-                return
-            time.sleep(0.05)
-
-    def forget(self, *processes: Process) -> None:
-        """Those that failed, as they may."""
-        self.processes = [process for process in self.processes if process not in processes]
-        self.hung = [process for process in self.hung if process not in processes]
 
     def all_results(self) -> list[dict[str, Any]]:
         """Its own and those of its programs."""
         return self.results + [result for process in self.processes for result in process.results()]
 
     def verdict(self) -> str:
-        """In a line."""
         results = self.all_results()
-        failed = [result for result in results if not result.get("ok", True)]
-        if failed:
+        if failed := [result for result in results if not result.get("ok", True)]:
             return f"failed: {len(failed)} of {len(results)}, first {json.dumps(failed[0])[:200]}"
-        if self.hung:
+        if any(process.hung for process in self.processes):
             return f"took longer than {self.seconds:.0f} s; {len(results)} results"
-        statuses = [process.popen.returncode for process in self.processes]
-        if any(statuses):
-            return f"failed: exit status {next(filter(None, statuses))}"
+        if status := next((process.returncode for process in self.processes if process.returncode), None):
+            return f"failed: exit status {status}"
         return f"passed{f': {self.summary}' if self.summary else ''}"
 
 
@@ -178,9 +156,6 @@ def program(name: str) -> str:
     return path
 
 
-# The parts.
-
-
 def machine(part: Part) -> None:
     """What there is: versions, packages, the GPU, and whether Triton's kernels serve it."""
     names = ["pytest", "pytest_timeout", "hypothesis", "rich", "PIL", "sklearn", "numpy", "triton"]
@@ -190,19 +165,16 @@ def machine(part: Part) -> None:
     if tools["nvidia-smi"]:
         part.start(tools["nvidia-smi"])
     info = part.python("-m", "syncbn", "info")
-    part.wait(*part.processes)
+    part.wait()
     part.results.append({"ok": part.dry_run or "cuda: Triton" in info.text(), "info": info.text()})
 
 
 def correctness(part: Part) -> None:
     """Every function of the kernels against its definition: the tests, a process for each dtype, as they compile."""
     needs("triton")
-    if part.dry_run:
-        part.pytest("tests/test_kernels.py", "-m", "triton", "-k", "test_forward_sums and torch.float32")
-    else:
-        for dtype in DTYPES:
-            part.pytest("tests/test_kernels.py", "-m", "triton", "-k", dtype)
-    part.wait(*part.processes)
+    for which in ["test_forward_sums and torch.float32"] if part.dry_run else DTYPES:
+        part.pytest("tests/test_kernels.py", "-m", "triton", "-k", which)
+    part.wait()
     part.summary = ends_of(part)
 
 
@@ -230,16 +202,15 @@ def speed(part: Part) -> None:
 
 def ncu(part: Part) -> None:
     """What the kernels of whole tensors use of the GPU."""
-    needs("triton")
+    needs("triton", "rich")
     source = (SCRIPTS.parent / "syncbn/kernels/gpu_tiles.py").read_text()
     names = "|".join(re.findall(r"^def ([a-z]\w+)", source, re.MULTILINE))
     before = program("ncu"), *NCU.split(), "--kernel-name", f"regex:^({names})$"
     shapes = [TINY] if part.dry_run else SHAPES.split()[:4]
     job = part.python(SCRIPTS / "gpu_static.py", "--launch", "--shapes", *shapes, before=before)
-    part.wait(job)
-    lines = job.text().splitlines()
-    cases = [line.removeprefix("launched ") for line in lines if line.startswith("launched ")]
-    rows = list(csv.DictReader(line for line in lines if line.startswith('"')))[1:]  # the first has the units
+    part.wait()
+    cases = re.findall(r"^launched (.*)", job.text(), re.MULTILINE)
+    rows = list(csv.DictReader(re.findall(r'^".*', job.text(), re.MULTILINE)))[1:]  # the first has the units
     part.results += [{"case": case, **row} for case, row in zip(cases, rows, strict=False)]
     part.results.append({"ok": len(rows) == len(cases) > 0, "launches": len(cases), "profiled": len(rows)})
 
@@ -251,7 +222,7 @@ def sanitizer(part: Part) -> None:
     which = "forward_sums" if part.dry_run else "forward or backward or two_steps"
     chosen = "-m", "triton", "-k", f"torch.float32 and ({which})"
     job = part.pytest("tests/test_kernels.py", *chosen, before=before, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-    part.wait(job)
+    part.wait()
     errors = [line for line in job.text().splitlines() if "ERROR SUMMARY" in line]
     part.results.append({"ok": bool(errors) and "SUMMARY: 0 errors" in errors[-1], "said": errors})
     part.summary = ends_of(part)
@@ -260,28 +231,30 @@ def sanitizer(part: Part) -> None:
 def ranks(part: Part) -> None:
     """The tests of two ranks on the one GPU, and two faults: under nccl if it can be made to, else tests under gloo."""
     backend = {} if part.dry_run else {"TESTS_BACKEND": "nccl", **NCCL_ON_ONE_GPU}
-    first = part.pytest("tests/distributed/test_equality.py", "-x", "-k", "dims_and_dtypes", ranks=2, **backend)
-    if not part.wait(first, seconds=45) or first.popen.returncode:
-        part.results.append({"nccl with two ranks": "did not work", "said": first.text()[-TAIL:]})
-        part.forget(first)
+    probe = "tests/distributed/test_equality.py", "-x", "-k", "shapes_layouts and float32"
+    first = part.pytest(*probe, ranks=2, **backend)
+    if not part.wait(first, seconds=45) or first.returncode or " PASSED" not in first.text():
+        failed = {"nccl with two ranks": "did not work", "ok": not part.dry_run, "said": first.text()[-TAIL:]}
+        part.results.append(failed)
+        part.processes.remove(first)
         backend = {"TESTS_BACKEND": "gloo"}
     names = ["no_host_sync"] if part.dry_run else DISTRIBUTED_TESTS
     part.pytest(*[f"tests/distributed/test_{name}.py" for name in names], ranks=2, **backend)
     faulty = {} if backend == {"TESTS_BACKEND": "gloo"} else {name: start_ranks(part, name, backend) for name in FAULTS}
-    part.wait(*part.processes)
-    for name, (survivor, other) in faulty.items():
+    part.wait()
+    for name, processes in faulty.items():
+        survivor, _ = processes
         said = [line for line in survivor.text().splitlines() if "rank 1" in line or "has waited" in line]
-        ok = any(FAULTS[name] in line for line in said) and survivor not in part.hung
-        log = survivor.text()[-TAIL:]
-        part.forget(survivor, other)  # they may fail
-        part.results.append({"fault": name, "ok": ok, "said": said, "status": survivor.popen.returncode, "log": log})
+        ok = any(FAULTS[name] in line for line in said) and not survivor.hung
+        status, log = survivor.returncode, survivor.text()[-TAIL:]
+        part.results.append({"fault": name, "ok": ok, "said": said, "status": status, "log": log})
+        part.processes = [process for process in part.processes if process not in processes]  # they may fail
     part.summary = f"under {backend.get('TESTS_BACKEND', 'gloo')}: {ends_of(part)}"
 
 
 def start_ranks(part: Part, fault: str, environment: dict[str, str]) -> list[Process]:
     """Two ranks of a job with this fault, with the variables that torchrun would set."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     environment = environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONUNBUFFERED": "1"}
     # Longer than the 30 s after which a rank that waits says where all are.
@@ -293,19 +266,10 @@ def start_ranks(part: Part, fault: str, environment: dict[str, str]) -> list[Pro
 def resnet(part: Part) -> None:
     """Steps of a ResNet-50 with each norm: all compile at once, then each measures alone."""
     needs("PIL", "rich")
-    norms = NORMS[::3] if part.dry_run else NORMS
-    compile_seconds = part.seconds / 2
-    jobs = {}
-    for norm in norms:
-        turn = part.folder / f"{norm}.turn"
-        words = norm, "--turn", turn, "--compile-seconds", int(compile_seconds), *["--dry-run"][: part.dry_run]
-        jobs[turn] = part.python(SCRIPTS / "gpu_resnet.py", *words)
-    for job in jobs.values():
-        part.wait_for(job, "ready", part.deadline - part.seconds / 3)
-    for turn, job in jobs.items():
-        turn.touch()
-        part.wait_for(job, "measured", part.deadline)
-    part.wait(*jobs.values())
+    options = "--lock", part.folder / "lock", "--compile-seconds", int(part.seconds / 2), *["--dry-run"] * part.dry_run
+    for norm in NORMS[::3] if part.dry_run else NORMS:
+        part.python(SCRIPTS / "gpu_resnet.py", norm, *options)
+    part.wait()
     results = part.all_results()
     times = [f"{one['mode']} {one['norm']} {one['ms']:.1f} ms" for one in results if "ms" in one and one["batch"] == 32]
     part.summary = "; ".join([*times, *{one["note"] for one in results if "note" in one}])
@@ -313,8 +277,8 @@ def resnet(part: Part) -> None:
 
 def ends_of(part: Part) -> str:
     """The last line of each pytest."""
-    ends = [re.findall(r"^=+ (.* in .*?) =+$", process.text(), re.MULTILINE)[-1:] for process in part.processes]
-    return "; ".join(end for one in ends for end in one)
+    ends = (re.findall(r"^=+ (.* in .*?) =+$", process.text(), re.MULTILINE)[-1:] for process in part.processes)
+    return "; ".join(itertools.chain(*ends))
 
 
 # Name -> what runs it, and its limit in seconds.
@@ -346,45 +310,39 @@ def run_part(name: str, seconds: float, dry_run: bool) -> dict[str, Any]:
             verdict = f"failed: {type(error).__name__}: {error}"
         finally:
             for process in part.processes:
-                if process.popen.poll() is None:
-                    process.kill()
-        passed = verdict.startswith(("passed", "skipped"))
+                process.kill_all()
         return {
             "verdict": verdict,
             "seconds": round(time.monotonic() - start, 1),
             "results": part.all_results(),
-            "logs": [process.text()[-TAIL // (2 if passed else 1) :] for process in part.processes],
+            "logs": [process.text()[-TAIL:] for process in part.processes],
         }
 
 
 def main() -> None:
-    """All parts, the table of verdicts, the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="on CPUs, tiny sizes")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of all parts (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="folder")
     arguments = parser.parse_args()
-    deadline = time.monotonic() + arguments.seconds * (DRY_RUN_FACTOR if arguments.dry_run else 1)
-    root = str(SCRIPTS.resolve().parent)
+    factor = DRY_RUN_FACTOR if arguments.dry_run else 1
+    deadline = time.monotonic() + arguments.seconds * factor
+    root = SCRIPTS.resolve().parent
     os.chdir(root)
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, (root, f"{root}/tests", f"{root}/scripts", os.environ.get("PYTHONPATH")))
-    )
+    os.environ["PYTHONPATH"] = f"{root}:{root}/tests:{root}/scripts:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     arguments.output.mkdir(parents=True, exist_ok=True)
     done: dict[str, dict[str, Any]] = {}
     for name in arguments.parts:
         print(f"== {name}", flush=True)
-        left = deadline - time.monotonic()
-        limit = PARTS[name][1] * (DRY_RUN_FACTOR if arguments.dry_run else 1)
-        done[name] = outcome = run_part(name, min(limit, left), arguments.dry_run)
+        seconds = min(PARTS[name][1] * factor, deadline - time.monotonic())
+        done[name] = outcome = run_part(name, seconds, arguments.dry_run)
         if outcome["verdict"].startswith(("failed", "took")):
             for log in outcome["logs"][:2]:
                 print("\n".join(log.splitlines()[-12:]))
         print(f"{outcome['verdict']} ({outcome['seconds']} s)", flush=True)
         (arguments.output / "gpu.json").write_text(json.dumps({"dry run": arguments.dry_run, "parts": done}, indent=1))
-    print()
     for name, outcome in done.items():
         print(f"{name:18} {outcome['seconds']:6.1f} s  {outcome['verdict']}")
     print(f"wrote {arguments.output}/gpu.json")

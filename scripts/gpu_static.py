@@ -25,8 +25,6 @@ The fraction of copy speed is the time of the memory, divided by that of the wav
 wave. Caches, launches and what programs do outside of their loops are not in it.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools
@@ -36,20 +34,20 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import triton
-from torch import Tensor
-from triton.backends.compiler import GPUTarget
+from benchmarks.kernels import calls_of
+from benchmarks.launches import stand_in_driver
+from benchmarks.measuring import Case, cases
 from triton.runtime.cache import get_cache_manager
 
 import syncbn.kernels
-from syncbn.layout import Layout
 
 SHAPES = "32x64x112x112 32x256x56x56 32x512x14x14 32x2048x7x7 8x64x512x512"
 DTYPES = "float32 bfloat16"
@@ -76,14 +74,13 @@ MACHINES = {
     80: Machine(108, 2.04e12 / 108 / 1.41e9, 1, 1 / 2, 164 << 10, 64, 32),  # A100 SXM 80 GB: 2.04 TB/s, 1.41 GHz
     86: Machine(82, 0.936e12 / 82 / 1.695e9, 1 / 16, 1 / 16, 100 << 10, 48, 16),  # RTX 3090: 936 GB/s, 1.695 GHz
     90: Machine(132, 3.35e12 / 132 / 1.755e9, 2, 1 / 2, 227 << 10, 64, 32),  # H100 SXM: 3.35 TB/s, 1.755 GHz
+    120: Machine(170, 1.792e12 / 170 / 2.407e9, 1 / 16, 1 / 16, 100 << 10, 48, 24),  # RTX 5090: 1,792 GB/s, 2.407 GHz
 }
 
 
 class Launch(NamedTuple):
     """What a launch passes, and the kernel as it was compiled."""
 
-    module: str
-    name: str
     metadata: Any
     binary: bytes
     grid: tuple[int, int, int]
@@ -91,56 +88,44 @@ class Launch(NamedTuple):
 
     def assembly(self) -> str:
         """The kernel in PTX."""
-        return Path(get_cache_manager(self.metadata.hash).get_file(f"{self.name}.ptx")).read_text()
+        return Path(get_cache_manager(self.metadata.hash).get_file(f"{self.metadata.name}.ptx")).read_text()
 
 
-class Driver:
-    """Lists launches in place of doing them, for a GPU of this capability, whose gpu.py is `kernels`."""
+@functools.cache
+def _recorder(capability: int) -> tuple[ModuleType, list[Launch], SimpleNamespace]:
+    """gpu.py for a GPU of this capability; its launches; and a driver that lists these in place of doing them."""
+    launches: list[Launch] = []
 
-    def __init__(self, capability: int) -> None:
-        self.launches: list[Launch] = []
-        # A copy of the modules, as they keep what they have compiled.
-        with mock.patch.dict(sys.modules), mock.patch.dict(vars(syncbn.kernels)):
-            for name in [name for name in sys.modules if name.startswith("syncbn.kernels.gpu")]:
-                del sys.modules[name]
-                vars(syncbn.kernels).pop(name.rpartition(".")[2], None)
-            self.kernels: ModuleType = importlib.import_module("syncbn.kernels.gpu")
-        # What Triton asks of a driver. A binary stands for the function that is loaded from it.
-        self.utils = self
-        self.get_current_target = lambda: GPUTarget("cuda", capability, 32)
-        self.get_current_device = lambda: 0
-        self.get_current_stream = lambda device: 0
-        self.get_device_properties = lambda device: {"max_shared_mem": 227 << 10}
-        self.load_binary = lambda name, binary, *_: (self, binary, 0, 0, 1024)  # registers, spills, most threads
+    def launch(source: Any, metadata: Any, x: int, y: int, z: int, stream: object, binary: bytes, *others: Any) -> None:
+        arguments = dict(zip(source.fn.arg_names, others[4:], strict=False))  # before them come hooks and the like
+        launches.append(Launch(metadata, binary, (x, y, z), arguments))
 
-    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        """What launches one kernel: its arguments come behind the grid, the stream, the function and four others."""
-
-        def launch(x: int, y: int, z: int, stream: object, binary: bytes, *others: Any) -> None:
-            arguments = dict(zip(source.fn.arg_names, others[4:], strict=False))
-            self.launches.append(Launch(source.fn.__module__, metadata.name, metadata, binary, (x, y, z), arguments))
-
-        return launch
-
-
-driver_of = functools.cache(Driver)
+    # A copy of the modules, as they keep what they have compiled.
+    with mock.patch.dict(sys.modules), mock.patch.dict(vars(syncbn.kernels)):
+        for name in [name for name in sys.modules if name.startswith("syncbn.kernels.gpu")]:
+            del sys.modules[name]
+            vars(syncbn.kernels).pop(name.rpartition(".")[2], None)
+        kernels = importlib.import_module("syncbn.kernels.gpu")
+    if capability in MACHINES:
+        kernels.MULTIPROCESSORS = MACHINES[capability].multiprocessors
+    return kernels, launches, stand_in_driver(capability, launch)
 
 
 @contextlib.contextmanager
 def recorded(capability: int) -> Iterator[tuple[ModuleType, list[Launch]]]:
     """The kernels of a GPU of this capability, whose launches are listed instead of done."""
-    driver = driver_of(capability)
-    driver.launches.clear()
+    kernels, launches, driver = _recorder(capability)
+    launches.clear()
     triton.runtime.driver.set_active(driver)
     try:
-        yield driver.kernels, driver.launches
+        yield kernels, launches
     finally:
         triton.runtime.driver.set_active(None)
 
 
 def over_whole_tensor(launches: list[Launch]) -> Launch:
     """The one of a function that goes over the tensor."""
-    (found,) = [launch for launch in launches if launch.module == "syncbn.kernels.gpu_tiles"]
+    (found,) = [launch for launch in launches if "TILES" in launch.arguments]
     return found
 
 
@@ -157,8 +142,8 @@ class Code(NamedTuple):
     widest_load: int  # bytes
 
 
-WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 FLOAT64, CONVERSION = re.compile(r"\bD(ADD|MUL|FMA|SETP|MNMX)\b"), re.compile(r"\b(F2F|I2F|F2I)\S*F64")
+WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}  # bytes; without one of these 4
 
 
 def read(launch: Launch) -> Code:
@@ -166,45 +151,32 @@ def read(launch: Launch) -> Code:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(launch.binary)
         file.flush()
-        tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-        listing = subprocess.run(
-            [tools / "nvdisasm", "-c", file.name], check=True, capture_output=True, text=True
-        ).stdout
-        usage = subprocess.run(
-            [tools / "cuobjdump", "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
-        ).stdout
-    instructions, labels = [], {}
-    for line in listing.splitlines():
-        if label := re.match(r"^(\.L_x_\d+):", line):
-            labels[label[1]] = len(instructions)
-        elif instruction := re.match(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);?\s*(/\*.*)?$", line):
-            instructions.append(instruction[1].strip())
-    loop = instructions
-    for index, instruction in enumerate(instructions):
-        if (branch := re.search(r"\bBRA\S* `\((\.L_x_\d+)\)", instruction)) and labels[branch[1]] <= index:
-            body = instructions[labels[branch[1]] : index + 1]
-            if any("LDG" in one for one in body) and len(body) < len(loop):
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-sass", "--dump-resource-usage", file.name]
+        listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    instructions = {int(at, 16): text for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", listing)}
+    loop = list(instructions.values())
+    for end, instruction in instructions.items():
+        if branch := re.search(r"\bBRA\b.* 0x([0-9a-f]+)", instruction):
+            body = [text for at, text in instructions.items() if int(branch[1], 16) <= at <= end]
+            if any("LDG" in text for text in body) and len(body) < len(loop):
                 loop = body
-    loads = [_width(one) for one in loop if "LDG" in one]
-    stores = [_width(one) for one in loop if "STG" in one]
-    (registers,) = re.findall(r"REG:(\d+)", usage)
-    spills = sum("LDL" in one or "STL" in one for one in instructions)
+    (registers,) = re.findall(r"REG:(\d+)", listing)
     return Code(
         registers=int(registers),
-        spills=spills,
+        spills=sum("LDL" in text or "STL" in text for text in instructions.values()),
         shared=launch.metadata.shared,
         instructions=len(loop),
-        float64=sum(bool(FLOAT64.search(one)) for one in loop),
-        conversions=sum(bool(CONVERSION.search(one)) for one in loop),
-        bytes=sum(loads + stores),
-        widest_load=max(loads, default=0),
+        float64=sum(bool(FLOAT64.search(text)) for text in loop),
+        conversions=sum(bool(CONVERSION.search(text)) for text in loop),
+        bytes=sum(_bytes(text, "LDG") + _bytes(text, "STG") for text in loop),
+        widest_load=max(_bytes(text, "LDG") for text in loop),
     )
 
 
-def _width(instruction: str) -> int:
-    parts = re.search(r"(?:LDG|STG)\.(\S+)", instruction)
-    assert parts is not None
-    return next((WIDTHS[part] for part in parts[1].split(".") if part in WIDTHS), 4)
+def _bytes(instruction: str, kind: str) -> int:
+    """That an instruction of this kind moves, 0 for those of another."""
+    parts = re.search(rf"{kind}\.(\S+)", instruction)
+    return 0 if parts is None else next((WIDTHS[part] for part in parts[1].split(".") if part in WIDTHS), 4)
 
 
 def lanes_in_use(launch: Launch) -> float:
@@ -213,10 +185,7 @@ def lanes_in_use(launch: Launch) -> float:
     return 1.0 if tiles.in_runs else launch.arguments["channels"] / (launch.grid[0] * tiles.columns)
 
 
-class Row(NamedTuple):
-    """A line of the table."""
-
-    case: str
+class Prediction(NamedTuple):
     code: Code
     lanes: float  # the share that is in use
     blocks: int  # that fit on a multiprocessor
@@ -225,8 +194,8 @@ class Row(NamedTuple):
     limit: str
 
 
-def row_of(launch: Launch, case: str, capability: int) -> Row:
-    """Compile, read and predict."""
+def predict(launch: Launch, capability: int) -> Prediction:
+    """What the model in the docstring of this module says."""
     code, machine, lanes = read(launch), MACHINES[capability], lanes_in_use(launch)
     warps = launch.metadata.num_warps
     by_registers = 65536 // (math.ceil(code.registers / 8) * 8 * 32 * warps)
@@ -245,60 +214,40 @@ def row_of(launch: Launch, case: str, capability: int) -> Row:
 
     programs, at_once = math.prod(launch.grid), blocks * machine.multiprocessors
     counts = [min(at_once, programs - start) for start in range(0, programs, at_once)]
-    waves = [cycles_of_wave(count / machine.multiprocessors) for count in counts]
-    fraction = sum(wave["memory"] for wave in waves) / sum(max(wave.values()) for wave in waves)
-    limit = max(waves[0], key=lambda name: waves[0][name])
-    return Row(case, code, lanes, blocks, programs / at_once, fraction, limit)
+    cycles = [cycles_of_wave(count / machine.multiprocessors) for count in counts]
+    fraction = sum(wave["memory"] for wave in cycles) / sum(max(wave.values()) for wave in cycles)
+    limit = max(cycles[0], key=lambda name: cycles[0][name])
+    return Prediction(code, lanes, blocks, programs / at_once, fraction, limit)
 
 
-def calls(kernels: ModuleType, x: Tensor) -> dict[str, Callable[[], object]]:
-    """The functions of both passes, called as a training step does."""
-    layout, channels, f32 = Layout.of(x, 1), x.shape[1], torch.float32
-    total, statistics = (x.new_zeros(count * channels + 1, dtype=torch.float64) for count in (2, 3))
-    weight = x.new_zeros(channels, dtype=f32)
-    return {
-        "forward_sums": lambda: kernels.forward_sums(x, layout),
-        "backward_sums": lambda: kernels.backward_sums(x, x, None, layout, statistics, f32, f32),
-        "forward_outputs": lambda: kernels.forward_outputs(x, layout, total, weight, weight, None, 1e-5, False),
-        "backward_outputs": lambda: kernels.backward_outputs(x, x, None, layout, total[:-1], statistics, weight, False),
-    }
-
-
-def cases(shapes: list[str], dtypes: list[str], functions: list[str], device: str) -> Iterator[tuple[str, str, Tensor]]:
-    """A name, a function and its input."""
-    for shape in shapes:
-        for order, memory_format in (("first", torch.contiguous_format), ("last ", torch.channels_last)):
-            for dtype in dtypes:
-                x = torch.zeros([int(size) for size in shape.split("x")], dtype=getattr(torch, dtype), device=device)
-                for name in functions:
-                    yield f"{name:16} {shape:13} {order} {dtype:8}", name, x.to(memory_format=memory_format)
-
-
-def table(capability: int, shapes: list[str], dtypes: list[str], functions: list[str]) -> Iterator[Row]:
-    """A row for each function and case."""
-    for case, name, x in cases(shapes, dtypes, functions, "meta"):
-        with recorded(capability) as (kernels, launches):
-            calls(kernels, x)[name]()
-        yield row_of(over_whole_tensor(launches), case, capability)
+def table(
+    capability: int, shapes: list[str], dtypes: list[str], functions: list[str]
+) -> Iterator[tuple[Case, str, Prediction]]:
+    """Of each case and function the launch that goes over the whole tensor."""
+    for case in cases(shapes, dtypes):
+        for function in functions:
+            with recorded(capability) as (kernels, launches):
+                calls_of(kernels, case, torch.device("meta"))[function][0]()
+            yield case, function, predict(over_whole_tensor(launches), capability)
 
 
 def launch_once(shapes: list[str], dtypes: list[str], functions: list[str]) -> None:
     """Each case once, and its name."""
     from syncbn.kernels import gpu
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # for Triton's interpreter
-    for case, name, x in cases(shapes, dtypes, functions, device):
-        calls(gpu, x)[name]()
-        print(f"launched {case}", flush=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the latter for Triton's interpreter
+    for case in cases(shapes, dtypes):
+        calls = calls_of(gpu, case, device)
+        for function in functions:
+            calls[function][0]()
+            print(f"launched {function} {case.name}", flush=True)
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, default=90, choices=MACHINES)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES.split())
-    parser.add_argument("--dtypes", nargs="+", default=DTYPES.split())
-    parser.add_argument("--functions", nargs="+", default=FUNCTIONS.split())
+    for name, default in {"--shapes": SHAPES, "--dtypes": DTYPES, "--functions": FUNCTIONS}.items():
+        parser.add_argument(name, nargs="+", default=default.split())
     parser.add_argument("--launch", action="store_true", help="on a GPU")
     arguments = parser.parse_args()
     of_cases = arguments.shapes, arguments.dtypes, arguments.functions
@@ -306,13 +255,12 @@ def main() -> None:
         launch_once(*of_cases)
         return
     print(f"sm_{arguments.capability}, Triton {triton.__version__}")
-    print(f"{'':46} regs spill shared blocks waves load  ins  f64 bytes ins/B lanes copy")
-    for row in table(arguments.capability, *of_cases):
-        code = row.code
+    print(f"{'':52} regs spill shared blocks waves load  ins  f64 bytes ins/B lanes copy")
+    for case, function, (code, lanes, blocks, waves, fraction, limit) in table(arguments.capability, *of_cases):
         print(
-            f"{row.case:46} {code.registers:4} {code.spills:5} {code.shared:6} {row.blocks:6} {row.waves:5.1f} "
+            f"{function:16} {case.name:35} {code.registers:4} {code.spills:5} {code.shared:6} {blocks:6} {waves:5.1f} "
             f"{code.widest_load:4} {code.instructions:4} {code.float64 + code.conversions:4} {code.bytes:5} "
-            f"{code.instructions / max(code.bytes, 1):5.2f} {row.lanes:5.2f} {row.fraction:4.2f} {row.limit}",
+            f"{code.instructions / max(code.bytes, 1):5.2f} {lanes:5.2f} {fraction:4.2f} {limit}",
             flush=True,
         )
 

@@ -39,8 +39,6 @@ resnet18 regnety_002 repvgg_a0 mobilenetv3_small_050 mobilenetv4_conv_small_035 
 efficientvit_b0 mobilevit_xxs swiftformer_xs starnet_s1 efficientnet_b0 dla46_c mobileone_s0
 """
 
-IGNITE = "pytorch-ignite"
-
 Case = tuple[str, Callable[[], nn.Module], tuple[int, ...]]  # name, builds the model, shape of its input
 
 
@@ -50,10 +48,6 @@ class Row(NamedTuple):
     layers: int  # synchronised
     error: float  # of W ranks, the largest
     rounding: float  # of one process, whose samples come in another order
-
-    @property
-    def matches(self) -> bool:
-        return self.error <= max(TOLERANCES[torch.float64], ROUNDING * self.rounding)
 
 
 def of_timm() -> Iterator[Case]:
@@ -138,17 +132,6 @@ def of_transformers() -> Iterator[Case]:
         yield f"{name}{end}", partial(getattr(hf, f"{name}{end}"), config), shape
 
 
-LIBRARIES: dict[str, Callable[[], Iterable[Case]]] = {  # by the names that pip knows
-    "segmentation-models-pytorch": of_segmentation_models,
-    "monai": of_monai,
-    "ultralytics": of_ultralytics,
-    "lightly": of_lightly,
-    "torch-geometric": of_torch_geometric,
-    "transformers": of_transformers,
-    "timm": of_timm,
-}
-
-
 class OnRings(nn.Module):
     """A graph network on N rings of nodes: (N, nodes, features) -> (N, nodes, features)."""
 
@@ -172,9 +155,10 @@ def loss_of(output: Any) -> Tensor:
     return torch.stack([loss_of(part) for part in parts if part is not None]).sum()
 
 
-def try_model(library: str, name: str, model: nn.Module, x: Tensor) -> Row:
-    """Convert and train it; `x` is the whole batch."""
-    model = model.double().train()
+def try_model(library: str, name: str, build: Callable[[], nn.Module], shape: tuple[int, ...]) -> Row:
+    """Convert and train it; the shape is that of the whole batch."""
+    torch.manual_seed(0)
+    model, x = build().double().train(), torch.randn(shape, dtype=torch.float64)
     first, second = gradients_after_training(model, x), gradients_after_training(model, x.flip(0))
     used = [pair for pair in zip(first, second, strict=True) if None not in pair]
     rounding = max(float((a - b).abs().max()) for a, b in used) / max(float(a.abs().max()) for a, _ in used)
@@ -188,7 +172,7 @@ def try_model(library: str, name: str, model: nn.Module, x: Tensor) -> Row:
     return Row(library, name, layers, max(one.relative for one in found), rounding)
 
 
-def try_ignite() -> Row:
+def of_ignite() -> Iterator[Row]:
     """Its trainer with a model that its auto_model has wrapped, against the same trainer on one process."""
     from ignite import distributed
     from ignite.engine import create_supervised_trainer
@@ -212,7 +196,7 @@ def try_ignite() -> Row:
         max(float((one.state_dict()[name] - b).abs().max() / b.abs().max()) for name, b in expected.items())
         for one in (model, reordered)
     )
-    return Row(IGNITE, "create_supervised_trainer", 1, error, rounding)
+    yield Row("pytorch-ignite", "create_supervised_trainer", 1, error, rounding)
 
 
 def gradients_after_training(model: nn.Module, x: Tensor) -> list[Tensor | None]:
@@ -229,13 +213,16 @@ def gradients_after_training(model: nn.Module, x: Tensor) -> list[Tensor | None]
     return [parameter.grad for parameter in model.parameters()]
 
 
-def rows_of(library: str) -> Iterator[Row]:
-    if library == IGNITE:
-        yield try_ignite()
-        return
-    for name, build, shape in LIBRARIES[library]():
-        torch.manual_seed(0)
-        yield try_model(library, name, build(), torch.randn(shape, dtype=torch.float64))
+LIBRARIES: dict[str, Callable[[], Iterable[Case | Row]]] = {  # by the names that pip knows
+    "pytorch-ignite": of_ignite,
+    "segmentation-models-pytorch": of_segmentation_models,
+    "monai": of_monai,
+    "ultralytics": of_ultralytics,
+    "lightly": of_lightly,
+    "torch-geometric": of_torch_geometric,
+    "transformers": of_transformers,
+    "timm": of_timm,
+}
 
 
 def make_torchvision_importable() -> None:
@@ -261,22 +248,25 @@ def write(rows: list[Row]) -> None:
 
 
 def main() -> int:
-    libraries = sys.argv[1:] or [IGNITE, *LIBRARIES]
-    if unknown := set(libraries) - {IGNITE, *LIBRARIES}:
-        raise SystemExit(f"libraries are {IGNITE}, {', '.join(LIBRARIES)}, got {', '.join(sorted(unknown))}")
+    libraries = sys.argv[1:] or LIBRARIES
+    if unknown := {*libraries} - {*LIBRARIES}:
+        raise SystemExit(f"libraries are {', '.join(LIBRARIES)}, got {', '.join(sorted(unknown))}")
     warnings.simplefilter("ignore")  # the libraries' own; what is not converted is an error here
     make_torchvision_importable()
     dist.init_process_group("gloo")
-    rows = []
+    is_first, all_match, rows = dist.get_rank() == 0, True, []
     for library in libraries:
-        for row in rows_of(library):
+        for found in LIBRARIES[library]():
+            row = found if isinstance(found, Row) else try_model(library, *found)
             rows.append(row)
-            if dist.get_rank() == 0:
-                print("" if row.matches else "DOES NOT MATCH", *row, flush=True)
-        if dist.get_rank() == 0 and not sys.argv[1:]:
+            matches = row.error <= max(TOLERANCES[torch.float64], ROUNDING * row.rounding)
+            all_match = all_match and matches
+            if is_first:
+                print("" if matches else "DOES NOT MATCH", *row, flush=True)
+        if is_first and not sys.argv[1:]:
             write(rows)
     dist.destroy_process_group()
-    return not all(row.matches for row in rows)
+    return not all_match
 
 
 if __name__ == "__main__":

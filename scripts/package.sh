@@ -27,36 +27,27 @@ install_for_user() { # into the environment that users have
 }
 python3 -m venv "$folder/user"
 install_for_user --constraint scripts/constraints.txt torch pytest numpy
-cp tests/test_tiny.py tests/trained_as_one.py "$folder"
+cp tests/{conftest,test_tiny,trained_as_one}.py "$folder"
 sdist=$(echo runs/dist/*.tar.gz) wheel=$(echo runs/dist/*manylinux*.whl)
-ways=(
-    "pip install ."
-    "pip install git+file://."
-    "pip install --editable ."
-    "uv pip install ."
-    "pip install $(basename "$sdist")"
-    "pip install $(basename "$wheel")"
-)
-for way in "${ways[@]}"; do
+try() { # WAY COMMAND...: with a compiler and without, and a line of the table for each
     for compiler in c++ false; do
         export CXX=$compiler
         start=$SECONDS
-        case $way in
-        "pip install .") install_for_user "$folder/clone" ;;
-        *git+file*) install_for_user "git+file://$folder/clone" ;;
-        *editable*) install_for_user --editable "$folder/clone" ;;
-        uv*) "$uv" pip install --quiet --python "$folder/user" --no-cache "$folder/clone" ;;
-        *tar.gz) install_for_user --no-cache-dir "$sdist" ;;
-        *whl) install_for_user "$wheel" ;;
-        esac
+        "${@:2}"
         seconds=$((SECONDS - start))
         says=$(cd "$folder" && user/bin/python -m syncbn info --json | grep -o 'cpu: [^;"]*')
         tested=$(cd "$folder" && user/bin/python -m pytest -q test_tiny.py | tail -n 1)
-        printf '%s\t%s\t%s s\t%s\t%s\n' "$way" "$([[ $compiler == c++ ]] && echo compiler || echo none)" "$seconds" "$says" "$tested" |
+        printf '%s\t%s\t%s s\t%s\t%s\n' "$1" "$([[ $compiler == c++ ]] && echo compiler || echo none)" "$seconds" "$says" "$tested" |
             tee -a "$folder/table"
         "$folder/user/bin/python" -m pip uninstall --quiet --yes syncbn
         rm -f "$folder/clone/syncbn/kernels/_cpu.so"
     done
-done
+}
+try "pip install ." install_for_user "$folder/clone"
+try "pip install git+file://." install_for_user "git+file://$folder/clone"
+try "pip install --editable ." install_for_user --editable "$folder/clone"
+try "uv pip install ." "$uv" pip install --quiet --python "$folder/user" --no-cache "$folder/clone"
+try "pip install $(basename "$sdist")" install_for_user --no-cache-dir "$sdist"
+try "pip install $(basename "$wheel")" install_for_user "$wheel"
 echo
 column -t -s $'\t' "$folder/table" 2>/dev/null || cat "$folder/table"

@@ -25,12 +25,10 @@ within a host or not, and do not change with their number; a step takes the same
 number of ranks; the layers are the 53 of ResNet-50.
 """
 
-from __future__ import annotations
-
 import argparse
+import itertools
 import json
 import math
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -38,7 +36,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from benchmarks.measuring import Session, in_turn, session, slowest_rank
+from benchmarks.measuring import Session, in_turn, session, slowest_rank, time_stages
 from torch import Tensor
 
 COUNTED_STEPS = 20
@@ -47,7 +45,6 @@ TIMED_BYTES = (1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000)
 WORLDS = (8, 32, 128, 512, 2048, 8192, 16384)  # modelled ranks
 NODE = 8  # ranks of a host
 SHARE = 0.05  # of a step
-SCHEMES = ("syncbn", "torch", "apex")
 TOPOLOGIES = ("ring", "tree")
 RESNET = [64]  # channels of ResNet-50's layers
 for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -62,17 +59,15 @@ class Payload(NamedTuple):
     dtype: torch.dtype
 
 
-def payloads(scheme: str, channels: int) -> list[Payload]:
-    """Those of one layer's forward and backward."""
-    if scheme == "syncbn":
-        return [Payload("all_reduce", 2 * channels + extra, torch.float64) for extra in (1, 0)]
-    if scheme == "torch":
-        gathered = Payload("all_gather", 2 * channels + 1, torch.float32)
-        return [gathered, Payload("all_reduce", 2 * channels, torch.float32)]
-    return [Payload("all_reduce", channels, torch.float32)] * 4
-
-
-# Measured, under torchrun.
+# Name -> the payloads of the forward and backward of a layer with so many channels.
+SCHEMES: dict[str, Callable[[int], list[Payload]]] = {
+    "syncbn": lambda channels: [Payload("all_reduce", 2 * channels + extra, torch.float64) for extra in (1, 0)],
+    "torch": lambda channels: [
+        Payload("all_gather", 2 * channels + 1, torch.float32),
+        Payload("all_reduce", 2 * channels, torch.float32),
+    ],
+    "apex": lambda channels: [Payload("all_reduce", channels, torch.float32)] * 4,
+}
 
 
 def collective(payload: Payload) -> Callable[[], object]:
@@ -83,32 +78,23 @@ def collective(payload: Payload) -> Callable[[], object]:
     return partial(dist.all_gather, [torch.empty_like(mine) for _ in range(dist.get_world_size())], mine)
 
 
+def count(scheme: str) -> dict[str, float]:
+    """Messages and bytes that a rank sends in one step of one layer; the most that any rank sends."""
+    calls = [collective(payload) for payload in SCHEMES[scheme](CHANNELS)]
+    for call in calls:  # connections are made
+        call()
+    dist.barrier()
+    before = written()
+    for call in calls * COUNTED_STEPS:
+        call()
+    most = slowest_rank([(written() - before).tolist()])[0] / COUNTED_STEPS
+    return dict(zip(("messages", "bytes"), most.tolist(), strict=True))
+
+
 def written() -> Tensor:
     """Write calls of this process so far, and their bytes."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return torch.tensor([int(lines["syscw"]), int(lines["wchar"])], dtype=torch.float64)
-
-
-def count(scheme: str) -> dict[str, float]:
-    """Messages and bytes that a rank sends in one step of one layer; the most that any rank sends."""
-    calls = [collective(payload) for payload in payloads(scheme, CHANNELS)]
-    for call in calls:
-        call()
-    dist.barrier()
-    before = written()
-    for _ in range(COUNTED_STEPS):
-        for call in calls:
-            call()
-    messages, num_bytes = slowest_rank([(written() - before).tolist()])[0] / COUNTED_STEPS
-    return {"messages": messages.item(), "bytes": num_bytes.item()}
-
-
-def time_collective(call: Callable[[], object]) -> list[float]:
-    """Seconds."""
-    dist.barrier()
-    start = time.perf_counter()
-    call()
-    return [time.perf_counter() - start]
 
 
 def measure(arguments: argparse.Namespace, here: Session) -> None:
@@ -118,28 +104,20 @@ def measure(arguments: argparse.Namespace, here: Session) -> None:
     rows = [(scheme, f"{one['messages']:.0f}", f"{one['bytes']:,.0f}") for scheme, one in sent.items()]
     title = f"a step of one layer of {CHANNELS} channels on {ranks} ranks"
     here.show(title, ("scheme", "messages a rank", "bytes a rank"), rows)
-    calls = {
-        (kind, num_bytes): partial(time_collective, collective(Payload(kind, num_bytes // 8, torch.float64)))
-        for kind in ("all_reduce", "all_gather")
-        for num_bytes in TIMED_BYTES
-    }
+    payloads = [Payload(kind, n // 8, torch.float64) for kind in ("all_reduce", "all_gather") for n in TIMED_BYTES]
+    calls = {one: partial(time_stages, here.device, collective(one)) for one in payloads if arguments.rounds}
     times = []
-    for (kind, num_bytes), samples in in_turn(calls if arguments.rounds else {}, arguments.rounds, warm_up=3).items():
-        seconds = slowest_rank(samples).median().item()
-        times.append({"collective": kind, "ranks": ranks, "bytes": num_bytes, "seconds": seconds})
-        here.print(f"{kind} of {num_bytes:,} bytes: {1e3 * seconds:.3f} ms")
+    for (kind, numbers, _), samples in in_turn(calls, arguments.rounds, warm_up=3).items():
+        median = slowest_rank(samples).median().item()
+        times.append({"collective": kind, "ranks": ranks, "bytes": 8 * numbers, "seconds": median / 1e3})
+        here.print(f"{kind} of {8 * numbers:,} bytes: {median:.3f} ms")
     here.write(arguments.output / f"ranks-{ranks}.json", sent=sent, times=times)
     here.print(f"wrote {arguments.output}/ranks-{ranks}.json")
 
 
-# Modelled, alone.
-
-
 class Network(NamedTuple):
-    """Seconds of a message, bytes/s of a link."""
-
-    latency: float
-    bandwidth: float
+    latency: float  # seconds
+    bandwidth: float  # bytes/s
 
 
 def coefficients(topology: str, kind: str, ranks: int, num_bytes: int) -> tuple[float, float]:
@@ -154,22 +132,20 @@ def coefficients(topology: str, kind: str, ranks: int, num_bytes: int) -> tuple[
 def fit(times: list[dict[str, Any]]) -> tuple[Network, Tensor]:
     """The network of the rings that fits best, and the relative errors of its times."""
     of_times = [coefficients("ring", one["collective"], one["ranks"], one["bytes"]) for one in times]
-    matrix = torch.tensor(of_times, dtype=torch.float64)
-    matrix /= torch.tensor([[one["seconds"]] for one in times], dtype=torch.float64)
-    wanted = torch.ones(len(times), 1, dtype=torch.float64)
-    solution = torch.linalg.lstsq(matrix, wanted).solution
+    seconds = torch.tensor([[one["seconds"]] for one in times], dtype=torch.float64)
+    matrix = torch.tensor(of_times, dtype=torch.float64) / seconds
+    solution = torch.linalg.lstsq(matrix, torch.ones_like(seconds)).solution
     latency, inverse_bandwidth = solution.flatten().tolist()
-    return Network(latency, 1 / inverse_bandwidth), (matrix @ solution - wanted).flatten()
+    return Network(latency, 1 / inverse_bandwidth), (matrix @ solution - 1).flatten()
 
 
 def seconds_of_step(network: Network, scheme: str, topology: str, ranks: int) -> float:
     """Of all collectives of ResNet-50's step."""
     seconds = 0.0
-    for channels in RESNET:
-        for payload in payloads(scheme, channels):
-            num_bytes = payload.numbers * payload.dtype.itemsize
-            messages, moved = coefficients(topology, payload.collective, ranks, num_bytes)
-            seconds += messages * network.latency + moved / network.bandwidth
+    for payload in itertools.chain(*map(SCHEMES[scheme], RESNET)):
+        num_bytes = payload.numbers * payload.dtype.itemsize
+        messages, moved = coefficients(topology, payload.collective, ranks, num_bytes)
+        seconds += messages * network.latency + moved / network.bandwidth
     return seconds
 
 
@@ -189,8 +165,8 @@ def model(arguments: argparse.Namespace, here: Session) -> None:
     fitted, errors = fit(times)
     if min(fitted) < 0:
         raise SystemExit(f"the times fit no network ({fitted}): measure them again, on idle machines, with more rounds")
-    latency = fitted.latency if arguments.latency is None else arguments.latency
-    network = Network(latency, arguments.bandwidth or fitted.bandwidth)
+    given = {"latency": arguments.latency, "bandwidth": arguments.bandwidth}
+    network = fitted._replace(**{name: value for name, value in given.items() if value is not None})
     here.print(
         f"fitted to {len(times)} times: latency {1e6 * fitted.latency:.0f} us, bandwidth {fitted.bandwidth / 1e9:.2f} "
         f"GB/s; relative error: median {errors.abs().median():.0%}, largest {errors.abs().max():.0%}\n"
@@ -198,17 +174,14 @@ def model(arguments: argparse.Namespace, here: Session) -> None:
         f"{arguments.step} s, ResNet-50's layers; node: groups of {NODE} ranks"
     )
     curves, limits = {}, {}
-    for scheme in SCHEMES:
-        for topology in TOPOLOGIES:
-            name = f"{scheme}, {topology}"
-            curves[name] = [seconds_of_step(network, scheme, topology, ranks) for ranks in WORLDS]
-            limits[name] = ranks_at_share(network, scheme, topology, arguments.step)
+    for scheme, topology in itertools.product(SCHEMES, TOPOLOGIES):
+        name = f"{scheme}, {topology}"
+        curves[name] = [seconds_of_step(network, scheme, topology, ranks) for ranks in WORLDS]
+        limits[name] = ranks_at_share(network, scheme, topology, arguments.step)
     for topology in TOPOLOGIES:
         curves[f"syncbn in nodes, {topology}"] = [seconds_of_step(network, "syncbn", topology, NODE)] * len(WORLDS)
-    rows = []
-    for name, seconds in curves.items():
-        limit = "" if name not in limits else f"{limits[name]:,}" if limits[name] else "never"
-        rows.append((name, *(f"{1e3 * one:,.0f}" for one in seconds), limit))
+    shown = {name: f"{limit:,}" if limit else "never" for name, limit in limits.items()}
+    rows = [(name, *(f"{1e3 * one:,.0f}" for one in of), shown.get(name, "")) for name, of in curves.items()]
     columns = ("ranks", *(f"{ranks:,}" for ranks in WORLDS), f"over {SHARE:.0%} from")
     here.show("synchronisation, ms of a step", columns, rows)
     here.write(
@@ -238,7 +211,6 @@ def plot(file: Path, curves: dict[str, list[float]], step: float) -> None:
 
 
 def main() -> None:
-    """Measure under torchrun, model without."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--rounds", type=int, default=50, help="of each timed collective (default %(default)s)")

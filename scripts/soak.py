@@ -14,20 +14,19 @@ numbers grew. The exit status is 1 where buffers differ or numbers grow, or memo
 soak.json to --output.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import gc
-import itertools
 import json
+import math
 import os
+import statistics
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -84,13 +83,8 @@ def round_of_everything(data: torch.Generator) -> nn.Module:
         syncbn.functional.sync_batch_norm_many([torch.randn(2, 4, 5), torch.randn(3, 7)])
         images = model[0](draw(data))
         model[1](images, mask=torch.arange(len(images)) % 2 == 0)
-        try:
+        with pytest.raises(ValueError, match="rank 0"):
             model[1](images[:, 1:] if dist.get_rank() == 0 else images)
-        except ValueError as error:
-            if "rank 0" not in str(error):
-                raise
-        else:
-            raise AssertionError("a bad input was not noticed")
     return model
 
 
@@ -103,36 +97,36 @@ def differing_buffers(model: nn.Module) -> list[str]:
 
 
 def measure() -> dict[str, float]:
-    """What this process holds."""
+    """What this process holds, in bytes and numbers."""
     gc.collect()
     deadline = time.monotonic() + 5
     while len(os.listdir(COUNTS["threads"])) > 1 and time.monotonic() < deadline:
         time.sleep(0.05)  # in which threads end whose group has gone
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     counts = {name: len(os.listdir(folder)) for name, folder in COUNTS.items()}
-    return {"memory": pages * os.sysconf("SC_PAGE_SIZE"), **counts}  # bytes
+    return {"memory": pages * os.sysconf("SC_PAGE_SIZE"), **counts}
 
 
 def soak(store: dist.Store, rank: int, size: int, seconds: float) -> tuple[Rounds, list[str]]:
     """What this rank measured after each round, when there was no process group; and the buffers that differed."""
-    start = time.monotonic()
+    start, is_last = time.monotonic(), False
     rounds: Rounds = []
     differing: list[str] = []
-    for index in itertools.count():
-        of_round, timeout = dist.PrefixStore(f"round {index}", store), timedelta(seconds=60)
+    while not is_last:
+        index, timeout = len(rounds), timedelta(seconds=60)
+        of_round = dist.PrefixStore(f"round {index}", store)
         dist.init_process_group("gloo", store=of_round, rank=rank, world_size=size, timeout=timeout)
         torch.manual_seed(index)  # the same weights on all ranks
         model = round_of_everything(torch.Generator().manual_seed(index * size + rank))
         differing += [f"round {index}: {name}" for name in differing_buffers(model)]
-        is_last = torch.tensor(index > 0 and time.monotonic() - start > seconds)
-        dist.broadcast(is_last, 0)
+        seconds_over = torch.tensor(index > 0 and time.monotonic() - start > seconds)
+        dist.broadcast(seconds_over, 0)
+        is_last = bool(seconds_over)
         del model
         dist.destroy_process_group()
         rounds.append({"seconds": time.monotonic() - start} | measure())
         if rank == 0 and index % 20 == 0:
             print(f"round {index}:", *(f"{name} {value:.0f}" for name, value in rounds[-1].items()), flush=True)
-        if is_last:
-            break
     return rounds, differing
 
 
@@ -140,33 +134,31 @@ def growth(rounds: Rounds) -> dict[str, float]:
     """Over the second half: bytes an hour of memory, that as a share, and the others' differences."""
     half = rounds[len(rounds) // 2 :]
     seconds, memory = ([one[name] for one in half] for name in ("seconds", "memory"))
-    slope = np.polyfit(seconds, memory, 1)[0] if len(half) > 1 else 0.0
+    slope = statistics.linear_regression(seconds, memory).slope if len(half) > 1 else 0.0
     counts = {name: half[-1][name] - half[0][name] for name in COUNTS}
     return {"memory an hour": 3600 * slope, "memory": slope * (seconds[-1] - seconds[0]) / memory[0]} | counts
 
 
 def report(measured: list[Rounds], differing: list[list[str]], output: Path) -> bool:
-    """Table, JSON and plot of all ranks; whether nothing grows and nothing differs."""
+    """Table and JSON of all ranks; whether nothing grows and nothing differs."""
     grown, num_rounds = [growth(rounds) for rounds in measured], len(measured[0])
     output.mkdir(parents=True, exist_ok=True)
     about = {"torch": torch.__version__, "ranks": len(measured), "rounds": num_rounds, "growth": grown}
     (output / "soak.json").write_text(json.dumps(about | {"differing": differing, "measured": measured}))
-    seconds = measured[0][-1]["seconds"]
-    print(f"{num_rounds} rounds in {seconds:.0f} s, torch {torch.__version__}; of their second half:")
+    print(
+        f"{num_rounds} rounds in {measured[0][-1]['seconds']:.0f} s, torch {torch.__version__}; of their second half:"
+    )
     print("rank  memory, MB  grows by, MB/h  file descriptors  threads  buffers that differ")
     for rank, (rounds, names, one) in enumerate(zip(measured, differing, grown, strict=True)):
         print(
             f"{rank:4}  {rounds[-1]['memory'] / 1e6:10.0f}  {one['memory an hour'] / 1e6:14.2f}  "
             f"{one['file descriptors']:+16.0f}  {one['threads']:+7.0f}  {len(names):19}"
         )
-    few_rounds = num_rounds < 20  # in which memory is still being taken for the first time
-    return not any(differing) and all(
-        max(one[name] for name in COUNTS) <= 0 and (few_rounds or one["memory"] < MOST_GROWTH) for one in grown
-    )
+    most = math.inf if num_rounds < 20 else MOST_GROWTH  # at first memory is still being taken for the first time
+    return not any(differing) and all(max(one[n] for n in COUNTS) <= 0 and one["memory"] < most for one in grown)
 
 
 def main() -> None:
-    """Soak, and report on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10, help="(default %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("runs/soak"), help="folder to write (default %(default)s)")

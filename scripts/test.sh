@@ -13,7 +13,7 @@ crashes=(tests/test_{crashes,two_hosts}.py)
 programs=(tests/test_{accelerate,gpu_run,lightning,package,readme,testing,voting}.py)
 examples=(tests/test_{evidence,examples,imagenet}.py)
 faults=(tests/test_faults.py)
-interpreted=(tests/test_kernels.py tests/test_moments.py)
+interpreted=(tests/test_kernels.py)
 compiled=(tests/test_{gpu_static,inductor}.py tests/distributed/test_compile{,_on_one_rank}.py)
 others=(tests --ignore tests/distributed)
 for file in "${crashes[@]}" "${programs[@]}" "${examples[@]}" "${faults[@]}"; do
@@ -24,15 +24,11 @@ rank_counts=(2 3 4)
 quick=
 arguments=()
 for argument in "$@"; do
-    if [[ $argument == --quick ]]; then
-        quick=1
-        rank_counts=(2)
-    else
-        arguments+=("$argument")
-    fi
+    if [[ $argument == --quick ]]; then quick=1; else arguments+=("$argument"); fi
 done
 set -- "${arguments[@]}"
 if [[ $quick ]]; then
+    rank_counts=(2)
     for file in "${compiled[@]}"; do
         others+=(--ignore "$file")
         on_ranks+=(--ignore "$file")
@@ -46,19 +42,14 @@ set -m # each part is a process group, which can be ended as one
 trap 'for job in $(jobs -pr); do kill -- "-$job"; done; rm -rf "$logs"' EXIT
 
 part() { # NAME COMMAND...: once there is room beside the others
-    while [[ $(jobs -pr | wc -l) -ge 4 ]]; do
-        wait -n || true
-    done
-    run_part "$@" &
-}
-
-run_part() {
-    local name=$1 status=0
-    shift
-    "$@" >"$logs/$name.log" 2>&1 || status=$?
-    [[ $status == 0 || $status == 5 ]] || echo "$name" >>"$logs/failed" # 5: the arguments select no test of this part
-    echo "== $name"
-    cat "$logs/$name.log"
+    while [[ $(jobs -pr | wc -l) -ge 4 ]]; do wait -n || true; done
+    {
+        status=0
+        "${@:2}" >"$logs/$1.log" 2>&1 || status=$?
+        [[ $status == 0 || $status == 5 ]] || echo "$1" >>"$logs/failed" # 5: the arguments select no test of this part
+        echo "== $1"
+        cat "$logs/$1.log"
+    } &
 }
 
 if [[ ! $quick ]]; then

@@ -9,23 +9,21 @@ median decides. What is beyond LIMIT is measured again in new processes, as the 
 slow; a step is slower when it is beyond LIMIT each time. The last line says whether any is, as does the exit status.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
-import functools
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache, partial
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import torch
-from benchmarks.measuring import Case, cases, draw, median_and_spread, session, time_step
+from benchmarks.measuring import Case, cases, draw, in_turn, median_and_spread, session, time_step
 
 ROOT = Path(__file__).resolve().parents[2]
 BASELINE = ROOT / "scripts" / "kernels_baseline.csv"
@@ -72,7 +70,6 @@ def baseline() -> str:
 
 
 def copy_commit(ref: str, folder: Path) -> None:
-    """PARTS of that commit."""
     archive = folder.with_suffix(".tar")
     if subprocess.run(["git", "archive", f"--output={archive}", ref, *PARTS], cwd=ROOT, check=False).returncode:
         raise SystemExit(f"git has no {ref} to compare with")
@@ -85,64 +82,70 @@ def copy_tree(folder: Path) -> None:
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
 
 
-class Timer:
-    """Builds the kernels in a folder; as a context, a process that times them."""
-
-    def __init__(self, folder: Path, threads: int) -> None:
-        environment = os.environ | {"PYTHONPATH": str(folder / "scripts")}
-        subprocess.run([sys.executable, "-c", BUILD], cwd=folder, env=environment, check=True)
-        self.folder, self.threads = folder, threads
-
-    def __enter__(self) -> Timer:
-        environment = os.environ | KEEP_FREED_MEMORY | {"PYTHONPATH": f"{self.folder}:{ROOT / 'scripts'}"}
-        command = [sys.executable, "-P", "-m", "benchmarks.guard", str(self.threads)]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
-        file, kernels = self._answer()
-        if not Path(file).is_relative_to(self.folder) or not kernels.startswith("cpu: C++"):
-            raise RuntimeError(f"expected the C++ kernels of {self.folder}, got {kernels!r} of {file}")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.communicate()  # closes its input, with which it ends
-
-    def time_step(self, case: Case) -> list[float]:
-        """Milliseconds of forward and backward."""
-        print(json.dumps(case), file=self.process.stdin, flush=True)
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self.process.stdout
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the process that times {self.folder} ended with status {self.process.wait()}")
-        return json.loads(line)
+def start(folder: Path, threads: int) -> ProcessPoolExecutor:
+    """A process with the syncbn of this folder, which times steps."""
+    os.environ.update(KEEP_FREED_MEMORY)  # of the new process
+    process = ProcessPoolExecutor(1, get_context("spawn"))
+    process.submit(import_syncbn, folder, threads).result()
+    return process
 
 
-def compare(this: Timer, other: Timer, steps: list[Case], rounds: int) -> Ratios:
-    """In new processes, which are the first of a round in turn."""
+def import_syncbn(folder: Path, threads: int) -> None:
+    sys.path.insert(0, str(folder))
+    import syncbn
+
+    torch.set_num_threads(threads)
+    file, kernels = syncbn.__file__, syncbn.kernels.available()
+    if not Path(file).is_relative_to(folder) or not kernels.startswith("cpu: C++"):
+        raise RuntimeError(f"expected the C++ kernels of {folder}, got {kernels!r} of {file}")
+
+
+@lru_cache(1)
+def timed_step(case: Case) -> Callable[[], list[float]]:
+    """Of the public layer alone, which older commits have too."""
+    import syncbn
+
+    at_end = {"channel_last": True} if case.channel_dim != 1 else {}
+    layer = syncbn.SyncBatchNorm(case.channels, fuse_relu=case.fused, **at_end)
+    tensors = draw(case, torch.device("cpu"))
+    return partial(time_step, lambda x, z: layer(x, z if case.fused else None), *tensors)
+
+
+def fastest_of_some(case: Case) -> list[float]:
+    """Milliseconds of forward and backward."""
+    take_step = timed_step(case)
+    take_step()  # after the other process nothing of this one is in the caches
+    times = [take_step() for _ in range(STEPS_AT_ONCE)]
+    return [min(of_pass) for of_pass in zip(*times, strict=True)]
+
+
+def time_in(process: ProcessPoolExecutor, case: Case) -> list[float]:
+    return process.submit(fastest_of_some, case).result()
+
+
+def compare(this: Path, other: Path, threads: int, steps: list[Case], rounds: int) -> Ratios:
+    """In new processes."""
     found: Ratios = {}
-    with this, other:
+    with start(this, threads) as ours, start(other, threads) as theirs:
         for case in steps:
-            ratios = []
-            for index in range(rounds):
-                times = {timer: timer.time_step(case) for timer in ((this, other) if index % 2 else (other, this))}
-                ratios.append([mine / theirs for mine, theirs in zip(times[this], times[other], strict=True)])
-            found[case] = [median_and_spread(of_pass) for of_pass in zip(*ratios, strict=True)]
+            times = in_turn({one: partial(time_in, one, case) for one in (theirs, ours)}, rounds, warm_up=0)
+            ratios = torch.tensor(times[ours]) / torch.tensor(times[theirs])  # (rounds, passes)
+            found[case] = [median_and_spread(of_pass) for of_pass in ratios.T]
     return found
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """1 where a step is slower, else 0."""
     ref = arguments.ref or baseline()
     with session(arguments.threads, on_cpu=True) as here, tempfile.TemporaryDirectory() as folder:
-        this_folder, other_folder = (Path(folder, name).resolve() for name in ("this", "other"))
-        copy_commit(ref, other_folder)
-        copy_tree(this_folder)
-        this, other = Timer(this_folder, arguments.threads), Timer(other_folder, arguments.threads)
+        this, other = (Path(folder, name).resolve() for name in ("this", "other"))
+        copy_commit(ref, other)
+        copy_tree(this)
+        for one in (this, other):
+            environment = os.environ | {"PYTHONPATH": str(one / "scripts")}
+            subprocess.run([sys.executable, "-c", BUILD], cwd=one, env=environment, check=True)
 
         def measure(steps: list[Case]) -> Ratios:
-            ratios = compare(this, other, steps, arguments.rounds)
+            ratios = compare(this, other, arguments.threads, steps, arguments.rounds)
             rows = [(case.name, *(f"{number:.2f}" for one in ratios[case] for number in one)) for case in steps]
             here.show("", (f"this tree / {ref}", "forward", "+-", "backward", "+-"), rows)
             return ratios
@@ -151,33 +154,4 @@ def run(arguments: argparse.Namespace) -> int:
         more = f"more than {LIMIT - 1:.0%} slower than {ref}"
         names = ", ".join(case.name for case in slower)
         here.print(f"{more}, {ATTEMPTS} times: {names}" if slower else f"nothing is {more}")
-    return 1 if slower else 0
-
-
-@functools.lru_cache(1)
-def timed_step(case: Case) -> Callable[[], list[float]]:
-    """Times the `syncbn` that PYTHONPATH leads to, by the public layer alone, which older commits have too."""
-    import syncbn
-
-    at_end = {"channel_last": True} if case.channel_dim != 1 else {}
-    layer = syncbn.SyncBatchNorm(case.channels, fuse_relu=case.fused, **at_end)
-    tensors = draw(case, torch.device("cpu"))
-    return functools.partial(time_step, lambda x, z: layer(x, z if case.fused else None), *tensors)
-
-
-def answer() -> None:
-    """Time a step of each case on standard input, and write its times, a line each."""
-    import syncbn
-
-    torch.set_num_threads(int(sys.argv[1]))
-    print(json.dumps((syncbn.__file__, syncbn.kernels.available())), flush=True)
-    for line in sys.stdin:
-        shape, *others = json.loads(line)
-        take_step = timed_step(Case(tuple(shape), *others))
-        take_step()  # after the other process nothing of this one is in the caches
-        times = [take_step() for _ in range(STEPS_AT_ONCE)]
-        print(json.dumps([min(of_pass) for of_pass in zip(*times, strict=True)]), flush=True)
-
-
-if __name__ == "__main__":  # as Timer starts it
-    answer()
+    return bool(slower)

@@ -8,16 +8,15 @@ is the rate of y.copy_(x) of the same tensors in the same run. On GPUs the L2 ca
 scripts/gpu.sh has ATen's kernels beside these. Prints a table, and writes kernels.json to --output.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import torch
-from benchmarks.measuring import Case, Stopwatch, cases, draw, in_turn, session
+from benchmarks.measuring import Case, cases, draw, in_turn, session, time_stages
 
 from syncbn.kernels import select
 from syncbn.layout import Layout
@@ -33,16 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, default=Path("runs/kernels"), help="folder (default %(default)s)")
 
 
-def calls_of(case: Case, device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
+def calls_of(kernels: ModuleType, case: Case, device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
     """Name -> what to call, and how many tensors of the input's size it must read and write."""
     x, z, dy = (tensor.detach() for tensor in draw(case, device))
     layout = Layout.of(x, case.channel_dim)
     dtype = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (value(case.channels, dtype=dtype, device=device) for value in (torch.ones, torch.zeros))
-    kernels = select._in_eager_mode(x)
-    sums = kernels.forward_sums(x, layout)
-    y, packed = kernels.forward_outputs(x, layout, sums, weight, bias, z, EPS, True)
-    sums_of_dy, _, _ = kernels.backward_sums(dy, x, y, layout, packed, dtype, dtype)
+    sums, packed = (torch.ones(n * case.channels + 1, dtype=torch.float64, device=device) for n in (2, 3))
     copy = torch.empty_like(x)
 
     calls: dict[str, tuple[Callable[[], object], int]] = {
@@ -50,35 +46,23 @@ def calls_of(case: Case, device: torch.device) -> dict[str, tuple[Callable[[], o
         "x.sum()": (x.sum, 1),
         "forward_sums": (partial(kernels.forward_sums, x, layout), 1),
     }
-    for kind, residual, output in (("", None, None), (" fused", z, y)):
+    for kind, residual, output in (("", None, None), (" fused", z, z)):  # of y only the signs matter
         forward = x, layout, sums, weight, bias, residual, EPS, bool(kind)
         backward = dy, x, output, layout
-        calls |= {
-            f"forward_outputs{kind}": (partial(kernels.forward_outputs, *forward), 3 if kind else 2),
-            f"backward_sums{kind}": (partial(kernels.backward_sums, *backward, packed, dtype, dtype), 3 if kind else 2),
-            f"backward_outputs{kind}": (
-                partial(kernels.backward_outputs, *backward, sums_of_dy, packed, weight, bool(kind)),
-                5 if kind else 3,
-            ),
-        }
+        others = int(bool(kind))  # tensors, the residual or y
+        calls[f"forward_outputs{kind}"] = partial(kernels.forward_outputs, *forward), 2 + others
+        calls[f"backward_sums{kind}"] = partial(kernels.backward_sums, *backward, packed, dtype, dtype), 2 + others
+        gradients = partial(kernels.backward_outputs, *backward, sums[:-1], packed, weight, bool(kind))
+        calls[f"backward_outputs{kind}"] = gradients, 3 + 2 * others
     return calls
-
-
-def time_call(call: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds; what the call returns is freed afterwards."""
-    watch = Stopwatch(device)
-    result = call()
-    watch.lap()
-    (milliseconds,) = watch.laps()
-    del result
-    return milliseconds
 
 
 def run_case(case: Case, device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds of each call, and its share of the copy's rate."""
-    calls = calls_of(case, device)
-    samples = in_turn({name: partial(time_call, call, device) for name, (call, _) in calls.items()}, rounds, warm_up=2)
-    times = {name: statistics.median(values) for name, values in samples.items()}
+    calls = calls_of(select._in_eager_mode(torch.empty(0, device=device)), case, device)
+    timers = {name: partial(time_stages, device, call) for name, (call, _) in calls.items()}
+    samples = in_turn(timers, rounds, warm_up=2)
+    times = {name: statistics.median(ms for (ms,) in values) for name, values in samples.items()}
     return {
         name: {"ms": times[name], "share of copy": tensors / 2 * times["copy"] / times[name]}
         for name, (_, tensors) in calls.items()

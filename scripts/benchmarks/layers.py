@@ -19,8 +19,6 @@ case, and writes bench.json, bench.csv and bench.png to --output.
 "fused" adds a residual and a relu to each, "compiled" is torch.compile of the same (without memory and collectives).
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import itertools
@@ -31,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from benchmarks.measuring import Case, Peer, Session, Stopwatch, cases, draw, in_turn, session, summarize, time_step
+from benchmarks.measuring import Case, Peer, Session, cases, draw, in_turn, session, summarize, time_stages, time_step
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.tensor.debug import CommDebugMode
@@ -41,7 +39,8 @@ import syncbn
 
 SHAPES = "32x64x56x56 32x256x28x28 64x256x56x56 8x64x32x32 8x512x7x7 256x1024 4x32x16x32x32 16x197x384"
 DTYPES = "float32 bfloat16 float16 float64"
-NEEDS = {"first call": ".1f", "saved": ".2f", "peak": ".2f", "collectives": ""}  # beside time -> format
+COLUMNS = dict.fromkeys(("forward", "backward", "both", "spread"), ".3f")  # of the table -> format
+COLUMNS |= {"both / syncbn": ".2f", "first call": ".1f", "saved": ".2f", "peak": ".2f", "collectives": ""}
 Row = dict[str, Any]
 
 
@@ -104,27 +103,15 @@ def make_peers(case: Case, device: torch.device, compiled: bool) -> dict[str, Pe
 def time_limit(x: Tensor, dy: Tensor) -> list[float]:
     """Milliseconds of what moves the bytes of a forward, and those of a backward."""
     flat, flat_dy = ((one.movedim(1, -1) if not one.is_contiguous() else one).detach().reshape(-1) for one in (x, dy))
-    watch = Stopwatch(x.device)
-    flat.sum()
-    output = flat.clone()
-    watch.lap()
-    torch.dot(flat_dy, flat)
-    torch.add(flat_dy, flat)
-    watch.lap()
-    del output  # not earlier: an output lives until the backward
-    return watch.laps()
+    forward, backward = lambda: (flat.sum(), flat.clone()), lambda _: (torch.dot(flat_dy, flat), flat_dy + flat)
+    return time_stages(x.device, forward, backward)
 
 
 def time_all_reduces(channels: int, device: torch.device) -> list[float]:
     """Milliseconds of the two bare all_reduces."""
-    times = []
-    for length in (2 * channels + 4,) * 2 if device.type == "cpu" else (2 * channels + 1, 2 * channels):
-        payload = torch.zeros(length, dtype=torch.float64, device=device)
-        watch = Stopwatch(device)
-        dist.all_reduce(payload)
-        watch.lap()
-        times += watch.laps()
-    return times
+    lengths = (2 * channels + 4,) * 2 if device.type == "cpu" else (2 * channels + 1, 2 * channels)
+    payloads = [torch.zeros(length, dtype=torch.float64, device=device) for length in lengths]
+    return [ms for payload in payloads for ms in time_stages(device, partial(dist.all_reduce, payload))]
 
 
 def run_case(case: Case, here: Session, rounds: int, compiled: bool) -> list[Row]:
@@ -143,10 +130,12 @@ def run_case(case: Case, here: Session, rounds: int, compiled: bool) -> list[Row
     calls["limit"] = partial(time_limit, x, dy)
     if dist.is_initialized():
         calls["two all_reduces"] = partial(time_all_reduces, case.channels, here.device)
-    return [
-        {"case": case.name, "peer": name} | summarize(samples)._asdict() | dict.fromkeys(NEEDS) | needs.get(name, {})
-        for name, samples in in_turn(calls, rounds, warm_up=3, repeats=2).items()
-    ]
+    times = {name: summarize(samples) for name, samples in in_turn(calls, rounds, warm_up=3, repeats=2).items()}
+    rows = []
+    for name, one in times.items():
+        ratio = {"both / syncbn": one["both"] / times["syncbn fused" if "fused" in name else "syncbn"]["both"]}
+        rows.append({"case": case.name, "peer": name} | dict.fromkeys(COLUMNS) | one | ratio | needs.get(name, {}))
+    return rows
 
 
 def step(peer: Peer, x: Tensor, z: Tensor, dy: Tensor) -> None:
@@ -182,29 +171,16 @@ def peak_bytes(peer: Peer, x: Tensor, z: Tensor, dy: Tensor) -> int:
     return max(itertools.accumulate(event.nbytes() for event in changes))
 
 
-def show(here: Session, rows: list[Row]) -> None:
-    """A case's table."""
-    both, shown = {row["peer"]: row["both"] for row in rows}, []
-    for row in rows:
-        times = [f"{row[name]:.3f}" for name in ("forward", "backward", "both", "spread")]
-        ratio = row["both"] / both["syncbn fused" if "fused" in row["peer"] else "syncbn"]
-        needs = ["" if row[name] is None else format(row[name], spec) for name, spec in NEEDS.items()]
-        shown.append([row["peer"], *times, f"{ratio:.2f}", *needs])
-    columns = ("peer", "forward ms", "backward ms", "both ms", "+-", "both / syncbn", *NEEDS)
-    here.show(f"\n{rows[0]['case']}", columns, shown)
-
-
 def plot(file: Path, about: dict[str, object], rows: list[Row]) -> None:
     """The ratio of nn.BatchNorm's time to syncbn's in each case."""
     import matplotlib.pyplot as plt
 
-    both = {(row["case"], row["peer"]): row["both"] for row in rows}
     names = list(dict.fromkeys(row["case"] for row in rows))
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.3 * len(names)), layout="constrained")
-    for offset, kind in ((-0.2, ""), (0.2, " fused")):
-        ratios = [both[name, f"nn.BatchNorm{kind}"] / both[name, f"syncbn{kind}"] for name in names]
+    for offset, peer in ((-0.2, "nn.BatchNorm"), (0.2, "nn.BatchNorm fused")):
+        ratios = [row["both / syncbn"] for row in rows if row["peer"] == peer]
         places = [index + offset for index in range(len(names))]
-        axes.barh(places, ratios, height=0.38, label=f"nn.BatchNorm{kind} / syncbn{kind}")
+        axes.barh(places, ratios, height=0.38, label=f"{peer} / syncbn")
     axes.axvline(1, color="black", linewidth=1)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
@@ -219,7 +195,11 @@ def run(arguments: argparse.Namespace) -> None:
         for case in cases(arguments.shapes, arguments.dtypes):
             of_case = run_case(case, here, arguments.rounds, arguments.compiled)
             rows += of_case
-            show(here, of_case)
+            shown = [
+                [row["peer"], *("" if row[name] is None else format(row[name], spec) for name, spec in COLUMNS.items())]
+                for row in of_case
+            ]
+            here.show(f"\n{case.name}, ms", ("peer", *COLUMNS), shown)
             here.write(arguments.output / "bench.json", times=rows)  # also what there is when the time is over
         if here.is_first:
             with (arguments.output / "bench.csv").open("w", newline="") as file:

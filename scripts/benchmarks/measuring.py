@@ -1,6 +1,4 @@
-"""What the benchmarks share: cases, a stopwatch, rounds in which all calls take turns, and what is said of a run."""
-
-from __future__ import annotations
+"""What the benchmarks share: cases, a clock, rounds in which all calls take turns, and what is said of a run."""
 
 import contextlib
 import itertools
@@ -12,16 +10,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
-
-import syncbn
 
 L2_BYTES = 2**28  # more than any GPU's cache holds
 AHEAD_CYCLES = 2_000_000  # about a millisecond, in which Python gets ahead of the GPU: its own time is not measured
@@ -30,8 +27,6 @@ Peer = Callable[[Tensor, Tensor], Tensor]  # (x, z) -> y
 
 
 class Case(NamedTuple):
-    """One input."""
-
     shape: tuple[int, ...]
     dtype: str
     channels_last: bool  # in memory, or, with three dims, in the shape
@@ -53,11 +48,13 @@ class Case(NamedTuple):
 
 def cases(shapes: Iterable[str], dtypes: Sequence[str]) -> list[Case]:
     """Each shape in each dtype; images in both memory formats, (N, L, C) with the channels at the end."""
-    found = []
-    for shape in (tuple(map(int, text.split("x"))) for text in shapes):
-        layouts = {2: [False], 3: [True]}.get(len(shape), [False, True])
-        found += [Case(shape, dtype, layout) for layout in layouts for dtype in dtypes]
-    return found
+    layouts = {2: [False], 3: [True]}  # by the number of dims
+    return [
+        Case(shape, dtype, channels_last)
+        for shape in (tuple(map(int, text.split("x"))) for text in shapes)
+        for channels_last in layouts.get(len(shape), [False, True])
+        for dtype in dtypes
+    ]
 
 
 def draw(case: Case, device: torch.device) -> list[Tensor]:
@@ -69,44 +66,41 @@ def draw(case: Case, device: torch.device) -> list[Tensor]:
     return [values[0].requires_grad_(), values[1].requires_grad_(), values[2]]
 
 
-class Stopwatch:
-    """Laps in milliseconds from its creation on: of this thread on a CPU, of the current stream on a GPU."""
+def time_stages(device: torch.device, *stages: Callable[..., Any]) -> list[float]:
+    """Milliseconds of each, on this thread of a CPU or the current stream of a GPU. A stage gets what the one before it
+    returned; all of that is freed afterwards."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    if dist.is_initialized():
+        dist.barrier()
+    if on_gpu:
+        torch.empty(L2_BYTES, dtype=torch.uint8, device=device).zero_()  # leaves nothing of use in the cache
+        torch.cuda._sleep(AHEAD_CYCLES)
+    results: list[Any] = []
+    times = [_now(on_gpu)]
+    for stage in stages:
+        results.append(stage(*results[-1:]))
+        times.append(_now(on_gpu))
+    if on_gpu:
+        torch.cuda.synchronize()
+    pairs = itertools.pairwise(times)
+    return [start.elapsed_time(end) if on_gpu else 1e3 * (end - start) for start, end in pairs]
 
-    def __init__(self, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
-        if self.on_gpu:
-            torch.cuda.synchronize(device)
-        if dist.is_initialized():
-            dist.barrier()
-        if self.on_gpu:
-            torch.empty(L2_BYTES, dtype=torch.uint8, device=device).zero_()  # leaves nothing of use in the cache
-            torch.cuda._sleep(AHEAD_CYCLES)
-        self.times: list[Any] = []
-        self.lap()
 
-    def lap(self) -> None:
-        if self.on_gpu:
-            self.times.append(torch.cuda.Event(enable_timing=True))
-            self.times[-1].record()
-        else:
-            self.times.append(time.perf_counter())
-
-    def laps(self) -> list[float]:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-            return [start.elapsed_time(end) for start, end in itertools.pairwise(self.times)]
-        return [1e3 * (end - start) for start, end in itertools.pairwise(self.times)]
+def _now(on_gpu: bool) -> Any:
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def time_step(peer: Peer, x: Tensor, z: Tensor, dy: Tensor) -> list[float]:
     """Milliseconds of forward and backward, all gradients included."""
-    watch = Stopwatch(x.device)
-    y = peer(x, z)
-    watch.lap()
-    y.backward(dy)
-    watch.lap()
+    times = time_stages(x.device, partial(peer, x, z), lambda y: y.backward(dy))
     x.grad = z.grad = None
-    return watch.laps()
+    return times
 
 
 def in_turn(
@@ -131,19 +125,11 @@ def median_and_spread(values: Sequence[float] | Tensor) -> tuple[float, float]:
     return middle, (high - low) / 2
 
 
-class Times(NamedTuple):
-    """Milliseconds, medians."""
-
-    forward: float
-    backward: float
-    both: float
-    spread: float  # of both
-
-
-def summarize(samples: Sequence[Sequence[float]]) -> Times:
-    """Of (forward, backward) in each round."""
+def summarize(samples: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Medians of (forward, backward) in each round, and the spread of both."""
     times = slowest_rank(samples)
-    return Times(*times.median(0).values.tolist(), *median_and_spread(times.sum(1)))
+    medians = *times.median(0).values.tolist(), *median_and_spread(times.sum(1))
+    return dict(zip(("forward", "backward", "both", "spread"), medians, strict=True))
 
 
 def slowest_rank(samples: Sequence[Sequence[float]]) -> Tensor:
@@ -167,10 +153,8 @@ class Session(NamedTuple):
         self.console.print(text, highlight=False)
 
     def show(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Print a table."""
-        table = Table(title=title, title_justify="left")
-        for index, column in enumerate(columns):
-            table.add_column(column, justify="right" if index else "left")
+        first, *others = columns
+        table = Table(first, *(Column(name, justify="right") for name in others), title=title, title_justify="left")
         for row in rows:
             table.add_row(*row)
         self.console.print(table)
@@ -186,6 +170,8 @@ class Session(NamedTuple):
 def session(threads: int = 1, on_cpu: bool = False) -> Iterator[Session]:
     """On a GPU if there is one, else on `threads` of the CPU; under torchrun with a process group. Prints where and how
     it measures."""
+    from syncbn.cli.info import info  # here, as guard.py imports the syncbn of another commit
+
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's
     torch.set_num_threads(threads)
     device = torch.device("cpu")
@@ -200,11 +186,9 @@ def session(threads: int = 1, on_cpu: bool = False) -> Iterator[Session]:
         "command": " ".join(sys.argv),
         "ranks": dist.get_world_size() if dist.is_initialized() else 1,
         "threads": threads,
-        "hardware": torch.cuda.get_device_name() if device.type == "cuda" else processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "syncbn": syncbn.kernels.available(),
+        **info(),
     }
     here = Session(device, is_first, Console(quiet=not is_first, width=150), about)
     for key, value in about.items():
@@ -217,7 +201,7 @@ def session(threads: int = 1, on_cpu: bool = False) -> Iterator[Session]:
 
 
 def processor() -> str:
-    """As Linux names it, and the instructions that torch uses."""
+    """As Linux names it."""
     file = Path("/proc/cpuinfo")
     name = re.search("model name\t: (.*)", file.read_text()) if file.exists() else None
-    return f"{name[1] if name else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    return name[1] if name else platform.processor()

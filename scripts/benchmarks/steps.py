@@ -12,8 +12,6 @@ slowest rank's. Prints a table, and writes steps.json to --output.
     block           one convolution, norm and relu
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from benchmarks.layers import HandWritten
-from benchmarks.measuring import Stopwatch, Times, in_turn, session, summarize
+from benchmarks.measuring import in_turn, session, summarize, time_stages
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -73,17 +71,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def time_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> list[float]:
     """Milliseconds of forward, and of backward and the optimizer."""
-    watch = Stopwatch(x.device)
-    loss = model(x).square().mean()
-    watch.lap()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    watch.lap()
-    return watch.laps()
+
+    def backward(loss: Tensor) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return time_stages(x.device, lambda: model(x).square().mean(), backward)
 
 
-def run_model(name: str, arguments: argparse.Namespace, device: torch.device) -> dict[str, Times]:
+def run_model(name: str, arguments: argparse.Namespace, device: torch.device) -> dict[str, dict[str, float]]:
     """The times of each kind of norm."""
     make, shape = MODELS[name]
     memory_format = torch.channels_last if arguments.channels_last else torch.contiguous_format
@@ -105,10 +102,10 @@ def run(arguments: argparse.Namespace) -> None:
     with session(arguments.threads) as here:
         results = {}
         for name in arguments.models:
-            times = run_model(name, arguments, here.device)
-            results[name] = {kind: one._asdict() for kind, one in times.items()}
+            results[name] = times = run_model(name, arguments, here.device)
+            both = times["syncbn"]["both"]
             rows = [
-                (kind, *(f"{number:.1f}" for number in one), f"{one.both / times['syncbn'].both:.2f}")
+                (kind, *(f"{ms:.1f}" for ms in one.values()), f"{one['both'] / both:.2f}")
                 for kind, one in times.items()
             ]
             columns = ("batch norm", "forward ms", "backward ms", "both ms", "+-", "both / syncbn")
