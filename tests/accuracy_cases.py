@@ -1,7 +1,5 @@
 """Inputs on which batch norm's formulas lose digits, and the errors on them; scripts/accuracy.py prints them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """For every test: one thread, and memory that a kernel leaves unwritten holds NaN. And each kernel module in turn."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import multiprocessing
@@ -30,21 +28,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Two cores are shared by up to four ranks."""
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def float32_in_full() -> None:
-    """On a GPU too: TF32 has 10 bits, and makes of one rounding error 1,000 times as much."""
-    torch.backends.cudnn.allow_tf32 = False
-
-
-@pytest.fixture(autouse=True)
-def nan_in_new_memory() -> Iterator[None]:
-    """torch.empty and torch.empty_like hold NaN (torch does this for its deterministic algorithms)."""
-    assert torch.utils.deterministic.fill_uninitialized_memory
+def settings_of_torch() -> Iterator[None]:
+    torch.set_num_threads(1)  # two cores are shared by up to four ranks
+    torch.backends.cudnn.allow_tf32 = False  # it has 10 bits, and makes of one rounding error 1,000 times as much
+    assert torch.utils.deterministic.fill_uninitialized_memory  # by deterministic algorithms, with NaN
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -1,7 +1,5 @@
 """Counts collectives where CommDebugMode cannot: it hooks modules, and a forward inside backward confuses its hooks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -86,7 +86,12 @@ FAULTS = {
         Fault("autocast", OF_AUTOCAST + "Use autocast on every rank or on none", OF_AUTOCAST_IN_DEBUG),
         Fault(
             "two models, another order",
-            _where(*[rf"in layer '1' forward, call 3; first called at .*, as layer number {n} .*" for n in (1, 2)]),
+            _where(
+                *[
+                    rf"in layer '1' forward, call 3; first called at faulty_job.py:\d+, as layer number {n} of .*"
+                    for n in (1, 2)
+                ]
+            ),
             by_hand=False,
         ),
         Fault("evaluates, DDP broadcasts buffers", _where(IN_1, EVALUATES) + r".*call ddp\.module\(x\)"),

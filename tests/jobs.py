@@ -1,12 +1,12 @@
 """Programs that tests start: the examples, under torchrun, or without it on ranks that start faster."""
 
-from __future__ import annotations
-
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from starter import Started
@@ -17,11 +17,11 @@ ON_TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
 
 
-def run(*command: object, seconds: float = 300, **environment: str) -> str:
-    """What it prints. **Raises** AssertionError with all that it says when it fails, or does not end in time."""
-    result = subprocess.run(
-        [*map(str, command)], env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=seconds
-    )
+def run(*command: object, seconds: float = 300, folder: Path | None = None, **environment: str) -> str:
+    """What it prints, in a folder. **Raises** AssertionError with all that it says when it fails, or does not end in
+    time."""
+    given = {"env": ENVIRONMENT | environment, "cwd": folder, "timeout": seconds}
+    result = subprocess.run([*map(str, command)], capture_output=True, text=True, **given)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -57,6 +57,12 @@ def run_on_ranks(number: int, *command: object, seconds: float = 300) -> str:
             rank.kill()
         del store
     return ranks[0].text()
+
+
+def run_job(output: Path, script: Path, *settings: object, file: str = "metrics.json") -> tuple[str, Any]:
+    """What a script prints on two ranks, and the `file` that it writes into the folder `output`."""
+    text = run_on_ranks(2, script, *settings, "--output", output)
+    return text, json.loads((output / file).read_text())
 
 
 def run_script(*command: object, seconds: float = 300) -> str:

@@ -36,29 +36,15 @@ class Net(LightningModule):
 def main() -> None:
     data = torch.randn(BATCH, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     loader = DataLoader(TensorDataset(data), BATCH // DEVICES)  # one batch, of which the Trainer gives each rank a part
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=DEVICES,
-        strategy="ddp" if DEVICES > 1 else "auto",
-        plugins=[SyncBatchNormPlugin()] if DEVICES > 1 else None,
-        max_epochs=5,
-        precision="64-true",
-        default_root_dir=FOLDER,
-        logger=False,
-        enable_progress_bar=False,
-    )
+    ranks = {"strategy": "ddp", "plugins": [SyncBatchNormPlugin()]} if DEVICES > 1 else {}
+    output = {"default_root_dir": FOLDER, "logger": False, "enable_progress_bar": False}
+    trainer = Trainer(accelerator="cpu", devices=DEVICES, max_epochs=5, precision="64-true", **ranks, **output)
     model = Net()
     trainer.fit(model, loader)
     if trainer.global_rank == 0:
-        torch.save(
-            {
-                "state_dict": model.state_dict(),
-                "seen": sorted(model.seen),
-                "after": type(model.net[1]).__qualname__,
-                "checkpoint": trainer.checkpoint_callback.best_model_path,
-            },
-            FOLDER / f"{DEVICES}.pt",
-        )
+        classes = {"seen": sorted(model.seen), "after": type(model.net[1]).__qualname__}
+        checkpoint = trainer.checkpoint_callback.best_model_path
+        torch.save({"state_dict": model.state_dict(), "checkpoint": checkpoint, **classes}, FOLDER / f"{DEVICES}.pt")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """The figures of measure_local_noise, written out in plain float64 for tests, value by value."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

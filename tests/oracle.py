@@ -1,7 +1,5 @@
 """What every test compares with: batch norm of the whole batch on one process, in float64, from the definition."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

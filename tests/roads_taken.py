@@ -1,7 +1,5 @@
 """Sees which passes leave the ordinary road, and makes tensors for which they must."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Subclasses of BatchNorm as users write them."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -22,16 +20,8 @@ class BatchNormAct2d(nn.BatchNorm2d):
                 factor = 1.0 / float(self.num_batches_tracked)
         use_batch = self.training or self.running_mean is None
         tracks = not self.training or self.track_running_stats
-        x = F.batch_norm(
-            x,
-            self.running_mean if tracks else None,
-            self.running_var if tracks else None,
-            self.weight,
-            self.bias,
-            use_batch,
-            factor,
-            self.eps,
-        )
+        running = (self.running_mean, self.running_var) if tracks else (None, None)
+        x = F.batch_norm(x, *running, self.weight, self.bias, use_batch, factor, self.eps)
         return self.act(self.drop(x))
 
 

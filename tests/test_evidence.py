@@ -1,18 +1,14 @@
 """The jobs of examples/evidence/ run with tiny settings, on 2 ranks, and train what they say."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 from typing import Any
 
-from jobs import EXAMPLES, run_on_ranks
+from jobs import EXAMPLES, run_job
 
 
-def run_job(name: str, output: Path, *settings: object) -> tuple[str, dict[str, Any]]:
-    """What a job prints, and its metrics.json; with one seed."""
-    text = run_on_ranks(2, EXAMPLES / "evidence" / f"{name}.py", "--seeds", 1, "--output", output, *settings)
-    metrics = json.loads((output / "metrics.json").read_text())
+def run_evidence(name: str, output: Path, *settings: object) -> tuple[str, dict[str, Any]]:
+    """What a job prints, and its metrics; with one seed."""
+    text, metrics = run_job(output, EXAMPLES / "evidence" / f"{name}.py", "--seeds", 1, *settings)
     assert metrics["ranks"] == 2
     assert all(0 < error < 100 for way in metrics["test errors in %"].values() for (error,) in way.values())
     assert (output / "errors.png").stat().st_size > 5_000
@@ -20,7 +16,7 @@ def run_job(name: str, output: Path, *settings: object) -> tuple[str, dict[str, 
 
 
 def test_images_per_rank(tmp_path: Path) -> None:
-    text, metrics = run_job("images_per_rank", tmp_path, "--images", 4, "--epochs", 1)
+    text, metrics = run_evidence("images_per_rank", tmp_path, "--images", 4, "--epochs", 1)
     errors = [way["4"] for way in metrics["test errors in %"].values()]
     # From the same weights on the same batches: what is the same was trained the same way.
     assert len({error for (error,) in errors}) == 3
@@ -30,7 +26,7 @@ def test_images_per_rank(tmp_path: Path) -> None:
 
 
 def test_sorted_shards(tmp_path: Path) -> None:
-    text, metrics = run_job("sorted_shards", tmp_path, "--epochs", 2)
+    text, metrics = run_evidence("sorted_shards", tmp_path, "--epochs", 2)
     errors = {way: of_shards["sorted"] for way, of_shards in metrics["test errors in %"].items()}
     assert errors.keys() == {"local", "local, merged", "local, recomputed", "syncbn"}
     assert errors["syncbn"] < errors["local"]
@@ -43,7 +39,7 @@ def test_sorted_shards(tmp_path: Path) -> None:
 
 
 def test_population_statistics(tmp_path: Path) -> None:
-    text, metrics = run_job("population_statistics", tmp_path, "--epochs", 2, "--batches", 60)
+    text, metrics = run_evidence("population_statistics", tmp_path, "--epochs", 2, "--batches", 60)
     moving, recomputed = metrics["test errors in %"].values()
     assert recomputed["1"][0] < 0.7 * moving["1"][0], "10 steps do not fill a moving average"
     assert recomputed.keys() == moving.keys() == {"1", "2"}
@@ -51,7 +47,7 @@ def test_population_statistics(tmp_path: Path) -> None:
 
 
 def test_padded_sequences(tmp_path: Path) -> None:
-    text, metrics = run_job("padded_sequences", tmp_path, "--epochs", 1, "--shares", 90)
+    text, metrics = run_evidence("padded_sequences", tmp_path, "--epochs", 1, "--shares", 90)
     errors = metrics["test errors in %"]
     # float64 roundings of 1e-16, which 16 steps of training make larger, by far less than this.
     assert metrics["largest distance of the losses with a mask from those without padding"] < 1e-11
@@ -61,7 +57,7 @@ def test_padded_sequences(tmp_path: Path) -> None:
 
 
 def test_uneven_data(tmp_path: Path) -> None:
-    text, metrics = run_job("uneven_data", tmp_path, "--epochs", 1, "--shares", 90)
+    text, metrics = run_evidence("uneven_data", tmp_path, "--epochs", 1, "--shares", 90)
     errors = metrics["test errors in %"]
     assert metrics["steps"] == {"join": {"90 %": 67}, "drop": {"90 %": 7}, "drop, as many steps": {"90 %": 67}}
     assert errors["join"]["90 %"] < errors["drop"]["90 %"]

@@ -1,7 +1,5 @@
 """Examples and benchmarks run with tiny settings, digits.py as its docstring says, and what they write is right."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import bench
 import pytest
-from jobs import ENVIRONMENT, EXAMPLES, ON_TWO_RANKS, processes_with, run, run_on_ranks, run_script
+from jobs import ENVIRONMENT, EXAMPLES, ON_TWO_RANKS, processes_with, run, run_job, run_on_ranks, run_script
 
 SCRIPTS = EXAMPLES.parent / "scripts"
 
@@ -44,8 +42,7 @@ def test_digits_without_rich_and_matplotlib(tmp_path: Path) -> None:
 
 
 def test_digits_on_one_process(tmp_path: Path) -> None:
-    settings = ("--epochs", 1, "--steps", 60, "--images-per-rank", 8)
-    run_script(EXAMPLES / "digits.py", *settings, "--output", tmp_path)
+    run_script(EXAMPLES / "digits.py", "--epochs", 1, "--steps", 60, "--images-per-rank", 8, "--output", tmp_path)
     runs = json.loads((tmp_path / "metrics.json").read_text())["runs"]
     assert runs["syncbn"]["distance"] < 1e-11
     assert runs["local"]["distance"] == 0  # the same program as one process
@@ -55,8 +52,7 @@ def test_digits_on_one_process(tmp_path: Path) -> None:
 
 def test_wgan_gp_on_two_ranks(tmp_path: Path) -> None:
     """The penalty's second derivatives are one process's; a few steps already bring the samples nearer to digits."""
-    run_on_ranks(2, EXAMPLES / "wgan_gp.py", "--steps", 30, "--output", tmp_path)
-    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    _, metrics = run_job(tmp_path, EXAMPLES / "wgan_gp.py", "--steps", 30)
     assert metrics["ranks"] == 2
     assert metrics["distance of the critic's gradients from one process"] < 1e-12
     kinds = ("a real one", "a generated one", "a random image")
@@ -73,10 +69,8 @@ def test_local_noise() -> None:
 
 
 def test_bench_on_two_ranks(tmp_path: Path) -> None:
-    shapes = ["4x8x6x6", "2x7x12"]
-    settings = ("--rounds", 2, "--output", tmp_path, "--dtypes", "float32", "bfloat16")
-    run_on_ranks(2, SCRIPTS / "bench.py", "--shapes", *shapes, *settings)
-    results = json.loads((tmp_path / "bench.json").read_text())
+    settings = ("--rounds", 2, "--dtypes", "float32", "bfloat16", "--shapes", "4x8x6x6", "2x7x12")
+    _, results = run_job(tmp_path, SCRIPTS / "bench.py", *settings, file="bench.json")
     assert results["about"]["ranks"] == 2
     times = {(row["case"], row["peer"]): row for row in results["times"]}
     cases = {case for case, _ in times}
@@ -97,8 +91,7 @@ def test_bench_on_two_ranks(tmp_path: Path) -> None:
 
 def test_bench_steps_on_two_ranks(tmp_path: Path) -> None:
     models, settings = ("segmentation", "block"), ("--rounds", 1, "--scale", 0.15, "--channels-last")
-    run_on_ranks(2, SCRIPTS / "bench.py", "steps", "--models", *models, *settings, "--output", tmp_path)
-    results = json.loads((tmp_path / "steps.json").read_text())
+    _, results = run_job(tmp_path, SCRIPTS / "bench.py", "steps", *settings, "--models", *models, file="steps.json")
     assert results["about"]["ranks"] == 2
     for model in models:
         assert results["times"][model].keys() == {"nn.BatchNorm", "syncbn", "hand-written"}
@@ -144,8 +137,7 @@ def test_bench_kernels(tmp_path: Path) -> None:
 
 def test_scaling_counts_and_fits(tmp_path: Path) -> None:
     script = SCRIPTS / "scaling.py"
-    run_on_ranks(2, script, "--rounds", 3, "--output", tmp_path)
-    sent = json.loads((tmp_path / "ranks-2.json").read_text())["sent"]
+    sent = run_job(tmp_path, script, "--rounds", 3, file="ranks-2.json")[1]["sent"]
     # On 2 ranks a ring's all_reduce sends its payload once, and an all_gather too; gloo adds headers.
     payloads = {"syncbn": 8 * (4 * 256 + 1), "torch": 4 * (4 * 256 + 1), "apex": 4 * 4 * 256}
     for scheme, payload in payloads.items():
@@ -177,20 +169,18 @@ def test_scaling_counts_and_fits(tmp_path: Path) -> None:
 
 
 def test_soak_on_two_ranks(tmp_path: Path) -> None:
-    output = run_on_ranks(2, SCRIPTS / "soak.py", "--minutes", 0.02, "--output", tmp_path)
+    output, result = run_job(tmp_path, SCRIPTS / "soak.py", "--minutes", 0.02, file="soak.json")
     assert "buffers that differ" in output
-    result = json.loads((tmp_path / "soak.json").read_text())
     assert result["differing"] == [[], []]
     assert result["rounds"] >= 2
-    for rounds in result["measured"]:
-        assert {one["threads"] for one in rounds} == {1}
+    assert {one["threads"] for rounds in result["measured"] for one in rounds} == {1}
 
 
 def test_segmentation_on_two_ranks(tmp_path: Path) -> None:
-    settings = ("--steps", 15, "--test-scenes", 7, "--width", 4, "--output", tmp_path)
-    output = run_on_ranks(2, EXAMPLES / "segmentation.py", *settings)
+    settings = ("--steps", 15, "--test-scenes", 7, "--width", 4)
+    output, metrics = run_job(tmp_path, EXAMPLES / "segmentation.py", *settings)
     assert "synchronised over 2 ranks" in output
-    runs = json.loads((tmp_path / "metrics.json").read_text())["runs"]
+    runs = metrics["runs"]
     assert {len(one["losses"]) for one in runs.values()} == {15}
     assert runs["syncbn"]["distance"] < 1e-10 < 1e-2 < runs["local"]["distance"]
     assert runs["syncbn"]["mean_iou"] == pytest.approx(runs["one process"]["mean_iou"], abs=1e-3)
@@ -199,8 +189,7 @@ def test_segmentation_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_fsdp_digits_on_two_ranks(tmp_path: Path) -> None:
-    run_on_ranks(2, EXAMPLES / "fsdp_digits.py", "--epochs", 1, "--steps", 30, "--output", tmp_path)
-    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    _, metrics = run_job(tmp_path, EXAMPLES / "fsdp_digits.py", "--epochs", 1, "--steps", 30)
     assert (metrics["ranks"], metrics["steps"]) == (2, 30)
     assert metrics["largest distance from one process"] < 1e-11
     assert metrics["test accuracy"] == metrics["test accuracy of one process"]
@@ -208,9 +197,7 @@ def test_fsdp_digits_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_finetune_on_two_ranks(tmp_path: Path) -> None:
-    settings = ("--pretrain-steps", 60, "--steps", 20, "--output", tmp_path)
-    run_on_ranks(2, EXAMPLES / "finetune.py", *settings)
-    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    _, metrics = run_job(tmp_path, EXAMPLES / "finetune.py", "--pretrain-steps", 60, "--steps", 20)
     accuracies = metrics["accuracies"]
     assert metrics["largest distance of syncbn from one process"] < 1e-11
     assert accuracies["syncbn"] == accuracies["one process"]

@@ -1,7 +1,5 @@
 """What only a GPU can show: launches, no waiting, graphs, streams, devices, more than 2^31 values."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 
@@ -17,14 +15,12 @@ from syncbn.distributed import reduction
 from syncbn.kernels import available, select
 from syncbn.layout import Layout
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-MOST_LAUNCHES = {"forward": 3, "backward": 3}
-
-
-@pytest.fixture(autouse=True)
-def needs_triton() -> None:
-    if "Triton" not in available():
-        pytest.skip(available())
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif("Triton" not in available(), reason=available()),
+]
+MOST_LAUNCHES = 3  # each way
+memory_formats = pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 
 
 def step(layer: nn.Module, x: Tensor) -> Tensor:
@@ -46,13 +42,12 @@ def launched(call: Callable[[], object]) -> list[str]:
 
 
 @pytest.mark.parametrize("shape", [(32, 64, 112, 112), (32, 256, 56, 56), (32, 512, 14, 14), (32, 2048, 7, 7)], ids=str)
-@pytest.mark.parametrize("channels_last", [False, True])
+@memory_formats
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_layers_of_a_resnet(shape: tuple[int, ...], channels_last: bool, dtype: torch.dtype) -> None:
+def test_the_layers_of_a_resnet(shape: tuple[int, ...], memory_format: torch.memory_format, dtype: torch.dtype) -> None:
     """Many programs have a part of each sum. Compared with the definition in float64."""
-    x, dy = (torch.randn(shape, device="cuda").add(offset).to(dtype) for offset in (3.0, 0.0))
-    if channels_last:
-        x, dy = (one.to(memory_format=torch.channels_last) for one in (x, dy))
+    noise = torch.randn(2, *shape, device="cuda").to(dtype)
+    x, dy = (one.contiguous(memory_format=memory_format) for one in (noise[0] + 3, noise[1]))
     layer = syncbn.SyncBatchNorm2d(shape[1], device="cuda")
     expected = full_batch(x, dy, layer.weight, layer.bias)
     y = layer(x.requires_grad_())
@@ -66,23 +61,20 @@ def test_the_layers_of_a_resnet(shape: tuple[int, ...], channels_last: bool, dty
 
 
 @pytest.mark.parametrize("shape", [(4, 8, 5, 5), (64, 64, 56, 56)], ids=str)
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_launches(shape: tuple[int, ...], channels_last: bool) -> None:
+@memory_formats
+def test_launches(shape: tuple[int, ...], memory_format: torch.memory_format) -> None:
     torch.use_deterministic_algorithms(False)  # else torch.empty fills new memory, with kernels of its own
-    x = torch.randn(shape, device="cuda").requires_grad_()
-    if channels_last:
-        x = x.detach().to(memory_format=torch.channels_last).requires_grad_()
+    x = torch.randn(shape, device="cuda").contiguous(memory_format=memory_format).requires_grad_()
     weight, bias = torch.ones(shape[1], device="cuda").requires_grad_(), torch.zeros(shape[1], device="cuda")
     running_mean, running_var = torch.zeros_like(bias), torch.ones_like(bias)
 
     def forward() -> Tensor:
         return syncbn.functional.sync_batch_norm(x, running_mean, running_var, weight, bias, training=True)
 
-    names = launched(forward)
-    assert 0 < len(names) <= MOST_LAUNCHES["forward"], names
     y, dy = forward(), torch.randn_like(x)
-    names = launched(lambda: torch.autograd.grad(y, (x, weight), dy, retain_graph=True))
-    assert 0 < len(names) <= MOST_LAUNCHES["backward"], names
+    for call in (forward, lambda: torch.autograd.grad(y, (x, weight), dy, retain_graph=True)):
+        names = launched(call)
+        assert 0 < len(names) <= MOST_LAUNCHES, names
 
 
 @pytest.fixture(params=["no collective", "nccl"])
@@ -170,13 +162,12 @@ def test_a_device_that_is_not_the_current_one() -> None:
     torch.testing.assert_close(there.cpu(), here.cpu())
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_more_values_than_an_int32_counts(channels_last: bool) -> None:
+@memory_formats
+def test_more_values_than_an_int32_counts(memory_format: torch.memory_format) -> None:
     """The last sample lies beyond 2^31 values and is unlike the others."""
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB of free memory")
     shape = (2**31 // (64 * 1024 * 32) + 1, 64, 1024, 32)
-    memory_format = torch.channels_last if channels_last else torch.contiguous_format
     x = torch.empty(shape, dtype=torch.bfloat16, device="cuda", memory_format=memory_format).zero_()
     x[-1] = 3.0
     assert x.numel() > 2**31

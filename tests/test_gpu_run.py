@@ -1,7 +1,5 @@
 """scripts/gpu.sh, whose one run on a GPU no typing error may cost: its flow with a CPU in the GPU's place."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -16,6 +14,7 @@ from jobs import run
 
 from syncbn.diagnosis import process_state
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 # Plays ncu and compute-sanitizer: runs what follows their options, and says of each launch what ncu would.
 STAND_IN = f"""#!{sys.executable}
@@ -48,15 +47,13 @@ def test_a_dry_run(tmp_path: Path) -> None:
     for name, part in of_run["parts"].items():
         assert set(part) == {"verdict", "seconds", "results", "logs"}
         assert f"{part['seconds']:6.1f} s  {part['verdict']}" in said
-        needs_triton = (
-            name in ("correctness", "speed", "ncu", "sanitizer") and importlib.util.find_spec("triton") is None
-        )
+        needs_triton = name in ("correctness", "speed", "ncu", "sanitizer") and not HAS_TRITON
         if needs_triton or (name == "tests_gpu" and part["verdict"] != "passed"):
             assert part["verdict"].startswith("skipped: ")
             continue
         assert part["verdict"].startswith("passed"), part
         assert part["results"] or name == "correctness"
-    if importlib.util.find_spec("triton") is not None:
+    if HAS_TRITON:
         assert re.fullmatch(r"\d+ passed, .*", of_run["parts"]["correctness"]["verdict"].removeprefix("passed: "))
         profiled = [result for result in of_run["parts"]["ncu"]["results"] if "DRAM %" in result]
         assert len(profiled) == 2 * 2 * 4  # memory formats, dtypes, functions
@@ -69,10 +66,9 @@ def test_a_part_that_takes_too_long_leaves_nothing(tmp_path: Path) -> None:
     sleeper = "import subprocess, sys; print('RESULT {\"ok\": true}', flush=True); subprocess.run(sys.argv[1:])"
     part = gpu_run.Part(tmp_path, 3.0, dry_run=True)
     process = part.start(sys.executable, "-c", sleeper, "setsid", "--wait", "sleep", "60")
-    part.wait_for(process, "ok", part.deadline)
+    while not (started := gpu_run.descendants(process.pid)):
+        time.sleep(0.05)
     time.sleep(0.5)
-    started = gpu_run.descendants(process.popen.pid)
-    assert started
     assert not part.wait(process)
     assert part.verdict() == "took longer than 3 s; 1 results"
     deadline = time.monotonic() + 10  # a killed process ends soon, and not at once

@@ -1,9 +1,6 @@
 """examples/imagenet.py on a folder of digits: it learns, goes on from its checkpoint, and says what is wrong."""
 
-from __future__ import annotations
-
 import importlib
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -12,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from jobs import EXAMPLES, run_on_ranks, run_script
+from jobs import EXAMPLES, run_job, run_script
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -37,11 +34,10 @@ def test_imagenet_on_two_ranks(tmp_path: Path) -> None:
     write_digits(tmp_path / "data")
     (tmp_path / "data" / "val" / "9" / "20.png").unlink()  # 49 on two ranks
     schedule = ("--images-per-rank", 16, "--epochs", 12, "--warm-up", 1, "--learning-rate", 2, "--momentum", 0.8)
-    job = (EXAMPLES / "imagenet.py", "--data", tmp_path / "data", *TINY, *schedule)
-    files = ("--output", tmp_path, "--checkpoint", tmp_path / "checkpoint.pt")
-    assert "17 synchronised layers" in (output := run_on_ranks(2, *job, *files))
+    files = ("--data", tmp_path / "data", "--checkpoint", tmp_path / "checkpoint.pt")
+    output, metrics = run_job(tmp_path, EXAMPLES / "imagenet.py", *files, *TINY, *schedule)
+    assert "17 synchronised layers" in output
     assert "synchronised over 2 ranks" in output
-    metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert len(metrics["epochs"]) == 12
     last = metrics["epochs"][-1]
     assert last["top-1"] > 0.4, "chance is 0.1"

@@ -1,7 +1,5 @@
 """What Inductor makes of the reference kernels, which compiled graphs have where there are no faster ones."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The examples' checkpoints are whole or not there."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

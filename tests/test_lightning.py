@@ -40,19 +40,15 @@ def test_the_trainer_takes_the_plugin(package: str) -> None:
     pytest.importorskip(package.partition(".")[0])
     code = f"""
 from {package} import Trainer
+from syncbn import SyncBatchNorm1d, convert_syncbn_model
 from syncbn.lightning import SyncBatchNormPlugin
+from torch.nn import BatchNorm1d, Sequential
 plugin = SyncBatchNormPlugin(process_group=2, channel_last=True)
 trainer = Trainer(strategy="ddp", accelerator="cpu", devices=2, plugins=[plugin], logger=False)
 assert trainer.strategy._layer_sync is plugin
-from torch import nn
-import syncbn
-model = plugin.apply(nn.Sequential(nn.BatchNorm1d(3), syncbn.convert_syncbn_model(nn.BatchNorm1d(3))))
-print(model[0])
-print(plugin.revert(model)[0])
-print(model[1])
+model = plugin.apply(Sequential(BatchNorm1d(3), convert_syncbn_model(BatchNorm1d(3))))
+assert [type(layer) for layer in model] == [SyncBatchNorm1d, SyncBatchNorm1d]
+assert (model[0].process_group, model[0].channel_last) == (2, True)
+assert [type(layer) for layer in plugin.revert(model)] == [BatchNorm1d, SyncBatchNorm1d]
 """
-    *_, converted, reverted, as_it_was = run_text(code).splitlines()
-    assert converted.startswith("SyncBatchNorm1d(3")
-    assert "process_group=2, channel_last=True" in converted
-    assert reverted.startswith("BatchNorm1d(3")
-    assert as_it_was.startswith("SyncBatchNorm1d(3")
+    run_text(code)

@@ -1,7 +1,5 @@
 """A jagged NestedTensor is batch norm of its values; the output is nested as the input is."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

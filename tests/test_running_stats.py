@@ -1,7 +1,5 @@
 """The tools for running statistics on one process, without a process group; on several in distributed/."""
 
-from __future__ import annotations
-
 import io
 import sys
 from collections.abc import Iterator
@@ -23,14 +21,10 @@ class Stream(IterableDataset[Tensor]):
         return iter(DATA)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.mark.parametrize("loader", [DataLoader(Stream(), 5), DATA.split(5), iter(DATA.split(5))])
 def test_recomputed_with_a_bar(loader: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
     layer = nn.BatchNorm1d(3, dtype=torch.float64)
     syncbn.recompute_running_stats(layer, loader)

@@ -1,12 +1,9 @@
 """syncbn.testing starts ranks and compares them with one process; and python -m syncbn, by the same means."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
 import sys
-from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -15,7 +12,8 @@ import torch
 import torch.nn.functional as F
 import trained_as_one
 from jobs import run, run_on_ranks, start_ranks
-from torch import Tensor, nn
+from torch import nn
+from torch.multiprocessing import ProcessRaisedException
 
 import syncbn
 from syncbn import __main__, testing
@@ -35,54 +33,36 @@ def test_a_converted_model_trains_as_one(world_size: int, start_method: str, mon
 
 
 def test_other_models_train_as_one() -> None:
-    """In float32 and by node; of layers without an original class; with layers whose statistics are frozen."""
+    """In float32 and by node; of layers without an original class; with frozen statistics; with a loss of its own."""
     batch = trained_as_one.batch(4)
     assert_matches_full_batch(trained_as_one.model_by_node, batch, F.cross_entropy, dtype=torch.float32)
     assert_matches_full_batch(trained_as_one.built_model, batch[:1], trained_as_one.mean_square)
     assert_matches_full_batch(trained_as_one.frozen_model, batch, F.cross_entropy)
-
-
-def test_a_model_that_returns_its_loss_and_changes_its_input() -> None:
-    images = trained_as_one.batch(4)[0].double()
-    before = images.clone()
+    images = batch[0].double()
     assert_matches_full_batch(trained_as_one.OwnLoss, (images,), trained_as_one.identity)
-    assert torch.equal(images, before)
+    assert torch.equal(images, batch[0].double())
 
 
 def test_what_differs_is_named() -> None:
-    with pytest.raises(AssertionError) as caught:
+    layers = r"Layers that are not synchronised: '1'; call syncbn.convert_syncbn_model\(model\)"
+    apart = rf"(?s)tensors on 2 ranks are not those of one process.*loss of step 1: .*{layers}"
+    with pytest.raises(AssertionError, match=apart):
         assert_matches_full_batch(trained_as_one.partly_converted_model, trained_as_one.batch(4), F.cross_entropy)
-    text = str(caught.value)
-    assert "tensors on 2 ranks are not those of one process" in text
-    assert "loss of step 1: " in text
-    assert "Layers that are not synchronised: '1'; call syncbn.convert_syncbn_model(model)" in text
-
-
-def test_a_loss_that_is_no_mean_differs() -> None:
-    with pytest.raises(
-        AssertionError, match=r"(?s)loss of step 1: .* apart.*outputs agree .* loss_fn must be the mean"
-    ):
-        assert_matches_full_batch(trained_as_one.model, trained_as_one.batch(5), trained_as_one.sum_and_not_mean)
-
-
-@pytest.mark.parametrize(
-    ("model_fn", "loss_fn", "message"),
-    [
-        (trained_as_one.failing_model, F.cross_entropy, "KeyError: 'no such weights'"),
-        (trained_as_one.no_model, F.cross_entropy, "model_fn must return an nn.Module, got NoneType"),
-        (trained_as_one.model, trained_as_one.each_loss, r"loss_fn must return one number, .* got shape \(2,\)"),
-    ],
-)
-def test_a_rank_that_fails_tells_why(
-    model_fn: Callable[[], nn.Module], loss_fn: Callable[..., Tensor], message: str
-) -> None:
-    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match=message):
-        assert_matches_full_batch(model_fn, trained_as_one.batch(2), loss_fn)
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
+        (
+            {"loss_fn": trained_as_one.sum_and_not_mean, "batch": trained_as_one.batch(5)},  # 3 + 2 samples
+            AssertionError,
+            "(?s)loss of step 1: .* apart.*outputs agree .* loss_fn must be the mean",
+        ),
+        # On a rank:
+        ({"model_fn": trained_as_one.failing_model}, ProcessRaisedException, "KeyError: 'no such weights'"),
+        ({"model_fn": trained_as_one.no_model}, ProcessRaisedException, "must return an nn.Module, got NoneType"),
+        ({"loss_fn": trained_as_one.each_loss}, ProcessRaisedException, r"return one number, .* got shape \(4,\)"),
+        # Before there are ranks:
         ({"model_fn": lambda: nn.BatchNorm1d(3)}, TypeError, "model_fn must be importable .* got <function <lambda>"),
         ({"model_fn": nn.BatchNorm1d(3)}, TypeError, "model_fn must be a function, got BatchNorm1d"),
         ({"loss_fn": "cross_entropy"}, TypeError, "loss_fn must be a function, got str"),
@@ -104,11 +84,18 @@ def test_bad_arguments(change: dict[str, object], error: type[Exception], messag
 
 # python -m syncbn.
 
+MAIN = "import sys; from syncbn import __main__; sys.exit(__main__.main())"
+
 
 def here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | None:
     """The exit status in this process."""
     monkeypatch.setattr(sys, "argv", ["syncbn", *arguments])
     return __main__.main()
+
+
+def check_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | None:
+    monkeypatch.delenv("RANK", raising=False)
+    return here(monkeypatch, "check", *arguments)
 
 
 def test_info(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,8 +143,8 @@ def test_info_says_where_kernels_are_missing(tmp_path: Path, monkeypatch: pytest
     assert cpu.load.__wrapped__().startswith(f"not built in {clone}: syncbn was not installed from there, or no C++ ")
     (installed / "kernels").mkdir(parents=True)
     (installed / "kernels" / "_cpu.so").touch()
-    expected = f"not built in {clone}, which hides the installed {installed}; start Python in another folder"
-    assert cpu.load.__wrapped__() == expected
+    hides = f"not built in {clone}, which hides the installed {installed}; start Python in another folder"
+    assert cpu.load.__wrapped__() == hides
 
 
 def test_info_finds_apexs_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +157,7 @@ def test_info_finds_apexs_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_check_on_two_ranks(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text("import sys; from syncbn import __main__; sys.exit(__main__.main())")
+    program.write_text(MAIN)
     result = json.loads(run_on_ranks(2, program, "check", "--json", "--layers", 10, "--channels", 32))
     assert result["passed"]
     assert (result["ranks"], result["backend"], result["synced"]) == (2, "gloo", "")
@@ -186,49 +173,38 @@ def test_check_on_two_ranks(tmp_path: Path) -> None:
 
 def test_check_says_where_the_ranks_are_when_one_has_ended(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text("""
-import os, signal, sys
-from syncbn import __main__
+    program.write_text(f"""
+import os, signal
 from syncbn.cli import check
 
 seconds = check._seconds
 check._seconds = lambda *sizes: os.kill(os.getpid(), signal.SIGKILL) if os.environ["RANK"] == "1" else seconds(*sizes)
-sys.argv = ["syncbn", "check"]
-sys.exit(__main__.main())
+{MAIN}
 """)
-    ranks, store = start_ranks(2, program)
+    ranks, store = start_ranks(2, program, "check")
     try:
         assert ranks[0].wait(60) == 1
     finally:
-        for rank in ranks:
-            rank.kill()
+        ranks[0].kill()  # the other has ended
         del store
     where = r"rank 0: in syncbn check forward, call \d+\n.*rank 1: after layer '.*its process .* has ended\n"
     assert re.search(where, ranks[0].text())
 
 
-def check_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.delenv("RANK", raising=False)
-    return here(monkeypatch, "check", *arguments)
-
-
 def test_exit_statuses_of_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_here(monkeypatch) == 0
     output = capsys.readouterr().out
-    assert "passed" in output
-    assert "One rank has nothing to synchronise: torchrun" in output
-    assert "help(syncbn.measure_local_noise)" in output
-    with pytest.raises(SystemExit) as caught:
+    for said in ("passed", "One rank has nothing to synchronise: torchrun", "help(syncbn.measure_local_noise)"):
+        assert said in output
+    with pytest.raises(SystemExit, match=r"^2$"):
         check_here(monkeypatch, "--layers", "0")
-    assert caught.value.code == 2
     assert "must be a whole number from 1, got '0'" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0")  # as a cluster's shell may, without the others
     for name in __main__.SET_BY_TORCHRUN[1:]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit, match=r"^2$"):
         here(monkeypatch, "check")
-    assert caught.value.code == 2
     missing = "RANK is set, but not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; torchrun sets all of them"
     assert missing in capsys.readouterr().err
     monkeypatch.delenv("WORLD_SIZE")

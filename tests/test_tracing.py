@@ -1,7 +1,5 @@
 """torch.fx makes a layer a leaf, as it does nn.BatchNorm, or says why not: no graph computes anything else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -30,20 +28,21 @@ class OwnTwice(syncbn.SyncBatchNorm2d):
         return super().forward(x) * 2 + 1
 
 
-class Model(nn.Module):
-    """The layer in a sub-module, and shared."""
+def model_of(layer: nn.Module, forward: Callable[..., Tensor], **others: nn.Module) -> nn.Module:
+    model = type("Model", (nn.Module,), {"forward": forward})()
+    for name, module in (*others.items(), ("layer", layer)):
+        model.add_module(name, module)
+    return model
 
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 3, 1), layer)
-        self.head = layer
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
+def shared(layer: nn.Module) -> nn.Module:
+    """The layer in a sub-module, too."""
+    body = nn.Sequential(nn.Conv2d(3, 3, 1), layer)
+    return model_of(layer, lambda model, x: model.layer(model.body(x)), body=body)
 
 
 def converted(layer: nn.Module) -> nn.Module:
-    return syncbn.convert_syncbn_model(Model(layer))
+    return syncbn.convert_syncbn_model(shared(layer))
 
 
 def nodes(graph: fx.Graph) -> list[tuple[str, str]]:
@@ -51,8 +50,8 @@ def nodes(graph: fx.Graph) -> list[tuple[str, str]]:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "built": lambda: Model(syncbn.SyncBatchNorm(3)),
-    "built, of 2 dims": lambda: Model(syncbn.SyncBatchNorm2d(3, momentum=None)),
+    "built": lambda: shared(syncbn.SyncBatchNorm(3)),
+    "built, of 2 dims": lambda: shared(syncbn.SyncBatchNorm2d(3, momentum=None)),
     "converted": lambda: converted(nn.BatchNorm2d(3)),
     "of torch's SyncBatchNorm": lambda: converted(nn.SyncBatchNorm(3)),
     "calls super": lambda: converted(CallsSuper2d(3)),
@@ -67,21 +66,16 @@ def test_a_layer_is_a_leaf(kind: str, training: bool) -> None:
     """The graph is that of torch's layer, and computes what the model does."""
     model = MODELS[kind]().train(training)
     graph = fx.symbolic_trace(model)
-    assert nodes(graph.graph) == nodes(fx.symbolic_trace(Model(nn.BatchNorm2d(3))).graph)
-    assert graph.get_submodule("body.1") is model.head
+    assert nodes(graph.graph) == nodes(fx.symbolic_trace(shared(nn.BatchNorm2d(3))).graph)
+    assert graph.get_submodule("body.1") is model.layer
     assert torch.equal(graph(X), model(X))
 
 
 def test_z_and_mask_are_arguments_of_the_leaf() -> None:
-    class WithOptions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = syncbn.SyncBatchNorm2d(3, fuse_relu=True)
-
-        def forward(self, x: Tensor, z: Tensor, mask: Tensor) -> Tensor:
-            return self.layer(self.layer(self.layer(x, z), mask=mask), z=z, mask=mask)
-
-    model, options = WithOptions(), (torch.randn(4, 3, 5, 5), torch.tensor([True, False, True, True]))
+    layer, options = syncbn.SyncBatchNorm2d(3, fuse_relu=True), (X.flip(0), torch.tensor([True, False, True, True]))
+    model = model_of(
+        layer, lambda model, x, z, mask: model.layer(model.layer(model.layer(x, z), mask=mask), z=z, mask=mask)
+    )
     graph = fx.symbolic_trace(model)
     calls = [node for node in graph.graph.nodes if node.op == "call_module"]
     assert [(len(node.args), sorted(node.kwargs)) for node in calls] == [(1, ["z"]), (1, ["mask"]), (1, ["mask", "z"])]
@@ -89,50 +83,47 @@ def test_z_and_mask_are_arguments_of_the_leaf() -> None:
 
 
 def test_keywords_of_a_subclass_are_arguments_of_the_leaf() -> None:
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = syncbn.convert_syncbn_model(CallsSuper2d(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(self.layer(x, 3.0), times=4.0) + self.layer(x=x)
-
-    model = Around()
+    model = model_of(
+        syncbn.convert_syncbn_model(CallsSuper2d(3)),
+        lambda model, x: model.layer(model.layer(x, 3.0), times=4.0) + model.layer(x=x),
+    )
     graph = fx.symbolic_trace(model)
     assert [node.args[1:] for node in graph.graph.nodes if node.op == "call_module"] == [(3.0,), (), ()]
     assert torch.equal(graph(X), model(X))
 
 
-def hooked() -> nn.Module:
-    model = MODELS["built"]()
-    model.head.register_forward_hook(lambda *given: given[-1] * 2 + 1)
+def changed(kind: str, change: Callable[[nn.Module], object]) -> nn.Module:
+    model = MODELS[kind]()
+    change(model.layer)
     return model
 
 
-def hooked_before() -> nn.Module:
-    model = MODELS["calls super"]()
-    model.head.register_forward_pre_hook(lambda _, given: (given[0] * 2 + 1,))
-    return model
+def wrap_forward(layer: nn.Module) -> None:
+    forward = layer.forward
+    layer.forward = lambda x: forward(x) * 2 + 1
 
 
-def wrapped() -> nn.Module:
-    model = MODELS["built"]()
-    forward = model.head.forward
-    model.head.forward = lambda x: forward(x) * 2 + 1
-    return model
+RUNS_TWICE: dict[str, Callable[[], nn.Module]] = {
+    "own forward": lambda: shared(OwnTwice(3)),
+    "hook": lambda: changed("built", lambda layer: layer.register_forward_hook(lambda *given: given[-1] * 2 + 1)),
+    "pre-hook": lambda: changed(
+        "calls super", lambda layer: layer.register_forward_pre_hook(lambda _, given: (given[0] * 2 + 1,))
+    ),
+    "wrapped forward": lambda: changed("built", wrap_forward),
+}
 
 
-@pytest.mark.parametrize("make", [lambda: Model(OwnTwice(3)), hooked, hooked_before, wrapped])
-def test_what_would_run_twice_is_refused(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("kind", RUNS_TWICE)
+def test_what_would_run_twice_is_refused(kind: str) -> None:
     """And a tracer that makes the leaf before all of it gives what the model does."""
     with pytest.raises(TraceError, match=r"body\.1 \(\w+\) cannot be a leaf here: it has .* twice; .* is_leaf_module"):
-        fx.symbolic_trace(make())
+        fx.symbolic_trace(RUNS_TWICE[kind]())
 
     class LeafTracer(fx.Tracer):
         def is_leaf_module(self, module: nn.Module, name: str) -> bool:
             return isinstance(module, syncbn.SyncBatchNorm) or super().is_leaf_module(module, name)
 
-    model = make()
+    model = RUNS_TWICE[kind]()
     assert torch.equal(fx.GraphModule(model, LeafTracer().trace(model))(X), model(X))
 
 
@@ -145,18 +136,6 @@ def test_what_is_not_inside_a_traced_model_is_refused() -> None:
                 trace(layer)
     with pytest.raises(TraceError):
         fx.symbolic_trace(nn.BatchNorm2d(3))
-
-
-def of_a_constant(layer: nn.Module) -> nn.Module:
-    class OfAConstant(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.layer(X)
-
-    return OfAConstant()
 
 
 def through_function(x: Tensor) -> Tensor:
@@ -174,7 +153,7 @@ def test_nothing_else_is_traced_through() -> None:
     with pytest.raises(TraceError, match=r"\(input: Proxy\).*is_leaf_module.*torch\.fx\.wrap\(\"sync_batch_norm\"\)"):
         fx.symbolic_trace(through_function)
     with pytest.raises(TraceError, match=r"\(weight, bias: Proxy\)"):
-        fx.symbolic_trace(of_a_constant(syncbn.SyncBatchNorm2d(3)))
+        fx.symbolic_trace(model_of(syncbn.SyncBatchNorm2d(3), lambda model, x: x + model.layer(X)))
     graph = fx.symbolic_trace(through_wrapped_function)
     assert [op for op, _ in nodes(graph.graph)] == ["placeholder", "call_function", "output"]
     assert torch.equal(graph(X), through_function(X))

@@ -1,11 +1,10 @@
 """The plugin for distributed tests: a failure on one rank fails exactly that test, on all ranks, and hangs nothing."""
 
-from __future__ import annotations
-
 import re
 import subprocess
-import sys
 from pathlib import Path
+
+from jobs import ENVIRONMENT, ON_TWO_RANKS
 
 CASES = """
 import pytest, torch, torch.distributed as dist, syncbn
@@ -41,22 +40,10 @@ def test_skipped(ranks): all_reduce()
 
 def test_a_failure_on_one_rank_is_a_failure_on_all(tmp_path: Path) -> None:
     (tmp_path / "test_cases.py").write_text(CASES)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     logs = tmp_path / "logs"
-    command = [
-        *launch,
-        "--log-dir",
-        str(logs),
-        "--redirects",
-        "3",
-        "-m",
-        "pytest",
-        "-p",
-        "voting",
-        "-rA",
-        str(tmp_path),
-    ]
-    result = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=300, check=False)
+    command = [*ON_TWO_RANKS, "--redirects", "3", "--log-dir", logs, "-m", "pytest", "-p", "voting", "-rA", tmp_path]
+    environment = ENVIRONMENT | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     outputs = [path.read_text() for path in sorted(logs.rglob("stdout.log"))]
     assert result.returncode != 0
     assert len(outputs) == 2
@@ -74,9 +61,3 @@ def test_a_failure_on_one_rank_is_a_failure_on_all(tmp_path: Path) -> None:
         assert "rank 1: AssertionError: only here" in output
         assert "rank 0: AssertionError: only here" in output
         assert "Timed out" not in output, "peers of a failing rank waited for a time-out"
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}

@@ -1,7 +1,5 @@
 """GitHub's workflows run the scripts that are here, on the versions that the others name."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

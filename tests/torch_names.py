@@ -1,7 +1,5 @@
 """Names that differ between versions of torch."""
 
-from __future__ import annotations
-
 import inspect
 
 from torch.nn.parallel import DistributedDataParallel

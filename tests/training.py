@@ -1,10 +1,13 @@
-"""Small models in float64, trained by several ranks and by one process with the whole batches; they must end equal."""
+"""Training that must end equal: on ranks and by one process with the whole batches; of a module and what wraps it."""
 
-from __future__ import annotations
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from voting import Ranks
 
 SHARE = 2  # samples of a rank in a step
@@ -34,7 +37,9 @@ def mine(ranks: Ranks, *tensors: Tensor) -> list[Tensor]:
     return [tensor[:, ranks.even(tensor.shape[1])] for tensor in tensors]
 
 
-def train(model: nn.Module, x: Tensor, labels: Tensor) -> list[float]:
+def train(
+    model: nn.Module, x: Tensor, labels: Tensor, after_backward: Callable[[], object] = lambda: None
+) -> list[float]:
     """A step for each of T batches; their losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
@@ -42,6 +47,7 @@ def train(model: nn.Module, x: Tensor, labels: Tensor) -> list[float]:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), targets)
         loss.backward()
+        after_backward()
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -57,3 +63,32 @@ def require_equal_state(actual: nn.Module, expected: nn.Module) -> None:
     state = actual.state_dict()
     for name, value in expected.state_dict().items():
         torch.testing.assert_close(whole(state[name]), value, rtol=1e-11, atol=1e-11, msg=name)
+
+
+@contextlib.contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Within, no parameter and no buffer changes by a bit."""
+    before = copy.deepcopy(module.state_dict())
+    yield
+    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
+
+
+def require_trains_as(
+    alone: nn.Module, ranks: Ranks, model: nn.Module, wrapped: nn.Module | None = None, num_steps: int = 4
+) -> None:
+    """`model`, under DDP or `wrapped`, on the ranks' shares ends as `alone` does on the whole batches."""
+    x, labels = whole_batches(ranks, num_steps)
+    train(alone, x, labels)
+    train(wrapped or DistributedDataParallel(model), *mine(ranks, x, labels))
+    require_equal_state(model, alone)
+
+
+def step(call: Callable[..., Tensor], layer: nn.Module, x: Tensor, **options: object) -> dict[str, Tensor | None]:
+    """The output, the gradients, and the buffers of `layer` after a training step by `call`, which may wrap it."""
+    x = x.detach().clone().requires_grad_()
+    layer.zero_grad()
+    output = call(x, **options)
+    output.sin().sum().backward()
+    gradients = {f"gradient of {name}": parameter.grad for name, parameter in layer.named_parameters()}
+    buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    return {"output": output.detach(), "gradient of x": x.grad, **gradients, **buffers}

@@ -8,8 +8,6 @@ ranks write their outcome, read all others', and raise the same AssertionError; 
     torchrun --standalone --nproc-per-node 2 -m pytest -p voting ...
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -70,11 +68,11 @@ class World:
         self.num_groups = 0
         self.num_votes = 0
 
-    def enter(self) -> None:
-        """Make the default process group."""
+    def enter(self, backend: str | None = "") -> None:
+        """Make the default process group; with another backend than the tests' if one is given."""
         self.num_groups += 1
         dist.init_process_group(
-            self.backend,
+            self.backend if backend == "" else backend,
             store=dist.PrefixStore(f"group {self.num_groups}", self.store),
             rank=self.ranks.rank,
             world_size=self.ranks.size,
@@ -86,6 +84,11 @@ class World:
         """Destroy it and all its subgroups, if a failing rank has not yet."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def make_anew(self, backend: str | None = "") -> None:
+        """Another default process group, for which no subgroups are made yet."""
+        self.leave()
+        self.enter(backend)
 
     def exchange(self, outcome: str) -> list[str]:
         """Every rank's outcome of the same vote."""
@@ -99,11 +102,8 @@ world: World | None = None
 
 
 def release_locals(error: BaseException) -> None:
-    """Drop what the frames below `error` hold.
-
-    gloo closes its connections, which wakes the peers, only when the last reference to a group goes, and each autograd
-    graph in the test's frames holds one.
-    """
+    """Drop what the frames below `error` hold: gloo closes its connections, which wakes the peers, only when the last
+    reference to a group goes, and each autograd graph in the test's frames holds one."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         with contextlib.suppress(RuntimeError):  # still running
             frame.clear()
@@ -128,8 +128,7 @@ def vote() -> Iterator[None]:
         world.leave()
     outcomes = world.exchange("" if passed else f"{type(error).__name__}: {error}")
     if any(outcomes):
-        world.leave()
-        world.enter()
+        world.make_anew()
         failures = [f"rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes) if outcome]
         raise AssertionError("\n".join(failures)) from error
     if error is not None:
@@ -142,10 +141,7 @@ def pytest_runtest_setup() -> Generator[None, object, object]:
         return (yield)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Generator[None, object, object]:
-    with vote():
-        return (yield)
+pytest_runtest_call = pytest_runtest_setup
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -160,9 +156,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart() -> None:
     global world
     if "RANK" not in os.environ:
-        raise pytest.UsageError(
-            "these tests run on several ranks: torchrun --standalone --nproc-per-node 2 -m pytest ..."
-        )
+        raise pytest.UsageError("these tests need ranks: torchrun --standalone --nproc-per-node 2 -m pytest ...")
     world = World()
     world.enter()
 

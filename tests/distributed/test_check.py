@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from training import unchanged
 from voting import Ranks
 
 from syncbn.cli import check
@@ -36,9 +36,7 @@ def test_the_given_model_is_not_trained(ranks: Ranks) -> None:
     """Nor is it made rank 0's."""
     torch.manual_seed(ranks.rank)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
-    before = copy.deepcopy(model.state_dict())
     batch = (torch.randn(2 * ranks.size, 3, dtype=torch.float64),)
-    _, trained = check.differences(model, batch, lambda y: y.square().mean())
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name]), name
+    with unchanged(model):
+        _, trained = check.differences(model, batch, lambda y: y.square().mean())
     assert not torch.equal(trained[1].running_mean, model[1].running_mean)

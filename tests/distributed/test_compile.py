@@ -1,130 +1,81 @@
 """torch.compile with fullgraph=True: no break, eager's numbers, one all_reduce each way, few recompiles."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func
-from torch import nn
-from torch._dynamo.backends.common import aot_autograd
+from graphs import Graphs
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from training import step
 from voting import Ranks
 
 import syncbn
 from syncbn import kernels
 from syncbn.kernels import chunked, select
 
-# Dynamo and Inductor use what torch itself deprecates (torch 2.13, November 2026).
-pytestmark = [
-    pytest.mark.two_ranks,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled_yet() -> None:
-    torch._dynamo.reset()
+pytestmark = pytest.mark.compiles
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def small_model(**options: object) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(1, 4, 3),
+        nn.Conv2d(1, 4, 3, bias=False),  # whose gradient would be rounding errors
         syncbn.SyncBatchNorm2d(4, **options),
         nn.ReLU(inplace=True),
-        nn.Conv2d(4, 6, 3),
+        nn.Conv2d(4, 6, 3, bias=False),
         syncbn.SyncBatchNorm2d(6, **options),
     )
 
 
-def check_equal_to_eager(
-    ranks: Ranks, compiler: Callable[[nn.Module], nn.Module], x: torch.Tensor, **options: object
-) -> None:
-    """Outputs, gradients and buffers of two training steps and an evaluation agree to float32 rounding."""
-    eager = small_model(**options).to(ranks.device)
-    other = copy.deepcopy(eager)
-    compiled = compiler(other)
-    for _ in range(2):
-        a, b = (x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for _ in range(2))
-        expected, actual = eager(a), compiled(b)
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-        assert actual.stride() == expected.stride()
-        expected.sin().sum().backward()
-        actual.sin().sum().backward()
-        torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-5)
-    for name, expected in eager.named_parameters():
-        if not isinstance(compiled, DistributedDataParallel):  # which averages
-            torch.testing.assert_close(
-                other.get_parameter(name).grad,
-                expected.grad,
-                rtol=1e-4,
-                atol=1e-4,
-                msg=lambda text, name=name: f"{name}: {text}",
-            )
-    for name, expected in eager.named_buffers():
-        torch.testing.assert_close(
-            other.get_buffer(name), expected, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
-    torch.testing.assert_close(compiled.eval()(x), eager.eval()(x), rtol=1e-5, atol=1e-5)
-
-
-def own_input(ranks: Ranks, num: int = 3) -> torch.Tensor:
+def own_input(ranks: Ranks, num: int = 3) -> Tensor:
     generator = torch.Generator().manual_seed(ranks.rank)
     return torch.randn(num, 1, 8, 8, generator=generator).to(ranks.device)
 
 
-@pytest.mark.parametrize(
-    ("backend", "process_group"), [("eager", None), ("aot_eager", None), ("inductor", None), ("inductor", 1)]
-)
-def test_equals_eager(ranks: Ranks, backend: str, process_group: int | None) -> None:
-    check_equal_to_eager(
-        ranks,
-        lambda model: torch.compile(model, backend=backend, fullgraph=True),
-        own_input(ranks),
-        process_group=process_group,
-    )
+def require_equal(compiled: nn.Module, layer: nn.Module, eager: nn.Module, x: Tensor) -> None:
+    """Two training steps and an evaluation of `compiled`, made of `layer`, and of `eager`; to float32 rounding."""
+    eager_layer = eager.module if isinstance(eager, DistributedDataParallel) else eager
+    for _ in range(2):
+        actual, expected = step(compiled, layer, x), step(eager, eager_layer, x)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        assert actual["output"].stride() == expected["output"].stride()
+    torch.testing.assert_close(compiled.eval()(x), eager.eval()(x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"affine": False, "eps": 1e-3}, {"bias": False, "momentum": None}, {"track_running_stats": False}],
+    ("backend", "options"),
+    [
+        ("eager", {}),
+        ("aot_eager", {}),
+        ("inductor", {}),
+        ("inductor", {"process_group": 1}),
+        ("aot_eager", {"affine": False, "eps": 1e-3}),
+        ("aot_eager", {"bias": False, "momentum": None}),
+        ("aot_eager", {"track_running_stats": False}),
+        # What a layer keeps of a group is looked up inside the graph.
+        ("aot_eager", {"process_group": 2}),
+        ("aot_eager", {"process_group": dist.new_group}),
+        ("aot_eager", {"process_group": lambda: init_device_mesh(DEVICE, (2,), mesh_dim_names=("all",))["all"]}),
+    ],
     ids=str,
 )
-def test_options(ranks: Ranks, options: dict[str, object]) -> None:
-    check_equal_to_eager(
-        ranks, lambda model: torch.compile(model, backend="aot_eager", fullgraph=True), own_input(ranks), **options
-    )
+def test_equals_eager(ranks: Ranks, backend: str, options: dict[str, Any]) -> None:
+    made = {name: value() if callable(value) else value for name, value in options.items()}
+    eager = small_model(**made).to(ranks.device)
+    layer = copy.deepcopy(eager)
+    require_equal(torch.compile(layer, backend=backend, fullgraph=True), layer, eager, own_input(ranks))
 
 
 def test_channels_last(ranks: Ranks) -> None:
-    check_equal_to_eager(
-        ranks,
-        lambda model: torch.compile(model.to(memory_format=torch.channels_last), backend="inductor", fullgraph=True),
-        own_input(ranks).to(memory_format=torch.channels_last),
-    )
-
-
-@pytest.mark.parametrize("kind", ["int", "group", "mesh"])
-def test_process_groups(ranks: Ranks, kind: str) -> None:
-    """What a layer keeps of each is looked up inside the graph."""
-    groups = {
-        "int": lambda: 2,
-        "group": dist.new_group,
-        "mesh": lambda: init_device_mesh(ranks.device.type, (2,), mesh_dim_names=("all",))["all"],
-    }
-    check_equal_to_eager(
-        ranks,
-        lambda model: torch.compile(model, backend="aot_eager", fullgraph=True),
-        own_input(ranks),
-        process_group=groups[kind](),
-    )
+    eager, x = (one.to(ranks.device, memory_format=torch.channels_last) for one in (small_model(), own_input(ranks)))
+    layer = copy.deepcopy(eager)
+    require_equal(torch.compile(layer, fullgraph=True), layer, eager, x)
 
 
 def test_gradients_of_parameters_are_this_ranks_share(ranks: Ranks) -> None:
@@ -141,21 +92,17 @@ def test_gradients_of_parameters_are_this_ranks_share(ranks: Ranks) -> None:
 
 def test_with_ddp(ranks: Ranks) -> None:
     """DDP(compile(model, fullgraph=True)); compile(DDP(model)) breaks in DDP's own forward, so without fullgraph."""
-    x = own_input(ranks)
-    check_equal_to_eager(
-        ranks, lambda model: DistributedDataParallel(torch.compile(model, backend="aot_eager", fullgraph=True)), x
-    )
-    torch._dynamo.reset()
-    model = small_model().to(ranks.device)
-    expected = copy.deepcopy(model)(x)
-    compiled = torch.compile(DistributedDataParallel(model))
-    torch.testing.assert_close(compiled(x), expected, rtol=1e-5, atol=1e-5)
+    eager, x = small_model().to(ranks.device), own_input(ranks)
+    layers = [copy.deepcopy(eager) for _ in range(2)]
+    inside = DistributedDataParallel(torch.compile(layers[0], backend="aot_eager", fullgraph=True))
+    outside = torch.compile(DistributedDataParallel(layers[1]))
+    for compiled, layer in zip((inside, outside), layers, strict=True):
+        require_equal(compiled, layer, DistributedDataParallel(copy.deepcopy(eager)), x)
 
 
 def test_bf16_autocast(ranks: Ranks) -> None:
     model = small_model().to(ranks.device)
-    other = copy.deepcopy(model)
-    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
     with torch.autocast(ranks.device.type, dtype=torch.bfloat16):
         actual, expected = compiled(own_input(ranks)), model(own_input(ranks))
     assert actual.dtype == expected.dtype == torch.bfloat16
@@ -165,18 +112,13 @@ def test_bf16_autocast(ranks: Ranks) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_masks(ranks: Ranks, backend: str) -> None:
     """No shape depends on the mask's values, so nothing breaks the graph."""
-    layer = syncbn.SyncBatchNorm2d(1, fuse_relu=True).to(ranks.device)
-    other = copy.deepcopy(layer)
-    compiled = torch.compile(other, backend=backend, fullgraph=True)
+    eager, x = syncbn.SyncBatchNorm2d(1, fuse_relu=True).to(ranks.device), own_input(ranks)
+    layer = copy.deepcopy(eager)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
     for seed in range(2):
-        x, y = (own_input(ranks).requires_grad_() for _ in range(2))
         mask = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(seed)).to(ranks.device) < 0.5
-        expected, actual = layer(x, mask=mask), compiled(y, mask=mask)
+        actual, expected = step(compiled, layer, x, mask=mask), step(eager, eager, x, mask=mask)
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-        expected.sin().sum().backward()
-        actual.sin().sum().backward()
-        torch.testing.assert_close(y.grad, x.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(dict(other.named_buffers()), dict(layer.named_buffers()))
 
 
 def test_masks_of_dynamic_sizes(ranks: Ranks) -> None:
@@ -198,18 +140,17 @@ def test_dynamic_batch_sizes_compile_twice(ranks: Ranks) -> None:
     assert counter.frame_count == 2
 
 
+def graphs_of(layer: nn.Module, x: Tensor) -> list[torch.fx.Graph]:
+    """Of forward and backward."""
+    graphs = Graphs()
+    compiled = torch.compile(layer, backend=graphs.backend, fullgraph=True)
+    compiled(x.requires_grad_()).sum().backward()
+    return graphs.graphs
+
+
 def test_one_all_reduce_each_way(ranks: Ranks) -> None:
-    """Counted in the graphs: CommDebugMode sees eager mode only."""
-    counts: list[int] = []
-
-    def count(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
-        counts.append(sum("all_reduce" in str(node.target) for node in graph.graph.nodes))
-        return make_boxed_func(graph.forward)
-
-    layer = syncbn.SyncBatchNorm2d(1).to(ranks.device)
-    compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=count, bw_compiler=count), fullgraph=True)
-    compiled(own_input(ranks).requires_grad_()).sum().backward()
-    assert counts == [1, 1]
+    graphs = graphs_of(syncbn.SyncBatchNorm2d(1).to(ranks.device), own_input(ranks))
+    assert [sum("all_reduce" in str(node.target) for node in graph.nodes) for graph in graphs] == [1, 1]
 
 
 @pytest.mark.skipif(select.select_kernels(torch.ones(1)) is chunked, reason=kernels.available())
@@ -217,16 +158,10 @@ def test_one_all_reduce_each_way(ranks: Ranks) -> None:
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo traces a Function's forward with gradients enabled")
 def test_graphs_hold_the_operators(ranks: Ranks) -> None:
     """What Inductor makes of torch's operations takes several times as long on CPUs."""
-    found: list[set[str]] = []
-
-    def collect(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
-        found.append({node.target._opname for node in graph.graph.nodes if "syncbn" in str(node.target)})
-        return make_boxed_func(graph.forward)
-
-    layer = syncbn.SyncBatchNorm(1)
-    compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=collect, bw_compiler=collect), fullgraph=True)
-    compiled(own_input(ranks).requires_grad_()).sum().backward()
-    forward, backward = found
+    forward, backward = (
+        {node.target._opname for node in graph.nodes if "syncbn" in str(node.target)}
+        for graph in graphs_of(syncbn.SyncBatchNorm(1), own_input(ranks))
+    )
     assert {"forward_sums", "forward_outputs"} <= forward
     assert {"backward_sums", "backward_outputs"} <= backward
 

@@ -1,7 +1,5 @@
 """Graphs under compile_on_one_rank (torch 2.15), which one rank compiles for all: a group is an input of theirs."""
 
-from __future__ import annotations
-
 import copy
 import zlib
 from collections.abc import Callable
@@ -9,9 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func
+from graphs import Graphs
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from voting import Ranks
@@ -41,29 +38,15 @@ def even(ranks: Ranks) -> None:
         pytest.skip("for groups of 2 ranks")
 
 
-class Graphs:
-    """A back end of torch.compile that keeps the graphs of AOTAutograd, forward and backward, and runs them."""
-
-    def __init__(self) -> None:
-        self.graphs: list[torch.fx.Graph] = []
-        self.backend = aot_autograd(fw_compiler=self.keep, bw_compiler=self.keep)
-
-    def keep(self, module: torch.fx.GraphModule, _: object) -> Callable[..., object]:
-        self.graphs.append(module.graph)
-        return make_boxed_func(module.forward)
-
-    def require_portable(self) -> None:
-        """Each is the same on all ranks, and its group comes from outside."""
-        assert dist.group.WORLD is not None
-        for graph in self.graphs:
-            [all_reduce] = graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_reduce.default)
-            assert isinstance(all_reduce.args[2], torch.fx.Node), str(graph)  # else a name
-            assert not graph.find_nodes(op="get_attr"), str(
-                graph
-            )  # else a group, which was there when the graph was traced
-            checksums = all_gather_json(zlib.crc32(str(graph).encode()), dist.group.WORLD)
-            assert len(set(checksums)) == 1, str(graph)
-        assert len(self.graphs) == 2
+def require_portable(graphs: list[torch.fx.Graph]) -> None:
+    """Each is the same on all ranks, and its group comes from outside."""
+    assert len(graphs) == 2
+    for graph in graphs:
+        [all_reduce] = graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_reduce.default)
+        assert isinstance(all_reduce.args[2], torch.fx.Node), str(graph)  # else a name
+        assert not graph.find_nodes(op="get_attr"), str(graph)  # else a group that was there when it was traced
+        checksums = all_gather_json(zlib.crc32(str(graph).encode()), dist.group.WORLD)
+        assert len(set(checksums)) == 1, str(graph)
 
 
 def compiled_step(layer: syncbn.SyncBatchNorm, x: Tensor, backend: object) -> tuple[Tensor, Tensor]:
@@ -84,7 +67,7 @@ def test_groups_are_inputs_of_a_graph(ranks: Ranks, kind: str) -> None:
     output.sin().sum().backward()
     graphs = Graphs()
     torch.testing.assert_close(compiled_step(layer, x, graphs.backend), (output, x.grad))
-    graphs.require_portable()
+    require_portable(graphs.graphs)
     if kind == "int":  # for one, as it takes long
         torch.testing.assert_close(compiled_step(layer, x, "inductor"), (output, x.grad))
 
@@ -96,4 +79,4 @@ def test_the_group_of_a_dtensor(ranks: Ranks) -> None:
     expected, graphs = copy.deepcopy(layer)(x), Graphs()
     output, _ = compiled_step(layer, x, graphs.backend)
     torch.testing.assert_close(output.to_local(), expected.to_local())
-    graphs.require_portable()
+    require_portable(graphs.graphs)

@@ -1,10 +1,8 @@
 """Converted models of many kinds train as one process does, and revert to what can be exported
 (pytorch#187298, #41081; timm#2422; mmcv#1253)."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
-from training import mine, require_equal_state, train, whole_batches
+from training import mine, require_equal_state, require_trains_as, step, train, whole_batches
 from voting import Ranks
 
 import syncbn
@@ -28,9 +26,8 @@ def parametrized(layer: nn.Module) -> nn.Module:
     return parametrize.register_parametrization(layer, "weight", Positive())
 
 
-def sequential(*batch_norms: nn.Module, convolution: nn.Module | None = None) -> nn.Module:
-    first = nn.Conv2d(1, 3, 3) if convolution is None else convolution
-    return nn.Sequential(first, *batch_norms, nn.Flatten(), nn.Linear(108, 5))
+def sequential(*batch_norms: nn.Module, change: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> nn.Module:
+    return nn.Sequential(change(nn.Conv2d(1, 3, 3)), *batch_norms, nn.Flatten(), nn.Linear(108, 5))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -40,12 +37,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "parametrized": lambda: sequential(parametrized(nn.BatchNorm2d(3))),
     "parametrized subclass": lambda: sequential(parametrized(BatchNormAct2d(3))),
     "fx-traced": lambda: torch.fx.symbolic_trace(sequential(nn.BatchNorm2d(3, momentum=None))),
-    "spectral norm beside": lambda: sequential(
-        nn.BatchNorm2d(3), convolution=parametrizations.spectral_norm(nn.Conv2d(1, 3, 3))
-    ),
-    "old spectral norm beside": lambda: sequential(
-        nn.BatchNorm2d(3), convolution=nn.utils.spectral_norm(nn.Conv2d(1, 3, 3))
-    ),
+    "spectral norm beside": lambda: sequential(nn.BatchNorm2d(3), change=parametrizations.spectral_norm),
+    "old spectral norm beside": lambda: sequential(nn.BatchNorm2d(3), change=nn.utils.spectral_norm),
     "shared": lambda: sequential(*[nn.BatchNorm2d(3)] * 2, nn.Tanh()),
 }
 
@@ -58,21 +51,17 @@ def make(kind: str) -> nn.Module:
 @pytest.mark.parametrize("kind", MODELS)
 def test_trains_as_one_process_and_reverts_for_export(ranks: Ranks, kind: str) -> None:
     """convert -> train -> revert -> export: the exported model is the unconverted evaluation model, bit for bit."""
-    x, labels = whole_batches(ranks, STEPS)
-    alone, model = make(kind).to(ranks.device), make(kind).to(ranks.device)
-    original = copy.deepcopy(model)
-    train(alone, x, labels)
-    syncbn.convert_syncbn_model(model)
-    train(DistributedDataParallel(model), *mine(ranks, x, labels))
-    require_equal_state(model, alone)
+    alone, original, model = (make(kind).to(ranks.device) for _ in range(3))
+    require_trains_as(alone, ranks, syncbn.convert_syncbn_model(model))
 
     syncbn.revert_syncbn_model(model.eval())
     original.load_state_dict(model.state_dict())
     assert not any(isinstance(module, syncbn.SyncBatchNorm) for module in model.modules())
-    expected = original.eval()(x[0])
-    assert torch.equal(model(x[0]), expected)
+    x = whole_batches(ranks, 1)[0][0]
+    expected = original.eval()(x)
+    assert torch.equal(model(x), expected)
     if ranks.rank == 0 and "parametrized" not in kind and "old" not in kind:  # of which torch.export warns
-        assert torch.equal(torch.export.export(model, (x[0],)).module()(x[0]), expected)
+        assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
 
 
 @pytest.mark.parametrize("kind", ["timm's", "calls super", "parametrized subclass"])
@@ -124,49 +113,43 @@ def test_subclasses_compile(ranks: Ranks, kind: str, backend: str) -> None:
     other = copy.deepcopy(layer)
     torch.manual_seed(ranks.rank)
     x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=ranks.device)
-    expected, actual = layer(x), torch.compile(other, backend=backend, fullgraph=True)(x)
-    torch.testing.assert_close(actual, expected)
-    expected.sin().sum().backward()
-    actual.sin().sum().backward()
-    for (name, parameter), twin in zip(layer.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(twin.grad, parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
-    torch.testing.assert_close(dict(other.named_buffers()), dict(layer.named_buffers()))
+    compiled = torch.compile(other, backend=backend, fullgraph=True)
+    torch.testing.assert_close(step(compiled, other, x), step(layer, layer, x))
+
+
+def alone_and_converted(ranks: Ranks) -> Iterator[tuple[nn.Module, nn.Module, Tensor, Tensor]]:
+    """A model, what trains it, x and labels: of one process with the whole batches, then under DDP with this rank's."""
+    alone, model = (make("plain").to(ranks.device) for _ in range(2))
+    whole = whole_batches(ranks, STEPS)
+    yield alone, alone, *whole
+    yield model, DistributedDataParallel(syncbn.convert_syncbn_model(model)), *mine(ranks, *whole)
 
 
 def test_averaged_model_and_update_bn(ranks: Ranks) -> None:
     """Of a converted model; its statistics are then those of all ranks' data."""
-    whole, averaged = whole_batches(ranks, STEPS), []
-    for kind in ("alone", "sync"):
-        model = make("plain").to(ranks.device)
-        trained, (x, labels) = model, whole
-        if kind == "sync":
-            trained, (x, labels) = DistributedDataParallel(syncbn.convert_syncbn_model(model)), mine(ranks, *whole)
-        averaged.append(AveragedModel(model, use_buffers=False))
+    copies = []
+    for model, trained, x, labels in alone_and_converted(ranks):
+        copies.append(AveragedModel(model, use_buffers=False))
         train(trained, x, labels)
-        averaged[-1].update_parameters(model)
-        update_bn(list(x), averaged[-1])
-    assert isinstance(averaged[1].module[1], syncbn.SyncBatchNorm2d)
-    require_equal_state(averaged[1], averaged[0])
+        copies[-1].update_parameters(model)
+        update_bn(list(x), copies[-1])
+    assert isinstance(copies[1].module[1], syncbn.SyncBatchNorm2d)
+    require_equal_state(copies[1], copies[0])
 
 
 @pytest.mark.parametrize("use_buffers", [False, True])
 def test_an_ema_copy(ranks: Ranks, use_buffers: bool) -> None:
     """Its updates and evaluation need no other rank; its statistics are averaged, or the model's, as on one process."""
-    whole, copies = whole_batches(ranks, STEPS), []
-    for kind in ("alone", "sync"):
-        model = make("plain").to(ranks.device)
-        trained, (x, labels) = model, whole
-        if kind == "sync":
-            trained, (x, labels) = DistributedDataParallel(syncbn.convert_syncbn_model(model)), mine(ranks, *whole)
-        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)
-        for step in range(STEPS):
-            train(trained, x[step, None], labels[step, None])
-            if kind == "alone" or ranks.rank == 0:
-                averaged.update_parameters(model)
-                averaged.eval()(x[step])
-        copies.append(averaged)
+    copies = []
+    for model, trained, x, labels in alone_and_converted(ranks):
+        copies.append(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers))
+        for index in range(STEPS):
+            train(trained, x[index, None], labels[index, None])
+            if trained is model or ranks.rank == 0:
+                copies[-1].update_parameters(model)
+                copies[-1].eval()(x[index])
     if ranks.rank == 0:
-        assert torch.equal(averaged.module[1].running_var, model[1].running_var) != use_buffers
+        assert torch.equal(copies[1].module[1].running_var, model[1].running_var) != use_buffers
         require_equal_state(*copies)
 
 

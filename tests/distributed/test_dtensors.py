@@ -1,7 +1,5 @@
 """DTensors: sums over exactly the dims of the mesh that shard batch or space, equal to the unsharded input's."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable
@@ -59,51 +57,41 @@ def placed(layer: nn.Module, mesh: DeviceMesh, placements: tuple[Placement, ...]
     distribute_module(layer, mesh, place)
 
 
+def results(layer: nn.Module, x: Tensor, z: Tensor, dy: Tensor) -> tuple[dict[str, Tensor], tuple[int, int]]:
+    """Of a step and an evaluation; and how many collectives each has."""
+    x, z = (one.detach().requires_grad_() for one in (x, z))
+    with CommDebugMode() as training:
+        output = layer(x, z)
+        output.backward(dy)
+    with CommDebugMode() as evaluation:
+        evaluated = layer.eval()(x, z)
+    found = {"output": output, "evaluated": evaluated, "x": x.grad, "z": z.grad, **dict(layer.named_buffers())}
+    found |= {"weight": layer.weight.grad, "bias": layer.bias.grad}
+    return found, (training.get_total_counts(), evaluation.get_total_counts())
+
+
 def require_equal(
     ranks: Ranks, mesh: DeviceMesh, placements: tuple[Placement, ...], distributed: bool, num_all_reduces: int
 ) -> None:
-    """A step and an evaluation of a layer, whose parameters are DTensors or not, on a DTensor with a residual."""
+    """Of a layer, whose parameters are DTensors or not, on a DTensor with a residual."""
+    given = [numbers(seed, ranks) for seed in range(3)]
+    expected, _ = results(new_layer(ranks, fuse_relu=True, process_group=1), *given)
     layer = new_layer(ranks, fuse_relu=True)
-    expected_layer = new_layer(ranks, fuse_relu=True, process_group=1)
     if distributed:
-        of_channels = tuple(Shard(0) if one == Shard(1) else Replicate() for one in placements)
-        placed(layer, mesh, of_channels)
-    x, z, dy = (numbers(seed, ranks) for seed in range(3))
-    expected_x, expected_z = x.clone().requires_grad_(), z.clone().requires_grad_()
-    expected = expected_layer(expected_x, expected_z)
-    expected.backward(dy)
-    x, z, dy = (distribute_tensor(one, mesh, placements) for one in (x, z, dy))
-    x.requires_grad_()
-    z.requires_grad_()
-    with CommDebugMode() as communication:
-        output = layer(x, z)
-        output.backward(dy)
-    assert isinstance(output, DTensor)
-    assert output.placements == placements
+        placed(layer, mesh, tuple(Shard(0) if one == Shard(1) else Replicate() for one in placements))
+    actual, collectives = results(layer, *(distribute_tensor(one, mesh, placements) for one in given))
+    assert actual["output"].placements == actual["evaluated"].placements == placements
+    assert collectives[1] == 0
     if not TORCH_211:
-        assert communication.get_total_counts() == num_all_reduces
-        assert x.grad.placements == placements
-    assert output.shape == SHAPE
-    pairs = [(output, expected), (x.grad, expected_x.grad), (z.grad, expected_z.grad)]
-    pairs += [(layer.running_mean, expected_layer.running_mean), (layer.running_var, expected_layer.running_var)]
-    if distributed:
-        pairs += [(layer.weight.grad, expected_layer.weight.grad), (layer.bias.grad, expected_layer.bias.grad)]
-    else:  # this rank's share, of several ranks or of each
-        for own, whole in (
-            (layer.weight.grad, expected_layer.weight.grad),
-            (layer.bias.grad, expected_layer.bias.grad),
-        ):
-            pairs.append((ranks.total(own) if num_all_reduces else own, whole))
-    layer.eval()
-    expected_layer.eval()
-    with CommDebugMode() as communication:
-        output = layer(x, z)
-    assert communication.get_total_counts() == 0
-    assert output.placements == placements
-    pairs.append((output, expected_layer(expected_x, expected_z)))
-    for actual, wanted in pairs:
-        actual = actual.full_tensor() if isinstance(actual, DTensor) else actual
-        torch.testing.assert_close(actual, wanted, rtol=1e-11, atol=1e-11)
+        assert collectives[0] == num_all_reduces
+        assert actual["x"].placements == placements
+    for name, whole in expected.items():
+        one = actual[name]
+        if isinstance(one, DTensor):
+            one = one.full_tensor()
+        elif name in ("weight", "bias") and num_all_reduces:  # this rank's share
+            one = ranks.total(one)
+        torch.testing.assert_close(one, whole, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("distributed", [True, False])
@@ -159,20 +147,16 @@ def test_a_model_and_its_optimizer(ranks: Ranks) -> None:
         torch.testing.assert_close(model.state_dict()[name].full_tensor(), expected)
 
 
-def test_function(ranks: Ranks) -> None:
-    mesh, x = mesh_of(ranks), numbers(0, ranks)
-    mask = torch.arange(ranks.size, device=ranks.device) > 0  # one image a rank, and the first does not count
-    x = x.repeat(ranks.size, 1, 1, 1)[: ranks.size]
-    stats = (torch.zeros(4, dtype=x.dtype, device=ranks.device), torch.ones(4, dtype=x.dtype, device=ranks.device))
-    own = mask[ranks.rank : ranks.rank + 1]
-    for training in (True, False):
-        expected = sync_batch_norm(x, *stats, training=training, mask=mask, process_group=1)
-        stats[0].zero_()
-        stats[1].fill_(1)
-        output = sync_batch_norm(distribute_tensor(x, mesh, [Shard(0)]), *stats, training=training, mask=own)
-        torch.testing.assert_close(output.full_tensor(), expected)
-        stats[0].zero_()
-        stats[1].fill_(1)
+@pytest.mark.parametrize("training", [True, False])
+def test_function(ranks: Ranks, training: bool) -> None:
+    """Of one image a rank, of which the first does not count."""
+    x = numbers(0, ranks).repeat(ranks.size, 1, 1, 1)[: ranks.size]
+    mask = torch.arange(ranks.size, device=ranks.device) > 0
+    stats = x.new_zeros(4), x.new_ones(4)
+    expected = sync_batch_norm(x, *map(torch.clone, stats), training=training, mask=mask, process_group=1)
+    sharded, own = distribute_tensor(x, mesh_of(ranks), [Shard(0)]), mask[ranks.rank, None]
+    output = sync_batch_norm(sharded, *stats, training=training, mask=own)
+    torch.testing.assert_close(output.full_tensor(), expected)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -180,7 +164,7 @@ def test_several_inputs(ranks: Ranks, training: bool) -> None:
     """As single ones, with one all_reduce; those of one call lie on the same ranks."""
     mesh, x = mesh_of(ranks), numbers(0, ranks)
     inputs = [distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(x + 1, mesh, [Shard(2)])]
-    means, variances = ([torch.full((4,), one, dtype=x.dtype, device=ranks.device) for _ in range(2)] for one in (0, 1))
+    means, variances = ([x.new_full((4,), one) for _ in range(2)] for one in (0, 1))
     expected = [
         sync_batch_norm(one, mean.clone(), var.clone(), training=training)
         for one, mean, var in zip(inputs, means, variances, strict=True)
@@ -202,7 +186,7 @@ def test_several_inputs(ranks: Ranks, training: bool) -> None:
 
 def test_refused_where_plain_tensors_are_expected(ranks: Ranks) -> None:
     mesh, x = mesh_of(ranks), numbers(0, ranks)
-    mean, invstd = torch.zeros(4, dtype=x.dtype, device=ranks.device), torch.ones(4, dtype=x.dtype, device=ranks.device)
+    mean, invstd = x.new_zeros(4), x.new_ones(4)
 
     def replicated(plain: Tensor) -> DTensor:
         return distribute_tensor(plain, mesh, [Replicate()])
@@ -277,12 +261,9 @@ def test_placements_that_do_not_fit(ranks: Ranks) -> None:
         layer(distribute_tensor(x, mesh, [Shard(1)]))
 
 
-@pytest.mark.two_ranks
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.compiles
 @pytest.mark.parametrize("distributed", [True, False])
 def test_one_graph(ranks: Ranks, distributed: bool) -> None:
-    torch._dynamo.reset()
     mesh, x = mesh_of(ranks), numbers(0, ranks)
     layer, expected = new_layer(ranks), new_layer(ranks, process_group=1)(x)
     if distributed:

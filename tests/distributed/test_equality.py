@@ -4,8 +4,6 @@ Every dtype, shape, layout and option once, and those together that meet in one 
 and tests/test_layer.py has all products of options on one process.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,6 +17,10 @@ import syncbn
 # Relative to the largest value. float32: the promise; a map in float32 makes three roundings of 6e-8.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 SIZES = {2: [4, 2], 3: [3, 1, 2], 4: [1, 3, 2, 2]}  # samples of each rank, by the number of ranks
+
+
+Layout = torch.memory_format | str
+CONTIGUOUS = torch.contiguous_format
 
 
 class Batch(NamedTuple):
@@ -35,15 +37,14 @@ def draw(
     sizes: list[int],
     rest: tuple[int, ...],  # channels, then inner sizes
     dtype: torch.dtype,
-    channel_last: bool = False,
-    memory_format: torch.memory_format = torch.contiguous_format,
+    layout: Layout = CONTIGUOUS,
 ) -> Batch:
     """dy and z are contiguous: they must be brought to the layout of x."""
     generator = torch.Generator().manual_seed(0)
     x, dy, z = torch.randn(3, sum(sizes), *rest, generator=generator, dtype=torch.float64).to(dtype).to(ranks.device)
-    if channel_last:
+    if layout == "channel_last":
         return Batch(*(one.movedim(1, -1).contiguous() for one in (x, dy, z)), -1)
-    return Batch(x.to(memory_format=memory_format), dy, z, 1)
+    return Batch(x.to(memory_format=layout), dy, z, 1)
 
 
 def layer_for(batch: Batch, **options: Any) -> syncbn.SyncBatchNorm:
@@ -57,10 +58,14 @@ def layer_for(batch: Batch, **options: Any) -> syncbn.SyncBatchNorm:
     return layer
 
 
-def check_step(ranks: Ranks, sizes: list[int], batch: Batch, residual: bool = False, **options: Any) -> None:
+def check_step(
+    ranks: Ranks, sizes: list[int], batch: Batch, residual: bool = False, frozen: str = "", **options: Any
+) -> None:
     """Forward and backward of this rank's slice equal those of the whole batch: float32 and float64 within TOLERANCE of
     the whole batch's largest value, 16 bits within one rounding."""
     layer, own = layer_for(batch, **options), ranks.slices(sizes)
+    for name in frozen.split():
+        layer.get_parameter(name).requires_grad_(False)
     z = batch.z if residual else None
     whole = full_batch(
         batch.x, batch.dy, layer.weight, layer.bias, z, layer.fuse_relu, layer.eps, channel_dim=batch.channel_dim
@@ -80,9 +85,11 @@ def check_step(ranks: Ranks, sizes: list[int], batch: Batch, residual: bool = Fa
     }
     if z is not None:
         pairs["grad_z"] = (z.grad, whole.grad_z[own], whole.grad_z)
+    assert [name for name, parameter in layer.named_parameters() if parameter.grad is None] == frozen.split()
     for name, parameter in layer.named_parameters():
-        wanted = getattr(whole, f"grad_{name}")
-        pairs[f"grad_{name}"] = (ranks.total(parameter.grad), wanted, wanted)
+        if parameter.requires_grad:
+            wanted = getattr(whole, f"grad_{name}")
+            pairs[f"grad_{name}"] = (ranks.total(parameter.grad), wanted, wanted)
     for name, (actual, wanted, of_all) in pairs.items():
         scale = max(of_all.abs().max().item(), whole.gradient_scale if name == "grad_input" else 0.0)
         assert actual.shape == wanted.shape, name
@@ -96,51 +103,48 @@ def check_step(ranks: Ranks, sizes: list[int], batch: Batch, residual: bool = Fa
 
 
 @pytest.mark.parametrize(
-    ("rest", "dtype"),
-    [
-        ((5,), torch.float64),
-        ((5,), torch.float16),
-        ((3, 7), torch.float32),
-        ((5, 3, 2), torch.bfloat16),
-        ((5, 3, 2), torch.float64),
-        ((3, 2, 3, 2), torch.float32),
-        ((3, 2, 3, 2), torch.float16),
-        ((2, 2, 1, 3, 2), torch.bfloat16),
-        ((64, 1, 1), torch.float32),  # one value a sample: channels and batch alone
-        ((64, 1, 1), torch.bfloat16),
-        ((1, 17, 19), torch.float32),  # one channel: contiguous and channels_last are the same memory
-        ((1, 17, 19), torch.float16),
-    ],
-    ids=str,
-)
-def test_shapes_and_dtypes(ranks: Ranks, rest: tuple[int, ...], dtype: torch.dtype) -> None:
-    sizes = SIZES[ranks.size]
-    check_step(ranks, sizes, draw(ranks, sizes, rest, dtype))
-
-
-@pytest.mark.parametrize(
     ("rest", "dtype", "layout", "options"),
     [
-        ((5, 3, 4), torch.float64, {}, {"residual": True, "fuse_relu": True}),  # relu of the sum masks both gradients
-        ((5, 3, 4), torch.float64, {"channel_last": True}, {"residual": True, "fuse_relu": True, "eps": 1e-3}),
-        ((5, 3, 4), torch.float64, {}, {"fuse_relu": True, "bias": False}),
-        ((5, 3, 4), torch.float64, {"channel_last": True}, {"fuse_relu": True, "affine": False}),
-        ((5, 3, 4), torch.float64, {}, {"residual": True, "affine": False, "eps": 1e-3}),
-        ((5, 3, 4), torch.float64, {"channel_last": True}, {"residual": True, "bias": False}),
-        ((5, 3, 4), torch.float32, {"memory_format": torch.channels_last}, {"residual": True}),
-        ((5, 3, 4), torch.bfloat16, {"memory_format": torch.channels_last}, {"residual": True, "fuse_relu": True}),
-        ((5, 2, 3, 4), torch.bfloat16, {"memory_format": torch.channels_last_3d}, {"residual": True}),
-        ((5, 2, 3, 4), torch.float32, {"memory_format": torch.channels_last_3d}, {"residual": True}),
-        ((4, 3), torch.float32, {}, {"dtype": torch.bfloat16}),  # of the parameters
-        ((4, 3), torch.float32, {}, {"dtype": torch.float64}),
+        ((5,), torch.float64, CONTIGUOUS, {}),
+        ((5,), torch.float16, CONTIGUOUS, {}),
+        ((3, 7), torch.float32, CONTIGUOUS, {}),
+        ((5, 3, 2), torch.bfloat16, CONTIGUOUS, {}),
+        ((5, 3, 2), torch.float64, CONTIGUOUS, {}),
+        ((3, 2, 3, 2), torch.float32, CONTIGUOUS, {}),
+        ((3, 2, 3, 2), torch.float16, CONTIGUOUS, {}),
+        ((2, 2, 1, 3, 2), torch.bfloat16, CONTIGUOUS, {}),
+        ((64, 1, 1), torch.float32, CONTIGUOUS, {}),  # one value a sample: channels and batch alone
+        ((64, 1, 1), torch.bfloat16, CONTIGUOUS, {}),
+        ((1, 17, 19), torch.float32, CONTIGUOUS, {}),  # one channel: contiguous and channels_last are the same memory
+        ((1, 17, 19), torch.float16, CONTIGUOUS, {}),
+        (
+            (5, 3, 4),
+            torch.float64,
+            CONTIGUOUS,
+            {"residual": True, "fuse_relu": True},
+        ),  # relu of the sum masks both gradients
+        ((5, 3, 4), torch.float64, "channel_last", {"residual": True, "fuse_relu": True, "eps": 1e-3}),
+        ((5, 3, 4), torch.float64, CONTIGUOUS, {"fuse_relu": True, "bias": False}),
+        ((5, 3, 4), torch.float64, "channel_last", {"fuse_relu": True, "affine": False}),
+        ((5, 3, 4), torch.float64, CONTIGUOUS, {"residual": True, "affine": False, "eps": 1e-3}),
+        ((5, 3, 4), torch.float64, "channel_last", {"residual": True, "bias": False}),
+        ((5, 3, 4), torch.float32, torch.channels_last, {"residual": True}),
+        ((5, 3, 4), torch.bfloat16, torch.channels_last, {"residual": True, "fuse_relu": True}),
+        ((5, 2, 3, 4), torch.bfloat16, torch.channels_last_3d, {"residual": True}),
+        ((5, 2, 3, 4), torch.float32, torch.channels_last_3d, {"residual": True}),
+        ((4, 3), torch.float32, CONTIGUOUS, {"dtype": torch.bfloat16}),  # of the parameters
+        ((4, 3), torch.float32, CONTIGUOUS, {"dtype": torch.float64}),
+        ((3,), torch.float64, CONTIGUOUS, {"frozen": "weight"}),
+        ((3,), torch.float64, CONTIGUOUS, {"frozen": "bias"}),
+        ((3,), torch.float64, CONTIGUOUS, {"frozen": "weight bias"}),
     ],
     ids=str,
 )
-def test_layouts_and_options(
-    ranks: Ranks, rest: tuple[int, ...], dtype: torch.dtype, layout: dict[str, Any], options: dict[str, Any]
+def test_shapes_layouts_and_options(
+    ranks: Ranks, rest: tuple[int, ...], dtype: torch.dtype, layout: Layout, options: dict[str, Any]
 ) -> None:
     sizes = SIZES[ranks.size]
-    check_step(ranks, sizes, draw(ranks, sizes, rest, dtype, **layout), **options)
+    check_step(ranks, sizes, draw(ranks, sizes, rest, dtype, layout), **options)
 
 
 def test_a_rank_without_samples(ranks: Ranks) -> None:
@@ -148,7 +152,7 @@ def test_a_rank_without_samples(ranks: Ranks) -> None:
     for empty in range(ranks.size):
         sizes = [0 if rank == empty else 3 for rank in range(ranks.size)]
         check_step(ranks, sizes, draw(ranks, sizes, (4, 5), torch.float64), residual=True, fuse_relu=True)
-        check_step(ranks, sizes, draw(ranks, sizes, (4, 5, 2), torch.float32, channel_last=True))
+        check_step(ranks, sizes, draw(ranks, sizes, (4, 5, 2), torch.float32, "channel_last"))
 
 
 def test_one_value_per_rank(ranks: Ranks) -> None:
@@ -183,23 +187,6 @@ def test_nan_and_inf_are_those_of_the_concatenated_batch(ranks: Ranks, bad: floa
     layer = syncbn.SyncBatchNorm1d(3, dtype=torch.float64, device=ranks.device)
     torch.testing.assert_close(layer(x[own].to(ranks.device)).cpu(), plain(x)[own], equal_nan=True)
     torch.testing.assert_close(layer.cpu().state_dict(), plain.state_dict(), equal_nan=True)
-
-
-@pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")])
-def test_frozen_parameters(ranks: Ranks, frozen: tuple[str, ...]) -> None:
-    torch.manual_seed(0)
-    x, dy = torch.randn(2, 2 * ranks.size, 3, dtype=torch.float64)
-    layer, own = syncbn.SyncBatchNorm1d(3, dtype=torch.float64, device=ranks.device), ranks.even(len(x))
-    for name in frozen:
-        getattr(layer, name).requires_grad_(False)
-    my_x = x[own].to(ranks.device).requires_grad_()
-    layer(my_x).backward(dy[own].to(ranks.device))
-    expected = full_batch(x, dy, torch.ones(3), torch.zeros(3))
-    assert relative_error(my_x.grad.cpu(), expected.grad_input[own]) < 1e-12
-    for name, parameter in layer.named_parameters():
-        assert (parameter.grad is None) == (name in frozen)
-        if name not in frozen:
-            assert relative_error(ranks.total(parameter.grad).cpu(), getattr(expected, f"grad_{name}")) < 1e-12
 
 
 def test_two_forwards_before_one_backward_and_retain_graph(ranks: Ranks) -> None:

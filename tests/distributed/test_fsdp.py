@@ -1,8 +1,6 @@
 """fully_shard: a converted model trains like one process, its statistics are whole on every rank, and its checkpoints
 load at another world size."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from training import mine, require_equal_state, small_model, train, whole, whole_batches
+from training import mine, require_equal_state, require_trains_as, small_model, train, whole, whole_batches
 from voting import Ranks
 
 import syncbn
@@ -33,13 +31,10 @@ def shard(model: nn.Module, ranks: Ranks, **options: object) -> nn.Module:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # no_dist=True, as wanted
 def test_trains_as_one_process_and_loads_at_another_world_size(ranks: Ranks, tmp_path: Path) -> None:
     """Saved by W ranks; loaded by one process, and by W / 2 pairs."""
-    x, labels = whole_batches(ranks, STEPS)
     alone = small_model().to(ranks.device)
     sharded = shard(syncbn.convert_syncbn_model(small_model()).to(ranks.device), ranks)
-    train(alone, x, labels)
-    train(sharded, *mine(ranks, x, labels))
     assert isinstance(sharded[0][1], syncbn.SyncBatchNorm2d)
-    require_equal_state(sharded, alone)
+    require_trains_as(alone, ranks, sharded, sharded)
 
     shared_path = [str(tmp_path)]
     dist.broadcast_object_list(shared_path)

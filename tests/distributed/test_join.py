@@ -1,8 +1,6 @@
 """Ranks that run out of data (pytorch#42577, #38174; Lightning#3325): training equals that of one process which has, in
 each step, the batches of the ranks that still have one."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
@@ -30,28 +28,28 @@ from syncbn.tools import join
 NUM_BATCHES, NUM_LAYERS = 6, 2
 
 
-def num_batches_of(counts: list[int], ranks: Ranks) -> list[int]:
-    """Of every rank: further ranks have as many as the last of `counts`."""
-    return (counts + counts[-1:] * ranks.size)[: ranks.size]
-
-
 def batches(ranks: Ranks, num: int = NUM_BATCHES) -> tuple[Tensor, Tensor]:
     """This rank's."""
     x, labels = mine(ranks, *whole_batches(ranks, NUM_BATCHES))
     return x[:num], labels[:num]
 
 
-def train_alone(ranks: Ranks, counts: list[int]) -> nn.Module:
-    model = small_model().to(ranks.device)
-    x, labels = whole_batches(ranks, NUM_BATCHES)
-    steps_of_sample = torch.tensor(counts, device=ranks.device).repeat_interleave(SHARE)
-    live = [steps_of_sample > step for step in range(max(counts))]
-    train(model, *([one[step, now] for step, now in enumerate(live)] for one in (x, labels)))
-    return model
-
-
 def make_ddp(ranks: Ranks, **options: object) -> DistributedDataParallel:
     return DistributedDataParallel(syncbn.convert_syncbn_model(small_model()).to(ranks.device), **options)
+
+
+def require_trains_as_one(
+    ranks: Ranks, ddp: DistributedDataParallel, counts: list[int], after_backward: Callable[[], object] = lambda: None
+) -> None:
+    """With so many batches on each rank; further ranks have as many as the last of `counts`."""
+    counts = (counts + counts[-1:] * ranks.size)[: ranks.size]
+    with syncbn.join(ddp, divide_by_initial_world_size=False):
+        train(ddp, *batches(ranks, counts[ranks.rank]), after_backward)
+    alone, (x, labels) = small_model().to(ranks.device), whole_batches(ranks, NUM_BATCHES)
+    steps_of_sample = torch.tensor(counts, device=ranks.device).repeat_interleave(SHARE)
+    live = [steps_of_sample > step for step in range(max(counts))]
+    train(alone, *([one[step, now] for step, now in enumerate(live)] for one in (x, labels)))
+    require_equal_state(ddp.module, alone)
 
 
 @pytest.mark.parametrize(
@@ -70,11 +68,7 @@ def make_ddp(ranks: Ranks, **options: object) -> DistributedDataParallel:
     ids=str,
 )
 def test_equals_one_process(ranks: Ranks, counts: list[int], broadcast_buffers: bool) -> None:
-    counts = num_batches_of(counts, ranks)
-    ddp = make_ddp(ranks, **{BROADCAST_BUFFERS: broadcast_buffers})
-    with syncbn.join(ddp, divide_by_initial_world_size=False):
-        train(ddp, *batches(ranks, counts[ranks.rank]))
-    require_equal_state(ddp.module, train_alone(ranks, counts))
+    require_trains_as_one(ranks, make_ddp(ranks, **{BROADCAST_BUFFERS: broadcast_buffers}), counts)
 
 
 @pytest.mark.skipif(not LAZY_BUCKETS, reason="torch 2.15 is the first")
@@ -88,18 +82,9 @@ def test_lazy_buckets_and_manual_finalization(
     ranks: Ranks, counts: list[int], options: dict[str, bool], manual: bool
 ) -> None:
     """Buckets that exist in backward alone, also of a joined rank, and a backward that the caller ends."""
-    counts = num_batches_of(counts, ranks)
     ddp = make_ddp(ranks, bucket_cap_mb=1e-3, **LAZY_BUCKETS, **options)
     ddp.require_manual_backward_finalization = manual
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    with syncbn.join(ddp, divide_by_initial_world_size=False):
-        for x, labels in zip(*batches(ranks, counts[ranks.rank]), strict=True):
-            optimizer.zero_grad()
-            F.cross_entropy(ddp(x), labels).backward()
-            if manual:
-                ddp.finalize_backward()
-            optimizer.step()
-    require_equal_state(ddp.module, train_alone(ranks, counts))
+    require_trains_as_one(ranks, ddp, counts, ddp.finalize_backward if manual else lambda: None)
 
 
 def test_the_context_leaves_nothing_behind(ranks: Ranks) -> None:
@@ -185,15 +170,14 @@ def test_an_exception_wakes_all(ranks: Ranks, stage: str, finished_rank: bool) -
     """Rank 0 fails in its third step; the last rank may have been finished by then."""
     is_finished = finished_rank and ranks.rank == ranks.size - 1
     ddp, own = make_ddp(ranks), batches(ranks, 1 if is_finished else NUM_BATCHES)
+    error = KeyError if ranks.rank == 0 else RuntimeError
+    message = "no such image" if ranks.rank == 0 else "another rank failed: rank 0: KeyError: 'no such image'"
 
     def fail(index: int, now: str) -> None:
         if ranks.rank == 0 and index == 2 and stage == now:
             raise KeyError("no such image")
 
-    error = KeyError if ranks.rank == 0 else RuntimeError
-    message = "no such image" if ranks.rank == 0 else "another rank failed: rank 0: KeyError: 'no such image'"
-
-    def train() -> None:
+    def body() -> None:
         for index, (x, labels) in enumerate(zip(*own, strict=True)):
             fail(index, STAGES[0])
             loss = F.cross_entropy(ddp(x), labels)
@@ -202,7 +186,7 @@ def test_an_exception_wakes_all(ranks: Ranks, stage: str, finished_rank: bool) -
             fail(index, STAGES[2])
 
     with pytest.raises(error, match=message), syncbn.join(ddp):
-        train()
+        body()
 
 
 def test_a_forward_without_gradients_is_refused(ranks: Ranks) -> None:
@@ -247,13 +231,9 @@ def test_what_cannot_be_joined_is_refused_on_entry(ranks: Ranks) -> None:
     inner[0].compile(backend="eager")
     refused(DistributedDataParallel(inner), TypeError, r"compiled are: module\.0")
     with syncbn.join(ddp):
-        refused(ddp, RuntimeError, "cannot be entered inside")
+        refused(ddp, RuntimeError, "cannot be used inside")
     ddp.module[1][1].process_group = 1
     refused(ddp, ValueError, r"all \d ranks, but not so: module.1.1 over 1")
-
-
-def run_second_model(model: nn.Module, second: nn.Module, x: Tensor) -> None:
-    second(x)
 
 
 def run_compiled(model: nn.Module, second: nn.Module, x: Tensor) -> None:
@@ -262,9 +242,7 @@ def run_compiled(model: nn.Module, second: nn.Module, x: Tensor) -> None:
 
 
 def run_selectively_checkpointed(model: nn.Module, second: nn.Module, x: Tensor) -> None:
-    def recompute(*_: object, **__: object) -> CheckpointPolicy:
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
+    recompute = lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE  # noqa: E731
     context_fn = partial(create_selective_checkpoint_contexts, recompute)
     checkpoint(model, x, use_reentrant=False, context_fn=context_fn)
 
@@ -274,7 +252,7 @@ def run_selectively_checkpointed(model: nn.Module, second: nn.Module, x: Tensor)
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (run_second_model, "joins one model, and here runs a second"),
+        (lambda model, second, x: second(x), "joins one model, and here runs a second"),
         (run_compiled, "nothing may be compiled"),
         (run_selectively_checkpointed, "checkpointing may not be selective"),
     ],

@@ -1,7 +1,5 @@
 """What measure_local_noise tells several ranks, and what it sends."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from typing import Any
@@ -84,59 +82,54 @@ def test_each_layer_is_measured_in_its_group(ranks: Ranks, monkeypatch: pytest.M
         assert row[3:10] == pytest.approx(in_halves, rel=1e-9)
 
 
+def fail_in_block(model: nn.Module, *inputs: Tensor) -> None:
+    with syncbn.measure_local_noise(model):
+        for x in inputs:
+            model(x)
+        raise KeyError("no such image")
+
+
 def test_what_it_sends(ranks: Ranks) -> None:
     """Nothing inside the block, then four collectives; nothing at all after an exception."""
-    model = nn.Sequential(*[layer(ranks) for _ in range(4)])
+    model, x = nn.Sequential(*[layer(ranks) for _ in range(4)]), part(ranks, ranks.rank)
     with CountCollectives() as counted:
         with syncbn.measure_local_noise(model):
-            model(part(ranks, ranks.rank))
-            model(part(ranks, ranks.rank))
+            model(x)
+            model(x)
             assert counted.total == 0
         assert counted.total == 4
-
-    def fail_in_block() -> None:
-        with syncbn.measure_local_noise(model):
-            model(part(ranks, ranks.rank))
-            raise KeyError("no such image")
-
     with CountCollectives() as counted, pytest.raises(KeyError):
-        fail_in_block()
+        fail_in_block(model, x)
     assert counted.total == 0
 
 
 def test_a_rank_that_fails_meets_no_other(ranks: Ranks) -> None:
     """What it sends next pairs with what the others, who are not in a block, send."""
-
-    def fail_in_block() -> None:
-        with syncbn.measure_local_noise(layer(ranks)):
-            raise KeyError("no such image")
-
     if ranks.rank == 0:
         with pytest.raises(KeyError):
-            fail_in_block()
+            fail_in_block(layer(ranks))
     assert ranks.total(torch.ones(1, device=ranks.device)) == ranks.size
 
 
-@pytest.mark.parametrize("what", ["layers", "calls", "slices", "last of many"])
-def test_ranks_that_differ_raise_everywhere(ranks: Ranks, what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("layers", r"first in:\nrank 0: 1: 3 channels, called 1 times\nranks? 1.*: nothing more$"),
+        ("calls", r"first in:\nrank 0: 0: 3 channels, called 2 times\nranks? 1.*: 0: 3 channels, called 1 times$"),
+        ("slices", r"first in:\nrank 0: num_slices=2\nranks? 1.*: num_slices=1$"),
+        ("last of many", r"rank 0: 300: 4 channels, called 0 times\nranks? 1.*: 300: 3 channels, called 0 times$"),
+    ],
+)
+def test_ranks_that_differ_raise_everywhere(ranks: Ranks, what: str, words: str) -> None:
     first = ranks.rank == 0
     model = nn.Sequential(layer(ranks), layer(ranks) if first or what != "layers" else nn.Identity())
     if what == "last of many":
         model = nn.Sequential(*[layer(ranks) for _ in range(300)], nn.BatchNorm2d(3 + first))
-    words = {
-        "layers": r"first in:\nrank 0: 1: 3 channels, called 1 times\nranks? 1.*: nothing more$",
-        "calls": r"first in:\nrank 0: 0: 3 channels, called 2 times\nranks? 1.*: 0: 3 channels, called 1 times$",
-        "slices": r"first in:\nrank 0: num_slices=2\nranks? 1.*: num_slices=1$",
-        "last of many": r"rank 0: 300: 4 channels, called 0 times\nranks? 1.*: 300: 3 channels, called 0 times$",
-    }[what]
 
     def block() -> None:
         with syncbn.measure_local_noise(model, num_slices=2 if first and what == "slices" else 1):
-            x = part(ranks, ranks.rank)
-            if what != "last of many":
-                model(x)
-            if first and what == "calls":
-                model(x)
+            for _ in range(0 if what == "last of many" else 2 if first and what == "calls" else 1):
+                model(part(ranks, ranks.rank))
 
     with pytest.raises(ValueError, match=words):
         block()

@@ -49,10 +49,8 @@ def test_a_converted_subclass(ranks: Ranks) -> None:
     assert layer.running_mean.max() > 0
 
 
-@pytest.mark.two_ranks
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
+@pytest.mark.compiles
 def test_one_graph(ranks: Ranks) -> None:
-    torch._dynamo.reset()
     layer = syncbn.SyncBatchNorm(3, device=ranks.device)
     x = torch.randn(5, 3, device=ranks.device)
     expected = copy.deepcopy(layer)(x)

@@ -1,7 +1,5 @@
 """Stages of a pipeline: each over the ranks that hold it, as one process; over others they are refused."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 from voting import Ranks
 
@@ -39,8 +38,6 @@ def test_each_stage_over_its_own_ranks_trains_as_one_process(ranks: Ranks) -> No
 
     With the shapes that it gives nothing else moves the running statistics; without, memory that is not written may.
     """
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
     mesh = mesh_of(ranks)
     index, num_parts, part = mesh["pp"].get_local_rank(), mesh["dp"].size(), mesh["dp"].get_local_rank()
     whole = two_stages(ranks.device)
@@ -70,8 +67,6 @@ def test_each_stage_over_its_own_ranks_trains_as_one_process(ranks: Ranks) -> No
 
 @pytest.mark.parametrize("wrap", [nn.Identity, DistributedDataParallel])
 def test_a_stage_over_the_whole_pipeline_is_refused(ranks: Ranks, wrap: type[nn.Module]) -> None:
-    from torch.distributed.pipelining import PipelineStage
-
     mesh = mesh_of(ranks)
     index, pipeline = mesh["pp"].get_local_rank(), dist.get_process_group_ranks(mesh.get_group("pp"))
     x = torch.randn(SHARE, 8, dtype=torch.float64, device=ranks.device)
@@ -80,10 +75,8 @@ def test_a_stage_over_the_whole_pipeline_is_refused(ranks: Ranks, wrap: type[nn.
         module = syncbn.convert_syncbn_model(two_stages(ranks.device)[index], process_group)
         if wrap is DistributedDataParallel:
             module = DistributedDataParallel(module, process_group=mesh.get_group("dp"))
-        shapes = {
-            "input_args": (x,),
-            "output_args": (x,),
-        }  # else a forward finds them, whose errors torch 2.11 replaces
+        # else a forward finds them, whose errors torch 2.11 replaces
+        shapes = {"input_args": (x,), "output_args": (x,)}
         stage = PipelineStage(module, index, 2, ranks.device, **shapes, group=mesh.get_group("pp"))
         stage.forward_maybe_with_nosync(x)
 

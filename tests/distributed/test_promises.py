@@ -24,17 +24,12 @@ import torch.nn.functional as F
 from oracle import full_batch, relative_error
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
+from training import unchanged
 from voting import Ranks
 
 import syncbn
 
 C = 3
-
-
-def whole_batch(num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and dy, (N, C, 5) float64, the same on all ranks."""
-    x, dy = torch.randn(2, num_samples, C, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return x, dy
 
 
 def train_step(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,27 +41,35 @@ def train_step(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> tuple[tor
     return y.detach(), x.grad
 
 
+def train_as_one_rank(ranks: Ranks, sizes: list[int]) -> syncbn.SyncBatchNorm:
+    """A step with so many samples on each rank must equal that of one rank with all of them."""
+    x, dy = torch.randn(2, sum(sizes), C, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mine = ranks.slices(sizes)
+    layer = syncbn.SyncBatchNorm(C, dtype=torch.float64, device=ranks.device)
+    y, grad_input = train_step(layer, x[mine].to(ranks.device), dy[mine].to(ranks.device))
+    one = full_batch(x, dy, torch.ones(C), torch.zeros(C))
+    for actual, expected in (
+        (y, one.output[mine]),
+        (grad_input, one.grad_input[mine]),
+        (layer.running_mean, one.running_mean),
+        (layer.running_var, one.running_var),
+        (ranks.total(layer.weight.grad), one.grad_weight),
+        (ranks.total(layer.bias.grad), one.grad_bias),
+    ):
+        assert relative_error(actual.cpu(), expected) < 1e-12
+    return layer
+
+
 def sizes_of(ranks: Ranks, *sizes: int) -> list[int]:
     """So many samples on the first ranks, 2 on the others."""
     return [*sizes, *[2] * ranks.size][: ranks.size]
 
 
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # CommDebugMode's own hook on the layer
 def test_promise_1_w_ranks_equal_one(ranks: Ranks) -> None:
-    x, dy = whole_batch(2 * ranks.size)
-    mine = ranks.even(len(x))
-    layer = syncbn.SyncBatchNorm(C, dtype=torch.float64, device=ranks.device)
-    y, grad_input = train_step(layer, x[mine].to(ranks.device), dy[mine].to(ranks.device))
-    one = full_batch(x, dy, torch.ones(C), torch.zeros(C))
-    assert relative_error(y.cpu(), one.output[mine]) < 1e-12
-    assert relative_error(grad_input.cpu(), one.grad_input[mine]) < 1e-12
-    assert relative_error(layer.running_mean.cpu(), one.running_mean) < 1e-12
-    assert relative_error(layer.running_var.cpu(), one.running_var) < 1e-12
-    assert relative_error(ranks.total(layer.weight.grad).cpu(), one.grad_weight) < 1e-12
-    assert relative_error(ranks.total(layer.bias.grad).cpu(), one.grad_bias) < 1e-12
+    train_as_one_rank(ranks, [2] * ranks.size)
 
 
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # CommDebugMode's own hook on the layer
 def test_promise_2_one_collective_each_way(ranks: Ranks) -> None:
     x = torch.randn(0 if ranks.rank == 0 else 4, C, device=ranks.device)  # an empty rank, and it needs no gradient
     x.requires_grad_(ranks.rank > 0)
@@ -84,15 +87,8 @@ def test_promise_2_one_collective_each_way(ranks: Ranks) -> None:
 
 
 def test_promise_3_uneven_and_empty_ranks(ranks: Ranks) -> None:
-    for sizes in (sizes_of(ranks, 5, 1), sizes_of(ranks, 0, 3)):
-        x, dy = whole_batch(sum(sizes))
-        mine = ranks.slices(sizes)
-        layer = syncbn.SyncBatchNorm(C, dtype=torch.float64, device=ranks.device)
-        y, grad_input = train_step(layer, x[mine].to(ranks.device), dy[mine].to(ranks.device))
-        one = full_batch(x, dy)
-        assert relative_error(y.cpu(), one.output[mine]) < 1e-12
-        assert relative_error(grad_input.cpu(), one.grad_input[mine]) < 1e-12
-        assert relative_error(layer.running_var.cpu(), one.running_var) < 1e-12
+    train_as_one_rank(ranks, sizes_of(ranks, 5, 1))
+    layer = train_as_one_rank(ranks, sizes_of(ranks, 0, 3))
     before = copy.deepcopy(layer.state_dict())
     layer.zero_grad()
     y, grad_input = train_step(layer, *torch.empty(2, 0, C, 5, dtype=torch.float64, device=ranks.device))
@@ -158,11 +154,8 @@ def test_promise_7_checkpoints_load_both_ways(ranks: Ranks) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs the faulty rank raises alone")
 def test_promise_8_a_bad_argument_is_raised_on_every_rank(ranks: Ranks) -> None:
     layer = syncbn.SyncBatchNorm(C)
-    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     bad = torch.randn(4, C + 1) if ranks.rank == ranks.size - 1 else torch.randn(4, C)
     message = rf"rank {ranks.size - 1}: expected 3 channels in dim 1 of the input, got 4 .*; correct num_features"
-    with pytest.raises(ValueError, match=message):
+    with unchanged(layer), pytest.raises(ValueError, match=message):
         layer(bad)
-    for name, tensor in layer.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
     layer(torch.randn(4, C))  # the group goes on

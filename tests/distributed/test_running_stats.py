@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -11,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from training import unchanged
 from voting import Ranks
 
 import syncbn
 from syncbn.distributed import reduction
+from syncbn.distributed.text_exchange import ranks_in_words
 
 CHANNELS = 3
 
@@ -26,13 +29,32 @@ def part(ranks: Ranks, rank: int, index: int) -> Tensor:
     return (torch.randn(sizes, generator=generator, dtype=torch.float64) * (1 + rank) + index).to(ranks.device)
 
 
+def parts(ranks: Ranks, *indices: int) -> list[Tensor]:
+    """Of all ranks."""
+    return [part(ranks, rank, index) for index in indices for rank in range(ranks.size)]
+
+
+def layer_of(ranks: Ranks, **options: object) -> syncbn.SyncBatchNorm2d:
+    return syncbn.SyncBatchNorm2d(CHANNELS, dtype=torch.float64, device=ranks.device, **options)
+
+
 def values_of(batches: list[Tensor]) -> Tensor:
     """(C, n)."""
     return torch.cat([batch.transpose(0, 1).flatten(1) for batch in batches], dim=1)
 
 
-def close(actual: Tensor | None, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+
+
+def require_statistics(layer: nn.Module, batches: list[Tensor]) -> None:
+    """By the definition: mean and unbiased variance of all values."""
+    close(layer.running_mean, values_of(batches).mean(1))
+    close(layer.running_var, values_of(batches).var(1))
+
+
+def failing_loader(batch: Tensor) -> Iterator[Tensor]:
+    yield batch
+    raise KeyError("no such image")
 
 
 # Gradient accumulation (https://github.com/pytorch/pytorch/issues/46516).
@@ -41,10 +63,9 @@ def close(actual: Tensor | None, expected: Tensor) -> None:
 @pytest.mark.parametrize("momentum", [0.3, None])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_micro_batches_count_as_one(ranks: Ranks, momentum: float | None, checkpointed: bool) -> None:
-    layer = syncbn.SyncBatchNorm2d(CHANNELS, momentum=momentum, dtype=torch.float64, device=ranks.device)
-    expected = nn.BatchNorm2d(CHANNELS, momentum=momentum, dtype=torch.float64, device=ranks.device)
-    for step in range(2):
-        indices = range(3 * step, 3 * step + 3)
+    layer = layer_of(ranks, momentum=momentum)
+    expected = nn.BatchNorm1d(CHANNELS, momentum=momentum, dtype=torch.float64, device=ranks.device)
+    for indices in (range(3), range(3, 6)):
         with syncbn.accumulate_running_stats(layer):
             for index in indices:
                 before = layer.running_mean.clone()
@@ -52,77 +73,49 @@ def test_micro_batches_count_as_one(ranks: Ranks, momentum: float | None, checkp
                 y = checkpoint(layer, x, use_reentrant=True) if checkpointed else layer(x)
                 y.pow(2).sum().backward()
                 assert torch.equal(layer.running_mean, before)
-        expected(
-            values_of([part(ranks, rank, index) for index in indices for rank in range(ranks.size)]).t()[
-                ..., None, None
-            ]
-        )
-        for name, buffer in layer.named_buffers():
-            close(buffer, expected.get_buffer(name))
+        expected(values_of(parts(ranks, *indices)).t())
+        close(dict(layer.named_buffers()), dict(expected.named_buffers()))
 
 
 def test_an_exception_loses_the_block_and_nothing_else(ranks: Ranks) -> None:
-    model = nn.Sequential(syncbn.SyncBatchNorm2d(CHANNELS), nn.Flatten(), nn.LazyLinear(2)).to(
-        ranks.device, torch.float64
-    )
-    before = copy.deepcopy(dict(model[0].named_buffers()))
-
-    def fail_in_block() -> None:
-        with syncbn.accumulate_running_stats(model):
-            model[0](part(ranks, ranks.rank, 0))
-            raise KeyError("no such image")
-
-    with pytest.raises(KeyError):
-        fail_in_block()
-    assert all(torch.equal(buffer, before[name]) for name, buffer in model[0].named_buffers())
-    model[0](part(ranks, ranks.rank, 0))
-    assert model[0].num_batches_tracked == 1
-    assert not torch.equal(model[0].running_mean, before["running_mean"])
+    layer, x = layer_of(ranks), part(ranks, ranks.rank, 0)
+    model = nn.Sequential(layer, nn.Flatten(), nn.LazyLinear(2))
+    with unchanged(layer), pytest.raises(KeyError), syncbn.accumulate_running_stats(model):
+        list(map(layer, failing_loader(x)))
+    layer(x)
+    assert layer.num_batches_tracked == 1
+    assert layer.running_mean.all()
 
 
 def test_frozen_layers_are_left_alone(ranks: Ranks) -> None:
-    frozen = syncbn.SyncBatchNorm2d(CHANNELS).to(ranks.device, torch.float64).eval()
-    untracked = syncbn.SyncBatchNorm2d(CHANNELS, track_running_stats=False).to(ranks.device, torch.float64)
-    model = nn.Sequential(frozen, untracked)
-    with syncbn.accumulate_running_stats(model):
+    frozen = layer_of(ranks).eval()
+    model = nn.Sequential(frozen, layer_of(ranks, track_running_stats=False))
+    with unchanged(frozen), syncbn.accumulate_running_stats(model):
         model(part(ranks, ranks.rank, 0))
-    assert frozen.num_batches_tracked == 0
-    assert not frozen.running_mean.any()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
 def test_where_nothing_can_be_accumulated(ranks: Ranks) -> None:
-    layer = syncbn.SyncBatchNorm2d(CHANNELS, device=ranks.device)
-    with (
-        pytest.raises(ValueError, match=r"no synchronised layer .*convert"),
-        syncbn.accumulate_running_stats(nn.ReLU()),
-    ):
+    none = syncbn.accumulate_running_stats(nn.ReLU())
+    with pytest.raises(ValueError, match=r"no synchronised layer .*convert"), none:
         pass
-    with (
-        syncbn.accumulate_running_stats(layer),
-        pytest.raises(RuntimeError, match="cannot run inside one another"),
-        syncbn.accumulate_running_stats(layer),
-    ):
+    layer = layer_of(ranks)
+    inner = syncbn.accumulate_running_stats(layer)
+    message = "cannot run inside one another"
+    with syncbn.accumulate_running_stats(layer), pytest.raises(RuntimeError, match=message), inner:
         pass
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    with syncbn.accumulate_running_stats(layer), pytest.raises(Exception, match="compile without fullgraph=True"):
-        compiled(part(ranks, ranks.rank, 0).float())
 
 
-@pytest.mark.two_ranks
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
+@pytest.mark.compiles
 def test_a_graph_compiled_before_breaks(ranks: Ranks) -> None:
-    torch._dynamo.reset()
-    layer = syncbn.SyncBatchNorm2d(CHANNELS, momentum=1.0, dtype=torch.float64, device=ranks.device)
+    layer, x = layer_of(ranks, momentum=1.0), part(ranks, ranks.rank, 0)
+    with syncbn.accumulate_running_stats(layer), pytest.raises(Exception, match="compile without fullgraph=True"):
+        torch.compile(layer, backend="eager", fullgraph=True)(x)
     compiled = torch.compile(layer, backend="eager")
-    compiled(part(ranks, ranks.rank, 0))
+    compiled(x)
     with syncbn.accumulate_running_stats(layer):
         for index in range(2):
             compiled(part(ranks, ranks.rank, index))
-    close(
-        layer.running_var,
-        values_of([part(ranks, rank, index) for index in range(2) for rank in range(ranks.size)]).var(1),
-    )
+    require_statistics(layer, parts(ranks, 0, 1))
     assert layer.num_batches_tracked == 2
 
 
@@ -144,8 +137,8 @@ class Net(nn.Module):
         return self.dropout(self.bn2(self.conv(self.bn1(x)).relu()))
 
 
-def expected_statistics(model: Net, steps: list[list[Tensor]]) -> dict[str, list[Tensor]]:
-    """By the definition: mean and unbiased variance of all that goes into each layer when a step is one batch."""
+def inputs_of_layers(model: Net, steps: list[list[Tensor]]) -> dict[str, list[Tensor]]:
+    """What goes into each layer when a step is one batch."""
     inputs: dict[str, list[Tensor]] = {"bn1": [], "bn2": []}
     model = copy.deepcopy(model).eval()
     for name, kept in inputs.items():
@@ -153,7 +146,7 @@ def expected_statistics(model: Net, steps: list[list[Tensor]]) -> dict[str, list
         model.get_submodule(name).register_forward_pre_hook(lambda _, args, kept=kept: kept.append(args[0].detach()))
     for batches in steps:
         model(torch.cat(batches))
-    return {name: [values_of(kept).mean(1), values_of(kept).var(1)] for name, kept in inputs.items()}
+    return inputs
 
 
 @pytest.mark.parametrize("kind", ["local", "synchronised", "synchronised alone", "DDP", "mixed"])
@@ -164,60 +157,31 @@ def test_recomputed_over_uneven_loaders(ranks: Ranks, kind: str, num_batches: in
     model = Net().to(ranks.device, torch.float64)
     most = min(max(lengths), num_batches or 9)
     steps = [[part(ranks, rank, t) for rank in range(ranks.size) if t < lengths[rank]] for t in range(most)]
-    expected = expected_statistics(model, steps)
+    expected = inputs_of_layers(model, steps)
     if kind != "local":
         syncbn.convert_syncbn_model(model.bn1 if kind == "mixed" else model, 1 if "alone" in kind else None)
     model.bn1.running_mean.fill_(torch.nan)
     model.bn2.eval()
-    before = [(type(module), module.training, vars(module).get("_process_group")) for module in model.modules()]
-    given = DistributedDataParallel(model) if kind == "DDP" else model
 
+    def settings() -> list[object]:
+        return [(type(module), module.training, vars(module).get("_process_group")) for module in model.modules()]
+
+    before = settings()
+    given = DistributedDataParallel(model) if kind == "DDP" else model
     loader = ((part(ranks, ranks.rank, t), "a label") for t in range(lengths[ranks.rank]))
     syncbn.recompute_running_stats(given, loader, num_batches)
-
-    for name, (mean, var) in expected.items():
-        layer = model.get_submodule(name)
-        close(layer.running_mean, mean)
-        close(layer.running_var, var)
-        assert layer.num_batches_tracked == most
+    for name, inputs in expected.items():
+        require_statistics(model.get_submodule(name), inputs)
+        assert model.get_submodule(name).num_batches_tracked == most
     syncbn.assert_synced(model)
-    after = [(type(module), module.training, vars(module).get("_process_group")) for module in model.modules()]
-    assert after == before
+    assert settings() == before
     assert reduction.joined_group() is None
-
-
-def failing_loader(ranks: Ranks) -> Iterator[Tensor]:
-    yield part(ranks, ranks.rank, 0)
-    if ranks.rank == 0:
-        raise KeyError("no such image")
-    yield part(ranks, ranks.rank, 1)
-
-
-class BrokenLoader:
-    """Workers that do not start."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        raise OSError("no workers")
-
-
-def test_a_loader_that_does_not_start_on_one_rank(ranks: Ranks) -> None:
-    error, message = (OSError, "no workers") if ranks.rank == 0 else (RuntimeError, "rank 0: OSError: no workers")
-    with pytest.raises(error, match=message):
-        syncbn.recompute_running_stats(nn.BatchNorm2d(3), BrokenLoader() if ranks.rank == 0 else [part(ranks, 1, 0)])
-
-
-@pytest.mark.parametrize("num_batches", [lambda model, batch: model(batch), -1])
-def test_num_batches_of_another_kind(ranks: Ranks, num_batches: object) -> None:
-    """As of a `forward` that was not given by its name."""
-    layer = nn.BatchNorm1d(3, device=ranks.device)
-    with pytest.raises(ValueError, match="num_batches must be a number of batches or None, got "):
-        syncbn.recompute_running_stats(layer, [torch.randn(4, 3, device=ranks.device)], num_batches)
 
 
 def test_the_rest_of_the_model_is_in_evaluation(ranks: Ranks) -> None:
     model = nn.Sequential(nn.Dropout(), nn.BatchNorm2d(CHANNELS)).to(ranks.device, torch.float64)
     syncbn.recompute_running_stats(model, [part(ranks, ranks.rank, 0)])
-    close(model[1].running_var, values_of([part(ranks, rank, 0) for rank in range(ranks.size)]).var(1))
+    require_statistics(model[1], parts(ranks, 0))
     assert model[0].training
 
 
@@ -230,9 +194,7 @@ def test_compiled_data_parallel_where_a_rank_has_no_batch(
     model = torch.compile(DistributedDataParallel(inner), backend="eager")
     syncbn.recompute_running_stats(model, [part(ranks, 0, 0)] if ranks.rank == has_batch else [])
     assert not caplog.records
-    close(inner.bn1.running_mean, values_of([part(ranks, 0, 0)]).mean(1))
-    with pytest.raises(ValueError, match=r"inside the model is a DistributedDataParallel \(0\)"):
-        syncbn.recompute_running_stats(nn.Sequential(DistributedDataParallel(inner)), [])
+    require_statistics(inner.bn1, [part(ranks, 0, 0)])
 
 
 def test_a_group_of_torchs_layer_stays(ranks: Ranks) -> None:
@@ -243,53 +205,56 @@ def test_a_group_of_torchs_layer_stays(ranks: Ranks) -> None:
     assert layer.process_group is groups[ranks.rank]
 
 
+class BrokenLoader:
+    """Workers that do not start."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        raise KeyError("no such image")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_loader_that_fails_on_one_rank(ranks: Ranks, broken: bool) -> None:
+    model, x = Net().to(ranks.device, torch.float64), part(ranks, ranks.rank, 0)
+    batches, error, message = [x, x], RuntimeError, "inside recompute_running_stats another rank failed: rank 0: KeyE"
+    if ranks.rank == 0:
+        batches, error, message = BrokenLoader() if broken else failing_loader(x), KeyError, "no such image"
+    with unchanged(model), pytest.raises(error, match=message):
+        syncbn.recompute_running_stats(model, batches)
+
+
 class OwnAttribute(nn.BatchNorm2d):
     process_group = "taken"
 
 
-def test_layers_that_cannot_take_part_are_named(ranks: Ranks) -> None:
-    model = nn.Sequential(nn.BatchNorm2d(CHANNELS), OwnAttribute(CHANNELS))
-    with pytest.raises(ValueError, match=r"leaves as they are cannot take part: 1$"):
-        syncbn.recompute_running_stats(model, [part(ranks, 0, 0)])
-    assert type(model[0]) is nn.BatchNorm2d
-    with pytest.raises(ValueError, match=r"the layer '1' is lazy and has no statistics yet"):
-        syncbn.recompute_running_stats(nn.Sequential(nn.BatchNorm2d(3), nn.LazyBatchNorm2d()), [])
+def test_what_cannot_be_recomputed(ranks: Ranks) -> None:
+    """It is told on all ranks, and changes nothing."""
+
+    def refused(model: nn.Module, message: str, *arguments: object, error: type[Exception] = ValueError) -> None:
+        kinds = [type(module) for module in model.modules()]
+        with unchanged(model), pytest.raises(error, match=message):
+            syncbn.recompute_running_stats(model, *arguments)
+        assert [type(module) for module in model.modules()] == kinds
+
+    net, x = Net().to(ranks.device), torch.ones(2, CHANNELS, 4, 5, device=ranks.device)
+    a_number = "num_batches must be a number of batches or None, got "
+    refused(net, a_number, [x], lambda model, batch: model(batch))  # a `forward` that was not given by its name
+    refused(net, a_number, [x], -1)
+    refused(net, "no rank has a batch", [])
+    refused(net, "begins with one, got dict; pass forward=", [{"x": x}], error=TypeError)
+    refused(nn.BatchNorm1d(3, track_running_stats=False), "no BatchNorm layer with running statistics", [])
+    refused(nn.Sequential(net, OwnAttribute(4)), r"leaves as they are cannot take part: 1$", [x])
+    ddp = DistributedDataParallel(syncbn.convert_syncbn_model(net))
+    refused(nn.Sequential(ddp), r"inside the model is a DistributedDataParallel \(0\)", [])
+    with syncbn.join(ddp):
+        refused(ddp, r"recompute_running_stats cannot be used inside syncbn\.join", [], error=RuntimeError)
+    with pytest.raises(ValueError, match="the layer '1' is lazy and has no statistics yet"):
+        syncbn.recompute_running_stats(nn.Sequential(net, nn.LazyBatchNorm2d()), [])
 
 
-def test_recomputing_inside_join_is_refused(ranks: Ranks) -> None:
-    ddp = DistributedDataParallel(syncbn.convert_syncbn_model(Net()).to(ranks.device))
-    with (
-        syncbn.join(ddp),
-        pytest.raises(RuntimeError, match=r"recompute_running_stats cannot be used inside syncbn\.join"),
-    ):
-        syncbn.recompute_running_stats(ddp, [])
-
-
-def test_what_fails_on_one_rank_fails_on_all_and_changes_nothing(ranks: Ranks) -> None:
-    model = Net().to(ranks.device, torch.float64)
-    before = copy.deepcopy(model.state_dict())
-
-    def unchanged() -> bool:
-        return all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-    error = KeyError if ranks.rank == 0 else RuntimeError
-    message = (
-        "no such image" if ranks.rank == 0 else "inside recompute_running_stats another rank failed: rank 0: KeyError"
-    )
-    with pytest.raises(error, match=message):
-        syncbn.recompute_running_stats(model, failing_loader(ranks))
-    assert unchanged()
-    with pytest.raises(ValueError, match="no rank has a batch"):
-        syncbn.recompute_running_stats(model, [])
-    with pytest.raises(TypeError, match="begins with one, got dict; pass forward="):
-        syncbn.recompute_running_stats(model, [{"x": part(ranks, 0, 0)}])
-    with pytest.raises(ValueError, match="no BatchNorm layer with running statistics"):
-        syncbn.recompute_running_stats(nn.BatchNorm1d(3, track_running_stats=False), [])
-    assert unchanged()
-    assert type(model.bn1) is nn.BatchNorm2d
-    x = part(ranks, 0, 0)
-    syncbn.recompute_running_stats(model, [{"x": x}], forward=lambda module, batch: module(batch["x"]))
-    close(model.bn1.running_mean, values_of([x]).mean(1))
+def test_batches_that_are_no_tensors(ranks: Ranks) -> None:
+    layer, x = layer_of(ranks), part(ranks, 0, 0)
+    syncbn.recompute_running_stats(layer, [{"x": x}], forward=lambda module, batch: module(batch["x"]))
+    require_statistics(layer, [x] * ranks.size)
 
 
 # Merged from ranks that had their own.
@@ -307,52 +272,45 @@ def test_merged_local_batches_are_the_whole_batch(ranks: Ranks, count: str) -> N
     else:
         local.running_var.fill_(torch.nan)
     syncbn.merge_running_stats(nn.Sequential(local), num_values if count == "values" else {"0": num_values})
-    close(local.running_mean, values_of(batches).mean(1))
-    close(local.running_var, values_of(batches).var(1))
+    require_statistics(local, batches)
     syncbn.assert_synced(local)
 
 
 def test_merged_by_the_number_of_batches(ranks: Ranks) -> None:
     """The variance of the mixture; merging again changes nothing but rounding."""
     layer = nn.BatchNorm1d(CHANNELS).to(ranks.device, torch.float64)
-    means = (
-        torch.arange(ranks.size * CHANNELS, dtype=torch.float64, device=ranks.device).view(ranks.size, CHANNELS) ** 2
-    )
-    variances = means + 1
-    batches = torch.arange(ranks.size, dtype=torch.float64, device=ranks.device)  # rank 0 has none
+    batches = torch.arange(ranks.size, device=ranks.device)  # rank 0 has none
+    means = torch.arange(ranks.size * CHANNELS, device=ranks.device).view(ranks.size, CHANNELS).double() ** 2
     layer.running_mean.copy_(means[ranks.rank])
-    layer.running_var.copy_(variances[ranks.rank])
-    layer.num_batches_tracked.fill_(ranks.rank)
-    syncbn.merge_running_stats(layer)
-    weights = (batches / batches.sum())[:, None]
+    layer.running_var.copy_(means[ranks.rank] + 1)
+    layer.num_batches_tracked.copy_(batches[ranks.rank])
+    weights = (batches / batches.sum().double())[:, None]
     mean = (weights * means).sum(0)
     for _ in range(2):
+        syncbn.merge_running_stats(layer)
         close(layer.running_mean, mean)
-        close(layer.running_var, (weights * (variances + (means - mean) ** 2)).sum(0))
+        close(layer.running_var, (weights * (means + 1 + (means - mean) ** 2)).sum(0))
         assert layer.num_batches_tracked == ranks.size - 1
         syncbn.assert_synced(layer)
-        syncbn.merge_running_stats(layer)
 
 
 def test_what_cannot_be_merged(ranks: Ranks) -> None:
-    layer = nn.BatchNorm1d(CHANNELS, device=ranks.device)
+    layer, first = nn.BatchNorm1d(CHANNELS, device=ranks.device), ranks.rank == 0
     layer.running_mean.fill_(ranks.rank)
-    for count, message in (
-        (-1.0, "rank 0: .* got -1.0 for the layer ''"),
-        ({"a": 1}, r"rank 0: .*nothing .* it has \['a'\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            syncbn.merge_running_stats(layer, count if ranks.rank == 0 else 1)
-    with pytest.raises(
-        ValueError, match=r"differ, first in:\nrank 0: nothing more\nranks? 1.*: BatchNorm layer 2: 3 channels$"
-    ):
-        syncbn.merge_running_stats(layer if ranks.rank == 0 else nn.Sequential(layer, nn.BatchNorm1d(CHANNELS)))
-    with pytest.raises(ValueError, match=r"rank 0: BatchNorm layers, with count\nranks? 1.*: BatchNorm layers$"):
-        syncbn.merge_running_stats(layer, 4 if ranks.rank == 0 else None)
+
+    def refused(message: str, count: object, *further_layers: nn.Module) -> None:
+        with unchanged(layer), pytest.raises(ValueError, match=message):
+            syncbn.merge_running_stats(nn.Sequential(layer, *further_layers), count)
+
+    refused("rank 0: .* got -1.0 for the layer '0'", -1.0 if first else 1)
+    refused(r"rank 0: .*nothing .* it has \['a'\]", {"a": 1} if first else 1)
+    refused(r"rank 0: BatchNorm layers, with count\nranks? 1.*: BatchNorm layers$", 4 if first else None)
+    further = [] if first else [nn.BatchNorm1d(3)]
+    more = r"differ, first in:\nrank 0: nothing more\nranks? 1.*: BatchNorm layer 2: 3 channels$"
+    refused(more, 1, *further)
     many = [nn.BatchNorm1d(64) for _ in range(300)]  # whose description is longer than what is sent at once
-    with pytest.raises(ValueError, match=r"rank 0: BatchNorm layer 301: 9 channels\nranks? 1.* 301: 8 channels$"):
-        syncbn.merge_running_stats(nn.Sequential(*many, nn.BatchNorm1d(8 + (ranks.rank == 0))))
-    assert (layer.running_mean == ranks.rank).all()
+    longer = r"rank 0: BatchNorm layer 302: 9 channels\nranks? 1.* 302: 8 channels$"
+    refused(longer, 1, *many, nn.BatchNorm1d(9 if first else 8))
     dist.barrier()
 
 
@@ -370,17 +328,16 @@ def test_equal_models_are_synced(ranks: Ranks) -> None:
 
 def test_differences_are_named(ranks: Ranks) -> None:
     model = Net().to(ranks.device)
-    last, others = ranks.size - 1, "rank 0" if ranks.size == 2 else f"ranks 0-{ranks.size - 2}"
+    last = ranks.size - 1
     model.to(memory_format=torch.channels_last)
     if ranks.rank == last:
         model.conv.weight.data[0, 0, 0, 0] += 0.5
         model.bn1.running_var[1] += 0.25
         model.bn2.num_batches_tracked += 3
+    unlike = f"{ranks_in_words([*range(last)])} unlike rank {last}, by up to"
     expected = (
-        rf"3 of 12 tensors differ between ranks:\n"
-        rf"conv.weight: {others} unlike rank {last}, by up to 0.5\n"
-        rf"bn1.running_var: {others} unlike rank {last}, by up to 0.25\n"
-        rf"bn2.num_batches_tracked: {others} unlike rank {last}, by up to 3$"
+        "3 of 12 tensors differ between ranks:\n"
+        f"conv.weight: {unlike} 0.5\nbn1.running_var: {unlike} 0.25\nbn2.num_batches_tracked: {unlike} 3$"
     )
     with pytest.raises(AssertionError, match=expected):
         syncbn.assert_synced(model)
