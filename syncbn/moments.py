@@ -49,7 +49,7 @@ def num_statistics(num_channels: int, relu: bool) -> int:
 
 def has_scale_and_shift(statistics: Tensor, num_channels: int) -> bool:
     """Whether scale and shift follow."""
-    return len(statistics) == num_statistics(num_channels, relu=True) > 1
+    return statistics.numel() == num_statistics(num_channels, relu=True) > 1
 
 
 def inverse_std(var: Tensor, eps: float) -> Tensor:

@@ -236,12 +236,6 @@ void move(void* running, int dtype, int64_t channels, const double* statistic, d
   }
 }
 
-Status add_up(const Plan& plan, const Sums& call, bool backward, double* scratch) {
-  std::fill_n(call.sums, 2 * plan.sizes.channels, 0.0);
-  if (plan.is_signed) std::copy_n(call.signature, SIGNATURE, call.sums + 2 * plan.sizes.channels + 1);
-  return loops[plan.dtype].sum(plan, call, backward, scratch);
-}
-
 }  // namespace
 
 // Changes with the parameters of the functions: cpu.py compares it with its own.
@@ -259,7 +253,7 @@ EXPORTED int syncbn_forward_sums(const Plan* plan, const Sums* call) noexcept {
   if (lack_memory({{call->x, plan->sizes.numel()}})) return NO_MEMORY;
   call->sums[2 * plan->sizes.channels] = double(plan->sizes.outer * plan->sizes.inner);
   double own[OWN_SCRATCH];
-  return add_up(*plan, *call, false, call->scratch ? call->scratch : own);
+  return loops[plan->dtype].sum(*plan, *call, false, call->scratch ? call->scratch : own);
 }
 
 // Of the plan only channels and the buffers' dtypes are read.
@@ -322,7 +316,7 @@ EXPORTED int syncbn_backward_sums(const Plan* plan, const Sums* call) noexcept {
   if (plan->is_signed) sum_dy_xmu[channels] = 0;  // for the count: all payloads of a layer have one length
   double own[OWN_SCRATCH], *scratch = call->scratch ? call->scratch : own;
   const double *mean = call->statistics, *invstd = mean + 2 * channels;
-  Status status = add_up(*plan, *call, true, scratch);
+  Status status = loops[plan->dtype].sum(*plan, *call, true, scratch);
   double* grad_weight = scratch;
   for (int64_t channel = 0; channel < channels; ++channel) {
     double rest = plan->dtype == FLOAT64 ? 0 : mean[channel] - float(mean[channel]);

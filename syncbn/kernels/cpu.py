@@ -210,8 +210,8 @@ def update_running_stats(
         addresses = Plan.at(*buffers, statistics)
         if not all(addresses) and running_mean.numel():
             raise RuntimeError(NO_MEMORY)
-        dtypes = {"mean_dtype": running_mean.dtype, "var_dtype": running_var.dtype}
-        of_channels = Layout(1, False, (1, running_mean.numel(), 1))
-        plan = _functions.plan(of_channels, torch.float32, running_mean.device, **dtypes)
+        of_channels, dtypes = Layout(1, False, (1, running_mean.numel(), 1)), (running_mean.dtype, running_var.dtype)
+        options = 1.0, ("mean_dtype", "var_dtype"), *dtypes
+        plan = _functions.plan(of_channels, torch.float32, running_mean.device, *options)
         _Library.update_running_stats(plan.address, *addresses, momentum)
         torch_private.increment_version(buffers)

@@ -149,7 +149,7 @@ def _like_input(name: str, other: Any, x: Tensor, layout: Layout) -> Any:
     """`other`, if there is one, as x lies in memory. **Raises** RuntimeError unless it has the dtype and shape of x."""
     if other is None:
         return None
-    if (other.dtype, other.shape, other.device) != (x.dtype, x.shape, x.device):
+    if other.shape != x.shape or other.dtype != x.dtype or other.device != x.device:
         raise RuntimeError(
             f"expected {name} of {x.dtype} and {tuple(x.shape)} on {x.device}, got {other.dtype} and "
             f"{tuple(other.shape)} on {other.device}"
