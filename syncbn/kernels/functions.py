@@ -15,7 +15,6 @@ from syncbn import moments
 from syncbn.kernels.plans import require_memory
 from syncbn.layout import Layout
 
-
 # The options of the plan of a pass.
 _FORWARD = "relu", "has_residual", "weight_dtype", "bias_dtype"
 _SUMS = "relu", "has_y", "grad_weight_dtype", "grad_bias_dtype"
