@@ -45,6 +45,8 @@ constexpr int64_t GRAIN = 32768;              // values that are worth the start
 constexpr int64_t PART = 2 * GRAIN;           // values of a part of a sum
 constexpr int64_t SHORTEST_RUN = 32;          // values
 constexpr int64_t LONG_ROW = 64;              // values, so that the rest behind whole vectors is small
+constexpr int64_t WIDE_ROW = 1024;            // values, whose coefficients leave the first cache before the next row
+constexpr int64_t ROWS = 4;                   // that a map then takes at once
 constexpr int64_t PADDING = 16;               // numbers, as many as the widest vector has
 constexpr int64_t LEAST_VALUES = 512;         // of a channel in a part of a sum over runs: its result is two doubles
 constexpr int64_t LEAST_ROWS = 32;            // in a part of a sum, whose two doubles a column are half a byte a value
@@ -88,8 +90,7 @@ struct Sizes {
   int64_t blocks() const { return in_runs() ? divided_up(channels, channels_of_part()) : 1; }  // of channels
 
   // Calls body(column, channel) for each channel in runs, else for each column of a long row.
-  template <typename Body>
-  void for_columns(const Body& body) const {
+  template <typename Body> void for_columns(const Body& body) const {
     int64_t rows = in_runs() ? 1 : rows_in_one(), repeats = in_runs() ? 1 : inner, column = 0;
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t channel = 0; channel < channels; ++channel)
@@ -97,8 +98,7 @@ struct Sizes {
   }
   int64_t spread_size() const { return (in_runs() ? channels : piece()) + PADDING; }
   // One number of each channel -> of each such column, then PADDING more.
-  template <typename Number>
-  const Number* spread(const double* of_channels, Number* to) const {
+  template <typename Number> const Number* spread(const double* of_channels, Number* to) const {
     for_columns([&](int64_t column, int64_t channel) { to[column] = Number(of_channels[channel]); });
     std::fill_n(to + spread_size() - PADDING, PADDING, Number(0));
     return to;
@@ -158,8 +158,7 @@ struct Loops {
   void* (*narrow)(const double* from, int64_t count, void* to);  // returns where what it wrote ends
 };
 
-template <typename Body>
-Status parallel(int64_t count, int64_t values_each, const Body& body) {
+template <typename Body> Status parallel(int64_t count, int64_t values_each, const Body& body) {
   int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, values_each));
   if (count <= grain) return body(0, count), OK;
   auto call = [](int64_t begin, int64_t end, void* context) { (*static_cast<const Body*>(context))(begin, end); };

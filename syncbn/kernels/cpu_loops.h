@@ -13,12 +13,13 @@ typedef double Doubles __attribute__((vector_size(WIDTH)));
 typedef float HalfOfFloats __attribute__((vector_size(WIDTH / 2)));
 typedef uint16_t Shorts __attribute__((vector_size(WIDTH / 2)));
 
-struct Wide {  // not one vector of twice the width: GCC makes much slower code of that
-  Doubles low, high;
+template <typename V> struct Pair {
+  V first = {}, second = {};
 };
-inline Wide operator+(Wide a, Wide b) { return {a.low + b.low, a.high + b.high}; }
-inline Wide operator-(Wide a, Wide b) { return {a.low - b.low, a.high - b.high}; }
-inline Wide operator*(Wide a, Wide b) { return {a.low * b.low, a.high * b.high}; }
+template <typename V> Pair<V> operator+(Pair<V> a, Pair<V> b) { return {a.first + b.first, a.second + b.second}; }
+template <typename V> Pair<V> operator-(Pair<V> a, Pair<V> b) { return {a.first - b.first, a.second - b.second}; }
+template <typename V> Pair<V> operator*(Pair<V> a, Pair<V> b) { return {a.first * b.first, a.second * b.second}; }
+using Wide = Pair<Doubles>;  // not one vector of twice the width: GCC makes much slower code of that
 
 // A tensor may begin anywhere, also between the places of its numbers.
 template <typename Vector> inline Vector load(const void* from) {
@@ -95,13 +96,12 @@ inline void write(BFloat16* to, Floats values) {
 }
 inline void write(Half* to, Floats values) { store(to, halves(values)); }
 inline void write(double* to, Wide values) {
-  store(to, values.low);
-  store(to + LANES / 2, values.high);
+  store(to, values.first);
+  store(to + LANES / 2, values.second);
 }
-template <typename T>
-inline void write(T* to, Wide values) {  // by way of float, as torch rounds a double
-  HalfOfFloats halves[] = {__builtin_convertvector(values.low, HalfOfFloats),
-                           __builtin_convertvector(values.high, HalfOfFloats)};
+template <typename T> inline void write(T* to, Wide values) {  // by way of float, as torch rounds a double
+  HalfOfFloats halves[] = {__builtin_convertvector(values.first, HalfOfFloats),
+                           __builtin_convertvector(values.second, HalfOfFloats)};
   write(to, load<Floats>(halves));
 }
 template <typename T, typename V> inline void stream(T* to, V values) { write(to, values); }
@@ -110,8 +110,10 @@ template <typename T, typename V> inline void stream(T* to, V values) { write(to
 struct Memory {
   int64_t count = LANES;  // of values at the address; the other lanes read 0
   bool streams = false;
+  int64_t ahead = 0;  // where not 0, the second cache gets what lies so many numbers behind; the first one is for sums
 
   template <typename V, typename T> INLINED V get(const T* from) const {
+    if (ahead) __builtin_prefetch(from + ahead, 0, 2);
     if (count == LANES) return read<V>(from);
     T padded[LANES] = {};
     std::memcpy(padded, from, count * sizeof(T));
@@ -126,7 +128,7 @@ struct Memory {
 };
 
 // A number of a channel, in all lanes; or those of columns.
-inline Wide operator-(double number, Wide zero) { return {number - zero.low, number - zero.high}; }
+inline Wide operator-(double number, Wide zero) { return {number - zero.first, number - zero.second}; }
 template <typename V, bool of_channel, typename Numbers, size_t num>
 INLINED inline std::array<V, num> coefficients(const std::array<Numbers, num>& numbers, int64_t at) {
   std::array<V, num> vectors;
@@ -138,7 +140,7 @@ INLINED inline std::array<V, num> coefficients(const std::array<Numbers, num>& n
 
 template <typename V> inline V behind_relu(V gradient, V y, float zero = 0) { return y <= zero ? V{} : gradient; }
 inline Wide behind_relu(Wide gradient, Wide y, float zero = 0) {
-  return {behind_relu(gradient.low, y.low, zero), behind_relu(gradient.high, y.high, zero)};
+  return {behind_relu(gradient.first, y.first, zero), behind_relu(gradient.second, y.second, zero)};
 }
 // The largest number that becomes 0 as a T.
 template <typename T>
@@ -150,14 +152,10 @@ template <typename V> inline V mask_of_rest(int64_t length) {
   return read<V>((const Number*)(ONES_BEHIND_ZEROS + PADDING) - LANES + length % LANES);
 }
 template <typename V> inline V masked(V values, V mask) { return (V)((Words)values & (Words)mask); }
-inline Wide masked(Wide values, Wide mask) { return {masked(values.low, mask.low), masked(values.high, mask.high)}; }
+inline Wide masked(Wide of, Wide mask) { return {masked(of.first, mask.first), masked(of.second, mask.second)}; }
 
-template <typename V> struct Pair {
-  V first = {}, second = {};
-  Pair operator+(const Pair& other) const { return {first + other.first, second + other.second}; }
-};
-template <typename V> inline Pair<Wide> wide(const Pair<V>& sums) { return {wide(sums.first), wide(sums.second)}; }
 template <typename V> Pair<V> masked(Pair<V> of, V mask) { return {masked(of.first, mask), masked(of.second, mask)}; }
+template <typename V> inline Pair<Wide> wide(Pair<V> sums) { return {wide(sums.first), wide(sums.second)}; }
 
 // x and x^2; backward, where there is a coefficient, dy and dy * (x - center), of dy behind the relu.
 template <typename T, int num_coefficients, bool has_y> struct Term {
@@ -226,11 +224,12 @@ void sum_channel(const Term& term, int64_t channel, int64_t start, int64_t lengt
   empty(even);
   empty(odd);
   first = second = 0;
-  Doubles firsts = total.first.low + total.first.high, seconds = total.second.low + total.second.high;
+  Doubles firsts = total.first.first + total.first.second, seconds = total.second.first + total.second.second;
   for (int64_t lane = 0; lane < LANES / 2; ++lane) first += firsts[lane], second += seconds[lane];
 }
 
-// Adds the sums of each column of `rows` rows, which are `length` apart, to first and second.
+// Adds the sums of each column of `rows` rows, which are `length` apart, to first and second. Several rows prefetch the
+// next ones: a processor does not see by itself that these follow.
 template <int64_t rows, typename Term>
 INLINED inline void add_rows(const Term& term, int64_t start, int64_t length, double* first, double* second) {
   using V = typename Term::V;
@@ -245,9 +244,10 @@ INLINED inline void add_rows(const Term& term, int64_t start, int64_t length, do
     write(second + column, sums.second);
   };
   int64_t column = 0;
+  const Memory memory = {LANES, false, rows > 1 ? rows * length : 0};
   for (; column + LANES <= length; column += LANES)
-    if constexpr (Term::IN_FLOAT) set(column, get(column) + wide(sum({}, column, {})));
-    else set(column, sum({}, column, get(column)));
+    if constexpr (Term::IN_FLOAT) set(column, get(column) + wide(sum(memory, column, {})));
+    else set(column, sum(memory, column, get(column)));
   if (column == length) return;
   if (length < LANES) return set(0, get(0) + wide(sum({length}, 0, {})));
   column = length - LANES;
@@ -310,16 +310,16 @@ template <typename T> Status sum(const Plan& plan, const Sums& call, bool backwa
 // What maps compute in.
 template <typename T> using MapVector = std::conditional_t<std::is_same_v<T, double>, Doubles, Floats>;
 
-// Calls body(memory, index, coefficients) for the vectors of a run of a channel, or of a row. The last vector ends
+// Calls body(memory, index, coefficients) for the vectors of a run of a channel, or of some rows. The last vector ends
 // where the piece ends, and has values of the one before.
-template <typename V, bool in_runs, bool streams, typename Numbers, typename Body>
+template <typename V, bool in_runs, bool streams, int64_t rows, typename Numbers, typename Body>
 INLINED inline void map_piece(const Numbers& numbers, int64_t channel, int64_t start, int64_t length,
                               const Body& body) {
   constexpr int64_t step = sizeof(V) / sizeof(*numbers[0]);
   auto of = coefficients<V, in_runs>(numbers, in_runs ? channel : 0);
   auto apply = [&](Memory memory, int64_t column) INLINED {
     if constexpr (!in_runs) of = coefficients<V, false>(numbers, column);
-    body(memory, start + column, of);
+    for (int64_t row = 0; row < rows; ++row) body(memory, start + row * length + column, of);
   };
   int64_t i = 0;
   for (; i + step <= length; i += step) apply({LANES, streams}, i);
@@ -343,14 +343,18 @@ Status map_all(const Sizes& sizes, const double* of_channels, double* scratch, u
       const Body own_body = body;
       // Backwards, as of a large tensor the caches hold what was added up last.
       for (; end > begin; end -= step)
-        for (int64_t index = std::max(begin, end - step); index < end; ++index)
-          map_piece<V, in_runs.value, streams.value>(own, index % sizes.channels, index * piece, piece, own_body);
+        for (int64_t index = std::max(begin, end - step), rows; index < end; index += rows) {
+          rows = !in_runs.value && piece >= WIDE_ROW && index + ROWS <= end ? ROWS : 1;
+          if (rows == ROWS) map_piece<V, false, streams.value, ROWS>(own, 0, index * piece, piece, own_body);
+          else
+            map_piece<V, in_runs.value, streams.value, 1>(own, index % sizes.channels, index * piece, piece, own_body);
+        }
 #if WIDTH > 16
       if (streams.value) _mm_sfence();
 #endif
     });
   };
-  if (rest) map_piece<V, false, false>(coefficients, 0, numel - rest, rest, body);
+  if (rest) map_piece<V, false, false, 1>(coefficients, 0, numel - rest, rest, body);
   if (numel * int64_t(sizeof(T)) >= STREAMED_BYTES && outputs % ALIGNED == 0 && piece % LANES == 0)
     return sizes.in_runs() ? map(std::true_type{}, std::true_type{}) : map(std::false_type{}, std::true_type{});
   return sizes.in_runs() ? map(std::true_type{}, std::false_type{}) : map(std::false_type{}, std::false_type{});
