@@ -77,23 +77,17 @@ def time_stages(device: torch.device, *stages: Callable[..., Any]) -> list[float
     if on_gpu:
         torch.empty(L2_BYTES, dtype=torch.uint8, device=device).zero_()  # leaves nothing of use in the cache
         torch.cuda._sleep(AHEAD_CYCLES)
+    stream = torch.cuda.current_stream() if on_gpu else None
+    clock = (lambda: stream.record_event(torch.cuda.Event(enable_timing=True))) if stream else time.perf_counter
     results: list[Any] = []
-    times = [_now(on_gpu)]
+    times = [clock()]
     for stage in stages:
         results.append(stage(*results[-1:]))
-        times.append(_now(on_gpu))
+        times.append(clock())
     if on_gpu:
         torch.cuda.synchronize()
     pairs = itertools.pairwise(times)
     return [start.elapsed_time(end) if on_gpu else 1e3 * (end - start) for start, end in pairs]
-
-
-def _now(on_gpu: bool) -> Any:
-    if not on_gpu:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def time_step(peer: Peer, x: Tensor, z: Tensor, dy: Tensor) -> list[float]:
@@ -128,8 +122,9 @@ def median_and_spread(values: Sequence[float] | Tensor) -> tuple[float, float]:
 def summarize(samples: Sequence[Sequence[float]]) -> dict[str, float]:
     """Medians of (forward, backward) in each round, and the spread of both."""
     times = slowest_rank(samples)
-    medians = *times.median(0).values.tolist(), *median_and_spread(times.sum(1))
-    return dict(zip(("forward", "backward", "both", "spread"), medians, strict=True))
+    forward, backward = times.median(0).values.tolist()
+    both, spread = median_and_spread(times.sum(1))
+    return {"forward": forward, "backward": backward, "both": both, "spread": spread}
 
 
 def slowest_rank(samples: Sequence[Sequence[float]]) -> Tensor:
@@ -146,18 +141,15 @@ class Session(NamedTuple):
 
     device: torch.device
     is_first: bool
-    console: Console
+    print: Callable[..., None]
     about: dict[str, object]
-
-    def print(self, text: str) -> None:
-        self.console.print(text, highlight=False)
 
     def show(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         first, *others = columns
         table = Table(first, *(Column(name, justify="right") for name in others), title=title, title_justify="left")
         for row in rows:
             table.add_row(*row)
-        self.console.print(table)
+        self.print(table)
 
     def write(self, file: Path, **results: object) -> None:
         """As JSON."""
@@ -190,7 +182,8 @@ def session(threads: int = 1, on_cpu: bool = False) -> Iterator[Session]:
         "cores": os.cpu_count(),
         **info(),
     }
-    here = Session(device, is_first, Console(quiet=not is_first, width=150), about)
+    console = Console(quiet=not is_first, width=150, highlight=False)
+    here = Session(device, is_first, console.print, about)
     for key, value in about.items():
         here.print(f"{key}: {value}")
     try:
