@@ -173,12 +173,13 @@ def session(threads: int = 1, on_cpu: bool = False) -> Iterator[Session]:
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     is_first = not dist.is_initialized() or dist.get_rank() == 0
+    cpuinfo = Path("/proc/cpuinfo").read_text() if platform.system() == "Linux" else ""
     about = {
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "command": " ".join(sys.argv),
         "ranks": dist.get_world_size() if dist.is_initialized() else 1,
         "threads": threads,
-        "processor": processor(),
+        "processor": next(iter(re.findall("model name\t: (.*)", cpuinfo)), platform.processor()),
         "cores": os.cpu_count(),
         **info(),
     }
@@ -191,10 +192,3 @@ def session(threads: int = 1, on_cpu: bool = False) -> Iterator[Session]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def processor() -> str:
-    """As Linux names it."""
-    file = Path("/proc/cpuinfo")
-    name = re.search("model name\t: (.*)", file.read_text()) if file.exists() else None
-    return name[1] if name else platform.processor()

@@ -47,11 +47,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def write_by_hand(model: nn.Module) -> nn.Module:
-    """Put HandWritten in the place of each batch norm."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, nn.BatchNorm2d):
-                setattr(module, name, HandWritten(child.num_features))
+    """Make each batch norm a HandWritten one."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.__class__ = HandWritten
     return model
 
 
@@ -80,34 +79,28 @@ def time_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> 
     return time_stages(x.device, lambda: model(x).square().mean(), backward)
 
 
-def run_model(name: str, arguments: argparse.Namespace, device: torch.device) -> dict[str, dict[str, float]]:
-    """The times of each kind of norm."""
-    make, shape = MODELS[name]
-    memory_format = torch.channels_last if arguments.channels_last else torch.contiguous_format
-    sides = [max(32, int(arguments.scale * side)) for side in shape[2:]]
-    x = torch.randn(*shape[:2], *sides, device=device).to(memory_format=memory_format)
-    calls = {}
-    for kind, convert in KINDS.items():
-        model = convert(make()).to(device, memory_format=memory_format)
-        if arguments.compiled:
-            model = torch.compile(model)
-        if dist.is_initialized():
-            model = DistributedDataParallel(model)
-        calls[kind] = partial(time_step, model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), x)
-    samples = in_turn(calls, arguments.rounds, warm_up=2, repeats=2)
-    return {kind: summarize(of_kind) for kind, of_kind in samples.items()}
-
-
 def run(arguments: argparse.Namespace) -> None:
+    memory_format = torch.channels_last if arguments.channels_last else torch.contiguous_format
+    columns = ("batch norm", "forward ms", "backward ms", "both ms", "+-", "both / syncbn")
+    results: dict[str, dict[str, dict[str, float]]] = {}
     with session(arguments.threads) as here:
-        results = {}
         for name in arguments.models:
-            results[name] = times = run_model(name, arguments, here.device)
-            both = times["syncbn"]["both"]
+            make, shape = MODELS[name]
+            sides = [max(32, int(arguments.scale * side)) for side in shape[2:]]
+            x = torch.randn(*shape[:2], *sides, device=here.device).to(memory_format=memory_format)
+            calls = {}
+            for kind, convert in KINDS.items():
+                model = convert(make()).to(here.device, memory_format=memory_format)
+                if arguments.compiled:
+                    model = torch.compile(model)
+                if dist.is_initialized():
+                    model = DistributedDataParallel(model)
+                calls[kind] = partial(time_step, model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), x)
+            samples = in_turn(calls, arguments.rounds, warm_up=2, repeats=2)
+            results[name] = times = {kind: summarize(of_kind) for kind, of_kind in samples.items()}
             rows = [
-                (kind, *(f"{ms:.1f}" for ms in one.values()), f"{one['both'] / both:.2f}")
+                (kind, *(f"{ms:.1f}" for ms in one.values()), f"{one['both'] / times['syncbn']['both']:.2f}")
                 for kind, one in times.items()
             ]
-            columns = ("batch norm", "forward ms", "backward ms", "both ms", "+-", "both / syncbn")
             here.show(f"\n{name}{', compiled' if arguments.compiled else ''}", columns, rows)
             here.write(arguments.output / "steps.json", times=results)
