@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date
 from functools import partial
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -216,16 +215,6 @@ LIBRARIES: dict[str, Callable[[], Iterable[Case | Row]]] = {  # by the names tha
 }
 
 
-def make_torchvision_importable() -> None:
-    """A build that does not fit torch's, as one for CUDA beside a torch for CPUs, loads no operators of its own. It
-    cannot be imported unless two of them have a name; no model here calls them."""
-    try:
-        import_module("torchvision")
-    except RuntimeError:
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
-
-
 def write(rows: list[Row]) -> None:
     """The figures of the page; its words stay."""
     table = "".join(
@@ -243,7 +232,11 @@ def main() -> int:
     if unknown := {*libraries} - {*LIBRARIES}:
         raise SystemExit(f"libraries are {', '.join(LIBRARIES)}, got {', '.join(sorted(unknown))}")
     warnings.simplefilter("ignore")  # the libraries' own; what is not converted is an error here
-    make_torchvision_importable()
+    try:
+        __import__("torchvision")
+    except RuntimeError:  # a build that does not fit torch has no operators; two must have a name to import it
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
     dist.init_process_group("gloo")
     is_first, all_match, rows = dist.get_rank() == 0, True, []
     for library in libraries:

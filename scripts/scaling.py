@@ -51,7 +51,6 @@ RESNET = [64]  # channels of ResNet-50's layers
 for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
     RESNET += [4 * width] + blocks * [width, width, 4 * width]
 
-
 Collective = tuple[str, int]  # all_reduce or all_gather, and the bytes that a rank gives to it
 # Name -> the collectives of the forward and backward of a layer of c channels.
 SCHEMES: dict[str, Callable[[int], list[Collective]]] = {
@@ -92,8 +91,7 @@ def measure(arguments: argparse.Namespace, here: Session) -> None:
     ranks = dist.get_world_size()
     sent = {scheme: count(scheme) for scheme in SCHEMES}
     rows = [(scheme, f"{one['messages']:.0f}", f"{one['bytes']:,.0f}") for scheme, one in sent.items()]
-    title = f"a step of one layer of {CHANNELS} channels on {ranks} ranks"
-    here.show(title, ("scheme", "messages a rank", "bytes a rank"), rows)
+    here.show(f"a step of {CHANNELS} channels on {ranks} ranks", ("scheme", "messages a rank", "bytes a rank"), rows)
     timed = itertools.product(("all_reduce", "all_gather"), TIMED_BYTES if arguments.rounds else ())
     calls = {one: partial(time_stages, here.device, call_of(*one)) for one in timed}
     times = []
@@ -102,12 +100,14 @@ def measure(arguments: argparse.Namespace, here: Session) -> None:
         times.append({"collective": kind, "ranks": ranks, "bytes": num_bytes, "seconds": median / 1e3})
         here.print(f"{kind} of {num_bytes:,} bytes: {median:.3f} ms")
     here.write(arguments.output / f"ranks-{ranks}.json", sent=sent, times=times)
-    here.print(f"wrote {arguments.output}/ranks-{ranks}.json")
 
 
 class Network(NamedTuple):
     latency: float  # seconds
     bandwidth: float  # bytes/s
+
+    def __str__(self) -> str:
+        return f"{1e6 * self.latency:.0f} us and {self.bandwidth / 1e9:.2f} GB/s"
 
 
 def coefficients(topology: str, kind: str, ranks: int, num_bytes: int) -> tuple[float, float]:
@@ -159,12 +159,9 @@ def model(arguments: argparse.Namespace, here: Session) -> None:
         raise SystemExit(f"the times fit no network ({fitted}): measure them again, on idle machines, with more rounds")
     given = {"latency": arguments.latency, "bandwidth": arguments.bandwidth}
     network = fitted._replace(**{name: value for name, value in given.items() if value is not None})
-    here.print(
-        f"fitted to {len(times)} times: latency {1e6 * fitted.latency:.0f} us, bandwidth {fitted.bandwidth / 1e9:.2f} "
-        f"GB/s; relative error: median {errors.abs().median():.0%}, largest {errors.abs().max():.0%}\n"
-        f"modelled with {1e6 * network.latency:.0f} us and {network.bandwidth / 1e9:.2f} GB/s, a step of "
-        f"{arguments.step} s, ResNet-50's layers; node: groups of {NODE} ranks"
-    )
+    error, most = errors.abs().median(), errors.abs().max()
+    here.print(f"fitted to {len(times)} times: {fitted}; relative error {error:.0%} in the median, {most:.0%} at most")
+    here.print(f"modelled: {network}, a step of {arguments.step} s, ResNet-50's layers, nodes of {NODE} ranks")
     curves, limits = {}, {}
     for scheme, topology in itertools.product((*SCHEMES, IN_NODES), TOPOLOGIES):
         name = f"{scheme}, {topology}"
@@ -186,7 +183,6 @@ def model(arguments: argparse.Namespace, here: Session) -> None:
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="% of a step spent in synchronisation")
     axes.legend()
     figure.savefig(arguments.output / "scaling.png", dpi=120)
-    here.print(f"wrote {arguments.output}/model.json and scaling.png")
 
 
 def main() -> None:

@@ -9,16 +9,14 @@ syncbn.join, debug mode, errors that all ranks raise. Each round makes the defau
 Before that syncbn.assert_synced compares the ranks' models bit by bit, and ends the program where they differ. After it
 each rank notes its resident memory and its numbers of file descriptors and threads, of which every gloo group has some.
 
-What is said at the end is of the second half of the rounds: the slope of a line fitted to the memory, and by how much
-the numbers grew. The exit status is 1 where numbers grow, or memory by more than 1 % in that time. Writes soak.json to
---output.
+Prints, of the second half of the rounds, the slope of a line fitted to the memory, and by how much the numbers grew;
+the exit status is 1 where numbers grow, or memory by more than 1 %. Writes soak.json to --output.
 """
 
 import argparse
 import copy
 import gc
 import json
-import math
 import os
 import statistics
 import sys
@@ -37,6 +35,7 @@ import syncbn
 
 STEPS = 5  # of each kind in a round
 MOST_GROWTH = 0.01  # of the memory
+FIRST_ROUNDS = 20  # in which memory is still being taken for the first time
 COUNTS = {"file descriptors": "/proc/self/fd", "threads": "/proc/self/task"}
 Rounds = list[dict[str, float]]  # what a rank measured after each
 
@@ -119,30 +118,23 @@ def soak(store: dist.Store, rank: int, size: int, seconds: float) -> Rounds:
     return rounds
 
 
-def growth(rounds: Rounds) -> dict[str, float]:
-    """Over the second half: bytes an hour of memory, that as a share, and the others' differences."""
-    half = rounds[len(rounds) // 2 :]
-    seconds, memory = ([one[name] for one in half] for name in ("seconds", "memory"))
-    slope = statistics.linear_regression(seconds, memory).slope if len(half) > 1 else 0.0
-    counts = {name: half[-1][name] - half[0][name] for name in COUNTS}
-    return {"memory an hour": 3600 * slope, "memory": slope * (seconds[-1] - seconds[0]) / memory[0]} | counts
-
-
 def report(measured: list[Rounds], output: Path) -> bool:
     """Print and write what all ranks measured; whether nothing grows."""
-    grown, num_rounds = [growth(rounds) for rounds in measured], len(measured[0])
-    about = {"torch": torch.__version__, "ranks": len(measured), "rounds": num_rounds, "growth": grown}
+    num_rounds, grows = len(measured[0]), False
     output.mkdir(parents=True, exist_ok=True)
-    (output / "soak.json").write_text(json.dumps(about | {"measured": measured}))
-    print(
-        f"{num_rounds} rounds in {measured[0][-1]['seconds']:.0f} s, torch {torch.__version__}; of their second half:"
-    )
-    for rank, (rounds, one) in enumerate(zip(measured, grown, strict=True)):
-        memory, hourly = rounds[-1]["memory"] / 1e6, one["memory an hour"] / 1e6
-        counts = ", ".join(f"{one[name]:+.0f} {name}" for name in COUNTS)
-        print(f"rank {rank}: {memory:.0f} MB, which grow by {hourly:.2f} MB an hour; {counts}")
-    most = math.inf if num_rounds < 20 else MOST_GROWTH  # at first memory is still being taken for the first time
-    return all(max(one[name] for name in COUNTS) <= 0 and one["memory"] < most for one in grown)
+    results = {"torch": torch.__version__, "rounds": num_rounds, "measured": measured}
+    (output / "soak.json").write_text(json.dumps(results))
+    print(f"{num_rounds} rounds in {measured[0][-1]['seconds']:.0f} s; in the second half of them:")
+    for rank, rounds in enumerate(measured):
+        half = rounds[num_rounds // 2 :]
+        seconds, memory = ([one[name] for one in half] for name in ("seconds", "memory"))
+        slope = statistics.linear_regression(seconds, memory).slope if len(half) > 1 else 0.0  # bytes/s
+        counts = {name: half[-1][name] - half[0][name] for name in COUNTS}
+        more = ", ".join(f"{number:+.0f} {name}" for name, number in counts.items())
+        print(f"rank {rank}: {memory[-1] / 1e6:.0f} MB, which grow by {3600 * slope / 1e6:.2f} MB an hour; {more}")
+        too_much = slope * (seconds[-1] - seconds[0]) > MOST_GROWTH * memory[0]
+        grows |= max(counts.values()) > 0 or (too_much and num_rounds >= FIRST_ROUNDS)
+    return not grows
 
 
 def main() -> None:

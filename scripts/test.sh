@@ -2,9 +2,8 @@
 # All tests, in parts, four at a time, as those that start programs wait more than they compute: four parts that start
 # programs, those of the GPU's kernels in Triton's interpreter, the others of one process, and last, as they use all cores,
 # those on 2, 3 (with the reference kernels) and 4 ranks. Ends with what failed and pytest's summary of each part.
-#   --quick    as the first argument: the essential part, in 2 minutes: 2 ranks, and none of the files below that mostly
-#              start programs, compile or interpret
-# Other arguments go to pytest, as in: scripts/test.sh -k voting
+# With --quick as the first argument the essential part, in 2 minutes: 2 ranks, and none of the files below that mostly start
+# programs, compile or interpret. Other arguments go to pytest, as in: scripts/test.sh -k voting
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment
@@ -18,18 +17,7 @@ declare -A starts_programs=( # part -> its files, tests/test_NAME.py
 compiled=(tests/test_{gpu_static,inductor}.py tests/distributed/test_compile{,_on_one_rank}.py)
 others=(tests --ignore=tests/distributed)
 for name in ${starts_programs[*]}; do others+=("--ignore=tests/test_$name.py"); done
-on_ranks=(tests/distributed)
-rank_counts=(2 3 4)
-quick=
-if [[ ${1-} == --quick ]]; then
-    shift
-    quick=1
-    rank_counts=(2)
-    others+=("${compiled[@]/#/--ignore=}")
-    on_ranks+=("${compiled[@]/#/--ignore=}")
-else
-    prepare_triton || echo "Triton cannot be had here: its tests are skipped" >&2
-fi
+on_ranks=(tests/distributed) rank_counts=(2 3 4)
 
 logs=$(mktemp -d)
 set -m # each part is a process group, which can be ended as one
@@ -46,7 +34,13 @@ part() { # NAME COMMAND...: once there is room beside the others
     } &
 }
 
-if [[ ! $quick ]]; then
+if [[ ${1-} == --quick ]]; then
+    shift
+    rank_counts=(2)
+    others+=("${compiled[@]/#/--ignore=}")
+    on_ranks+=("${compiled[@]/#/--ignore=}")
+else
+    prepare_triton || echo "Triton cannot be had here: its tests are skipped" >&2
     for name in examples crashes programs faults; do
         part "$name" python3 -m pytest $(printf 'tests/test_%s.py ' ${starts_programs[$name]}) "$@"
     done

@@ -53,23 +53,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, default=Path("runs/bench"), help="folder (default %(default)s)")
 
 
-class HandWritten(nn.modules.batchnorm._BatchNorm):
+def by_hand(x: Tensor, running_mean: Tensor, running_var: Tensor, weight: Tensor, bias: Tensor, **_: bool) -> Tensor:
     """What one writes without a library: sums, a differentiable all_reduce, and autograd does the rest."""
+    dims, shape = [0, *range(2, x.ndim)], [-1] + [1] * (x.ndim - 2)
+    wide = x.float() if x.dtype.itemsize < 4 else x
+    count = wide.new_full((1,), x.numel() / len(weight))
+    sums = torch.cat((wide.sum(dims), wide.square().sum(dims), count))
+    if dist.is_initialized():
+        sums = all_reduce(sums, "sum", dist.group.WORLD)
+    mean, mean_square = (sums[:-1] / sums[-1]).chunk(2)
+    var = (mean_square - mean.square()).clamp(min=0)
+    with torch.no_grad():
+        running_mean.lerp_(mean.to(running_mean.dtype), 0.1)
+        running_var.lerp_((var * sums[-1] / (sums[-1] - 1)).to(running_var.dtype), 0.1)
+    scale = weight * (var + 1e-5).rsqrt()
+    return ((wide - mean.view(shape)) * scale.view(shape) + bias.view(shape)).to(x.dtype)
 
+
+class HandWritten(nn.modules.batchnorm._BatchNorm):
     def forward(self, x: Tensor) -> Tensor:
-        dims, shape = [0, *range(2, x.ndim)], [-1] + [1] * (x.ndim - 2)
-        wide = x.float() if x.dtype.itemsize < 4 else x
-        count = wide.new_full((1,), x.numel() / len(self.weight))
-        sums = torch.cat((wide.sum(dims), wide.square().sum(dims), count))
-        if dist.is_initialized():
-            sums = all_reduce(sums, "sum", dist.group.WORLD)
-        mean, mean_square = (sums[:-1] / sums[-1]).chunk(2)
-        var = mean_square - mean.square()
-        with torch.no_grad():
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), 0.1)
-            self.running_var.lerp_((var * sums[-1] / (sums[-1] - 1)).to(self.running_var.dtype), 0.1)
-        scale = self.weight * (var + 1e-5).rsqrt()
-        return ((wide - mean.view(shape)) * scale.view(shape) + self.bias.view(shape)).to(x.dtype)
+        return by_hand(x, self.running_mean, self.running_var, self.weight, self.bias)
 
 
 def make_peers(case: Case, device: torch.device, compiled: bool) -> dict[str, Peer]:
@@ -163,7 +166,7 @@ def plot(file: Path, about: dict[str, object], rows: list[Row]) -> None:
     axes.barh([f"{row['case']}, {row['peer']}" for row in shown], [row["both / syncbn"] for row in shown])
     axes.axvline(1, color="black", linewidth=1)
     axes.invert_yaxis()
-    axes.set_xlabel(f"time / syncbn's, forward + backward, {about['ranks']} ranks x {about['threads']} threads")
+    axes.set_xlabel(f"time / syncbn's, forward + backward, {about['ranks']} ranks")
     figure.savefig(file, dpi=120)
 
 

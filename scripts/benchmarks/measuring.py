@@ -59,11 +59,11 @@ def cases(shapes: Iterable[str], dtypes: Sequence[str]) -> list[Case]:
 
 def draw(case: Case, device: torch.device) -> list[Tensor]:
     """x, z and dy."""
-    values = [torch.randn(case.shape, device=device).to(getattr(torch, case.dtype)) for _ in range(3)]
-    if case.channels_last and len(case.shape) > 3:
-        memory_format = torch.channels_last if len(case.shape) == 4 else torch.channels_last_3d
-        values = [value.contiguous(memory_format=memory_format) for value in values]
-    return [values[0].requires_grad_(), values[1].requires_grad_(), values[2]]
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d} if case.channels_last else {}
+    memory_format = formats.get(len(case.shape), torch.contiguous_format)
+    values = (torch.randn(case.shape, device=device).to(getattr(torch, case.dtype)) for _ in range(3))
+    x, z, dy = (value.contiguous(memory_format=memory_format) for value in values)
+    return [x.requires_grad_(), z.requires_grad_(), dy]
 
 
 def time_stages(device: torch.device, *stages: Callable[..., Any]) -> list[float]:
@@ -145,8 +145,8 @@ class Session(NamedTuple):
     about: dict[str, object]
 
     def show(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        first, *others = columns
-        table = Table(first, *(Column(name, justify="right") for name in others), title=title, title_justify="left")
+        numbers = (Column(name, justify="right") for name in columns[1:])
+        table = Table(columns[0], *numbers, title=title, title_justify="left")
         for row in rows:
             table.add_row(*row)
         self.print(table)
@@ -178,7 +178,6 @@ def session(threads: int = 1, on_cpu: bool = False) -> Iterator[Session]:
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "command": " ".join(sys.argv),
         "ranks": dist.get_world_size() if dist.is_initialized() else 1,
-        "threads": threads,
         "processor": next(iter(re.findall("model name\t: (.*)", cpuinfo)), platform.processor()),
         "cores": os.cpu_count(),
         **info(),

@@ -32,17 +32,14 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from imagenet import ResNet
 from segmentation import UNet
 
-
-def block() -> nn.Module:
-    """(N, 64, H, W) -> (N, 64, H, W)."""
-    return nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
-
-
 # Name -> makes the model, and the shape of a rank's input.
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet": (ResNet, (8, 3, 224, 224)),
     "segmentation": (partial(UNet, width=32), (2, 3, 128, 128)),
-    "block": (block, (32, 64, 56, 56)),
+    "block": (
+        lambda: nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()),
+        (32, 64, 56, 56),
+    ),
 }
 
 
@@ -70,13 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def time_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> list[float]:
     """Milliseconds of forward, and of backward and the optimizer."""
-
-    def backward(loss: Tensor) -> None:
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return time_stages(x.device, lambda: model(x).square().mean(), backward)
+    return time_stages(
+        x.device,
+        lambda: model(x).square().mean(),
+        lambda loss: (optimizer.zero_grad(), loss.backward(), optimizer.step()),
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
