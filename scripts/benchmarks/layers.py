@@ -38,8 +38,8 @@ import syncbn
 
 SHAPES = "32x64x56x56 32x256x28x28 64x256x56x56 8x64x32x32 8x512x7x7 256x1024 4x32x16x32x32 16x197x384"
 DTYPES = "float32 bfloat16 float16 float64"
-COLUMNS = {"forward": ".3f", "backward": ".3f", "both": ".3f", "spread": ".3f", "both / syncbn": ".2f"}  # -> format
-COLUMNS |= {"first call": ".1f", "saved": ".2f", "peak": ".2f", "collectives": ""}
+COLUMNS = {"forward": ".3f", "backward": ".3f", "both": ".3f", "spread": ".3f", "both / syncbn": ".2f"}
+COLUMNS |= {"first call": ".1f", "saved": ".2f", "peak": ".2f", "collectives": ""}  # of the table -> format
 Row = dict[str, Any]
 
 
