@@ -23,15 +23,14 @@ def main() -> None:
     if words[:1] in (["-h"], ["--help"]):
         print(__doc__)
         return
-    named = bool(words) and not words[0].startswith("-")
-    part, options = (words[0], words[1:]) if named else ("layers", words)
+    part = words.pop(0) if words and not words[0].startswith("-") else "layers"
     if part not in PARTS:
         sys.exit(f"the parts are {', '.join(PARTS)}, got {part}")
     module = importlib.import_module(f"benchmarks.{part}")
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=f"bench.py {part}", description=module.__doc__, formatter_class=raw)
     module.add_arguments(parser)
-    sys.exit(module.run(parser.parse_args(options)))
+    sys.exit(module.run(parser.parse_args(words)))
 
 
 if __name__ == "__main__":

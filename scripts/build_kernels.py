@@ -7,7 +7,6 @@ a compiler, and elsewhere than on Linux, the package is one of Python alone.
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -38,11 +37,10 @@ def build(root: Path, library: Path, flags: list[str] = FLAGS) -> None:
         stub.write_text(STUB)
         names = ["-Wl,-soname,libtorch_cpu.so", "-o", f"{folder}/libtorch_cpu.so"]
         subprocess.run([*compiler, "-shared", "-fPIC", stub, *names], check=True)
-        source = [root / SOURCE, "-o", f"{folder}/built.so", f"-L{folder}", "-ltorch_cpu"]
-        subprocess.run([*compiler, *flags, *source], check=True)
         unfinished = library.with_suffix(".unfinished")  # beside it, so that the library is replaced at once
-        shutil.copy(f"{folder}/built.so", unfinished)
-        unfinished.replace(library)
+        source = [root / SOURCE, "-o", unfinished, f"-L{folder}", "-ltorch_cpu"]
+        subprocess.run([*compiler, *flags, *source], check=True)
+    unfinished.replace(library)
 
 
 class KernelsHook(BuildHookInterface[Any]):
@@ -51,8 +49,11 @@ class KernelsHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called by hatchling before it makes the wheel; in the source tree too, as an editable install uses that."""
         root = Path(self.root)
-        if version == "editable":
-            _link(root)
+        if version == "editable":  # a folder with the package alone, as from the root `import tests` works too
+            link = root / EDITABLE
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if not link.is_symlink():
+                link.symlink_to(Path("..", "..", "syncbn"), target_is_directory=True)
         try:
             if not sys.platform.startswith("linux"):
                 raise OSError(f"there are none for {sys.platform}")
@@ -64,11 +65,3 @@ class KernelsHook(BuildHookInterface[Any]):
         build_data["pure_python"] = False
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{platform}"
-
-
-def _link(root: Path) -> None:
-    """Make a folder with the package and nothing else: beside the package, `import tests` and the like are ours too."""
-    link = root / EDITABLE
-    link.parent.mkdir(parents=True, exist_ok=True)
-    if not link.is_symlink():
-        link.symlink_to(Path("..", "..", "syncbn"), target_is_directory=True)

@@ -8,10 +8,7 @@ prepare_environment() {
     local wanted
     wanted=$(cat pyproject.toml scripts/constraints.txt scripts/{environment.sh,build_kernels.py} syncbn/kernels/*.{cpp,h} | cksum)
     if [[ ! -x .venv/bin/pip ]]; then
-        python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
-            echo "syncbn needs Python 3.11 or newer; python3 is $(python3 --version 2>&1)" >&2
-            exit 1
-        }
+        python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "syncbn needs Python 3.11 or newer, got " + sys.version)' || exit 1
         if python3 -c 'import torch' 2>/dev/null && ! pip_reaches_an_index; then
             export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
             python() { python3 "$@"; }

@@ -3,6 +3,7 @@
 # no network where python3 has torch, triton and pytest; a part that needs more is skipped. Without a GPU: scripts/gpu.sh --dry-run
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+[[ ! " $* " =~ " "(-h|--help)" " ]] || exec python3 scripts/gpu_run.py --help
 prepare_environment
 
 unset TRITON_INTERPRET

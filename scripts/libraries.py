@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date
 from functools import partial
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,18 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import syncbn
-from syncbn.testing import LEARNING_RATE, TOLERANCES, differences, local_layers
+from syncbn.testing import TOLERANCES, _train, differences, local_layers
 
 PAGE = Path(__file__).parent.parent / "docs" / "works_with.md"
 ROUNDING = 100  # times what the order of the samples changes
 STEPS = 2
 SAMPLES = 5  # on 2 ranks 3 and 2
 IMAGES = (SAMPLES, 3, 64, 64)
-
-TIMM_MODELS = """
-resnet18 regnety_002 repvgg_a0 mobilenetv3_small_050 mobilenetv4_conv_small_035 mnasnet_small lcnet_035 tinynet_e
-efficientvit_b0 mobilevit_xxs swiftformer_xs starnet_s1 efficientnet_b0 dla46_c mobileone_s0
-"""
 
 Case = tuple[str, Callable[[], nn.Module], tuple[int, ...]]  # name, builds the model, shape of its input
 
@@ -53,7 +47,9 @@ class Row(NamedTuple):
 def of_timm() -> Iterator[Case]:
     from timm import create_model
 
-    for name in TIMM_MODELS.split():
+    names = """resnet18 regnety_002 repvgg_a0 mobilenetv3_small_050 mobilenetv4_conv_small_035 mnasnet_small lcnet_035
+    tinynet_e efficientvit_b0 mobilevit_xxs swiftformer_xs starnet_s1 efficientnet_b0 dla46_c mobileone_s0"""
+    for name in names.split():
         yield name, partial(create_model, name, num_classes=10), IMAGES
 
 
@@ -159,6 +155,9 @@ def try_model(library: str, name: str, build: Callable[[], nn.Module], shape: tu
     """Convert and train it; the shape is that of the whole batch."""
     torch.manual_seed(0)
     model, x = build().double().train(), torch.randn(shape, dtype=torch.float64)
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.eval()
     first, second = gradients_after_training(model, x), gradients_after_training(model, x.flip(0))
     used = [pair for pair in zip(first, second, strict=True) if None not in pair]
     rounding = max(float((a - b).abs().max()) for a, b in used) / max(float(a.abs().max()) for a, _ in used)
@@ -172,45 +171,36 @@ def try_model(library: str, name: str, build: Callable[[], nn.Module], shape: tu
     return Row(library, name, layers, max(one.relative for one in found), rounding)
 
 
+def gradients_after_training(model: nn.Module, x: Tensor) -> list[Tensor | None]:
+    """Of the last step, with nn.BatchNorm on one process; the model stays as it is."""
+    model = copy.deepcopy(model)
+    _train(model, [x], loss_of, STEPS)
+    return [parameter.grad for parameter in model.parameters()]
+
+
 def of_ignite() -> Iterator[Row]:
     """Its trainer with a model that its auto_model has wrapped, against the same trainer on one process."""
     from ignite import distributed
     from ignite.engine import create_supervised_trainer
 
+    def state_after_training(model: nn.Module, *batch: Tensor) -> Iterable[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        create_supervised_trainer(model, optimizer, F.cross_entropy).run([batch], max_epochs=3)
+        return model.state_dict().values()
+
     torch.manual_seed(0)
     rank, size = dist.get_rank(), dist.get_world_size()
     x, labels = torch.randn(4 * size, 3, 8, 8, dtype=torch.float64), torch.randint(5, (4 * size,))
-    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5)
-    reference = nn.Sequential(*layers).double()
-    model, reordered = syncbn.convert_syncbn_model(copy.deepcopy(reference)), copy.deepcopy(reference)
-    part = slice(4 * rank, 4 * rank + 4)
-    for network, inputs, wanted in (
-        (distributed.auto_model(model), x[part], labels[part]),
-        (reference, x, labels),
-        (reordered, x.flip(0), labels.flip(0)),
-    ):
-        optimizer = torch.optim.SGD(network.parameters(), 0.01)
-        create_supervised_trainer(network, optimizer, F.cross_entropy).run([(inputs, wanted)], max_epochs=3)
-    expected = reference.state_dict()
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5)).double()
+    expected = state_after_training(copy.deepcopy(model), x, labels)
+    reordered = state_after_training(copy.deepcopy(model), x.flip(0), labels.flip(0))
+    model = distributed.auto_model(syncbn.convert_syncbn_model(model))
+    synchronised = state_after_training(model, x.chunk(size)[rank], labels.chunk(size)[rank])
     error, rounding = (
-        max(float((one.state_dict()[name] - b).abs().max() / b.abs().max()) for name, b in expected.items())
-        for one in (model, reordered)
+        max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(state, expected, strict=True))
+        for state in (synchronised, reordered)
     )
     yield Row("pytorch-ignite", "create_supervised_trainer", 1, error, rounding)
-
-
-def gradients_after_training(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    """Of the last step, with nn.BatchNorm on one process; the model stays as it is."""
-    model = copy.deepcopy(model)
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.eval()
-    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model(x.clone())).backward()
-        optimizer.step()
-    return [parameter.grad for parameter in model.parameters()]
 
 
 LIBRARIES: dict[str, Callable[[], Iterable[Case | Row]]] = {  # by the names that pip knows
@@ -223,16 +213,6 @@ LIBRARIES: dict[str, Callable[[], Iterable[Case | Row]]] = {  # by the names tha
     "transformers": of_transformers,
     "timm": of_timm,
 }
-
-
-def make_torchvision_importable() -> None:
-    """A build that does not fit torch's, as one for CUDA beside a torch for CPUs, loads no operators of its own. It
-    cannot be imported unless two of them have a name; no model here calls them."""
-    try:
-        import_module("torchvision")
-    except RuntimeError:
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
 
 
 def write(rows: list[Row]) -> None:
@@ -252,7 +232,11 @@ def main() -> int:
     if unknown := {*libraries} - {*LIBRARIES}:
         raise SystemExit(f"libraries are {', '.join(LIBRARIES)}, got {', '.join(sorted(unknown))}")
     warnings.simplefilter("ignore")  # the libraries' own; what is not converted is an error here
-    make_torchvision_importable()
+    try:
+        __import__("torchvision")
+    except RuntimeError:  # a build that does not fit torch has no operators; two must have a name to import it
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
     dist.init_process_group("gloo")
     is_first, all_match, rows = dist.get_rank() == 0, True, []
     for library in libraries:

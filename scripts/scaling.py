@@ -45,42 +45,31 @@ TIMED_BYTES = (1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000)
 WORLDS = (8, 32, 128, 512, 2048, 8192, 16384)  # modelled ranks
 NODE = 8  # ranks of a host
 SHARE = 0.05  # of a step
+IN_NODES = "syncbn in nodes"  # process_group="node"
 TOPOLOGIES = ("ring", "tree")
 RESNET = [64]  # channels of ResNet-50's layers
 for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
     RESNET += [4 * width] + blocks * [width, width, 4 * width]
 
-
-class Payload(NamedTuple):
-    """What one rank gives to a collective."""
-
-    collective: str  # "all_reduce" or "all_gather"
-    numbers: int
-    dtype: torch.dtype
-
-
-# Name -> the payloads of the forward and backward of a layer with so many channels.
-SCHEMES: dict[str, Callable[[int], list[Payload]]] = {
-    "syncbn": lambda channels: [Payload("all_reduce", 2 * channels + extra, torch.float64) for extra in (1, 0)],
-    "torch": lambda channels: [
-        Payload("all_gather", 2 * channels + 1, torch.float32),
-        Payload("all_reduce", 2 * channels, torch.float32),
-    ],
-    "apex": lambda channels: [Payload("all_reduce", channels, torch.float32)] * 4,
+Collective = tuple[str, int]  # all_reduce or all_gather, and the bytes that a rank gives to it
+# Name -> the collectives of the forward and backward of a layer of c channels.
+SCHEMES: dict[str, Callable[[int], list[Collective]]] = {
+    "syncbn": lambda c: [("all_reduce", 8 * (2 * c + 1)), ("all_reduce", 8 * 2 * c)],
+    "torch": lambda c: [("all_gather", 4 * (2 * c + 1)), ("all_reduce", 4 * 2 * c)],
+    "apex": lambda c: [("all_reduce", 4 * c)] * 4,
 }
 
 
-def collective(payload: Payload) -> Callable[[], object]:
-    """A call of it."""
-    mine = torch.zeros(payload.numbers, dtype=payload.dtype)
-    if payload.collective == "all_reduce":
+def call_of(kind: str, num_bytes: int) -> Callable[[], object]:
+    mine = torch.zeros(num_bytes // 4) if num_bytes % 8 else torch.zeros(num_bytes // 8, dtype=torch.float64)
+    if kind == "all_reduce":
         return partial(dist.all_reduce, mine)
     return partial(dist.all_gather, [torch.empty_like(mine) for _ in range(dist.get_world_size())], mine)
 
 
 def count(scheme: str) -> dict[str, float]:
     """Messages and bytes that a rank sends in one step of one layer; the most that any rank sends."""
-    calls = [collective(payload) for payload in SCHEMES[scheme](CHANNELS)]
+    calls = [call_of(*one) for one in SCHEMES[scheme](CHANNELS)]
     for call in calls:  # connections are made
         call()
     dist.barrier()
@@ -102,31 +91,31 @@ def measure(arguments: argparse.Namespace, here: Session) -> None:
     ranks = dist.get_world_size()
     sent = {scheme: count(scheme) for scheme in SCHEMES}
     rows = [(scheme, f"{one['messages']:.0f}", f"{one['bytes']:,.0f}") for scheme, one in sent.items()]
-    title = f"a step of one layer of {CHANNELS} channels on {ranks} ranks"
-    here.show(title, ("scheme", "messages a rank", "bytes a rank"), rows)
-    payloads = [Payload(kind, n // 8, torch.float64) for kind in ("all_reduce", "all_gather") for n in TIMED_BYTES]
-    calls = {one: partial(time_stages, here.device, collective(one)) for one in payloads if arguments.rounds}
+    here.show(f"a step of {CHANNELS} channels on {ranks} ranks", ("scheme", "messages a rank", "bytes a rank"), rows)
+    timed = itertools.product(("all_reduce", "all_gather"), TIMED_BYTES if arguments.rounds else ())
+    calls = {one: partial(time_stages, here.device, call_of(*one)) for one in timed}
     times = []
-    for (kind, numbers, _), samples in in_turn(calls, arguments.rounds, warm_up=3).items():
+    for (kind, num_bytes), samples in in_turn(calls, arguments.rounds, warm_up=3).items():
         median = slowest_rank(samples).median().item()
-        times.append({"collective": kind, "ranks": ranks, "bytes": 8 * numbers, "seconds": median / 1e3})
-        here.print(f"{kind} of {8 * numbers:,} bytes: {median:.3f} ms")
+        times.append({"collective": kind, "ranks": ranks, "bytes": num_bytes, "seconds": median / 1e3})
+        here.print(f"{kind} of {num_bytes:,} bytes: {median:.3f} ms")
     here.write(arguments.output / f"ranks-{ranks}.json", sent=sent, times=times)
-    here.print(f"wrote {arguments.output}/ranks-{ranks}.json")
 
 
 class Network(NamedTuple):
     latency: float  # seconds
     bandwidth: float  # bytes/s
 
+    def __str__(self) -> str:
+        return f"{1e6 * self.latency:.0f} us and {self.bandwidth / 1e9:.2f} GB/s"
+
 
 def coefficients(topology: str, kind: str, ranks: int, num_bytes: int) -> tuple[float, float]:
     """Of the latency and of the inverse bandwidth in the time of a collective."""
-    if kind == "all_reduce":
-        if topology == "ring":
-            return 2 * (ranks - 1), 2 * (ranks - 1) / ranks * num_bytes
-        return 2 * math.log2(ranks), 2 * num_bytes
-    return (ranks - 1 if topology == "ring" else math.log2(ranks)), (ranks - 1) * num_bytes
+    turns = ranks - 1 if topology == "ring" else math.log2(ranks)
+    if kind == "all_gather":
+        return turns, (ranks - 1) * num_bytes
+    return 2 * turns, 2 * num_bytes * ((ranks - 1) / ranks if topology == "ring" else 1)
 
 
 def fit(times: list[dict[str, Any]]) -> tuple[Network, Tensor]:
@@ -141,11 +130,12 @@ def fit(times: list[dict[str, Any]]) -> tuple[Network, Tensor]:
 
 def seconds_of_step(network: Network, scheme: str, topology: str, ranks: int) -> float:
     """Of all collectives of ResNet-50's step."""
+    if scheme == IN_NODES:
+        scheme, ranks = "syncbn", min(ranks, NODE)
     seconds = 0.0
-    for payload in itertools.chain(*map(SCHEMES[scheme], RESNET)):
-        num_bytes = payload.numbers * payload.dtype.itemsize
-        messages, moved = coefficients(topology, payload.collective, ranks, num_bytes)
-        seconds += messages * network.latency + moved / network.bandwidth
+    for kind, num_bytes in itertools.chain(*map(SCHEMES[scheme], RESNET)):
+        turns, moved = coefficients(topology, kind, ranks, num_bytes)
+        seconds += turns * network.latency + moved / network.bandwidth
     return seconds
 
 
@@ -158,6 +148,8 @@ def ranks_at_share(network: Network, scheme: str, topology: str, step: float) ->
 
 def model(arguments: argparse.Namespace, here: Session) -> None:
     """Read every ranks-W.json; print, write model.json and scaling.png."""
+    import matplotlib.pyplot as plt
+
     files = sorted(arguments.output.glob("ranks-*.json"))
     times = [one for file in files for one in json.loads(file.read_text())["times"]]
     if not times:
@@ -167,21 +159,15 @@ def model(arguments: argparse.Namespace, here: Session) -> None:
         raise SystemExit(f"the times fit no network ({fitted}): measure them again, on idle machines, with more rounds")
     given = {"latency": arguments.latency, "bandwidth": arguments.bandwidth}
     network = fitted._replace(**{name: value for name, value in given.items() if value is not None})
-    here.print(
-        f"fitted to {len(times)} times: latency {1e6 * fitted.latency:.0f} us, bandwidth {fitted.bandwidth / 1e9:.2f} "
-        f"GB/s; relative error: median {errors.abs().median():.0%}, largest {errors.abs().max():.0%}\n"
-        f"modelled with {1e6 * network.latency:.0f} us and {network.bandwidth / 1e9:.2f} GB/s, a step of "
-        f"{arguments.step} s, ResNet-50's layers; node: groups of {NODE} ranks"
-    )
+    error, most = errors.abs().median(), errors.abs().max()
+    here.print(f"fitted to {len(times)} times: {fitted}; relative error {error:.0%} in the median, {most:.0%} at most")
+    here.print(f"modelled: {network}, a step of {arguments.step} s, ResNet-50's layers, nodes of {NODE} ranks")
     curves, limits = {}, {}
-    for scheme, topology in itertools.product(SCHEMES, TOPOLOGIES):
+    for scheme, topology in itertools.product((*SCHEMES, IN_NODES), TOPOLOGIES):
         name = f"{scheme}, {topology}"
         curves[name] = [seconds_of_step(network, scheme, topology, ranks) for ranks in WORLDS]
         limits[name] = ranks_at_share(network, scheme, topology, arguments.step)
-    for topology in TOPOLOGIES:
-        curves[f"syncbn in nodes, {topology}"] = [seconds_of_step(network, "syncbn", topology, NODE)] * len(WORLDS)
-    shown = {name: f"{limit:,}" if limit else "never" for name, limit in limits.items()}
-    rows = [(name, *(f"{1e3 * one:,.0f}" for one in of), shown.get(name, "")) for name, of in curves.items()]
+    rows = [(name, *(f"{1e3 * one:,.0f}" for one in of), f"{limits[name] or 'never'}") for name, of in curves.items()]
     columns = ("ranks", *(f"{ranks:,}" for ranks in WORLDS), f"over {SHARE:.0%} from")
     here.show("synchronisation, ms of a step", columns, rows)
     here.write(
@@ -189,25 +175,14 @@ def model(arguments: argparse.Namespace, here: Session) -> None:
         **{"fitted": fitted._asdict(), "relative errors": errors.tolist(), "modelled": network._asdict()},
         **{"step seconds": arguments.step, "ranks": WORLDS, "seconds": curves, "over 5 % from": limits},
     )
-    plot(arguments.output / "scaling.png", curves, arguments.step)
-    here.print(f"wrote {arguments.output}/model.json and scaling.png")
-
-
-def plot(file: Path, curves: dict[str, list[float]], step: float) -> None:
-    import matplotlib.pyplot as plt
-
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    colours = dict(zip((*SCHEMES, "syncbn in nodes"), ("C0", "C1", "C2", "C3"), strict=True))
-    for name, seconds in curves.items():
-        who, _, topology = name.rpartition(", ")
-        shares = [100 * one / (step + one) for one in seconds]
-        axes.plot(WORLDS, shares, color=colours[who], linestyle="-" if topology == "ring" else "--", label=name)
+    for index, (name, seconds) in enumerate(curves.items()):
+        style = {"color": f"C{index // len(TOPOLOGIES)}", "linestyle": "-" if name.endswith("ring") else "--"}
+        axes.plot(WORLDS, [100 * one / (arguments.step + one) for one in seconds], label=name, **style)
     axes.axhline(100 * SHARE, color="black", linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="% of a step spent in synchronisation")
-    axes.set_xticks(WORLDS, [f"{ranks:,}" for ranks in WORLDS])
-    axes.minorticks_off()
     axes.legend()
-    figure.savefig(file, dpi=120)
+    figure.savefig(arguments.output / "scaling.png", dpi=120)
 
 
 def main() -> None:

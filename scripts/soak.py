@@ -6,19 +6,17 @@
 Each round does all that makes or keeps something: training under DistributedDataParallel with uneven batches, groups of
 an int, evaluation, conversion there and back, copies, checkpointing, second derivatives, several inputs, masks,
 syncbn.join, debug mode, errors that all ranks raise. Each round makes the default process group anew and destroys it.
-Then a rank compares its buffers with rank 0's bit by bit, and notes its resident memory and its numbers of file
-descriptors and threads, of which every gloo group has some.
+Before that syncbn.assert_synced compares the ranks' models bit by bit, and ends the program where they differ. After it
+each rank notes its resident memory and its numbers of file descriptors and threads, of which every gloo group has some.
 
-The table at the end is of the second half of the rounds: the slope of a line fitted to the memory, and by how much the
-numbers grew. The exit status is 1 where buffers differ or numbers grow, or memory by more than 1 % in that time. Writes
-soak.json to --output.
+Prints, of the second half of the rounds, the slope of a line fitted to the memory, and by how much the numbers grew;
+the exit status is 1 where numbers grow, or memory by more than 1 %. Writes soak.json to --output.
 """
 
 import argparse
 import copy
 import gc
 import json
-import math
 import os
 import statistics
 import sys
@@ -37,6 +35,7 @@ import syncbn
 
 STEPS = 5  # of each kind in a round
 MOST_GROWTH = 0.01  # of the memory
+FIRST_ROUNDS = 20  # in which memory is still being taken for the first time
 COUNTS = {"file descriptors": "/proc/self/fd", "threads": "/proc/self/task"}
 Rounds = list[dict[str, float]]  # what a rank measured after each
 
@@ -88,14 +87,6 @@ def round_of_everything(data: torch.Generator) -> nn.Module:
     return model
 
 
-def differing_buffers(model: nn.Module) -> list[str]:
-    """The names of those that are not, bit for bit, rank 0's."""
-    of_rank_0 = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    for buffer in of_rank_0.values():
-        dist.broadcast(buffer, 0)
-    return [name for name, buffer in model.named_buffers() if not torch.equal(of_rank_0[name], buffer)]
-
-
 def measure() -> dict[str, float]:
     """What this process holds, in bytes and numbers."""
     gc.collect()
@@ -107,55 +98,43 @@ def measure() -> dict[str, float]:
     return {"memory": pages * os.sysconf("SC_PAGE_SIZE"), **counts}
 
 
-def soak(store: dist.Store, rank: int, size: int, seconds: float) -> tuple[Rounds, list[str]]:
-    """What this rank measured after each round, when there was no process group; and the buffers that differed."""
+def soak(store: dist.Store, rank: int, size: int, seconds: float) -> Rounds:
+    """What this rank measured after each round, when there was no process group."""
     start, is_last = time.monotonic(), False
     rounds: Rounds = []
-    differing: list[str] = []
     while not is_last:
         index, timeout = len(rounds), timedelta(seconds=60)
         of_round = dist.PrefixStore(f"round {index}", store)
         dist.init_process_group("gloo", store=of_round, rank=rank, world_size=size, timeout=timeout)
         torch.manual_seed(index)  # the same weights on all ranks
-        model = round_of_everything(torch.Generator().manual_seed(index * size + rank))
-        differing += [f"round {index}: {name}" for name in differing_buffers(model)]
+        syncbn.assert_synced(round_of_everything(torch.Generator().manual_seed(index * size + rank)))
         seconds_over = torch.tensor(index > 0 and time.monotonic() - start > seconds)
         dist.broadcast(seconds_over, 0)
         is_last = bool(seconds_over)
-        del model
         dist.destroy_process_group()
         rounds.append({"seconds": time.monotonic() - start} | measure())
         if rank == 0 and index % 20 == 0:
             print(f"round {index}:", *(f"{name} {value:.0f}" for name, value in rounds[-1].items()), flush=True)
-    return rounds, differing
+    return rounds
 
 
-def growth(rounds: Rounds) -> dict[str, float]:
-    """Over the second half: bytes an hour of memory, that as a share, and the others' differences."""
-    half = rounds[len(rounds) // 2 :]
-    seconds, memory = ([one[name] for one in half] for name in ("seconds", "memory"))
-    slope = statistics.linear_regression(seconds, memory).slope if len(half) > 1 else 0.0
-    counts = {name: half[-1][name] - half[0][name] for name in COUNTS}
-    return {"memory an hour": 3600 * slope, "memory": slope * (seconds[-1] - seconds[0]) / memory[0]} | counts
-
-
-def report(measured: list[Rounds], differing: list[list[str]], output: Path) -> bool:
-    """Table and JSON of all ranks; whether nothing grows and nothing differs."""
-    grown, num_rounds = [growth(rounds) for rounds in measured], len(measured[0])
+def report(measured: list[Rounds], output: Path) -> bool:
+    """Print and write what all ranks measured; whether nothing grows."""
+    num_rounds, grows = len(measured[0]), False
     output.mkdir(parents=True, exist_ok=True)
-    about = {"torch": torch.__version__, "ranks": len(measured), "rounds": num_rounds, "growth": grown}
-    (output / "soak.json").write_text(json.dumps(about | {"differing": differing, "measured": measured}))
-    print(
-        f"{num_rounds} rounds in {measured[0][-1]['seconds']:.0f} s, torch {torch.__version__}; of their second half:"
-    )
-    print("rank  memory, MB  grows by, MB/h  file descriptors  threads  buffers that differ")
-    for rank, (rounds, names, one) in enumerate(zip(measured, differing, grown, strict=True)):
-        print(
-            f"{rank:4}  {rounds[-1]['memory'] / 1e6:10.0f}  {one['memory an hour'] / 1e6:14.2f}  "
-            f"{one['file descriptors']:+16.0f}  {one['threads']:+7.0f}  {len(names):19}"
-        )
-    most = math.inf if num_rounds < 20 else MOST_GROWTH  # at first memory is still being taken for the first time
-    return not any(differing) and all(max(one[n] for n in COUNTS) <= 0 and one["memory"] < most for one in grown)
+    results = {"torch": torch.__version__, "rounds": num_rounds, "measured": measured}
+    (output / "soak.json").write_text(json.dumps(results))
+    print(f"{num_rounds} rounds in {measured[0][-1]['seconds']:.0f} s; in the second half of them:")
+    for rank, rounds in enumerate(measured):
+        half = rounds[num_rounds // 2 :]
+        seconds, memory = ([one[name] for one in half] for name in ("seconds", "memory"))
+        slope = statistics.linear_regression(seconds, memory).slope if len(half) > 1 else 0.0  # bytes/s
+        counts = {name: half[-1][name] - half[0][name] for name in COUNTS}
+        more = ", ".join(f"{number:+.0f} {name}" for name, number in counts.items())
+        print(f"rank {rank}: {memory[-1] / 1e6:.0f} MB, which grow by {3600 * slope / 1e6:.2f} MB an hour; {more}")
+        too_much = slope * (seconds[-1] - seconds[0]) > MOST_GROWTH * memory[0]
+        grows |= max(counts.values()) > 0 or (too_much and num_rounds >= FIRST_ROUNDS)
+    return not grows
 
 
 def main() -> None:
@@ -165,10 +144,10 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     store, rank, size = next(dist.rendezvous("env://"))
-    store.set(f"found {rank}", json.dumps(soak(store, rank, size, 60 * arguments.minutes)))
+    store.set(f"measured {rank}", json.dumps(soak(store, rank, size, 60 * arguments.minutes)))
     if rank == 0:
-        measured, differing = zip(*(json.loads(store.get(f"found {other}")) for other in range(size)), strict=True)
-        sys.exit(not report(list(measured), list(differing), arguments.output))
+        measured = [json.loads(store.get(f"measured {other}")) for other in range(size)]
+        sys.exit(not report(measured, arguments.output))
 
 
 if __name__ == "__main__":

@@ -2,40 +2,22 @@
 # All tests, in parts, four at a time, as those that start programs wait more than they compute: four parts that start
 # programs, those of the GPU's kernels in Triton's interpreter, the others of one process, and last, as they use all cores,
 # those on 2, 3 (with the reference kernels) and 4 ranks. Ends with what failed and pytest's summary of each part.
-#   --quick    the essential part, in 2 minutes: 2 ranks, and none of the files below that mostly start programs, compile
-#              or interpret
-# Other arguments go to pytest, as in: scripts/test.sh -k voting
+# With --quick as the first argument the essential part, in 2 minutes: 2 ranks, and none of the files below that mostly start
+# programs, compile or interpret. Other arguments go to pytest, as in: scripts/test.sh -k voting
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment
 
-crashes=(tests/test_{crashes,two_hosts}.py)
-programs=(tests/test_{accelerate,gpu_run,lightning,package,readme,testing,voting}.py)
-examples=(tests/test_{evidence,examples,imagenet}.py)
-faults=(tests/test_faults.py)
-interpreted=(tests/test_kernels.py)
+declare -A starts_programs=( # part -> its files, tests/test_NAME.py
+    [examples]="evidence examples imagenet"
+    [crashes]="crashes two_hosts"
+    [programs]="accelerate gpu_run lightning package readme testing voting"
+    [faults]="faults"
+)
 compiled=(tests/test_{gpu_static,inductor}.py tests/distributed/test_compile{,_on_one_rank}.py)
-others=(tests --ignore tests/distributed)
-for file in "${crashes[@]}" "${programs[@]}" "${examples[@]}" "${faults[@]}"; do
-    others+=(--ignore "$file")
-done
-on_ranks=(tests/distributed)
-rank_counts=(2 3 4)
-quick=
-arguments=()
-for argument in "$@"; do
-    if [[ $argument == --quick ]]; then quick=1; else arguments+=("$argument"); fi
-done
-set -- "${arguments[@]}"
-if [[ $quick ]]; then
-    rank_counts=(2)
-    for file in "${compiled[@]}"; do
-        others+=(--ignore "$file")
-        on_ranks+=(--ignore "$file")
-    done
-else
-    prepare_triton || echo "Triton cannot be had here: its tests are skipped" >&2
-fi
+others=(tests --ignore=tests/distributed)
+for name in ${starts_programs[*]}; do others+=("--ignore=tests/test_$name.py"); done
+on_ranks=(tests/distributed) rank_counts=(2 3 4)
 
 logs=$(mktemp -d)
 set -m # each part is a process group, which can be ended as one
@@ -52,12 +34,17 @@ part() { # NAME COMMAND...: once there is room beside the others
     } &
 }
 
-if [[ ! $quick ]]; then
-    part "examples" python3 -m pytest "${examples[@]}" "$@"
-    part "crashes" python3 -m pytest "${crashes[@]}" "$@"
-    part "programs" python3 -m pytest "${programs[@]}" "$@"
-    part "faults" python3 -m pytest "${faults[@]}" "$@"
-    part "interpreted" env TRITON_INTERPRET=1 python3 -m pytest "${interpreted[@]}" -m triton "$@"
+if [[ ${1-} == --quick ]]; then
+    shift
+    rank_counts=(2)
+    others+=("${compiled[@]/#/--ignore=}")
+    on_ranks+=("${compiled[@]/#/--ignore=}")
+else
+    prepare_triton || echo "Triton cannot be had here: its tests are skipped" >&2
+    for name in examples crashes programs faults; do
+        part "$name" python3 -m pytest $(printf 'tests/test_%s.py ' ${starts_programs[$name]}) "$@"
+    done
+    part "interpreted" env TRITON_INTERPRET=1 python3 -m pytest tests/test_kernels.py -m triton "$@"
 fi
 part "one process" python3 -m pytest "${others[@]}" "$@"
 for count in "${rank_counts[@]}"; do
@@ -68,17 +55,12 @@ for count in "${rank_counts[@]}"; do
 done
 wait
 
-summary='^=.* in [0-9.]*s'
 touch "$logs/failed"
 while read -r name; do
     echo "== failed: $name"
-    if grep -q "$summary" "$logs/$name.log"; then
-        sed -n "/^=.* \\(FAILURES\\|ERRORS\\) =/,/$summary/p" "$logs/$name.log" | tail -n 200
-    else
-        tail -n 60 "$logs/$name.log"
-    fi
+    tail -n 200 "$logs/$name.log"
 done <"$logs/failed"
 for log in "$logs"/*.log; do
-    echo "$(basename "$log" .log): $(grep "$summary" "$log" | tail -n 1)"
+    echo "$(basename "$log" .log): $(grep '^=.* in [0-9.]*s' "$log" | tail -n 1)"
 done
 [[ ! -s $logs/failed ]]

@@ -1,8 +1,7 @@
 """Time batch norm beside its peers and beside the limit that memory sets.
 
-    python scripts/bench.py                                                one process: nothing is synchronised
-    torchrun --standalone --nproc-per-node 2 scripts/bench.py              two ranks, a process group between them
-    torchrun --standalone --nproc-per-node 2 scripts/bench.py --shapes 32x64x56x56 --dtypes float32 --rounds 50
+    python scripts/bench.py --shapes 32x64x56x56 --dtypes float32       one process: nothing is synchronised
+    torchrun --standalone --nproc-per-node 2 scripts/bench.py           two ranks, a process group between them
 
 In each round every peer takes its turn: two steps, of which the second is timed. A time is the median over the rounds
 of the slowest rank's, its spread half the distance between the quartiles; the first call is timed apart. Memory is per
@@ -39,8 +38,8 @@ import syncbn
 
 SHAPES = "32x64x56x56 32x256x28x28 64x256x56x56 8x64x32x32 8x512x7x7 256x1024 4x32x16x32x32 16x197x384"
 DTYPES = "float32 bfloat16 float16 float64"
-COLUMNS = dict.fromkeys(("forward", "backward", "both", "spread"), ".3f")  # of the table -> format
-COLUMNS |= {"both / syncbn": ".2f", "first call": ".1f", "saved": ".2f", "peak": ".2f", "collectives": ""}
+COLUMNS = {"forward": ".3f", "backward": ".3f", "both": ".3f", "spread": ".3f", "both / syncbn": ".2f"}
+COLUMNS |= {"first call": ".1f", "saved": ".2f", "peak": ".2f", "collectives": ""}  # of the table -> format
 Row = dict[str, Any]
 
 
@@ -54,29 +53,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, default=Path("runs/bench"), help="folder (default %(default)s)")
 
 
-class HandWritten(nn.Module):
+def by_hand(x: Tensor, running_mean: Tensor, running_var: Tensor, weight: Tensor, bias: Tensor, **_: bool) -> Tensor:
     """What one writes without a library: sums, a differentiable all_reduce, and autograd does the rest."""
+    dims, shape = [0, *range(2, x.ndim)], [-1] + [1] * (x.ndim - 2)
+    wide = x.float() if x.dtype.itemsize < 4 else x
+    count = wide.new_full((1,), x.numel() / len(weight))
+    sums = torch.cat((wide.sum(dims), wide.square().sum(dims), count))
+    if dist.is_initialized():
+        sums = all_reduce(sums, "sum", dist.group.WORLD)
+    mean, mean_square = (sums[:-1] / sums[-1]).chunk(2)
+    var = (mean_square - mean.square()).clamp(min=0)
+    with torch.no_grad():
+        running_mean.lerp_(mean.to(running_mean.dtype), 0.1)
+        running_var.lerp_((var * sums[-1] / (sums[-1] - 1)).to(running_var.dtype), 0.1)
+    scale = weight * (var + 1e-5).rsqrt()
+    return ((wide - mean.view(shape)) * scale.view(shape) + bias.view(shape)).to(x.dtype)
 
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
-        self.register_buffer("running_mean", torch.zeros(channels))
-        self.register_buffer("running_var", torch.ones(channels))
 
+class HandWritten(nn.modules.batchnorm._BatchNorm):
     def forward(self, x: Tensor) -> Tensor:
-        dims, shape = [0, *range(2, x.ndim)], [-1] + [1] * (x.ndim - 2)
-        wide = x.float() if x.dtype.itemsize < 4 else x
-        count = wide.new_full((1,), x.numel() / len(self.weight))
-        sums = torch.cat((wide.sum(dims), wide.square().sum(dims), count))
-        if dist.is_initialized():
-            sums = all_reduce(sums, "sum", dist.group.WORLD)
-        mean, mean_square = (sums[:-1] / sums[-1]).chunk(2)
-        var = mean_square - mean.square()
-        with torch.no_grad():
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), 0.1)
-            self.running_var.lerp_((var * sums[-1] / (sums[-1] - 1)).to(self.running_var.dtype), 0.1)
-        scale = self.weight * (var + 1e-5).rsqrt()
-        return ((wide - mean.view(shape)) * scale.view(shape) + self.bias.view(shape)).to(x.dtype)
+        return by_hand(x, self.running_mean, self.running_var, self.weight, self.bias)
 
 
 def make_peers(case: Case, device: torch.device, compiled: bool) -> dict[str, Peer]:
@@ -123,28 +119,21 @@ def run_case(case: Case, here: Session, rounds: int, compiled: bool) -> list[Row
     needs: dict[str, Row] = {name: {"first call": sum(call())} for name, call in calls.items()}
     for name, peer in peers.items():
         if "compiled" not in name:
-            with CommDebugMode() as collectives:  # whose hooks on leaves stay, and would copy their gradients
-                step(peer, *draw(case, here.device))
-            saved, peak = saved_bytes(peer, x, z) / x.nbytes, peak_bytes(peer, x, z, dy) / x.nbytes
-            needs[name] |= {"saved": saved, "peak": peak, "collectives": collectives.get_total_counts()}
+            needs[name] |= needs_of(peer, case, here.device)
     calls["limit"] = partial(time_limit, x, dy)
     if dist.is_initialized():
         calls["two all_reduces"] = partial(time_all_reduces, case.channels, here.device)
     times = {name: summarize(samples) for name, samples in in_turn(calls, rounds, warm_up=3, repeats=2).items()}
     rows = []
     for name, one in times.items():
-        ratio = {"both / syncbn": one["both"] / times["syncbn fused" if "fused" in name else "syncbn"]["both"]}
-        rows.append({"case": case.name, "peer": name} | dict.fromkeys(COLUMNS) | one | ratio | needs.get(name, {}))
+        ratio = one["both"] / times["syncbn fused" if "fused" in name else "syncbn"]["both"]
+        row = {"case": case.name, "peer": name, **dict.fromkeys(COLUMNS), **one, "both / syncbn": ratio}
+        rows.append(row | needs.get(name, {}))
     return rows
 
 
-def step(peer: Peer, x: Tensor, z: Tensor, dy: Tensor) -> None:
-    peer(x, z).backward(dy)
-    x.grad = z.grad = None
-
-
-def saved_bytes(peer: Peer, x: Tensor, z: Tensor) -> int:
-    """Of all memory that backward holds on to."""
+def needs_of(peer: Peer, case: Case, device: torch.device) -> Row:
+    """Of one step: the memory that backward holds on to and the most that was allocated at once; its collectives."""
     storages: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -152,40 +141,32 @@ def saved_bytes(peer: Peer, x: Tensor, z: Tensor) -> int:
         storages[storage._cdata] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        peer(x, z)
-    return sum(storages.values())
-
-
-def peak_bytes(peer: Peer, x: Tensor, z: Tensor, dy: Tensor) -> int:
-    """The most that a step has allocated at once."""
-    if x.is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step(peer, x, z, dy)
-        return torch.cuda.max_memory_allocated() - before
+    x, z, dy = draw(case, device)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), CommDebugMode() as collectives:
+        peer(x, z).backward(dy)
+    x, z, dy = draw(case, device)  # as its hooks on leaves stay, and would copy their gradients
     with profile(profile_memory=True) as profiler:
-        step(peer, x, z, dy)
-    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    changes.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in changes))
+        peer(x, z).backward(dy)
+    wanted = "[memory]", device.type.upper()
+    events = [
+        one for one in profiler.profiler.kineto_results.events() if (one.name(), one.device_type().name) == wanted
+    ]
+    events.sort(key=lambda event: event.start_ns())
+    peak = max(itertools.accumulate(event.nbytes() for event in events))
+    saved = sum(storages.values())
+    return {"saved": saved / x.nbytes, "peak": peak / x.nbytes, "collectives": collectives.get_total_counts()}
 
 
 def plot(file: Path, about: dict[str, object], rows: list[Row]) -> None:
     """The ratio of nn.BatchNorm's time to syncbn's in each case."""
     import matplotlib.pyplot as plt
 
-    names = list(dict.fromkeys(row["case"] for row in rows))
-    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.3 * len(names)), layout="constrained")
-    for offset, peer in ((-0.2, "nn.BatchNorm"), (0.2, "nn.BatchNorm fused")):
-        ratios = [row["both / syncbn"] for row in rows if row["peer"] == peer]
-        places = [index + offset for index in range(len(names))]
-        axes.barh(places, ratios, height=0.38, label=f"{peer} / syncbn")
+    shown = [row for row in rows if row["peer"] in ("nn.BatchNorm", "nn.BatchNorm fused")]
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.2 * len(shown)), layout="constrained")
+    axes.barh([f"{row['case']}, {row['peer']}" for row in shown], [row["both / syncbn"] for row in shown])
     axes.axvline(1, color="black", linewidth=1)
-    axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlabel(f"ratio of times, forward + backward, {about['ranks']} ranks x {about['threads']} threads")
-    axes.legend()
+    axes.set_xlabel(f"time / syncbn's, forward + backward, {about['ranks']} ranks")
     figure.savefig(file, dpi=120)
 
 

@@ -59,11 +59,11 @@ def cases(shapes: Iterable[str], dtypes: Sequence[str]) -> list[Case]:
 
 def draw(case: Case, device: torch.device) -> list[Tensor]:
     """x, z and dy."""
-    values = [torch.randn(case.shape, device=device).to(getattr(torch, case.dtype)) for _ in range(3)]
-    if case.channels_last and len(case.shape) > 3:
-        memory_format = torch.channels_last if len(case.shape) == 4 else torch.channels_last_3d
-        values = [value.contiguous(memory_format=memory_format) for value in values]
-    return [values[0].requires_grad_(), values[1].requires_grad_(), values[2]]
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d} if case.channels_last else {}
+    memory_format = formats.get(len(case.shape), torch.contiguous_format)
+    values = (torch.randn(case.shape, device=device).to(getattr(torch, case.dtype)) for _ in range(3))
+    x, z, dy = (value.contiguous(memory_format=memory_format) for value in values)
+    return [x.requires_grad_(), z.requires_grad_(), dy]
 
 
 def time_stages(device: torch.device, *stages: Callable[..., Any]) -> list[float]:
@@ -77,23 +77,17 @@ def time_stages(device: torch.device, *stages: Callable[..., Any]) -> list[float
     if on_gpu:
         torch.empty(L2_BYTES, dtype=torch.uint8, device=device).zero_()  # leaves nothing of use in the cache
         torch.cuda._sleep(AHEAD_CYCLES)
+    stream = torch.cuda.current_stream() if on_gpu else None
+    clock = (lambda: stream.record_event(torch.cuda.Event(enable_timing=True))) if stream else time.perf_counter
     results: list[Any] = []
-    times = [_now(on_gpu)]
+    times = [clock()]
     for stage in stages:
         results.append(stage(*results[-1:]))
-        times.append(_now(on_gpu))
+        times.append(clock())
     if on_gpu:
         torch.cuda.synchronize()
     pairs = itertools.pairwise(times)
     return [start.elapsed_time(end) if on_gpu else 1e3 * (end - start) for start, end in pairs]
-
-
-def _now(on_gpu: bool) -> Any:
-    if not on_gpu:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def time_step(peer: Peer, x: Tensor, z: Tensor, dy: Tensor) -> list[float]:
@@ -128,8 +122,9 @@ def median_and_spread(values: Sequence[float] | Tensor) -> tuple[float, float]:
 def summarize(samples: Sequence[Sequence[float]]) -> dict[str, float]:
     """Medians of (forward, backward) in each round, and the spread of both."""
     times = slowest_rank(samples)
-    medians = *times.median(0).values.tolist(), *median_and_spread(times.sum(1))
-    return dict(zip(("forward", "backward", "both", "spread"), medians, strict=True))
+    forward, backward = times.median(0).values.tolist()
+    both, spread = median_and_spread(times.sum(1))
+    return {"forward": forward, "backward": backward, "both": both, "spread": spread}
 
 
 def slowest_rank(samples: Sequence[Sequence[float]]) -> Tensor:
@@ -146,18 +141,15 @@ class Session(NamedTuple):
 
     device: torch.device
     is_first: bool
-    console: Console
+    print: Callable[..., None]
     about: dict[str, object]
 
-    def print(self, text: str) -> None:
-        self.console.print(text, highlight=False)
-
     def show(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        first, *others = columns
-        table = Table(first, *(Column(name, justify="right") for name in others), title=title, title_justify="left")
+        numbers = (Column(name, justify="right") for name in columns[1:])
+        table = Table(columns[0], *numbers, title=title, title_justify="left")
         for row in rows:
             table.add_row(*row)
-        self.console.print(table)
+        self.print(table)
 
     def write(self, file: Path, **results: object) -> None:
         """As JSON."""
@@ -181,16 +173,17 @@ def session(threads: int = 1, on_cpu: bool = False) -> Iterator[Session]:
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     is_first = not dist.is_initialized() or dist.get_rank() == 0
+    cpuinfo = Path("/proc/cpuinfo").read_text() if platform.system() == "Linux" else ""
     about = {
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "command": " ".join(sys.argv),
         "ranks": dist.get_world_size() if dist.is_initialized() else 1,
-        "threads": threads,
-        "processor": processor(),
+        "processor": next(iter(re.findall("model name\t: (.*)", cpuinfo)), platform.processor()),
         "cores": os.cpu_count(),
         **info(),
     }
-    here = Session(device, is_first, Console(quiet=not is_first, width=150), about)
+    console = Console(quiet=not is_first, width=150, highlight=False)
+    here = Session(device, is_first, console.print, about)
     for key, value in about.items():
         here.print(f"{key}: {value}")
     try:
@@ -198,10 +191,3 @@ def session(threads: int = 1, on_cpu: bool = False) -> Iterator[Session]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def processor() -> str:
-    """As Linux names it."""
-    file = Path("/proc/cpuinfo")
-    name = re.search("model name\t: (.*)", file.read_text()) if file.exists() else None
-    return name[1] if name else platform.processor()

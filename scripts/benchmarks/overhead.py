@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 scripts/bench.py overhead
 
-Three calls take turns, forward and backward of (2, 8, 2, 2) float32: a synchronised layer; a layer by itself
-(process_group=1); and an autograd Function that only issues the same two all_reduces. The overhead is what the first
-takes beyond the sum of the others: signatures, positions, the error messages. Prints rank 0's medians over the rounds,
-in microseconds.
+Three things take turns, with (2, 8, 2, 2) float32: forward and backward of a synchronised layer, those of a layer by
+itself (process_group=1), and two bare all_reduces of as many numbers, without a layer or autograd. The overhead is the
+first less the other two, so a layer's own Python and its autograd Function are subtracted once: signatures, positions
+and the error messages are left. Prints rank 0's medians over the rounds, in microseconds.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,28 +22,11 @@ from torch import Tensor
 import syncbn
 
 CHANNELS = 8
-NUMBERS = 2 * CHANNELS + 4  # float64, of an all_reduce
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=31, help="(default %(default)s)")
     parser.add_argument("--steps", type=int, default=100, help="of a round (default %(default)s)")
-
-
-class TwoAllReduces(torch.autograd.Function):
-    """Computes nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        dist.all_reduce(torch.zeros(NUMBERS, dtype=torch.float64))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        dist.all_reduce(torch.zeros(NUMBERS, dtype=torch.float64))
-        return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
 
 
 def time_steps(layer: Callable[[Tensor], Tensor], steps: int, clock: Callable[[], float]) -> tuple[float, float]:
@@ -63,20 +45,25 @@ def time_steps(layer: Callable[[Tensor], Tensor], steps: int, clock: Callable[[]
     return forward / steps * 1e6, backward / steps * 1e6
 
 
+def time_all_reduces(steps: int) -> tuple[float]:
+    """Microseconds of two all_reduces, the mean of so many pairs."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(2 * steps):
+        dist.all_reduce(torch.zeros(2 * CHANNELS + 4, dtype=torch.float64))
+    return ((time.perf_counter() - start) / steps * 1e6,)
+
+
 def run(arguments: argparse.Namespace) -> None:
     with session(on_cpu=True) as here:
         if not dist.is_initialized():
             raise SystemExit("torchrun starts this part: it needs a process group")
-        alone = syncbn.SyncBatchNorm2d(CHANNELS, process_group=1)
-        layers = {
-            "synchronised": syncbn.SyncBatchNorm2d(CHANNELS),
-            "alone": alone,
-            "two all_reduces": lambda x: TwoAllReduces.apply(x, alone.weight, alone.bias),
-        }
-        calls = {name: partial(time_steps, one, arguments.steps, time.perf_counter) for name, one in layers.items()}
-        times = {
-            name: [sum(one) for one in found] for name, found in in_turn(calls, arguments.rounds, warm_up=2).items()
-        }
+        layers = [syncbn.SyncBatchNorm2d(CHANNELS, process_group=group) for group in (None, 1)]
+        synchronised, alone = (partial(time_steps, one, arguments.steps, time.perf_counter) for one in layers)
+        bare = partial(time_all_reduces, arguments.steps)
+        calls = {"synchronised": synchronised, "alone": alone, "two all_reduces": bare}
+        samples = in_turn(calls, arguments.rounds, warm_up=2)
+        times = {name: [sum(one) for one in found] for name, found in samples.items()}
         times["overhead"] = [whole - one - two for whole, one, two in zip(*times.values(), strict=True)]
         for name, values in times.items():
             here.print(f"{name:16} {statistics.median(values):7.1f} us")

@@ -32,26 +32,22 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from imagenet import ResNet
 from segmentation import UNet
 
-
-def block() -> nn.Module:
-    """(N, 64, H, W) -> (N, 64, H, W)."""
-    return nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
-
-
 # Name -> makes the model, and the shape of a rank's input.
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet": (ResNet, (8, 3, 224, 224)),
     "segmentation": (partial(UNet, width=32), (2, 3, 128, 128)),
-    "block": (block, (32, 64, 56, 56)),
+    "block": (
+        lambda: nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()),
+        (32, 64, 56, 56),
+    ),
 }
 
 
 def write_by_hand(model: nn.Module) -> nn.Module:
-    """Put HandWritten in the place of each batch norm."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, nn.BatchNorm2d):
-                setattr(module, name, HandWritten(child.num_features))
+    """Make each batch norm a HandWritten one."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.__class__ = HandWritten
     return model
 
 
@@ -71,43 +67,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def time_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> list[float]:
     """Milliseconds of forward, and of backward and the optimizer."""
-
-    def backward(loss: Tensor) -> None:
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return time_stages(x.device, lambda: model(x).square().mean(), backward)
-
-
-def run_model(name: str, arguments: argparse.Namespace, device: torch.device) -> dict[str, dict[str, float]]:
-    """The times of each kind of norm."""
-    make, shape = MODELS[name]
-    memory_format = torch.channels_last if arguments.channels_last else torch.contiguous_format
-    sides = [max(32, int(arguments.scale * side)) for side in shape[2:]]
-    x = torch.randn(*shape[:2], *sides, device=device).to(memory_format=memory_format)
-    calls = {}
-    for kind, convert in KINDS.items():
-        model = convert(make()).to(device, memory_format=memory_format)
-        if arguments.compiled:
-            model = torch.compile(model)
-        if dist.is_initialized():
-            model = DistributedDataParallel(model)
-        calls[kind] = partial(time_step, model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), x)
-    samples = in_turn(calls, arguments.rounds, warm_up=2, repeats=2)
-    return {kind: summarize(of_kind) for kind, of_kind in samples.items()}
+    return time_stages(
+        x.device,
+        lambda: model(x).square().mean(),
+        lambda loss: (optimizer.zero_grad(), loss.backward(), optimizer.step()),
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
+    memory_format = torch.channels_last if arguments.channels_last else torch.contiguous_format
+    columns = ("batch norm", "forward ms", "backward ms", "both ms", "+-", "both / syncbn")
+    results: dict[str, dict[str, dict[str, float]]] = {}
     with session(arguments.threads) as here:
-        results = {}
         for name in arguments.models:
-            results[name] = times = run_model(name, arguments, here.device)
-            both = times["syncbn"]["both"]
+            make, shape = MODELS[name]
+            sides = [max(32, int(arguments.scale * side)) for side in shape[2:]]
+            x = torch.randn(*shape[:2], *sides, device=here.device).to(memory_format=memory_format)
+            calls = {}
+            for kind, convert in KINDS.items():
+                model = convert(make()).to(here.device, memory_format=memory_format)
+                if arguments.compiled:
+                    model = torch.compile(model)
+                if dist.is_initialized():
+                    model = DistributedDataParallel(model)
+                calls[kind] = partial(time_step, model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), x)
+            samples = in_turn(calls, arguments.rounds, warm_up=2, repeats=2)
+            results[name] = times = {kind: summarize(of_kind) for kind, of_kind in samples.items()}
             rows = [
-                (kind, *(f"{ms:.1f}" for ms in one.values()), f"{one['both'] / both:.2f}")
+                (kind, *(f"{ms:.1f}" for ms in one.values()), f"{one['both'] / times['syncbn']['both']:.2f}")
                 for kind, one in times.items()
             ]
-            columns = ("batch norm", "forward ms", "backward ms", "both ms", "+-", "both / syncbn")
             here.show(f"\n{name}{', compiled' if arguments.compiled else ''}", columns, rows)
             here.write(arguments.output / "steps.json", times=results)
