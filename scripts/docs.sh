@@ -1,8 +1,13 @@
 #!/usr/bin/env bash
-# The guides of docs/ and the API, from the docstrings, in runs/docs/index.html. A warning or a broken link is an error.
+# The guides of docs/ and the API, from the docstrings, in runs/docs/index.html. A warning is an error, as is a broken
+# link between pages. Uses the virtual environment that is active, where that has torch; else .venv.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-prepare_environment
+if [[ -n "${VIRTUAL_ENV:-${CONDA_PREFIX:-}}" ]] && python -c 'import torch' 2>/dev/null; then
+    export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # the syncbn of this clone
+else
+    prepare_environment
+fi
 python -c 'import furo, myst_parser, sphinx, sphinx_copybutton' 2>/dev/null ||
     install_pinned furo myst-parser sphinx sphinx-copybutton
 python -m sphinx --fail-on-warning --keep-going --quiet -b html docs runs/docs
