@@ -250,7 +250,6 @@ EXPORTED int64_t syncbn_scratch(const Plan* plan, int adds) noexcept {
 
 EXPORTED int syncbn_forward_sums(const Plan* plan, const Sums* call) noexcept {
   if (lack_memory({{call->x, plan->sizes.numel()}})) return NO_MEMORY;
-  call->sums[2 * plan->sizes.channels] = double(plan->sizes.outer * plan->sizes.inner);
   double own[OWN_SCRATCH];
   return loops[plan->dtype].sum(*plan, *call, false, call->scratch ? call->scratch : own);
 }
@@ -299,8 +298,7 @@ EXPORTED int syncbn_forward_outputs(const Plan* plan, const ForwardOutputs* call
     shift[channel] = bias[channel] - (mean - center[channel]) * scale[channel];
   }
   if (plan->relu && !plan->has_residual) std::copy_n(scale, 2 * channels, all_invstd + channels + 1);
-  Status status = loops[plan->dtype].normalize(*plan, *call, center, bias + channels);
-  if (status != OK) return status;
+  if (Status status = loops[plan->dtype].normalize(*plan, *call, center, bias + channels); status != OK) return status;
   double momentum = plan->averages && call->counter ? 1.0 / double(*call->counter + 1) : call->momentum;
   syncbn_update_running_stats(plan, call->running_mean, call->running_var, call->statistics, momentum);
   if (call->counter) ++*call->counter;
@@ -312,13 +310,11 @@ EXPORTED int syncbn_backward_sums(const Plan* plan, const Sums* call) noexcept {
   if (lack_memory({{call->x, numel}, {call->dy, numel}, {call->y, plan->has_y * numel}, {call->statistics, channels}}))
     return NO_MEMORY;
   double *sum_dy = call->sums, *sum_dy_xmu = sum_dy + channels;
-  if (plan->is_signed) sum_dy_xmu[channels] = 0;  // for the count: all payloads of a layer have one length
-  double own[OWN_SCRATCH], *scratch = call->scratch ? call->scratch : own;
+  double own[OWN_SCRATCH], *scratch = call->scratch ? call->scratch : own, *grad_weight = scratch;
   const double *mean = call->statistics, *invstd = mean + 2 * channels;
   Status status = loops[plan->dtype].sum(*plan, *call, true, scratch);
-  double* grad_weight = scratch;
   for (int64_t channel = 0; channel < channels; ++channel) {
-    double rest = plan->dtype == FLOAT64 ? 0 : mean[channel] - float(mean[channel]);
+    double rest = mean[channel] - center_of(mean[channel], plan->dtype);
     sum_dy_xmu[channel] -= rest == 0 ? 0 : rest * sum_dy[channel];  // 0 times an infinite sum is NaN
     grad_weight[channel] = sum_dy_xmu[channel] * invstd[channel];
   }

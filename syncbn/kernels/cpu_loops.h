@@ -292,8 +292,9 @@ template <typename Term> Status sum_all(const Sizes& sizes, const Term& term, do
 template <typename T> Status sum(const Plan& plan, const Sums& call, bool backward, double* scratch) {
   const Sizes& sizes = plan.sizes;
   int64_t width = sizes.spread_size();
-  std::fill_n(call.sums, 2 * sizes.channels, 0.0);
-  if (plan.is_signed) std::copy_n(call.signature, SIGNATURE, call.sums + 2 * sizes.channels + 1);
+  double* behind = std::fill_n(call.sums, 2 * sizes.channels, 0.0);
+  if (plan.is_signed || !backward) *behind = backward ? 0 : double(sizes.outer * sizes.inner);  // n
+  if (plan.is_signed) std::copy_n(call.signature, SIGNATURE, behind + 1);
   auto sum_of = [&](auto term) {
     term.dy = (const T*)call.dy, term.x = (const T*)call.x, term.y = (const T*)call.y;
     for (size_t which = 0; which < term.numbers.size(); ++which) {
