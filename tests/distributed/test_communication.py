@@ -15,22 +15,15 @@ from voting import Ranks
 import syncbn
 
 
-def count_collectives(layer: nn.Module, *inputs: torch.Tensor) -> tuple[int, int]:
-    """All collectives of any kind: in forward, in backward."""
-    with CommDebugMode() as forward:
-        y = layer(*inputs)
-    with CommDebugMode() as backward:
-        y.sum().backward()
-    return forward.get_total_counts(), backward.get_total_counts()
-
-
-@pytest.mark.parametrize("options", [{}, {"fuse_relu": True}, {"affine": False}, {"momentum": None}], ids=str)
-def test_one_collective_each_way_in_training_none_in_evaluation(ranks: Ranks, options: dict[str, object]) -> None:
+@pytest.mark.parametrize("options", [{"fuse_relu": True}, {"affine": False}, {"momentum": None}], ids=str)
+def test_one_collective_each_way_with_a_residual(ranks: Ranks, options: dict[str, object]) -> None:
     layer = syncbn.SyncBatchNorm(3, **options, device=ranks.device)
     x = torch.randn(2, 3, 4, device=ranks.device, requires_grad=True)
-    assert count_collectives(layer, x) == (1, 1)
-    assert count_collectives(layer, x, torch.randn_like(x)) == (1, 1)
-    assert count_collectives(layer.eval(), x) == (0, 0)
+    with CommDebugMode() as forward:
+        y = layer(x, torch.randn_like(x))
+    with CommDebugMode() as backward:
+        y.sum().backward()
+    assert forward.get_total_counts() == backward.get_total_counts() == 1
 
 
 class DropGradient(torch.autograd.Function):
@@ -80,7 +73,7 @@ def test_hard_inputs(ranks: Ranks, case: str, dtype: torch.dtype) -> None:
         assert error <= bound, (case, name, error)
 
 
-@pytest.mark.parametrize("constant", [0.0, 0.1, 1e4, 1e6])
+@pytest.mark.parametrize("constant", [0.1, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_constant_channels(ranks: Ranks, constant: float, dtype: torch.dtype) -> None:
     """E[x^2] - mean^2 must not go below zero, or eps does not save the root; output = bias."""
@@ -116,5 +109,4 @@ def test_profiler_ranges_hold_the_all_reduce(ranks: Ranks) -> None:
         return [] if event is None else [event.name, *names_around(event.cpu_parent)]
 
     inside = [names_around(event) for event in profile.events() if "allreduce" in event.name]
-    for name in ("syncbn.forward", "syncbn.backward"):
-        assert any(name in names for names in inside), name
+    assert {"syncbn.forward", "syncbn.backward"} <= {name for names in inside for name in names}
