@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import queue
 import re
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,7 +23,7 @@ from voting import Ranks
 import syncbn
 from syncbn import torch_private
 from syncbn.diagnosis import signatures, waiting, watchdog
-from syncbn.diagnosis.this_rank import Position, ThisRank
+from syncbn.diagnosis.this_rank import Position
 from syncbn.distributed import reduction
 from syncbn.distributed.reduction import Caller, Guard, guarded_by
 from syncbn.distributed.text_exchange import ranks_in_words
@@ -70,14 +68,16 @@ def test_names_passes_and_calls(ranks: Ranks, doing: list[str]) -> None:
 def test_names_without_a_model(ranks: Ranks, doing: list[str]) -> None:
     layer, x = layer_and_input(ranks)
     layer(x.requires_grad_())
+    syncbn.functional.sync_batch_norm_many([x, x])
     y = syncbn.functional.sync_batch_norm(x, None, None, training=True)
     (gradient,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
     gradient.pow(2).sum().backward()
-    syncbn.functional.sync_batch_norm_many([x, x])
-    passes = [text.partition(",")[0] for text in doing]
-    assert passes[:2] == ["SyncBatchNorm forward", "sync_batch_norm forward"]
-    assert set(passes[2:-1]) == {"sync_batch_norm backward", "sync_batch_norm double backward"}
-    assert passes[-1] == "sync_batch_norm_many forward"
+    passes = "sync_batch_norm forward", "sync_batch_norm backward", "sync_batch_norm double backward"
+    assert {text.partition(",")[0] for text in doing} == {
+        "SyncBatchNorm forward",
+        "sync_batch_norm_many forward",
+        *passes,
+    }
 
 
 def test_ranks_in_words() -> None:
@@ -85,54 +85,39 @@ def test_ranks_in_words() -> None:
     assert ranks_in_words([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
 
 
-def test_a_thread_writes_the_positions_of_ordinary_steps(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write may take as long as an all_reduce."""
-    layer, x = layer_and_input(ranks)
-    layer(x)
-    writers = set()
-    monkeypatch.setattr(ThisRank, "write", lambda *_: writers.add(threading.current_thread().name))
-    layer(x).sum().backward()
-    time.sleep(0.5)
-    assert writers == {"syncbn.watchdog"}
-
-
-# Ranks that meet in different layers or passes.
-
-
-@on_cpu
-def test_different_layers_with_as_many_channels(ranks: Ranks) -> None:
-    """What would otherwise mix the statistics of two layers in silence."""
-    model, x, last = Block(), torch.randn(4, 3), ranks.size - 1
-    model(x)
-    others = ranks_in_words([*range(last)])
-    expected = rf"{others}: in tail.0 forward, call 2\nrank {last}: in bn1 forward, call 2\nEvery rank must"
-    with unchanged(model), pytest.raises(RuntimeError, match=expected):
-        (model.bn1 if ranks.rank == last else model.tail[0])(x)
-    assert model(x).isfinite().all()  # the group goes on
+# What ranks meet in that have made a call of model: one rank's, the others', and what is said on all of them.
+MEETINGS: list[tuple[Callable[..., object], Callable[..., object], str]] = [
+    (
+        lambda model, x, y: model.tail[0](x),
+        lambda model, x, y: model.bn1(x),
+        r"rank 0: in tail.0 forward, call 2\nOTHERS: in bn1 forward, call 2\nEvery rank must",
+    ),
+    (
+        lambda model, x, y: model(x),
+        lambda model, x, y: y.sum().backward(),
+        r"rank 0: in bn1 forward, call 2\nOTHERS: in tail.0 backward, call 1\nA rank has left out a backward",
+    ),
+    (
+        lambda model, x, y: model(x.bfloat16()),
+        lambda model, x, y: model(x),
+        r"have inputs of different dtypes.\nrank 0: in bn1 forward, call 2, with an input of torch.bfloat16\n"
+        r"OTHERS: in bn1 forward, call 2, with an input of torch.float32\nUse autocast on every rank",
+    ),
+]
 
 
 @on_cpu
-def test_forward_and_backward_at_once(ranks: Ranks) -> None:
+@pytest.mark.parametrize(("of_rank_0", "of_others", "said"), MEETINGS, ids=["layers", "passes", "dtypes"])
+def test_ranks_in_different_layers_passes_or_dtypes(
+    ranks: Ranks, of_rank_0: Callable[..., object], of_others: Callable[..., object], said: str
+) -> None:
+    """What would otherwise mix their statistics in silence."""
     model, x = Block(), torch.randn(4, 3)
-    y = model(x, skip=True)
-    call = y.sum().backward if ranks.rank else lambda: model(x, skip=True)
-    with pytest.raises(RuntimeError, match=r"rank 0: in bn1 forward, call 2\nranks? 1(-\d)?: in bn1 backward, call 1"):
-        call()
-
-
-@on_cpu
-def test_one_rank_has_another_dtype(ranks: Ranks) -> None:
-    """Whose statistics were added up without a word."""
-    layer, x = layer_and_input(ranks)
-    layer(x)
-    expected = (
-        r"have inputs of different dtypes.\nrank 0: in SyncBatchNorm forward, call 2, with an input of torch.bfloat16\n"
-        r"ranks? 1.*: in SyncBatchNorm forward, call 2, with an input of torch.float32\nUse autocast on every rank"
-    )
-    with unchanged(layer), pytest.raises(RuntimeError, match=expected):
-        layer(x if ranks.rank else x.bfloat16())
-    with pytest.raises((TypeError, RuntimeError), match=r"expected a float16, .* input, got torch.int64"):
-        layer(x if ranks.rank else x.long())
+    y = model(x)
+    message = said.replace("OTHERS", ranks_in_words([*range(1, ranks.size)]))
+    with unchanged(model), pytest.raises(RuntimeError, match=message):
+        (of_others if ranks.rank else of_rank_0)(model, x, y)
+    assert model(x).isfinite().all()  # the group goes on
 
 
 @pytest.mark.parametrize("debug_first", [False, True])
@@ -169,26 +154,13 @@ def test_signatures_are_exact(num_ranks: int) -> None:
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
-    """Takes what has been logged."""
-    caplog.set_level(logging.WARNING, "syncbn")
-
-    def take() -> str:
-        text = "\n".join(caplog.messages)
-        caplog.clear()
-        return text
-
-    return take
-
-
-@pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank warns when it has waited half a second."""
     monkeypatch.setattr(waiting, "FIRST_WARNING_SECONDS", 0.5)
 
 
 @on_cpu
-def test_debug_mode_tells_a_wait_of_3_seconds(ranks: Ranks, said: Callable[[], str]) -> None:
+def test_debug_mode_tells_a_wait_of_3_seconds(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     layer, x = layer_and_input(ranks)
     with syncbn.debug():
         layer(x)
@@ -196,9 +168,8 @@ def test_debug_mode_tells_a_wait_of_3_seconds(ranks: Ranks, said: Callable[[], s
             layer.eval()(x)
             time.sleep(4)
         layer.train()(x)
-    text = said()
     expected = rf"rank {ranks.rank} has waited \d s for others\.\nrank 0: after .*; has called a layer in evaluation"
-    assert re.search(expected, text) if ranks.rank else not text, text
+    assert re.search(expected, caplog.text) if ranks.rank else not caplog.text, caplog.text
 
 
 def forward_and_backward(model: nn.Module) -> None:
@@ -218,26 +189,25 @@ ELSEWHERE: dict[str, Callable[[], Callable[[], object]]] = {
 @on_cpu
 @pytest.mark.parametrize("kind", ELSEWHERE)
 @pytest.mark.usefixtures("impatient")
-def test_a_long_wait_elsewhere_is_told(ranks: Ranks, said: Callable[[], str], kind: str) -> None:
+def test_a_long_wait_elsewhere_is_told(ranks: Ranks, caplog: pytest.LogCaptureFixture, kind: str) -> None:
     layer, x = layer_and_input(ranks)
     layer(x)
     collective = ELSEWHERE[kind]()
     if ranks.rank == 0:
         time.sleep(2)
     collective()
-    text = said()
     expected = (
         rf"rank {ranks.rank} has waited \d+ s for others, at \w+.py:\d+ in a collective outside of syncbn's layers.\n"
         r"ranks 0-1: after SyncBatchNorm forward, call 1\nEvery rank must"
     )
-    assert re.search(expected, text) if ranks.rank else not text, text
+    assert re.search(expected, caplog.text) if ranks.rank else not caplog.text, caplog.text
     dist.barrier()  # all have read the positions
 
 
 @pytest.mark.two_ranks
 @on_cpu
 @pytest.mark.usefixtures("impatient")
-def test_other_waits_are_not_told(ranks: Ranks, said: Callable[[], str]) -> None:
+def test_other_waits_are_not_told(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     """Of data, in a hook of backward, in many short collectives, in evaluation: all longer than the patience."""
     layer, x = layer_and_input(ranks)
     y = layer(x.requires_grad_())
@@ -253,7 +223,7 @@ def test_other_waits_are_not_told(ranks: Ranks, said: Callable[[], str]) -> None
     while time.monotonic() < end:
         layer.eval()(x)
     dist.barrier()
-    assert not said()
+    assert not caplog.text
 
 
 # On a GPU the host does not wait; here it is played by events.
@@ -266,7 +236,9 @@ def event(happened: bool = False) -> mock.Mock:
 @pytest.mark.two_ranks
 @on_cpu
 @pytest.mark.usefixtures("impatient")
-def test_a_long_wait_of_the_gpu_is_told(ranks: Ranks, said: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_wait_of_the_gpu_is_told(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The oldest unfinished all_reduce is named, though the host has gone on; nothing once all are finished, and while
     a graph is captured, when no event may be asked."""
     monkeypatch.setattr(Tensor, "is_cuda", True)
@@ -279,21 +251,20 @@ def test_a_long_wait_of_the_gpu_is_told(ranks: Ranks, said: Callable[[], str], m
     for name, behind in {"first": event(happened=True), "second": second, "third": third}.items():
         all_reduce(name, behind)
     time.sleep(1.2)
-    text = said()
     expected = (
         rf"rank {ranks.rank} has waited \d s for others, in second forward, call 1 on the GPU, .*\n"
         r"ranks 0-1: in third forward, call 1\n"
     )
-    assert re.search(expected, text), text
+    assert re.search(expected, caplog.text), caplog.text
     second.query.return_value = third.query.return_value = True
-    said()
+    caplog.clear()
     time.sleep(1.2)
-    assert not said()
+    assert not caplog.text
     all_reduce("warm-up", before_capture)
     all_reduce("captured", None)
     time.sleep(1)
     assert not before_capture.query.called
-    assert not said()
+    assert not caplog.text
     dist.barrier()
 
 
@@ -373,23 +344,19 @@ def test_the_rank_of_a_nan_is_named(ranks: Ranks, bad: float, masked: bool, debu
 
 
 def test_debug_mode_changes_no_result(ranks: Ranks) -> None:
-    results = []
-    x = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(ranks.rank)).to(ranks.device)
-    for context in (contextlib.nullcontext(), syncbn.debug()):
-        layer, leaf = syncbn.SyncBatchNorm(3).to(ranks.device), x.clone().requires_grad_()
-        with context:
-            layer(leaf).pow(3).sum().backward()
-        results.append((leaf.grad, layer.running_var, layer.weight.grad))
-    assert all(map(torch.equal, *results))
-
-
-def test_debug_mode_in_groups_of_some_ranks(ranks: Ranks) -> None:
-    """torch names a group made by its members alone by how many groups a rank is in, which differs here."""
+    """Also in a group of some ranks: torch names one made by its members alone by how many groups a rank is in, which
+    differs here."""
     dist.new_group([0])
     x = torch.randn(4, 3, device=ranks.device)
-    with syncbn.debug():
-        for size in (None, 1 if ranks.size % 2 else 2):
-            syncbn.SyncBatchNorm(3, process_group=size, device=ranks.device)(x).sum().backward()
+    for size in (None, 1 if ranks.size % 2 else 2):
+        results = []
+        for context in (contextlib.nullcontext(), syncbn.debug()):
+            layer = syncbn.SyncBatchNorm(3, process_group=size, device=ranks.device)
+            leaf = x.clone().requires_grad_()
+            with context:
+                layer(leaf).pow(3).sum().backward()
+            results.append((leaf.grad, layer.running_var, layer.weight.grad))
+        assert all(map(torch.equal, *results))
 
 
 def test_debug_mode_names_other_channels(ranks: Ranks) -> None:
