@@ -49,23 +49,16 @@ BEFORE_STEP = "after body.bn1 backward, call 2"
 LAST = "after body.bn1 backward, call 6"
 EVALUATES = rf"{BEFORE_STEP}; has called a layer in evaluation mode(; has left with .*)?"
 HAS_ENDED = r"; its process \(\d+\) has ended"
+NO_MORE = r"[^\n]*\n\Z"  # of a rank that ends by its own exception: it is the others' collective that fails
 FIRST = "in body.bn1 forward, call 1"
 IN_BACKWARD = "in body.bn3 backward, call 3"
 OF_TWO_MODELS = r"in layer '1' forward, call 3; first called at faulty_job.py:\d+, as layer number {} of .*"
-
-
-def _says_no_more_than(error: str) -> str:
-    """The last line of a rank that ends by its own exception: it is the others' collective that fails."""
-    return rf"\n{error}: [^\n]*\n\Z"
 
 
 def _of_dtypes(where: str, one: str, other: str) -> tuple[str, str]:
     """Said without and in debug mode."""
     said = _where(*(f"{where}, with an input of torch.{dtype}" for dtype in (one, other)))
     return said, _where(f"in body.bn1 .*torch.{one}.*", f"in body.bn1 .*torch.{other}.*")
-
-
-OF_AUTOCAST, OF_AUTOCAST_IN_DEBUG = _of_dtypes(IN_1, "float32", "bfloat16")
 
 
 FAULTS = {
@@ -83,18 +76,18 @@ FAULTS = {
     "not converted": Fault(_where(FIRST, "has not been seen in body.bn1(; .*)?")),
     "channels": Fault("", _where(f"{FIRST}: 4 channels.*", f"{FIRST}: 5 channels.*")),
     "dtype": Fault(*_of_dtypes(FIRST, "float32", "float64")),
-    "autocast": Fault(OF_AUTOCAST + "Use autocast on every rank or on none", OF_AUTOCAST_IN_DEBUG),
+    "autocast": Fault(*_of_dtypes(IN_1, "float32", "bfloat16")),
     "two models, another order": Fault(_where(*map(OF_TWO_MODELS.format, (1, 2))), by_hand=False),
     "evaluates, DDP broadcasts buffers": Fault(_where(IN_1, EVALUATES) + r".*call ddp\.module\(x\)"),
     "one more step, then a barrier": Fault(  # in which the others wait
         rf"rank 0: {LAST}\nrank 1: in body.bn1 forward, call 7.*\n.*syncbn\.join"
     ),
     "exception in forward": Fault(
-        _where(IN_2, f"{AFTER_1}; has left with KeyError: .*"), said_at_fault=_says_no_more_than("KeyError")
+        _where(IN_2, f"{AFTER_1}; has left with KeyError: .*"), said_at_fault=rf"\nKeyError: {NO_MORE}"
     ),
     "exception in the data loader": Fault(
         _where(IN_1, f"{BEFORE_STEP}; has left with OSError: cannot read image 17"),
-        said_at_fault=_says_no_more_than("OSError"),
+        said_at_fault=rf"\nOSError: {NO_MORE}",
     ),
     "kill -9 in forward": Fault(_where(IN_2, AFTER_1 + HAS_ENDED)),
     "kill -9 in backward": Fault(_where(IN_BACKWARD, f"after body.bn3 forward, call 3{HAS_ENDED}")),

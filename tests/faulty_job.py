@@ -1,6 +1,6 @@
 """One rank of a small training job in which the last rank does something wrong in its third step; see faults.py.
 
-python tests/faulty_job.py FAULT syncbn|plain          with the environment variables of torchrun
+python tests/faulty_job.py FAULT syncbn|plain [FOLDER]         with the environment variables of torchrun
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ TIMEOUT = timedelta(seconds=int(os.environ.get("COLLECTIVE_SECONDS", 3)))
 BACKEND = os.environ.get("TESTS_BACKEND", "gloo")  # with nccl all ranks share a GPU
 UNTIL_WRITTEN_SECONDS = 0.5  # a thread writes a rank's position, soon after it has changed
 STEPS, FAULTY_STEP = 6, 3
-FAULT, LAYER = sys.argv[1:]
+FAULT, LAYER, *FOLDER = sys.argv[1:]
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 AT_FAULT = RANK == RANKS - 1
 SYNCHRONISES = not (AT_FAULT and FAULT == "not converted")
@@ -119,6 +120,11 @@ def before_step(model: nn.Sequential) -> None:
         model.body.bn1.process_group = 1 if AT_FAULT else RANKS
     if FAULT == "a group on one rank alone" and AT_FAULT:
         model.body.bn1.process_group = 1
+    if FAULT == "link cut":  # between hosts, by the test
+        time.sleep(UNTIL_WRITTEN_SECONDS)
+        Path(*FOLDER, f"rank {RANK}").touch()
+        while not Path(*FOLDER, "cut").exists():
+            time.sleep(0.01)
     if FAULT == "kill -9 in the all_reduce":
         if AT_FAULT:
             threading.Thread(target=kill).start()

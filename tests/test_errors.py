@@ -130,7 +130,9 @@ def test_errors_of_a_layer_name_it_and_the_remedy() -> None:
 @pytest.mark.parametrize(
     ("value", "new_layer"),
     [
-        *[(value, "syncbn.SyncBatchNorm(3)") for value in ("", "0", "1")],
+        ("", "syncbn.SyncBatchNorm(3)"),
+        ("0", "syncbn.SyncBatchNorm(3)"),
+        ("1", "syncbn.SyncBatchNorm(3)"),
         ("1", "syncbn.convert_syncbn_model(torch.nn.BatchNorm1d(3))"),
         ("1", "torch.load(sys.argv[1], weights_only=False)"),
     ],

@@ -9,7 +9,6 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -59,24 +58,25 @@ def doing() -> Iterator[list[str]]:
 
 def test_names_passes_and_calls(ranks: Ranks, doing: list[str]) -> None:
     model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), Block()).to(ranks.device))
+    x = torch.randn(4, 3, device=ranks.device, requires_grad=True)
     for _ in range(2):
-        model(torch.randn(4, 3, device=ranks.device)).sum().backward()
+        model(x).sum().backward()
     passes = "1.bn1 forward", "1.tail.0 forward", "1.tail.0 backward", "1.bn1 backward"
     assert doing == [f"{one}, call {call}" for call in (1, 2) for one in passes]
-
-
-def test_names_without_a_model(ranks: Ranks, doing: list[str]) -> None:
-    layer, x = layer_and_input(ranks)
-    layer(x.requires_grad_())
+    doing.clear()
+    model.module[1].bn1(x)
     syncbn.functional.sync_batch_norm_many([x, x])
     y = syncbn.functional.sync_batch_norm(x, None, None, training=True)
     (gradient,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
     gradient.pow(2).sum().backward()
-    passes = "sync_batch_norm forward", "sync_batch_norm backward", "sync_batch_norm double backward"
-    assert {text.partition(",")[0] for text in doing} == {
-        "SyncBatchNorm forward",
+    assert [text.partition(",")[0] for text in doing[:3]] == [
+        "1.bn1 forward",
         "sync_batch_norm_many forward",
-        *passes,
+        "sync_batch_norm forward",
+    ]
+    assert {text.partition(",")[0] for text in doing[3:]} == {
+        "sync_batch_norm backward",
+        "sync_batch_norm double backward",
     }
 
 
@@ -121,17 +121,10 @@ def test_ranks_in_different_layers_passes_or_dtypes(
 
 
 @pytest.mark.parametrize("debug_first", [False, True])
-@pytest.mark.parametrize(
-    ("of_rank_0", "of_others"),
-    [
-        (lambda: nn.Sequential(syncbn.SyncBatchNorm(3)), lambda: syncbn.SyncBatchNorm1d(3)),  # it alone has a model
-        (lambda: nn.Sequential(Block()), Block),  # it wraps the model
-    ],
-)
-def test_other_names_for_the_same_layers(
-    ranks: Ranks, of_rank_0: Callable[[], nn.Module], of_others: Callable[[], nn.Module], debug_first: bool
-) -> None:
-    model = (of_others() if ranks.rank else of_rank_0()).to(ranks.device)
+@pytest.mark.parametrize("make", [lambda: syncbn.SyncBatchNorm1d(3), Block], ids=["no model", "a model"])
+def test_other_names_for_the_same_layers(ranks: Ranks, make: Callable[[], nn.Module], debug_first: bool) -> None:
+    """Rank 0 has them in a further module."""
+    model = (make() if ranks.rank else nn.Sequential(make())).to(ranks.device)
     for debug in (debug_first, not debug_first, debug_first):
         with syncbn.debug() if debug else contextlib.nullcontext():
             model(torch.randn(4, 3, device=ranks.device)).sum().backward()
@@ -280,24 +273,17 @@ def test_a_gpu_that_is_behind_does_not_wait() -> None:
 
 def test_an_event_is_asked_on_its_own_gpu_and_beside_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own query makes a context on GPU 0, and fails the capture of a graph by another thread."""
-    done: list[str] = []
-
-    @contextlib.contextmanager
-    def on(device: torch.device) -> Iterator[None]:
-        done.append(f"on {device}")
-        yield
-        done.append("off")
-
-    def exchange(mode: Any) -> None:
-        done.append(f"mode {mode._obj.value}")
-        mode._obj.value = 0  # cudaStreamCaptureModeGlobal, in which other threads' captures fail
-
-    monkeypatch.setattr(torch_private, "_exchange_capture_mode", lambda: exchange)
-    asked = mock.Mock(query=lambda: done.append("query"))
-    fakes = {"current_stream": mock.Mock(), "is_current_stream_capturing": lambda: False}
-    with mock.patch.multiple(torch.cuda, Event=lambda: asked, device=on, **fakes):
-        waiting.event_behind(torch.device("cuda", 3)).query()
-    assert done == ["on cuda:3", "mode 1", "query", "mode 0", "off"]
+    cuda = mock.MagicMock()
+    cuda.is_current_stream_capturing.return_value = False
+    for name in ("Event", "device", "current_stream", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(torch_private, "_exchange_capture_mode", lambda: cuda.exchange)
+    waiting.event_behind(torch.device("cuda", 3)).query()
+    *_, on, entered, relaxed, asked, _, restored, left = cuda.mock_calls
+    assert on == mock.call.device(torch.device("cuda", 3))
+    assert (entered[0], asked[0], left[0]) == ("device().__enter__", "Event().query", "device().__exit__")
+    assert relaxed[0] == restored[0] == "exchange"
+    assert relaxed.args[0]._obj.value == 1  # cudaStreamCaptureModeThreadLocal
 
 
 def test_an_error_of_the_gpu_is_told_as_it_is(ranks: Ranks) -> None:
@@ -357,18 +343,6 @@ def test_debug_mode_changes_no_result(ranks: Ranks) -> None:
                 layer(leaf).pow(3).sum().backward()
             results.append((leaf.grad, layer.running_var, layer.weight.grad))
         assert all(map(torch.equal, *results))
-
-
-def test_debug_mode_names_other_channels(ranks: Ranks) -> None:
-    """With which gloo would abort. The group goes on."""
-    channels = 3 if ranks.rank else 4
-    over = f"torch.float32, over {ranks_in_words([*range(ranks.size)])}"
-    expected = rf"rank 0: in SyncBatchNorm forward, call 1: 4 channels, {over}\nranks? 1.*: 3 channels, {over}"
-    with syncbn.debug():
-        with pytest.raises(RuntimeError, match=expected):
-            syncbn.SyncBatchNorm(channels, device=ranks.device)(torch.randn(2, channels, device=ranks.device))
-        layer, x = layer_and_input(ranks)
-        layer(x)
 
 
 @pytest.mark.compiles

@@ -34,18 +34,6 @@ def in_another_order(ranks: Ranks, first: nn.Module, second: nn.Module) -> None:
     in_one_order(*((first, second) if ranks.rank == 0 else (second, first)))
 
 
-def test_two_models_in_debug_mode(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which compares on GPUs too, and before anything is sent."""
-    generator, discriminator = model(), model()
-    sent, all_reduce = [], dist.all_reduce
-    monkeypatch.setattr(dist, "all_reduce", lambda payload, **options: (sent.append(1), all_reduce(payload, **options)))
-    with syncbn.debug():
-        in_one_order(generator, discriminator)
-        with pytest.raises(RuntimeError, match=r"rank 0: in layer '1' .* number (\d+) of .*\nrank 1: .* number (?!\1)"):
-            in_another_order(ranks, generator, discriminator)
-    assert len(sent) == 2
-
-
 def test_siblings_called_from_the_loop(ranks: Ranks) -> None:
     """No module that holds them is on the stack, so they have no path."""
     branches = nn.ModuleList([model(), model()])
