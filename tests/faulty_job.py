@@ -92,30 +92,18 @@ def fork(model: nn.Module) -> None:
     os._exit(1)
 
 
-def call_in_threads(*layers: nn.Module) -> None:
-    """Each layer in a thread of its own. Raises what a thread raises."""
-
-    def call(layer: nn.Module) -> None:
-        for _ in range(20):
-            layer(torch.randn(4, 4))
-
-    with ThreadPoolExecutor() as threads:
-        calls = []
-        for layer in layers:
-            calls.append(threads.submit(call, layer))
-            time.sleep(0.5)  # else the ranks' threads may keep step, for ever
-        for one in calls:
-            one.result()
-
-
 def before_step(model: nn.Sequential) -> None:
     """What all ranks do before the faulty step."""
-    if FAULT == "threads":
-        layers = [model.body.bn1, model.body.bn2]
-        call_in_threads(*(reversed(layers) if AT_FAULT else layers))
+    if FAULT == "threads":  # each layer in one of its own
+        layers, calls = [model.body.bn1, model.body.bn2], []
+        with ThreadPoolExecutor() as threads:
+            for layer in reversed(layers) if AT_FAULT else layers:
+                calls.append(threads.submit(lambda layer: [layer(torch.randn(4, 4)) for _ in range(20)], layer))
+                time.sleep(0.5)  # else the ranks' threads may keep step, for ever
+        for call in calls:
+            call.result()
     if FAULT == "members":
-        members = list(range(RANKS)) if AT_FAULT else list(range(RANKS - 1))
-        model.body.bn1.process_group = dist.new_group(members, timeout=TIMEOUT)
+        model.body.bn1.process_group = dist.new_group(list(range(RANKS - (not AT_FAULT))), timeout=TIMEOUT)
     if FAULT == "sizes of groups":
         model.body.bn1.process_group = 1 if AT_FAULT else RANKS
     if FAULT == "a group on one rank alone" and AT_FAULT:

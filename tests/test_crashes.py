@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import random
@@ -116,15 +115,3 @@ def test_goes_on_with_fewer_ranks(folder: Path) -> None:
     assert len(metrics["runs"]["syncbn"]["losses"]) == 60
     assert metrics["runs"]["syncbn"]["distance"] < 1e-11
     assert load(folder)["batch"] == 8
-
-
-def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the reason; so is a damaged one."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    resume, file = importlib.import_module("launch").resume, tmp_path / "checkpoint.pt"
-    torch.save({"settings": {"--width": "4"}}, file)
-    with pytest.raises(SystemExit, match=r"checkpoint.pt was made with --width 4, not 8; give another --checkpoint"):
-        resume(file, {"--width": "8"})
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(SystemExit, match=r"is not a checkpoint of this job; give another --checkpoint \(\w+Error"):
-        resume(file, {"--width": "4"})

@@ -127,15 +127,15 @@ def test_errors_of_a_layer_name_it_and_the_remedy() -> None:
             model.train()(torch.randn(1, 3, 1, 1))
 
 
+NEW_LAYERS = [
+    "syncbn.SyncBatchNorm(3)",
+    "syncbn.convert_syncbn_model(torch.nn.BatchNorm1d(3))",
+    "torch.load(sys.argv[1], weights_only=False)",
+]
+
+
 @pytest.mark.parametrize(
-    ("value", "new_layer"),
-    [
-        ("", "syncbn.SyncBatchNorm(3)"),
-        ("0", "syncbn.SyncBatchNorm(3)"),
-        ("1", "syncbn.SyncBatchNorm(3)"),
-        ("1", "syncbn.convert_syncbn_model(torch.nn.BatchNorm1d(3))"),
-        ("1", "torch.load(sys.argv[1], weights_only=False)"),
-    ],
+    ("value", "new_layer"), [("", NEW_LAYERS[0]), ("0", NEW_LAYERS[0]), *[("1", one) for one in NEW_LAYERS]]
 )
 def test_the_environment_variable_of_debug_mode(tmp_path: Path, value: str, new_layer: str) -> None:
     """It lets all run uncompiled once there is a layer; the import alone changes nothing."""

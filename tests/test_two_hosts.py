@@ -62,7 +62,7 @@ def hosts(tmp_path: Path) -> Iterator[list[Host]]:
     if shutil.which("ip") is None:
         pytest.skip("ip, of the package iproute2, is not installed")
     both = [Host(index, tmp_path) for index in range(2)]
-    names = "".join(f"{host.address} {host.name}\n" for host in both)
+    names = ["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in both)]
     with ExitStack() as stack:
         try:
             for host in both:
@@ -71,7 +71,7 @@ def hosts(tmp_path: Path) -> Iterator[list[Host]]:
                 files = Path("/etc/netns") / host.namespace  # which `ip netns exec` lays over those in /etc
                 files.mkdir(parents=True)
                 stack.callback(shutil.rmtree, files)
-                (files / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+                (files / "hosts").write_text("\n".join(names))
             ip(f"link add name {both[0].link} type veth peer name {both[1].link}")
             for host in both:
                 ip(f"link set {host.link} netns {host.namespace}")

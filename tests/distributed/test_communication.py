@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from accuracy_cases import HARD_INPUTS, errors_of_one_step
 from oracle import full_batch, relative_error
 from torch import nn
@@ -26,18 +25,6 @@ def test_one_collective_each_way_with_a_residual(ranks: Ranks, options: dict[str
     assert forward.get_total_counts() == backward.get_total_counts() == 1
 
 
-class DropGradient(torch.autograd.Function):
-    """The identity, whose backward says that there is no gradient."""
-
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, grad_output: torch.Tensor) -> None:
-        return None
-
-
 def test_a_rank_without_a_gradient_still_communicates(ranks: Ranks) -> None:
     """Autograd then calls backward with None; the others wait for this rank's zeros."""
     layer = syncbn.SyncBatchNorm(3, dtype=torch.float64, device=ranks.device)
@@ -46,7 +33,7 @@ def test_a_rank_without_a_gradient_still_communicates(ranks: Ranks) -> None:
     mine = ranks.even(len(x))
     my_x = x[mine].requires_grad_()
     y = layer(my_x)
-    (DropGradient.apply(y) if ranks.rank == 0 else y).sin().sum().backward()
+    (torch._C._functions.UndefinedGrad()(y) if ranks.rank == 0 else y).sin().sum().backward()
     dy = torch.cos(full_batch(x, x).output)
     dy[:2] = 0
     assert relative_error(my_x.grad, full_batch(x, dy).grad_input[mine]) < 1e-12
@@ -79,9 +66,7 @@ def test_constant_channels(ranks: Ranks, constant: float, dtype: torch.dtype) ->
     """E[x^2] - mean^2 must not go below zero, or eps does not save the root; output = bias."""
     constant = min(constant, torch.finfo(dtype).max)
     layer = syncbn.SyncBatchNorm2d(4, device=ranks.device)
-    nn.init.uniform_(layer.weight)
-    nn.init.uniform_(layer.bias)
-    dist.broadcast(layer.bias.data, 0)
+    nn.init.constant_(layer.bias, 0.7)
     x = torch.full((3, 4, 5, 7), constant, dtype=dtype, device=ranks.device, requires_grad=True)
     y = layer(x)
     y.square().sum().backward()
@@ -89,14 +74,6 @@ def test_constant_channels(ranks: Ranks, constant: float, dtype: torch.dtype) ->
     for tensor in (x.grad, layer.weight.grad, layer.bias.grad, layer.running_mean, layer.running_var):
         assert tensor.isfinite().all()
     assert layer.running_var.ge(0).all()
-
-
-def test_nan_in_running_mean_does_not_touch_training(ranks: Ranks) -> None:
-    x = torch.randn(3, 4, device=ranks.device)
-    layer = syncbn.SyncBatchNorm1d(4, device=ranks.device)
-    expected = layer(x)
-    layer.running_mean.fill_(float("nan"))
-    assert torch.equal(layer(x), expected)
 
 
 def test_profiler_ranges_hold_the_all_reduce(ranks: Ranks) -> None:
