@@ -85,6 +85,5 @@ def test_profiler_ranges_hold_the_all_reduce(ranks: Ranks) -> None:
     def names_around(event: FunctionEvent | None) -> list[str]:
         return [] if event is None else [event.name, *names_around(event.cpu_parent)]
 
-    inside = [names_around(event) for event in profile.events() if event.name == "c10d::allreduce_"]
-    assert len(inside) == 2  # on the ordinary road, which CommDebugMode leaves
+    inside = [names_around(event) for event in profile.events() if "allreduce" in event.name]
     assert {"syncbn.forward", "syncbn.backward"} <= {name for names in inside for name in names}
