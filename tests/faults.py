@@ -20,15 +20,16 @@ from typing import NamedTuple
 
 from jobs import start_ranks
 
+from syncbn.diagnosis.process_state import state_of
+
 JOB = Path(__file__).with_name("faulty_job.py")
 MOST_SECONDS = 30.0
 STOPPED_SECONDS = 5.0  # longer than that
 
 
 class Fault(NamedTuple):
-    """A fault of the last rank, and what is to be expected of it."""
+    """What is to be expected of a fault of the last rank."""
 
-    name: str
     said: str  # a regular expression for what rank 0 says
     said_in_debug: str = ""  # with SYNCBN_DEBUG=1, where it is more; without, gloo may end rank 0 before it says a word
     said_at_fault: str = ""  # by the last rank
@@ -48,12 +49,10 @@ BEFORE_STEP = "after body.bn1 backward, call 2"
 LAST = "after body.bn1 backward, call 6"
 EVALUATES = rf"{BEFORE_STEP}; has called a layer in evaluation mode(; has left with .*)?"
 HAS_ENDED = r"; its process \(\d+\) has ended"
+NO_MORE = r"[^\n]*\n\Z"  # of a rank that ends by its own exception: it is the others' collective that fails
 FIRST = "in body.bn1 forward, call 1"
-
-
-def _says_no_more_than(error: str) -> str:
-    """The last line of a rank that ends by its own exception: it is the others' collective that fails."""
-    return rf"\n{error}: [^\n]*\n\Z"
+IN_BACKWARD = "in body.bn3 backward, call 3"
+OF_TWO_MODELS = r"in layer '1' forward, call 3; first called at faulty_job.py:\d+, as layer number {} of .*"
 
 
 def _of_dtypes(where: str, one: str, other: str) -> tuple[str, str]:
@@ -62,88 +61,57 @@ def _of_dtypes(where: str, one: str, other: str) -> tuple[str, str]:
     return said, _where(f"in body.bn1 .*torch.{one}.*", f"in body.bn1 .*torch.{other}.*")
 
 
-OF_AUTOCAST, OF_AUTOCAST_IN_DEBUG = _of_dtypes(IN_1, "float32", "bfloat16")
-
-
 FAULTS = {
-    fault.name: fault
-    for fault in (
-        Fault("skips a layer", _where(IN_2, IN_3)),
-        Fault("another order", _where(IN_2, IN_3)),
-        Fault("one more step", "", said_at_fault=_where(f"{LAST}; has left", "in body.bn1 forward, call 7"), well=1),
-        Fault(
-            "one more step, DDP broadcasts buffers",  # whose broadcast fails: not a collective of syncbn
-            "",
-            said_at_fault=r"a collective outside of syncbn's layers failed on rank 1\.\n"
-            + _where(f"{LAST}; has left", LAST)
-            + r"A rank that has left .*syncbn\.join",
-            well=1,
-        ),
-        Fault("in evaluation", "", _where(IN_1, EVALUATES)),
-        Fault("not converted", _where(FIRST, "has not been seen in body.bn1(; .*)?")),
-        Fault("channels", "", _where(f"{FIRST}: 4 channels.*", f"{FIRST}: 5 channels.*")),
-        Fault("dtype", *_of_dtypes(FIRST, "float32", "float64")),
-        Fault("autocast", OF_AUTOCAST + "Use autocast on every rank or on none", OF_AUTOCAST_IN_DEBUG),
-        Fault(
-            "two models, another order",
-            _where(
-                *[
-                    rf"in layer '1' forward, call 3; first called at faulty_job.py:\d+, as layer number {n} of .*"
-                    for n in (1, 2)
-                ]
-            ),
-            by_hand=False,
-        ),
-        Fault("evaluates, DDP broadcasts buffers", _where(IN_1, EVALUATES) + r".*call ddp\.module\(x\)"),
-        Fault(
-            "one more step, then a barrier",  # in which the others wait
-            rf"rank 0: {LAST}\nrank 1: in body.bn1 forward, call 7.*\n.*syncbn\.join",
-        ),
-        Fault(
-            "exception in forward",
-            _where(IN_2, f"{AFTER_1}; has left with KeyError: .*"),
-            said_at_fault=_says_no_more_than("KeyError"),
-        ),
-        Fault(
-            "exception in the data loader",
-            _where(IN_1, f"{BEFORE_STEP}; has left with OSError: cannot read image 17"),
-            said_at_fault=_says_no_more_than("OSError"),
-        ),
-        Fault("kill -9 in forward", _where(IN_2, AFTER_1 + HAS_ENDED)),
-        Fault(
-            "kill -9 in backward", _where("in body.bn3 backward, call 3", "after body.bn3 forward, call 3" + HAS_ENDED)
-        ),
-        Fault("kill -9 in the all_reduce", _where(IN_1, IN_1 + HAS_ENDED)),
-        Fault("stopped for longer than the time-out", _where(IN_1, rf"{BEFORE_STEP}; its process \(\d+\) is stopped")),
-        Fault("out of memory, caught", _where("in body.bn3 backward, call 3", "in body.bn1 forward, call 4")),
-        Fault("group destroyed", "", _where(IN_1, f"{BEFORE_STEP}; has left.*")),
-        Fault("group made anew", _where(IN_1, "after .*")),
-        Fault(
-            "fork after use",
-            _where(IN_1, f"{BEFORE_STEP}; has left.*"),
-            said_at_fault=r'this process \(\d+\) was forked from one .* Start it by the method "spawn" instead',
-        ),
-        Fault("threads", "ranks? 0.*: in body.bn[12] forward"),
-        Fault("members", rf"ranks? 0(-1)?: {IN_2}\n(rank 1: in body.bn2 .*\n)?rank 2: after body.bn1 ", num_ranks=3),
-        Fault(
-            "sizes of groups", "the ranks ask for different process groups: rank 0 for 2, rank 1 for 1", by_hand=False
-        ),
-        Fault(
-            "a group on one rank alone", _where(IN_1, "in the making of groups for process_group=1.*"), by_hand=False
-        ),
-        Fault(
-            "kill -9 inside join",
-            r"rank 0: in the other ranks' steps, with no data left\n"
-            rf"rank 1: {IN_2}.*\nrank 2: {AFTER_1}{HAS_ENDED}\n",
-            num_ranks=3,
-            by_hand=False,
-        ),
-        Fault(
-            "kill -9 inside recompute_running_stats",
-            _where("in body.bn2 forward, call 1", r"after body.bn1 forward, call 1; .*its process \(\d+\) has ended"),
-            by_hand=False,
-        ),
-    )
+    "skips a layer": Fault(_where(IN_2, IN_3)),
+    "another order": Fault(_where(IN_2, IN_3)),
+    "one more step": Fault("", said_at_fault=_where(f"{LAST}; has left", "in body.bn1 forward, call 7"), well=1),
+    "one more step, DDP broadcasts buffers": Fault(  # whose broadcast fails: not a collective of syncbn
+        "",
+        said_at_fault=r"a collective outside of syncbn's layers failed on rank 1\.\n"
+        + _where(f"{LAST}; has left", LAST)
+        + r"A rank that has left .*syncbn\.join",
+        well=1,
+    ),
+    "in evaluation": Fault("", _where(IN_1, EVALUATES)),
+    "not converted": Fault(_where(FIRST, "has not been seen in body.bn1(; .*)?")),
+    "channels": Fault("", _where(f"{FIRST}: 4 channels.*", f"{FIRST}: 5 channels.*")),
+    "dtype": Fault(*_of_dtypes(FIRST, "float32", "float64")),
+    "autocast": Fault(*_of_dtypes(IN_1, "float32", "bfloat16")),
+    "two models, another order": Fault(_where(*map(OF_TWO_MODELS.format, (1, 2))), by_hand=False),
+    "evaluates, DDP broadcasts buffers": Fault(_where(IN_1, EVALUATES) + r".*call ddp\.module\(x\)"),
+    "one more step, then a barrier": Fault(  # in which the others wait
+        rf"rank 0: {LAST}\nrank 1: in body.bn1 forward, call 7.*\n.*syncbn\.join"
+    ),
+    "exception in forward": Fault(
+        _where(IN_2, f"{AFTER_1}; has left with KeyError: .*"), said_at_fault=rf"\nKeyError: {NO_MORE}"
+    ),
+    "exception in the data loader": Fault(
+        _where(IN_1, f"{BEFORE_STEP}; has left with OSError: cannot read image 17"),
+        said_at_fault=rf"\nOSError: {NO_MORE}",
+    ),
+    "kill -9 in forward": Fault(_where(IN_2, AFTER_1 + HAS_ENDED)),
+    "kill -9 in backward": Fault(_where(IN_BACKWARD, f"after body.bn3 forward, call 3{HAS_ENDED}")),
+    "kill -9 in the all_reduce": Fault(_where(IN_1, IN_1 + HAS_ENDED)),
+    "stopped for longer than the time-out": Fault(_where(IN_1, rf"{BEFORE_STEP}; its process \(\d+\) is stopped")),
+    "out of memory, caught": Fault(_where(IN_BACKWARD, "in body.bn1 forward, call 4")),
+    "group destroyed": Fault("", _where(IN_1, f"{BEFORE_STEP}; has left.*")),
+    "group made anew": Fault(_where(IN_1, "after .*")),
+    "fork after use": Fault(
+        _where(IN_1, f"{BEFORE_STEP}; has left.*"),
+        said_at_fault=r'this process \(\d+\) was forked from one .* Start it by the method "spawn" instead',
+    ),
+    "threads": Fault("ranks? 0.*: in body.bn[12] forward"),
+    "members": Fault(rf"ranks? 0(-1)?: {IN_2}\n(rank 1: in body.bn2 .*\n)?rank 2: after body.bn1 ", num_ranks=3),
+    "sizes of groups": Fault("the ranks ask for different process groups: rank 0 for 2, rank 1 for 1", by_hand=False),
+    "a group on one rank alone": Fault(_where(IN_1, "in the making of groups for process_group=1.*"), by_hand=False),
+    "kill -9 inside join": Fault(
+        rf"rank 0: in the other ranks' steps, with no data left\nrank 1: {IN_2}.*\nrank 2: {AFTER_1}{HAS_ENDED}\n",
+        num_ranks=3,
+        by_hand=False,
+    ),
+    "kill -9 inside recompute_running_stats": Fault(
+        _where("in body.bn2 forward, call 1", rf"after body.bn1 forward, call 1; .*{HAS_ENDED}"), by_hand=False
+    ),
 }
 
 
@@ -155,45 +123,33 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-def run(fault: Fault, layer: str = "syncbn", debug: bool = False) -> Outcome:
-    """The job with this fault. **Raises** TimeoutError after 30 s, and AssertionError when a process is left."""
-    ranks, store = start_ranks(fault.num_ranks, JOB, fault.name, layer, SYNCBN_DEBUG=str(int(debug)))
-    start = time.monotonic()
+def run(name: str, layer: str = "syncbn", debug: bool = False) -> Outcome:
+    """The job with this fault, or "none". **Raises** TimeoutError after 30 s, and AssertionError when a process is
+    left."""
+    num_ranks = FAULTS[name].num_ranks if name in FAULTS else 2
+    ranks, store = start_ranks(num_ranks, JOB, name, layer, SYNCBN_DEBUG=str(int(debug)))
     try:
-        store.wait([f"rank {rank} is there" for rank in range(fault.num_ranks)], timedelta(minutes=2))
+        store.wait([f"rank {rank} is there" for rank in range(num_ranks)], timedelta(minutes=2))
         start = time.monotonic()
-        if fault.name.startswith("stopped"):
-            wait_until_stopped(ranks[-1].pid, start)
+        if name.startswith("stopped"):
+            while "stopped" not in state_of(ranks[-1].pid) and time.monotonic() < start + MOST_SECONDS:
+                time.sleep(0.1)
             time.sleep(STOPPED_SECONDS)
             os.kill(ranks[-1].pid, signal.SIGCONT)
         statuses = [rank.wait(start + MOST_SECONDS - time.monotonic()) for rank in ranks]
         seconds = time.monotonic() - start
-        assert not any(exists_session(rank.pid) for rank in ranks), "a process is left"
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, 0)
+                raise AssertionError("a process is left")
     except TimeoutError:
-        raise TimeoutError(f"{fault.name}: after {MOST_SECONDS:.0f} s not all ranks have ended") from None
+        raise TimeoutError(f"{name}: after {MOST_SECONDS:.0f} s not all ranks have ended") from None
     finally:
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(rank.pid, signal.SIGKILL)
     texts = [re.sub(r"^(\[rank\d+\]: )+", "", rank.text(), flags=re.MULTILINE) for rank in ranks]
     return Outcome(statuses, texts, seconds)
-
-
-def wait_until_stopped(process: int, start: float) -> None:
-    """By SIGSTOP. **Raises** TimeoutError after 30 s."""
-    while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        if time.monotonic() - start > MOST_SECONDS:
-            raise TimeoutError("the rank has not stopped")
-        time.sleep(0.1)
-
-
-def exists_session(process: int) -> bool:
-    """Whether any process is left of those that this one has started."""
-    try:
-        os.killpg(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def condensed(outcome: Outcome) -> str:
@@ -215,25 +171,24 @@ def condensed(outcome: Outcome) -> str:
     return gloo[0] if gloo else text.splitlines()[-1]
 
 
+def tried(name: str, layer: str, debug: bool) -> tuple[str, str]:
+    """What the table says of a fault, and the seconds."""
+    if layer == "plain" and not FAULTS[name].by_hand:
+        return "-", "-"
+    try:
+        outcome = run(name, layer, debug)
+    except TimeoutError:
+        return "does not end", f"> {MOST_SECONDS:.0f}"
+    return condensed(outcome), f"{outcome.seconds:.0f}"
+
+
 def main() -> None:
     print("| one rank | by hand | syncbn | with SYNCBN_DEBUG=1 | all have ended after |\n|---|---|---|---|---:|")
-    for fault in (FAULTS[name] for name in sys.argv[1:] or FAULTS):
-        cells, seconds = [fault.name], []
-        for layer, debug in (("plain", False), ("syncbn", False), ("syncbn", True)):
-            if layer == "plain" and not fault.by_hand:
-                cells.append("-")
-                seconds.append("-")
-                continue
-            try:
-                outcome = run(fault, layer, debug)
-                cells.append(condensed(outcome))
-                seconds.append(f"{outcome.seconds:.0f}")
-            except TimeoutError:
-                cells.append("does not end")
-                seconds.append(f"> {MOST_SECONDS:.0f}")
-        if cells[3] == cells[2]:
-            cells[3] = "the same"
-        print("| " + " | ".join(cells) + f" | {', '.join(seconds)} s |", flush=True)
+    for name in sys.argv[1:] or FAULTS:
+        columns = ("plain", False), ("syncbn", False), ("syncbn", True)
+        (by_hand, said, in_debug), seconds = zip(*(tried(name, *column) for column in columns), strict=True)
+        cells = name, by_hand, said, "the same" if in_debug == said else in_debug, ", ".join(seconds) + " s"
+        print("| " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """One rank of a small training job in which the last rank does something wrong in its third step; see faults.py.
 
-python tests/faulty_job.py FAULT syncbn|plain          with the environment variables of torchrun
+python tests/faulty_job.py FAULT syncbn|plain [FOLDER]         with the environment variables of torchrun
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -13,7 +14,9 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,9 +30,10 @@ TIMEOUT = timedelta(seconds=int(os.environ.get("COLLECTIVE_SECONDS", 3)))
 BACKEND = os.environ.get("TESTS_BACKEND", "gloo")  # with nccl all ranks share a GPU
 UNTIL_WRITTEN_SECONDS = 0.5  # a thread writes a rank's position, soon after it has changed
 STEPS, FAULTY_STEP = 6, 3
-FAULT, LAYER = sys.argv[1:]
+FAULT, LAYER, *FOLDER = sys.argv[1:]
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 AT_FAULT = RANK == RANKS - 1
+SYNCHRONISES = not (AT_FAULT and FAULT == "not converted")
 
 
 class Plain(nn.BatchNorm1d):
@@ -50,7 +54,7 @@ class Body(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        layer = Plain if LAYER == "plain" else nn.BatchNorm1d
+        layer = Plain if LAYER == "plain" and SYNCHRONISES else nn.BatchNorm1d
         self.bn1, self.bn2, self.bn3 = (layer(channels) for _ in range(3))
         self.faulty = False
 
@@ -59,21 +63,19 @@ class Body(nn.Module):
         x = self.bn1(x)
         if fault == "exception in forward":
             raise KeyError("no such class: 10")
-        if fault in ("kill -9 in forward", *AMONG_UNEVEN_RANKS):
+        if fault in ("kill -9 in forward", *OTHER_JOBS):
             kill()
         if fault == "another order":
             return self.bn2(self.bn3(x))
         return self.bn3(x if fault == "skips a layer" else self.bn2(x))
 
 
-def kill(*_: object) -> None:
+def send_itself(signal_number: int, *_: object) -> None:
     time.sleep(UNTIL_WRITTEN_SECONDS)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal_number)
 
 
-def stop() -> None:
-    time.sleep(UNTIL_WRITTEN_SECONDS)
-    os.kill(os.getpid(), signal.SIGSTOP)
+kill = functools.partial(send_itself, signal.SIGKILL)
 
 
 def fork(model: nn.Module) -> None:
@@ -90,39 +92,27 @@ def fork(model: nn.Module) -> None:
     os._exit(1)
 
 
-def call_in_threads(*layers: nn.Module) -> None:
-    """Each layer in a thread of its own. Raises what a thread raises."""
-    errors: list[BaseException] = []
-
-    def call(layer: nn.Module) -> None:
-        try:
-            for _ in range(20):
-                layer(torch.randn(4, 4))
-        except RuntimeError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=call, args=[layer]) for layer in layers]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.5)  # else the ranks' threads may keep step, for ever
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
 def before_step(model: nn.Sequential) -> None:
     """What all ranks do before the faulty step."""
-    if FAULT == "threads":
-        layers = [model.body.bn1, model.body.bn2]
-        call_in_threads(*(reversed(layers) if AT_FAULT else layers))
+    if FAULT == "threads":  # each layer in one of its own
+        layers, calls = [model.body.bn1, model.body.bn2], []
+        with ThreadPoolExecutor() as threads:
+            for layer in reversed(layers) if AT_FAULT else layers:
+                calls.append(threads.submit(lambda layer: [layer(torch.randn(4, 4)) for _ in range(20)], layer))
+                time.sleep(0.5)  # else the ranks' threads may keep step, for ever
+        for call in calls:
+            call.result()
     if FAULT == "members":
-        members = list(range(RANKS)) if AT_FAULT else list(range(RANKS - 1))
-        model.body.bn1.process_group = dist.new_group(members, timeout=TIMEOUT)
+        model.body.bn1.process_group = dist.new_group(list(range(RANKS - (not AT_FAULT))), timeout=TIMEOUT)
     if FAULT == "sizes of groups":
         model.body.bn1.process_group = 1 if AT_FAULT else RANKS
     if FAULT == "a group on one rank alone" and AT_FAULT:
         model.body.bn1.process_group = 1
+    if FAULT == "link cut":  # between hosts, by the test
+        time.sleep(UNTIL_WRITTEN_SECONDS)
+        Path(*FOLDER, f"rank {RANK}").touch()
+        while not Path(*FOLDER, "cut").exists():
+            time.sleep(0.01)
     if FAULT == "kill -9 in the all_reduce":
         if AT_FAULT:
             threading.Thread(target=kill).start()
@@ -130,22 +120,22 @@ def before_step(model: nn.Sequential) -> None:
             time.sleep(1)
 
 
-def remake_group() -> None:
+def remake_group(_: object) -> None:
     dist.destroy_process_group()
     dist.init_process_group("gloo", timeout=TIMEOUT)
 
 
-def fail_to_load() -> None:
+def fail_to_load(_: object) -> None:
     raise OSError("cannot read image 17")
 
 
 BEFORE_FAULTY_STEP: dict[str, Callable[[nn.Module], object]] = {
     "in evaluation": lambda model: model.eval(),
-    "exception in the data loader": lambda model: fail_to_load(),
-    "stopped for longer than the time-out": lambda model: stop(),
+    "exception in the data loader": fail_to_load,
+    "stopped for longer than the time-out": functools.partial(send_itself, signal.SIGSTOP),
     "sleeps": lambda model: time.sleep(34),
     "group destroyed": lambda model: dist.destroy_process_group(),
-    "group made anew": lambda model: remake_group(),
+    "group made anew": remake_group,
     "fork after use": fork,
 }
 
@@ -165,24 +155,17 @@ def recompute(model: nn.Module, body: Body) -> None:
 
 def train_two_models(*_: object) -> None:
     """A generator and a discriminator, whose layers have the same path."""
-    models = [
-        DistributedDataParallel(syncbn.convert_syncbn_model(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))))
-        for _ in range(2)
-    ]
+    models = [DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), syncbn.SyncBatchNorm1d(4))) for _ in range(2)]
     for step in range(1, STEPS):
         for model in reversed(models) if AT_FAULT and step == FAULTY_STEP else models:
             model(torch.randn(4, 3)).square().mean().backward()
 
 
-def evaluate(ddp: nn.Module) -> None:
-    """Through DistributedDataParallel, on one rank."""
-    ddp.eval()
-    ddp(torch.randn(4, 3))
-    ddp.train()
-
-
-OTHER_JOBS = {"two models, another order": train_two_models}
-AMONG_UNEVEN_RANKS = {"kill -9 inside join": join, "kill -9 inside recompute_running_stats": recompute}
+OTHER_JOBS = {
+    "two models, another order": train_two_models,
+    "kill -9 inside join": join,
+    "kill -9 inside recompute_running_stats": recompute,
+}
 
 
 def train() -> None:
@@ -196,19 +179,16 @@ def train() -> None:
     dist.init_process_group(BACKEND, store=store, rank=RANK, world_size=RANKS, timeout=TIMEOUT)
     channels = 5 if AT_FAULT and FAULT == "channels" else 4
     body = Body(channels)
-    if LAYER == "syncbn" and not (AT_FAULT and FAULT == "not converted"):
+    if LAYER == "syncbn" and SYNCHRONISES:
         body = syncbn.convert_syncbn_model(body)
-    elif AT_FAULT and FAULT == "not converted":
-        for name, layer in list(body.named_children()):
-            setattr(body, name, nn.BatchNorm1d(layer.num_features))
     model = nn.Sequential(OrderedDict(linear=nn.Linear(3, channels), body=body))
     if AT_FAULT and FAULT == "dtype":
         model.double()
     # It compares the parameters at its start; these two faults are for models that it does not wrap.
     unwrapped = FAULT in ("channels", "dtype")
     ddp = model if unwrapped else DistributedDataParallel(model, broadcast_buffers="buffers" in FAULT)
-    if job := (AMONG_UNEVEN_RANKS | OTHER_JOBS).get(FAULT):
-        job(ddp, body)
+    if FAULT in OTHER_JOBS:
+        OTHER_JOBS[FAULT](ddp, body)
     for step in range(1, STEPS + 1 + (AT_FAULT and FAULT.startswith("one more step"))):
         body.faulty = AT_FAULT and step == FAULTY_STEP
         if step == FAULTY_STEP:
@@ -216,7 +196,8 @@ def train() -> None:
         if body.faulty and FAULT in BEFORE_FAULTY_STEP:
             BEFORE_FAULTY_STEP[FAULT](model)
         if body.faulty and FAULT.startswith("evaluates"):
-            evaluate(ddp)
+            ddp.eval()(torch.randn(4, 3))
+            ddp.train()
         with torch.autocast("cpu", torch.bfloat16, enabled=body.faulty and FAULT == "autocast"):
             y = ddp(torch.randn(4, 3, dtype=model.linear.weight.dtype))
         if body.faulty and FAULT == "out of memory, caught":

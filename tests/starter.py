@@ -34,8 +34,6 @@ class Started:
         self.status_file = self.folder / "status"
         request = {"arguments": arguments, "environment": environment, "folder": str(self.folder)}
         server = _server()
-        assert server.stdin is not None
-        assert server.stdout is not None
         print(json.dumps(request), file=server.stdin, flush=True)
         self.pid = int(server.stdout.readline())
 

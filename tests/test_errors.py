@@ -31,13 +31,10 @@ def layer(**changed: object) -> syncbn.SyncBatchNorm:
 # what fails, the nearest that does not, the error, its words
 CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], str]] = [
     (lambda: layer(num_features=0), lambda: layer(num_features=1), ValueError, "num_features must be positive, got 0"),
-    (lambda: layer(num_features=-2), lambda: layer(), ValueError, "num_features must be positive, got -2"),
     (lambda: layer(num_features="8"), lambda: layer(num_features=np.int64(8)), TypeError, "num_features must be an int, the number of channels, got '8'; pass int(...)"),
-    (lambda: layer(num_features=8.0), lambda: layer(num_features=8), TypeError, "the number of channels, got 8.0"),
     (lambda: layer(eps=0), lambda: layer(eps=1e-30), ValueError, "eps must be positive during training, but got 0"),
     (lambda: layer(eps=float("nan")), lambda: layer(eps=1), ValueError, "eps must be positive during training, but got nan"),
     (lambda: layer(eps="1"), lambda: layer(eps=np.float64(0.1), momentum=np.float32(0.1))(X), TypeError, "eps must be a number, got '1' of type str"),
-    (lambda: layer(momentum="0.1"), lambda: layer(momentum=None), TypeError, "momentum must be a number, got '0.1' of type str"),
     (lambda: layer(momentum=True), lambda: layer(momentum=1), TypeError, "momentum must be a number, got True"),
     (lambda: layer(process_group=0), lambda: layer(process_group=1), ValueError, "process_group=0: an int is the number of ranks"),
     (lambda: layer(process_group=True), lambda: layer(process_group=1), TypeError, "got True of type bool"),
@@ -50,20 +47,15 @@ CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], s
     (lambda: layer()(X.int()), lambda: layer()(X.bfloat16()), TypeError, "got torch.int32"),
     (lambda: layer().eval()(X.int()), lambda: layer().eval()(X), TypeError, "got torch.int32"),
     (lambda: layer()(X, X[:1]), lambda: layer()(X, X), ValueError, "expected z of the input's shape (4, 3, 5), got (1, 3, 5)"),
-    (lambda: layer().eval()(X, X[:1]), lambda: layer().eval()(X, X), ValueError, "expected z of the input's shape"),
     (lambda: layer()(X, 1.0), lambda: layer()(X, None), TypeError, "expected z to be a float tensor, got float"),
-    (lambda: layer()(X, X.int()), lambda: layer()(X, X.half()), TypeError, "expected z to be a float tensor, got torch.int32"),
     (lambda: layer()(X[:1, :, :1]), lambda: layer()(X[:1, :, :2]), ValueError, "Expected more than 1 value per channel when training"),
-    (lambda: function(running_mean=torch.zeros(4)), function, ValueError, "running_mean should contain 3 elements not 4"),
     (lambda: function(weight=torch.zeros(3, 1)), lambda: function(weight=torch.zeros(3)), ValueError, "weight should contain 3 elements not 3, shape (3,) not (3, 1)"),
     (lambda: function(weight=[1.0, 1.0, 1.0]), lambda: function(weight=torch.ones(3)), TypeError, "expected weight to be a Tensor of shape (3,), got list"),
     (lambda: layer()(X.to("meta")), lambda: layer()(X), ValueError, "the input is on meta but running_mean on cpu; move one with .to(device)"),
-    (lambda: layer(affine=False, track_running_stats=False)(X, X.to("meta")), lambda: layer()(X, X), ValueError, "the input is on cpu but z on meta"),
     (lambda: batch_norm_backward(X, X, torch.zeros(3), None), lambda: batch_norm_backward(X, X, torch.zeros(3), torch.ones(3)), TypeError, "expected invstd to be a Tensor of shape (3,), got None"),
     (lambda: syncbn.create_syncbn_process_group(-1), lambda: syncbn.create_syncbn_process_group(0), ValueError, "group_size must not be negative, got -1"),
     (lambda: function(running_var=None), lambda: function(running_mean=None, running_var=None), ValueError, "must either both be None or neither be None"),
     (lambda: function(training=False, running_mean=None, running_var=None), lambda: function(training=False), ValueError, "running_mean must be defined in evaluation mode"),
-    (lambda: function(eps=-1.0), lambda: function(eps=1.0), ValueError, "eps must be positive during training, but got -1.0"),
     (lambda: function(momentum="x"), lambda: function(momentum=torch.tensor(0.5)), TypeError, "momentum must be a number"),
     (lambda: function(weight=torch.ones(3).int()), lambda: function(weight=torch.ones(3).half()), TypeError, "expected weight to be a float tensor, got torch.int32; convert it first"),
     (lambda: function(momentum=torch.ones(2)), lambda: function(momentum=torch.ones(1)), ValueError, "momentum must be one number, got a tensor of shape (2,)"),
@@ -73,7 +65,6 @@ CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], s
     (lambda: syncbn.convert_syncbn_model(torch.nn.BatchNorm2d), lambda: syncbn.convert_syncbn_model(torch.nn.BatchNorm2d(3)), TypeError, "expected an nn.Module, got <class 'torch.nn.modules.batchnorm.BatchNorm2d'> of type type; pass the model"),
     (lambda: syncbn.revert_syncbn_model(3), lambda: syncbn.revert_syncbn_model(torch.nn.Linear(2, 2)), TypeError, "expected an nn.Module, got 3 of type int; pass the model"),
     (lambda: syncbn.revert_syncbn_model(layer(), syncbn.SyncBatchNorm2d), lambda: syncbn.revert_syncbn_model(layer(), torch.nn.BatchNorm2d), ValueError, "target must be nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d or None, got <class 'syncbn"),
-    (lambda: syncbn.revert_syncbn_model(layer(), "2d"), lambda: syncbn.revert_syncbn_model(layer(), None), ValueError, "nn.BatchNorm3d or None, got '2d'"),
     (lambda: syncbn.summary([layer()]), lambda: syncbn.summary(layer()), TypeError, "expected an nn.Module, got [SyncBatchNorm(3"),
     (lambda: function(channel_dim=3), lambda: function(channel_dim=-2), ValueError, "channel_dim=3 does not exist in an input of shape (4, 3, 5)"),
     (lambda: syncbn.create_syncbn_process_group(2), lambda: syncbn.create_syncbn_process_group(0), RuntimeError, "needs torch.distributed.init_process_group() first"),
@@ -96,16 +87,6 @@ def test_torch_says_the_same_words() -> None:
             torch.nn.BatchNorm2d(3)(x)
         with pytest.raises(ValueError, match=re.escape(str(of_torch.value).partition(", got")[0])):
             syncbn.SyncBatchNorm2d(3)(x)
-
-
-def test_an_error_changes_nothing() -> None:
-    module = layer(momentum=None)
-    module(X)
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    for bad in (X[:, :2], X.int(), X[:1, :, :1]):
-        with pytest.raises((ValueError, TypeError)):
-            module(bad)
-    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
 
 
 def test_node_rejects_what_is_not_consecutive_hosts() -> None:
@@ -146,13 +127,15 @@ def test_errors_of_a_layer_name_it_and_the_remedy() -> None:
             model.train()(torch.randn(1, 3, 1, 1))
 
 
+NEW_LAYERS = [
+    "syncbn.SyncBatchNorm(3)",
+    "syncbn.convert_syncbn_model(torch.nn.BatchNorm1d(3))",
+    "torch.load(sys.argv[1], weights_only=False)",
+]
+
+
 @pytest.mark.parametrize(
-    ("value", "new_layer"),
-    [
-        *[(value, "syncbn.SyncBatchNorm(3)") for value in ("", "0", "1")],
-        ("1", "syncbn.convert_syncbn_model(torch.nn.BatchNorm1d(3))"),
-        ("1", "torch.load(sys.argv[1], weights_only=False)"),
-    ],
+    ("value", "new_layer"), [("", NEW_LAYERS[0]), ("0", NEW_LAYERS[0]), *[("1", one) for one in NEW_LAYERS]]
 )
 def test_the_environment_variable_of_debug_mode(tmp_path: Path, value: str, new_layer: str) -> None:
     """It lets all run uncompiled once there is a layer; the import alone changes nothing."""

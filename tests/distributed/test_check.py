@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
-from training import unchanged
 from voting import Ranks
 
 from syncbn.cli import check
@@ -30,13 +28,3 @@ def test_ranks_that_drift_apart_do_not_pass(ranks: Ranks, monkeypatch: pytest.Mo
     assert all(one["error"] <= one["allowed"] for one in result["accuracy"])
     assert "0.weight: rank" in result["synced"]
     assert "by up to 0.25" in result["synced"]
-
-
-def test_the_given_model_is_not_trained(ranks: Ranks) -> None:
-    """Nor is it made rank 0's."""
-    torch.manual_seed(ranks.rank)
-    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
-    batch = (torch.randn(2 * ranks.size, 3, dtype=torch.float64),)
-    with unchanged(model):
-        _, trained = check.differences(model, batch, lambda y: y.square().mean())
-    assert not torch.equal(trained[1].running_mean, model[1].running_mean)

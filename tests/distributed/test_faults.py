@@ -22,27 +22,24 @@ pytestmark = pytest.mark.skipif(
 GOOD = torch.arange(24.0).view(2, 3, 4)
 
 # A bad first argument, what every rank raises, and what it says. The nearest good argument is GOOD.
-FAULTS: dict[str, tuple[object, type[Exception], str]] = {
-    "channels": (GOOD.movedim(1, -1), ValueError, r"expected 3 channels in dim 1 of the input, got 4"),
-    "dims": (GOOD[0, 0], ValueError, r"expected at least 2D input \(got 1D input"),
-    "integer": (GOOD.int(), TypeError, "expected a float16, bfloat16, float32 or float64 input, got torch.int32"),
-    "complex": (GOOD.to(torch.complex64), TypeError, "got torch.complex64"),
-    "sparse": (GOOD.to_sparse(), TypeError, "expected a dense input, got layout torch.sparse_coo"),
-    "not a tensor": (GOOD.tolist(), TypeError, "expected a Tensor as input, got list"),
-}
+FAULTS = [
+    (GOOD.movedim(1, -1), ValueError, r"expected 3 channels in dim 1 of the input, got 4"),
+    (
+        GOOD.to(torch.complex64),
+        TypeError,
+        "expected a float16, bfloat16, float32 or float64 input, got torch.complex64",
+    ),
+    (GOOD.to_sparse(), TypeError, "expected a dense input, got layout torch.sparse_coo"),
+    (GOOD.tolist(), TypeError, "expected a Tensor as input, got list"),
+]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("affine", [True, False])
-def test_bad_input_on_one_rank(ranks: Ranks, fault: str, affine: bool) -> None:
-    bad, error, text = FAULTS[fault]
-    layer = syncbn.SyncBatchNorm(3, affine=affine, track_running_stats=affine)
-    faulty = ranks.size - 1
-    message = rf"^SyncBatchNorm forward, call 1:\nrank {faulty}: .*{text}"
-    with unchanged(layer), pytest.raises(error, match=message):
+@pytest.mark.parametrize(("bad", "error", "text"), FAULTS)
+def test_bad_input_on_one_rank(ranks: Ranks, bad: object, error: type[Exception], text: str) -> None:
+    layer, faulty = syncbn.SyncBatchNorm(3), ranks.size - 1
+    with unchanged(layer), pytest.raises(error, match=rf"^SyncBatchNorm forward, call 1:\nrank {faulty}: .*{text}"):
         layer(bad if ranks.rank == faulty else GOOD)
     layer(GOOD)  # the group goes on
-    dist.barrier()
 
 
 @pytest.mark.parametrize(
@@ -60,18 +57,13 @@ def test_a_bad_argument_of_the_backward(ranks: Ranks, name: str, bad: object, me
 
 
 class OwnCheck(torch.nn.modules.batchnorm._BatchNorm):
-    """Raises an exception of any class."""
-
     def _check_input_dim(self, input: Tensor) -> None:
         assert input.ndim == 4, "my own words"
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"), [(nn.BatchNorm2d, r"expected 4D input \(got 3D input\)"), (OwnCheck, "my own words")]
-)
-def test_checks_of_dims(ranks: Ranks, kind: type[nn.Module], message: str) -> None:
-    layer = syncbn.convert_syncbn_model(kind(3))
-    with pytest.raises(ValueError, match=f"rank 1: {message}"):
+def test_an_own_check_of_dims_may_raise_any_class(ranks: Ranks) -> None:
+    layer = syncbn.convert_syncbn_model(OwnCheck(3))
+    with pytest.raises(ValueError, match="rank 1: my own words"):
         layer(GOOD if ranks.rank == 1 else GOOD[..., None])
 
 
