@@ -64,43 +64,24 @@ def test_trains_as_one_process_and_reverts_for_export(ranks: Ranks, kind: str) -
         assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
 
 
-@pytest.mark.parametrize("kind", ["timm's", "calls super", "parametrized subclass"])
-def test_one_collective_each_way(ranks: Ranks, kind: str) -> None:
-    layer = syncbn.convert_syncbn_model(make(kind))[1].to(ranks.device)
-    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=ranks.device)
-    for training, expected in ((True, 1), (False, 0)):
-        layer.train(training)
-        with CountCollectives() as forward:
-            y = layer(x)
-        with CountCollectives() as backward:
-            y.sum().backward()
-        assert (forward.total, backward.total) == (expected, expected)
-
-
-def test_evaluation_without_running_statistics_is_local(ranks: Ranks) -> None:
+@pytest.mark.parametrize("part", [BatchNormAct2d, nn.BatchNorm2d])
+def test_evaluation_without_running_statistics_is_local(ranks: Ranks, part: type[nn.Module]) -> None:
     """Also of a part of a subclass that trains."""
 
     class WithAuxiliary(BatchNormAct2d):
-        def __init__(self, auxiliary: nn.Module) -> None:
-            super().__init__(3)
-            self.auxiliary = auxiliary
-
         def forward(self, x: Tensor) -> Tensor:
-            return self.auxiliary(x) if x.ndim == 4 else super().forward(x[0])
+            self.of_auxiliary = self.auxiliary(x)
+            return super().forward(x)
 
-    for part in BatchNormAct2d, nn.BatchNorm2d:
-        original = part(3, track_running_stats=False).to(ranks.device).eval()
-        layer = syncbn.convert_syncbn_model(copy.deepcopy(original))
-        whole = syncbn.convert_syncbn_model(WithAuxiliary(copy.deepcopy(original)).to(ranks.device))
-        torch.manual_seed(ranks.rank)
-        x = torch.randn(2, 3, 4, 4, device=ranks.device)
-        whole(x[None])
-        assert whole._synchronised_ranks == ranks.size
-        with CountCollectives() as collectives:
-            assert torch.equal(layer(x), original(x))
-            assert torch.equal(whole(x), original(x))
+    original, whole = part(3, track_running_stats=False).to(ranks.device).eval(), WithAuxiliary(3).to(ranks.device)
+    layer, whole.auxiliary = copy.deepcopy(original), copy.deepcopy(original)
+    x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(ranks.rank)).to(ranks.device)
+    with CountCollectives() as collectives:
+        assert torch.equal(syncbn.convert_syncbn_model(layer)(x), original(x))
         assert collectives.total == 0
-        assert whole._synchronised_ranks == ranks.size
+        syncbn.convert_syncbn_model(whole)(x)
+    assert torch.equal(whole.of_auxiliary, original(x))
+    assert collectives.total == 1
 
 
 @pytest.mark.compiles
@@ -108,13 +89,17 @@ def test_evaluation_without_running_statistics_is_local(ranks: Ranks) -> None:
     ("kind", "backend"),
     [("timm's", "inductor"), ("calls super", "aot_eager"), ("parametrized subclass", "aot_eager")],
 )
-def test_subclasses_compile(ranks: Ranks, kind: str, backend: str) -> None:
+def test_subclasses_take_one_collective_each_way_and_compile(ranks: Ranks, kind: str, backend: str) -> None:
     layer = syncbn.convert_syncbn_model(make(kind))[1].to(ranks.device)
     other = copy.deepcopy(layer)
     torch.manual_seed(ranks.rank)
     x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=ranks.device)
-    compiled = torch.compile(other, backend=backend, fullgraph=True)
-    torch.testing.assert_close(step(compiled, other, x), step(layer, layer, x))
+    with CountCollectives() as training:
+        expected = step(layer, layer, x)
+    torch.testing.assert_close(step(torch.compile(other, backend=backend, fullgraph=True), other, x), expected)
+    with CountCollectives() as evaluation:
+        step(layer.eval(), layer, x)
+    assert (training.total, evaluation.total) == (2, 0)
 
 
 def alone_and_converted(ranks: Ranks) -> Iterator[tuple[nn.Module, nn.Module, Tensor, Tensor]]:
