@@ -2,7 +2,7 @@
 (pytorch#187298, #41081; timm#2422; mmcv#1253)."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -102,40 +102,29 @@ def test_subclasses_take_one_collective_each_way_and_compile(ranks: Ranks, kind:
     assert (training.total, evaluation.total) == (2, 0)
 
 
-def alone_and_converted(ranks: Ranks) -> Iterator[tuple[nn.Module, nn.Module, Tensor, Tensor]]:
-    """A model, what trains it, x and labels: of one process with the whole batches, then under DDP with this rank's."""
+def test_averaged_copies(ranks: Ranks) -> None:
+    """Their updates and evaluation send nothing; the statistics are averaged, the model's, or by update_bn those of all
+    ranks' data, as on one process."""
+    ema = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}
     alone, model = (make("plain").to(ranks.device) for _ in range(2))
     whole = whole_batches(ranks, STEPS)
-    yield alone, alone, *whole
-    yield model, DistributedDataParallel(syncbn.convert_syncbn_model(model)), *mine(ranks, *whole)
-
-
-def test_averaged_model_and_update_bn(ranks: Ranks) -> None:
-    """Of a converted model; its statistics are then those of all ranks' data."""
-    copies = []
-    for model, trained, x, labels in alone_and_converted(ranks):
-        copies.append(AveragedModel(model, use_buffers=False))
-        train(trained, x, labels)
-        copies[-1].update_parameters(model)
-        update_bn(list(x), copies[-1])
-    assert isinstance(copies[1].module[1], syncbn.SyncBatchNorm2d)
-    require_equal_state(copies[1], copies[0])
-
-
-@pytest.mark.parametrize("use_buffers", [False, True])
-def test_an_ema_copy(ranks: Ranks, use_buffers: bool) -> None:
-    """Its updates and evaluation need no other rank; its statistics are averaged, or the model's, as on one process."""
-    copies = []
-    for model, trained, x, labels in alone_and_converted(ranks):
-        copies.append(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers))
+    ddp = DistributedDataParallel(syncbn.convert_syncbn_model(model))
+    results = []
+    for one, trained, x, labels in ((alone, alone, *whole), (model, ddp, *mine(ranks, *whole))):
+        copies = [AveragedModel(one, use_buffers=True, **ema), AveragedModel(one, **ema), AveragedModel(one)]
         for index in range(STEPS):
             train(trained, x[index, None], labels[index, None])
-            if trained is model or ranks.rank == 0:
-                copies[-1].update_parameters(model)
-                copies[-1].eval()(x[index])
-    if ranks.rank == 0:
-        assert torch.equal(copies[1].module[1].running_var, model[1].running_var) != use_buffers
-        require_equal_state(*copies)
+            with CountCollectives() as collectives:
+                for averaged in copies:
+                    averaged.update_parameters(one)
+                    averaged.eval()(x[index])
+            assert collectives.total == 0
+        assert torch.equal(copies[1].module[1].running_var, one[1].running_var)
+        assert not torch.equal(copies[0].module[1].running_var, one[1].running_var)
+        update_bn(list(x), copies[2])
+        results.append(nn.ModuleList(copies))
+    assert isinstance(copies[2].module[1], syncbn.SyncBatchNorm2d)
+    require_equal_state(*results)
 
 
 @dataclass

@@ -76,8 +76,8 @@ def test_bf16_mixed_precision(ranks: Ranks) -> None:
 def test_converting_afterwards_is_refused(ranks: Ranks) -> None:
     """A batch norm that is sharded by itself has a class of FSDP2's."""
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
-    plain, layer = nn.BatchNorm2d(4).to(ranks.device), syncbn.SyncBatchNorm2d(4, device=ranks.device)
-    for one, name in ((plain, "convert_syncbn_model"), (layer, "revert_syncbn_model")):
+    plain, layer = nn.BatchNorm2d(4).to(ranks.device), syncbn.convert_syncbn_model(nn.BatchNorm2d(4))
+    for one, name in ((plain, "convert_syncbn_model"), (layer.to(ranks.device), "revert_syncbn_model")):
         fully_shard(one, mesh=mesh)
         with pytest.raises(RuntimeError, match=f"call {name} before fully_shard"):
             getattr(syncbn, name)(nn.Sequential(one))

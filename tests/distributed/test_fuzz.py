@@ -11,7 +11,8 @@ import copy
 import io
 import pickle
 import random
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,47 +27,17 @@ from syncbn.distributed import reduction
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}  # of the largest value, or of the largest term of a sum
 SUMS = TOLERANCE | dict.fromkeys((torch.bfloat16, torch.float16), 1e-6)  # whose terms are added in float32 for a while
-CLASSES = [  # by the number of inner dims
-    (nn.BatchNorm1d, syncbn.SyncBatchNorm1d),
-    (nn.BatchNorm1d, syncbn.SyncBatchNorm1d),
-    (nn.BatchNorm2d, syncbn.SyncBatchNorm2d),
-    (nn.BatchNorm3d, syncbn.SyncBatchNorm3d),
-]
 ACTIONS = ["train", "train", "train", "evaluate", "revert and convert", "copy", "pickle", "save and load"]
 LAYOUTS = ["contiguous", "gaps", "permuted", "expanded", "channels_last"]
 
 
-class Kind(NamedTuple):
-    """A layer and the shape of its inputs."""
-
-    channels: int
-    inner: list[int]
-    dtype: torch.dtype  # of the inputs
-    options: dict[str, Any]
-    group_size: int
-
-
-class Step(NamedTuple):
-    """What happens to the layer."""
-
-    action: str
-    sizes: list[int]  # samples of each rank
-    values: str
-    layouts: tuple[str, str]  # of input and gradient
-    residual: bool
-    mask: str
-    wants_gradient: list[bool]  # the input of each rank
-    seed: int
-
-
-def draw_program(draw: random.Random, num_ranks: int) -> tuple[Kind, list[Step]]:
-    """A layer and up to five steps."""
+def draw_program(draw: random.Random, num_ranks: int) -> tuple[SimpleNamespace, list[SimpleNamespace]]:
+    """A layer with the shape of its inputs, and up to five steps."""
 
     def one_of(*values: Any) -> Any:
         return draw.choice(values)
 
-    affine = one_of(True, False)
-    dtype = one_of(*SUMS)
+    affine, dtype = one_of(True, False), one_of(*SUMS)
     options = {
         "eps": one_of(1e-5, 1e-3),
         "momentum": one_of(0.1, 0.9, 1.0, 0.0, None),
@@ -77,23 +48,28 @@ def draw_program(draw: random.Random, num_ranks: int) -> tuple[Kind, list[Step]]
         "fuse_relu": one_of(False, True),
         "dtype": one_of(torch.float32, torch.float64, dtype),
     }
-    inner = draw.sample([0, 1, 1, 2, 2, 3, 3, 5, 33], k=draw.randint(0, 3))  # 33 once, as roundings grow with sums
-    group_size = one_of(*(size for size in range(1, num_ranks + 1) if num_ranks % size == 0))
-    steps = []
-    for _ in range(draw.randint(1, 5)):
-        step = Step(
+    kind = SimpleNamespace(
+        channels=draw.randint(1, 9),
+        inner=draw.sample([0, 1, 1, 2, 2, 3, 3, 5, 33], k=draw.randint(0, 3)),  # 33 once, as roundings grow with sums
+        dtype=dtype,  # of the inputs
+        options=options,
+        group_size=one_of(*(size for size in range(1, num_ranks + 1) if num_ranks % size == 0)),
+    )
+    steps = [
+        SimpleNamespace(
             action=one_of(*ACTIONS),
-            sizes=draw.choices(range(5), k=num_ranks),
+            sizes=draw.choices(range(5), k=num_ranks),  # samples of each rank
             values=one_of("normal", "mean 100", "constant", "one outlier"),
-            layouts=(one_of(*LAYOUTS), one_of(*LAYOUTS)),
+            layouts=(one_of(*LAYOUTS), one_of(*LAYOUTS)),  # of input and gradient
             residual=one_of(False, True),
             mask=one_of("", "", "samples", "positions", "nothing"),
-            # without parameters the ranks must agree
+            # of each rank's input; without parameters the ranks must agree
             wants_gradient=draw.choices([False, True], k=num_ranks) if affine else [one_of(False, True)] * num_ranks,
             seed=draw.randint(0, 2**16),
         )
-        steps.append(step)
-    return Kind(draw.randint(1, 9), inner, dtype, options, group_size), steps
+        for _ in range(draw.randint(1, 5))
+    ]
+    return kind, steps
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
@@ -113,7 +89,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 class Batch:
     """Inputs of the ranks of a group, of which each rank knows all; `rows` are (values per channel, channels)."""
 
-    def __init__(self, kind: Kind, step: Step, members: range, device: torch.device) -> None:
+    def __init__(self, kind: SimpleNamespace, step: SimpleNamespace, members: range, device: torch.device) -> None:
         self.kind = kind
         self.channel_dim = -1 if kind.options["channel_last"] else 1
         places = (sum(step.sizes[rank] for rank in members), *kind.inner)
@@ -160,10 +136,13 @@ class Batch:
 class Program:
     """A layer that takes steps; after each it is compared with the oracle."""
 
-    def __init__(self, kind: Kind, ranks: Ranks) -> None:
+    def __init__(self, kind: SimpleNamespace, ranks: Ranks) -> None:
         self.kind, self.ranks = kind, ranks
         first = ranks.rank // kind.group_size * kind.group_size
         self.members = range(first, first + kind.group_size)
+        dims = max(1, len(kind.inner))
+        self.plain_class = getattr(nn, f"BatchNorm{dims}d")
+        self.layer_class = getattr(syncbn, f"SyncBatchNorm{dims}d")
         self.layer = self.new_layer()
         generator = torch.Generator().manual_seed(0)
         for parameter in self.layer.parameters():
@@ -171,19 +150,18 @@ class Program:
 
     def new_layer(self) -> syncbn.SyncBatchNorm:
         """Built, or converted where nn.BatchNorm can be such a layer."""
-        plain_class, layer_class = CLASSES[len(self.kind.inner)]
         group_size = None if self.kind.group_size == self.ranks.size else self.kind.group_size
         options = dict(self.kind.options)
         if options["fuse_relu"]:
-            return layer_class(self.kind.channels, process_group=group_size, device=self.ranks.device, **options)
+            return self.layer_class(self.kind.channels, process_group=group_size, device=self.ranks.device, **options)
         del options["fuse_relu"]
         channel_last, bias = options.pop("channel_last"), options.pop("bias")
-        layer = plain_class(self.kind.channels, device=self.ranks.device, **options)
+        layer = self.plain_class(self.kind.channels, device=self.ranks.device, **options)
         if not bias:
             layer.register_parameter("bias", None)
         return syncbn.convert_syncbn_model(layer, group_size, channel_last)
 
-    def take(self, step: Step) -> None:
+    def take(self, step: SimpleNamespace) -> None:
         if step.action in ("train", "evaluate"):
             start = sum(step.sizes[rank] for rank in range(self.members.start, self.ranks.rank))
             mine = slice(start, start + step.sizes[self.ranks.rank])
@@ -201,10 +179,10 @@ class Program:
             self.layer.load_state_dict(torch.load(file, weights_only=True))
         elif not self.kind.options["fuse_relu"]:
             layer, group_size = self.layer, self.layer.process_group
-            assert type(syncbn.revert_syncbn_model(layer)) is CLASSES[len(self.kind.inner)][0]
+            assert type(syncbn.revert_syncbn_model(layer)) is self.plain_class
             assert syncbn.convert_syncbn_model(layer, group_size, self.kind.options["channel_last"]) is layer
 
-    def train(self, step: Step, batch: Batch, mine: slice) -> None:
+    def train(self, step: SimpleNamespace, batch: Batch, mine: slice) -> None:
         layer, counted = self.layer.train(), batch.counted
         layer.zero_grad()
         x, z, mask = (None if whole is None else whole[mine].detach() for whole in (batch.x, batch.z, batch.mask))

@@ -136,16 +136,7 @@ def test_copies_pickles_and_saves(ranks: Ranks) -> None:
 
 
 def test_a_group_that_does_not_exist_here(ranks: Ranks) -> None:
-    layer = layer_of(None, ranks)
-    layer.process_group = pickle.loads(pickle.dumps(GlobalRanks((0, 97))))
-    assert repr(layer.process_group) == "ranks [0, 97]"
-    with pytest.raises(RuntimeError, match=r"\(ranks \[0, 97\]\) was destroyed, or no such group exists here"):
-        ranks_that_share(layer, ranks)
-    assert syncbn.summary(layer)[0].group_size == 2
-    layer.eval()(batch(ranks))
-
-
-def test_a_conversion_or_revert_that_fails_changes_nothing(ranks: Ranks) -> None:
+    """A conversion or revert that fails changes nothing."""
     model = nn.Sequential(nn.BatchNorm1d(2), nn.SyncBatchNorm(2))
     model[1].process_group = dist.new_group()
     dist.barrier()  # else a rank may leave the group while another still connects to it
@@ -159,6 +150,11 @@ def test_a_conversion_or_revert_that_fails_changes_nothing(ranks: Ranks) -> None
     with pytest.raises(RuntimeError, match="no such group exists here"):
         syncbn.revert_syncbn_model(model)
     assert [type(layer) for layer in model] == [syncbn.SyncBatchNorm1d, syncbn.SyncBatchNorm]
+    assert repr(model[1].process_group) == "ranks [0, 97]"
+    assert syncbn.summary(model)[1].group_size == 2
+    model.eval()(torch.ones(3, 2))
+    with pytest.raises(RuntimeError, match=r"\(ranks \[0, 97\]\) was destroyed, or no such group exists here"):
+        model[1].train()(torch.ones(3, 2))
 
 
 def test_converting_again_keeps_the_group_unless_one_is_given(ranks: Ranks) -> None:
@@ -203,17 +199,6 @@ def test_a_layer_whose_own_group_was_destroyed_does_not_train_alone(ranks: Ranks
             voting.world.enter()
 
 
-def test_a_new_default_group_makes_new_groups(ranks: Ranks) -> None:
-    layer = layer_of(1, ranks)
-    everyone = [layer_of(None, ranks), layer_of(ranks.size, ranks), layer_of(dist.group.WORLD, ranks)]
-    voting.world.make_anew()
-    assert groups.existing(layer.process_group) is None
-    for one in everyone:
-        assert all_share(one, ranks)
-        assert groups.existing(one._process_group) is dist.group.WORLD
-    assert ranks_that_share(layer, ranks) == [ranks.rank]
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
 def test_summary(ranks: Ranks) -> None:
     model = nn.Sequential(
@@ -240,17 +225,24 @@ def test_summary(ranks: Ranks) -> None:
 
 
 def test_specification_before_init_process_group(ranks: Ranks) -> None:
-    """An int given without a process group becomes a group in the first training forward, but not of a graph."""
+    """An int given without a default group, or under another, becomes a group in the first training forward, but not of
+    a graph."""
+    alone = [layer_of(1, ranks)]
+    everyone = [layer_of(spec, ranks) for spec in (None, ranks.size, dist.group.WORLD)]
     voting.world.leave()
-    alone, together, of_node = layer_of(1, ranks), layer_of(ranks.size, ranks), layer_of("node", ranks)
+    alone.append(layer_of(1, ranks))
+    everyone += [layer_of(ranks.size, ranks), layer_of("node", ranks)]
     voting.world.enter()
     assert groups.existing(1) is None
-    assert syncbn.summary(of_node)[0].group_size == ranks.size
-    compiled = torch.compile(alone, backend="eager", fullgraph=True)
+    assert syncbn.summary(everyone[-1])[0].group_size == ranks.size
+    compiled = torch.compile(alone[1], backend="eager", fullgraph=True)
     with pytest.raises(Exception, match=r"convert the layers after torch.distributed.init_process_group\(\)"):
         compiled(batch(ranks))
-    assert ranks_that_share(alone, ranks) == [ranks.rank]
-    assert all_share(together, ranks)
+    for layer in alone:
+        assert ranks_that_share(layer, ranks) == [ranks.rank]
+    for layer in everyone:
+        assert all_share(layer, ranks)
+        assert groups.existing(layer._process_group) is dist.group.WORLD
 
 
 @pytest.mark.parametrize("backend", ["cpu:gloo", "cpu:gloo,cuda:gloo", None])

@@ -176,6 +176,8 @@ def test_what_cannot_be_recomputed(ranks: Ranks) -> None:
     refused(model, a_number, [x], -1)
     refused(model, "no rank has a batch", [])
     refused(model, "begins with one, got dict; pass forward=", [{"x": x}], error=TypeError)
+    syncbn.recompute_running_stats(model, [{"x": x}], forward=lambda module, batch: module(batch["x"]))
+    require_statistics(model.bn1, parts(ranks, 0))
     refused(nn.BatchNorm1d(3, track_running_stats=False), "no BatchNorm layer with running statistics", [])
     own_attribute = type("OwnAttribute", (nn.BatchNorm2d,), {"process_group": "taken"})(4)
     refused(nn.Sequential(model, own_attribute), r"leaves as they are cannot take part: 1$", [x])
@@ -185,12 +187,6 @@ def test_what_cannot_be_recomputed(ranks: Ranks) -> None:
         refused(ddp, r"recompute_running_stats cannot be used inside syncbn\.join", [], error=RuntimeError)
     with pytest.raises(ValueError, match="the layer '1' is lazy and has no statistics yet"):
         syncbn.recompute_running_stats(nn.Sequential(model, nn.LazyBatchNorm2d()), [])
-
-
-def test_batches_that_are_no_tensors(ranks: Ranks) -> None:
-    layer, x = layer_of(ranks), part(ranks, 0, 0)
-    syncbn.recompute_running_stats(layer, [{"x": x}], forward=lambda module, batch: module(batch["x"]))
-    require_statistics(layer, [x] * ranks.size)
 
 
 # Merged from ranks that had their own.
