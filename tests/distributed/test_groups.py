@@ -199,29 +199,19 @@ def test_a_layer_whose_own_group_was_destroyed_does_not_train_alone(ranks: Ranks
             voting.world.enter()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
 def test_summary(ranks: Ranks) -> None:
-    model = nn.Sequential(
-        layer_of(None, ranks), layer_of(1, ranks), torch.compile(layer_of(None, ranks), backend="eager")
-    )
-    row, alone, compiled = syncbn.summary(model)
+    """Of graphs in test_compile.py."""
+    model = nn.Sequential(layer_of(None, ranks), layer_of(1, ranks))
+    row, alone = syncbn.summary(model)
     numbers = (2 * C + 1, 2 * C) if torch.cuda.is_available() else (2 * C + 4, 2 * C + 4)  # on CPU with signatures
     assert row == ("0", "SyncBatchNorm", C, ranks.size, *(8 * number for number in numbers), "none yet")
     assert alone == ("1", "SyncBatchNorm", C, 1, 0, 0, "none yet")
-    assert compiled.last_step == "compiled"
-    step = torch.compile(lambda x: model[0](x), backend="eager")  # which it does not see
-    for number in (1, 2):
-        step(batch(ranks))
-        assert syncbn.summary(model)[0].last_step == f"none here; {number} compiled or loaded"
-    assert syncbn.summary(copy.deepcopy(model[0]).to("meta"))[0].last_step == "none yet"
-    model[:2](batch(ranks))
-    row, alone, _ = syncbn.summary(model)
-    assert row.last_step == f"synchronised over {ranks.size} ranks"
-    assert alone.last_step == "not synchronised"
+    model(batch(ranks))
+    assert syncbn.summary(copy.deepcopy(model).to("meta"))[0].last_step == "none yet"
     printed = str(syncbn.summary(model))
-    assert row.last_step in printed
+    assert f"synchronised over {ranks.size} ranks\n" in printed
+    assert "not synchronised\n" in printed
     assert printed.endswith(f"\nkernels: {syncbn.kernels.available()}")
-    torch._dynamo.reset()  # which keeps the process group
 
 
 def test_specification_before_init_process_group(ranks: Ranks) -> None:

@@ -101,27 +101,20 @@ def test_gradients_are_divided_by_the_ranks_that_began_or_by_those_that_are_left
     for by_initial in (True, False):
         ddp = make_ddp(ranks)
         with syncbn.join(ddp, divide_by_initial_world_size=by_initial):
-            if ranks.rank == 0:
-                x, labels = batches(ranks, 1)
-                F.cross_entropy(ddp(x[0]), labels[0]).backward()
+            train(ddp, *batches(ranks, 0 if ranks.rank else 1))
         gradients.append([parameter.grad for parameter in ddp.parameters()])
     if ranks.rank == 0:
-        for shared, own in zip(*gradients, strict=True):
-            torch.testing.assert_close(shared * ranks.size, own)
+        torch.testing.assert_close([shared * ranks.size for shared in gradients[0]], gradients[1])
 
 
 def test_layers_in_another_order_in_each_step(ranks: Ranks) -> None:
     """The finished need not know which layer comes: accumulated gradients, evaluation, two forwards, recomputation."""
 
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(syncbn.SyncBatchNorm1d(num) for num in (3, 5)).double().to(ranks.device)
-
+    class Both(nn.ModuleList):
         def forward(self, x: Tensor, order: list[int]) -> Tensor:
-            return sum(self.layers[which](x[:, : (3, 5)[which]]).pow(3).sum() for which in order)
+            return sum(self[which](x[:, : (3, 5)[which]]).pow(3).sum() for which in order)
 
-    ddp = DistributedDataParallel(Both())
+    ddp = DistributedDataParallel(Both(syncbn.SyncBatchNorm1d(num) for num in (3, 5)).double().to(ranks.device))
     with syncbn.join(ddp):
         if ranks.rank == 0:
             x = torch.randn(4, 5, dtype=torch.float64, device=ranks.device, requires_grad=True)
@@ -131,7 +124,7 @@ def test_layers_in_another_order_in_each_step(ranks: Ranks) -> None:
             ddp.module.train()
             with ddp.no_sync():
                 ddp(x, [1, 0]).backward()
-    assert ddp.module.layers[1].num_batches_tracked == 5
+    assert ddp.module[1].num_batches_tracked == 5
 
 
 STAGES = ["before the forward", "between forward and backward", "after the step"]
@@ -208,12 +201,9 @@ def run_selectively_checkpointed(ddp: DistributedDataParallel, second: nn.Module
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (lambda ddp, second, x: second(x), "joins one model, and here runs a second"),
-        (lambda ddp, second, x: torch.no_grad()(ddp.eval())(x), "without gradients call"),
-        (
-            lambda ddp, second, x: torch.compile(ddp.module, backend="eager", fullgraph=True)(x),
-            "nothing may be compiled",
-        ),
+        (lambda _, second, x: second(x), "joins one model, and here runs a second"),
+        (lambda ddp, _, x: torch.no_grad()(ddp.eval())(x), "without gradients call"),
+        (lambda ddp, _, x: torch.compile(ddp.module, backend="eager", fullgraph=True)(x), "nothing may be compiled"),
         (run_selectively_checkpointed, "checkpointing may not be selective"),
     ],
 )
