@@ -182,10 +182,7 @@ def test_a_layer_whose_own_group_was_destroyed_does_not_train_alone(ranks: Ranks
     mesh = DeviceMesh(ranks.device.type, [[rank] for rank in range(ranks.size)], mesh_dim_names=("all", "own"))["own"]
     layer, x = layer_of(mesh if kind == "mesh" else mesh.get_group(), ranks), batch(ranks)
     layer(x)
-    if all_groups:
-        voting.world.leave()
-    else:
-        dist.destroy_process_group(mesh.get_group())
+    voting.world.leave() if all_groups else dist.destroy_process_group(mesh.get_group())
     try:
         with pytest.raises(RuntimeError, match="was destroyed, or no such group exists here; make it again"):
             layer(x)
