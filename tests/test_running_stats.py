@@ -22,21 +22,19 @@ class Stream(IterableDataset[Tensor]):
 
 
 @pytest.mark.parametrize("loader", [DataLoader(Stream(), 5), DATA.split(5), iter(DATA.split(5))])
-def test_recomputed_with_a_bar(loader: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = io.StringIO()
+def test_recomputed_with_a_bar_where_somebody_sees_it(
+    loader: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer, terminal = nn.BatchNorm1d(3, dtype=torch.float64), io.StringIO()
+    syncbn.recompute_running_stats(layer, [DATA])
+    assert not any(capsys.readouterr())
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
-    layer = nn.BatchNorm1d(3, dtype=torch.float64)
     syncbn.recompute_running_stats(layer, loader)
     torch.testing.assert_close(layer.running_mean, DATA.mean(0))
     torch.testing.assert_close(layer.running_var, DATA.var(0))
     assert layer.num_batches_tracked == 3
     assert "Running statistics" in terminal.getvalue()
-
-
-def test_no_bar_where_nobody_sees_it(capsys: pytest.CaptureFixture[str]) -> None:
-    syncbn.recompute_running_stats(nn.BatchNorm1d(3), [DATA.float()])
-    assert not any(capsys.readouterr())
 
 
 def test_one_process_accumulates_merges_and_is_synced() -> None:
@@ -51,11 +49,13 @@ def test_one_process_accumulates_merges_and_is_synced() -> None:
         syncbn.merge_running_stats(layer, count=0.5)
 
 
-def test_a_lazy_layer_has_nothing_to_accumulate() -> None:
-    model = syncbn.convert_syncbn_model(nn.Sequential(nn.LazyBatchNorm1d()))
-    with pytest.raises(ValueError, match="the layer '0' is lazy"), syncbn.accumulate_running_stats(model):
-        model(torch.ones(2, 3))
-    model(DATA)
-    with syncbn.accumulate_running_stats(model):
-        model(DATA)
-    assert model[0].num_batches_tracked == 2
+def test_where_nothing_can_be_accumulated() -> None:
+    layer, lazy = syncbn.SyncBatchNorm1d(3), syncbn.convert_syncbn_model(nn.Sequential(nn.LazyBatchNorm1d()))
+    for refused, error, message in (
+        (nn.ReLU(), ValueError, r"no synchronised layer .*convert"),
+        (lazy, ValueError, "the layer '0' is lazy"),
+        (layer, RuntimeError, "cannot run inside one another"),
+    ):
+        inner = syncbn.accumulate_running_stats(refused)
+        with syncbn.accumulate_running_stats(layer), pytest.raises(error, match=message), inner:
+            pass

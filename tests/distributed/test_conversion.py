@@ -2,7 +2,7 @@
 (pytorch#187298, #41081; timm#2422; mmcv#1253)."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -64,43 +64,24 @@ def test_trains_as_one_process_and_reverts_for_export(ranks: Ranks, kind: str) -
         assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
 
 
-@pytest.mark.parametrize("kind", ["timm's", "calls super", "parametrized subclass"])
-def test_one_collective_each_way(ranks: Ranks, kind: str) -> None:
-    layer = syncbn.convert_syncbn_model(make(kind))[1].to(ranks.device)
-    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=ranks.device)
-    for training, expected in ((True, 1), (False, 0)):
-        layer.train(training)
-        with CountCollectives() as forward:
-            y = layer(x)
-        with CountCollectives() as backward:
-            y.sum().backward()
-        assert (forward.total, backward.total) == (expected, expected)
-
-
-def test_evaluation_without_running_statistics_is_local(ranks: Ranks) -> None:
+@pytest.mark.parametrize("part", [BatchNormAct2d, nn.BatchNorm2d])
+def test_evaluation_without_running_statistics_is_local(ranks: Ranks, part: type[nn.Module]) -> None:
     """Also of a part of a subclass that trains."""
 
     class WithAuxiliary(BatchNormAct2d):
-        def __init__(self, auxiliary: nn.Module) -> None:
-            super().__init__(3)
-            self.auxiliary = auxiliary
-
         def forward(self, x: Tensor) -> Tensor:
-            return self.auxiliary(x) if x.ndim == 4 else super().forward(x[0])
+            self.of_auxiliary = self.auxiliary(x)
+            return super().forward(x)
 
-    for part in BatchNormAct2d, nn.BatchNorm2d:
-        original = part(3, track_running_stats=False).to(ranks.device).eval()
-        layer = syncbn.convert_syncbn_model(copy.deepcopy(original))
-        whole = syncbn.convert_syncbn_model(WithAuxiliary(copy.deepcopy(original)).to(ranks.device))
-        torch.manual_seed(ranks.rank)
-        x = torch.randn(2, 3, 4, 4, device=ranks.device)
-        whole(x[None])
-        assert whole._synchronised_ranks == ranks.size
-        with CountCollectives() as collectives:
-            assert torch.equal(layer(x), original(x))
-            assert torch.equal(whole(x), original(x))
+    original, whole = part(3, track_running_stats=False).to(ranks.device).eval(), WithAuxiliary(3).to(ranks.device)
+    layer, whole.auxiliary = copy.deepcopy(original), copy.deepcopy(original)
+    x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(ranks.rank)).to(ranks.device)
+    with CountCollectives() as collectives:
+        assert torch.equal(syncbn.convert_syncbn_model(layer)(x), original(x))
         assert collectives.total == 0
-        assert whole._synchronised_ranks == ranks.size
+        syncbn.convert_syncbn_model(whole)(x)
+    assert torch.equal(whole.of_auxiliary, original(x))
+    assert collectives.total == 1
 
 
 @pytest.mark.compiles
@@ -108,49 +89,42 @@ def test_evaluation_without_running_statistics_is_local(ranks: Ranks) -> None:
     ("kind", "backend"),
     [("timm's", "inductor"), ("calls super", "aot_eager"), ("parametrized subclass", "aot_eager")],
 )
-def test_subclasses_compile(ranks: Ranks, kind: str, backend: str) -> None:
+def test_subclasses_take_one_collective_each_way_and_compile(ranks: Ranks, kind: str, backend: str) -> None:
     layer = syncbn.convert_syncbn_model(make(kind))[1].to(ranks.device)
     other = copy.deepcopy(layer)
     torch.manual_seed(ranks.rank)
     x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=ranks.device)
-    compiled = torch.compile(other, backend=backend, fullgraph=True)
-    torch.testing.assert_close(step(compiled, other, x), step(layer, layer, x))
+    with CountCollectives() as training:
+        expected = step(layer, layer, x)
+    torch.testing.assert_close(step(torch.compile(other, backend=backend, fullgraph=True), other, x), expected)
+    with CountCollectives() as evaluation:
+        step(layer.eval(), layer, x)
+    assert (training.total, evaluation.total) == (2, 0)
 
 
-def alone_and_converted(ranks: Ranks) -> Iterator[tuple[nn.Module, nn.Module, Tensor, Tensor]]:
-    """A model, what trains it, x and labels: of one process with the whole batches, then under DDP with this rank's."""
+def test_averaged_copies(ranks: Ranks) -> None:
+    """Their updates and evaluation send nothing; the statistics are averaged, the model's, or by update_bn those of all
+    ranks' data, as on one process."""
+    ema = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}
     alone, model = (make("plain").to(ranks.device) for _ in range(2))
     whole = whole_batches(ranks, STEPS)
-    yield alone, alone, *whole
-    yield model, DistributedDataParallel(syncbn.convert_syncbn_model(model)), *mine(ranks, *whole)
-
-
-def test_averaged_model_and_update_bn(ranks: Ranks) -> None:
-    """Of a converted model; its statistics are then those of all ranks' data."""
-    copies = []
-    for model, trained, x, labels in alone_and_converted(ranks):
-        copies.append(AveragedModel(model, use_buffers=False))
-        train(trained, x, labels)
-        copies[-1].update_parameters(model)
-        update_bn(list(x), copies[-1])
-    assert isinstance(copies[1].module[1], syncbn.SyncBatchNorm2d)
-    require_equal_state(copies[1], copies[0])
-
-
-@pytest.mark.parametrize("use_buffers", [False, True])
-def test_an_ema_copy(ranks: Ranks, use_buffers: bool) -> None:
-    """Its updates and evaluation need no other rank; its statistics are averaged, or the model's, as on one process."""
-    copies = []
-    for model, trained, x, labels in alone_and_converted(ranks):
-        copies.append(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers))
+    ddp = DistributedDataParallel(syncbn.convert_syncbn_model(model))
+    results = []
+    for one, trained, x, labels in ((alone, alone, *whole), (model, ddp, *mine(ranks, *whole))):
+        copies = [AveragedModel(one, use_buffers=True, **ema), AveragedModel(one, **ema), AveragedModel(one)]
         for index in range(STEPS):
             train(trained, x[index, None], labels[index, None])
-            if trained is model or ranks.rank == 0:
-                copies[-1].update_parameters(model)
-                copies[-1].eval()(x[index])
-    if ranks.rank == 0:
-        assert torch.equal(copies[1].module[1].running_var, model[1].running_var) != use_buffers
-        require_equal_state(*copies)
+            with CountCollectives() as collectives:
+                for averaged in copies:
+                    averaged.update_parameters(one)
+                    averaged.eval()(x[index])
+            assert collectives.total == 0
+        assert torch.equal(copies[1].module[1].running_var, one[1].running_var)
+        assert not torch.equal(copies[0].module[1].running_var, one[1].running_var)
+        update_bn(list(x), copies[2])
+        results.append(nn.ModuleList(copies))
+    assert isinstance(copies[2].module[1], syncbn.SyncBatchNorm2d)
+    require_equal_state(*results)
 
 
 @dataclass

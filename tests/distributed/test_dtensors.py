@@ -30,11 +30,16 @@ def numbers(seed: int, ranks: Ranks) -> Tensor:
 def require_divisor(ranks: Ranks) -> None:
     """For tests that share 4 channels or images, or 2 rows of ranks, evenly."""
     if 4 % ranks.size:
-        pytest.skip("for 1, 2 or 4 ranks")
+        pytest.skip("for 2 or 4 ranks")
 
 
 def mesh_of(ranks: Ranks, *sizes: int) -> DeviceMesh:
     return init_device_mesh(ranks.device.type, sizes or (ranks.size,))
+
+
+def spread(tensor: Tensor, placement: Placement, ranks: Ranks) -> DTensor:
+    """Over all ranks."""
+    return distribute_tensor(tensor, mesh_of(ranks), [placement])
 
 
 def new_layer(ranks: Ranks, **options: object) -> syncbn.SyncBatchNorm:
@@ -47,14 +52,9 @@ def new_layer(ranks: Ranks, **options: object) -> syncbn.SyncBatchNorm:
 
 def placed(layer: nn.Module, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
     """The parameters and buffers of the layer as DTensors, as a sharded or replicated model has them."""
-
-    def place(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        for name, given in [*module.named_parameters(), *module.named_buffers()]:
-            its = placements if given.ndim else (Replicate(),) * mesh.ndim
-            new = distribute_tensor(given.detach(), mesh, its)
-            setattr(module, name, nn.Parameter(new) if isinstance(given, nn.Parameter) else new)
-
-    distribute_module(layer, mesh, place)
+    for name, given in [*layer.named_parameters(), *layer.named_buffers()]:
+        new = distribute_tensor(given.detach(), mesh, placements if given.ndim else (Replicate(),) * mesh.ndim)
+        setattr(layer, name, nn.Parameter(new) if isinstance(given, nn.Parameter) else new)
 
 
 def results(layer: nn.Module, x: Tensor, z: Tensor, dy: Tensor) -> tuple[dict[str, Tensor], tuple[int, int]]:
@@ -94,34 +94,31 @@ def require_equal(
         torch.testing.assert_close(one, whole, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("distributed", [True, False])
-@pytest.mark.parametrize("placement", [*OF_BATCH, Replicate()], ids=repr)
+@pytest.mark.parametrize(
+    ("placement", "distributed"),
+    [
+        *itertools.product((*OF_BATCH, Replicate()), (True, False)),
+        (Shard(1), True),  # each rank normalises its own channels, on 3 ranks one of them none
+    ],
+    ids=repr,
+)
 def test_one_dim(ranks: Ranks, placement: Placement, distributed: bool) -> None:
-    num_all_reduces = 0 if placement == Replicate() or ranks.size == 1 else 2
-    require_equal(ranks, mesh_of(ranks), (placement,), distributed, num_all_reduces)
-
-
-def test_shards_of_channels(ranks: Ranks) -> None:
-    """Each rank normalises its own channels, on 3 ranks one of them none, and nothing is sent."""
-    require_equal(ranks, mesh_of(ranks), (Shard(1),), distributed=True, num_all_reduces=0)
+    require_equal(ranks, mesh_of(ranks), (placement,), distributed, 2 if placement in OF_BATCH else 0)
 
 
 def test_a_rank_without_channels(ranks: Ranks) -> None:
     """The last; in training, and in evaluation without running statistics, which normalises this batch too."""
-    x, mesh = numbers(0, ranks).repeat(1, ranks.size, 1, 1)[:, : ranks.size - 1], mesh_of(ranks)
-    if ranks.size == 1:
-        pytest.skip("there would be no channels at all")
+    x = numbers(0, ranks).repeat(1, ranks.size, 1, 1)[:, : ranks.size - 1]
     layer = syncbn.SyncBatchNorm(ranks.size - 1, affine=False, track_running_stats=False)
-    expected = torch.nn.functional.batch_norm(x, None, None, training=True)
     for training in (True, False):
-        output = layer.train(training)(distribute_tensor(x, mesh, [Shard(1)]))
-        torch.testing.assert_close(output.full_tensor(), expected)
+        output = layer.train(training)(spread(x, Shard(1), ranks)).full_tensor()
+        torch.testing.assert_close(output, torch.nn.functional.batch_norm(x, None, None, training=True))
 
 
 @pytest.mark.parametrize("placements", list(itertools.product((Shard(0), Shard(3), Shard(1), Replicate()), repeat=2)))
 def test_two_dims(ranks: Ranks, placements: tuple[Placement, Placement]) -> None:
     require_divisor(ranks)
-    for sizes in {(ranks.size, 1), (1, ranks.size), (2, ranks.size // 2)} if ranks.size > 1 else {(1, 1)}:
+    for sizes in {(ranks.size, 1), (1, ranks.size), (2, ranks.size // 2)}:
         adds_up = any(one in OF_BATCH and size > 1 for one, size in zip(placements, sizes, strict=True))
         require_equal(ranks, mesh_of(ranks, *sizes), placements, True, 2 * adds_up)
 
@@ -133,13 +130,11 @@ def test_a_model_and_its_optimizer(ranks: Ranks) -> None:
     for parameter in plain.parameters():
         torch.distributed.broadcast(parameter.data, 0)
     model = syncbn.convert_syncbn_model(copy.deepcopy(plain))
-    mesh = mesh_of(ranks)
-    distribute_module(model, mesh)
+    distribute_module(model, mesh_of(ranks))
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
     for seed in range(3):
         x = numbers(seed, ranks)[:4]  # nn.Linear refuses uneven shards
-        inputs = (distribute_tensor(x, mesh, [Shard(0)]), x)
-        for one, its, optimizer in zip((model, plain), inputs, optimizers, strict=True):
+        for one, its, optimizer in zip((model, plain), (spread(x, Shard(0), ranks), x), optimizers, strict=True):
             optimizer.zero_grad()
             one(its).pow(3).mean().backward()
             optimizer.step()
@@ -154,7 +149,7 @@ def test_function(ranks: Ranks, training: bool) -> None:
     mask = torch.arange(ranks.size, device=ranks.device) > 0
     stats = x.new_zeros(4), x.new_ones(4)
     expected = sync_batch_norm(x, *map(torch.clone, stats), training=training, mask=mask, process_group=1)
-    sharded, own = distribute_tensor(x, mesh_of(ranks), [Shard(0)]), mask[ranks.rank, None]
+    sharded, own = spread(x, Shard(0), ranks), mask[ranks.rank, None]
     output = sync_batch_norm(sharded, *stats, training=training, mask=own)
     torch.testing.assert_close(output.full_tensor(), expected)
 
@@ -162,51 +157,65 @@ def test_function(ranks: Ranks, training: bool) -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_several_inputs(ranks: Ranks, training: bool) -> None:
     """As single ones, with one all_reduce; those of one call lie on the same ranks."""
-    mesh, x = mesh_of(ranks), numbers(0, ranks)
-    inputs = [distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(x + 1, mesh, [Shard(2)])]
-    means, variances = ([x.new_full((4,), one) for _ in range(2)] for one in (0, 1))
-    expected = [
-        sync_batch_norm(one, mean.clone(), var.clone(), training=training)
-        for one, mean, var in zip(inputs, means, variances, strict=True)
-    ]
+    x = numbers(0, ranks)
+    inputs = [spread(x, Shard(0), ranks), spread(x + 1, Shard(2), ranks)]
+    stats = [[x.new_full((4,), one) for _ in range(2)] for one in (0, 1)]
+    of_each = zip(inputs, *copy.deepcopy(stats), strict=True)
+    expected = [sync_batch_norm(one, mean, var, training=training) for one, mean, var in of_each]
     with CommDebugMode() as communication:
-        outputs = sync_batch_norm_many(inputs, means, variances, training=training)
-    assert communication.get_total_counts() == (training and ranks.size > 1)
+        outputs = sync_batch_norm_many(inputs, *stats, training=training)
+    assert communication.get_total_counts() == training
     for output, wanted in zip(outputs, expected, strict=True):
         assert output.placements == wanted.placements
         # In another place of the payload gloo adds the ranks in another order.
         torch.testing.assert_close(output.to_local(), wanted.to_local(), rtol=1e-12, atol=1e-12)
-    if training and ranks.size > 1:
-        for other in (distribute_tensor(x, mesh, [Replicate()]), x):
-            with pytest.raises(
-                ValueError, match=r"inputs\[1\]: the batches.*different ranks.*sync_batch_norm for each"
-            ):
-                sync_batch_norm_many([inputs[0], other], means, variances)
 
 
-def test_refused_where_plain_tensors_are_expected(ranks: Ranks) -> None:
-    mesh, x = mesh_of(ranks), numbers(0, ranks)
+def test_what_does_not_fit_is_refused(ranks: Ranks) -> None:
+    mesh, x, layer, placed_layer = mesh_of(ranks), numbers(0, ranks), new_layer(ranks), new_layer(ranks)
+    placed(placed_layer, mesh, (Replicate(),))
+    shards, replicated = [spread(x, Shard(dim), ranks) for dim in range(3)], spread(x, Replicate(), ranks)
     mean, invstd = x.new_zeros(4), x.new_ones(4)
+    channel = spread(mean, Replicate(), ranks)
 
-    def replicated(plain: Tensor) -> DTensor:
-        return distribute_tensor(plain, mesh, [Replicate()])
+    def over(process_group: object, x: Tensor) -> Tensor:
+        return sync_batch_norm(x, None, None, training=True, process_group=process_group)
 
+    def many(second: Tensor) -> list[Tensor]:
+        return sync_batch_norm_many([shards[0], second], [mean, mean], [invstd, invstd])
+
+    layer(shards[0], shards[0])
     batch_norm_backward(x, x, mean, invstd)
-    for name, refused in (
-        ("input", lambda: batch_norm_backward(x, replicated(x), mean, invstd)),
-        ("grad_output", lambda: batch_norm_backward(replicated(x), x, mean, invstd)),
-        ("mean", lambda: batch_norm_backward(x, x, replicated(mean), invstd)),
-        ("z", lambda: sync_batch_norm(x, mean, invstd, training=True, z=replicated(x))),
-        ("weight", lambda: sync_batch_norm(x, mean, invstd, nn.Parameter(replicated(mean)), training=True)),
+    for same in (mesh, torch.distributed.group.WORLD, ranks.size):  # as the mesh says
+        over(same, shards[0])
+    over(1, replicated)
+    other = r"process_group is ranks .*, but the batch of the input.*process_group=None"
+    unlike = r"inputs\[1\]: the batches.*different ranks.*sync_batch_norm for each"
+    of_z = r"expected z to have \(Shard\(dim=0\),\) there, got \(Shard\(dim=2\),\)"
+    plain = r"{0} is a DTensor.*pass {0}.to_local\(\)".format
+    for message, refused in (
+        (other, lambda: over(1, shards[0])),
+        (other, lambda: over(mesh, replicated)),
+        (r"not added up yet.*redistribute", lambda: layer(DTensor.from_local(x, mesh, [Partial()]))),
+        (of_z, lambda: layer(shards[0], shards[2])),
+        (r"pass mask.to_local\(\)", lambda: layer(shards[0], mask=shards[0][:, 0] > 0)),
+        (r"channels are sharded.*distribute_tensor\(running_mean, ", lambda: layer(shards[1])),
+        (r"expected running_mean to have \(Shard\(dim=0\),\) there", lambda: placed_layer(shards[1])),
+        (unlike, lambda: many(replicated)),
+        (unlike, lambda: many(x)),
+        (plain("input"), lambda: batch_norm_backward(x, replicated, mean, invstd)),
+        (plain("grad_output"), lambda: batch_norm_backward(replicated, x, mean, invstd)),
+        (plain("mean"), lambda: batch_norm_backward(x, x, channel, invstd)),
+        (plain("z"), lambda: sync_batch_norm(x, mean, invstd, training=True, z=replicated)),
+        (plain("weight"), lambda: sync_batch_norm(x, mean, invstd, channel, training=True)),
     ):
-        with pytest.raises(TypeError, match=rf"{name} is a DTensor.*pass {name}.to_local\(\)"):
+        with pytest.raises((TypeError, ValueError), match=message):
             refused()
 
 
 @pytest.mark.parametrize("of_gradient", [Shard(2), Replicate()], ids=repr)
 def test_second_derivative(ranks: Ranks, of_gradient: Placement) -> None:
     """Also through a gradient that is placed otherwise: from_local's backward alone would lose its graph."""
-    mesh = mesh_of(ranks)
 
     def second_derivative(process_group: int | None, x: Tensor, placed: Callable[[Tensor], Tensor]) -> Tensor:
         y = new_layer(ranks, process_group=process_group)(x)
@@ -216,7 +225,7 @@ def test_second_derivative(ranks: Ranks, of_gradient: Placement) -> None:
 
     x = numbers(0, ranks)
     expected = second_derivative(1, x.clone().requires_grad_(), torch.square)
-    sharded = distribute_tensor(x, mesh, [Shard(2)]).requires_grad_()
+    sharded = spread(x, Shard(2), ranks).requires_grad_()
     if TORCH_211:
         with pytest.raises(RuntimeError, match="leave out create_graph"):
             second_derivative(None, sharded, torch.square)
@@ -225,50 +234,14 @@ def test_second_derivative(ranks: Ranks, of_gradient: Placement) -> None:
     torch.testing.assert_close(actual.full_tensor(), expected)
 
 
-def test_process_group(ranks: Ranks) -> None:
-    """It may say what the mesh says, and nothing else."""
-    if ranks.size == 1:
-        pytest.skip("all groups are one rank")
-    mesh, x = mesh_of(ranks), numbers(0, ranks)
-    for same in (mesh, torch.distributed.group.WORLD, ranks.size):
-        new_layer(ranks, process_group=same)(distribute_tensor(x, mesh, [Shard(0)]))
-    new_layer(ranks, process_group=1)(distribute_tensor(x, mesh, [Replicate()]))
-    for other, placement in ((1, Shard(0)), (mesh, Replicate()), (mesh, Shard(1))):
-        layer = syncbn.SyncBatchNorm(4, affine=False, track_running_stats=False, process_group=other)
-        with pytest.raises(
-            ValueError, match=r"process_group is ranks .*, but the batch of the input.*process_group=None"
-        ):
-            layer(distribute_tensor(x, mesh, [placement]))
-
-
-def test_placements_that_do_not_fit(ranks: Ranks) -> None:
-    if ranks.size == 1:
-        pytest.skip("all placements are the same")
-    mesh, x = mesh_of(ranks), numbers(0, ranks)
-    layer = new_layer(ranks)
-    sharded = distribute_tensor(x, mesh, [Shard(0)])
-    with pytest.raises(ValueError, match=r"not added up yet.*redistribute"):
-        layer(DTensor.from_local(x, mesh, [Partial()]))
-    with pytest.raises(ValueError, match=r"expected z to have \(Shard\(dim=0\),\) there, got \(Shard\(dim=2\),\)"):
-        layer(sharded, distribute_tensor(x, mesh, [Shard(2)]))
-    layer(sharded, sharded)
-    with pytest.raises(ValueError, match=r"pass mask.to_local\(\)"):
-        layer(sharded, mask=distribute_tensor(x[:, 0] > 0, mesh, [Shard(0)]))
-    with pytest.raises(ValueError, match=r"channels are sharded.*distribute_tensor\(running_mean, "):
-        layer(distribute_tensor(x, mesh, [Shard(1)]))
-    placed(layer, mesh, (Replicate(),))
-    with pytest.raises(ValueError, match=r"expected running_mean to have \(Shard\(dim=0\),\) there"):
-        layer(distribute_tensor(x, mesh, [Shard(1)]))
-
-
 @pytest.mark.compiles
 @pytest.mark.parametrize("distributed", [True, False])
 def test_one_graph(ranks: Ranks, distributed: bool) -> None:
-    mesh, x = mesh_of(ranks), numbers(0, ranks)
-    layer, expected = new_layer(ranks), new_layer(ranks, process_group=1)(x)
+    x, layer = numbers(0, ranks), new_layer(ranks)
+    expected = new_layer(ranks, process_group=1)(x)
     if distributed:
-        placed(layer, mesh, (Replicate(),))
-    sharded = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+        placed(layer, mesh_of(ranks), (Replicate(),))
+    sharded = spread(x, Shard(0), ranks).requires_grad_()
     output = torch.compile(layer, fullgraph=True, backend="aot_eager")(sharded)
     output.sum().backward()
     torch.testing.assert_close(output.full_tensor(), expected)

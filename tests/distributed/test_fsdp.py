@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from training import mine, require_equal_state, require_trains_as, small_model, train, whole, whole_batches
+from training import mine, require_equal_state, require_trains_as, small_model, train, whole_batches
 from voting import Ranks
 
 import syncbn
@@ -30,7 +30,7 @@ def shard(model: nn.Module, ranks: Ranks, **options: object) -> nn.Module:
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # by torch's own checkpoint reader
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # no_dist=True, as wanted
 def test_trains_as_one_process_and_loads_at_another_world_size(ranks: Ranks, tmp_path: Path) -> None:
-    """Saved by W ranks; loaded by one process, and by W / 2 pairs."""
+    """Saved by W ranks; loaded by one process."""
     alone = small_model().to(ranks.device)
     sharded = shard(syncbn.convert_syncbn_model(small_model()).to(ranks.device), ranks)
     assert isinstance(sharded[0][1], syncbn.SyncBatchNorm2d)
@@ -45,17 +45,6 @@ def test_trains_as_one_process_and_loads_at_another_world_size(ranks: Ranks, tmp
     set_model_state_dict(single, state["model"])
     require_equal_state(single, alone)
 
-    if ranks.size == 4:
-        mesh = init_device_mesh(ranks.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
-        pair = syncbn.convert_syncbn_model(small_model(), process_group=mesh["shard"]).to(ranks.device)
-        fully_shard(pair, mesh=mesh["shard"])
-        state = {"model": get_model_state_dict(pair)}
-        dcp.load(state, checkpoint_id=shared_path[0])
-        set_model_state_dict(pair, state["model"])
-        for name, expected in single.state_dict().items():
-            assert torch.equal(whole(pair.state_dict()[name]), expected), name
-        assert pair[0][1].process_group == mesh["shard"]
-
 
 def test_bf16_mixed_precision(ranks: Ranks) -> None:
     """Parameters and values in bfloat16; statistics in float32, near those of float32 and bit-equal on all ranks."""
@@ -69,24 +58,18 @@ def test_bf16_mixed_precision(ranks: Ranks) -> None:
     train(sharded, *mine(ranks, x, labels))
     assert set(seen) == {torch.bfloat16}
     for name, expected in alone.named_buffers():
-        buffer = model.get_buffer(name)
-        assert buffer.dtype == expected.dtype
-        torch.testing.assert_close(buffer, expected, rtol=0.05, atol=0.05, msg=name)
-        of_rank_0 = buffer.clone()
-        dist.broadcast(of_rank_0, 0)
-        assert torch.equal(buffer, of_rank_0)
+        torch.testing.assert_close(model.get_buffer(name), expected, rtol=0.05, atol=0.05, msg=name)
+    syncbn.assert_synced(model)
 
 
 def test_converting_afterwards_is_refused(ranks: Ranks) -> None:
     """A batch norm that is sharded by itself has a class of FSDP2's."""
-    layer = nn.BatchNorm2d(4).to(ranks.device)
-    fully_shard(layer, mesh=init_device_mesh(ranks.device.type, (ranks.size,)))
-    with pytest.raises(RuntimeError, match="call convert_syncbn_model before fully_shard"):
-        syncbn.convert_syncbn_model(nn.Sequential(layer))
-    layer = syncbn.convert_syncbn_model(nn.BatchNorm2d(4).to(ranks.device))
-    fully_shard(layer, mesh=init_device_mesh(ranks.device.type, (ranks.size,)))
-    with pytest.raises(RuntimeError, match="call revert_syncbn_model before fully_shard"):
-        syncbn.revert_syncbn_model(nn.Sequential(layer))
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    plain, layer = nn.BatchNorm2d(4).to(ranks.device), syncbn.convert_syncbn_model(nn.BatchNorm2d(4))
+    for one, name in ((plain, "convert_syncbn_model"), (layer.to(ranks.device), "revert_syncbn_model")):
+        fully_shard(one, mesh=mesh)
+        with pytest.raises(RuntimeError, match=f"call {name} before fully_shard"):
+            getattr(syncbn, name)(nn.Sequential(one))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # FSDP1 is deprecated

@@ -13,6 +13,7 @@ import voting
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.swa_utils import AveragedModel
+from training import unchanged
 from voting import Ranks
 
 import syncbn
@@ -50,7 +51,9 @@ def test_each_kind_of_specification(ranks: Ranks) -> None:
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     for spec in (None, dist.group.WORLD, ranks.size, mesh, "node"):  # torchrun sets LOCAL_WORLD_SIZE
         assert all_share(layer_of(spec, ranks), ranks), spec
+    own = groups.existing(layer_of(1, ranks).process_group)
     assert ranks_that_share(layer_of(1, ranks), ranks) == [ranks.rank]
+    assert groups.existing(1) is own  # made once
     if ranks.size == 4:
         pair = [0, 1] if ranks.rank < 2 else [2, 3]
         other_pair = [0, 3] if ranks.rank in (0, 3) else [1, 2]
@@ -69,9 +72,7 @@ def test_node_of_two_ranks(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", str(ranks.rank % 2))
     voting.world.make_anew()
-    layer = layer_of("node", ranks)
-    assert ranks_that_share(layer, ranks) == ([0, 1] if ranks.rank < 2 else [2, 3])
-    assert groups.size("node") == 2
+    assert ranks_that_share(layer_of("node", ranks), ranks) == ([0, 1] if ranks.rank < 2 else [2, 3])
     voting.world.make_anew()
 
 
@@ -83,15 +84,6 @@ def test_node_needs_its_variable_on_every_rank(ranks: Ranks, monkeypatch: pytest
     with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE.*on rank 1 it is None"):
         layer_of("node", ranks)
     dist.barrier()
-
-
-def test_node_before_its_groups_are_made(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a layer that was built before init_process_group: the size is looked up, and nonsense is named."""
-    voting.world.make_anew()
-    assert groups.size("node") == ranks.size
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
-    with pytest.raises(ValueError, match=r"needs the environment variable LOCAL_WORLD_SIZE.*it is 'two'"):
-        groups.size("node")
 
 
 def test_sizes_that_do_not_divide(ranks: Ranks) -> None:
@@ -108,8 +100,8 @@ def test_a_rank_outside_its_group_builds_and_is_told_when_it_trains(ranks: Ranks
     others = dist.new_group([0]) if kind == "group" else DeviceMesh(ranks.device.type, [0])
     built = layer_of(others, ranks)
     converted = syncbn.convert_syncbn_model(nn.BatchNorm1d(C).to(ranks.device, torch.float64), others)
-    copies = [copy.deepcopy(built)] if kind == "mesh" else [copy.deepcopy(built), pickle.loads(pickle.dumps(built))]
-    for layer in (built, converted, *copies):
+    pickled = pickle.loads(pickle.dumps(built)) if kind == "group" else built
+    for layer in (built, converted, copy.deepcopy(built), pickled):
         assert layer.process_group == others
         layer.eval()(batch(ranks))
         layer.train()
@@ -117,56 +109,34 @@ def test_a_rank_outside_its_group_builds_and_is_told_when_it_trains(ranks: Ranks
         if ranks.rank == 0:
             layer(batch(ranks))
         else:
-            with pytest.raises(ValueError, match=r"this rank is not in .* set layer.process_group on each rank"):
+            with unchanged(layer), pytest.raises(ValueError, match=r"not in .* set layer.process_group on each rank"):
                 layer(batch(ranks))
-            assert layer.num_batches_tracked == 0
     syncbn.assert_synced(built)  # a collective: their buffers differ, and that is well
     given = syncbn.convert_syncbn_model(nn.SyncBatchNorm(2), others)
     expected = dist.GroupMember.NON_GROUP_MEMBER if ranks.rank else groups.existing(built._process_group)
     assert syncbn.revert_syncbn_model(given).process_group is expected
 
 
-def test_groups_are_made_once(ranks: Ranks) -> None:
-    first = layer_of(1, ranks)
-    made = groups.existing(first.process_group)
-    layer_of(1, ranks)
-    assert groups.existing(1) is made
-
-
 def test_copies_pickles_and_saves(ranks: Ranks) -> None:
     """deepcopy shares the handle; pickle drops it, and an existing group of the same ranks is found again."""
     group = dist.new_group(list(range(ranks.size)))
     model = nn.Sequential(layer_of(group, ranks), layer_of(ranks.size, ranks))
-    assert model[0].process_group is group
     assert "process_group=ranks [0" in repr(model[0])
-    copied = copy.deepcopy(model)
-    averaged = AveragedModel(model, use_buffers=True)
+    copied, averaged = copy.deepcopy(model), AveragedModel(model, use_buffers=True)
     averaged.update_parameters(model)
-    for other in (copied, averaged.module):
-        assert other[0].process_group is group
-    pickled = pickle.loads(pickle.dumps(model))
+    for one in (model, copied, averaged.module):
+        assert one[0].process_group is group
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    for other in (copied, averaged.module, pickled, loaded):
-        assert all_share(other[0], ranks)
-        assert all_share(other[1], ranks)
-    assert syncbn.summary(pickled)[0].last_step == f"synchronised over {ranks.size} ranks"
+    pickled, loaded = pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)
+    for layer in (*copied, *averaged.module, *pickled, *loaded):
+        assert all_share(layer, ranks)
     assert syncbn.summary(pickle.loads(pickle.dumps(pickled)))[0].last_step == "none here; 1 compiled or loaded"
 
 
 def test_a_group_that_does_not_exist_here(ranks: Ranks) -> None:
-    layer = layer_of(None, ranks)
-    layer.process_group = pickle.loads(pickle.dumps(GlobalRanks((0, 97))))
-    assert repr(layer.process_group) == "ranks [0, 97]"
-    with pytest.raises(RuntimeError, match=r"\(ranks \[0, 97\]\) was destroyed, or no such group exists here"):
-        ranks_that_share(layer, ranks)
-    assert syncbn.summary(layer)[0].group_size == 2
-    layer.eval()(batch(ranks))
-
-
-def test_a_conversion_or_revert_that_fails_changes_nothing(ranks: Ranks) -> None:
+    """A conversion or revert that fails changes nothing."""
     model = nn.Sequential(nn.BatchNorm1d(2), nn.SyncBatchNorm(2))
     model[1].process_group = dist.new_group()
     dist.barrier()  # else a rank may leave the group while another still connects to it
@@ -180,25 +150,27 @@ def test_a_conversion_or_revert_that_fails_changes_nothing(ranks: Ranks) -> None
     with pytest.raises(RuntimeError, match="no such group exists here"):
         syncbn.revert_syncbn_model(model)
     assert [type(layer) for layer in model] == [syncbn.SyncBatchNorm1d, syncbn.SyncBatchNorm]
-
-
-def test_a_converted_torch_layer_keeps_its_group(ranks: Ranks) -> None:
-    """nn.SyncBatchNorm holds a handle, which cannot be pickled; converted it can, reverted it has the handle again."""
-    group = dist.new_group(list(range(ranks.size)))
-    layer = nn.SyncBatchNorm(C, process_group=group, dtype=torch.float64, device=ranks.device)
-    syncbn.convert_syncbn_model(layer)
-    assert layer.process_group is group
-    assert all_share(pickle.loads(pickle.dumps(layer)), ranks)
-    assert syncbn.revert_syncbn_model(layer).process_group is group
-    syncbn.convert_syncbn_model(layer, process_group=1)  # said here, it overrides the layer's own
-    assert ranks_that_share(layer, ranks) == [ranks.rank]
+    assert repr(model[1].process_group) == "ranks [0, 97]"
+    assert syncbn.summary(model)[1].group_size == 2
+    model.eval()(torch.ones(3, 2))
+    with pytest.raises(RuntimeError, match=r"\(ranks \[0, 97\]\) was destroyed, or no such group exists here"):
+        model[1].train()(torch.ones(3, 2))
 
 
 def test_converting_again_keeps_the_group_unless_one_is_given(ranks: Ranks) -> None:
+    """nn.SyncBatchNorm holds a handle, which cannot be pickled; converted it can, reverted it has the handle again."""
     group = dist.new_group(list(range(ranks.size)))
-    for kind in (nn.BatchNorm1d, nn.SyncBatchNorm, syncbn.SyncBatchNorm1d):
-        model = syncbn.convert_syncbn_model(nn.Sequential(kind(C)).to(ranks.device, torch.float64), group)
+    for plain, given in (
+        (nn.BatchNorm1d(C), group),
+        (nn.SyncBatchNorm(C), group),
+        (nn.SyncBatchNorm(C, process_group=group), None),
+        (syncbn.SyncBatchNorm1d(C), group),
+    ):
+        is_torchs = isinstance(plain, nn.SyncBatchNorm)
+        model = syncbn.convert_syncbn_model(nn.Sequential(plain).to(ranks.device, torch.float64), given)
         assert syncbn.convert_syncbn_model(model)[0].process_group is group
+        assert all_share(pickle.loads(pickle.dumps(model[0])), ranks)
+        assert not is_torchs or syncbn.revert_syncbn_model(model)[0].process_group is group
         assert ranks_that_share(syncbn.convert_syncbn_model(model, 1)[0], ranks) == [ranks.rank]
         model[0].process_group = None
         assert all_share(model[0], ranks)
@@ -210,10 +182,7 @@ def test_a_layer_whose_own_group_was_destroyed_does_not_train_alone(ranks: Ranks
     mesh = DeviceMesh(ranks.device.type, [[rank] for rank in range(ranks.size)], mesh_dim_names=("all", "own"))["own"]
     layer, x = layer_of(mesh if kind == "mesh" else mesh.get_group(), ranks), batch(ranks)
     layer(x)
-    if all_groups:
-        voting.world.leave()
-    else:
-        dist.destroy_process_group(mesh.get_group())
+    voting.world.leave() if all_groups else dist.destroy_process_group(mesh.get_group())
     try:
         with pytest.raises(RuntimeError, match="was destroyed, or no such group exists here; make it again"):
             layer(x)
@@ -227,60 +196,40 @@ def test_a_layer_whose_own_group_was_destroyed_does_not_train_alone(ranks: Ranks
             voting.world.enter()
 
 
-def test_a_new_default_group_makes_new_groups(ranks: Ranks) -> None:
-    layer = layer_of(1, ranks)
-    everyone = [layer_of(None, ranks), layer_of(ranks.size, ranks), layer_of(dist.group.WORLD, ranks)]
-    voting.world.make_anew()
-    assert groups.existing(layer.process_group) is None
-    for one in everyone:
-        assert all_share(one, ranks)
-        assert groups.existing(one._process_group) is dist.group.WORLD
-    assert ranks_that_share(layer, ranks) == [ranks.rank]
-
-
 def test_summary(ranks: Ranks) -> None:
-    model = nn.Sequential(
-        layer_of(None, ranks), layer_of(1, ranks), torch.compile(layer_of(None, ranks), backend="eager")
-    )
-    row, alone, compiled = syncbn.summary(model)
+    """Of graphs in test_compile.py."""
+    model = nn.Sequential(layer_of(None, ranks), layer_of(1, ranks))
+    row, alone = syncbn.summary(model)
     numbers = (2 * C + 1, 2 * C) if torch.cuda.is_available() else (2 * C + 4, 2 * C + 4)  # on CPU with signatures
     assert row == ("0", "SyncBatchNorm", C, ranks.size, *(8 * number for number in numbers), "none yet")
     assert alone == ("1", "SyncBatchNorm", C, 1, 0, 0, "none yet")
-    assert compiled.last_step == "compiled"
-    model[:2](batch(ranks))
-    row, alone, _ = syncbn.summary(model)
-    assert row.last_step == f"synchronised over {ranks.size} ranks"
-    assert alone.last_step == "not synchronised"
+    model(batch(ranks))
+    assert syncbn.summary(copy.deepcopy(model).to("meta"))[0].last_step == "none yet"
     printed = str(syncbn.summary(model))
-    assert f"synchronised over {ranks.size} ranks" in printed
+    assert f"synchronised over {ranks.size} ranks\n" in printed
+    assert "not synchronised\n" in printed
     assert printed.endswith(f"\nkernels: {syncbn.kernels.available()}")
 
 
 def test_specification_before_init_process_group(ranks: Ranks) -> None:
-    """An int given without a process group becomes a group in the first training forward, but not of a graph."""
+    """An int given without a default group, or under another, becomes a group in the first training forward, but not of
+    a graph."""
+    alone = [layer_of(1, ranks)]
+    everyone = [layer_of(spec, ranks) for spec in (None, ranks.size, dist.group.WORLD)]
     voting.world.leave()
-    alone, together = layer_of(1, ranks), layer_of(ranks.size, ranks)
+    alone.append(layer_of(1, ranks))
+    everyone += [layer_of(ranks.size, ranks), layer_of("node", ranks)]
     voting.world.enter()
     assert groups.existing(1) is None
-    compiled = torch.compile(alone, backend="eager", fullgraph=True)
+    assert syncbn.summary(everyone[-1])[0].group_size == ranks.size
+    compiled = torch.compile(alone[1], backend="eager", fullgraph=True)
     with pytest.raises(Exception, match=r"convert the layers after torch.distributed.init_process_group\(\)"):
         compiled(batch(ranks))
-    assert ranks_that_share(alone, ranks) == [ranks.rank]
-    assert all_share(together, ranks)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
-def test_summary_of_compiled_steps_that_it_does_not_see(ranks: Ranks) -> None:
-    layer = layer_of(None, ranks)
-    step = torch.compile(lambda x: layer(x), backend="eager")
-    assert syncbn.summary(layer)[0].last_step == "none yet"
-    for number in (1, 2):
-        step(batch(ranks))
-        assert syncbn.summary(layer)[0].last_step == f"none here; {number} compiled or loaded"
-    assert syncbn.summary(copy.deepcopy(layer).to("meta"))[0].last_step == "none yet"
-    layer(batch(ranks))
-    assert syncbn.summary(layer)[0].last_step == f"synchronised over {ranks.size} ranks"
-    torch._dynamo.reset()  # which keeps the process group
+    for layer in alone:
+        assert ranks_that_share(layer, ranks) == [ranks.rank]
+    for layer in everyone:
+        assert all_share(layer, ranks)
+        assert groups.existing(layer._process_group) is dist.group.WORLD
 
 
 @pytest.mark.parametrize("backend", ["cpu:gloo", "cpu:gloo,cuda:gloo", None])

@@ -5,12 +5,11 @@ import contextlib
 import copy
 import gc
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from counting import CountCollectives
 from torch import Tensor, nn
@@ -22,7 +21,6 @@ from voting import Ranks
 
 import syncbn
 from syncbn import torch_private
-from syncbn.distributed import reduction
 from syncbn.tools import join
 
 NUM_BATCHES, NUM_LAYERS = 6, 2
@@ -52,18 +50,15 @@ def require_trains_as_one(
     require_equal_state(ddp.module, alone)
 
 
+@pytest.mark.parametrize("broadcast_buffers", [True, False])
 @pytest.mark.parametrize(
-    ("counts", "broadcast_buffers"),
+    "counts",
     [
-        ([6, 3], True),
-        ([6, 1], False),
-        ([6, 0], True),  # a rank that has nothing at all
-        ([6, 0], False),
-        ([2, 6], True),  # rank 0, whose buffers DDP would broadcast, ends first
-        ([2, 6], False),
-        ([6, 6], True),  # nobody ends early
-        ([0, 6, 4], True),  # on three ranks and more, one after another
-        ([6, 2, 4], False),
+        [6, 3],
+        [6, 0],  # a rank that has nothing at all
+        [2, 6],  # rank 0, whose buffers DDP would broadcast, ends first
+        [6, 6],  # nobody ends early
+        [0, 6, 4],  # on three ranks and more, one after another
     ],
     ids=str,
 )
@@ -73,32 +68,30 @@ def test_equals_one_process(ranks: Ranks, counts: list[int], broadcast_buffers: 
 
 @pytest.mark.skipif(not LAZY_BUCKETS, reason="torch 2.15 is the first")
 @pytest.mark.parametrize("manual", [False, True])
-@pytest.mark.parametrize(
-    ("counts", "options"),
-    [([6, 3], {}), ([6, 0], {"gradient_as_bucket_view": True}), ([0, 6, 4], {"find_unused_parameters": True})],
-    ids=str,
-)
-def test_lazy_buckets_and_manual_finalization(
-    ranks: Ranks, counts: list[int], options: dict[str, bool], manual: bool
-) -> None:
+@pytest.mark.parametrize("option", ["gradient_as_bucket_view", "find_unused_parameters"])
+def test_lazy_buckets_and_manual_finalization(ranks: Ranks, option: str, manual: bool) -> None:
     """Buckets that exist in backward alone, also of a joined rank, and a backward that the caller ends."""
-    ddp = make_ddp(ranks, bucket_cap_mb=1e-3, **LAZY_BUCKETS, **options)
+    ddp = make_ddp(ranks, bucket_cap_mb=1e-3, **LAZY_BUCKETS, **{option: True})
     ddp.require_manual_backward_finalization = manual
-    require_trains_as_one(ranks, ddp, counts, ddp.finalize_backward if manual else lambda: None)
+    require_trains_as_one(ranks, ddp, [0, 6, 4], ddp.finalize_backward if manual else lambda: None)
 
 
-def test_the_context_leaves_nothing_behind(ranks: Ranks) -> None:
-    """Steps after it, and a second one, are as usual."""
+def test_collectives_inside_and_after(ranks: Ranks) -> None:
+    """Inside there is one more before each of ours. Steps after it, and a second context, are as usual."""
     ddp, (x, labels) = make_ddp(ranks), batches(ranks, 1 if ranks.rank else 3)
     num_groups = len(torch_private.existing_groups())
+
+    def count() -> int:
+        with CountCollectives() as mode:
+            ddp.module(x[0]).sum().backward()
+        return mode.total
+
     for _ in range(2):
         with syncbn.join(ddp):
+            assert count() == 2 * 2 * NUM_LAYERS
             train(ddp, x, labels)
-        assert reduction.joined_group() is None
+        assert count() == 2 * NUM_LAYERS
         assert len(torch_private.existing_groups()) == num_groups
-        with CountCollectives() as mode:
-            ddp.module(x[0])
-        assert mode.total == NUM_LAYERS
         ddp(x[0]).sum().backward()
 
 
@@ -108,27 +101,20 @@ def test_gradients_are_divided_by_the_ranks_that_began_or_by_those_that_are_left
     for by_initial in (True, False):
         ddp = make_ddp(ranks)
         with syncbn.join(ddp, divide_by_initial_world_size=by_initial):
-            if ranks.rank == 0:
-                x, labels = batches(ranks, 1)
-                F.cross_entropy(ddp(x[0]), labels[0]).backward()
+            train(ddp, *batches(ranks, 0 if ranks.rank else 1))
         gradients.append([parameter.grad for parameter in ddp.parameters()])
     if ranks.rank == 0:
-        for shared, own in zip(*gradients, strict=True):
-            torch.testing.assert_close(shared * ranks.size, own)
+        torch.testing.assert_close([shared * ranks.size for shared in gradients[0]], gradients[1])
 
 
 def test_layers_in_another_order_in_each_step(ranks: Ranks) -> None:
     """The finished need not know which layer comes: accumulated gradients, evaluation, two forwards, recomputation."""
 
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(syncbn.SyncBatchNorm1d(num) for num in (3, 5)).double().to(ranks.device)
-
+    class Both(nn.ModuleList):
         def forward(self, x: Tensor, order: list[int]) -> Tensor:
-            return sum(self.layers[which](x[:, : (3, 5)[which]]).pow(3).sum() for which in order)
+            return sum(self[which](x[:, : (3, 5)[which]]).pow(3).sum() for which in order)
 
-    ddp = DistributedDataParallel(Both())
+    ddp = DistributedDataParallel(Both(syncbn.SyncBatchNorm1d(num) for num in (3, 5)).double().to(ranks.device))
     with syncbn.join(ddp):
         if ranks.rank == 0:
             x = torch.randn(4, 5, dtype=torch.float64, device=ranks.device, requires_grad=True)
@@ -138,24 +124,7 @@ def test_layers_in_another_order_in_each_step(ranks: Ranks) -> None:
             ddp.module.train()
             with ddp.no_sync():
                 ddp(x, [1, 0]).backward()
-    counts = [torch.zeros_like(ddp.module.layers[1].num_batches_tracked) for _ in range(ranks.size)]
-    dist.all_gather(counts, ddp.module.layers[1].num_batches_tracked)
-    assert {int(count) for count in counts} == {5}
-
-
-def test_the_number_of_collectives(ranks: Ranks) -> None:
-    """One more before each of ours and before each forward of the model; DDP's and Join's own are torch's."""
-    ddp, (x, labels) = make_ddp(ranks, **{BROADCAST_BUFFERS: False}), batches(ranks, 2)
-    train(ddp, x, labels)  # in its first step DDP rebuilds its buckets
-
-    def count() -> int:
-        with CountCollectives() as mode:
-            ddp.module(x[0]).sum().backward()
-        return mode.total
-
-    assert count() == 2 * NUM_LAYERS
-    with syncbn.join(ddp):
-        assert count() == 2 * 2 * NUM_LAYERS
+    assert ddp.module[1].num_batches_tracked == 5
 
 
 STAGES = ["before the forward", "between forward and backward", "after the step"]
@@ -164,14 +133,15 @@ STAGES = ["before the forward", "between forward and backward", "after the step"
 @pytest.mark.parametrize(
     ("stage", "finished_rank"),
     # Not between forward and backward with a finished rank: Join itself waits there, until the failed process ends.
-    [(STAGES[0], False), (STAGES[0], True), (STAGES[1], False), (STAGES[2], False), (STAGES[2], True)],
+    [(STAGES[0], False), (STAGES[0], True), (STAGES[1], False), (STAGES[2], True)],
 )
 def test_an_exception_wakes_all(ranks: Ranks, stage: str, finished_rank: bool) -> None:
     """Rank 0 fails in its third step; the last rank may have been finished by then."""
     is_finished = finished_rank and ranks.rank == ranks.size - 1
     ddp, own = make_ddp(ranks), batches(ranks, 1 if is_finished else NUM_BATCHES)
-    error = KeyError if ranks.rank == 0 else RuntimeError
-    message = "no such image" if ranks.rank == 0 else "another rank failed: rank 0: KeyError: 'no such image'"
+    error, message = RuntimeError, "another rank failed: rank 0: KeyError: 'no such image'"
+    if ranks.rank == 0:
+        error, message = KeyError, "no such image"
 
     def fail(index: int, now: str) -> None:
         if ranks.rank == 0 and index == 2 and stage == now:
@@ -186,22 +156,6 @@ def test_an_exception_wakes_all(ranks: Ranks, stage: str, finished_rank: bool) -
             fail(index, STAGES[2])
 
     with pytest.raises(error, match=message), syncbn.join(ddp):
-        body()
-
-
-def test_a_forward_without_gradients_is_refused(ranks: Ranks) -> None:
-    """The ranks that have finished would wait for its backward. Rank 0 evaluates at its end."""
-    ddp, (x, _) = make_ddp(ranks), batches(ranks, 1 if ranks.rank else 2)
-    expected = "another rank failed: rank 0: RuntimeError: inside" if ranks.rank else "without gradients call"
-
-    def body() -> None:
-        for images in x:
-            ddp(images).sum().backward()
-        if ranks.rank == 0:
-            with torch.no_grad():
-                ddp.eval()(x[0])
-
-    with pytest.raises(RuntimeError, match=expected), syncbn.join(ddp):
         body()
 
 
@@ -236,39 +190,28 @@ def test_what_cannot_be_joined_is_refused_on_entry(ranks: Ranks) -> None:
     refused(ddp, ValueError, r"all \d ranks, but not so: module.1.1 over 1")
 
 
-def run_compiled(model: nn.Module, second: nn.Module, x: Tensor) -> None:
-    torch._dynamo.reset()
-    torch.compile(model, backend="eager", fullgraph=True)(x)
-
-
-def run_selectively_checkpointed(model: nn.Module, second: nn.Module, x: Tensor) -> None:
+def run_selectively_checkpointed(ddp: DistributedDataParallel, second: nn.Module, x: Tensor) -> None:
     recompute = lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE  # noqa: E731
     context_fn = partial(create_selective_checkpoint_contexts, recompute)
-    checkpoint(model, x, use_reentrant=False, context_fn=context_fn)
+    checkpoint(ddp.module, x, use_reentrant=False, context_fn=context_fn)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
+@pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:Using .torch.compile.module.. when there are global hooks")
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (lambda model, second, x: second(x), "joins one model, and here runs a second"),
-        (run_compiled, "nothing may be compiled"),
+        (lambda _, second, x: second(x), "joins one model, and here runs a second"),
+        (lambda ddp, _, x: torch.no_grad()(ddp.eval())(x), "without gradients call"),
+        (lambda ddp, _, x: torch.compile(ddp.module, backend="eager", fullgraph=True)(x), "nothing may be compiled"),
         (run_selectively_checkpointed, "checkpointing may not be selective"),
     ],
 )
-def test_what_cannot_be_joined_is_refused_inside(
-    ranks: Ranks, run: Callable[[nn.Module, nn.Module, Tensor], None], message: str
-) -> None:
+def test_what_cannot_be_joined_is_refused_inside(ranks: Ranks, run: Callable[..., None], message: str) -> None:
     """Before the ranks that are finished wait for it."""
-    ddp, second = make_ddp(ranks), make_ddp(ranks)
-
-    def body() -> None:
-        if ranks.rank == 0:
-            run(ddp.module, second, batches(ranks)[0][0])
-
+    ddp, second, body = make_ddp(ranks), make_ddp(ranks), run if ranks.rank == 0 else lambda *_: None
     with pytest.raises(Exception, match=message), syncbn.join(ddp):
-        body()
+        body(ddp, second, batches(ranks)[0][0])
     gc.collect()  # torch 2.11 leaves the mode of a selective checkpoint that raised only with its generator
 
 
@@ -284,32 +227,14 @@ def test_a_call_over_a_part_of_the_ranks_inside_is_refused(ranks: Ranks) -> None
 @pytest.mark.two_ranks
 def test_a_joined_rank_sends_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, where Join lets the default stream wait for the other ranks, which wait for what is sent. What that
-    stream needs is made on entry, while nothing waits."""
-    device, streams = torch.device("cuda", 1), ["default"]
-
-    @contextlib.contextmanager
-    def stream(of: torch.device) -> Iterator[None]:
-        streams.append(f"stream of {of}")
-        yield
-        streams.pop()
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
-    monkeypatch.setattr(torch.cuda, "stream", stream)
+    stream needs is made before, while nothing waits."""
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(seen.append(stream)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("synchronize"))
     session = object.__new__(join._Session)
-    session.device, session.iterations, session.error = device, queue.SimpleQueue(), None
-    session.shadow = lambda iteration: happened.append(f"shadow on {streams[-1]}")
-    session.give_zeros = lambda length: happened.append(f"send {length} on {streams[-1]}")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: happened.append(f"synchronize {device}"))
-    happened: list[str] = []
+    session.device, session.iterations = torch.device("cuda", 1), queue.SimpleQueue()
+    session.give_zeros = session.shadow = lambda _: seen.append("sends")
     session.warm_up()
     session.serve()
-    assert happened == [f"send 1 on stream of {device}", f"synchronize {device}", f"shadow on stream of {device}"]
-    assert streams == ["default"]
-    assert session.error is None
-
-
-def test_entering_warms_up(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    warmed = []
-    monkeypatch.setattr(join._Session, "warm_up", lambda session: warmed.append(session))
-    with syncbn.join(make_ddp(ranks)):
-        assert len(warmed) == 1
+    assert seen == ["stream of cuda:1", "sends", "synchronize", "stream of cuda:1", "sends"]

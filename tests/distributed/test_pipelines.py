@@ -19,10 +19,9 @@ MICRO_BATCHES, SHARE = 2, 3  # per rank: samples of a micro-batch
 
 def two_stages(device: torch.device) -> nn.Sequential:
     torch.manual_seed(0)
-    first, second = ([nn.Linear(8, 8), nn.BatchNorm1d(8)] for _ in range(2))
-    return nn.Sequential(nn.Sequential(*first, nn.Tanh()), nn.Sequential(*second, nn.Linear(8, 1))).to(
-        device, torch.float64
-    )
+    first = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
+    second = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    return nn.Sequential(first, second).to(device, torch.float64)
 
 
 def mesh_of(ranks: Ranks) -> DeviceMesh:
@@ -58,11 +57,9 @@ def test_each_stage_over_its_own_ranks_trains_as_one_process(ranks: Ranks) -> No
     else:
         schedule.step(target=batch.new_ones(MICRO_BATCHES * SHARE, 1))
     torch.testing.assert_close(dict(module.named_buffers()), dict(whole[index].named_buffers()))
-    assert syncbn.summary(module)[0].group_size == num_parts
     for parameter, expected in zip(module.parameters(), whole[index].parameters(), strict=True):
-        grad = parameter.grad.clone()
-        dist.all_reduce(grad, group=mesh.get_group("dp"))
-        torch.testing.assert_close(grad / num_parts, expected.grad)
+        dist.all_reduce(parameter.grad, group=mesh.get_group("dp"))
+        torch.testing.assert_close(parameter.grad / num_parts, expected.grad)
 
 
 @pytest.mark.parametrize("wrap", [nn.Identity, DistributedDataParallel])

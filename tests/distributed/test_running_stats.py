@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +16,6 @@ from training import unchanged
 from voting import Ranks
 
 import syncbn
-from syncbn.distributed import reduction
 from syncbn.distributed.text_exchange import ranks_in_words
 
 CHANNELS = 3
@@ -52,25 +51,26 @@ def require_statistics(layer: nn.Module, batches: list[Tensor]) -> None:
     close(layer.running_var, values_of(batches).var(1))
 
 
-def failing_loader(batch: Tensor) -> Iterator[Tensor]:
-    yield batch
+def failing_loader(*batches: Tensor) -> Iterator[Tensor]:
+    yield from batches
     raise KeyError("no such image")
 
 
 # Gradient accumulation (https://github.com/pytorch/pytorch/issues/46516).
 
 
-@pytest.mark.parametrize("momentum", [0.3, None])
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(("momentum", "checkpointed"), [(0.3, False), (None, True)])
 def test_micro_batches_count_as_one(ranks: Ranks, momentum: float | None, checkpointed: bool) -> None:
-    layer = layer_of(ranks, momentum=momentum)
+    """Beside layers that are frozen or have no running statistics."""
+    layer, frozen = layer_of(ranks, momentum=momentum), layer_of(ranks).eval()
+    model = nn.Sequential(layer, frozen, layer_of(ranks, track_running_stats=False))
     expected = nn.BatchNorm1d(CHANNELS, momentum=momentum, dtype=torch.float64, device=ranks.device)
     for indices in (range(3), range(3, 6)):
-        with syncbn.accumulate_running_stats(layer):
+        with unchanged(frozen), syncbn.accumulate_running_stats(model):
             for index in indices:
                 before = layer.running_mean.clone()
                 x = part(ranks, ranks.rank, index).requires_grad_()
-                y = checkpoint(layer, x, use_reentrant=True) if checkpointed else layer(x)
+                y = checkpoint(model, x, use_reentrant=True) if checkpointed else model(x)
                 y.pow(2).sum().backward()
                 assert torch.equal(layer.running_mean, before)
         expected(values_of(parts(ranks, *indices)).t())
@@ -85,24 +85,6 @@ def test_an_exception_loses_the_block_and_nothing_else(ranks: Ranks) -> None:
     layer(x)
     assert layer.num_batches_tracked == 1
     assert layer.running_mean.all()
-
-
-def test_frozen_layers_are_left_alone(ranks: Ranks) -> None:
-    frozen = layer_of(ranks).eval()
-    model = nn.Sequential(frozen, layer_of(ranks, track_running_stats=False))
-    with unchanged(frozen), syncbn.accumulate_running_stats(model):
-        model(part(ranks, ranks.rank, 0))
-
-
-def test_where_nothing_can_be_accumulated(ranks: Ranks) -> None:
-    none = syncbn.accumulate_running_stats(nn.ReLU())
-    with pytest.raises(ValueError, match=r"no synchronised layer .*convert"), none:
-        pass
-    layer = layer_of(ranks)
-    inner = syncbn.accumulate_running_stats(layer)
-    message = "cannot run inside one another"
-    with syncbn.accumulate_running_stats(layer), pytest.raises(RuntimeError, match=message), inner:
-        pass
 
 
 @pytest.mark.compiles
@@ -122,108 +104,60 @@ def test_a_graph_compiled_before_breaks(ranks: Ranks) -> None:
 # Recomputed over a data set (https://github.com/facebookresearch/fvcore/issues/152).
 
 
-class Net(nn.Module):
-    """Two batch norms, so that the second's input depends on how the first normalises."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.bn1 = nn.BatchNorm2d(CHANNELS)
-        self.conv = nn.Conv2d(CHANNELS, 4, 3)
-        self.bn2 = nn.BatchNorm2d(4, momentum=None)
-        self.dropout = nn.Dropout()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.bn2(self.conv(self.bn1(x)).relu()))
+def net(ranks: Ranks) -> nn.Sequential:
+    """Two batch norms, so that the second's input depends on how the first normalises, and on the dropout."""
+    torch.manual_seed(0)
+    first, second = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(4, momentum=None)
+    layers = OrderedDict(bn1=first, dropout=nn.Dropout(), conv=nn.Conv2d(CHANNELS, 4, 3), bn2=second)
+    return nn.Sequential(layers).to(ranks.device, torch.float64)
 
 
-def inputs_of_layers(model: Net, steps: list[list[Tensor]]) -> dict[str, list[Tensor]]:
-    """What goes into each layer when a step is one batch."""
-    inputs: dict[str, list[Tensor]] = {"bn1": [], "bn2": []}
-    model = copy.deepcopy(model).eval()
-    for name, kept in inputs.items():
-        model.get_submodule(name).train()
-        model.get_submodule(name).register_forward_pre_hook(lambda _, args, kept=kept: kept.append(args[0].detach()))
-    for batches in steps:
-        model(torch.cat(batches))
-    return inputs
-
-
-@pytest.mark.parametrize("kind", ["local", "synchronised", "synchronised alone", "DDP", "mixed"])
 @pytest.mark.parametrize("num_batches", [None, 2])
-def test_recomputed_over_uneven_loaders(ranks: Ranks, kind: str, num_batches: int | None) -> None:
-    """Rank r has 3 batches, less r, and the last rank none."""
-    lengths = [0 if rank == ranks.size - 1 else max(1, 3 - rank) for rank in range(ranks.size)]
-    model = Net().to(ranks.device, torch.float64)
+@pytest.mark.parametrize("kind", ["local", "synchronised", "alone", "of torch's class", "mixed", "DDP", "compiled DDP"])
+def test_recomputed_over_uneven_loaders(
+    ranks: Ranks, kind: str, num_batches: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank r has 3 batches, less r, and one rank none, which does not wait before its first all_reduce either."""
+    lengths = [max(1, 3 - rank) for rank in range(ranks.size)]
+    lengths[0 if kind == "compiled DDP" else -1] = 0  # DDP's own forward would wait for rank 0
+    model = net(ranks)
     most = min(max(lengths), num_batches or 9)
-    steps = [[part(ranks, rank, t) for rank in range(ranks.size) if t < lengths[rank]] for t in range(most)]
-    expected = inputs_of_layers(model, steps)
-    if kind != "local":
-        syncbn.convert_syncbn_model(model.bn1 if kind == "mixed" else model, 1 if "alone" in kind else None)
+    wholes = [torch.cat([part(ranks, rank, t) for rank in range(ranks.size) if t < lengths[rank]]) for t in range(most)]
+    model.dropout.eval()
+    into_second = [model[:3](whole) for whole in wholes]
+    model.dropout.train()
+    if kind == "of torch's class":
+        groups = [dist.new_group([rank]) for rank in range(ranks.size)]
+        model.bn1 = nn.SyncBatchNorm(CHANNELS, process_group=groups[ranks.rank]).to(ranks.device, torch.float64)
+    elif kind != "local":
+        syncbn.convert_syncbn_model(model.bn1 if kind == "mixed" else model, 1 if kind == "alone" else None)
     model.bn1.running_mean.fill_(torch.nan)
     model.bn2.eval()
 
     def settings() -> list[object]:
-        return [(type(module), module.training, vars(module).get("_process_group")) for module in model.modules()]
+        return [(type(module), module.training, getattr(module, "process_group", None)) for module in model.modules()]
 
     before = settings()
-    given = DistributedDataParallel(model) if kind == "DDP" else model
+    given = DistributedDataParallel(model) if "DDP" in kind else model
+    given = torch.compile(given, backend="eager") if "compiled" in kind else given
     loader = ((part(ranks, ranks.rank, t), "a label") for t in range(lengths[ranks.rank]))
     syncbn.recompute_running_stats(given, loader, num_batches)
-    for name, inputs in expected.items():
-        require_statistics(model.get_submodule(name), inputs)
-        assert model.get_submodule(name).num_batches_tracked == most
+    for layer, inputs in ((model.bn1, wholes), (model.bn2, into_second)):
+        require_statistics(layer, inputs)
+        assert layer.num_batches_tracked == most
     syncbn.assert_synced(model)
     assert settings() == before
-    assert reduction.joined_group() is None
-
-
-def test_the_rest_of_the_model_is_in_evaluation(ranks: Ranks) -> None:
-    model = nn.Sequential(nn.Dropout(), nn.BatchNorm2d(CHANNELS)).to(ranks.device, torch.float64)
-    syncbn.recompute_running_stats(model, [part(ranks, ranks.rank, 0)])
-    require_statistics(model[1], parts(ranks, 0))
-    assert model[0].training
-
-
-@pytest.mark.parametrize("has_batch", [0, 1])
-def test_compiled_data_parallel_where_a_rank_has_no_batch(
-    ranks: Ranks, has_batch: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """DistributedDataParallel's own forward would wait. The rank does not wait before its first all_reduce, either."""
-    inner = Net().to(ranks.device, torch.float64)
-    model = torch.compile(DistributedDataParallel(inner), backend="eager")
-    syncbn.recompute_running_stats(model, [part(ranks, 0, 0)] if ranks.rank == has_batch else [])
     assert not caplog.records
-    require_statistics(inner.bn1, [part(ranks, 0, 0)])
 
 
-def test_a_group_of_torchs_layer_stays(ranks: Ranks) -> None:
-    groups = [dist.new_group([rank]) for rank in range(ranks.size)]
-    layer = nn.SyncBatchNorm(CHANNELS, process_group=groups[ranks.rank]).to(ranks.device, torch.float64)
-    syncbn.recompute_running_stats(layer, [part(ranks, ranks.rank, 0)])
-    assert type(layer) is nn.SyncBatchNorm
-    assert layer.process_group is groups[ranks.rank]
-
-
-class BrokenLoader:
-    """Workers that do not start."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        raise KeyError("no such image")
-
-
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_loader_that_fails_on_one_rank(ranks: Ranks, broken: bool) -> None:
-    model, x = Net().to(ranks.device, torch.float64), part(ranks, ranks.rank, 0)
+@pytest.mark.parametrize("num_batches", [0, 1])
+def test_a_loader_that_fails_on_one_rank(ranks: Ranks, num_batches: int) -> None:
+    model, x = net(ranks), part(ranks, ranks.rank, 0)
     batches, error, message = [x, x], RuntimeError, "inside recompute_running_stats another rank failed: rank 0: KeyE"
     if ranks.rank == 0:
-        batches, error, message = BrokenLoader() if broken else failing_loader(x), KeyError, "no such image"
+        batches, error, message = failing_loader(*[x] * num_batches), KeyError, "no such image"
     with unchanged(model), pytest.raises(error, match=message):
         syncbn.recompute_running_stats(model, batches)
-
-
-class OwnAttribute(nn.BatchNorm2d):
-    process_group = "taken"
 
 
 def test_what_cannot_be_recomputed(ranks: Ranks) -> None:
@@ -235,33 +169,28 @@ def test_what_cannot_be_recomputed(ranks: Ranks) -> None:
             syncbn.recompute_running_stats(model, *arguments)
         assert [type(module) for module in model.modules()] == kinds
 
-    net, x = Net().to(ranks.device), torch.ones(2, CHANNELS, 4, 5, device=ranks.device)
+    model, x = net(ranks), part(ranks, ranks.rank, 0)
     a_number = "num_batches must be a number of batches or None, got "
-    refused(net, a_number, [x], lambda model, batch: model(batch))  # a `forward` that was not given by its name
-    refused(net, a_number, [x], -1)
-    refused(net, "no rank has a batch", [])
-    refused(net, "begins with one, got dict; pass forward=", [{"x": x}], error=TypeError)
+    refused(model, a_number, [x], lambda model, batch: model(batch))  # a `forward` that was not given by its name
+    refused(model, a_number, [x], -1)
+    refused(model, "no rank has a batch", [])
+    refused(model, "begins with one, got dict; pass forward=", [{"x": x}], error=TypeError)
+    syncbn.recompute_running_stats(model, [{"x": x}], forward=lambda module, batch: module(batch["x"]))
+    require_statistics(model.bn1, parts(ranks, 0))
     refused(nn.BatchNorm1d(3, track_running_stats=False), "no BatchNorm layer with running statistics", [])
-    refused(nn.Sequential(net, OwnAttribute(4)), r"leaves as they are cannot take part: 1$", [x])
-    ddp = DistributedDataParallel(syncbn.convert_syncbn_model(net))
+    own_attribute = type("OwnAttribute", (nn.BatchNorm2d,), {"process_group": "taken"})(4)
+    refused(nn.Sequential(model, own_attribute), r"leaves as they are cannot take part: 1$", [x])
+    ddp = DistributedDataParallel(syncbn.convert_syncbn_model(model))
     refused(nn.Sequential(ddp), r"inside the model is a DistributedDataParallel \(0\)", [])
     with syncbn.join(ddp):
         refused(ddp, r"recompute_running_stats cannot be used inside syncbn\.join", [], error=RuntimeError)
-    with pytest.raises(ValueError, match="the layer '1' is lazy and has no statistics yet"):
-        syncbn.recompute_running_stats(nn.Sequential(net, nn.LazyBatchNorm2d()), [])
-
-
-def test_batches_that_are_no_tensors(ranks: Ranks) -> None:
-    layer, x = layer_of(ranks), part(ranks, 0, 0)
-    syncbn.recompute_running_stats(layer, [{"x": x}], forward=lambda module, batch: module(batch["x"]))
-    require_statistics(layer, [x] * ranks.size)
 
 
 # Merged from ranks that had their own.
 
 
-@pytest.mark.parametrize("count", ["values", "of each layer"])
-def test_merged_local_batches_are_the_whole_batch(ranks: Ranks, count: str) -> None:
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_merged_local_batches_are_the_whole_batch(ranks: Ranks, by_layer: bool) -> None:
     """Each rank has one batch of its own size; the last rank none, and NaN."""
     local = nn.BatchNorm2d(CHANNELS, momentum=1.0).to(ranks.device, torch.float64)
     batches = [part(ranks, rank, rank) for rank in range(ranks.size - 1)]
@@ -271,7 +200,7 @@ def test_merged_local_batches_are_the_whole_batch(ranks: Ranks, count: str) -> N
         num_values = batches[ranks.rank].numel() // CHANNELS
     else:
         local.running_var.fill_(torch.nan)
-    syncbn.merge_running_stats(nn.Sequential(local), num_values if count == "values" else {"0": num_values})
+    syncbn.merge_running_stats(nn.Sequential(local), {"0": num_values} if by_layer else num_values)
     require_statistics(local, batches)
     syncbn.assert_synced(local)
 
@@ -317,26 +246,21 @@ def test_what_cannot_be_merged(ranks: Ranks) -> None:
 # Equal on all ranks.
 
 
-def test_equal_models_are_synced(ranks: Ranks) -> None:
-    model = Net().to(ranks.device)
+def test_differences_are_named(ranks: Ranks) -> None:
+    """And nothing else: not the same NaN, not an order in memory."""
+    model, last = net(ranks), ranks.size - 1
     model.register_buffer("nothing", torch.empty(0))
     model.register_buffer("flag", torch.tensor([True, False]))
-    model.conv.weight.data[0] = torch.nan
+    model.bn1.bias.data[1] = torch.nan
     model.to(memory_format=torch.channels_last)
     syncbn.assert_synced(model)
-
-
-def test_differences_are_named(ranks: Ranks) -> None:
-    model = Net().to(ranks.device)
-    last = ranks.size - 1
-    model.to(memory_format=torch.channels_last)
     if ranks.rank == last:
         model.conv.weight.data[0, 0, 0, 0] += 0.5
         model.bn1.running_var[1] += 0.25
         model.bn2.num_batches_tracked += 3
     unlike = f"{ranks_in_words([*range(last)])} unlike rank {last}, by up to"
     expected = (
-        "3 of 12 tensors differ between ranks:\n"
+        "3 of 14 tensors differ between ranks:\n"
         f"conv.weight: {unlike} 0.5\nbn1.running_var: {unlike} 0.25\nbn2.num_batches_tracked: {unlike} 3$"
     )
     with pytest.raises(AssertionError, match=expected):
@@ -344,12 +268,9 @@ def test_differences_are_named(ranks: Ranks) -> None:
 
 
 def test_other_tensors_on_one_rank_are_named(ranks: Ranks) -> None:
-    model = Net()
-    if ranks.rank == 0:
-        model.bn2 = nn.BatchNorm2d(5)
-    expected = r"not the same tensors.*\nrank 0: bn2.weight: \(5,\) torch.float32\nranks? 1.*: bn2.weight: \(4,\) "
+    expected = r"not the same tensors.*\nrank 0: 0.weight: \(5,\) torch.float32\nranks? 1.*: 0.weight: \(4,\) "
     with pytest.raises(AssertionError, match=expected):
-        syncbn.assert_synced(model)
+        syncbn.assert_synced(nn.Sequential(nn.BatchNorm2d(5 if ranks.rank == 0 else 4)))
     with pytest.raises(AssertionError, match=r"rank 0: nothing more\nranks? 1.*: running_mean"):
         syncbn.assert_synced(nn.BatchNorm1d(3, track_running_stats=ranks.rank != 0))
 
