@@ -158,7 +158,7 @@ def program(name: str) -> str:
 
 def machine(part: Part) -> None:
     """What there is: versions, packages, the GPU, and whether Triton's kernels serve it."""
-    names = ["pytest", "pytest_timeout", "hypothesis", "rich", "PIL", "sklearn", "numpy", "triton"]
+    names = ["pytest", "pytest_timeout", "rich", "PIL", "sklearn", "numpy", "triton"]
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     tools = {name: shutil.which(name) for name in ("nvidia-smi", "ncu", "compute-sanitizer", "gcc")}
     part.results.append({"python": platform.python_version(), "missing": missing, "programs": tools})
