@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from syncbn.diagnosis import debug_mode
 from syncbn.diagnosis.layer_names import quoted
 from syncbn.distributed import groups
-from syncbn.distributed.groups import GroupSpec, ProcessGroupLike, to_spec
+from syncbn.distributed.groups import ProcessGroupLike, to_spec
 from syncbn.distributed.reduction import make_groups
 from syncbn.layer import SyncBatchNorm
 from syncbn.program import warn
@@ -65,31 +65,28 @@ def convert_syncbn_model(
     'SyncBatchNorm2d'
     """
     check_module(model)
-    layers: list[Any] = []
-    others: list[Unsynchronised] = []
-    for one in unsynchronised(model):
-        if one.remedy != CONVERT:
-            others.append(one)
-            continue
-        _require_no_fsdp(one.name, one.layer, "convert_syncbn_model")
-        if channel_last and isinstance(one.layer, LazyModuleMixin):
-            raise ValueError(
-                f"{one.name!r} is lazy and counts channels in dim 1; run a forward before channel_last=True"
-            )
-        layers.append(one.layer)
+    found = unsynchronised(model)
+    others = [one for one in found if one.remedy != CONVERT]
+    layers: dict[str, Any] = {one.name: one.layer for one in found if one.remedy == CONVERT}
+    for name, layer in layers.items():
+        _require_no_fsdp(name, layer, "convert_syncbn_model")
+        if channel_last and isinstance(layer, LazyModuleMixin):
+            raise ValueError(f"{name!r} is lazy and counts channels in dim 1; run a forward before channel_last=True")
     spec = to_spec(process_group)
     # An nn.SyncBatchNorm holds its group itself, which could be neither copied nor pickled.
-    specs = [to_spec(vars(layer).get("process_group")) if spec is None else spec for layer in layers]
-    for layer in layers:
-        synchronised_class(class_of(layer))
+    specs = [to_spec(vars(layer).get("process_group")) if spec is None else spec for layer in layers.values()]
+    classes = [(class_of(layer), synchronised_class(class_of(layer))) for layer in layers.values()]
     make_groups(spec)
     debug_mode.run_uncompiled_where_wanted()
     if spec is not None:
         for module in model.modules():
             if isinstance(module, SyncBatchNorm):
                 module.process_group = spec
-    for layer, own_spec in zip(layers, specs, strict=True):
-        _convert(layer, own_spec, channel_last)
+    for layer, own_spec, (original_class, new_class) in zip(layers.values(), specs, classes, strict=True):
+        vars(layer).pop("process_group", None)
+        _set_class(layer, new_class)
+        vars(layer)["_original_class"] = original_class
+        layer.process_group, layer.channel_last = own_spec, channel_last
     if others:
         warn(f"syncbn did not convert these layers: {described(others)}")
     return model
@@ -151,23 +148,10 @@ def check_module(model: nn.Module) -> None:
         raise TypeError(f"expected an nn.Module, got {model!r} of type {type(model).__name__}; pass the model")
 
 
-def _convert(layer: _BatchNorm, spec: GroupSpec, channel_last: bool) -> None:
-    original_class = class_of(layer)
-    vars(layer).pop("process_group", None)
-    _set_class(layer, synchronised_class(original_class))
-    assert isinstance(layer, SyncBatchNorm)
-    vars(layer)["_original_class"] = original_class
-    layer.process_group = spec
-    layer.channel_last = channel_last
-
-
 def _set_class(layer: nn.Module, new_class: type[nn.Module]) -> None:
     """Exchange `class_of(layer)`; the class on top of it is made again on top of the new one."""
     if is_parametrized(layer):
-        namespace = {
-            name: value for name, value in vars(type(layer)).items() if name not in ("__dict__", "__weakref__")
-        }
-        new_class = type(f"Parametrized{new_class.__name__}", (new_class,), namespace)
+        new_class = type(f"Parametrized{new_class.__name__}", (new_class,), dict(vars(type(layer))))
     layer.__class__ = new_class
 
 

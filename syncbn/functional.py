@@ -146,9 +146,7 @@ def sync_batch_norm_many(
     """
     lists = {"running_means": running_means, "running_vars": running_vars, "weights": weights, "biases": biases}
     xs = _as_list("inputs", inputs)
-    roles: dict[str, list[Any]] = {
-        name: [None] * len(xs) if one is None else _as_list(name, one) for name, one in lists.items()
-    }
+    roles = {name: _as_list(name, [None] * len(xs) if one is None else one) for name, one in lists.items()}
     spec = to_spec(process_group) if training else None
     given = [
         Arguments(x, mean, var, weight, bias, momentum, eps, channel_dim, process_group=spec, name=f"inputs[{index}]: ")
@@ -239,10 +237,8 @@ def batch_norm_backward(
         one = one._replace(statistics=torch.cat((statistics[:-1], total[-1:])))
         grad_input, _ = watched.backward_outputs(one, total[:-1])
         if needs_input and not training:
-            column = (
-                (invstd * weight).to(compute_dtype(input.dtype)).view(-1, *(1,) * (input.ndim - layout.channel_dim - 1))
-            )
-            grad_input = (grad_output * column).to(input.dtype)
+            scale = (invstd * weight).to(compute_dtype(input.dtype))[:, None]
+            grad_input = layout.unfold(layout.fold(grad_output) * scale, input.shape).to(input.dtype)
     return grad_input, grad_weight, grad_bias
 
 

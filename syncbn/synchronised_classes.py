@@ -82,10 +82,8 @@ class _KeepsForward(_Made):
     """For an original with a forward of its own."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(args, Proxy):  # one Proxy stands for all arguments of the traced module
-            first: Any = args
-        else:
-            first = args[0] if args else next(iter(kwargs.values()), None)
+        # One Proxy may stand for all arguments of the traced module.
+        first: Any = args if isinstance(args, Proxy) else next(iter((*args, *kwargs.values())), None)
         if isinstance(first, Proxy):
             return traced.leaf(self, first.tracer, args, kwargs)
         with _SynchroniseBatchNorm(self):

@@ -95,10 +95,8 @@ def assert_matches_full_batch(
         try:
             pickle.dumps(function)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise TypeError(
-                f"{name} must be importable where the ranks start, a function at the top level of a module, got "
-                f"{function!r}: {error}"
-            ) from error
+            words = "must be importable where the ranks start, at the top level of a module, got"
+            raise TypeError(f"{name} {words} {function!r}: {error}") from error
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     training = model_fn, tuple(batch), loss_fn, steps, dtype
     arguments = world_size, store.port, timeout, training
@@ -184,10 +182,8 @@ def _on_one_process(model: nn.Module) -> nn.Module:
     """With nn.BatchNorm, or where there is none to go back to with a layer of ours that synchronises nothing."""
     revert_syncbn_model(model)
     for module in model.modules():
-        if isinstance(module, nn.SyncBatchNorm):
+        if isinstance(module, (nn.SyncBatchNorm, SyncBatchNorm)):
             convert_syncbn_model(module, 1)
-        elif isinstance(module, SyncBatchNorm):
-            module.process_group = 1
     return model
 
 

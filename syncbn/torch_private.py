@@ -205,15 +205,8 @@ def _exchange_capture_mode() -> Callable[[Any], Any]:
 def waits_for_others(frame: FrameType) -> bool:
     """Whether torch may be waiting for other ranks in this innermost frame of a thread; in backward it waits for the
     gradients of DistributedDataParallel."""
-    return frame.f_globals.get("__name__") in _WAITING_MODULES
-
-
-_WAITING_MODULES = {
-    "torch.autograd.graph",
-    "torch.distributed.distributed_c10d",
-    "torch.distributed.utils",
-    "torch.nn.parallel.distributed",
-}
+    modules = "autograd.graph", "distributed.distributed_c10d", "distributed.utils", "nn.parallel.distributed"
+    return frame.f_globals.get("__name__") in [f"torch.{module}" for module in modules]
 
 
 # torch.distributed.nn.functional holds the default group, if there is one when it is first imported, in the defaults of

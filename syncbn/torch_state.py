@@ -57,9 +57,3 @@ def runs_plainly() -> bool:
         or profiler._is_profiler_enabled
         or forward_ad._current_level >= 0
     )
-
-
-def refuse_graph(message: str) -> None:
-    """**Raises** RuntimeError in a compiled graph, which breaks there, or with fullgraph=True does not compile."""
-    if is_compiling():
-        raise RuntimeError(message)

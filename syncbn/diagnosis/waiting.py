@@ -66,9 +66,8 @@ class Waiting(Wait):
         site = collective.site
         super().__init__(site.rank, position_in(collective), collective.number, collective.start)
         self.collective, self.group, self.layer = collective, site.group, site.name if site.counts else ""
-        self.next_warning_seconds = min(
-            [FIRST_WARNING_SECONDS, *(one.first_warning_seconds for one in reduction.guards)]
-        )
+        of_guards = [one.first_warning_seconds for one in reduction.guards]
+        self.next_warning_seconds = min([FIRST_WARNING_SECONDS, *of_guards])
 
     def ranks(self) -> list[int]:
         group = self.group()

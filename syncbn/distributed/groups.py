@@ -59,7 +59,7 @@ class GlobalRanks:
         there is one."""
         existing_groups = torch_private.existing_groups()
         if self.handle not in existing_groups:
-            same = (group for group in existing_groups if _ranks_of(group) == self.ranks)
+            same = (group for group in existing_groups if tuple(ranks_in(group)) == self.ranks)
             self.handle = next(same, None)
         return self.handle
 
@@ -90,7 +90,7 @@ def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
     if isinstance(process_group, dist.ProcessGroup):
         if process_group not in torch_private.existing_groups():
             raise ValueError("process_group was destroyed; pass one that exists, or None for the default group")
-        return GlobalRanks(_ranks_of(process_group), process_group)
+        return GlobalRanks(tuple(ranks_in(process_group)), process_group)
     if isinstance(process_group, DeviceMesh):
         if process_group.ndim != 1:
             raise ValueError(
@@ -155,7 +155,11 @@ def world() -> dist.ProcessGroup | None:
 
 def ranks_of(spec: GroupSpec) -> list[int]:
     """The global ranks that `spec` means, this one alone where its group is not made yet or without it."""
-    group = existing(spec) if includes_this_rank(spec) else None
+    return ranks_in(existing(spec) if includes_this_rank(spec) else None)
+
+
+def ranks_in(group: dist.ProcessGroup | None) -> list[int]:
+    """The global ranks of a group; None is this rank alone."""
     return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
 
@@ -270,7 +274,3 @@ def _consecutive_group(ranks_per_group: int, default_group: dist.ProcessGroup) -
     group: dist.ProcessGroup
     group, _ = dist.new_subgroups(ranks_per_group, timeout=torch_private.timeout_of(default_group))  # type: ignore[no-untyped-call]
     return group
-
-
-def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))

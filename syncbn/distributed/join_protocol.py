@@ -83,10 +83,9 @@ class Shadowing(Guard):
     def exchange_failures(self, failure: str) -> None:
         """Every rank says why it leaves, or nothing. **Raises** RuntimeError on those that have nothing to say."""
         self.over = True
-        gathered = text_exchange.all_gather_text(failure, self.header_group)
+        failures = text_exchange.gather_by_rank(failure, self.header_group)
         if not failure:
-            failures = [f"rank {rank}: {text}" for rank, text in enumerate(gathered) if text]
-            raise RuntimeError(f"inside {self.name} another rank failed: " + "\n".join(failures))
+            raise RuntimeError(f"inside {self.name} another rank failed: {failures}")
 
     def fail(self, error: Exception) -> None:
         """Wake the others, unless it is they who woke this rank, or one of them has died."""

@@ -6,6 +6,7 @@ These are for errors and agreements, not for training steps: each is one collect
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -81,27 +82,21 @@ def require_equal(lines: Sequence[str], error: Exception | None, group: dist.Pro
 
 def gather_by_rank(text: str, group: dist.ProcessGroup) -> str:
     """The ranks' texts that are not empty, a line for each, with its ranks."""
-    texts = zip(dist.get_process_group_ranks(group), all_gather_text(text, group), strict=True)
-    told = {rank: text for rank, text in texts if text}
-    return by_rank(told, told.values())
+    return by_rank(dist.get_process_group_ranks(group), all_gather_text(text, group))
 
 
 def by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
-    """A line for each of the texts, with its ranks: "ranks 0-2, 5: in bn1 forward, call 3"."""
+    """A line for each text that is not empty, with its ranks: "ranks 0-2, 5: in bn1 forward, call 3"."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         ranks_of.setdefault(text, []).append(rank)
-    return "\n".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in ranks_of.items())
+    return "\n".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in ranks_of.items() if text)
 
 
 def ranks_in_words(ranks: list[int]) -> str:
     """ranks 0-2, 5."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    index = itertools.count()  # in a run of consecutive ranks, rank - index is constant
+    runs = [[*run] for _, run in itertools.groupby(ranks, lambda rank: rank - next(index))]
     parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
 

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from syncbn import torch_state
 from syncbn.arguments import Arguments
+from syncbn.distributed import groups
 from syncbn.distributed.groups import GlobalRanks, GroupSpec, OfMesh
 from syncbn.distributed.reduction import resolve
 
@@ -135,14 +135,10 @@ def _group_of(mesh: DeviceMesh, adds_up: tuple[bool, ...], spec: GroupSpec | OfM
                 "group in common; make it once with torch.distributed.new_group, on all ranks"
             )
     if spec is not None:
-        given, of_mesh = _ranks_of(resolve(spec)), _ranks_of(group)
+        given, of_mesh = (sorted(groups.ranks_in(one)) for one in (resolve(spec), group))
         if given != of_mesh:
             raise ValueError(
                 f"process_group is ranks {given}, but the batch of the input, a DTensor with placements {placements}, "
                 f"lies on ranks {of_mesh}; set process_group=None, or pass input.to_local()"
             )
     return OfMesh(group)
-
-
-def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    return [dist.get_rank()] if group is None else sorted(dist.get_process_group_ranks(group))

@@ -51,14 +51,11 @@ class BatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(call: Call, *tensors: Any) -> tuple[Tensor, ...]:
         k = len(call.layouts)
-        inputs = [tensors[index::k] for index in range(k)]
-        local = [
-            forward_sums(x, num_values, layout)
-            for (x, *_, num_values), layout in zip(inputs, call.layouts, strict=True)
-        ]
+        inputs = [(layout, *tensors[index::k]) for index, layout in enumerate(call.layouts)]
+        local = [forward_sums(x, num_values, layout) for layout, x, *_, num_values in inputs]
         ys, statistics = [], []
         for index, total in enumerate(totals(local, call.reduction, "forward", counted=True)):
-            (x, *parameters, num_values), layout = inputs[index], call.layouts[index]
+            layout, x, *parameters, num_values = inputs[index]
             if num_values is not None or x.numel() <= layout.sizes[1]:  # else this rank alone has two values
                 require_two_values(total[-1], x, f"inputs[{index}]: " if k > 1 else "")
             kernels = select_kernels(x, *parameters)
@@ -156,10 +153,7 @@ def _gradients(inputs: Sequence[BackwardInput], eps: float, reduction: Reduction
 def backward_sums(one: BackwardInput) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The local sums, grad_weight and grad_bias."""
     kernels, (x, dy, y, _, statistics) = select_kernels(*one.tensors()), one.tensors()
-    sums: tuple[Tensor, Tensor | None, Tensor | None] = kernels.backward_sums(
-        dy, x, y, one.layout, statistics, one.weight_dtype, one.bias_dtype
-    )
-    return sums
+    return kernels.backward_sums(dy, x, y, one.layout, statistics, one.weight_dtype, one.bias_dtype)  # type: ignore[no-any-return]
 
 
 def backward_outputs(one: BackwardInput, total: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -169,7 +163,7 @@ def backward_outputs(one: BackwardInput, total: Tensor) -> tuple[Tensor | None, 
     if not (one.needs_x or of_residual):
         return None, dy if one.needs_residual else None
     grad_x, grad_residual = kernels.backward_outputs(dy, x, y, one.layout, total, statistics, weight, of_residual)
-    return grad_x, grad_residual if of_residual or not one.needs_residual else dy
+    return grad_x, dy if one.needs_residual and y is None else grad_residual
 
 
 def _profiled(name: str) -> contextlib.AbstractContextManager[object]:

@@ -29,7 +29,7 @@ from syncbn.distributed.text_exchange import all_reduce_max, require_equal
 from syncbn.layer import SyncBatchNorm
 from syncbn.moments import Pool
 from syncbn.tools.replaced import replaced
-from syncbn.torch_state import current_backward, refuse_graph
+from syncbn.torch_state import current_backward, is_compiling
 
 _CALLER = Caller("merge_running_stats")
 _pools: WeakKeyDictionary[nn.Module, Pool] = WeakKeyDictionary()  # of the layers whose statistics are collected now
@@ -250,7 +250,8 @@ def _train(given: Arguments, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
     """Train the layer, and give the statistics to its pool."""
     if given.running_mean is not layer.running_mean:  # a subclass's own buffers
         return step.train(given, layer)
-    refuse_graph("compiled graphs cannot collect running statistics; compile without fullgraph=True")
+    if is_compiling():  # the graph breaks here
+        raise RuntimeError("compiled graphs cannot collect running statistics; compile without fullgraph=True")
     y, statistics = step.train(given.without_running_stats(), layer)
     _pools[layer].add(statistics, moves=current_backward() == -1)
     return y, statistics
