@@ -5,10 +5,9 @@ Nothing is changed before the checks have passed; a fault is raised on all ranks
 
 from __future__ import annotations
 
-import dataclasses
 import numbers
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -90,7 +89,7 @@ class Arguments:
     def without_running_stats(self) -> Arguments:
         """The same arguments without running statistics and counter."""
         momentum = 0.0 if self.momentum is None else self.momentum
-        return dataclasses.replace(self, running_mean=None, running_var=None, counter=None, momentum=momentum)
+        return replace(self, running_mean=None, running_var=None, counter=None, momentum=momentum)
 
     def per_channel(self) -> dict[str, Tensor | None]:
         """The tensors (C,), by their names."""
@@ -124,9 +123,7 @@ def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor],
         raise ValueError(f"channel_dim={channel_dim} does not exist in an input of shape {tuple(x.shape)}")
 
 
-def check_channels(
-    x: Tensor, channel_dim: int, num_channels: int | None, per_channel: dict[str, Tensor | None]
-) -> None:
+def check_channels(x: Tensor, channel_dim: int, num_channels: int | None, per_channel: dict[str, Any]) -> None:
     """Raises ValueError or TypeError unless `per_channel` are float tensors (C,) on the device of x, with C as in x."""
     actual = x.shape[channel_dim]
     for name, given in per_channel.items():
@@ -154,9 +151,7 @@ def check_like_input(name: str, given: Tensor, x: Tensor) -> None:
     """Raises TypeError or ValueError unless `given` is a float tensor of the shape and device of x."""
     _check_kind(name, given)
     if given.shape != x.shape:
-        raise ValueError(
-            f"expected {name} of the input's shape {tuple(x.shape)}, got {tuple(given.shape)}; expand() it first"
-        )
+        raise ValueError(f"expected {name} of the input's shape {tuple(x.shape)}, got {tuple(given.shape)}; expand it")
     _check_memory(name, given, x)
 
 

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils.parametrize import is_parametrized
 
 from syncbn.diagnosis import debug_mode
 from syncbn.diagnosis.layer_names import quoted
@@ -150,7 +149,7 @@ def check_module(model: nn.Module) -> None:
 
 def _set_class(layer: nn.Module, new_class: type[nn.Module]) -> None:
     """Exchange `class_of(layer)`; the class on top of it is made again on top of the new one."""
-    if is_parametrized(layer):
+    if class_of(layer) is not type(layer):
         new_class = type(f"Parametrized{new_class.__name__}", (new_class,), dict(vars(type(layer))))
     layer.__class__ = new_class
 

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from syncbn import argument_errors
 from syncbn.arguments import Arguments
 from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
-from syncbn.program import warn
+from syncbn.program import warn_once
 from syncbn.roads import traced
 from syncbn.step import plain_batch_norm
 from syncbn.torch_state import is_compiling
@@ -89,7 +89,10 @@ class _KeepsForward(_Made):
         with _SynchroniseBatchNorm(self):
             output = super().forward(*args, **kwargs)
         if self.training and self._synchronised_ranks is None and not is_compiling():
-            _warn_of_own_mathematics(self._syncbn_original.__qualname__)
+            warn_once(
+                f"syncbn is not synchronising: {self._syncbn_original.__qualname__}.forward calls neither "
+                "super().forward nor F.batch_norm. Let it call one of them, or syncbn.functional.sync_batch_norm."
+            )
         return output
 
 
@@ -111,18 +114,16 @@ def _batch_norm(
     weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    arguments = Arguments(
-        input, running_mean, running_var, weight, bias, momentum, eps, process_group=layer._process_group
-    )
+    given = Arguments(input, running_mean, running_var, weight, bias, momentum, eps, process_group=layer._process_group)
     try:
         if training and layer.training:
-            return layer._train_over_ranks(arguments, layer)[0]
+            return layer._train_over_ranks(given, layer)[0]
         if layer.training and not is_compiling():
             layer._synchronised_ranks = 1  # the original normalises by frozen statistics
         try:
             return plain_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
         except RuntimeError:  # torch's, which may say neither values nor remedy
-            arguments.check()
+            given.check()
             raise
     except (RuntimeError, TypeError, ValueError) as error:
         argument_errors.raise_with_name(error, layer)
@@ -131,11 +132,3 @@ def _batch_norm(
 def _empty_instance(original: type[nn.Module]) -> SyncBatchNorm:
     made = synchronised_class(original)
     return made.__new__(made)
-
-
-@functools.cache
-def _warn_of_own_mathematics(name: str) -> None:
-    warn(
-        f"syncbn is not synchronising: {name}.forward calls neither super().forward nor F.batch_norm. "
-        "Let it call one of them, or syncbn.functional.sync_batch_norm."
-    )

@@ -98,8 +98,7 @@ def assert_matches_full_batch(
             words = "must be importable where the ranks start, at the top level of a module, got"
             raise TypeError(f"{name} {words} {function!r}: {error}") from error
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    training = model_fn, tuple(batch), loss_fn, steps, dtype
-    arguments = world_size, store.port, timeout, training
+    arguments = world_size, store.port, timeout, (model_fn, tuple(batch), loss_fn, steps, dtype)
     start_processes(_run_rank, arguments, nprocs=world_size, start_method=START_METHOD)  # type: ignore[no-untyped-call]
     gathered, local = json.loads(store.get("found"))
     found = [Difference(*one) for one in gathered]

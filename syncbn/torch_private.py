@@ -39,8 +39,7 @@ increment_version: Callable[[Collection[Tensor]], None] = torch._C._increment_ve
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without the 20 calls that serve torch.func; only where none of its transforms is active."""
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return apply
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
 
 
 def apply_to_stack(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
@@ -59,8 +58,7 @@ def innermost(tensor: Tensor) -> Tensor:
 
 def ragged_dim(nested: Tensor) -> int:
     """The dim of a jagged NestedTensor in which its sequences differ in length, counted with the batch's dim."""
-    dim: int = nested._ragged_idx  # type: ignore[attr-defined]
-    return dim
+    return nested._ragged_idx  # type: ignore[attr-defined, no-any-return]
 
 
 def inside_selective_checkpoint() -> bool:
@@ -75,8 +73,7 @@ def all_reduce_operator(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     https://github.com/pytorch/pytorch/blob/main/torch/distributed/_functional_collectives.py
     """
     operators = torch.ops._c10d_functional
-    total: Tensor = operators.wait_tensor(operators.all_reduce(tensor, "sum", group.group_name))
-    return total
+    return operators.wait_tensor(operators.all_reduce(tensor, "sum", group.group_name))  # type: ignore[no-any-return]
 
 
 def group_in_graph(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -132,8 +129,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 def without_compile(module: nn.Module) -> nn.Module:
     """The module that torch.compile(module) has wrapped, else itself."""
-    inner = module._modules.get("_orig_mod")
-    return module if inner is None else inner
+    return module._modules.get("_orig_mod", module)  # type: ignore[return-value]
 
 
 class JoinAfter(Join):
@@ -167,8 +163,7 @@ def existing_groups() -> Collection[dist.ProcessGroup]:
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long its collectives wait. (torch gives a new group 10 or 30 minutes, whatever the default group has.)"""
     options = getattr(group._get_backend(device_of(group)), "options", None)  # torch's fake backend has none
-    timeout: timedelta = dist.distributed_c10d.default_pg_timeout if options is None else options._timeout
-    return timeout
+    return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:

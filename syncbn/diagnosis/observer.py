@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from typing import Any
@@ -17,7 +16,7 @@ from syncbn.diagnosis.layer_names import may_be_one_layer
 from syncbn.diagnosis.report import RanksDifferError
 from syncbn.diagnosis.this_rank import Group, Site
 from syncbn.diagnosis.waiting import Waiting
-from syncbn.diagnosis.watchdog import WatchedRank
+from syncbn.diagnosis.watchdog import WatchedRank, log
 from syncbn.distributed import reduction
 from syncbn.distributed.reduction import Collective, EagerReduction
 from syncbn.distributed.text_exchange import all_gather_json, by_rank, raise_faults, ranks_in_words
@@ -25,8 +24,6 @@ from syncbn.kernels.plans import RANKS_DIFFER, status_of
 from syncbn.program import callers, warn
 
 FIRST_MEETING_SECONDS = 9.0  # that a rank waits for the others before the first collective of a group
-
-_log = logging.getLogger("syncbn")
 
 
 class Observer:
@@ -57,7 +54,7 @@ class Observer:
         seconds = min(FIRST_MEETING_SECONDS, torch_private.timeout_of(group).total_seconds() / 2)
         may_abort = reduction.joined_group() is None and "gloo" in dist.get_backend_config(group)
         if may_abort and not rank.meet("first", group, seconds):
-            _log.warning(
+            log.warning(
                 "syncbn: rank %d has waited %g s for others before its first collective with them, and goes on.\n%s",
                 rank.rank, seconds, report.where_all_are(Waiting(collective)),
             )  # fmt: skip
@@ -137,11 +134,10 @@ def require_one_layer(site: Site, gathered: list[dict[str, Any]], compares_dtype
     # In its first call on a rank a layer may have another name there, or be another model's as well.
     has_one_name = all_have("identity") or (may_be_one_layer(paths) and any(one["call"] == 1 for one in gathered))
     if not (has_one_name and all_have("pass")):
-        are_of_two_models = all_have("doing")  # whose layers have the same path
-        where = by_their_rank("in {doing}; {first call}" if are_of_two_models else "in {doing}")
-        raise RanksDifferError(
-            f"{where}\n{report.or_debug(report.REMEDY) if all_have('pass') else report.REMEDY_OF_PASSES}"
-        )
+        # Layers of two models may have the same path.
+        where = by_their_rank("in {doing}; {first call}" if all_have("doing") else "in {doing}")
+        remedy = report.or_debug(report.REMEDY) if all_have("pass") else report.REMEDY_OF_PASSES
+        raise RanksDifferError(f"{where}\n{remedy}")
     if compares_dtypes and not all_have("dtype"):
         where = by_their_rank("in {doing}, with an input of {dtype}")
         raise RanksDifferError(f"{where}\n{report.REMEDY_OF_DTYPES}", "have inputs of different dtypes")
@@ -187,10 +183,9 @@ def this_rank() -> WatchedRank:
             f"syncbn: this process ({os.getpid()}) was forked from one whose process group does not work here. "
             'Start it by the method "spawn" instead.'
         )
-    rank = _ranks.get(world)
-    if rank is None:
-        rank = _ranks[world] = WatchedRank(world)
-    return rank
+    if world not in _ranks:
+        _ranks[world] = WatchedRank(world)
+    return _ranks[world]
 
 
 def _after_fork() -> None:

@@ -59,8 +59,7 @@ class GlobalRanks:
         there is one."""
         existing_groups = torch_private.existing_groups()
         if self.handle not in existing_groups:
-            same = (group for group in existing_groups if tuple(ranks_in(group)) == self.ranks)
-            self.handle = next(same, None)
+            self.handle = next((group for group in existing_groups if tuple(ranks_in(group)) == self.ranks), None)
         return self.handle
 
 
@@ -136,15 +135,11 @@ def existing(spec: GroupSpec | OfMesh) -> dist.ProcessGroup | None:
         group = None
     if group is not None:
         return group
+    remedy = "set layer.process_group to a group with this rank, or to None for the default group"
     if not includes_this_rank(spec):
-        raise ValueError(
-            f"this rank is not in the layer's process_group ({spec}) and cannot train it; set layer.process_group on "
-            "each rank to a group that contains it, or to None for the default group"
-        )
-    raise RuntimeError(
-        f"the layer's process_group ({spec}) was destroyed, or no such group exists here; make it again and set "
-        "layer.process_group to it, or to None for the default group"
-    )
+        raise ValueError(f"this rank is not in the layer's process_group ({spec}) and cannot train it; {remedy}")
+    where = f"the layer's process_group ({spec}) was destroyed, or no such group exists here"
+    raise RuntimeError(f"{where}; make it again and {remedy}")
 
 
 def world() -> dist.ProcessGroup | None:
@@ -265,10 +260,8 @@ def _agreed_size(spec: int | str, default_group: dist.ProcessGroup) -> int:
 def _consecutive_group(ranks_per_group: int, default_group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     world_size = default_group.size()
     if world_size % ranks_per_group:
-        raise ValueError(
-            f"the number of ranks must be a multiple of the group size: {world_size} ranks do not divide into groups "
-            f"of {ranks_per_group}"
-        )
+        divided = f"{world_size} ranks do not divide into groups of {ranks_per_group}"
+        raise ValueError(f"the number of ranks must be a multiple of the group size: {divided}")
     if ranks_per_group == world_size:
         return None
     group: dist.ProcessGroup

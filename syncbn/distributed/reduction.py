@@ -39,7 +39,7 @@ from syncbn import torch_private
 from syncbn.distributed import groups
 from syncbn.distributed.groups import GroupSpec, OfMesh
 from syncbn.kernels.plans import FAULT, NUM_SIGNED, RANKS_DIFFER, UNSIGNED, Signature, status_of
-from syncbn.program import callers, warn
+from syncbn.program import callers, warn, warn_once
 
 
 class Caller:
@@ -280,9 +280,8 @@ def _warn_if_meant_for_several_ranks() -> None:
         warn_in_data_parallel()
 
 
-@functools.cache
 def warn_in_data_parallel() -> None:
-    warn(
+    warn_once(
         "syncbn is not synchronising: the layer runs in nn.DataParallel, which has threads but no ranks. Use "
         "DistributedDataParallel, launched by torchrun."
     )

@@ -88,10 +88,9 @@ def _unwrap(given: Arguments, synchronises: bool = True) -> tuple[Arguments, Cal
 
 def _require_one_call(one: Arguments, first: Arguments) -> None:
     """Raises ValueError unless both inputs are on one device and, as they may be DTensors, belong to the same ranks."""
-    if one.input.device != first.input.device:
-        raise ValueError(
-            f"{one.name}the input is on {one.input.device} but inputs[0] on {first.input.device}; move one"
-        )
+    device, expected = one.input.device, first.input.device
+    if device != expected:
+        raise ValueError(f"{one.name}the input is on {device} but inputs[0] on {expected}; move one")
     if one.process_group != first.process_group:
         raise ValueError(
             f"{one.name}the batches of this input and of inputs[0] lie on different ranks, and one or both are "

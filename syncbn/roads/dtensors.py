@@ -90,9 +90,7 @@ def unwrap(arguments: Arguments, synchronises: bool) -> tuple[Arguments, Callabl
     def place(gradient: Any) -> Any:
         """Redistributes the gradient. (The backward of from_local does so outside the graph of second derivatives.)"""
         if TO_LOCAL_LOSES_GRAPH and torch.is_grad_enabled():
-            raise RuntimeError(
-                "DTensors have no second derivatives before torch 2.13: leave out create_graph, or use 2.13"
-            )
+            raise RuntimeError("DTensors have no second derivatives before torch 2.13: leave out create_graph")
         return gradient.redistribute(placements=placements)
 
     def wrap(output: Tensor) -> Tensor:

@@ -114,8 +114,8 @@ def move_running_stats(given: Arguments, statistics: Tensor, moves: bool) -> Non
 
 def backward(ctx: Any, saved: tuple[Any, ...], needed: tuple[bool, ...], dy: Tensor) -> Gradients:
     """The gradients of x, weight, bias and residual that are needed, for step._Step, to which `ctx` belongs."""
-    inputs = [backward_input(ctx.layout, dy, saved, needed, ctx.bias_dtype)]
-    return _gradients(inputs, ctx.eps, ctx.reduction)[0]
+    one = backward_input(ctx.layout, dy, saved, needed, ctx.bias_dtype)
+    return _gradients([one], ctx.eps, ctx.reduction)[0]
 
 
 def forward_sums(x: Tensor, num_values: Tensor | None, layout: Layout) -> Tensor:

@@ -35,6 +35,7 @@ from syncbn.convert import check_module, kind_of
 from syncbn.distributed.groups import ProcessGroupLike, to_spec
 from syncbn.distributed.join_protocol import refuse_inside_join
 from syncbn.distributed.reduction import Caller, EagerReduction, NoReduction, reduction_of, resolve
+from syncbn.distributed.side_reductions import totals
 from syncbn.distributed.text_exchange import all_reduce_max, gather_by_rank, require_equal
 from syncbn.tools.recorder import Recorder
 from syncbn.tools.summary import bytes_if_synchronised
@@ -215,17 +216,16 @@ def _rows(recorders: list[Recorder], ranks: NoReduction | EagerReduction) -> lis
 
 def _totals(recorders: list[Recorder], local: list[Tensor]) -> list[Tensor]:
     """The sums of each layer's calls over its group, (2C + 1, calls, 1). One all_reduce for each group."""
-    totals = [sums.sum(2, keepdim=True) for sums in local]
+    all_sums = [sums.sum(2, keepdim=True) for sums in local]
     of_groups: dict[Any, list[tuple[Recorder, Tensor]]] = {}
-    for recorder, total in zip(recorders, totals, strict=True):
-        of_groups.setdefault(resolve(recorder.spec), []).append((recorder, total))
+    for recorder, sums in zip(recorders, all_sums, strict=True):
+        of_groups.setdefault(resolve(recorder.spec), []).append((recorder, sums))
     for of_group in of_groups.values():
         ranks = reduction_of(of_group[0][0].spec, _CALLER, None)
-        packed = ranks.total(torch.cat([total.flatten() for _, total in of_group]), "all_reduce")
-        for _, total in of_group:
-            part, packed = packed.tensor_split([total.numel()])
-            total.copy_(part.view_as(total))
-    return totals
+        of_ranks = totals([sums.flatten() for _, sums in of_group], ranks, "all_reduce")
+        for (_, sums), total in zip(of_group, of_ranks, strict=True):
+            sums.copy_(total.view_as(sums))
+    return all_sums
 
 
 def _squares(local: Tensor, total: Tensor, eps: float) -> Tensor:
@@ -245,6 +245,6 @@ def _squares(local: Tensor, total: Tensor, eps: float) -> Tensor:
         times.square() * b2 - 2 * times * b1 + 1,
         (off * group_invstd).square() + var * (invstd - group_invstd).square(),
     )
-    constant = group_var <= ROUNDING * group_mean.square()  # False for NaN, which is to be seen
-    left_out = constant | (local_n == 0)
+    # Constant channels are left out, and slices without samples; not NaN, which is to be seen.
+    left_out = (group_var <= ROUNDING * group_mean.square()) | (local_n == 0)
     return torch.stack([torch.where(left_out, 0.0, term).sum() for term in terms])

@@ -25,6 +25,7 @@ from syncbn.convert import CONVERT, convert_syncbn_model, revert_syncbn_model, u
 from syncbn.distributed import groups
 from syncbn.distributed.join_protocol import Shadowing
 from syncbn.distributed.reduction import Caller, reduction_of
+from syncbn.distributed.side_reductions import totals
 from syncbn.distributed.text_exchange import all_reduce_max, require_equal
 from syncbn.layer import SyncBatchNorm
 from syncbn.moments import Pool
@@ -179,11 +180,10 @@ def merge_running_stats(model: nn.Module, count: float | Mapping[str, float] | N
     if world is None:
         return
     b = 0 if count is None else 1
-    sums = torch.cat([_weighted_sums(layer, n, b) for layer, n in zip(layers, weights, strict=True)])
-    total_sums = reduction_of(None, _CALLER, sums).total(sums, "all_reduce")
-    totals = torch.split(total_sums, [2 * layer.num_features + 1 for layer in layers])
+    sums = [_weighted_sums(layer, n, b) for layer, n in zip(layers, weights, strict=True)]
+    of_all_ranks = totals(sums, reduction_of(None, _CALLER, sums[0]), "all_reduce")
     counters = all_reduce_max(torch.stack([_buffers(layer)[-1] for layer in layers]), world)
-    for layer, total, counter in zip(layers, totals, counters, strict=True):
+    for layer, total, counter in zip(layers, of_all_ranks, counters, strict=True):
         (weighted_mean, weighted_square), n = total[:-1].chunk(2), total[-1]
         mean = weighted_mean / n
         var = ((weighted_square - n * mean * mean) / (n - b)).clamp(min=0)
@@ -271,8 +271,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 @contextlib.contextmanager
 def _training_over_all_ranks(model: nn.Module, layers: list[_BatchNorm]) -> Iterator[None]:
     """Within, these layers are in training mode and synchronised over all ranks, and other modules in evaluation."""
-    found = unsynchronised(model)
-    refused = [one.name for one in found if one.layer in layers and one.remedy != CONVERT]
+    refused = [one.name for one in unsynchronised(model) if one.layer in layers and one.remedy != CONVERT]
     if refused:
         raise ValueError(f"layers that convert_syncbn_model leaves as they are cannot take part: {', '.join(refused)}")
     with contextlib.ExitStack() as undo:
