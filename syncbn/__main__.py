@@ -8,8 +8,6 @@ check takes as many ranks on as many hosts as torchrun gives it: nccl when each 
 exit status is 0 when all is well, 1 when W ranks do not equal one, 2 for a bad command line.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

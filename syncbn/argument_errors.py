@@ -1,7 +1,5 @@
 """Raises a fault in one rank's arguments on every rank, so that none is left waiting, with the name of the layer."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Sequence

@@ -3,12 +3,10 @@
 Nothing is changed before the checks have passed; a fault is raised on all ranks, see argument_errors.py.
 """
 
-from __future__ import annotations
-
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -86,7 +84,7 @@ class Arguments:
         residual = None if self.z is None else layout.dense(self.z.to(x.dtype))
         return layout, mask, (layout.dense(x), self.weight, self.bias, residual, num_values)
 
-    def without_running_stats(self) -> Arguments:
+    def without_running_stats(self) -> Self:
         """The same arguments without running statistics and counter."""
         momentum = 0.0 if self.momentum is None else self.momentum
         return replace(self, running_mean=None, running_var=None, counter=None, momentum=momentum)

@@ -4,8 +4,6 @@ The module object stays, with its parameters, buffers, hooks, attributes and tra
 it, as where it stands in the model more than once.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any, NamedTuple, TypeVar
 

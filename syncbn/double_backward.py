@@ -1,7 +1,5 @@
 """Computes the gradients as a graph of dy, x and weight, for a second derivative."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Offers the functional forms: batch norm of one input and of several, and the gradient for a hand-written backward."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from typing import Any

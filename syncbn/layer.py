@@ -1,8 +1,6 @@
 """Defines the layer: parameters and buffers of nn.BatchNorm, statistics of all ranks."""
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -170,11 +168,11 @@ class SyncBatchNorm(_BatchNorm):
     # F.batch_norm(training=True) over all ranks of the group: (arguments, layer) -> y, statistics. Tools replace it.
     _train_over_ranks = staticmethod(step.train)
 
-    def _replicate_for_data_parallel(self) -> SyncBatchNorm:
+    def _replicate_for_data_parallel(self) -> Self:
         """A replica of nn.DataParallel, which has threads but no ranks."""
         if self.training:
             warn_in_data_parallel()
-        replica: SyncBatchNorm = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        replica: Self = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         vars(replica)["_process_group"] = THIS_RANK_ALONE
         return replica
 

@@ -1,9 +1,7 @@
 """Folds a tensor of any number of dims to (outer, channel, inner), a dense one without a copy. Knows no ranks."""
 
-from __future__ import annotations
-
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +20,7 @@ class Layout(NamedTuple):
     sizes: tuple[int, int, int]  # outer, channel, inner
 
     @classmethod
-    def of(cls, tensor: Tensor, channel_dim: int) -> Layout:
+    def of(cls, tensor: Tensor, channel_dim: int) -> Self:
         """The layout by which `tensor` folds without a copy if it is dense. `channel_dim` may count from the right."""
         channel_dim %= tensor.ndim
         outer, inner = math.prod(tensor.shape[:channel_dim]), math.prod(tensor.shape[channel_dim + 1 :])

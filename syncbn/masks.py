@@ -1,7 +1,5 @@
 """Checks masks, which say which values of an input count, and sets the others to 0."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

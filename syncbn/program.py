@@ -1,7 +1,5 @@
 """Walks up the frames of a call: to the objects that called, and to the line of the user's program, where it warns."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import warnings

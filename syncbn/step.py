@@ -14,8 +14,6 @@ all_reduce, one elementwise kernel. Whether a call may take it is asked once in 
 see roads/.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

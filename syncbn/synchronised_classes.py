@@ -8,8 +8,6 @@ X's `super().forward(...)` calls ours. Where X calls F.batch_norm itself, a Torc
 replaces that by the batch norm of all ranks.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -4,8 +4,6 @@
 `python -m syncbn check` runs on the ranks that torchrun has started.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -4,8 +4,6 @@ tests/test_torch_private.py fails where a later torch gives one of them another 
 names that tell how torch is running; _BatchNorm is imported where it is used.)
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -3,8 +3,6 @@
 tests/test_torch_private.py fails where a later torch gives one of the private names another meaning.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar

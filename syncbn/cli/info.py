@@ -1,7 +1,5 @@
 """Lists for `python -m syncbn info` what is installed, and what of it syncbn can use."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """Finds the path of a layer in the model that calls it, layer4.1.bn3, and the line that calls the model."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Observes the collectives of layers and functions: names them, and explains their failures."""
 
-from __future__ import annotations
-
 import math
 import os
 from typing import Any

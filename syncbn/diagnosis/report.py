@@ -1,7 +1,5 @@
 """Reports where every rank of a group is, from the positions that the ranks write to the store (see this_rank.py)."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

@@ -12,8 +12,6 @@ positions are read (report.py) only when there is something to say, and fast: to
 restarts the ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -62,7 +60,7 @@ class Group:
 class Site:
     """A layer or function that calls on a group, by its name. It holds neither the one nor the other."""
 
-    def __init__(self, caller: Any, group: dist.ProcessGroup, rank: ThisRank, state: Group) -> None:
+    def __init__(self, caller: Any, group: dist.ProcessGroup, rank: "ThisRank", state: Group) -> None:
         self.caller, self.group, self.rank, self.state = ref(caller), ref(group), rank, state
         self.group_name, self.num_ranks, self.num_calls = group.group_name, group.size(), 0
         is_function = isinstance(caller, Caller)

@@ -11,8 +11,6 @@ The last is a collective of DistributedDataParallel, the data loader or the prog
 in it without spinning, as with gloo; under nccl the host most often goes on, and waits later, if at all.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -6,8 +6,6 @@ Nothing is logged where the program handles the error, and the positions are los
 (torchrun keeps it in a process of its own).
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -13,11 +13,9 @@ in; training it raises ValueError.
 Making groups is a collective over ALL ranks of the default group, in the same order. Nothing else here communicates.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -25,10 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from syncbn import torch_private
 from syncbn.distributed.text_exchange import all_gather_json
-
-GroupSpec: TypeAlias = "int | str | GlobalRanks | DeviceMesh | None"  # what a layer keeps
-ProcessGroupLike: TypeAlias = "dist.ProcessGroup | GroupSpec"  # what a user passes
-
 
 # Default group -> {int or "node": this rank's group, or None for the default group itself}. A re-made default group
 # starts with nothing made, and the old entry goes with the old group.
@@ -45,10 +39,10 @@ class GlobalRanks:
         self.ranks = ranks
         self.handle = handle
 
-    def __deepcopy__(self, memo: dict[int, object]) -> GlobalRanks:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self
 
-    def __reduce__(self) -> tuple[type[GlobalRanks], tuple[tuple[int, ...]]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return GlobalRanks, (self.ranks,)
 
     def __repr__(self) -> str:
@@ -70,6 +64,8 @@ class OfMesh(NamedTuple):
 
 
 THIS_RANK_ALONE = OfMesh(None)
+GroupSpec: TypeAlias = int | str | GlobalRanks | DeviceMesh | None  # what a layer keeps
+ProcessGroupLike: TypeAlias = dist.ProcessGroup | GroupSpec  # what a user passes
 
 
 def to_spec(process_group: ProcessGroupLike) -> GroupSpec:

@@ -12,8 +12,6 @@ is preceded by an all_reduce(MAX) of one integer on a group of syncbn's own:
 | 2^62                 | leaves with an exception               | all ranks exchange their exceptions, and raise   |
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterable

@@ -20,8 +20,6 @@ which every rank sees whether ranks in different layers have met: see kernels/pl
 GPU the host would have to wait to read it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
@@ -60,7 +58,7 @@ class Guard:
     first_warning_seconds = math.inf  # a rank that has waited so long warns
     compares_ranks = False  # whether it compares what the ranks do
 
-    def before_all_reduce(self, reduction: EagerReduction, payload: Tensor, pass_name: str) -> None:
+    def before_all_reduce(self, reduction: "EagerReduction", payload: Tensor, pass_name: str) -> None:
         """This rank is about to add up `payload`; an exception leaves it out."""
 
 

@@ -1,7 +1,5 @@
 """Adds up over the ranks on the side roads: in a compiled graph, and where torch transforms the computation."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -36,6 +34,9 @@ class GraphReduction:
         return payload[: len(sums)]
 
 
+Reduction: TypeAlias = NoReduction | EagerReduction | GraphReduction
+
+
 def reduction_in_graph(spec: GroupSpec | OfMesh, *of_call: Any) -> Reduction:
     """The ranks that a call synchronises in a compiled graph, as `reduction_of`. **Raises** RuntimeError where new
     groups would have to be made, and inside syncbn.join."""
@@ -50,9 +51,6 @@ def reduction_in_graph(spec: GroupSpec | OfMesh, *of_call: Any) -> Reduction:
             "construct or convert the layers after torch.distributed.init_process_group()"
         )
     return ONE_RANK if group is None or group.size() == 1 else GraphReduction(group)
-
-
-Reduction: TypeAlias = "NoReduction | EagerReduction | GraphReduction"
 
 
 def totals(local: Sequence[Tensor], reduction: Reduction, pass_name: str, counted: bool = False) -> tuple[Tensor, ...]:

@@ -3,8 +3,6 @@
 These are for errors and agreements, not for training steps: each is one collective, and the host waits for it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -20,19 +18,19 @@ from syncbn import torch_private
 TEXT_BYTES = 4096
 
 
-def all_gather_json(value: Any, group: dist.ProcessGroup | dist.ProcessGroupGloo) -> list[Any]:
+def all_gather_json(value: Any, group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> list[Any]:
     """Every rank's value, which JSON must be able to hold in 4096 bytes."""
     return [json.loads(text) for text in all_gather_text(json.dumps(value), group)]
 
 
-def all_gather_text(text: str, group: dist.ProcessGroup | dist.ProcessGroupGloo) -> list[str]:
+def all_gather_text(text: str, group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> list[str]:
     """Every rank's text, cut at 4096 bytes: one all_gather. (torch's all_gather_object needs NumPy.)"""
     encoded = text.encode()[:TEXT_BYTES]
     gathered = all_gather(torch.tensor(list(encoded.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8), group)
     return [bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in gathered]
 
 
-def all_gather(values: Tensor, group: dist.ProcessGroup | dist.ProcessGroupGloo) -> list[Tensor]:
+def all_gather(values: Tensor, group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> list[Tensor]:
     """Every rank's `values`, of the same shape and dtype on all."""
     local = values.to(_device_of(group))
     gathered = [torch.empty_like(local) for _ in range(group.size())]
@@ -101,6 +99,6 @@ def ranks_in_words(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
 
 
-def _device_of(group: dist.ProcessGroup | dist.ProcessGroupGloo) -> torch.device:
+def _device_of(group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> torch.device:
     """The device of the tensors that the group sends."""
     return torch_private.device_of(group) if isinstance(group, dist.ProcessGroup) else torch.device("cpu")

@@ -4,8 +4,6 @@ NestedTensors and DTensors are unwrapped, and the output is wrapped again. Then 
 or an exported program, transformed by torch.func or forward mode, or recorded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

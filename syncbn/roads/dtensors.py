@@ -11,8 +11,6 @@ Per dim of the input's mesh, and what follows for the parameters and buffers tha
 Parameters and buffers that are plain tensors are this rank's.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

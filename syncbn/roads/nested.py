@@ -1,7 +1,5 @@
 """Unwraps a jagged NestedTensor: the values of its sequences, one behind another, are normalised."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

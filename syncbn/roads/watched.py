@@ -4,8 +4,6 @@ Dispatch modes, profilers and checkpoints watch operators. Calls with a mask, te
 momentum in a tensor take this road too.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checks that all ranks have the same model, bit by bit, as they must in data-parallel training."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import math

@@ -5,8 +5,6 @@ same in every iteration. How many collectives batch norm has depends on the laye
 join_protocol.py; a thread of ours shadows these, beside Join, which works on the group of the model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import threading

@@ -19,8 +19,6 @@ Beta((n_r - 1) / 2, (n - n_r) / 2), whose moments are b1 = (n_r - 1) / (n - 1) a
     E[(v_r / v - 1)^2] = (n / n_r)^2 b2 - 2 (n / n_r) b1 + 1,                             about 2 / n_r - 2 / n.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Subclasses may rearrange the input of the module first. Inside torch's synchroni
 input of the module counts, as long as the forward is torch's own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """Computes running statistics of more than one batch: of micro-batches, of a data set, of all ranks' own batches."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

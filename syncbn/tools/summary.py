@@ -1,7 +1,5 @@
 """Makes the table of a model's synchronised layers: what each sends, and whether it really synchronised."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import nn
