@@ -15,8 +15,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from syncbn.diagnosis import debug_mode
 from syncbn.diagnosis.layer_names import quoted
-from syncbn.distributed import groups
-from syncbn.distributed.groups import ProcessGroupLike, to_spec
+from syncbn.distributed.groups import ProcessGroupLike, of_torch, to_spec
 from syncbn.distributed.reduction import make_groups
 from syncbn.layer import SyncBatchNorm
 from syncbn.program import warn
@@ -129,7 +128,7 @@ def revert_syncbn_model(model: AnyModule, target: type[_BatchNorm] | None = None
         # An nn.SyncBatchNorm holds its group itself. Looking it up may raise, so it comes before any change.
         attributes = {}
         if new_class is nn.SyncBatchNorm and isinstance(layer, SyncBatchNorm):
-            attributes["process_group"] = groups.of_torch(layer._process_group)
+            attributes["process_group"] = of_torch(layer._process_group)
         changes.append((layer, new_class, attributes))
     for layer, new_class, attributes in changes:
         for name in (*ADDED, "process_group"):
@@ -180,7 +179,13 @@ def _remedy(module: nn.Module) -> str | None:
     if isinstance(module, (SyncBatchNorm, _InstanceNorm)):
         return None
     if not isinstance(module, _BatchNorm):
-        return _remedy_of_other(module)
+        buffers = vars(module)["_buffers"]
+        # If its weight is a buffer too, it is a frozen batch norm, which needs no synchronisation.
+        if (buffers.get("running_mean") is None and buffers.get("running_var") is None) or "weight" in buffers:
+            return None
+        if type(module) is nn.Module or type(module).__module__ == "torch.export.unflatten":
+            return "a part of an exported graph, convert before torch.export"
+        return "normalises by itself; if by its batch, let its forward call syncbn.functional.sync_batch_norm"
     original_class = class_of(module)
     if original_class is nn.SyncBatchNorm:
         return CONVERT
@@ -190,17 +195,6 @@ def _remedy(module: nn.Module) -> str | None:
         return "a subclass of nn.SyncBatchNorm communicates by itself, derive it from nn.BatchNorm1d, 2d or 3d"
     taken = [name for name in ("process_group", *ADDED) if hasattr(module, name)]
     return f"has attributes that ours need, rename {', '.join(taken)}" if taken else CONVERT
-
-
-def _remedy_of_other(module: nn.Module) -> str | None:
-    """The remedy for a module that is not torch's batch norm. If its weight is a buffer too, it is a frozen batch norm,
-    which needs no synchronisation."""
-    buffers = vars(module)["_buffers"]
-    if (buffers.get("running_mean") is None and buffers.get("running_var") is None) or "weight" in buffers:
-        return None
-    if type(module) is nn.Module or type(module).__module__ == "torch.export.unflatten":
-        return "a part of an exported graph, convert before torch.export"
-    return "normalises by itself; if by its batch, let its forward call syncbn.functional.sync_batch_norm"
 
 
 def kind_of(module: nn.Module) -> str:

@@ -96,10 +96,8 @@ class SyncBatchNorm(_BatchNorm):
         self._process_group = to_spec(process_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = vars(self).copy()
-        for name in ("_synchronised_ranks", "_call_site", "_train_over_ranks"):  # a copy starts without these
-            state.pop(name, None)
-        return state
+        left_out = "_synchronised_ranks", "_call_site", "_train_over_ranks"  # a copy starts without these
+        return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
-from torch.nn.parallel import DistributedDataParallel
 
 from syncbn.convert import convert_syncbn_model, revert_syncbn_model, unsynchronised
 from syncbn.distributed.text_exchange import all_reduce_max
@@ -118,7 +117,7 @@ def differences(
     world, rank, size = dist.group.WORLD, 0, 1
     model = data_parallel = copy.deepcopy(model)
     if world is not None:  # DistributedDataParallel gives all ranks rank 0's tensors
-        data_parallel, rank, size = DistributedDataParallel(model), dist.get_rank(), dist.get_world_size()
+        data_parallel, rank, size = nn.parallel.DistributedDataParallel(model), dist.get_rank(), dist.get_world_size()
     reference = _on_one_process(copy.deepcopy(model))
     for module in (*model.modules(), *reference.modules()):
         if isinstance(module, nn.modules.dropout._DropoutNd):

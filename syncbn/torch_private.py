@@ -164,10 +164,11 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout
 
 
-def device_of(group: dist.ProcessGroup) -> torch.device:
+def device_of(group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> torch.device:
     """The device of tensors that the group sends and the host reads: the CPU, or this rank's GPU where the group has no
     backend for CPUs."""
-    if "cpu" in dist.get_backend_config(group):  # not its get_backend, which may be "undefined" or "cuda:nccl"
+    # Not by its get_backend, which may be "undefined" or "cuda:nccl".
+    if not isinstance(group, dist.ProcessGroup) or "cpu" in dist.get_backend_config(group):
         return torch.device("cpu")
     return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
 

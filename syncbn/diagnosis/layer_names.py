@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from syncbn.program import callers, line_of_program
 
@@ -29,7 +28,7 @@ def path_in_model(layer: nn.Module) -> str:
     names: list[str] = []
     inner = layer
     for _, outer in callers():
-        if isinstance(outer, DistributedDataParallel):
+        if isinstance(outer, nn.parallel.DistributedDataParallel):
             break
         if isinstance(outer, nn.Module) and outer is not inner:
             below = itertools.chain(outer.named_children(), outer.named_modules())  # most often it is a child

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from syncbn import torch_private
 from syncbn.diagnosis import report
 from syncbn.diagnosis.layer_names import may_be_one_layer
-from syncbn.diagnosis.report import RanksDifferError
 from syncbn.diagnosis.this_rank import Group, Site
 from syncbn.diagnosis.waiting import Waiting
 from syncbn.diagnosis.watchdog import WatchedRank, log
@@ -59,7 +58,7 @@ class Observer:
 
     def explain_failure(self, collective: Collective, error: RuntimeError) -> None:
         """**Raises** RuntimeError with the positions of all ranks, unless `error` has them or comes from the GPU."""
-        if isinstance(error, RanksDifferError):
+        if isinstance(error, report.RanksDifferError):
             return
         wait = Waiting(collective)
         if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
@@ -81,7 +80,7 @@ class Observer:
         has_fault, all_sign = math.isnan(behind[0]), behind[1] == site.num_ranks
         if status_of(behind) == RANKS_DIFFER:
             if not (site.counts and all_sign):  # some ranks would not take part in an all_gather
-                raise RanksDifferError(report.where_all_are(wait))
+                raise report.RanksDifferError(report.where_all_are(wait))
             gathered = all_gather_json(described(called, called.collective.pass_name), called.group)
             require_one_layer(site, gathered, compares_dtypes=not has_fault)  # the fault may be the dtype
         if has_fault:
@@ -135,10 +134,10 @@ def require_one_layer(site: Site, gathered: list[dict[str, Any]], compares_dtype
         # Layers of two models may have the same path.
         where = by_their_rank("in {doing}; {first call}" if all_have("doing") else "in {doing}")
         remedy = report.or_debug(report.REMEDY) if all_have("pass") else report.REMEDY_OF_PASSES
-        raise RanksDifferError(f"{where}\n{remedy}")
+        raise report.RanksDifferError(f"{where}\n{remedy}")
     if compares_dtypes and not all_have("dtype"):
         where = by_their_rank("in {doing}, with an input of {dtype}")
-        raise RanksDifferError(f"{where}\n{report.REMEDY_OF_DTYPES}", "have inputs of different dtypes")
+        raise report.RanksDifferError(f"{where}\n{report.REMEDY_OF_DTYPES}", "have inputs of different dtypes")
     site.sign_as(max(paths, key=len), max(one["order"] for one in gathered))
 
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from syncbn import torch_private
 from syncbn.diagnosis import process_state
 from syncbn.diagnosis.this_rank import Position, ThisRank, position_in
-from syncbn.distributed import reduction, text_exchange
-from syncbn.distributed.reduction import Collective
+from syncbn.distributed import text_exchange
+from syncbn.distributed.reduction import Collective, guards
 from syncbn.program import line_of_program
 
 FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
@@ -64,7 +64,7 @@ class Waiting(Wait):
         site = collective.site
         super().__init__(site.rank, position_in(collective), collective.number, collective.start)
         self.collective, self.group, self.layer = collective, site.group, site.name if site.counts else ""
-        of_guards = [one.first_warning_seconds for one in reduction.guards]
+        of_guards = [one.first_warning_seconds for one in guards]
         self.next_warning_seconds = min([FIRST_WARNING_SECONDS, *of_guards])
 
     def ranks(self) -> list[int]:

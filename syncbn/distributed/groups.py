@@ -131,7 +131,7 @@ def existing(spec: GroupSpec | OfMesh) -> dist.ProcessGroup | None:
         group = None
     if group is not None:
         return group
-    remedy = "set layer.process_group to a group with this rank, or to None for the default group"
+    remedy = "set layer.process_group on each rank to a group that contains it, or to None for the default group"
     if not includes_this_rank(spec):
         raise ValueError(f"this rank is not in the layer's process_group ({spec}) and cannot train it; {remedy}")
     where = f"the layer's process_group ({spec}) was destroyed, or no such group exists here"

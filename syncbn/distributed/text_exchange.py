@@ -32,7 +32,7 @@ def all_gather_text(text: str, group: "dist.ProcessGroup | dist.ProcessGroupGloo
 
 def all_gather(values: Tensor, group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> list[Tensor]:
     """Every rank's `values`, of the same shape and dtype on all."""
-    local = values.to(_device_of(group))
+    local = values.to(torch_private.device_of(group))
     gathered = [torch.empty_like(local) for _ in range(group.size())]
     group.allgather([gathered], [local]).wait()  # type: ignore[union-attr]
     return gathered
@@ -40,7 +40,7 @@ def all_gather(values: Tensor, group: "dist.ProcessGroup | dist.ProcessGroupGloo
 
 def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The largest over all ranks, element by element, of `values`, which it may overwrite; on their device."""
-    local = values.to(_device_of(group))
+    local = values.to(torch_private.device_of(group))
     dist.all_reduce(local, dist.ReduceOp.MAX, group=group)
     return local.to(values.device)
 
@@ -97,8 +97,3 @@ def ranks_in_words(ranks: list[int]) -> str:
     runs = [[*run] for _, run in itertools.groupby(ranks, lambda rank: rank - next(index))]
     parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
-
-
-def _device_of(group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> torch.device:
-    """The device of the tensors that the group sends."""
-    return torch_private.device_of(group) if isinstance(group, dist.ProcessGroup) else torch.device("cpu")

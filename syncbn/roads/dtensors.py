@@ -21,8 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from syncbn import torch_state
 from syncbn.arguments import Arguments
-from syncbn.distributed import groups
-from syncbn.distributed.groups import GlobalRanks, GroupSpec, OfMesh
+from syncbn.distributed.groups import GlobalRanks, GroupSpec, OfMesh, ranks_in
 from syncbn.distributed.reduction import resolve
 
 # Before torch 2.13 to_local() loses the graph of a gradient, and x.grad of a second derivative would be None.
@@ -131,7 +130,7 @@ def _group_of(mesh: DeviceMesh, adds_up: tuple[bool, ...], spec: GroupSpec | OfM
                 "group in common; make it once with torch.distributed.new_group, on all ranks"
             )
     if spec is not None:
-        given, of_mesh = (sorted(groups.ranks_in(one)) for one in (resolve(spec), group))
+        given, of_mesh = (sorted(ranks_in(one)) for one in (resolve(spec), group))
         if given != of_mesh:
             raise ValueError(
                 f"process_group is ranks {given}, but the batch of the input, a DTensor with placements {placements}, "
