@@ -24,12 +24,12 @@ class Arguments:
     """One input with its buffers, parameters and options; see `functional.sync_batch_norm`."""
 
     input: Tensor
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    momentum: float | Tensor | None  # None: the average of all batches, which the counter counts
-    eps: float
+    running_mean: Tensor | None = None
+    running_var: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    momentum: float | Tensor | None = 0.0  # None: the average of all batches, which the counter counts
+    eps: float = 1e-5
     channel_dim: int = 1
     z: Tensor | None = None
     relu: bool = False

@@ -126,10 +126,8 @@ def revert_syncbn_model(model: AnyModule, target: type[_BatchNorm] | None = None
         if issubclass(new_class, LazyModuleMixin) and not isinstance(layer, LazyModuleMixin):
             new_class = new_class.cls_to_become
         # An nn.SyncBatchNorm holds its group itself. Looking it up may raise, so it comes before any change.
-        attributes = {}
-        if new_class is nn.SyncBatchNorm and isinstance(layer, SyncBatchNorm):
-            attributes["process_group"] = of_torch(layer._process_group)
-        changes.append((layer, new_class, attributes))
+        is_torchs = new_class is nn.SyncBatchNorm
+        changes.append((layer, new_class, {"process_group": of_torch(layer._process_group)} if is_torchs else {}))
     for layer, new_class, attributes in changes:
         for name in (*ADDED, "process_group"):
             vars(layer).pop(name, None)

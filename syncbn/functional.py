@@ -218,7 +218,7 @@ def batch_norm_backward(
                 raise TypeError(f"expected {name} to be a Tensor of shape ({input.shape[channel_dim]},), got None")
         check_channels(input, channel_dim, None, {"mean": mean, "invstd": invstd, "weight": weight})
     except (TypeError, ValueError) as error:
-        per_channel = Arguments(input, mean, invstd, weight, None, 0.0, 1.0, channel_dim)
+        per_channel = Arguments(input, mean, invstd, weight, channel_dim=channel_dim)
         argument_errors.raise_on_all_ranks(error, [per_channel], reduction, pass_name="backward")
 
     with torch.no_grad():

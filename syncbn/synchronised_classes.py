@@ -8,7 +8,6 @@ X's `super().forward(...)` calls ours. Where X calls F.batch_norm itself, a Torc
 replaces that by the batch norm of all ranks.
 """
 
-import functools
 from typing import Any
 
 import torch.nn.functional as F
@@ -102,29 +101,26 @@ class _SynchroniseBatchNorm(TorchFunctionMode):
         self.layer = layer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.batch_norm:
-            func = functools.partial(_batch_norm, self.layer)
-        return func(*args, **(kwargs or {}))
+        return (self.batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
 
-
-def _batch_norm(
-    layer: SyncBatchNorm, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
-    weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
-    given = Arguments(input, running_mean, running_var, weight, bias, momentum, eps, process_group=layer._process_group)
-    try:
-        if training and layer.training:
-            return layer._train_over_ranks(given, layer)[0]
-        if layer.training and not is_compiling():
-            layer._synchronised_ranks = 1  # the original normalises by frozen statistics
+    def batch_norm(
+        self, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+        bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+    ) -> Tensor:  # fmt: skip
+        layer, group = self.layer, self.layer._process_group
+        given = Arguments(input, running_mean, running_var, weight, bias, momentum, eps, process_group=group)
         try:
-            return plain_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        except RuntimeError:  # torch's, which may say neither values nor remedy
-            given.check()
-            raise
-    except (RuntimeError, TypeError, ValueError) as error:
-        argument_errors.raise_with_name(error, layer)
+            if training and layer.training:
+                return layer._train_over_ranks(given, layer)[0]
+            if layer.training and not is_compiling():
+                layer._synchronised_ranks = 1  # the original normalises by frozen statistics
+            try:
+                return plain_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+            except RuntimeError:  # torch's, which may say neither values nor remedy
+                given.check()
+                raise
+        except (RuntimeError, TypeError, ValueError) as error:
+            argument_errors.raise_with_name(error, layer)
 
 
 def _empty_instance(original: type[nn.Module]) -> SyncBatchNorm:

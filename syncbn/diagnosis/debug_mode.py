@@ -84,12 +84,11 @@ def _side_group(group: dist.ProcessGroup, this_rank: ThisRank) -> "dist.ProcessG
     return _side_groups[group]
 
 
-def _wanted() -> bool:
-    """Whether the environment turns debug mode on for the whole program."""
-    wanted = os.environ.get("SYNCBN_DEBUG") or "0"
-    if wanted not in ("0", "1"):
-        raise ValueError(f"SYNCBN_DEBUG must be 1, 0 or not set, got {wanted!r}")
-    return wanted == "1"
+_WANTED = os.environ.get("SYNCBN_DEBUG") or "0"  # for the whole program
+if _WANTED not in ("0", "1"):
+    raise ValueError(f"SYNCBN_DEBUG must be 1, 0 or not set, got {_WANTED!r}")
+if _WANTED == "1":
+    reduction.guards.append(_Comparison())
 
 
 @functools.cache
@@ -98,9 +97,5 @@ def run_uncompiled_where_wanted() -> None:
 
     The first layer calls this, as an import must change nothing of torch's.
     """
-    if _wanted():
+    if _WANTED == "1":
         torch.compiler.set_stance("force_eager")
-
-
-if _wanted():
-    reduction.guards.append(_Comparison())

@@ -165,10 +165,8 @@ def measure_local_noise(
     refuse_inside_join("measure_local_noise")
     spec = to_spec(process_group)
     if resolve(spec) is None and num_slices == 1:
-        raise ValueError(
-            "measure_local_noise has one rank, which has nothing to compare; pass num_slices=8 to cut its batch into "
-            "the parts of 8 ranks, or start several with torchrun"
-        )
+        remedy = "pass num_slices=8 to cut its batch into the parts of 8 ranks, or start several with torchrun"
+        raise ValueError(f"measure_local_noise has one rank, which has nothing to compare; {remedy}")
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
     recorders = [Recorder(name or "(the model)", layer, spec, num_slices) for name, layer in layers.items()]
     noise = LocalNoise()

@@ -55,7 +55,7 @@ class Recorder(TorchFunctionMode):
                 return original(*args, **options)
             if type(layer).forward is nn.SyncBatchNorm.forward:
                 (x,) = (*args, *options.values())
-                self._record_plain(x, layer.eps)
+                self.record(Arguments(x, eps=layer.eps))
                 return original(*args, **options)
             self.has_seen = False
             with self:
@@ -85,11 +85,8 @@ class Recorder(TorchFunctionMode):
             call = inspect.signature(func).bind(*args, **kwargs or {})
             call.apply_defaults()
             if call.arguments["training"]:
-                self._record_plain(call.arguments["input"], call.arguments["eps"])
+                self.record(Arguments(call.arguments["input"], eps=call.arguments["eps"]))
         return func(*args, **kwargs or {})
-
-    def _record_plain(self, input: Tensor, eps: float) -> None:
-        self.record(Arguments(input, None, None, None, None, 0.0, eps))
 
     @torch.no_grad()
     def record(self, arguments: Arguments) -> None:
