@@ -52,7 +52,8 @@ class Arguments:
     def _check(self) -> None:
         x = self.input
         check_input(x, self.channel_dim, self.check_input_dim)
-        check_channels(x, self.channel_dim, self.num_channels, self.per_channel())
+        given = {name: one for name, one in self.per_channel().items() if one is not None}
+        check_channels(x, self.channel_dim, self.num_channels, given)
         if (self.running_mean is None) != (self.running_var is None):
             raise ValueError("running_mean and running_var must either both be None or neither be None")
         if self.z is not None:
@@ -125,8 +126,6 @@ def check_channels(x: Tensor, channel_dim: int, num_channels: int | None, per_ch
     """Raises ValueError or TypeError unless `per_channel` are float tensors (C,) on the device of x, with C as in x."""
     actual = x.shape[channel_dim]
     for name, given in per_channel.items():
-        if given is None:
-            continue
         if not isinstance(given, Tensor):
             raise TypeError(f"expected {name} to be a Tensor of shape ({actual},), got {type(given).__name__}")
         _check_kind(name, given)

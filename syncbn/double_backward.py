@@ -12,6 +12,7 @@ from syncbn.kernels import reference
 from syncbn.layout import Layout
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of x, weight, bias, residual
+Pairs = Sequence[tuple[Tensor, ...]]  # of tensors
 
 
 class BackwardInput(NamedTuple):
@@ -57,28 +58,20 @@ def gradients(per_input: Sequence[BackwardInput], eps: float, reduction: Reducti
     ):
         scale = invstd if one.weight is None else invstd * one.weight
         wide_grad_x = (wide_dy - mean_dy[:, None] - xmu * (invstd.square() * mean_dy_xmu)[:, None]) * scale[:, None]
-        grad_x, grad_residual = [
-            one.layout.unfold(wide, one.x.shape).to(one.x.dtype) for wide in (wide_grad_x, wide_dy)
-        ]
-        grad_weight = grad_bias = None
-        if one.weight_dtype is not None:
-            grad_weight = ((wide_dy * xmu).sum((0, 2)) * invstd).to(one.weight_dtype)
-        if one.bias_dtype is not None:
-            grad_bias = wide_dy.sum((0, 2)).to(one.bias_dtype)
+        grad_x, grad_z = [one.layout.unfold(wide, one.x.shape).to(one.x.dtype) for wide in (wide_grad_x, wide_dy)]
+        grad_weight = None if one.weight_dtype is None else ((wide_dy * xmu).sum((0, 2)) * invstd).to(one.weight_dtype)
+        grad_bias = None if one.bias_dtype is None else wide_dy.sum((0, 2)).to(one.bias_dtype)
         results.append(
-            (grad_x if one.needs_x else None, grad_weight, grad_bias, grad_residual if one.needs_residual else None)
+            (grad_x if one.needs_x else None, grad_weight, grad_bias, grad_z if one.needs_residual else None)
         )
     return results
 
 
-def _means(
-    per_input: Sequence[BackwardInput], pairs: list[tuple[Tensor, Tensor]], reduction: Reduction
-) -> list[tuple[Tensor, Tensor]]:
+def _means(per_input: Sequence[BackwardInput], pairs: Pairs, reduction: Reduction) -> Pairs:
     """The means of both terms of each pair, folded tensors, over the values of all ranks: one all_reduce."""
     sums = [torch.cat((first.sum((0, 2)), second.sum((0, 2)))) for first, second in pairs]
     means = []
     for of_input, one in zip(totals(sums, reduction, "backward"), per_input, strict=True):
         num_values = one.statistics[3 * one.layout.sizes[1]].clamp(min=1)
-        first, second = (of_input / num_values).chunk(2)
-        means.append((first, second))
+        means.append((of_input / num_values).chunk(2))
     return means

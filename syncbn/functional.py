@@ -213,10 +213,8 @@ def batch_norm_backward(
             raise TypeError("input is a NestedTensor; pass grad_output.values() and input.values()")
         check_input(input, channel_dim)
         check_like_input("grad_output", grad_output, input)
-        for name, given in (("mean", mean), ("invstd", invstd)):
-            if given is None:
-                raise TypeError(f"expected {name} to be a Tensor of shape ({input.shape[channel_dim]},), got None")
-        check_channels(input, channel_dim, None, {"mean": mean, "invstd": invstd, "weight": weight})
+        given = {"mean": mean, "invstd": invstd} | ({} if weight is None else {"weight": weight})
+        check_channels(input, channel_dim, None, given)
     except (TypeError, ValueError) as error:
         per_channel = Arguments(input, mean, invstd, weight, channel_dim=channel_dim)
         argument_errors.raise_on_all_ranks(error, [per_channel], reduction, pass_name="backward")

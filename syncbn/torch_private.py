@@ -190,10 +190,9 @@ def _exchange_capture_mode() -> Callable[[Any], Any]:
     """CUDA's function of this name, of the library that torch has loaded; nothing where there is no such library."""
     try:
         library = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
-        exchange: Callable[[Any], Any] = library.cudaThreadExchangeStreamCaptureMode
+        return library.cudaThreadExchangeStreamCaptureMode
     except (OSError, AttributeError):
         return lambda mode: None
-    return exchange
 
 
 def waits_for_others(frame: FrameType) -> bool:
