@@ -107,8 +107,7 @@ def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor],
             f"expected a dense input, or one NestedTensor that is jagged, without holes between its sequences, got "
             f"layout {x.layout}; use torch.nested.as_nested_tensor(input.unbind(), layout=torch.jagged) or its values()"
         )
-    _refuse_dtensor("input", x)
-    _check_memory("input", x, x)
+    _check_tensor("input", x, x)
     if check_input_dim is not None:
         try:
             check_input_dim(x)
@@ -128,13 +127,12 @@ def check_channels(x: Tensor, channel_dim: int, num_channels: int | None, per_ch
     for name, given in per_channel.items():
         if not isinstance(given, Tensor):
             raise TypeError(f"expected {name} to be a Tensor of shape ({actual},), got {type(given).__name__}")
-        _check_kind(name, given)
+        _check_tensor(name, given, x)
         if given.shape != (actual,):
             raise ValueError(
                 f"{_not_as_many(given.numel(), x, channel_dim)}: {name} should contain {actual} elements not "
                 f"{given.numel()}, shape ({actual},) not {tuple(given.shape)}; {REMEDY}"
             )
-        _check_memory(name, given, x)
     if num_channels is not None and actual != num_channels:
         raise ValueError(f"{_not_as_many(num_channels, x, channel_dim)}; {REMEDY}")
 
@@ -146,28 +144,19 @@ def _not_as_many(expected: int, x: Tensor, channel_dim: int) -> str:
 
 def check_like_input(name: str, given: Tensor, x: Tensor) -> None:
     """Raises TypeError or ValueError unless `given` is a float tensor of the shape and device of x."""
-    _check_kind(name, given)
+    _check_tensor(name, given, x)
     if given.shape != x.shape:
         raise ValueError(f"expected {name} of the input's shape {tuple(x.shape)}, got {tuple(given.shape)}; expand it")
-    _check_memory(name, given, x)
 
 
-def _check_kind(name: str, given: Tensor) -> None:
-    """Raises TypeError unless `given` is a float tensor, and no DTensor."""
+def _check_tensor(name: str, given: Tensor, x: Tensor) -> None:
+    """Raises TypeError or ValueError unless `given` is a dense float tensor on the device of x, and no DTensor."""
     dtype = getattr(given, "dtype", type(given).__name__)
     if dtype not in SUPPORTED_DTYPES:
         remedy = f"a mask is passed as mask=, not as {name}" if dtype is torch.bool else "convert it first"
         raise TypeError(f"expected {name} to be a float tensor, got {dtype}; {remedy}")
-    _refuse_dtensor(name, given)
-
-
-def _refuse_dtensor(name: str, given: Tensor) -> None:
     if type(given) not in torch_state.PLAIN_CLASSES and hasattr(given, "device_mesh"):
         raise TypeError(f"{name} is a DTensor, expected this rank's values as a plain tensor: pass {name}.to_local()")
-
-
-def _check_memory(name: str, given: Tensor, x: Tensor) -> None:
-    """Raises TypeError or ValueError unless `given` is dense, and on the device of x."""
     if given.layout != torch.strided:
         raise TypeError(f"expected a dense {name}, got layout {given.layout}; use {name}.to_dense()")
     masks.check_device(name, given, x)

@@ -128,11 +128,7 @@ def recompute_running_stats(
         for batch in _shown(itertools.islice(loader, num_batches), loader, num_batches, progress):
             call(model, batch)
 
-    with (
-        torch.compiler.set_stance("force_eager"),
-        _training_over_all_ranks(model, layers),
-        _collecting(layers) as pools,
-    ):
+    with torch.compiler.set_stance("force_eager"), _training_over_ranks(model, layers), _collecting(layers) as pools:
         if groups.world() is None:
             run()
         else:
@@ -267,7 +263,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _training_over_all_ranks(model: nn.Module, layers: list[_BatchNorm]) -> Iterator[None]:
+def _training_over_ranks(model: nn.Module, layers: list[_BatchNorm]) -> Iterator[None]:
     """Within, these layers are in training mode and synchronised over all ranks, and other modules in evaluation."""
     refused = [one.name for one in unsynchronised(model) if one.layer in layers and one.remedy != CONVERT]
     if refused:
