@@ -15,9 +15,7 @@ from syncbn.distributed.side_reductions import Reduction
 from syncbn.roads import traced
 
 
-def raise_on_all_ranks(
-    error: Exception, inputs: Sequence[Arguments], reduction: Reduction, pass_name: str = "forward"
-) -> NoReturn:
+def raise_on_all_ranks(error: Exception, inputs: Sequence[Arguments], reduction: Reduction, pass_name: str) -> NoReturn:
     """Join the all_reduce of the others as a faulty rank, and raise `error` on every rank.
 
     Only this rank raises on a GPU, in a compiled graph, in a trace of torch.fx, and where the arguments do not tell how

@@ -68,11 +68,9 @@ class Arguments:
         check_eps(self.eps)
 
     def require_running_stats(self) -> None:
-        """Raises ValueError unless there are running statistics."""
-        if self.running_mean is None or self.running_var is None:
-            raise ValueError(
-                f"{self.name}running_mean must be defined in evaluation mode, and running_var; or pass training=True"
-            )
+        """Raises ValueError where there are no running statistics; `check` refuses one of them without the other."""
+        if self.running_mean is None and self.running_var is None:
+            raise ValueError(f"{self.name}running_mean must be defined in evaluation mode; or pass training=True")
 
     def prepare(self) -> tuple[Layout, Tensor | None, tuple[Tensor | None, ...]]:
         """This input for the Function of the side roads: its layout; the mask, of the input's shape with one channel;
@@ -144,9 +142,9 @@ def _not_as_many(expected: int, x: Tensor, channel_dim: int) -> str:
 
 def check_like_input(name: str, given: Tensor, x: Tensor) -> None:
     """Raises TypeError or ValueError unless `given` is a float tensor of the shape and device of x."""
-    _check_tensor(name, given, x)
-    if given.shape != x.shape:
+    if isinstance(given, Tensor) and given.shape != x.shape:
         raise ValueError(f"expected {name} of the input's shape {tuple(x.shape)}, got {tuple(given.shape)}; expand it")
+    _check_tensor(name, given, x)
 
 
 def _check_tensor(name: str, given: Tensor, x: Tensor) -> None:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from syncbn.diagnosis import debug_mode
@@ -21,17 +20,14 @@ from syncbn.layer import SyncBatchNorm
 from syncbn.program import warn
 from syncbn.synchronised_classes import ADDED, class_of, synchronised_class
 
-AnyModule = TypeVar("AnyModule", bound=nn.Module)
+Model = TypeVar("Model", bound=nn.Module)
 
-TARGETS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # of `revert_syncbn_model`
 CONVERT = "call syncbn.convert_syncbn_model(model)"
 MAX_CHARACTERS = 800  # of a description
 NAMED, NAME_CHARACTERS = 3, 60  # layers of a class that are named, and how much of a name is shown
 
 
-def convert_syncbn_model(
-    model: AnyModule, process_group: ProcessGroupLike = None, channel_last: bool = False
-) -> AnyModule:
+def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, channel_last: bool = False) -> Model:
     """Make each batch-norm layer of `model` a synchronised layer, in place, and return `model`.
 
     The name is apex's. Only the class of a layer changes: nn.BatchNorm1d/2d/3d and nn.SyncBatchNorm become ours, a
@@ -88,7 +84,7 @@ def convert_syncbn_model(
     return model
 
 
-def revert_syncbn_model(model: AnyModule, target: type[_BatchNorm] | None = None) -> AnyModule:
+def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) -> Model:
     """Give every layer that `convert_syncbn_model` converted its original class back, in place, and return `model`.
 
     Statistics and parameters are those that training left. Layers that were built as syncbn layers have no original
@@ -113,7 +109,7 @@ def revert_syncbn_model(model: AnyModule, target: type[_BatchNorm] | None = None
     'BatchNorm2d'
     """
     check_module(model)
-    if target is not None and target not in TARGETS:
+    if target not in (None, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         raise ValueError(f"target must be nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d or None, got {target!r}")
     changes: list[tuple[nn.Module, Any, dict[str, Any]]] = []  # layer, its new class, attributes
     for name, layer in model.named_modules():
@@ -174,7 +170,7 @@ def _remedy(module: nn.Module) -> str | None:
     """What to do about a module that seems to normalise each rank's batch alone; None for any other."""
     if isinstance(module, torch.jit.ScriptModule):
         return "scripted, convert before torch.jit" if "BatchNorm" in module.original_name else None
-    if isinstance(module, (SyncBatchNorm, _InstanceNorm)):
+    if isinstance(module, (SyncBatchNorm, nn.modules.instancenorm._InstanceNorm)):
         return None
     if not isinstance(module, _BatchNorm):
         buffers = vars(module)["_buffers"]

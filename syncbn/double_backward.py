@@ -40,10 +40,8 @@ def gradients(per_input: Sequence[BackwardInput], eps: float, reduction: Reducti
     Mean and variance are computed again from x, with the all_reduce as part of the graph: two in all, whatever the
     number of inputs.
     """
-    wide_xs = [one.layout.fold(one.x).to(torch.float64) for one in per_input]
-    wide_dys = [
-        reference.through_relu(one.dy, one.x, one.y, one.layout, one.statistics).to(torch.float64) for one in per_input
-    ]
+    wide_xs = [one.layout.fold(one.x).double() for one in per_input]
+    wide_dys = [reference.through_relu(one.dy, one.x, one.y, one.layout, one.statistics).double() for one in per_input]
 
     invstds, xmus = [], []
     pairs = [(wide_x, wide_x.square()) for wide_x in wide_xs]
@@ -51,7 +49,7 @@ def gradients(per_input: Sequence[BackwardInput], eps: float, reduction: Reducti
         invstds.append(moments.inverse_std((mean_square - mean.square()).clamp(min=0), eps))
         xmus.append(wide_x - mean[:, None])
 
-    results: list[Gradients] = []
+    grads: list[Gradients] = []
     pairs = [(wide_dy, wide_dy * xmu) for wide_dy, xmu in zip(wide_dys, xmus, strict=True)]
     for one, wide_dy, xmu, invstd, (mean_dy, mean_dy_xmu) in zip(
         per_input, wide_dys, xmus, invstds, _means(per_input, pairs, reduction), strict=True
@@ -61,10 +59,8 @@ def gradients(per_input: Sequence[BackwardInput], eps: float, reduction: Reducti
         grad_x, grad_z = [one.layout.unfold(wide, one.x.shape).to(one.x.dtype) for wide in (wide_grad_x, wide_dy)]
         grad_weight = None if one.weight_dtype is None else ((wide_dy * xmu).sum((0, 2)) * invstd).to(one.weight_dtype)
         grad_bias = None if one.bias_dtype is None else wide_dy.sum((0, 2)).to(one.bias_dtype)
-        results.append(
-            (grad_x if one.needs_x else None, grad_weight, grad_bias, grad_z if one.needs_residual else None)
-        )
-    return results
+        grads.append((grad_x if one.needs_x else None, grad_weight, grad_bias, grad_z if one.needs_residual else None))
+    return grads
 
 
 def _means(per_input: Sequence[BackwardInput], pairs: Pairs, reduction: Reduction) -> Pairs:

@@ -217,7 +217,7 @@ def batch_norm_backward(
         check_channels(input, channel_dim, None, given)
     except (TypeError, ValueError) as error:
         per_channel = Arguments(input, mean, invstd, weight, channel_dim=channel_dim)
-        argument_errors.raise_on_all_ranks(error, [per_channel], reduction, pass_name="backward")
+        argument_errors.raise_on_all_ranks(error, [per_channel], reduction, "backward")
 
     with torch.no_grad():
         layout = Layout.of(input, channel_dim)

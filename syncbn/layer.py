@@ -146,13 +146,11 @@ class SyncBatchNorm(_BatchNorm):
             if not self.track_running_stats:
                 running_mean = running_var = counter = None
         momentum = 0.0 if self.momentum is None and counter is None else self.momentum
-        checks_dims = (
-            type(self)._check_input_dim is not _BatchNorm._check_input_dim or "_check_input_dim" in self.__dict__
-        )
+        checks = type(self)._check_input_dim is not _BatchNorm._check_input_dim or "_check_input_dim" in self.__dict__
         given = Arguments(
             input, running_mean, running_var, self.weight, self.bias, momentum, self.eps,
             -1 if self.channel_last else 1, z, self.fuse_relu, mask, self.num_features,
-            self._check_input_dim if checks_dims else None, self._process_group, counter,
+            self._check_input_dim if checks else None, self._process_group, counter,
         )  # fmt: skip
         try:
             if self.training:

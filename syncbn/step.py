@@ -52,7 +52,7 @@ def train(given: Arguments, caller: Any) -> tuple[Tensor, Tensor]:
         # `at` is for forward_outputs, see plans.py
         sums, at = plan.forward_sums(x, reduction.signatures["forward", x.dtype], reduction.group is None)
     except RuntimeError as error:
-        argument_errors.raise_on_all_ranks(error, [given], reduction)
+        argument_errors.raise_on_all_ranks(error, [given], reduction, "forward")
     reduction.all_reduce(sums, "forward")
     outputs_of = at, x, sums, weight, bias, z, given.running_mean, given.running_var, given.counter, given.momentum
     y, statistics, status = plan.forward_outputs(*outputs_of)

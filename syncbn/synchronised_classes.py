@@ -10,12 +10,8 @@ replaces that by the batch norm of all ranks.
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from syncbn import argument_errors
@@ -51,18 +47,18 @@ def synchronised_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
 
 def class_of(layer: nn.Module) -> type[Any]:
     """The layer's class, without the one that torch.nn.utils.parametrize makes for each layer on top of it."""
-    return type(layer).__bases__[0] if is_parametrized(layer) else type(layer)
+    return type(layer).__bases__[0] if nn.utils.parametrize.is_parametrized(layer) else type(layer)
 
 
 def _make_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
     namespace: dict[str, Any] = {"__doc__": original.__doc__, "__module__": original.__module__}
     namespace["_syncbn_original"] = original
-    if issubclass(original, LazyModuleMixin) and original.cls_to_become is not None:
+    if issubclass(original, nn.modules.lazy.LazyModuleMixin) and original.cls_to_become is not None:
         # the class of the layer after its first forward
         ours = namespace["cls_to_become"] = synchronised_class(original.cls_to_become)
     else:
         ours = next((OURS[base] for base in original.__mro__ if base in OURS), SyncBatchNorm)
-    mixin = _Made if original.forward is _BatchNorm.forward else _KeepsForward
+    mixin = _Made if original.forward is nn.BatchNorm1d.forward else _KeepsForward
     return type(f"Sync{original.__name__}", (mixin, original, ours), namespace)
 
 
@@ -101,7 +97,7 @@ class _SynchroniseBatchNorm(TorchFunctionMode):
         self.layer = layer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (self.batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
+        return (self.batch_norm if func is nn.functional.batch_norm else func)(*args, **(kwargs or {}))
 
     def batch_norm(
         self, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,

@@ -28,6 +28,9 @@ LEARNING_RATE = 0.01
 LINES = 10  # that an error names
 START_METHOD = "spawn"  # of the ranks, which get the environment of this process and none of its state
 
+Batch = Sequence[Tensor]  # the model's input, and what else the loss takes
+Loss = Callable[..., Tensor]
+
 
 class Difference(NamedTuple):
     """The difference of one tensor between W ranks and one process: the largest over ranks."""
@@ -45,8 +48,8 @@ class Difference(NamedTuple):
 
 def assert_matches_full_batch(
     model_fn: Callable[[], nn.Module],
-    batch: Sequence[Tensor],
-    loss_fn: Callable[..., Tensor],
+    batch: Batch,
+    loss_fn: Loss,
     world_size: int = 2,
     *,
     steps: int = 2,
@@ -105,9 +108,7 @@ def assert_matches_full_batch(
         raise AssertionError(_report(bad, found, local, world_size, allowed))
 
 
-def differences(
-    model: nn.Module, batch: Sequence[Tensor], loss_fn: Callable[..., Tensor], steps: int = 2
-) -> tuple[list[Difference], nn.Module]:
+def differences(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int = 2) -> tuple[list[Difference], nn.Module]:
     """How W ranks, which all call this with the same batch, and one process differ after `steps` steps of training.
 
     Arguments as of `assert_matches_full_batch`, converted to one dtype and device already; what is trained, and
@@ -143,9 +144,7 @@ def differences(
     return _compared(pairs, world), model
 
 
-def _train(
-    model: nn.Module, batch: Sequence[Tensor], loss_fn: Callable[..., Tensor], steps: int, share: float = 1.0
-) -> list[tuple[Any, Tensor]]:
+def _train(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int, share: float = 1.0) -> list[tuple[Any, Tensor]]:
     """The output and loss of each of these steps of SGD; the loss is multiplied by `share`."""
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     results = []
@@ -229,7 +228,7 @@ def _report(bad: list[Difference], found: list[Difference], local: list[str], wo
     return "\n".join(lines)
 
 
-def _check(batch: Sequence[Tensor], world_size: int, dtype: torch.dtype, steps: int) -> None:
+def _check(batch: Batch, world_size: int, dtype: torch.dtype, steps: int) -> None:
     if isinstance(batch, Tensor) or not batch or not all(isinstance(one, Tensor) and one.ndim for one in batch):
         raise TypeError("batch must be a tuple of tensors of one dim or more: the model's input, then loss_fn's others")
     lengths = [len(one) for one in batch]

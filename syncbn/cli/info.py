@@ -1,10 +1,10 @@
 """Lists for `python -m syncbn info` what is installed, and what of it syncbn can use."""
 
-import importlib.machinery
 import importlib.metadata
 import os
 import platform
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
@@ -37,8 +37,6 @@ def info() -> dict[str, str]:
 
 def _apex() -> str:
     """apex built with APEX_CUDA_EXT=1 has an extension module `syncbn` at the top level."""
-    paths = (
-        Path(folder, f"syncbn{suffix}") for folder in sys.path for suffix in importlib.machinery.EXTENSION_SUFFIXES
-    )
+    paths = (Path(folder, f"syncbn{suffix}") for folder in sys.path for suffix in EXTENSION_SUFFIXES)
     found = ", ".join(str(path) for path in paths if path.exists())
     return f"{found}: `import syncbn` finds the package where both lie in one folder" if found else "none"

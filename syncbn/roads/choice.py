@@ -53,7 +53,7 @@ def train(inputs: Sequence[Arguments], caller: Any, fault: Exception | None = No
             _require_one_call(one, plain[0])
         plain[0].check_numbers()
     except Exception as error:  # of whatever class a subclass's _check_input_dim raises
-        argument_errors.raise_on_all_ranks(error, plain, reduction)
+        argument_errors.raise_on_all_ranks(error, plain, reduction, "forward")
     results = watched.normalize(plain, reduction, road.apply)
     for one, (_, statistics) in zip(plain, results, strict=True):
         watched.move_running_stats(one, statistics, road.moves)

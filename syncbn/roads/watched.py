@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from syncbn import double_backward, torch_state
 from syncbn.arguments import Arguments, require_two_values
@@ -166,4 +165,4 @@ def backward_outputs(one: BackwardInput, total: Tensor) -> tuple[Tensor | None, 
 
 def _profiled(name: str) -> contextlib.AbstractContextManager[object]:
     """A profiler's range of this name while one records."""
-    return record_function(name) if torch_state.profiler_enabled() else contextlib.nullcontext()
+    return torch.profiler.record_function(name) if torch_state.profiler_enabled() else contextlib.nullcontext()

@@ -28,10 +28,8 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 from syncbn import masks, moments, torch_private, torch_state
 from syncbn.arguments import Arguments
@@ -193,7 +191,7 @@ def measure_local_noise(
         noise.extend(_rows(called, ranks))
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(torch.overrides.TorchFunctionMode):
     """Keeps the sums of the inputs that one layer normalises in training, F.batch_norm's or syncbn's, on this rank.
 
     Subclasses may rearrange the input of the module first, so a mode, active in the layer's forward, sees F.batch_norm.
@@ -250,7 +248,7 @@ class Recorder(TorchFunctionMode):
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.batch_norm:
+        if func is nn.functional.batch_norm:
             self.has_seen = True
             call = inspect.signature(func).bind(*args, **kwargs or {})
             call.apply_defaults()

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from syncbn import moments, step, torch_private
 from syncbn.arguments import Arguments
@@ -189,7 +188,7 @@ def _layers_with_running_stats(model: nn.Module, layer_class: type[Layer]) -> li
     layers = []
     for name, layer in model.named_modules():
         if isinstance(layer, layer_class) and layer.track_running_stats and layer.running_mean is not None:
-            if is_lazy(layer.running_mean):
+            if nn.parameter.is_lazy(layer.running_mean):
                 raise ValueError(f"the layer {name!r} is lazy and has no statistics yet; run a forward before")
             layers.append(layer)
     return layers
