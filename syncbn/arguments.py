@@ -75,10 +75,8 @@ class Arguments:
     def prepare(self) -> tuple[Layout, Tensor | None, tuple[Tensor | None, ...]]:
         """This input for the Function of the side roads: its layout; the mask, of the input's shape with one channel;
         and the tensors x, weight, bias, residual, num_values. The arguments have been checked."""
-        x, mask, num_values = self.input, None, None
-        if self.mask is not None:
-            x, mask = masks.apply(self.mask, x, self.channel_dim)
-            num_values = mask.sum()
+        x, mask = masks.apply(self.mask, self.input, self.channel_dim)
+        num_values = None if mask is None else mask.sum()
         layout = Layout.of(x, self.channel_dim)
         residual = None if self.z is None else layout.dense(self.z.to(x.dtype))
         return layout, mask, (layout.dense(x), self.weight, self.bias, residual, num_values)

@@ -58,19 +58,16 @@ class Observer:
 
     def explain_failure(self, collective: Collective, error: RuntimeError) -> None:
         """**Raises** RuntimeError with the positions of all ranks, unless `error` has them or comes from the GPU."""
-        if isinstance(error, report.RanksDifferError):
-            return
         wait = Waiting(collective)
         if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
             error.add_note(
                 f"syncbn: the GPU's error is older than {wait.position.doing}, where the host has learnt of it; with "
                 "CUDA_LAUNCH_BLOCKING=1 it is raised where it happens."
             )
-            return
-        raise RuntimeError(
-            f"syncbn: a collective failed on rank {wait.rank.rank} after {wait.seconds():.1f} s.\n"
-            f"{report.where_all_are(wait, report.one_is_gone)}\nThe process group says: {error}"
-        ) from error
+        elif not isinstance(error, report.RanksDifferError):
+            where = report.where_all_are(wait, report.one_is_gone)
+            failed = f"syncbn: a collective failed on rank {wait.rank.rank} after {wait.seconds():.1f} s."
+            raise RuntimeError(f"{failed}\n{where}\nThe process group says: {error}") from error
 
     def explain_total(self, called: EagerReduction, behind: list[float], error: Exception | None) -> None:
         """Ranks in different layers or passes have met, or a rank has a fault, as the total says `behind` the sums.

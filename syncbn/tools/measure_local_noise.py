@@ -283,9 +283,7 @@ class Recorder(torch.overrides.TorchFunctionMode):
         if nested.is_jagged(arguments.input):
             arguments, _ = nested.unwrap(arguments)
         arguments.check()
-        x, mask = arguments.input.detach(), arguments.mask
-        if mask is not None:
-            x, mask = masks.apply(mask, x, channel_dim)
+        x, mask = masks.apply(arguments.mask, arguments.input.detach(), channel_dim)
         slices = []
         for index, part in enumerate(x.tensor_split(self.num_slices)):
             layout = Layout.of(part, channel_dim)
