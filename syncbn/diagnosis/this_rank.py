@@ -99,15 +99,12 @@ class ThisRank:
         self.num_ranks = world.size()
         self.meetings: Counter[str] = Counter()  # how often this rank has come to the meeting of a name
         self.interval = _interval(self.store, self.num_ranks)
+        self.beats = self.interval < math.inf  # whether it writes every second
         self.evaluated_after: object = False  # the last collective before a call in evaluation mode; False: none yet
         self.left = ""
         self.ended = threading.Event()
         self.failed = False  # a collective outside of the layers failed, and ends this rank
         self.write_position()
-
-    def beats(self) -> bool:
-        """Whether it writes every second."""
-        return self.interval < math.inf
 
     def position(self) -> Position:
         """The last all_reduce of this rank, and what it has done since."""
@@ -125,7 +122,7 @@ class ThisRank:
 
         Ranks meet by the store and not by a collective, so that other threads go on and a missing rank harms nobody.
         """
-        if not self.beats():
+        if not self.beats:
             return True
         ranks = dist.get_process_group_ranks(group)
         name = f"syncbn/met/{name}/{zlib.crc32(str(ranks).encode())}"

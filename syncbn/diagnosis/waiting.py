@@ -91,11 +91,9 @@ def elsewhere(rank: ThisRank, last: Wait | None) -> Elsewhere | None:
         return last
     # Only now: a thread that uses no more processor time than `seconds` stays in this frame.
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if seconds is None or frame is None:
+    if frame is None or not (frame.f_globals is vars(text_exchange) or torch_private.waits_for_others(frame)):
         return None
-    if frame.f_globals is not vars(text_exchange) and not torch_private.waits_for_others(frame):
-        return None
-    return Elsewhere(rank, line_of_program(frame), seconds)
+    return None if seconds is None else Elsewhere(rank, line_of_program(frame), seconds)
 
 
 class EventOn:

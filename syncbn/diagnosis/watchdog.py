@@ -63,7 +63,7 @@ def _look(rank: WatchedRank, last: Wait | None) -> Wait | None:
     with rank.writing:
         is_new = rank.position() != rank.written_position
         is_old = time.monotonic() - rank.written >= HEARTBEAT_SECONDS
-        due = is_new or is_old if rank.beats() else is_new and wait is not None
+        due = is_new or is_old if rank.beats else is_new and wait is not None
         if due and not rank.ended.is_set():
             rank.write_position()
     if wait is None or not wait.is_long():

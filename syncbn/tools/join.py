@@ -73,7 +73,9 @@ def join(ddp_model: DistributedDataParallel, *, divide_by_initial_world_size: bo
             except Exception as error:
                 session.fail(error)
                 raise
-            session.start_thread()
+            # This rank has no more data, and joins: from now on it shadows the others.
+            session.thread = threading.Thread(target=session.serve, name="syncbn.join", daemon=True)
+            session.thread.start()
         layers = [layer for layer in ddp_model.modules() if isinstance(layer, SyncBatchNorm)]
         session.take_from_the_last(buffer for layer in layers for buffer in layer.buffers(recurse=False))
 
@@ -111,11 +113,6 @@ class _Session(Shadowing):
             raise RuntimeError("inside syncbn.join the model needs gradients; without gradients call ddp_model.module")
         self.num_iterations += 1
         self.agree(ITERATION, self.caller, self.num_iterations, "iteration")
-
-    def start_thread(self) -> None:
-        """This rank has no more data, and joins: from now on it shadows the others."""
-        self.thread = threading.Thread(target=self.serve, name="syncbn.join", daemon=True)
-        self.thread.start()
 
     def serve(self) -> None:
         """The thread."""

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,6 @@ from syncbn.tools.replaced import replaced
 from syncbn.torch_state import current_backward, is_compiling
 
 _CALLER = Caller("merge_running_stats")
-_pools: WeakKeyDictionary[nn.Module, Pool] = WeakKeyDictionary()  # of the layers whose statistics are collected now
 
 Layer = TypeVar("Layer", bound=_BatchNorm)
 Count: TypeAlias = float | Mapping[str, float] | None
@@ -69,12 +67,11 @@ def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
         yield
     with torch.no_grad():
         for layer, pool in pools.items():
-            if pool.is_empty:
-                continue
-            running_mean, running_var, counter = _buffers(layer)
-            counter += 1
-            momentum = 1.0 / counter.to(torch.float64) if layer.momentum is None else layer.momentum
-            moments.update_running_stats(running_mean, running_var, pool.statistics(), momentum)
+            if not pool.is_empty:
+                running_mean, running_var, counter = _buffers(layer)
+                counter += 1
+                momentum = 1.0 / counter.to(torch.float64) if layer.momentum is None else layer.momentum
+                moments.update_running_stats(running_mean, running_var, pool.statistics(), momentum)
 
 
 @torch.no_grad()
@@ -226,27 +223,27 @@ def _replace(layer: _BatchNorm, values: Sequence[Tensor], known: Sequence[Tensor
 @contextlib.contextmanager
 def _collecting(layers: list[Layer]) -> Iterator[dict[Layer, Pool]]:
     """Within, these layers' statistics go to the pools, one for each layer; counters are put back."""
-    if any(layer in _pools for layer in layers):
+    if any(
+        isinstance(getattr(layer, "_train_over_ranks", None), functools.partial) for layer in layers
+    ):  # another block's
         raise RuntimeError("accumulate_running_stats and recompute_running_stats cannot run inside one another")
     pools = {layer: Pool(layer.num_features, _buffers(layer)[0].device) for layer in layers}
     with contextlib.ExitStack() as undo:
         for layer, pool in pools.items():
-            _pools[layer] = pool
-            undo.callback(_pools.pop, layer)
-            undo.enter_context(replaced(layer, "_train_over_ranks", _train))
+            undo.enter_context(replaced(layer, "_train_over_ranks", functools.partial(_train, pool)))
             *_, counter = _buffers(layer)
             undo.callback(counter.copy_, counter.clone())
         yield pools
 
 
-def _train(given: Arguments, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
+def _train(pool: Pool, given: Arguments, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
     """Train the layer, and give the statistics to its pool."""
     if given.running_mean is not layer.running_mean:  # a subclass's own buffers
         return step.train(given, layer)
     if is_compiling():  # the graph breaks here
         raise RuntimeError("compiled graphs cannot collect running statistics; compile without fullgraph=True")
     y, statistics = step.train(given.without_running_stats(), layer)
-    _pools[layer].add(statistics, moves=current_backward() == -1)
+    pool.add(statistics, moves=current_backward() == -1)
     return y, statistics
 
 
