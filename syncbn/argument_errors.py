@@ -23,8 +23,7 @@ def raise_on_all_ranks(error: Exception, inputs: Sequence[Arguments], reduction:
     """
     for one in inputs:
         traced.refuse_proxies(one)
-    num_channels = [_likely_channels(one) for one in inputs]
-    known = [number for number in num_channels if number is not None]
+    known = [number for one in inputs if (number := _likely_channels(one)) is not None]
     others_wait = reduction.group is not None and not torch_state.is_compiling()
     if not others_wait or len(known) < len(inputs) or _device_of(inputs[0]).type != "cpu":
         raise error  # no rank would read the mark

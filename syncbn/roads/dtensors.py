@@ -13,7 +13,7 @@ Parameters and buffers that are plain tensors are this rank's.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from syncbn.distributed.reduction import resolve
 TO_LOCAL_LOSES_GRAPH = torch.__version__ < "2.13"
 
 
-def is_dtensor(candidate: Any) -> bool:
+def is_dtensor(candidate: Any) -> TypeGuard[Any]:
     """Whether this is a DTensor. (Importing its module to ask would be slow.)"""
     return isinstance(candidate, Tensor) and hasattr(candidate, "device_mesh")
 
@@ -77,8 +77,7 @@ def unwrap(arguments: Arguments, synchronises: bool) -> tuple[Arguments, Callabl
             _require_own_channels(name, given, x, arguments.channel_dim, of_parameters)
     if is_dtensor(arguments.mask):
         raise ValueError("mask is a DTensor, expected that of this rank's values; pass mask.to_local()")
-    counter: Any = arguments.counter
-    plain["counter"] = counter.to_local() if is_dtensor(counter) else counter
+    plain["counter"] = arguments.counter.to_local() if is_dtensor(arguments.counter) else arguments.counter
     if shards_channels:
         plain["num_channels"] = None
     if synchronises:
