@@ -51,10 +51,9 @@ class Observer:
         seconds = min(FIRST_MEETING_SECONDS, torch_private.timeout_of(group).total_seconds() / 2)
         may_abort = reduction.joined_group() is None and "gloo" in dist.get_backend_config(group)
         if may_abort and not rank.meet("first", group, seconds):
-            log.warning(
-                "syncbn: rank %d has waited %g s for others before its first collective with them, and goes on.\n%s",
-                rank.rank, seconds, report.where_all_are(Waiting(collective)),
-            )  # fmt: skip
+            where = report.where_all_are(Waiting(collective))
+            text = "syncbn: rank %d has waited %g s for others before its first collective with them, and goes on.\n%s"
+            log.warning(text, rank.rank, seconds, where)
 
     def explain_failure(self, collective: Collective, error: RuntimeError) -> None:
         """**Raises** RuntimeError with the positions of all ranks, unless `error` has them or comes from the GPU."""

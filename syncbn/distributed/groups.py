@@ -260,6 +260,5 @@ def _consecutive_group(ranks_per_group: int, default_group: dist.ProcessGroup) -
         raise ValueError(f"the number of ranks must be a multiple of the group size: {divided}")
     if ranks_per_group == world_size:
         return None
-    group: dist.ProcessGroup
-    group, _ = dist.new_subgroups(ranks_per_group, timeout=torch_private.timeout_of(default_group))  # type: ignore[no-untyped-call]
-    return group
+    timeout = torch_private.timeout_of(default_group)
+    return dist.new_subgroups(ranks_per_group, timeout=timeout)[0]  # type: ignore[no-any-return, no-untyped-call]
