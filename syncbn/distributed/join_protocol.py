@@ -14,7 +14,7 @@ is preceded by an all_reduce(MAX) of one integer on a group of syncbn's own:
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -85,24 +85,25 @@ class Shadowing(Guard):
         if not failure:
             raise RuntimeError(f"inside {self.name} another rank failed: {failures}")
 
-    def fail(self, error: Exception) -> None:
-        """Wake the others, unless it is they who woke this rank, or one of them has died."""
-        if not self.over:
-            with contextlib.suppress(RuntimeError):
-                self.agree(FAILED)
-                self.exchange_failures(f"{type(error).__name__}: {error}")
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Within, an exception wakes the others, unless it is they who woke this rank, or one of them has died."""
+        try:
+            yield
+        except Exception as error:
+            if not self.over:
+                with contextlib.suppress(RuntimeError):
+                    self.agree(FAILED)
+                    self.exchange_failures(f"{type(error).__name__}: {error}")
+            raise
 
     def run(self, body: Callable[[], None]) -> None:
         """`body`, announced, and then shadow the others until all have joined."""
-        try:
-            with guarded_by(self):
-                body()
-                # Inside the guard, so that its first all_reduce waits for no meeting; as `thread` it announces nothing.
-                self.thread = threading.current_thread()
-                self.shadow()
-        except Exception as error:
-            self.fail(error)
-            raise
+        with self.failing_together(), guarded_by(self):
+            body()
+            # Inside the guard, so that its first all_reduce waits for no meeting; as `thread` it announces nothing.
+            self.thread = threading.current_thread()
+            self.shadow()
 
     def shadow(self, iteration: Callable[[], None] | None = None) -> None:
         """This rank has joined: give zeros to the others until all have; `iteration` shadows that of a model."""

@@ -68,11 +68,8 @@ def join(ddp_model: DistributedDataParallel, *, divide_by_initial_world_size: bo
         session.warm_up()
         torch_join = _Join(session, divide_by_initial_world_size)
         with register_module_forward_pre_hook(session.before_forward), guarded_by(session), torch_join:
-            try:
+            with session.failing_together():
                 yield
-            except Exception as error:
-                session.fail(error)
-                raise
             # This rank has no more data, and joins: from now on it shadows the others.
             session.thread = threading.Thread(target=session.serve, name="syncbn.join", daemon=True)
             session.thread.start()
