@@ -8,8 +8,6 @@ check takes as many ranks on as many hosts as torchrun gives it: nccl when each 
 exit status is 0 when all is well, 1 when W ranks do not equal one, 2 for a bad command line.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -30,16 +28,13 @@ SET_BY_TORCHRUN = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 def main() -> int:
     """The exit status."""
     arguments = _parse_arguments()
-    results: dict[str, Any]
-    if arguments.command == "info":
-        results, print_tables = info(), _print_info
-    else:
-        results, print_tables = _check_here(arguments.layers, arguments.channels), _print_check
+    is_info = arguments.command == "info"
+    results: dict[str, Any] = info() if is_info else _check_here(arguments.layers, arguments.channels)
     if "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0":  # a cluster's shell may have a RANK alone
         if arguments.json:
             print(json.dumps(results, indent=2))
         else:
-            print_tables(results)
+            (_print_info if is_info else _print_check)(results)
     return 0 if results.get("passed", True) else 1
 
 
@@ -98,8 +93,7 @@ def _print_info(results: dict[str, Any]) -> None:
 def _print_check(results: dict[str, Any]) -> None:
     ranks = f"{results['ranks']} rank{'s' * (results['ranks'] > 1)} ({results['backend']}, {results['device']})"
     print(f"{ranks} and one process with the whole batch; kernels {results['kernels']}")
-    accuracy = results["accuracy"]
-    rows = [(one["dtype"], one["what"], f"{one['error']:.1e}", f"{one['allowed']:.1e}") for one in accuracy]
+    rows = [(one["dtype"], one["what"], f"{one['error']:.1e}", f"{one['allowed']:.1e}") for one in results["accuracy"]]
     print(table(("dtype", "what", "error", "allowed"), rows))
     seconds = results["seconds"]
     if results["ranks"] == 1:

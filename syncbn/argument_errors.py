@@ -1,7 +1,5 @@
 """Raises a fault in one rank's arguments on every rank, so that none is left waiting, with the name of the layer."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Sequence
@@ -17,9 +15,7 @@ from syncbn.distributed.side_reductions import Reduction
 from syncbn.roads import traced
 
 
-def raise_on_all_ranks(
-    error: Exception, inputs: Sequence[Arguments], reduction: Reduction, pass_name: str = "forward"
-) -> NoReturn:
+def raise_on_all_ranks(error: Exception, inputs: Sequence[Arguments], reduction: Reduction, pass_name: str) -> NoReturn:
     """Join the all_reduce of the others as a faulty rank, and raise `error` on every rank.
 
     Only this rank raises on a GPU, in a compiled graph, in a trace of torch.fx, and where the arguments do not tell how
@@ -27,8 +23,7 @@ def raise_on_all_ranks(
     """
     for one in inputs:
         traced.refuse_proxies(one)
-    num_channels = [_likely_channels(one) for one in inputs]
-    known = [number for number in num_channels if number is not None]
+    known = [number for one in inputs if (number := _likely_channels(one)) is not None]
     others_wait = reduction.group is not None and not torch_state.is_compiling()
     if not others_wait or len(known) < len(inputs) or _device_of(inputs[0]).type != "cpu":
         raise error  # no rank would read the mark

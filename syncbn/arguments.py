@@ -3,13 +3,10 @@
 Nothing is changed before the checks have passed; a fault is raised on all ranks, see argument_errors.py.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import numbers
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -27,12 +24,12 @@ class Arguments:
     """One input with its buffers, parameters and options; see `functional.sync_batch_norm`."""
 
     input: Tensor
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    momentum: float | Tensor | None  # None: the average of all batches, which the counter counts
-    eps: float
+    running_mean: Tensor | None = None
+    running_var: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    momentum: float | Tensor | None = 0.0  # None: the average of all batches, which the counter counts
+    eps: float = 1e-5
     channel_dim: int = 1
     z: Tensor | None = None
     relu: bool = False
@@ -55,7 +52,8 @@ class Arguments:
     def _check(self) -> None:
         x = self.input
         check_input(x, self.channel_dim, self.check_input_dim)
-        check_channels(x, self.channel_dim, self.num_channels, self.per_channel())
+        given = {name: one for name, one in self.per_channel().items() if one is not None}
+        check_channels(x, self.channel_dim, self.num_channels, given)
         if (self.running_mean is None) != (self.running_var is None):
             raise ValueError("running_mean and running_var must either both be None or neither be None")
         if self.z is not None:
@@ -70,27 +68,23 @@ class Arguments:
         check_eps(self.eps)
 
     def require_running_stats(self) -> None:
-        """Raises ValueError unless there are running statistics."""
-        if self.running_mean is None or self.running_var is None:
-            raise ValueError(
-                f"{self.name}running_mean must be defined in evaluation mode, and running_var; or pass training=True"
-            )
+        """Raises ValueError where there are no running statistics; `check` refuses one of them without the other."""
+        if self.running_mean is None and self.running_var is None:
+            raise ValueError(f"{self.name}running_mean must be defined in evaluation mode; or pass training=True")
 
     def prepare(self) -> tuple[Layout, Tensor | None, tuple[Tensor | None, ...]]:
         """This input for the Function of the side roads: its layout; the mask, of the input's shape with one channel;
         and the tensors x, weight, bias, residual, num_values. The arguments have been checked."""
-        x, mask, num_values = self.input, None, None
-        if self.mask is not None:
-            x, mask = masks.apply(self.mask, x, self.channel_dim)
-            num_values = mask.sum()
+        x, mask = masks.apply(self.mask, self.input, self.channel_dim)
+        num_values = None if mask is None else mask.sum()
         layout = Layout.of(x, self.channel_dim)
         residual = None if self.z is None else layout.dense(self.z.to(x.dtype))
         return layout, mask, (layout.dense(x), self.weight, self.bias, residual, num_values)
 
-    def without_running_stats(self) -> Arguments:
+    def without_running_stats(self) -> Self:
         """The same arguments without running statistics and counter."""
         momentum = 0.0 if self.momentum is None else self.momentum
-        return dataclasses.replace(self, running_mean=None, running_var=None, counter=None, momentum=momentum)
+        return replace(self, running_mean=None, running_var=None, counter=None, momentum=momentum)
 
     def per_channel(self) -> dict[str, Tensor | None]:
         """The tensors (C,), by their names."""
@@ -109,8 +103,7 @@ def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor],
             f"expected a dense input, or one NestedTensor that is jagged, without holes between its sequences, got "
             f"layout {x.layout}; use torch.nested.as_nested_tensor(input.unbind(), layout=torch.jagged) or its values()"
         )
-    _refuse_dtensor("input", x)
-    _check_memory("input", x, x)
+    _check_tensor("input", x, x)
     if check_input_dim is not None:
         try:
             check_input_dim(x)
@@ -124,23 +117,18 @@ def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor],
         raise ValueError(f"channel_dim={channel_dim} does not exist in an input of shape {tuple(x.shape)}")
 
 
-def check_channels(
-    x: Tensor, channel_dim: int, num_channels: int | None, per_channel: dict[str, Tensor | None]
-) -> None:
+def check_channels(x: Tensor, channel_dim: int, num_channels: int | None, per_channel: dict[str, Any]) -> None:
     """Raises ValueError or TypeError unless `per_channel` are float tensors (C,) on the device of x, with C as in x."""
     actual = x.shape[channel_dim]
     for name, given in per_channel.items():
-        if given is None:
-            continue
         if not isinstance(given, Tensor):
             raise TypeError(f"expected {name} to be a Tensor of shape ({actual},), got {type(given).__name__}")
-        _check_kind(name, given)
+        _check_tensor(name, given, x)
         if given.shape != (actual,):
             raise ValueError(
                 f"{_not_as_many(given.numel(), x, channel_dim)}: {name} should contain {actual} elements not "
                 f"{given.numel()}, shape ({actual},) not {tuple(given.shape)}; {REMEDY}"
             )
-        _check_memory(name, given, x)
     if num_channels is not None and actual != num_channels:
         raise ValueError(f"{_not_as_many(num_channels, x, channel_dim)}; {REMEDY}")
 
@@ -152,30 +140,19 @@ def _not_as_many(expected: int, x: Tensor, channel_dim: int) -> str:
 
 def check_like_input(name: str, given: Tensor, x: Tensor) -> None:
     """Raises TypeError or ValueError unless `given` is a float tensor of the shape and device of x."""
-    _check_kind(name, given)
-    if given.shape != x.shape:
-        raise ValueError(
-            f"expected {name} of the input's shape {tuple(x.shape)}, got {tuple(given.shape)}; expand() it first"
-        )
-    _check_memory(name, given, x)
+    if isinstance(given, Tensor) and given.shape != x.shape:
+        raise ValueError(f"expected {name} of the input's shape {tuple(x.shape)}, got {tuple(given.shape)}; expand it")
+    _check_tensor(name, given, x)
 
 
-def _check_kind(name: str, given: Tensor) -> None:
-    """Raises TypeError unless `given` is a float tensor, and no DTensor."""
+def _check_tensor(name: str, given: Tensor, x: Tensor) -> None:
+    """Raises TypeError or ValueError unless `given` is a dense float tensor on the device of x, and no DTensor."""
     dtype = getattr(given, "dtype", type(given).__name__)
     if dtype not in SUPPORTED_DTYPES:
         remedy = f"a mask is passed as mask=, not as {name}" if dtype is torch.bool else "convert it first"
         raise TypeError(f"expected {name} to be a float tensor, got {dtype}; {remedy}")
-    _refuse_dtensor(name, given)
-
-
-def _refuse_dtensor(name: str, given: Tensor) -> None:
     if type(given) not in torch_state.PLAIN_CLASSES and hasattr(given, "device_mesh"):
         raise TypeError(f"{name} is a DTensor, expected this rank's values as a plain tensor: pass {name}.to_local()")
-
-
-def _check_memory(name: str, given: Tensor, x: Tensor) -> None:
-    """Raises TypeError or ValueError unless `given` is dense, and on the device of x."""
     if given.layout != torch.strided:
         raise TypeError(f"expected a dense {name}, got layout {given.layout}; use {name}.to_dense()")
     masks.check_device(name, given, x)

@@ -4,38 +4,30 @@ The module object stays, with its parameters, buffers, hooks, attributes and tra
 it, as where it stands in the model more than once.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils.parametrize import is_parametrized
 
 from syncbn.diagnosis import debug_mode
 from syncbn.diagnosis.layer_names import quoted
-from syncbn.distributed import groups
-from syncbn.distributed.groups import GroupSpec, ProcessGroupLike, to_spec
+from syncbn.distributed.groups import ProcessGroupLike, of_torch, to_spec
 from syncbn.distributed.reduction import make_groups
 from syncbn.layer import SyncBatchNorm
 from syncbn.program import warn
 from syncbn.synchronised_classes import ADDED, class_of, synchronised_class
 
-AnyModule = TypeVar("AnyModule", bound=nn.Module)
+Model = TypeVar("Model", bound=nn.Module)
 
-TARGETS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # of `revert_syncbn_model`
 CONVERT = "call syncbn.convert_syncbn_model(model)"
 MAX_CHARACTERS = 800  # of a description
 NAMED, NAME_CHARACTERS = 3, 60  # layers of a class that are named, and how much of a name is shown
 
 
-def convert_syncbn_model(
-    model: AnyModule, process_group: ProcessGroupLike = None, channel_last: bool = False
-) -> AnyModule:
+def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, channel_last: bool = False) -> Model:
     """Make each batch-norm layer of `model` a synchronised layer, in place, and return `model`.
 
     The name is apex's. Only the class of a layer changes: nn.BatchNorm1d/2d/3d and nn.SyncBatchNorm become ours, a
@@ -65,37 +57,34 @@ def convert_syncbn_model(
     'SyncBatchNorm2d'
     """
     check_module(model)
-    layers: list[Any] = []
-    others: list[Unsynchronised] = []
-    for one in unsynchronised(model):
-        if one.remedy != CONVERT:
-            others.append(one)
-            continue
-        _require_no_fsdp(one.name, one.layer, "convert_syncbn_model")
-        if channel_last and isinstance(one.layer, LazyModuleMixin):
-            raise ValueError(
-                f"{one.name!r} is lazy and counts channels in dim 1; run a forward before channel_last=True"
-            )
-        layers.append(one.layer)
+    found = unsynchronised(model)
+    others = [one for one in found if one.remedy != CONVERT]
+    layers: dict[str, Any] = {one.name: one.layer for one in found if one.remedy == CONVERT}
+    for name, layer in layers.items():
+        _require_no_fsdp(name, layer, "convert_syncbn_model")
+        if channel_last and isinstance(layer, LazyModuleMixin):
+            raise ValueError(f"{name!r} is lazy and counts channels in dim 1; run a forward before channel_last=True")
     spec = to_spec(process_group)
     # An nn.SyncBatchNorm holds its group itself, which could be neither copied nor pickled.
-    specs = [to_spec(vars(layer).get("process_group")) if spec is None else spec for layer in layers]
-    for layer in layers:
-        synchronised_class(class_of(layer))
+    specs = [to_spec(vars(layer).get("process_group")) if spec is None else spec for layer in layers.values()]
+    classes = [(class_of(layer), synchronised_class(class_of(layer))) for layer in layers.values()]
     make_groups(spec)
     debug_mode.run_uncompiled_where_wanted()
     if spec is not None:
         for module in model.modules():
             if isinstance(module, SyncBatchNorm):
                 module.process_group = spec
-    for layer, own_spec in zip(layers, specs, strict=True):
-        _convert(layer, own_spec, channel_last)
+    for layer, own_spec, (original_class, new_class) in zip(layers.values(), specs, classes, strict=True):
+        vars(layer).pop("process_group", None)
+        _set_class(layer, new_class)
+        vars(layer)["_original_class"] = original_class
+        layer.process_group, layer.channel_last = own_spec, channel_last
     if others:
         warn(f"syncbn did not convert these layers: {described(others)}")
     return model
 
 
-def revert_syncbn_model(model: AnyModule, target: type[_BatchNorm] | None = None) -> AnyModule:
+def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) -> Model:
     """Give every layer that `convert_syncbn_model` converted its original class back, in place, and return `model`.
 
     Statistics and parameters are those that training left. Layers that were built as syncbn layers have no original
@@ -120,7 +109,7 @@ def revert_syncbn_model(model: AnyModule, target: type[_BatchNorm] | None = None
     'BatchNorm2d'
     """
     check_module(model)
-    if target is not None and target not in TARGETS:
+    if target not in (None, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         raise ValueError(f"target must be nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d or None, got {target!r}")
     changes: list[tuple[nn.Module, Any, dict[str, Any]]] = []  # layer, its new class, attributes
     for name, layer in model.named_modules():
@@ -133,10 +122,8 @@ def revert_syncbn_model(model: AnyModule, target: type[_BatchNorm] | None = None
         if issubclass(new_class, LazyModuleMixin) and not isinstance(layer, LazyModuleMixin):
             new_class = new_class.cls_to_become
         # An nn.SyncBatchNorm holds its group itself. Looking it up may raise, so it comes before any change.
-        attributes = {}
-        if new_class is nn.SyncBatchNorm and isinstance(layer, SyncBatchNorm):
-            attributes["process_group"] = groups.of_torch(layer._process_group)
-        changes.append((layer, new_class, attributes))
+        is_torchs = new_class is nn.SyncBatchNorm
+        changes.append((layer, new_class, {"process_group": of_torch(layer._process_group)} if is_torchs else {}))
     for layer, new_class, attributes in changes:
         for name in (*ADDED, "process_group"):
             vars(layer).pop(name, None)
@@ -151,23 +138,10 @@ def check_module(model: nn.Module) -> None:
         raise TypeError(f"expected an nn.Module, got {model!r} of type {type(model).__name__}; pass the model")
 
 
-def _convert(layer: _BatchNorm, spec: GroupSpec, channel_last: bool) -> None:
-    original_class = class_of(layer)
-    vars(layer).pop("process_group", None)
-    _set_class(layer, synchronised_class(original_class))
-    assert isinstance(layer, SyncBatchNorm)
-    vars(layer)["_original_class"] = original_class
-    layer.process_group = spec
-    layer.channel_last = channel_last
-
-
 def _set_class(layer: nn.Module, new_class: type[nn.Module]) -> None:
     """Exchange `class_of(layer)`; the class on top of it is made again on top of the new one."""
-    if is_parametrized(layer):
-        namespace = {
-            name: value for name, value in vars(type(layer)).items() if name not in ("__dict__", "__weakref__")
-        }
-        new_class = type(f"Parametrized{new_class.__name__}", (new_class,), namespace)
+    if class_of(layer) is not type(layer):
+        new_class = type(f"Parametrized{new_class.__name__}", (new_class,), dict(vars(type(layer))))
     layer.__class__ = new_class
 
 
@@ -196,10 +170,16 @@ def _remedy(module: nn.Module) -> str | None:
     """What to do about a module that seems to normalise each rank's batch alone; None for any other."""
     if isinstance(module, torch.jit.ScriptModule):
         return "scripted, convert before torch.jit" if "BatchNorm" in module.original_name else None
-    if isinstance(module, (SyncBatchNorm, _InstanceNorm)):
+    if isinstance(module, (SyncBatchNorm, nn.modules.instancenorm._InstanceNorm)):
         return None
     if not isinstance(module, _BatchNorm):
-        return _remedy_of_other(module)
+        buffers = vars(module)["_buffers"]
+        # If its weight is a buffer too, it is a frozen batch norm, which needs no synchronisation.
+        if (buffers.get("running_mean") is None and buffers.get("running_var") is None) or "weight" in buffers:
+            return None
+        if type(module) is nn.Module or type(module).__module__ == "torch.export.unflatten":
+            return "a part of an exported graph, convert before torch.export"
+        return "normalises by itself; if by its batch, let its forward call syncbn.functional.sync_batch_norm"
     original_class = class_of(module)
     if original_class is nn.SyncBatchNorm:
         return CONVERT
@@ -209,17 +189,6 @@ def _remedy(module: nn.Module) -> str | None:
         return "a subclass of nn.SyncBatchNorm communicates by itself, derive it from nn.BatchNorm1d, 2d or 3d"
     taken = [name for name in ("process_group", *ADDED) if hasattr(module, name)]
     return f"has attributes that ours need, rename {', '.join(taken)}" if taken else CONVERT
-
-
-def _remedy_of_other(module: nn.Module) -> str | None:
-    """The remedy for a module that is not torch's batch norm. If its weight is a buffer too, it is a frozen batch norm,
-    which needs no synchronisation."""
-    buffers = vars(module)["_buffers"]
-    if (buffers.get("running_mean") is None and buffers.get("running_var") is None) or "weight" in buffers:
-        return None
-    if type(module) is nn.Module or type(module).__module__ == "torch.export.unflatten":
-        return "a part of an exported graph, convert before torch.export"
-    return "normalises by itself; if by its batch, let its forward call syncbn.functional.sync_batch_norm"
 
 
 def kind_of(module: nn.Module) -> str:

@@ -1,7 +1,5 @@
 """Computes the gradients as a graph of dy, x and weight, for a second derivative."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +12,7 @@ from syncbn.kernels import reference
 from syncbn.layout import Layout
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of x, weight, bias, residual
+Pairs = Sequence[tuple[Tensor, ...]]  # of tensors
 
 
 class BackwardInput(NamedTuple):
@@ -41,10 +40,8 @@ def gradients(per_input: Sequence[BackwardInput], eps: float, reduction: Reducti
     Mean and variance are computed again from x, with the all_reduce as part of the graph: two in all, whatever the
     number of inputs.
     """
-    wide_xs = [one.layout.fold(one.x).to(torch.float64) for one in per_input]
-    wide_dys = [
-        reference.through_relu(one.dy, one.x, one.y, one.layout, one.statistics).to(torch.float64) for one in per_input
-    ]
+    wide_xs = [one.layout.fold(one.x).double() for one in per_input]
+    wide_dys = [reference.through_relu(one.dy, one.x, one.y, one.layout, one.statistics).double() for one in per_input]
 
     invstds, xmus = [], []
     pairs = [(wide_x, wide_x.square()) for wide_x in wide_xs]
@@ -52,35 +49,25 @@ def gradients(per_input: Sequence[BackwardInput], eps: float, reduction: Reducti
         invstds.append(moments.inverse_std((mean_square - mean.square()).clamp(min=0), eps))
         xmus.append(wide_x - mean[:, None])
 
-    results: list[Gradients] = []
+    grads: list[Gradients] = []
     pairs = [(wide_dy, wide_dy * xmu) for wide_dy, xmu in zip(wide_dys, xmus, strict=True)]
     for one, wide_dy, xmu, invstd, (mean_dy, mean_dy_xmu) in zip(
         per_input, wide_dys, xmus, invstds, _means(per_input, pairs, reduction), strict=True
     ):
         scale = invstd if one.weight is None else invstd * one.weight
         wide_grad_x = (wide_dy - mean_dy[:, None] - xmu * (invstd.square() * mean_dy_xmu)[:, None]) * scale[:, None]
-        grad_x, grad_residual = [
-            one.layout.unfold(wide, one.x.shape).to(one.x.dtype) for wide in (wide_grad_x, wide_dy)
-        ]
-        grad_weight = grad_bias = None
-        if one.weight_dtype is not None:
-            grad_weight = ((wide_dy * xmu).sum((0, 2)) * invstd).to(one.weight_dtype)
-        if one.bias_dtype is not None:
-            grad_bias = wide_dy.sum((0, 2)).to(one.bias_dtype)
-        results.append(
-            (grad_x if one.needs_x else None, grad_weight, grad_bias, grad_residual if one.needs_residual else None)
-        )
-    return results
+        grad_x, grad_z = [one.layout.unfold(wide, one.x.shape).to(one.x.dtype) for wide in (wide_grad_x, wide_dy)]
+        grad_weight = None if one.weight_dtype is None else ((wide_dy * xmu).sum((0, 2)) * invstd).to(one.weight_dtype)
+        grad_bias = None if one.bias_dtype is None else wide_dy.sum((0, 2)).to(one.bias_dtype)
+        grads.append((grad_x if one.needs_x else None, grad_weight, grad_bias, grad_z if one.needs_residual else None))
+    return grads
 
 
-def _means(
-    per_input: Sequence[BackwardInput], pairs: list[tuple[Tensor, Tensor]], reduction: Reduction
-) -> list[tuple[Tensor, Tensor]]:
+def _means(per_input: Sequence[BackwardInput], pairs: Pairs, reduction: Reduction) -> Pairs:
     """The means of both terms of each pair, folded tensors, over the values of all ranks: one all_reduce."""
     sums = [torch.cat((first.sum((0, 2)), second.sum((0, 2)))) for first, second in pairs]
     means = []
     for of_input, one in zip(totals(sums, reduction, "backward"), per_input, strict=True):
         num_values = one.statistics[3 * one.layout.sizes[1]].clamp(min=1)
-        first, second = (of_input / num_values).chunk(2)
-        means.append((first, second))
+        means.append((of_input / num_values).chunk(2))
     return means

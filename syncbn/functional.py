@@ -1,7 +1,5 @@
 """Offers the functional forms: batch norm of one input and of several, and the gradient for a hand-written backward."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -146,9 +144,7 @@ def sync_batch_norm_many(
     """
     lists = {"running_means": running_means, "running_vars": running_vars, "weights": weights, "biases": biases}
     xs = _as_list("inputs", inputs)
-    roles: dict[str, list[Any]] = {
-        name: [None] * len(xs) if one is None else _as_list(name, one) for name, one in lists.items()
-    }
+    roles = {name: _as_list(name, [None] * len(xs) if one is None else one) for name, one in lists.items()}
     spec = to_spec(process_group) if training else None
     given = [
         Arguments(x, mean, var, weight, bias, momentum, eps, channel_dim, process_group=spec, name=f"inputs[{index}]: ")
@@ -217,13 +213,11 @@ def batch_norm_backward(
             raise TypeError("input is a NestedTensor; pass grad_output.values() and input.values()")
         check_input(input, channel_dim)
         check_like_input("grad_output", grad_output, input)
-        for name, given in (("mean", mean), ("invstd", invstd)):
-            if given is None:
-                raise TypeError(f"expected {name} to be a Tensor of shape ({input.shape[channel_dim]},), got None")
-        check_channels(input, channel_dim, None, {"mean": mean, "invstd": invstd, "weight": weight})
+        given = {"mean": mean, "invstd": invstd} | ({} if weight is None else {"weight": weight})
+        check_channels(input, channel_dim, None, given)
     except (TypeError, ValueError) as error:
-        per_channel = Arguments(input, mean, invstd, weight, None, 0.0, 1.0, channel_dim)
-        argument_errors.raise_on_all_ranks(error, [per_channel], reduction, pass_name="backward")
+        per_channel = Arguments(input, mean, invstd, weight, channel_dim=channel_dim)
+        argument_errors.raise_on_all_ranks(error, [per_channel], reduction, "backward")
 
     with torch.no_grad():
         layout = Layout.of(input, channel_dim)
@@ -239,10 +233,8 @@ def batch_norm_backward(
         one = one._replace(statistics=torch.cat((statistics[:-1], total[-1:])))
         grad_input, _ = watched.backward_outputs(one, total[:-1])
         if needs_input and not training:
-            column = (
-                (invstd * weight).to(compute_dtype(input.dtype)).view(-1, *(1,) * (input.ndim - layout.channel_dim - 1))
-            )
-            grad_input = (grad_output * column).to(input.dtype)
+            scale = (invstd * weight).to(compute_dtype(input.dtype))[:, None]
+            grad_input = layout.unfold(layout.fold(grad_output) * scale, input.shape).to(input.dtype)
     return grad_input, grad_weight, grad_bias
 
 

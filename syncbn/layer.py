@@ -1,8 +1,6 @@
 """Defines the layer: parameters and buffers of nn.BatchNorm, statistics of all ranks."""
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -98,10 +96,8 @@ class SyncBatchNorm(_BatchNorm):
         self._process_group = to_spec(process_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = vars(self).copy()
-        for name in ("_synchronised_ranks", "_call_site", "_train_over_ranks"):  # a copy starts without these
-            state.pop(name, None)
-        return state
+        left_out = "_synchronised_ranks", "_call_site", "_train_over_ranks"  # a copy starts without these
+        return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -150,13 +146,11 @@ class SyncBatchNorm(_BatchNorm):
             if not self.track_running_stats:
                 running_mean = running_var = counter = None
         momentum = 0.0 if self.momentum is None and counter is None else self.momentum
-        checks_dims = (
-            type(self)._check_input_dim is not _BatchNorm._check_input_dim or "_check_input_dim" in self.__dict__
-        )
+        checks = type(self)._check_input_dim is not _BatchNorm._check_input_dim or "_check_input_dim" in self.__dict__
         given = Arguments(
             input, running_mean, running_var, self.weight, self.bias, momentum, self.eps,
             -1 if self.channel_last else 1, z, self.fuse_relu, mask, self.num_features,
-            self._check_input_dim if checks_dims else None, self._process_group, counter,
+            self._check_input_dim if checks else None, self._process_group, counter,
         )  # fmt: skip
         try:
             if self.training:
@@ -170,11 +164,11 @@ class SyncBatchNorm(_BatchNorm):
     # F.batch_norm(training=True) over all ranks of the group: (arguments, layer) -> y, statistics. Tools replace it.
     _train_over_ranks = staticmethod(step.train)
 
-    def _replicate_for_data_parallel(self) -> SyncBatchNorm:
+    def _replicate_for_data_parallel(self) -> Self:
         """A replica of nn.DataParallel, which has threads but no ranks."""
         if self.training:
             warn_in_data_parallel()
-        replica: SyncBatchNorm = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        replica: Self = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         vars(replica)["_process_group"] = THIS_RANK_ALONE
         return replica
 

@@ -1,9 +1,7 @@
 """Folds a tensor of any number of dims to (outer, channel, inner), a dense one without a copy. Knows no ranks."""
 
-from __future__ import annotations
-
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -22,15 +20,14 @@ class Layout(NamedTuple):
     sizes: tuple[int, int, int]  # outer, channel, inner
 
     @classmethod
-    def of(cls, tensor: Tensor, channel_dim: int) -> Layout:
+    def of(cls, tensor: Tensor, channel_dim: int) -> Self:
         """The layout by which `tensor` folds without a copy if it is dense. `channel_dim` may count from the right."""
-        shape = tensor.shape
-        channel_dim %= len(shape)
-        channels = shape[channel_dim]
-        if not tensor.is_contiguous() and tensor.stride(channel_dim) == 1:
-            others = math.prod(shape[:channel_dim]) * math.prod(shape[channel_dim + 1 :])
-            return cls(channel_dim, True, (others, channels, 1))
-        return cls(channel_dim, False, (math.prod(shape[:channel_dim]), channels, math.prod(shape[channel_dim + 1 :])))
+        channel_dim %= tensor.ndim
+        outer, inner = math.prod(tensor.shape[:channel_dim]), math.prod(tensor.shape[channel_dim + 1 :])
+        channel_innermost = not tensor.is_contiguous() and tensor.stride(channel_dim) == 1
+        if channel_innermost:
+            outer, inner = outer * inner, 1
+        return cls(channel_dim, channel_innermost, (outer, tensor.shape[channel_dim], inner))
 
     def dense(self, tensor: Tensor) -> Tensor:
         """`tensor` itself where it can be folded as a view, else a copy of it that can.

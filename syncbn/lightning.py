@@ -1,7 +1,5 @@
 """Offers the conversion as a plugin of Lightning, https://lightning.ai/docs/pytorch/stable/extensions/plugins.html."""
 
-from __future__ import annotations
-
 import sys
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Checks masks, which say which values of an input count, and sets the others to 0."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -30,8 +28,10 @@ def check_device(name: str, given: Tensor, x: Tensor) -> None:
         raise ValueError(f"the input is on {x.device} but {name} on {given.device}; move one with .to(device)")
 
 
-def apply(mask: Tensor, x: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:
-    """x with 0 where the mask is False, and the mask as a view of the shape of x with one channel."""
+def apply(mask: Tensor | None, x: Tensor, channel_dim: int) -> tuple[Tensor, Tensor | None]:
+    """x with 0 where the mask is False, and the mask as a view of the shape of x with one channel; x without a mask."""
+    if mask is None:
+        return x, None
     if mask.ndim == 1:
         mask = mask.view(-1, *(1,) * (x.ndim - 2))
     shape = list(x.shape)

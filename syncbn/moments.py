@@ -7,8 +7,6 @@ C channels, n values of a channel over all ranks; S = sum x and Q = sum x^2 of a
 All tensors here have that size, so the cost does not depend on the batch. Knows no ranks, no layout.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

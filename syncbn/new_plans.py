@@ -1,7 +1,5 @@
 """Makes plans: checks the arguments of a kind once, and works out their layout and their kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
@@ -15,7 +13,7 @@ from syncbn.layout import Layout
 from syncbn.moments import has_scale_and_shift, num_statistics
 from syncbn.torch_private import is_wrapped, is_zero_tensor
 
-Plan: TypeAlias = "cpu.Plan | TensorPlan"  # or gpu.Plan, which imports triton
+Plan: TypeAlias = cpu.Plan | TensorPlan  # or gpu.Plan, which imports triton
 
 _NUMBERS = {float, int, type(None)}  # classes of momentum
 # The functions `_check_input_dim` that look at the number of dims alone.

@@ -5,8 +5,6 @@ group, so nothing makes it invalid. Arguments that are wrong, or that kernels ca
 plan: they take a side road, which copies them or says what is wrong. new_plans.py makes the plans.
 """
 
-from __future__ import annotations
-
 from operator import attrgetter
 from typing import Any
 

@@ -1,7 +1,6 @@
 """Walks up the frames of a call: to the objects that called, and to the line of the user's program, where it warns."""
 
-from __future__ import annotations
-
+import functools
 import sys
 import warnings
 from collections.abc import Iterator
@@ -28,6 +27,12 @@ def warn(message: str) -> None:
     """Warn, with the line from which the program called torch or syncbn."""
     frame = _frame_of_program(sys._getframe())
     warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warn, unless this process has given this warning already."""
+    warn(message)
 
 
 def _frame_of_program(frame: FrameType) -> FrameType:

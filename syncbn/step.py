@@ -14,8 +14,6 @@ all_reduce, one elementwise kernel. Whether a call may take it is asked once in 
 see roads/.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -54,7 +52,7 @@ def train(given: Arguments, caller: Any) -> tuple[Tensor, Tensor]:
         # `at` is for forward_outputs, see plans.py
         sums, at = plan.forward_sums(x, reduction.signatures["forward", x.dtype], reduction.group is None)
     except RuntimeError as error:
-        argument_errors.raise_on_all_ranks(error, [given], reduction)
+        argument_errors.raise_on_all_ranks(error, [given], reduction, "forward")
     reduction.all_reduce(sums, "forward")
     outputs_of = at, x, sums, weight, bias, z, given.running_mean, given.running_var, given.counter, given.momentum
     y, statistics, status = plan.forward_outputs(*outputs_of)
@@ -137,9 +135,7 @@ def _evaluate(given: Arguments) -> Tensor:
     given.check()
     if given.mask is not None and given.running_mean is None:  # the statistics of what counts in this batch
         return choice.normalize_local_batch(given)
-    x, mask, z = given.input, given.mask, given.z
-    if mask is not None:
-        x, mask = masks.apply(mask, x, given.channel_dim)
+    x, mask = masks.apply(given.mask, given.input, given.channel_dim)
     mean, var, weight, bias = given.per_channel().values()
     if any(one is not None and one.dtype != x.dtype for one in (mean, var, weight, bias)):
         # F.batch_norm takes parameters of the input's dtype, or all in float32 beside a lower one.
@@ -151,8 +147,8 @@ def _evaluate(given: Arguments) -> Tensor:
         x = x.contiguous()
         folded = Layout.of(x, given.channel_dim).fold(x)
         y = plain_batch_norm(folded, mean, var, weight, bias, mean is None, 0.0, given.eps).view_as(x)
-    if z is not None:
-        y = y + z.to(y.dtype)
+    if given.z is not None:
+        y = y + given.z.to(y.dtype)
     if given.relu:
         y = F.relu(y)
     return y if mask is None else torch.where(mask, y, 0)

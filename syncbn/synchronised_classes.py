@@ -8,23 +8,16 @@ X's `super().forward(...)` calls ours. Where X calls F.batch_norm itself, a Torc
 replaces that by the batch norm of all ranks.
 """
 
-from __future__ import annotations
-
-import functools
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from syncbn import argument_errors
 from syncbn.arguments import Arguments
 from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
-from syncbn.program import warn
+from syncbn.program import warn_once
 from syncbn.roads import traced
 from syncbn.step import plain_batch_norm
 from syncbn.torch_state import is_compiling
@@ -54,18 +47,18 @@ def synchronised_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
 
 def class_of(layer: nn.Module) -> type[Any]:
     """The layer's class, without the one that torch.nn.utils.parametrize makes for each layer on top of it."""
-    return type(layer).__bases__[0] if is_parametrized(layer) else type(layer)
+    return type(layer).__bases__[0] if nn.utils.parametrize.is_parametrized(layer) else type(layer)
 
 
 def _make_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
     namespace: dict[str, Any] = {"__doc__": original.__doc__, "__module__": original.__module__}
     namespace["_syncbn_original"] = original
-    if issubclass(original, LazyModuleMixin) and original.cls_to_become is not None:
+    if issubclass(original, nn.modules.lazy.LazyModuleMixin) and original.cls_to_become is not None:
         # the class of the layer after its first forward
         ours = namespace["cls_to_become"] = synchronised_class(original.cls_to_become)
     else:
         ours = next((OURS[base] for base in original.__mro__ if base in OURS), SyncBatchNorm)
-    mixin = _Made if original.forward is _BatchNorm.forward else _KeepsForward
+    mixin = _Made if original.forward is nn.BatchNorm1d.forward else _KeepsForward
     return type(f"Sync{original.__name__}", (mixin, original, ours), namespace)
 
 
@@ -82,16 +75,17 @@ class _KeepsForward(_Made):
     """For an original with a forward of its own."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(args, Proxy):  # one Proxy stands for all arguments of the traced module
-            first: Any = args
-        else:
-            first = args[0] if args else next(iter(kwargs.values()), None)
+        # One Proxy may stand for all arguments of the traced module.
+        first: Any = args if isinstance(args, Proxy) else next(iter((*args, *kwargs.values())), None)
         if isinstance(first, Proxy):
             return traced.leaf(self, first.tracer, args, kwargs)
         with _SynchroniseBatchNorm(self):
             output = super().forward(*args, **kwargs)
         if self.training and self._synchronised_ranks is None and not is_compiling():
-            _warn_of_own_mathematics(self._syncbn_original.__qualname__)
+            warn_once(
+                f"syncbn is not synchronising: {self._syncbn_original.__qualname__}.forward calls neither "
+                "super().forward nor F.batch_norm. Let it call one of them, or syncbn.functional.sync_batch_norm."
+            )
         return output
 
 
@@ -103,41 +97,28 @@ class _SynchroniseBatchNorm(TorchFunctionMode):
         self.layer = layer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.batch_norm:
-            func = functools.partial(_batch_norm, self.layer)
-        return func(*args, **(kwargs or {}))
+        return (self.batch_norm if func is nn.functional.batch_norm else func)(*args, **(kwargs or {}))
 
-
-def _batch_norm(
-    layer: SyncBatchNorm, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
-    weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
-    arguments = Arguments(
-        input, running_mean, running_var, weight, bias, momentum, eps, process_group=layer._process_group
-    )
-    try:
-        if training and layer.training:
-            return layer._train_over_ranks(arguments, layer)[0]
-        if layer.training and not is_compiling():
-            layer._synchronised_ranks = 1  # the original normalises by frozen statistics
+    def batch_norm(
+        self, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+        bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+    ) -> Tensor:  # fmt: skip
+        layer, group = self.layer, self.layer._process_group
+        given = Arguments(input, running_mean, running_var, weight, bias, momentum, eps, process_group=group)
         try:
-            return plain_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        except RuntimeError:  # torch's, which may say neither values nor remedy
-            arguments.check()
-            raise
-    except (RuntimeError, TypeError, ValueError) as error:
-        argument_errors.raise_with_name(error, layer)
+            if training and layer.training:
+                return layer._train_over_ranks(given, layer)[0]
+            if layer.training and not is_compiling():
+                layer._synchronised_ranks = 1  # the original normalises by frozen statistics
+            try:
+                return plain_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+            except RuntimeError:  # torch's, which may say neither values nor remedy
+                given.check()
+                raise
+        except (RuntimeError, TypeError, ValueError) as error:
+            argument_errors.raise_with_name(error, layer)
 
 
 def _empty_instance(original: type[nn.Module]) -> SyncBatchNorm:
     made = synchronised_class(original)
     return made.__new__(made)
-
-
-@functools.cache
-def _warn_of_own_mathematics(name: str) -> None:
-    warn(
-        f"syncbn is not synchronising: {name}.forward calls neither super().forward nor F.batch_norm. "
-        "Let it call one of them, or syncbn.functional.sync_batch_norm."
-    )

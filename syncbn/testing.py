@@ -4,8 +4,6 @@
 `python -m syncbn check` runs on the ranks that torchrun has started.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -20,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
-from torch.nn.parallel import DistributedDataParallel
 
 from syncbn.convert import convert_syncbn_model, revert_syncbn_model, unsynchronised
 from syncbn.distributed.text_exchange import all_reduce_max
@@ -30,6 +27,9 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 LEARNING_RATE = 0.01
 LINES = 10  # that an error names
 START_METHOD = "spawn"  # of the ranks, which get the environment of this process and none of its state
+
+Batch = Sequence[Tensor]  # the model's input, and what else the loss takes
+Loss = Callable[..., Tensor]
 
 
 class Difference(NamedTuple):
@@ -48,8 +48,8 @@ class Difference(NamedTuple):
 
 def assert_matches_full_batch(
     model_fn: Callable[[], nn.Module],
-    batch: Sequence[Tensor],
-    loss_fn: Callable[..., Tensor],
+    batch: Batch,
+    loss_fn: Loss,
     world_size: int = 2,
     *,
     steps: int = 2,
@@ -95,13 +95,10 @@ def assert_matches_full_batch(
         try:
             pickle.dumps(function)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise TypeError(
-                f"{name} must be importable where the ranks start, a function at the top level of a module, got "
-                f"{function!r}: {error}"
-            ) from error
+            words = "must be importable where the ranks start, at the top level of a module, got"
+            raise TypeError(f"{name} {words} {function!r}: {error}") from error
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    training = model_fn, tuple(batch), loss_fn, steps, dtype
-    arguments = world_size, store.port, timeout, training
+    arguments = world_size, store.port, timeout, (model_fn, tuple(batch), loss_fn, steps, dtype)
     start_processes(_run_rank, arguments, nprocs=world_size, start_method=START_METHOD)  # type: ignore[no-untyped-call]
     gathered, local = json.loads(store.get("found"))
     found = [Difference(*one) for one in gathered]
@@ -111,9 +108,7 @@ def assert_matches_full_batch(
         raise AssertionError(_report(bad, found, local, world_size, allowed))
 
 
-def differences(
-    model: nn.Module, batch: Sequence[Tensor], loss_fn: Callable[..., Tensor], steps: int = 2
-) -> tuple[list[Difference], nn.Module]:
+def differences(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int = 2) -> tuple[list[Difference], nn.Module]:
     """How W ranks, which all call this with the same batch, and one process differ after `steps` steps of training.
 
     Arguments as of `assert_matches_full_batch`, converted to one dtype and device already; what is trained, and
@@ -123,7 +118,7 @@ def differences(
     world, rank, size = dist.group.WORLD, 0, 1
     model = data_parallel = copy.deepcopy(model)
     if world is not None:  # DistributedDataParallel gives all ranks rank 0's tensors
-        data_parallel, rank, size = DistributedDataParallel(model), dist.get_rank(), dist.get_world_size()
+        data_parallel, rank, size = nn.parallel.DistributedDataParallel(model), dist.get_rank(), dist.get_world_size()
     reference = _on_one_process(copy.deepcopy(model))
     for module in (*model.modules(), *reference.modules()):
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -149,9 +144,7 @@ def differences(
     return _compared(pairs, world), model
 
 
-def _train(
-    model: nn.Module, batch: Sequence[Tensor], loss_fn: Callable[..., Tensor], steps: int, share: float = 1.0
-) -> list[tuple[Any, Tensor]]:
+def _train(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int, share: float = 1.0) -> list[tuple[Any, Tensor]]:
     """The output and loss of each of these steps of SGD; the loss is multiplied by `share`."""
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     results = []
@@ -184,10 +177,8 @@ def _on_one_process(model: nn.Module) -> nn.Module:
     """With nn.BatchNorm, or where there is none to go back to with a layer of ours that synchronises nothing."""
     revert_syncbn_model(model)
     for module in model.modules():
-        if isinstance(module, nn.SyncBatchNorm):
+        if isinstance(module, (nn.SyncBatchNorm, SyncBatchNorm)):
             convert_syncbn_model(module, 1)
-        elif isinstance(module, SyncBatchNorm):
-            module.process_group = 1
     return model
 
 
@@ -237,7 +228,7 @@ def _report(bad: list[Difference], found: list[Difference], local: list[str], wo
     return "\n".join(lines)
 
 
-def _check(batch: Sequence[Tensor], world_size: int, dtype: torch.dtype, steps: int) -> None:
+def _check(batch: Batch, world_size: int, dtype: torch.dtype, steps: int) -> None:
     if isinstance(batch, Tensor) or not batch or not all(isinstance(one, Tensor) and one.ndim for one in batch):
         raise TypeError("batch must be a tuple of tensors of one dim or more: the model's input, then loss_fn's others")
     lengths = [len(one) for one in batch]

@@ -4,8 +4,6 @@ tests/test_torch_private.py fails where a later torch gives one of them another 
 names that tell how torch is running; _BatchNorm is imported where it is used.)
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -39,8 +37,7 @@ increment_version: Callable[[Collection[Tensor]], None] = torch._C._increment_ve
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without the 20 calls that serve torch.func; only where none of its transforms is active."""
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return apply
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
 
 
 def apply_to_stack(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
@@ -59,8 +56,7 @@ def innermost(tensor: Tensor) -> Tensor:
 
 def ragged_dim(nested: Tensor) -> int:
     """The dim of a jagged NestedTensor in which its sequences differ in length, counted with the batch's dim."""
-    dim: int = nested._ragged_idx  # type: ignore[attr-defined]
-    return dim
+    return nested._ragged_idx  # type: ignore[attr-defined, no-any-return]
 
 
 def inside_selective_checkpoint() -> bool:
@@ -75,8 +71,7 @@ def all_reduce_operator(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     https://github.com/pytorch/pytorch/blob/main/torch/distributed/_functional_collectives.py
     """
     operators = torch.ops._c10d_functional
-    total: Tensor = operators.wait_tensor(operators.all_reduce(tensor, "sum", group.group_name))
-    return total
+    return operators.wait_tensor(operators.all_reduce(tensor, "sum", group.group_name))  # type: ignore[no-any-return]
 
 
 def group_in_graph(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -132,8 +127,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 def without_compile(module: nn.Module) -> nn.Module:
     """The module that torch.compile(module) has wrapped, else itself."""
-    inner = module._modules.get("_orig_mod")
-    return module if inner is None else inner
+    return module._modules.get("_orig_mod", module)  # type: ignore[return-value]
 
 
 class JoinAfter(Join):
@@ -167,14 +161,14 @@ def existing_groups() -> Collection[dist.ProcessGroup]:
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long its collectives wait. (torch gives a new group 10 or 30 minutes, whatever the default group has.)"""
     options = getattr(group._get_backend(device_of(group)), "options", None)  # torch's fake backend has none
-    timeout: timedelta = dist.distributed_c10d.default_pg_timeout if options is None else options._timeout
-    return timeout
+    return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout
 
 
-def device_of(group: dist.ProcessGroup) -> torch.device:
+def device_of(group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> torch.device:
     """The device of tensors that the group sends and the host reads: the CPU, or this rank's GPU where the group has no
     backend for CPUs."""
-    if "cpu" in dist.get_backend_config(group):  # not its get_backend, which may be "undefined" or "cuda:nccl"
+    # Not by its get_backend, which may be "undefined" or "cuda:nccl".
+    if not isinstance(group, dist.ProcessGroup) or "cpu" in dist.get_backend_config(group):
         return torch.device("cpu")
     return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
 
@@ -196,24 +190,16 @@ def _exchange_capture_mode() -> Callable[[Any], Any]:
     """CUDA's function of this name, of the library that torch has loaded; nothing where there is no such library."""
     try:
         library = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
-        exchange: Callable[[Any], Any] = library.cudaThreadExchangeStreamCaptureMode
+        return library.cudaThreadExchangeStreamCaptureMode
     except (OSError, AttributeError):
         return lambda mode: None
-    return exchange
 
 
 def waits_for_others(frame: FrameType) -> bool:
     """Whether torch may be waiting for other ranks in this innermost frame of a thread; in backward it waits for the
     gradients of DistributedDataParallel."""
-    return frame.f_globals.get("__name__") in _WAITING_MODULES
-
-
-_WAITING_MODULES = {
-    "torch.autograd.graph",
-    "torch.distributed.distributed_c10d",
-    "torch.distributed.utils",
-    "torch.nn.parallel.distributed",
-}
+    modules = "autograd.graph", "distributed.distributed_c10d", "distributed.utils", "nn.parallel.distributed"
+    return frame.f_globals.get("__name__") in [f"torch.{module}" for module in modules]
 
 
 # torch.distributed.nn.functional holds the default group, if there is one when it is first imported, in the defaults of

@@ -3,8 +3,6 @@
 tests/test_torch_private.py fails where a later torch gives one of the private names another meaning.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -26,9 +24,9 @@ forward_mode_level: Callable[[], int] = functools.partial(getattr, forward_ad, "
 
 PLAIN_CLASSES = {Tensor, nn.Parameter}  # a Parameter of a DTensor is of the class DTensor
 _included_keys = torch._C._dispatch_tls_local_include_set
-_USUAL_KEYS: int = 0  # every thread includes these, outside of inference mode
-for _key in (torch._C.DispatchKey.BackendSelect, torch._C.DispatchKey.ADInplaceOrView):
-    _USUAL_KEYS |= torch._C.DispatchKeySet(_key).raw_repr()
+_Key = torch._C.DispatchKey
+# Every thread includes these, outside of inference mode.
+_USUAL_KEYS: int = torch._C.DispatchKeySet(_Key.BackendSelect).add(_Key.ADInplaceOrView).raw_repr()
 
 
 def constant_in_graphs(function: Function) -> Function:
@@ -57,9 +55,3 @@ def runs_plainly() -> bool:
         or profiler._is_profiler_enabled
         or forward_ad._current_level >= 0
     )
-
-
-def refuse_graph(message: str) -> None:
-    """**Raises** RuntimeError in a compiled graph, which breaks there, or with fullgraph=True does not compile."""
-    if is_compiling():
-        raise RuntimeError(message)

@@ -19,7 +19,7 @@ ORDER = [
     "testing lightning",
     "__init__",
     "tools.measure_local_noise",
-    "tools.join tools.running_stats tools.assert_synced tools.summary tools.recorder",
+    "tools.join tools.running_stats tools.assert_synced tools.summary",
     "tools.replaced tools.table",
     "functional convert",
     "synchronised_classes",

@@ -1,7 +1,5 @@
 """Runs `python -m syncbn check`: shows that the ranks at hand train as one does, and times what that costs."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from typing import Any

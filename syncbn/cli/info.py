@@ -1,12 +1,10 @@
 """Lists for `python -m syncbn info` what is installed, and what of it syncbn can use."""
 
-from __future__ import annotations
-
-import importlib.machinery
 import importlib.metadata
 import os
 import platform
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
@@ -20,7 +18,6 @@ VARIABLES = ("SYNCBN_KERNELS", "SYNCBN_DEBUG", "OMP_NUM_THREADS", "WORLD_SIZE", 
 def info() -> dict[str, str]:
     """The lines of the table, by their names."""
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     variables = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
     return {
         "syncbn": f"{syncbn.__version__}, {Path(__file__).resolve().parents[1]}",
@@ -29,7 +26,7 @@ def info() -> dict[str, str]:
         "torch": torch.__version__,
         "triton": next((one.version for one in importlib.metadata.distributions(name="triton")), "not installed"),
         "cuda": torch.version.cuda or "none",
-        "gpus": ", ".join(gpus) or "none",
+        "gpus": ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))) or "none",
         "cpu": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
         "kernels": syncbn.kernels.available(),
         "backends": ", ".join(backends) or "none",
@@ -40,8 +37,6 @@ def info() -> dict[str, str]:
 
 def _apex() -> str:
     """apex built with APEX_CUDA_EXT=1 has an extension module `syncbn` at the top level."""
-    paths = (
-        Path(folder, f"syncbn{suffix}") for folder in sys.path for suffix in importlib.machinery.EXTENSION_SUFFIXES
-    )
+    paths = (Path(folder, f"syncbn{suffix}") for folder in sys.path for suffix in EXTENSION_SUFFIXES)
     found = ", ".join(str(path) for path in paths if path.exists())
     return f"{found}: `import syncbn` finds the package where both lie in one folder" if found else "none"

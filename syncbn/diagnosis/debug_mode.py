@@ -1,7 +1,5 @@
 """Compares, in debug mode, what the ranks of a group are about to do, before each all-reduce."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -22,7 +20,7 @@ from syncbn.distributed.text_exchange import all_gather_json, by_rank, ranks_in_
 from syncbn.program import warn
 
 # For each group a gloo group of the same ranks, for comparisons alone. An entry goes with its group.
-_side_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] = WeakKeyDictionary()
+_side_groups: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo]" = WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -74,7 +72,7 @@ class _Comparison(Guard):
             warn(f"syncbn: NaN or infinity in {call} on {ranks_in_words(bad)}")
 
 
-def _side_group(group: dist.ProcessGroup, this_rank: ThisRank) -> dist.ProcessGroupGloo:
+def _side_group(group: dist.ProcessGroup, this_rank: ThisRank) -> "dist.ProcessGroupGloo":
     # dist.new_group would name the group by the number of a rank's groups, which may differ, and would keep it.
     if group not in _side_groups:
         store = dist.PrefixStore(f"syncbn/debug/{group.group_name}", torch_private.default_store())
@@ -86,12 +84,11 @@ def _side_group(group: dist.ProcessGroup, this_rank: ThisRank) -> dist.ProcessGr
     return _side_groups[group]
 
 
-def _wanted() -> bool:
-    """Whether the environment turns debug mode on for the whole program."""
-    wanted = os.environ.get("SYNCBN_DEBUG") or "0"
-    if wanted not in ("0", "1"):
-        raise ValueError(f"SYNCBN_DEBUG must be 1, 0 or not set, got {wanted!r}")
-    return wanted == "1"
+_WANTED = os.environ.get("SYNCBN_DEBUG") or "0"  # for the whole program
+if _WANTED not in ("0", "1"):
+    raise ValueError(f"SYNCBN_DEBUG must be 1, 0 or not set, got {_WANTED!r}")
+if _WANTED == "1":
+    reduction.guards.append(_Comparison())
 
 
 @functools.cache
@@ -100,9 +97,5 @@ def run_uncompiled_where_wanted() -> None:
 
     The first layer calls this, as an import must change nothing of torch's.
     """
-    if _wanted():
+    if _WANTED == "1":
         torch.compiler.set_stance("force_eager")
-
-
-if _wanted():
-    reduction.guards.append(_Comparison())

@@ -1,13 +1,10 @@
 """Finds the path of a layer in the model that calls it, layer4.1.bn3, and the line that calls the model."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Sequence
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from syncbn.program import callers, line_of_program
 
@@ -28,18 +25,16 @@ def path_in_model(layer: nn.Module) -> str:
 
     DistributedDataParallel and the wrapper of torch.compile are left out of the name.
     """
-    names: list[str] = []
-    inner = layer
+    inner, path = layer, ""
     for _, outer in callers():
-        if isinstance(outer, DistributedDataParallel):
+        if isinstance(outer, nn.parallel.DistributedDataParallel):
             break
         if isinstance(outer, nn.Module) and outer is not inner:
             below = itertools.chain(outer.named_children(), outer.named_modules())  # most often it is a child
             name = next((name for name, module in below if module is inner), None)
             if name is not None:
-                names.insert(0, name)
-                inner = outer
-    return ".".join(part for name in names for part in name.split(".") if part != "_orig_mod")
+                inner, path = outer, f"{name}.{path}"
+    return ".".join(part for part in path.split(".") if part not in ("", "_orig_mod"))
 
 
 def line_that_calls_model() -> str:

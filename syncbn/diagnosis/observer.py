@@ -1,8 +1,5 @@
 """Observes the collectives of layers and functions: names them, and explains their failures."""
 
-from __future__ import annotations
-
-import logging
 import math
 import os
 from typing import Any
@@ -14,10 +11,9 @@ import torch.distributed as dist
 from syncbn import torch_private
 from syncbn.diagnosis import report
 from syncbn.diagnosis.layer_names import may_be_one_layer
-from syncbn.diagnosis.report import RanksDifferError
 from syncbn.diagnosis.this_rank import Group, Site
 from syncbn.diagnosis.waiting import Waiting
-from syncbn.diagnosis.watchdog import WatchedRank
+from syncbn.diagnosis.watchdog import WatchedRank, log
 from syncbn.distributed import reduction
 from syncbn.distributed.reduction import Collective, EagerReduction
 from syncbn.distributed.text_exchange import all_gather_json, by_rank, raise_faults, ranks_in_words
@@ -25,8 +21,6 @@ from syncbn.kernels.plans import RANKS_DIFFER, status_of
 from syncbn.program import callers, warn
 
 FIRST_MEETING_SECONDS = 9.0  # that a rank waits for the others before the first collective of a group
-
-_log = logging.getLogger("syncbn")
 
 
 class Observer:
@@ -57,26 +51,22 @@ class Observer:
         seconds = min(FIRST_MEETING_SECONDS, torch_private.timeout_of(group).total_seconds() / 2)
         may_abort = reduction.joined_group() is None and "gloo" in dist.get_backend_config(group)
         if may_abort and not rank.meet("first", group, seconds):
-            _log.warning(
-                "syncbn: rank %d has waited %g s for others before its first collective with them, and goes on.\n%s",
-                rank.rank, seconds, report.where_all_are(Waiting(collective)),
-            )  # fmt: skip
+            where = report.where_all_are(Waiting(collective))
+            text = "syncbn: rank %d has waited %g s for others before its first collective with them, and goes on.\n%s"
+            log.warning(text, rank.rank, seconds, where)
 
     def explain_failure(self, collective: Collective, error: RuntimeError) -> None:
         """**Raises** RuntimeError with the positions of all ranks, unless `error` has them or comes from the GPU."""
-        if isinstance(error, RanksDifferError):
-            return
         wait = Waiting(collective)
         if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
             error.add_note(
                 f"syncbn: the GPU's error is older than {wait.position.doing}, where the host has learnt of it; with "
                 "CUDA_LAUNCH_BLOCKING=1 it is raised where it happens."
             )
-            return
-        raise RuntimeError(
-            f"syncbn: a collective failed on rank {wait.rank.rank} after {wait.seconds():.1f} s.\n"
-            f"{report.where_all_are(wait, report.one_is_gone)}\nThe process group says: {error}"
-        ) from error
+        elif not isinstance(error, report.RanksDifferError):
+            where = report.where_all_are(wait, report.one_is_gone)
+            failed = f"syncbn: a collective failed on rank {wait.rank.rank} after {wait.seconds():.1f} s."
+            raise RuntimeError(f"{failed}\n{where}\nThe process group says: {error}") from error
 
     def explain_total(self, called: EagerReduction, behind: list[float], error: Exception | None) -> None:
         """Ranks in different layers or passes have met, or a rank has a fault, as the total says `behind` the sums.
@@ -86,7 +76,7 @@ class Observer:
         has_fault, all_sign = math.isnan(behind[0]), behind[1] == site.num_ranks
         if status_of(behind) == RANKS_DIFFER:
             if not (site.counts and all_sign):  # some ranks would not take part in an all_gather
-                raise RanksDifferError(report.where_all_are(wait))
+                raise report.RanksDifferError(report.where_all_are(wait))
             gathered = all_gather_json(described(called, called.collective.pass_name), called.group)
             require_one_layer(site, gathered, compares_dtypes=not has_fault)  # the fault may be the dtype
         if has_fault:
@@ -137,14 +127,13 @@ def require_one_layer(site: Site, gathered: list[dict[str, Any]], compares_dtype
     # In its first call on a rank a layer may have another name there, or be another model's as well.
     has_one_name = all_have("identity") or (may_be_one_layer(paths) and any(one["call"] == 1 for one in gathered))
     if not (has_one_name and all_have("pass")):
-        are_of_two_models = all_have("doing")  # whose layers have the same path
-        where = by_their_rank("in {doing}; {first call}" if are_of_two_models else "in {doing}")
-        raise RanksDifferError(
-            f"{where}\n{report.or_debug(report.REMEDY) if all_have('pass') else report.REMEDY_OF_PASSES}"
-        )
+        # Layers of two models may have the same path.
+        where = by_their_rank("in {doing}; {first call}" if all_have("doing") else "in {doing}")
+        remedy = report.or_debug(report.REMEDY) if all_have("pass") else report.REMEDY_OF_PASSES
+        raise report.RanksDifferError(f"{where}\n{remedy}")
     if compares_dtypes and not all_have("dtype"):
         where = by_their_rank("in {doing}, with an input of {dtype}")
-        raise RanksDifferError(f"{where}\n{report.REMEDY_OF_DTYPES}", "have inputs of different dtypes")
+        raise report.RanksDifferError(f"{where}\n{report.REMEDY_OF_DTYPES}", "have inputs of different dtypes")
     site.sign_as(max(paths, key=len), max(one["order"] for one in gathered))
 
 
@@ -187,10 +176,9 @@ def this_rank() -> WatchedRank:
             f"syncbn: this process ({os.getpid()}) was forked from one whose process group does not work here. "
             'Start it by the method "spawn" instead.'
         )
-    rank = _ranks.get(world)
-    if rank is None:
-        rank = _ranks[world] = WatchedRank(world)
-    return rank
+    if world not in _ranks:
+        _ranks[world] = WatchedRank(world)
+    return _ranks[world]
 
 
 def _after_fork() -> None:

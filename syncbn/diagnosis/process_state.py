@@ -1,7 +1,5 @@
 """Finds out about the processes of ranks: when and where this one began, why it ends, and whether others have ended."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """Reports where every rank of a group is, from the positions that the ranks write to the store (see this_rank.py)."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading
@@ -157,7 +155,7 @@ def _found(wait: Wait, rank: int, text: bytes | None) -> Found:
     if not (position.left or is_this):
         if host == process_state.host():
             state = process_state.state_of(process)
-        elif process and age > SILENCE_SECONDS and wait.rank.beats():
+        elif process and age > SILENCE_SECONDS and wait.rank.beats:
             state = f"not heard of for {age:.0f} s"
     words = [_place(wait, position)] if position.doing else []
     if wait.layer and not wait.has_arrived(position):

@@ -7,8 +7,6 @@ are equal by chance in W of 2^26 cases. A rank that cannot tell its layer, as in
 not counted.
 """
 
-from __future__ import annotations
-
 import zlib
 
 import torch

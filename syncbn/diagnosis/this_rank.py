@@ -12,8 +12,6 @@ positions are read (report.py) only when there is something to say, and fast: to
 restarts the ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -62,7 +60,7 @@ class Group:
 class Site:
     """A layer or function that calls on a group, by its name. It holds neither the one nor the other."""
 
-    def __init__(self, caller: Any, group: dist.ProcessGroup, rank: ThisRank, state: Group) -> None:
+    def __init__(self, caller: Any, group: dist.ProcessGroup, rank: "ThisRank", state: Group) -> None:
         self.caller, self.group, self.rank, self.state = ref(caller), ref(group), rank, state
         self.group_name, self.num_ranks, self.num_calls = group.group_name, group.size(), 0
         is_function = isinstance(caller, Caller)
@@ -101,15 +99,12 @@ class ThisRank:
         self.num_ranks = world.size()
         self.meetings: Counter[str] = Counter()  # how often this rank has come to the meeting of a name
         self.interval = _interval(self.store, self.num_ranks)
+        self.beats = self.interval < math.inf  # whether it writes every second
         self.evaluated_after: object = False  # the last collective before a call in evaluation mode; False: none yet
         self.left = ""
         self.ended = threading.Event()
         self.failed = False  # a collective outside of the layers failed, and ends this rank
         self.write_position()
-
-    def beats(self) -> bool:
-        """Whether it writes every second."""
-        return self.interval < math.inf
 
     def position(self) -> Position:
         """The last all_reduce of this rank, and what it has done since."""
@@ -127,7 +122,7 @@ class ThisRank:
 
         Ranks meet by the store and not by a collective, so that other threads go on and a missing rank harms nobody.
         """
-        if not self.beats():
+        if not self.beats:
             return True
         ranks = dist.get_process_group_ranks(group)
         name = f"syncbn/met/{name}/{zlib.crc32(str(ranks).encode())}"

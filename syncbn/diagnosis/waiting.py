@@ -11,8 +11,6 @@ The last is a collective of DistributedDataParallel, the data loader or the prog
 in it without spinning, as with gloo; under nccl the host most often goes on, and waits later, if at all.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
@@ -24,8 +22,8 @@ import torch.distributed as dist
 from syncbn import torch_private
 from syncbn.diagnosis import process_state
 from syncbn.diagnosis.this_rank import Position, ThisRank, position_in
-from syncbn.distributed import reduction, text_exchange
-from syncbn.distributed.reduction import Collective
+from syncbn.distributed import text_exchange
+from syncbn.distributed.reduction import Collective, guards
 from syncbn.program import line_of_program
 
 FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
@@ -66,9 +64,8 @@ class Waiting(Wait):
         site = collective.site
         super().__init__(site.rank, position_in(collective), collective.number, collective.start)
         self.collective, self.group, self.layer = collective, site.group, site.name if site.counts else ""
-        self.next_warning_seconds = min(
-            [FIRST_WARNING_SECONDS, *(one.first_warning_seconds for one in reduction.guards)]
-        )
+        of_guards = [one.first_warning_seconds for one in guards]
+        self.next_warning_seconds = min([FIRST_WARNING_SECONDS, *of_guards])
 
     def ranks(self) -> list[int]:
         group = self.group()
@@ -94,11 +91,9 @@ def elsewhere(rank: ThisRank, last: Wait | None) -> Elsewhere | None:
         return last
     # Only now: a thread that uses no more processor time than `seconds` stays in this frame.
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if seconds is None or frame is None:
+    if frame is None or not (frame.f_globals is vars(text_exchange) or torch_private.waits_for_others(frame)):
         return None
-    if frame.f_globals is not vars(text_exchange) and not torch_private.waits_for_others(frame):
-        return None
-    return Elsewhere(rank, line_of_program(frame), seconds)
+    return None if seconds is None else Elsewhere(rank, line_of_program(frame), seconds)
 
 
 class EventOn:

@@ -6,8 +6,6 @@ Nothing is logged where the program handles the error, and the positions are los
 (torchrun keeps it in a process of its own).
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -27,7 +25,7 @@ HEARTBEAT_SECONDS = 1.0  # between writes of an unchanged position; with 10,000 
 LEAVE_SECONDS = 0.3  # for which a rank that leaves waits for its own heartbeat
 WARNING_RANKS = 4  # of a group warn, as all would say the same
 
-_log = logging.getLogger("syncbn")
+log = logging.getLogger("syncbn")
 
 
 class WatchedRank(ThisRank):
@@ -54,7 +52,7 @@ def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
     rank.ended.wait()  # a group that is destroyed may be held, and the program end later
     if rank.failed:
         where = report.where_all_are(Elsewhere(rank), report.one_is_gone, at_exit=True)
-        _log.error("syncbn: a collective outside of syncbn's layers failed on rank %d.\n%s", rank.rank, where)
+        log.error("syncbn: a collective outside of syncbn's layers failed on rank %d.\n%s", rank.rank, where)
     # Layers that have called on the group still know this rank, and must not keep its store.
     rank.store_answers, rank.store = False, dist.HashStore()
 
@@ -65,7 +63,7 @@ def _look(rank: WatchedRank, last: Wait | None) -> Wait | None:
     with rank.writing:
         is_new = rank.position() != rank.written_position
         is_old = time.monotonic() - rank.written >= HEARTBEAT_SECONDS
-        due = is_new or is_old if rank.beats() else is_new and wait is not None
+        due = is_new or is_old if rank.beats else is_new and wait is not None
         if due and not rank.ended.is_set():
             rank.write_position()
     if wait is None or not wait.is_long():
@@ -75,7 +73,7 @@ def _look(rank: WatchedRank, last: Wait | None) -> Wait | None:
     with contextlib.suppress(ValueError):  # a group that has ended
         if wait.ranks().index(rank.rank) < WARNING_RANKS:
             where = report.where_all_are(wait)
-            _log.warning("syncbn: rank %d has waited %.0f s for others%s.\n%s", rank.rank, seconds, wait.place, where)
+            log.warning("syncbn: rank %d has waited %.0f s for others%s.\n%s", rank.rank, seconds, wait.place, where)
     return wait
 
 

@@ -13,11 +13,9 @@ in; training it raises ValueError.
 Making groups is a collective over ALL ranks of the default group, in the same order. Nothing else here communicates.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -25,10 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from syncbn import torch_private
 from syncbn.distributed.text_exchange import all_gather_json
-
-GroupSpec: TypeAlias = "int | str | GlobalRanks | DeviceMesh | None"  # what a layer keeps
-ProcessGroupLike: TypeAlias = "dist.ProcessGroup | GroupSpec"  # what a user passes
-
 
 # Default group -> {int or "node": this rank's group, or None for the default group itself}. A re-made default group
 # starts with nothing made, and the old entry goes with the old group.
@@ -45,10 +39,10 @@ class GlobalRanks:
         self.ranks = ranks
         self.handle = handle
 
-    def __deepcopy__(self, memo: dict[int, object]) -> GlobalRanks:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self
 
-    def __reduce__(self) -> tuple[type[GlobalRanks], tuple[tuple[int, ...]]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return GlobalRanks, (self.ranks,)
 
     def __repr__(self) -> str:
@@ -59,8 +53,7 @@ class GlobalRanks:
         there is one."""
         existing_groups = torch_private.existing_groups()
         if self.handle not in existing_groups:
-            same = (group for group in existing_groups if _ranks_of(group) == self.ranks)
-            self.handle = next(same, None)
+            self.handle = next((group for group in existing_groups if tuple(ranks_in(group)) == self.ranks), None)
         return self.handle
 
 
@@ -71,6 +64,8 @@ class OfMesh(NamedTuple):
 
 
 THIS_RANK_ALONE = OfMesh(None)
+GroupSpec: TypeAlias = int | str | GlobalRanks | DeviceMesh | None  # what a layer keeps
+ProcessGroupLike: TypeAlias = dist.ProcessGroup | GroupSpec  # what a user passes
 
 
 def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
@@ -90,7 +85,7 @@ def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
     if isinstance(process_group, dist.ProcessGroup):
         if process_group not in torch_private.existing_groups():
             raise ValueError("process_group was destroyed; pass one that exists, or None for the default group")
-        return GlobalRanks(_ranks_of(process_group), process_group)
+        return GlobalRanks(tuple(ranks_in(process_group)), process_group)
     if isinstance(process_group, DeviceMesh):
         if process_group.ndim != 1:
             raise ValueError(
@@ -136,15 +131,11 @@ def existing(spec: GroupSpec | OfMesh) -> dist.ProcessGroup | None:
         group = None
     if group is not None:
         return group
+    remedy = "set layer.process_group on each rank to a group that contains it, or to None for the default group"
     if not includes_this_rank(spec):
-        raise ValueError(
-            f"this rank is not in the layer's process_group ({spec}) and cannot train it; set layer.process_group on "
-            "each rank to a group that contains it, or to None for the default group"
-        )
-    raise RuntimeError(
-        f"the layer's process_group ({spec}) was destroyed, or no such group exists here; make it again and set "
-        "layer.process_group to it, or to None for the default group"
-    )
+        raise ValueError(f"this rank is not in the layer's process_group ({spec}) and cannot train it; {remedy}")
+    where = f"the layer's process_group ({spec}) was destroyed, or no such group exists here"
+    raise RuntimeError(f"{where}; make it again and {remedy}")
 
 
 def world() -> dist.ProcessGroup | None:
@@ -155,7 +146,11 @@ def world() -> dist.ProcessGroup | None:
 
 def ranks_of(spec: GroupSpec) -> list[int]:
     """The global ranks that `spec` means, this one alone where its group is not made yet or without it."""
-    group = existing(spec) if includes_this_rank(spec) else None
+    return ranks_in(existing(spec) if includes_this_rank(spec) else None)
+
+
+def ranks_in(group: dist.ProcessGroup | None) -> list[int]:
+    """The global ranks of a group; None is this rank alone."""
     return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
 
@@ -261,16 +256,9 @@ def _agreed_size(spec: int | str, default_group: dist.ProcessGroup) -> int:
 def _consecutive_group(ranks_per_group: int, default_group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     world_size = default_group.size()
     if world_size % ranks_per_group:
-        raise ValueError(
-            f"the number of ranks must be a multiple of the group size: {world_size} ranks do not divide into groups "
-            f"of {ranks_per_group}"
-        )
+        divided = f"{world_size} ranks do not divide into groups of {ranks_per_group}"
+        raise ValueError(f"the number of ranks must be a multiple of the group size: {divided}")
     if ranks_per_group == world_size:
         return None
-    group: dist.ProcessGroup
-    group, _ = dist.new_subgroups(ranks_per_group, timeout=torch_private.timeout_of(default_group))  # type: ignore[no-untyped-call]
-    return group
-
-
-def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))
+    timeout = torch_private.timeout_of(default_group)
+    return dist.new_subgroups(ranks_per_group, timeout=timeout)[0]  # type: ignore[no-any-return, no-untyped-call]

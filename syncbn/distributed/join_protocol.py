@@ -12,11 +12,9 @@ is preceded by an all_reduce(MAX) of one integer on a group of syncbn's own:
 | 2^62                 | leaves with an exception               | all ranks exchange their exceptions, and raise   |
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -83,29 +81,29 @@ class Shadowing(Guard):
     def exchange_failures(self, failure: str) -> None:
         """Every rank says why it leaves, or nothing. **Raises** RuntimeError on those that have nothing to say."""
         self.over = True
-        gathered = text_exchange.all_gather_text(failure, self.header_group)
+        failures = text_exchange.gather_by_rank(failure, self.header_group)
         if not failure:
-            failures = [f"rank {rank}: {text}" for rank, text in enumerate(gathered) if text]
-            raise RuntimeError(f"inside {self.name} another rank failed: " + "\n".join(failures))
+            raise RuntimeError(f"inside {self.name} another rank failed: {failures}")
 
-    def fail(self, error: Exception) -> None:
-        """Wake the others, unless it is they who woke this rank, or one of them has died."""
-        if not self.over:
-            with contextlib.suppress(RuntimeError):
-                self.agree(FAILED)
-                self.exchange_failures(f"{type(error).__name__}: {error}")
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Within, an exception wakes the others, unless it is they who woke this rank, or one of them has died."""
+        try:
+            yield
+        except Exception as error:
+            if not self.over:
+                with contextlib.suppress(RuntimeError):
+                    self.agree(FAILED)
+                    self.exchange_failures(f"{type(error).__name__}: {error}")
+            raise
 
     def run(self, body: Callable[[], None]) -> None:
         """`body`, announced, and then shadow the others until all have joined."""
-        try:
-            with guarded_by(self):
-                body()
-                # Inside the guard, so that its first all_reduce waits for no meeting; as `thread` it announces nothing.
-                self.thread = threading.current_thread()
-                self.shadow()
-        except Exception as error:
-            self.fail(error)
-            raise
+        with self.failing_together(), guarded_by(self):
+            body()
+            # Inside the guard, so that its first all_reduce waits for no meeting; as `thread` it announces nothing.
+            self.thread = threading.current_thread()
+            self.shadow()
 
     def shadow(self, iteration: Callable[[], None] | None = None) -> None:
         """This rank has joined: give zeros to the others until all have; `iteration` shadows that of a model."""

@@ -20,8 +20,6 @@ which every rank sees whether ranks in different layers have met: see kernels/pl
 GPU the host would have to wait to read it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
@@ -37,9 +35,8 @@ from torch import Tensor, nn
 
 from syncbn import torch_private
 from syncbn.distributed import groups
-from syncbn.distributed.groups import GroupSpec, OfMesh
 from syncbn.kernels.plans import FAULT, NUM_SIGNED, RANKS_DIFFER, UNSIGNED, Signature, status_of
-from syncbn.program import callers, warn
+from syncbn.program import callers, warn, warn_once
 
 
 class Caller:
@@ -60,7 +57,7 @@ class Guard:
     first_warning_seconds = math.inf  # a rank that has waited so long warns
     compares_ranks = False  # whether it compares what the ranks do
 
-    def before_all_reduce(self, reduction: EagerReduction, payload: Tensor, pass_name: str) -> None:
+    def before_all_reduce(self, reduction: "EagerReduction", payload: Tensor, pass_name: str) -> None:
         """This rank is about to add up `payload`; an exception leaves it out."""
 
 
@@ -204,7 +201,7 @@ class EagerReduction:
         return Collective(self.site, self.call, pass_name)
 
 
-def reduction_of(spec: GroupSpec | OfMesh, caller: Any, input: Any) -> NoReduction | EagerReduction:
+def reduction_of(spec: groups.GroupSpec | groups.OfMesh, caller: Any, input: Any) -> NoReduction | EagerReduction:
     """The reduction over the ranks that a call synchronises in eager mode; counts the call. `caller` is a layer or a
     `Caller`. See `resolve`."""
     group = dist.group.WORLD if spec is None else groups.existing(spec)
@@ -222,14 +219,14 @@ def reduction_of(spec: GroupSpec | OfMesh, caller: Any, input: Any) -> NoReducti
     return EagerReduction(group, site, getattr(input, "dtype", None))
 
 
-def resolve(spec: GroupSpec | OfMesh) -> dist.ProcessGroup | None:
+def resolve(spec: groups.GroupSpec | groups.OfMesh) -> dist.ProcessGroup | None:
     """The group to synchronise over now; None for a group of one rank, and when there is no process group.
 
     The first call with an int or "node" makes the groups. **Raises** ValueError for a part of the ranks inside
     syncbn.join; and as `groups.existing`.
     """
     group = groups.existing(spec)
-    if group is None and not isinstance(spec, OfMesh):
+    if group is None and not isinstance(spec, groups.OfMesh):
         if not dist.is_initialized():
             _warn_if_meant_for_several_ranks()
             return None
@@ -246,7 +243,7 @@ def resolve(spec: GroupSpec | OfMesh) -> dist.ProcessGroup | None:
     return joined or group
 
 
-def make_groups(spec: GroupSpec) -> None:
+def make_groups(spec: groups.GroupSpec) -> None:
     """Make the groups that an int or "node" needs, see groups.make; the others are told where this rank waits."""
     world = dist.group.WORLD
     if world is not None and isinstance(spec, (int, str)) and groups.existing(spec) is None:
@@ -262,9 +259,7 @@ def _has_values(payload: Tensor) -> bool:
 
 def sums_of(payload: Tensor) -> Tensor:
     """The sums in a payload, without count and signature."""
-    if payload.is_cpu:
-        return payload[: -1 - NUM_SIGNED]
-    return payload[:-1] if len(payload) % 2 else payload
+    return payload[: -1 - NUM_SIGNED] if payload.is_cpu else payload[: len(payload) // 2 * 2]
 
 
 @functools.cache
@@ -280,9 +275,8 @@ def _warn_if_meant_for_several_ranks() -> None:
         warn_in_data_parallel()
 
 
-@functools.cache
 def warn_in_data_parallel() -> None:
-    warn(
+    warn_once(
         "syncbn is not synchronising: the layer runs in nn.DataParallel, which has threads but no ranks. Use "
         "DistributedDataParallel, launched by torchrun."
     )

@@ -1,7 +1,5 @@
 """Adds up over the ranks on the side roads: in a compiled graph, and where torch transforms the computation."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -12,7 +10,6 @@ from torch import Tensor
 
 from syncbn import torch_private
 from syncbn.distributed import groups
-from syncbn.distributed.groups import GroupSpec, OfMesh
 from syncbn.distributed.reduction import ONE_RANK, TRANSFORMED_GRAPH, EagerReduction, NoReduction, joined_group
 from syncbn.kernels.plans import NUM_SIGNED
 from syncbn.kernels.select import is_transformed
@@ -36,7 +33,10 @@ class GraphReduction:
         return payload[: len(sums)]
 
 
-def reduction_in_graph(spec: GroupSpec | OfMesh, *of_call: Any) -> Reduction:
+Reduction: TypeAlias = NoReduction | EagerReduction | GraphReduction
+
+
+def reduction_in_graph(spec: groups.GroupSpec | groups.OfMesh, *of_call: Any) -> Reduction:
     """The ranks that a call synchronises in a compiled graph, as `reduction_of`. **Raises** RuntimeError where new
     groups would have to be made, and inside syncbn.join."""
     if not dist.is_initialized():  # in graphs of torch 2.11 WORLD itself is never None
@@ -44,15 +44,12 @@ def reduction_in_graph(spec: GroupSpec | OfMesh, *of_call: Any) -> Reduction:
     if joined_group() is not None:
         raise RuntimeError("inside syncbn.join nothing may be compiled: leave out torch.compile")
     group = groups.existing(spec)
-    if group is None and not isinstance(spec, OfMesh):
+    if group is None and not isinstance(spec, groups.OfMesh):
         raise RuntimeError(
             f"process_group={spec!r} needs new groups, which cannot be made inside a compiled graph; "
             "construct or convert the layers after torch.distributed.init_process_group()"
         )
     return ONE_RANK if group is None or group.size() == 1 else GraphReduction(group)
-
-
-Reduction: TypeAlias = "NoReduction | EagerReduction | GraphReduction"
 
 
 def totals(local: Sequence[Tensor], reduction: Reduction, pass_name: str, counted: bool = False) -> tuple[Tensor, ...]:

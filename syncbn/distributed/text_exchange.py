@@ -3,9 +3,8 @@
 These are for errors and agreements, not for training steps: each is one collective, and the host waits for it.
 """
 
-from __future__ import annotations
-
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -19,21 +18,21 @@ from syncbn import torch_private
 TEXT_BYTES = 4096
 
 
-def all_gather_json(value: Any, group: dist.ProcessGroup | dist.ProcessGroupGloo) -> list[Any]:
+def all_gather_json(value: Any, group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> list[Any]:
     """Every rank's value, which JSON must be able to hold in 4096 bytes."""
     return [json.loads(text) for text in all_gather_text(json.dumps(value), group)]
 
 
-def all_gather_text(text: str, group: dist.ProcessGroup | dist.ProcessGroupGloo) -> list[str]:
+def all_gather_text(text: str, group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> list[str]:
     """Every rank's text, cut at 4096 bytes: one all_gather. (torch's all_gather_object needs NumPy.)"""
     encoded = text.encode()[:TEXT_BYTES]
     gathered = all_gather(torch.tensor(list(encoded.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8), group)
     return [bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in gathered]
 
 
-def all_gather(values: Tensor, group: dist.ProcessGroup | dist.ProcessGroupGloo) -> list[Tensor]:
+def all_gather(values: Tensor, group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> list[Tensor]:
     """Every rank's `values`, of the same shape and dtype on all."""
-    local = values.to(_device_of(group))
+    local = values.to(torch_private.device_of(group))
     gathered = [torch.empty_like(local) for _ in range(group.size())]
     group.allgather([gathered], [local]).wait()  # type: ignore[union-attr]
     return gathered
@@ -41,7 +40,7 @@ def all_gather(values: Tensor, group: dist.ProcessGroup | dist.ProcessGroupGloo)
 
 def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The largest over all ranks, element by element, of `values`, which it may overwrite; on their device."""
-    local = values.to(_device_of(group))
+    local = values.to(torch_private.device_of(group))
     dist.all_reduce(local, dist.ReduceOp.MAX, group=group)
     return local.to(values.device)
 
@@ -81,31 +80,20 @@ def require_equal(lines: Sequence[str], error: Exception | None, group: dist.Pro
 
 def gather_by_rank(text: str, group: dist.ProcessGroup) -> str:
     """The ranks' texts that are not empty, a line for each, with its ranks."""
-    texts = zip(dist.get_process_group_ranks(group), all_gather_text(text, group), strict=True)
-    told = {rank: text for rank, text in texts if text}
-    return by_rank(told, told.values())
+    return by_rank(dist.get_process_group_ranks(group), all_gather_text(text, group))
 
 
 def by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
-    """A line for each of the texts, with its ranks: "ranks 0-2, 5: in bn1 forward, call 3"."""
+    """A line for each text that is not empty, with its ranks: "ranks 0-2, 5: in bn1 forward, call 3"."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         ranks_of.setdefault(text, []).append(rank)
-    return "\n".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in ranks_of.items())
+    return "\n".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in ranks_of.items() if text)
 
 
 def ranks_in_words(ranks: list[int]) -> str:
     """ranks 0-2, 5."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    index = itertools.count()  # in a run of consecutive ranks, rank - index is constant
+    runs = [[*run] for _, run in itertools.groupby(ranks, lambda rank: rank - next(index))]
     parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
-
-
-def _device_of(group: dist.ProcessGroup | dist.ProcessGroupGloo) -> torch.device:
-    """The device of the tensors that the group sends."""
-    return torch_private.device_of(group) if isinstance(group, dist.ProcessGroup) else torch.device("cpu")

@@ -4,8 +4,6 @@ NestedTensors and DTensors are unwrapped, and the output is wrapped again. Then 
 or an exported program, transformed by torch.func or forward mode, or recorded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -55,7 +53,7 @@ def train(inputs: Sequence[Arguments], caller: Any, fault: Exception | None = No
             _require_one_call(one, plain[0])
         plain[0].check_numbers()
     except Exception as error:  # of whatever class a subclass's _check_input_dim raises
-        argument_errors.raise_on_all_ranks(error, plain, reduction)
+        argument_errors.raise_on_all_ranks(error, plain, reduction, "forward")
     results = watched.normalize(plain, reduction, road.apply)
     for one, (_, statistics) in zip(plain, results, strict=True):
         watched.move_running_stats(one, statistics, road.moves)
@@ -88,14 +86,12 @@ def _unwrap(given: Arguments, synchronises: bool = True) -> tuple[Arguments, Cal
 
 def _require_one_call(one: Arguments, first: Arguments) -> None:
     """Raises ValueError unless both inputs are on one device and, as they may be DTensors, belong to the same ranks."""
-    if one.input.device != first.input.device:
-        raise ValueError(
-            f"{one.name}the input is on {one.input.device} but inputs[0] on {first.input.device}; move one"
-        )
+    device, expected = one.input.device, first.input.device
+    if device != expected:
+        raise ValueError(f"{one.name}the input is on {device} but inputs[0] on {expected}; move one")
     if one.process_group != first.process_group:
         raise ValueError(
-            f"{one.name}the batches of this input and of inputs[0] lie on different ranks, and one or both are "
-            "DTensors; call sync_batch_norm for each"
+            f"{one.name}the batches of this input and inputs[0] lie on different ranks; call sync_batch_norm for each"
         )
 
 

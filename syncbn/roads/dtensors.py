@@ -11,27 +11,24 @@ Per dim of the input's mesh, and what follows for the parameters and buffers tha
 Parameters and buffers that are plain tensors are this rank's.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from syncbn import torch_state
 from syncbn.arguments import Arguments
-from syncbn.distributed.groups import GlobalRanks, GroupSpec, OfMesh
+from syncbn.distributed.groups import GlobalRanks, GroupSpec, OfMesh, ranks_in
 from syncbn.distributed.reduction import resolve
 
 # Before torch 2.13 to_local() loses the graph of a gradient, and x.grad of a second derivative would be None.
 TO_LOCAL_LOSES_GRAPH = torch.__version__ < "2.13"
 
 
-def is_dtensor(candidate: Any) -> bool:
+def is_dtensor(candidate: Any) -> TypeGuard[Any]:
     """Whether this is a DTensor. (Importing its module to ask would be slow.)"""
     return isinstance(candidate, Tensor) and hasattr(candidate, "device_mesh")
 
@@ -80,8 +77,7 @@ def unwrap(arguments: Arguments, synchronises: bool) -> tuple[Arguments, Callabl
             _require_own_channels(name, given, x, arguments.channel_dim, of_parameters)
     if is_dtensor(arguments.mask):
         raise ValueError("mask is a DTensor, expected that of this rank's values; pass mask.to_local()")
-    counter: Any = arguments.counter
-    plain["counter"] = counter.to_local() if is_dtensor(counter) else counter
+    plain["counter"] = arguments.counter.to_local() if is_dtensor(arguments.counter) else arguments.counter
     if shards_channels:
         plain["num_channels"] = None
     if synchronises:
@@ -90,9 +86,7 @@ def unwrap(arguments: Arguments, synchronises: bool) -> tuple[Arguments, Callabl
     def place(gradient: Any) -> Any:
         """Redistributes the gradient. (The backward of from_local does so outside the graph of second derivatives.)"""
         if TO_LOCAL_LOSES_GRAPH and torch.is_grad_enabled():
-            raise RuntimeError(
-                "DTensors have no second derivatives before torch 2.13: leave out create_graph, or use 2.13"
-            )
+            raise RuntimeError("DTensors have no second derivatives before torch 2.13: leave out create_graph")
         return gradient.redistribute(placements=placements)
 
     def wrap(output: Tensor) -> Tensor:
@@ -135,14 +129,10 @@ def _group_of(mesh: DeviceMesh, adds_up: tuple[bool, ...], spec: GroupSpec | OfM
                 "group in common; make it once with torch.distributed.new_group, on all ranks"
             )
     if spec is not None:
-        given, of_mesh = _ranks_of(resolve(spec)), _ranks_of(group)
+        given, of_mesh = (sorted(ranks_in(one)) for one in (resolve(spec), group))
         if given != of_mesh:
             raise ValueError(
                 f"process_group is ranks {given}, but the batch of the input, a DTensor with placements {placements}, "
                 f"lies on ranks {of_mesh}; set process_group=None, or pass input.to_local()"
             )
     return OfMesh(group)
-
-
-def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    return [dist.get_rank()] if group is None else sorted(dist.get_process_group_ranks(group))

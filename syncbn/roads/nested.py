@@ -1,9 +1,7 @@
 """Unwraps a jagged NestedTensor: the values of its sequences, one behind another, are normalised."""
 
-from __future__ import annotations
-
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,5 +35,4 @@ def unwrap(arguments: Arguments) -> tuple[Arguments, Callable[[Tensor], Tensor]]
     def wrap(output: Tensor) -> Tensor:
         return torch.nested.nested_tensor_from_jagged(output.movedim(0, jagged_dim - 1), offsets, jagged_dim=jagged_dim)
 
-    z, mask = values(arguments.z), values(arguments.mask)
-    return dataclasses.replace(arguments, input=values(x), z=z, mask=mask), wrap
+    return replace(arguments, input=values(x), z=values(arguments.z), mask=values(arguments.mask)), wrap

@@ -4,8 +4,6 @@ torch.fx.Tracer takes the layers of torch.nn for leaves (`is_leaf_module`) and t
 ours makes its leaf itself, in its forward. Nothing here waits for other ranks: often one rank alone records.
 """
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 from torch import nn

@@ -4,8 +4,6 @@ Dispatch modes, profilers and checkpoints watch operators. Calls with a mask, te
 momentum in a tensor take this road too.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +11,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from syncbn import double_backward, torch_state
 from syncbn.arguments import Arguments, require_two_values
@@ -51,14 +48,11 @@ class BatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(call: Call, *tensors: Any) -> tuple[Tensor, ...]:
         k = len(call.layouts)
-        inputs = [tensors[index::k] for index in range(k)]
-        local = [
-            forward_sums(x, num_values, layout)
-            for (x, *_, num_values), layout in zip(inputs, call.layouts, strict=True)
-        ]
+        inputs = [(layout, *tensors[index::k]) for index, layout in enumerate(call.layouts)]
+        local = [forward_sums(x, num_values, layout) for layout, x, *_, num_values in inputs]
         ys, statistics = [], []
         for index, total in enumerate(totals(local, call.reduction, "forward", counted=True)):
-            (x, *parameters, num_values), layout = inputs[index], call.layouts[index]
+            layout, x, *parameters, num_values = inputs[index]
             if num_values is not None or x.numel() <= layout.sizes[1]:  # else this rank alone has two values
                 require_two_values(total[-1], x, f"inputs[{index}]: " if k > 1 else "")
             kernels = select_kernels(x, *parameters)
@@ -117,8 +111,8 @@ def move_running_stats(given: Arguments, statistics: Tensor, moves: bool) -> Non
 
 def backward(ctx: Any, saved: tuple[Any, ...], needed: tuple[bool, ...], dy: Tensor) -> Gradients:
     """The gradients of x, weight, bias and residual that are needed, for step._Step, to which `ctx` belongs."""
-    inputs = [backward_input(ctx.layout, dy, saved, needed, ctx.bias_dtype)]
-    return _gradients(inputs, ctx.eps, ctx.reduction)[0]
+    one = backward_input(ctx.layout, dy, saved, needed, ctx.bias_dtype)
+    return _gradients([one], ctx.eps, ctx.reduction)[0]
 
 
 def forward_sums(x: Tensor, num_values: Tensor | None, layout: Layout) -> Tensor:
@@ -156,10 +150,7 @@ def _gradients(inputs: Sequence[BackwardInput], eps: float, reduction: Reduction
 def backward_sums(one: BackwardInput) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The local sums, grad_weight and grad_bias."""
     kernels, (x, dy, y, _, statistics) = select_kernels(*one.tensors()), one.tensors()
-    sums: tuple[Tensor, Tensor | None, Tensor | None] = kernels.backward_sums(
-        dy, x, y, one.layout, statistics, one.weight_dtype, one.bias_dtype
-    )
-    return sums
+    return kernels.backward_sums(dy, x, y, one.layout, statistics, one.weight_dtype, one.bias_dtype)  # type: ignore[no-any-return]
 
 
 def backward_outputs(one: BackwardInput, total: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -169,9 +160,9 @@ def backward_outputs(one: BackwardInput, total: Tensor) -> tuple[Tensor | None, 
     if not (one.needs_x or of_residual):
         return None, dy if one.needs_residual else None
     grad_x, grad_residual = kernels.backward_outputs(dy, x, y, one.layout, total, statistics, weight, of_residual)
-    return grad_x, grad_residual if of_residual or not one.needs_residual else dy
+    return grad_x, dy if one.needs_residual and y is None else grad_residual
 
 
 def _profiled(name: str) -> contextlib.AbstractContextManager[object]:
     """A profiler's range of this name while one records."""
-    return record_function(name) if torch_state.profiler_enabled() else contextlib.nullcontext()
+    return torch.profiler.record_function(name) if torch_state.profiler_enabled() else contextlib.nullcontext()

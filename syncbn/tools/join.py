@@ -5,8 +5,6 @@ same in every iteration. How many collectives batch norm has depends on the laye
 join_protocol.py; a thread of ours shadows these, beside Join, which works on the group of the model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import threading
@@ -70,12 +68,11 @@ def join(ddp_model: DistributedDataParallel, *, divide_by_initial_world_size: bo
         session.warm_up()
         torch_join = _Join(session, divide_by_initial_world_size)
         with register_module_forward_pre_hook(session.before_forward), guarded_by(session), torch_join:
-            try:
+            with session.failing_together():
                 yield
-            except Exception as error:
-                session.fail(error)
-                raise
-            session.start_thread()
+            # This rank has no more data, and joins: from now on it shadows the others.
+            session.thread = threading.Thread(target=session.serve, name="syncbn.join", daemon=True)
+            session.thread.start()
         layers = [layer for layer in ddp_model.modules() if isinstance(layer, SyncBatchNorm)]
         session.take_from_the_last(buffer for layer in layers for buffer in layer.buffers(recurse=False))
 
@@ -110,17 +107,9 @@ class _Session(Shadowing):
         if module is not self.model:
             raise RuntimeError("syncbn.join joins one model, and here runs a second DistributedDataParallel")
         if not torch.is_grad_enabled():
-            raise RuntimeError(
-                "inside syncbn.join each forward of the joined model is a step with its backward; "
-                "without gradients call ddp_model.module"
-            )
+            raise RuntimeError("inside syncbn.join the model needs gradients; without gradients call ddp_model.module")
         self.num_iterations += 1
         self.agree(ITERATION, self.caller, self.num_iterations, "iteration")
-
-    def start_thread(self) -> None:
-        """This rank has no more data, and joins: from now on it shadows the others."""
-        self.thread = threading.Thread(target=self.serve, name="syncbn.join", daemon=True)
-        self.thread.start()
 
     def serve(self) -> None:
         """The thread."""

@@ -19,24 +19,30 @@ Beta((n_r - 1) / 2, (n - n_r) / 2), whose moments are b1 = (n_r - 1) / (n - 1) a
     E[(v_r / v - 1)^2] = (n / n_r)^2 b2 - 2 (n / n_r) b1 + 1,                             about 2 / n_r - 2 / n.
 """
 
-from __future__ import annotations
-
 import contextlib
+import dataclasses
+import inspect
 import math
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import moments
+from syncbn import masks, moments, torch_private, torch_state
+from syncbn.arguments import Arguments
 from syncbn.convert import check_module, kind_of
-from syncbn.distributed.groups import ProcessGroupLike, to_spec
+from syncbn.distributed.groups import GroupSpec, ProcessGroupLike, to_spec
 from syncbn.distributed.join_protocol import refuse_inside_join
 from syncbn.distributed.reduction import Caller, EagerReduction, NoReduction, reduction_of, resolve
+from syncbn.distributed.side_reductions import totals
 from syncbn.distributed.text_exchange import all_reduce_max, gather_by_rank, require_equal
-from syncbn.tools.recorder import Recorder
+from syncbn.layer import SyncBatchNorm
+from syncbn.layout import Layout
+from syncbn.roads import dtensors, nested, watched
+from syncbn.tools.replaced import replaced
 from syncbn.tools.summary import bytes_if_synchronised
 from syncbn.tools.table import table
 
@@ -166,10 +172,8 @@ def measure_local_noise(
     refuse_inside_join("measure_local_noise")
     spec = to_spec(process_group)
     if resolve(spec) is None and num_slices == 1:
-        raise ValueError(
-            "measure_local_noise has one rank, which has nothing to compare; pass num_slices=8 to cut its batch into "
-            "the parts of 8 ranks, or start several with torchrun"
-        )
+        remedy = "pass num_slices=8 to cut its batch into the parts of 8 ranks, or start several with torchrun"
+        raise ValueError(f"measure_local_noise has one rank, which has nothing to compare; {remedy}")
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
     recorders = [Recorder(name or "(the model)", layer, spec, num_slices) for name, layer in layers.items()]
     noise = LocalNoise()
@@ -185,6 +189,107 @@ def measure_local_noise(
     called = [one for one in recorders if one.num_calls and one.name not in noise.not_measured]
     if called:
         noise.extend(_rows(called, ranks))
+
+
+class Recorder(torch.overrides.TorchFunctionMode):
+    """Keeps the sums of the inputs that one layer normalises in training, F.batch_norm's or syncbn's, on this rank.
+
+    Subclasses may rearrange the input of the module first, so a mode, active in the layer's forward, sees F.batch_norm.
+    Inside torch's synchronised layer nothing can be seen; there the input of the module counts, as long as the forward
+    is torch's own. A recorder raises nothing, as the training goes on and the other ranks do.
+    """
+
+    def __init__(self, name: str, layer: _BatchNorm, spec: GroupSpec, num_slices: int) -> None:
+        """`spec` is the group to compare; None takes the layer's own."""
+        super().__init__()
+        self.name, self.layer, self.num_slices = name, layer, num_slices
+        if spec is None and isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)):
+            spec = to_spec(layer.process_group)
+        self.spec, self.eps = spec, layer.eps
+        self.num_calls = 0  # in training mode
+        self.sums: list[Tensor] = []  # for each call (2C + 1, num_slices), packed as in moments.py
+        self.why_left_out = ""
+        self.has_seen = False  # a batch norm in the current forward
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within, each batch norm in training that the layer computes is recorded."""
+        layer, original = self.layer, self.layer.forward
+
+        def forward(called: nn.Module, /, *args: Any, **options: Any) -> Any:
+            if called is not layer:  # but a copy, made within
+                return type(called).forward(called, *args, **options)
+            if not layer.training:
+                return original(*args, **options)
+            if type(layer).forward is nn.SyncBatchNorm.forward:
+                (x,) = (*args, *options.values())
+                self.record(Arguments(x, eps=layer.eps))
+                return original(*args, **options)
+            self.has_seen = False
+            with self:
+                output = original(*args, **options)
+            if not self.has_seen:
+                self.leave_out(
+                    f"the forward of its class {kind_of(layer)} calls neither super().forward nor F.batch_norm, or is "
+                    "derived from nn.SyncBatchNorm's, in which nothing is seen"
+                )
+            return output
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(replaced(layer, "forward", MethodType(forward, layer)))
+            if isinstance(layer, SyncBatchNorm):
+                train = layer._train_over_ranks
+
+                def record_and_train(given: Arguments, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
+                    self.record(given)
+                    return train(given, layer)
+
+                stack.enter_context(replaced(layer, "_train_over_ranks", record_and_train))
+            yield
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.batch_norm:
+            self.has_seen = True
+            call = inspect.signature(func).bind(*args, **kwargs or {})
+            call.apply_defaults()
+            if call.arguments["training"]:
+                self.record(Arguments(call.arguments["input"], eps=call.arguments["eps"]))
+        return func(*args, **kwargs or {})
+
+    @torch.no_grad()
+    def record(self, arguments: Arguments) -> None:
+        """A batch norm of the layer in training."""
+        self.has_seen = True
+        if torch_state.current_backward() != -1:
+            return
+        self.num_calls += 1
+        try:
+            self.sums.append(self._local_sums(arguments))
+        except Exception as error:  # of whatever class a strange input raises
+            self.leave_out(str(error))
+
+    def leave_out(self, why: str) -> None:
+        """The layer is not measured."""
+        self.why_left_out = self.why_left_out or " ".join(why.split()) or "its input cannot be read"
+
+    def _local_sums(self, arguments: Arguments) -> Tensor:
+        """The sums of each slice of this call's input."""
+        if torch_private.inside_vmap():
+            raise RuntimeError("an ensemble under torch.func.vmap has no batch of its own; measure one of its models")
+        if dtensors.is_dtensor(arguments.input):
+            raise TypeError("its input is a DTensor, whose mesh says which ranks share a batch; measure plain tensors")
+        self.eps, channel_dim = arguments.eps, arguments.channel_dim
+        arguments = dataclasses.replace(arguments, num_channels=self.layer.num_features, check_input_dim=None)
+        if nested.is_jagged(arguments.input):
+            arguments, _ = nested.unwrap(arguments)
+        arguments.check()
+        x, mask = masks.apply(arguments.mask, arguments.input.detach(), channel_dim)
+        slices = []
+        for index, part in enumerate(x.tensor_split(self.num_slices)):
+            layout = Layout.of(part, channel_dim)
+            num_values = None if mask is None else mask.tensor_split(self.num_slices)[index].sum()
+            slices.append(watched.forward_sums(layout.dense(part), num_values, layout))
+        return torch.stack(slices, dim=1)
 
 
 def _not_measured(recorders: list[Recorder], ranks: NoReduction | EagerReduction) -> dict[str, str]:
@@ -215,17 +320,16 @@ def _rows(recorders: list[Recorder], ranks: NoReduction | EagerReduction) -> lis
 
 def _totals(recorders: list[Recorder], local: list[Tensor]) -> list[Tensor]:
     """The sums of each layer's calls over its group, (2C + 1, calls, 1). One all_reduce for each group."""
-    totals = [sums.sum(2, keepdim=True) for sums in local]
+    all_sums = [sums.sum(2, keepdim=True) for sums in local]
     of_groups: dict[Any, list[tuple[Recorder, Tensor]]] = {}
-    for recorder, total in zip(recorders, totals, strict=True):
-        of_groups.setdefault(resolve(recorder.spec), []).append((recorder, total))
+    for recorder, sums in zip(recorders, all_sums, strict=True):
+        of_groups.setdefault(resolve(recorder.spec), []).append((recorder, sums))
     for of_group in of_groups.values():
         ranks = reduction_of(of_group[0][0].spec, _CALLER, None)
-        packed = ranks.total(torch.cat([total.flatten() for _, total in of_group]), "all_reduce")
-        for _, total in of_group:
-            part, packed = packed.tensor_split([total.numel()])
-            total.copy_(part.view_as(total))
-    return totals
+        of_ranks = totals([sums.flatten() for _, sums in of_group], ranks, "all_reduce")
+        for (_, sums), total in zip(of_group, of_ranks, strict=True):
+            sums.copy_(total.view_as(sums))
+    return all_sums
 
 
 def _squares(local: Tensor, total: Tensor, eps: float) -> Tensor:
@@ -245,6 +349,6 @@ def _squares(local: Tensor, total: Tensor, eps: float) -> Tensor:
         times.square() * b2 - 2 * times * b1 + 1,
         (off * group_invstd).square() + var * (invstd - group_invstd).square(),
     )
-    constant = group_var <= ROUNDING * group_mean.square()  # False for NaN, which is to be seen
-    left_out = constant | (local_n == 0)
+    # Constant channels are left out, and slices without samples; not NaN, which is to be seen.
+    left_out = (group_var <= ROUNDING * group_mean.square()) | (local_n == 0)
     return torch.stack([torch.where(left_out, 0.0, term).sum() for term in terms])

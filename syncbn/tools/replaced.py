@@ -1,7 +1,5 @@
 """Replaces an attribute of a module for as long as a tool needs it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

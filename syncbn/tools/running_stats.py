@@ -1,7 +1,5 @@
 """Computes running statistics of more than one batch: of micro-batches, of a data set, of all ranks' own batches."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -11,13 +9,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from syncbn import moments, step, torch_private
 from syncbn.arguments import Arguments
@@ -25,14 +21,14 @@ from syncbn.convert import CONVERT, convert_syncbn_model, revert_syncbn_model, u
 from syncbn.distributed import groups
 from syncbn.distributed.join_protocol import Shadowing
 from syncbn.distributed.reduction import Caller, reduction_of
+from syncbn.distributed.side_reductions import totals
 from syncbn.distributed.text_exchange import all_reduce_max, require_equal
 from syncbn.layer import SyncBatchNorm
 from syncbn.moments import Pool
 from syncbn.tools.replaced import replaced
-from syncbn.torch_state import current_backward, refuse_graph
+from syncbn.torch_state import current_backward, is_compiling
 
 _CALLER = Caller("merge_running_stats")
-_pools: WeakKeyDictionary[nn.Module, Pool] = WeakKeyDictionary()  # of the layers whose statistics are collected now
 
 Layer = TypeVar("Layer", bound=_BatchNorm)
 Count: TypeAlias = float | Mapping[str, float] | None
@@ -71,12 +67,11 @@ def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
         yield
     with torch.no_grad():
         for layer, pool in pools.items():
-            if pool.is_empty:
-                continue
-            running_mean, running_var, counter = _buffers(layer)
-            counter += 1
-            momentum = 1.0 / counter.to(torch.float64) if layer.momentum is None else layer.momentum
-            moments.update_running_stats(running_mean, running_var, pool.statistics(), momentum)
+            if not pool.is_empty:
+                running_mean, running_var, counter = _buffers(layer)
+                counter += 1
+                momentum = 1.0 / counter.to(torch.float64) if layer.momentum is None else layer.momentum
+                moments.update_running_stats(running_mean, running_var, pool.statistics(), momentum)
 
 
 @torch.no_grad()
@@ -129,11 +124,7 @@ def recompute_running_stats(
         for batch in _shown(itertools.islice(loader, num_batches), loader, num_batches, progress):
             call(model, batch)
 
-    with (
-        torch.compiler.set_stance("force_eager"),
-        _training_over_all_ranks(model, layers),
-        _collecting(layers) as pools,
-    ):
+    with torch.compiler.set_stance("force_eager"), _training_over_ranks(model, layers), _collecting(layers) as pools:
         if groups.world() is None:
             run()
         else:
@@ -179,11 +170,10 @@ def merge_running_stats(model: nn.Module, count: float | Mapping[str, float] | N
     if world is None:
         return
     b = 0 if count is None else 1
-    sums = torch.cat([_weighted_sums(layer, n, b) for layer, n in zip(layers, weights, strict=True)])
-    total_sums = reduction_of(None, _CALLER, sums).total(sums, "all_reduce")
-    totals = torch.split(total_sums, [2 * layer.num_features + 1 for layer in layers])
+    sums = [_weighted_sums(layer, n, b) for layer, n in zip(layers, weights, strict=True)]
+    of_all_ranks = totals(sums, reduction_of(None, _CALLER, sums[0]), "all_reduce")
     counters = all_reduce_max(torch.stack([_buffers(layer)[-1] for layer in layers]), world)
-    for layer, total, counter in zip(layers, totals, counters, strict=True):
+    for layer, total, counter in zip(layers, of_all_ranks, counters, strict=True):
         (weighted_mean, weighted_square), n = total[:-1].chunk(2), total[-1]
         mean = weighted_mean / n
         var = ((weighted_square - n * mean * mean) / (n - b)).clamp(min=0)
@@ -195,7 +185,7 @@ def _layers_with_running_stats(model: nn.Module, layer_class: type[Layer]) -> li
     layers = []
     for name, layer in model.named_modules():
         if isinstance(layer, layer_class) and layer.track_running_stats and layer.running_mean is not None:
-            if is_lazy(layer.running_mean):
+            if nn.parameter.is_lazy(layer.running_mean):
                 raise ValueError(f"the layer {name!r} is lazy and has no statistics yet; run a forward before")
             layers.append(layer)
     return layers
@@ -233,26 +223,27 @@ def _replace(layer: _BatchNorm, values: Sequence[Tensor], known: Sequence[Tensor
 @contextlib.contextmanager
 def _collecting(layers: list[Layer]) -> Iterator[dict[Layer, Pool]]:
     """Within, these layers' statistics go to the pools, one for each layer; counters are put back."""
-    if any(layer in _pools for layer in layers):
+    if any(
+        isinstance(getattr(layer, "_train_over_ranks", None), functools.partial) for layer in layers
+    ):  # another block's
         raise RuntimeError("accumulate_running_stats and recompute_running_stats cannot run inside one another")
     pools = {layer: Pool(layer.num_features, _buffers(layer)[0].device) for layer in layers}
     with contextlib.ExitStack() as undo:
         for layer, pool in pools.items():
-            _pools[layer] = pool
-            undo.callback(_pools.pop, layer)
-            undo.enter_context(replaced(layer, "_train_over_ranks", _train))
+            undo.enter_context(replaced(layer, "_train_over_ranks", functools.partial(_train, pool)))
             *_, counter = _buffers(layer)
             undo.callback(counter.copy_, counter.clone())
         yield pools
 
 
-def _train(given: Arguments, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
+def _train(pool: Pool, given: Arguments, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
     """Train the layer, and give the statistics to its pool."""
     if given.running_mean is not layer.running_mean:  # a subclass's own buffers
         return step.train(given, layer)
-    refuse_graph("compiled graphs cannot collect running statistics; compile without fullgraph=True")
+    if is_compiling():  # the graph breaks here
+        raise RuntimeError("compiled graphs cannot collect running statistics; compile without fullgraph=True")
     y, statistics = step.train(given.without_running_stats(), layer)
-    _pools[layer].add(statistics, moves=current_backward() == -1)
+    pool.add(statistics, moves=current_backward() == -1)
     return y, statistics
 
 
@@ -268,10 +259,9 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _training_over_all_ranks(model: nn.Module, layers: list[_BatchNorm]) -> Iterator[None]:
+def _training_over_ranks(model: nn.Module, layers: list[_BatchNorm]) -> Iterator[None]:
     """Within, these layers are in training mode and synchronised over all ranks, and other modules in evaluation."""
-    found = unsynchronised(model)
-    refused = [one.name for one in found if one.layer in layers and one.remedy != CONVERT]
+    refused = [one.name for one in unsynchronised(model) if one.layer in layers and one.remedy != CONVERT]
     if refused:
         raise ValueError(f"layers that convert_syncbn_model leaves as they are cannot take part: {', '.join(refused)}")
     with contextlib.ExitStack() as undo:

@@ -1,11 +1,8 @@
 """Makes the table of a model's synchronised layers: what each sends, and whether it really synchronised."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn import kernels
 from syncbn.convert import check_module, described, unsynchronised
@@ -80,7 +77,7 @@ def _last_eager_step(layer: SyncBatchNorm) -> str:
     return f"none here; {num_batches} compiled or loaded" if num_batches else "none yet"
 
 
-def bytes_if_synchronised(layer: _BatchNorm) -> tuple[int, int]:
+def bytes_if_synchronised(layer: nn.modules.batchnorm._BatchNorm) -> tuple[int, int]:
     """The bytes that a rank sends in a call's forward and in its backward, in a group of two ranks or more."""
     numbers = 2 * layer.num_features
     on_cpu = all(tensor.is_cpu for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))

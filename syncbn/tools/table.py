@@ -1,7 +1,5 @@
 """Sets rows of text in columns, for what the tools print."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 
