@@ -51,7 +51,6 @@ def require_equal(compiled: nn.Module, layer: nn.Module, eager: nn.Module, x: Te
 @pytest.mark.parametrize(
     ("backend", "options"),
     [
-        ("eager", {}),
         ("aot_eager", {}),
         ("inductor", {}),
         ("inductor", {"process_group": 1}),

@@ -92,25 +92,19 @@ def test_what_it_sends(ranks: Ranks) -> None:
     assert "forward" not in vars(model[0])
 
 
-@pytest.mark.parametrize(
-    ("differs", "words"),
-    [
-        ("slices", r"first in:\nrank 0: num_slices=2\nranks? 1.*: num_slices=1$"),
-        ("calls", r"first in:\nrank 0: 300: 3 channels, called 2 times\nranks? 1.*: 300: 3 channels, called 1 times$"),
-    ],
-)
-def test_ranks_that_differ_raise_everywhere(ranks: Ranks, differs: str, words: str) -> None:
+def test_ranks_that_differ_raise_everywhere(ranks: Ranks) -> None:
     """Also at the end of a text that is longer than an exchange takes."""
-    model, slices_and_calls = nn.ModuleList(layer(ranks) for _ in range(301)), {"slices": 1, "calls": 1}
-    slices_and_calls[differs] += ranks.rank == 0
+    model, more = nn.ModuleList(layer(ranks) for _ in range(301)), int(ranks.rank == 0)
 
-    def block() -> None:
-        with syncbn.measure_local_noise(model, num_slices=slices_and_calls["slices"]):
-            for _ in range(slices_and_calls["calls"]):
+    def block(num_slices: int, num_calls: int) -> None:
+        with syncbn.measure_local_noise(model, num_slices=num_slices):
+            for _ in range(num_calls):
                 model[300](part(ranks, ranks.rank))
 
-    with pytest.raises(ValueError, match=words):
-        block()
+    with pytest.raises(ValueError, match=r"first in:\nrank 0: num_slices=2\nranks? 1.*: num_slices=1$"):
+        block(1 + more, 1)
+    with pytest.raises(ValueError, match=r"\nrank 0: 300: 3 channels, called 2 times\nranks? 1.*: 300: .* 1 times$"):
+        block(1, 1 + more)
 
 
 def test_a_layer_that_one_rank_cannot_read_is_left_out_on_all(ranks: Ranks) -> None:

@@ -3,8 +3,6 @@
 Fake tensors have no values: whatever asks for one raises. On them the code takes the path of CUDA tensors.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

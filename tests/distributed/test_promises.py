@@ -13,8 +13,6 @@
 8. A bad argument is a ValueError or TypeError that gives the values and the remedy, on every rank.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,5 +1,4 @@
-"""torch.func over all ranks: layers that are called as functions, vmap over an ensemble, and what is refused. Its
-derivatives are in test_derivatives.py."""
+"""torch.func over all ranks: vmap over an ensemble, and what is refused. Its derivatives are in test_derivatives.py."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,25 +28,6 @@ def ours(x: Tensor, weight: Tensor | None = None) -> Tensor:
 def layers(ranks: Ranks) -> tuple[nn.Module, nn.Module]:
     """Ours and torch's."""
     return tuple(kind(3).to(ranks.device, torch.float64) for kind in (syncbn.SyncBatchNorm1d, nn.BatchNorm1d))
-
-
-def test_functional_call(ranks: Ranks) -> None:
-    """Buffers that are arguments move; captured ones raise torch's error, as for nn.BatchNorm."""
-    x, (layer, expected) = data(ranks), layers(ranks)
-    mine = x[ranks.even(len(x))]
-    expected(x).pow(3).sum().backward()
-    parameters = dict(layer.named_parameters())
-    buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
-
-    def loss(parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
-        return functional_call(layer, (parameters, buffers), (x,)).pow(3).sum()
-
-    gradients = grad(loss)(parameters, buffers, mine)
-    torch.testing.assert_close(ranks.total(gradients["weight"]), expected.weight.grad, rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close(buffers, dict(expected.named_buffers()), rtol=1e-12, atol=1e-12)
-    assert layer.num_batches_tracked == 0
-    with pytest.raises(RuntimeError, match=r"in-place operation .* that would mutate a captured Tensor"):
-        grad(lambda parameters, x: functional_call(layer, parameters, (x,)).pow(3).sum())(parameters, mine)
 
 
 def test_layer_in_forward_mode(ranks: Ranks) -> None:
@@ -107,23 +87,21 @@ def test_nan_passes(ranks: Ranks) -> None:
     assert gradients.isnan().all()
 
 
-@pytest.mark.parametrize("inner", ["forward", "grad", "jvp"])
-def test_faults_inside_vmap(ranks: Ranks, inner: str) -> None:
+@pytest.mark.parametrize(
+    "transform",
+    [vmap, lambda f: vmap(grad(lambda x: f(x).sum())), lambda f: vmap(lambda x: jvp(f, (x,), (x,)))],
+    ids=["forward", "grad", "jvp"],
+)
+def test_faults_inside_vmap(ranks: Ranks, transform: Callable[..., Callable[..., Any]]) -> None:
     """Every rank has the ValueError of one rank, and that of one value a channel; nothing of it stays."""
-
-    def transformed(function: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-        if inner == "grad":
-            return vmap(grad(lambda x: function(x).sum()))
-        return vmap(function if inner == "forward" else lambda x: jvp(function, (x,), (x,)))
-
     x = data(ranks)[ranks.even(2 * ranks.size)]
     layer = syncbn.SyncBatchNorm(3, track_running_stats=False).double().to(ranks.device)
     expected = layer(x)
     with pytest.raises(ValueError, match="3 channels in dim 1 of the input, got 2"):
-        transformed(lambda x: layer(x[:, :2] if ranks.rank == 0 else x))(torch.stack((x, x)))
+        transform(lambda x: layer(x[:, :2] if ranks.rank == 0 else x))(torch.stack((x, x)))
     single = torch.ones(2, int(ranks.rank == 0), 3, dtype=x.dtype, device=ranks.device)
     with pytest.raises(ValueError, match="Expected more than 1 value per channel when training, got 1 over all ranks"):
-        transformed(layer)(single)
+        transform(layer)(single)
     torch.testing.assert_close(layer(x), expected)
 
 
