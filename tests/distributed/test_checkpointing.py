@@ -18,7 +18,6 @@ from training import step
 from voting import Ranks
 
 import syncbn
-from syncbn import torch_state
 
 NUM_LAYERS = 2
 
@@ -85,19 +84,10 @@ def test_equals_the_unchecked_model(ranks: Ranks, way: str, options: dict[str, o
     assert counted.total == (2 if way == "selective" else 3) * NUM_LAYERS
 
 
-class AddsAfterwards(nn.Module):
-    """Additions behind a batch norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.linear = syncbn.SyncBatchNorm1d(4), nn.Linear(4, 4)
-
+class WithOperatorsBehind(syncbn.SyncBatchNorm1d):
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        for _ in range(3):
-            x = x + self.linear(x).tanh()
-        return x
+        x = super().forward(x)
+        return torch.where(x > 0, x + x.tanh(), x * x.sin()).double()
 
 
 @pytest.mark.parametrize("operator", ["add", "mul", "_to_copy", "where"])
@@ -110,7 +100,7 @@ def test_any_operator_may_be_saved(ranks: Ranks, operator: str) -> None:
 
     context_fn = partial(create_selective_checkpoint_contexts, save)
     wrap = partial(Checkpointed, use_reentrant=False, context_fn=context_fn)
-    check_like_unchecked(AddsAfterwards(), wrap, own_input(ranks, 5, 4))
+    check_like_unchecked(WithOperatorsBehind(4, momentum=None), wrap, own_input(ranks, 5, 4))
 
 
 def test_checkpoint_inside_fsdp2(ranks: Ranks) -> None:
@@ -128,25 +118,17 @@ def test_a_forward_inside_backward_leaves_the_statistics(ranks: Ranks) -> None:
     """Also one for another reason than a recompute: documented."""
     layer = syncbn.SyncBatchNorm1d(3, device=ranks.device)
     x = torch.randn(4, 3, device=ranks.device, requires_grad=True)
-    assert torch_state.current_backward() == -1
-    seen: list[bool] = []
-
-    def hook(gradient: Tensor) -> None:
-        seen.append(torch_state.current_backward() != -1)
-        layer(x.detach())
-
     y = x * 1
-    y.register_hook(hook)
+    y.register_hook(lambda gradient: layer(x.detach()) * gradient)
     y.sum().backward()
-    assert seen == [True]
+    assert layer._call_site.num_calls == 1
     assert layer.num_batches_tracked == 0
     assert not layer.running_mean.any()
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled(ranks: Ranks, backend: str) -> None:
+def test_compiled(ranks: Ranks) -> None:
     def wrap(inner: nn.Module) -> nn.Module:
-        return torch.compile(Checkpointed(inner, use_reentrant=False), backend=backend, fullgraph=True)
+        return torch.compile(Checkpointed(inner, use_reentrant=False), backend="aot_eager", fullgraph=True)
 
     check_like_unchecked(block(), wrap, own_input(ranks), tolerance=1e-5)

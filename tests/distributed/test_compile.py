@@ -15,11 +15,11 @@ from training import step
 from voting import Ranks
 
 import syncbn
-from syncbn import kernels
-from syncbn.kernels import chunked, select
+from syncbn.kernels import available
 
 pytestmark = pytest.mark.compiles
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HAS_OPERATORS = DEVICE == "cpu" and "cpu: C++" in available() and torch.__version__ >= "2.12"  # in graphs
 
 
 def small_model(**options: object) -> nn.Module:
@@ -51,7 +51,6 @@ def require_equal(compiled: nn.Module, layer: nn.Module, eager: nn.Module, x: Te
 @pytest.mark.parametrize(
     ("backend", "options"),
     [
-        ("eager", {}),
         ("aot_eager", {}),
         ("inductor", {}),
         ("inductor", {"process_group": 1}),
@@ -109,12 +108,11 @@ def test_bf16_autocast(ranks: Ranks) -> None:
     torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_masks(ranks: Ranks, backend: str) -> None:
+def test_masks(ranks: Ranks) -> None:
     """No shape depends on the mask's values, so nothing breaks the graph."""
     eager, x = syncbn.SyncBatchNorm2d(1, fuse_relu=True).to(ranks.device), own_input(ranks)
     layer = copy.deepcopy(eager)
-    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    compiled = torch.compile(layer, fullgraph=True)
     for seed in range(2):
         mask = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(seed)).to(ranks.device) < 0.5
         actual, expected = step(compiled, layer, x, mask=mask), step(eager, eager, x, mask=mask)
@@ -140,39 +138,14 @@ def test_dynamic_batch_sizes_compile_twice(ranks: Ranks) -> None:
     assert counter.frame_count == 2
 
 
-def graphs_of(layer: nn.Module, x: Tensor) -> list[torch.fx.Graph]:
-    """Of forward and backward."""
-    graphs = Graphs()
-    compiled = torch.compile(layer, backend=graphs.backend, fullgraph=True)
-    compiled(x.requires_grad_()).sum().backward()
-    return graphs.graphs
-
-
 def test_one_all_reduce_each_way(ranks: Ranks) -> None:
-    graphs = graphs_of(syncbn.SyncBatchNorm2d(1).to(ranks.device), own_input(ranks))
-    assert [sum("all_reduce" in str(node.target) for node in graph.nodes) for graph in graphs] == [1, 1]
-
-
-@pytest.mark.skipif(select.select_kernels(torch.ones(1)) is chunked, reason=kernels.available())
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs Inductor fuses torch's operations")
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo traces a Function's forward with gradients enabled")
-def test_graphs_hold_the_operators(ranks: Ranks) -> None:
-    """What Inductor makes of torch's operations takes several times as long on CPUs."""
-    forward, backward = (
-        {node.target._opname for node in graph.nodes if "syncbn" in str(node.target)}
-        for graph in graphs_of(syncbn.SyncBatchNorm(1), own_input(ranks))
-    )
-    assert {"forward_sums", "forward_outputs"} <= forward
-    assert {"backward_sums", "backward_outputs"} <= backward
-
-
-def test_compiled_forward_changes_no_python_state(ranks: Ranks) -> None:
-    """An attribute that changes per call would recompile without end."""
-    layer = syncbn.SyncBatchNorm2d(1).to(ranks.device)
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    before = {name: value for name, value in vars(layer).items() if not name.startswith("__")}
-    compiled(own_input(ranks))
-    after = vars(layer)
-    assert after.keys() == before.keys()
-    assert syncbn.summary(layer)[0].last_step == "none here; 1 compiled or loaded"
-    assert syncbn.summary(compiled)[0].last_step == "compiled"
+    """And on CPUs the operators: what Inductor makes of torch's operations takes several times as long there. (torch
+    2.11's Dynamo traces a Function's forward with gradients enabled.)"""
+    graphs = Graphs()
+    compiled = torch.compile(syncbn.SyncBatchNorm(1).to(ranks.device), backend=graphs.backend, fullgraph=True)
+    compiled(own_input(ranks).requires_grad_()).sum().backward()
+    for graph, way in zip(graphs.graphs, ("forward", "backward"), strict=True):
+        called = [str(node.target) for node in graph.nodes]
+        assert sum("all_reduce" in name for name in called) == 1
+        if HAS_OPERATORS:
+            assert {f"syncbn.{way}_sums.default", f"syncbn.{way}_outputs.default"} <= {*called}

@@ -9,12 +9,9 @@ import torch
 from counting import CountCollectives
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import FunctionCtx
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 from voting import Ranks
 
-import syncbn
 from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_norm_many
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # which torch's forward mode uses
@@ -70,15 +67,17 @@ class Batch:
         mask = self.mask[self.samples, 0] if self.masked else None
         return sync_batch_norm(x, None, None, training=True, mask=mask, fuse_relu=self.relu, **named)
 
-    def results(self, way: Way, requires_grad: bool = True) -> Sequence[Tensor]:
-        """Of the whole batch."""
-        given = [self.tensors[name].clone().requires_grad_(requires_grad) for name in self.names]
-        return way(self.whole, given, self.stack)
-
-    def results_of_share(self, way: Way, requires_grad: bool = True) -> Sequence[Tensor]:
+    def results(self, way: Way, requires_grad: bool = True) -> list[Sequence[Tensor]]:
+        """Of this rank's share and of the whole batch."""
         given = [self.tensors[name] for name in self.names]
-        mine = [(one[self.samples] if one.ndim == 4 else one).clone() for one in given]
-        return way(self.share, [one.requires_grad_(requires_grad) for one in mine], self.stack[:, self.samples])
+        mine = [one[self.samples] if one.ndim == 4 else one for one in given]
+        return [
+            way(function, [one.clone().requires_grad_(requires_grad) for one in tensors], stack)
+            for function, tensors, stack in (
+                (self.share, mine, self.stack[:, self.samples]),
+                (self.whole, given, self.stack),
+            )
+        ]
 
 
 # Losses have second derivatives in y that are not constant, and first ones that are not 0 behind a relu.
@@ -106,11 +105,6 @@ def tangents(given: Sequence[Tensor], stack: Tensor) -> tuple[Tensor, ...]:
     return tuple(stack[0] if one.ndim == 4 else one.detach().cos() for one in given)
 
 
-def vmap_of_grad(f: BatchNorm, given: list[Tensor], stack: Tensor) -> Sequence[Tensor]:
-    y = f(*given)
-    return vmap(lambda dy: torch.autograd.grad(y, given, dy, retain_graph=True))(stack)
-
-
 def gradient_of_tangent(f: BatchNorm, given: list[Tensor], stack: Tensor) -> Sequence[Tensor]:
     with forward_ad.dual_level():
         y = f(*map(forward_ad.make_dual, given, tangents(given, stack)))
@@ -124,10 +118,6 @@ def gradients_of_penalties(f: BatchNorm, given: list[Tensor], stack: Tensor) -> 
     first = torch.autograd.grad(y, given[0], stack, is_grads_batched=True, create_graph=True)[0]
     basis = torch.eye(NUM_GRADIENTS, dtype=y.dtype, device=y.device)
     return torch.autograd.grad(first.square().sum((1, 2, 3, 4)), given, basis, is_grads_batched=True)
-
-
-def is_grads_batched(f: BatchNorm, given: list[Tensor], stack: Tensor) -> Sequence[Tensor]:
-    return torch.autograd.grad(f(*given), given, stack, is_grads_batched=True)
 
 
 def grad_of_penalty(f: BatchNorm, given: list[Tensor], _: Tensor) -> Sequence[Tensor]:
@@ -152,14 +142,7 @@ WAYS: dict[str, tuple[Way, int | None]] = FUNC_WAYS | {
     "create_graph": (lambda f, given, _: torch.autograd.grad(cubes(f)(*given), given, create_graph=True), 3),
     "penalty": (grad_of_penalty, None),
     "dual tensors": (gradient_of_tangent, None),
-    "is_grads_batched": (is_grads_batched, 2),
-    "vmap of autograd.grad": (vmap_of_grad, 2),
-    "functional.jacobian": (
-        lambda f, given, stack: torch.autograd.functional.jacobian(
-            dot_products(f, stack), tuple(given), vectorize=True
-        ),
-        2,
-    ),
+    "stack": (lambda f, given, stack: torch.autograd.grad(f(*given), given, stack, is_grads_batched=True), 2),
     "penalties": (gradients_of_penalties, None),
 }
 
@@ -179,66 +162,40 @@ WAYS: dict[str, tuple[Way, int | None]] = FUNC_WAYS | {
     ids=str,
 )
 def test_equal_to_the_whole_batch(ranks: Ranks, name: str, options: dict[str, Any]) -> None:
-    batch, requires_grad = Batch(ranks, **options), name not in FUNC_WAYS
-    way, num_collectives = WAYS[name]
-    expected = batch.results(way, requires_grad)
-    for actual, whole in zip(batch.results_of_share(way, requires_grad), expected, strict=True):
+    batch, (way, num_collectives) = Batch(ranks, **options), WAYS[name]
+    for actual, whole in zip(*batch.results(way, name not in FUNC_WAYS), strict=True):
         if whole.ndim < 4:  # (C,) or (stack, C): a parameter's
             actual = ranks.total(actual)
         else:
             whole = whole[..., batch.samples, :, :, :]
         torch.testing.assert_close(actual, whole, rtol=1e-10, atol=1e-10)
     with CountCollectives() as counted:
-        batch.results_of_share(way, requires_grad)
+        batch.results(way, name not in FUNC_WAYS)
     assert num_collectives in (None, counted.total)
 
 
 @pytest.mark.parametrize(("outer", "inner"), [*itertools.product([jacfwd, jacrev], repeat=2)])
 def test_hessian(ranks: Ranks, outer: Callable[..., Any], inner: Callable[..., Any]) -> None:
     """torch.func.hessian is jacfwd of jacrev."""
-    batch = Batch(ranks)
     table = torch.rand(C, 2, 4, dtype=torch.float64, device=ranks.device)  # which all ranks share: stacks of one size
 
-    def hessian(f: BatchNorm, given: list[Tensor], _: Tensor) -> Sequence[Tensor]:
+    def hessian(f: BatchNorm, given: list[Tensor], _: Tensor) -> Tensor:
         return outer(inner(lambda table: cubes(f)(given[0] * table, *given[1:])))(table)
 
-    actual, expected = ranks.total(batch.results_of_share(hessian)), batch.results(hessian)
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_stack_of_gradients_is_that_of_single_ones(ranks: Ranks, dtype: torch.dtype) -> None:
-    """To the dtype's rounding; and a layer moves its running statistics once."""
-    torch.manual_seed(ranks.rank)
-    layer = syncbn.SyncBatchNorm2d(C, fuse_relu=True).to(ranks.device)
-    x = torch.randn(2, C, 4, 4, dtype=dtype, device=ranks.device, requires_grad=True)
-    y = layer(x)
-    stack = torch.randn(NUM_GRADIENTS, *y.shape, dtype=dtype, device=ranks.device)
-    given = [x, layer.weight, layer.bias]
-    batched = torch.autograd.grad(y, given, stack, is_grads_batched=True, retain_graph=True)
-    single = [torch.autograd.grad(y, given, dy, retain_graph=True) for dy in stack]
-    for one, others in zip(batched, zip(*single, strict=True), strict=True):
-        torch.testing.assert_close(one, torch.stack(others))
-    assert layer.num_batches_tracked == 1
+    actual, expected = Batch(ranks).results(hessian)
+    torch.testing.assert_close(ranks.total(actual), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_many_inputs_of_which_one_has_no_gradient(ranks: Ranks) -> None:
-    batch = Batch(ranks, given="x")
-    others = [torch.randn(2, channels, device=ranks.device, requires_grad=True) for channels in (3, 2)]
-
-    def last_of_many(x: Tensor) -> Tensor:
-        return sync_batch_norm_many([*others, x])[2]
-
-    x = batch.tensors["x"][batch.samples].requires_grad_()
-    y = last_of_many(x)
-    with CommDebugMode() as mode:
-        first, _, last = torch.autograd.grad(
-            y, [*others, x], batch.stack[:, batch.samples], is_grads_batched=True, materialize_grads=True
-        )
-    assert mode.get_total_counts() == 1
-    assert first.shape == (NUM_GRADIENTS, *others[0].shape)
-    assert not first.any()
-    torch.testing.assert_close(last, batch.results(is_grads_batched)[0][:, batch.samples], rtol=1e-10, atol=1e-10)
+    batch, first = Batch(ranks, given="x"), torch.randn(2, 3, device=ranks.device, requires_grad=True)
+    x, stack = batch.tensors["x"][batch.samples].requires_grad_(), batch.stack[:, batch.samples]
+    with CountCollectives() as counted:
+        y = sync_batch_norm_many([first, x])[1]
+        of_first, of_x = torch.autograd.grad(y, [first, x], stack, is_grads_batched=True, materialize_grads=True)
+    assert counted.total == 2
+    assert not of_first.any()
+    expected = batch.results(WAYS["stack"][0])[1][0]
+    torch.testing.assert_close(of_x, expected[:, batch.samples], rtol=1e-10, atol=1e-10)
 
 
 def test_hand_written_backward(ranks: Ranks) -> None:
@@ -246,27 +203,7 @@ def test_hand_written_backward(ranks: Ranks) -> None:
     batch = Batch(ranks, given="x weight")
     x, weight = batch.tensors["x"], batch.tensors["weight"]
     mean, invstd = x.mean((0, 2, 3)), (x.var((0, 2, 3), correction=0) + 1e-5).rsqrt()
-
-    class ByHand(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: FunctionCtx, dy: Tensor) -> Tensor:
-            return batch_norm_backward(dy, *ctx.saved_tensors, mean, invstd, weight)[0]
-
-    expected, _ = batch.results(is_grads_batched)
-    mine = x[batch.samples].clone().requires_grad_()
-    [actual] = is_grads_batched(ByHand.apply, [mine], batch.stack[:, batch.samples])
+    by_hand = vmap(lambda dy: batch_norm_backward(dy, x[batch.samples], mean, invstd, weight)[0])
+    expected = batch.results(WAYS["stack"][0])[1][0]
+    actual = by_hand(batch.stack[:, batch.samples])
     torch.testing.assert_close(actual, expected[:, batch.samples], rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.compiles
-def test_compiled_graphs_refuse_a_second_derivative(ranks: Ranks) -> None:
-    """As for every module under aot_autograd: torch's error, not wrong numbers."""
-    batch = Batch(ranks, given="x")
-    batch.share = torch.compile(batch.share, backend="aot_eager", fullgraph=True)
-    with pytest.raises(RuntimeError, match=r"torch.compile with aot_autograd does not currently support double backw"):
-        batch.results_of_share(grad_of_penalty)

@@ -4,12 +4,12 @@ Every dtype, shape, layout and option once, and those together that meet in one 
 and tests/test_layer.py has all products of options on one process.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from oracle import full_batch, relative_error, within_one_rounding
-from torch import Tensor, nn
+from torch import nn
 from voting import Ranks
 
 import syncbn
@@ -17,64 +17,40 @@ import syncbn
 # Relative to the largest value. float32: the promise; a map in float32 makes three roundings of 6e-8.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 SIZES = {2: [4, 2], 3: [3, 1, 2], 4: [1, 3, 2, 2]}  # samples of each rank, by the number of ranks
-
-
-Layout = torch.memory_format | str
 CONTIGUOUS = torch.contiguous_format
 
 
-class Batch(NamedTuple):
-    """Of all ranks, which every rank knows."""
-
-    x: Tensor
-    dy: Tensor
-    z: Tensor
-    channel_dim: int
-
-
-def draw(
-    ranks: Ranks,
-    sizes: list[int],
-    rest: tuple[int, ...],  # channels, then inner sizes
-    dtype: torch.dtype,
-    layout: Layout = CONTIGUOUS,
-) -> Batch:
-    """dy and z are contiguous: they must be brought to the layout of x."""
-    generator = torch.Generator().manual_seed(0)
-    x, dy, z = torch.randn(3, sum(sizes), *rest, generator=generator, dtype=torch.float64).to(dtype).to(ranks.device)
-    if layout == "channel_last":
-        return Batch(*(one.movedim(1, -1).contiguous() for one in (x, dy, z)), -1)
-    return Batch(x.to(memory_format=layout), dy, z, 1)
-
-
-def layer_for(batch: Batch, **options: Any) -> syncbn.SyncBatchNorm:
-    """With parameters that are not 1 and 0, the same on all ranks; 16-bit inputs get a layer in float32."""
-    dtype = torch.promote_types(batch.x.dtype, torch.float32)
-    options = {"dtype": dtype, "device": batch.x.device, "channel_last": batch.channel_dim == -1} | options
-    layer = syncbn.SyncBatchNorm(batch.x.shape[batch.channel_dim], **options)
-    generator = torch.Generator().manual_seed(1)
-    for parameter in layer.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return layer
-
-
 def check_step(
-    ranks: Ranks, sizes: list[int], batch: Batch, residual: bool = False, frozen: str = "", **options: Any
+    ranks: Ranks,
+    sizes: list[int],  # samples of each rank
+    rest: tuple[int, ...],  # channels, then inner sizes
+    x_dtype: torch.dtype,
+    layout: torch.memory_format | str = CONTIGUOUS,
+    residual: bool = False,
+    frozen: str = "",
+    **options: Any,
 ) -> None:
     """Forward and backward of this rank's slice equal those of the whole batch: float32 and float64 within TOLERANCE of
     the whole batch's largest value, 16 bits within one rounding."""
-    layer, own = layer_for(batch, **options), ranks.slices(sizes)
-    for name in frozen.split():
-        layer.get_parameter(name).requires_grad_(False)
-    z = batch.z if residual else None
-    whole = full_batch(
-        batch.x, batch.dy, layer.weight, layer.bias, z, layer.fuse_relu, layer.eps, channel_dim=batch.channel_dim
-    )
-    x = batch.x[own].clone(memory_format=torch.preserve_format).requires_grad_()
-    z = z if z is None else z[own].clone().requires_grad_()
+    torch.manual_seed(0)
+    x, dy, z = torch.randn(3, sum(sizes), *rest, dtype=torch.float64).to(x_dtype).to(ranks.device)
+    channel_last = layout == "channel_last"
+    if channel_last:
+        x, dy, z = (one.movedim(1, -1).contiguous() for one in (x, dy, z))
+    else:  # dy and z are contiguous: they must be brought to the layout of x
+        x = x.to(memory_format=layout)
+    options = {"dtype": torch.promote_types(x_dtype, torch.float32), "channel_last": channel_last} | options
+    layer = syncbn.SyncBatchNorm(rest[0], device=ranks.device, **options)
+    for name, parameter in layer.named_parameters():
+        nn.init.normal_(parameter).requires_grad_(name not in frozen.split())
+    arguments = layer.weight, layer.bias, z if residual else None, layer.fuse_relu, layer.eps
+    whole = full_batch(x, dy, *arguments, channel_dim=-1 if channel_last else 1)
+    own = ranks.slices(sizes)
+    x = x[own].clone(memory_format=torch.preserve_format).requires_grad_()
+    z = z[own].clone().requires_grad_() if residual else None
     y = layer(x, z)
-    y.backward(batch.dy[own])
-    assert (y.shape, y.dtype, x.grad.dtype) == (x.shape, batch.x.dtype, batch.x.dtype)
+    y.backward(dy[own])
+    assert (y.shape, y.dtype, x.grad.dtype) == (x.shape, x_dtype, x_dtype)
     assert y.stride() == x.stride() or not y.numel()
 
     pairs = {
@@ -85,8 +61,8 @@ def check_step(
     }
     if z is not None:
         pairs["grad_z"] = (z.grad, whole.grad_z[own], whole.grad_z)
-    assert [name for name, parameter in layer.named_parameters() if parameter.grad is None] == frozen.split()
     for name, parameter in layer.named_parameters():
+        assert (parameter.grad is None) == (name in frozen.split())
         if parameter.requires_grad:
             wanted = getattr(whole, f"grad_{name}")
             pairs[f"grad_{name}"] = (ranks.total(parameter.grad), wanted, wanted)
@@ -109,20 +85,11 @@ def check_step(
         ((5,), torch.float16, CONTIGUOUS, {}),
         ((3, 7), torch.float32, CONTIGUOUS, {}),
         ((5, 3, 2), torch.bfloat16, CONTIGUOUS, {}),
-        ((5, 3, 2), torch.float64, CONTIGUOUS, {}),
         ((3, 2, 3, 2), torch.float32, CONTIGUOUS, {}),
-        ((3, 2, 3, 2), torch.float16, CONTIGUOUS, {}),
         ((2, 2, 1, 3, 2), torch.bfloat16, CONTIGUOUS, {}),
         ((64, 1, 1), torch.float32, CONTIGUOUS, {}),  # one value a sample: channels and batch alone
-        ((64, 1, 1), torch.bfloat16, CONTIGUOUS, {}),
         ((1, 17, 19), torch.float32, CONTIGUOUS, {}),  # one channel: contiguous and channels_last are the same memory
-        ((1, 17, 19), torch.float16, CONTIGUOUS, {}),
-        (
-            (5, 3, 4),
-            torch.float64,
-            CONTIGUOUS,
-            {"residual": True, "fuse_relu": True},
-        ),  # relu of the sum masks both gradients
+        ((5, 3, 4), torch.float64, CONTIGUOUS, {"residual": True, "fuse_relu": True}),  # which masks both gradients
         ((5, 3, 4), torch.float64, "channel_last", {"residual": True, "fuse_relu": True, "eps": 1e-3}),
         ((5, 3, 4), torch.float64, CONTIGUOUS, {"fuse_relu": True, "bias": False}),
         ((5, 3, 4), torch.float64, "channel_last", {"fuse_relu": True, "affine": False}),
@@ -130,35 +97,31 @@ def check_step(
         ((5, 3, 4), torch.float64, "channel_last", {"residual": True, "bias": False}),
         ((5, 3, 4), torch.float32, torch.channels_last, {"residual": True}),
         ((5, 3, 4), torch.bfloat16, torch.channels_last, {"residual": True, "fuse_relu": True}),
-        ((5, 2, 3, 4), torch.bfloat16, torch.channels_last_3d, {"residual": True}),
         ((5, 2, 3, 4), torch.float32, torch.channels_last_3d, {"residual": True}),
         ((4, 3), torch.float32, CONTIGUOUS, {"dtype": torch.bfloat16}),  # of the parameters
         ((4, 3), torch.float32, CONTIGUOUS, {"dtype": torch.float64}),
         ((3,), torch.float64, CONTIGUOUS, {"frozen": "weight"}),
-        ((3,), torch.float64, CONTIGUOUS, {"frozen": "bias"}),
         ((3,), torch.float64, CONTIGUOUS, {"frozen": "weight bias"}),
     ],
     ids=str,
 )
 def test_shapes_layouts_and_options(
-    ranks: Ranks, rest: tuple[int, ...], dtype: torch.dtype, layout: Layout, options: dict[str, Any]
+    ranks: Ranks, rest: tuple[int, ...], dtype: torch.dtype, layout: Any, options: dict[str, Any]
 ) -> None:
-    sizes = SIZES[ranks.size]
-    check_step(ranks, sizes, draw(ranks, sizes, rest, dtype, layout), **options)
+    check_step(ranks, SIZES[ranks.size], rest, dtype, layout, **options)
 
 
 def test_a_rank_without_samples(ranks: Ranks) -> None:
     """It neither hangs its peers nor shifts their statistics; its own gradients are empty or 0."""
     for empty in range(ranks.size):
         sizes = [0 if rank == empty else 3 for rank in range(ranks.size)]
-        check_step(ranks, sizes, draw(ranks, sizes, (4, 5), torch.float64), residual=True, fuse_relu=True)
-        check_step(ranks, sizes, draw(ranks, sizes, (4, 5, 2), torch.float32, "channel_last"))
+        check_step(ranks, sizes, (4, 5), torch.float64, residual=True, fuse_relu=True)
+        check_step(ranks, sizes, (4, 5, 2), torch.float32, "channel_last")
 
 
 def test_one_value_per_rank(ranks: Ranks) -> None:
     """Plain batch norm raises here; the group has enough."""
-    sizes = [1] * ranks.size
-    check_step(ranks, sizes, draw(ranks, sizes, (6,), torch.float64))
+    check_step(ranks, [1] * ranks.size, (6,), torch.float64)
 
 
 def test_uneven_spatial_sizes(ranks: Ranks) -> None:
@@ -172,8 +135,8 @@ def test_uneven_spatial_sizes(ranks: Ranks) -> None:
     y = layer(x)
     y.backward(torch.cos(x.detach()))
     own = ranks.slices([image.numel() // 3 for image in pixels])
-    assert relative_error(y.detach().movedim(1, -1).reshape(-1, 3), expected.output[own]) < 1e-12
-    assert relative_error(x.grad.movedim(1, -1).reshape(-1, 3), expected.grad_input[own]) < 1e-12
+    for actual, wanted in ((y.detach(), expected.output), (x.grad, expected.grad_input)):
+        assert relative_error(actual.movedim(1, -1).reshape(-1, 3), wanted[own]) < 1e-12
     assert relative_error(layer.running_var, expected.running_var) < 1e-12
 
 

@@ -3,11 +3,9 @@
 Fake tensors have no values: whatever asks for one raises. On them the code takes the path of CUDA tensors.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from voting import Ranks
 
 import syncbn
@@ -33,7 +31,6 @@ def test_training_step(ranks: Ranks, name: str, masked: bool) -> None:
         y = layer(x, z, torch.ones(2, 4, 4, dtype=torch.bool) if masked else None)
         (first,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
         first.square().sum().backward()
-        assert x.grad.shape == x.shape
         layer(x, z).sum().backward()
 
 
@@ -44,11 +41,6 @@ def test_functional_forms(ranks: Ranks) -> None:
         sum(y.sum() for y in ys).backward()
         batch_norm_backward(x.detach(), x.detach(), torch.zeros(3), torch.ones(3))
         sync_batch_norm(x, None, None, training=True)
-
-
-def test_this_check_can_fail(ranks: Ranks) -> None:
-    with FakeTensorMode(), pytest.raises(DataDependentOutputException):
-        torch.ones(1).item()
 
 
 def test_export_of_a_training_step(ranks: Ranks) -> None:
@@ -65,18 +57,20 @@ def test_export_of_a_training_step(ranks: Ranks) -> None:
 def test_a_training_step_in_a_cuda_graph(ranks: Ranks) -> None:
     """Captured once, replayed on other values: the gradient is that of an eager step."""
     layer = syncbn.SyncBatchNorm2d(3, process_group=1, device="cuda")
-    static_x = torch.randn(4, 3, 8, 8, device="cuda", requires_grad=True)
+
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(layer(x).pow(3).sum(), x)[0]
+
+    static_x, x = (torch.randn(4, 3, 8, 8, device="cuda", requires_grad=True) for _ in range(2))
     torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(3):
-            torch.autograd.grad(layer(static_x).pow(3).sum(), static_x)
+            gradient(static_x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        (static_gradient,) = torch.autograd.grad(layer(static_x).pow(3).sum(), static_x)
-    x = torch.randn_like(static_x).requires_grad_()
+        static_gradient = gradient(static_x)
     with torch.no_grad():
         static_x.copy_(x)
     graph.replay()
-    torch.testing.assert_close(static_gradient, torch.autograd.grad(layer(x).pow(3).sum(), x)[0])
+    torch.testing.assert_close(static_gradient, gradient(x))

@@ -13,8 +13,6 @@
 8. A bad argument is a ValueError or TypeError that gives the values and the remedy, on every rank.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -32,25 +30,19 @@ import syncbn
 C = 3
 
 
-def train_step(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """y and grad_input."""
-    x = x.clone().requires_grad_()
-    y = layer(x)
-    y.backward(dy)
-    assert x.grad is not None
-    return y.detach(), x.grad
-
-
-def train_as_one_rank(ranks: Ranks, sizes: list[int]) -> syncbn.SyncBatchNorm:
-    """A step with so many samples on each rank must equal that of one rank with all of them."""
+def train_as_one_rank(ranks: Ranks, *sizes: int) -> syncbn.SyncBatchNorm:
+    """A step with so many samples on the first ranks, and 2 on the others, must equal that of one rank with all."""
+    sizes = (*sizes, *[2] * ranks.size)[: ranks.size]
     x, dy = torch.randn(2, sum(sizes), C, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    mine = ranks.slices(sizes)
+    mine = ranks.slices([*sizes])
     layer = syncbn.SyncBatchNorm(C, dtype=torch.float64, device=ranks.device)
-    y, grad_input = train_step(layer, x[mine].to(ranks.device), dy[mine].to(ranks.device))
+    own_x = x[mine].to(ranks.device).requires_grad_()
+    y = layer(own_x)
+    y.backward(dy[mine].to(ranks.device))
     one = full_batch(x, dy, torch.ones(C), torch.zeros(C))
     for actual, expected in (
-        (y, one.output[mine]),
-        (grad_input, one.grad_input[mine]),
+        (y.detach(), one.output[mine]),
+        (own_x.grad, one.grad_input[mine]),
         (layer.running_mean, one.running_mean),
         (layer.running_var, one.running_var),
         (ranks.total(layer.weight.grad), one.grad_weight),
@@ -60,13 +52,8 @@ def train_as_one_rank(ranks: Ranks, sizes: list[int]) -> syncbn.SyncBatchNorm:
     return layer
 
 
-def sizes_of(ranks: Ranks, *sizes: int) -> list[int]:
-    """So many samples on the first ranks, 2 on the others."""
-    return [*sizes, *[2] * ranks.size][: ranks.size]
-
-
 def test_promise_1_w_ranks_equal_one(ranks: Ranks) -> None:
-    train_as_one_rank(ranks, [2] * ranks.size)
+    train_as_one_rank(ranks)
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # CommDebugMode's own hook on the layer
@@ -87,12 +74,14 @@ def test_promise_2_one_collective_each_way(ranks: Ranks) -> None:
 
 
 def test_promise_3_uneven_and_empty_ranks(ranks: Ranks) -> None:
-    train_as_one_rank(ranks, sizes_of(ranks, 5, 1))
-    layer = train_as_one_rank(ranks, sizes_of(ranks, 0, 3))
+    train_as_one_rank(ranks, 5, 1)
+    layer = train_as_one_rank(ranks, 0, 3)
     before = copy.deepcopy(layer.state_dict())
     layer.zero_grad()
-    y, grad_input = train_step(layer, *torch.empty(2, 0, C, 5, dtype=torch.float64, device=ranks.device))
-    assert y.shape == grad_input.shape == (0, C, 5)
+    x = torch.empty(0, C, 5, dtype=torch.float64, device=ranks.device, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (0, C, 5)
     before["num_batches_tracked"] += 1
     torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
     assert not layer.weight.grad.any()

@@ -1,28 +1,23 @@
 """One rank alone records a model and waits for nobody; the graph then trains as the model does."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 from counting import CountCollectives
 from subclasses_of_batchnorm import CallsSuper2d
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.fx.proxy import TraceError
 from voting import Ranks
 
 import syncbn
+from syncbn.functional import sync_batch_norm
 
 
 def make(kind: str) -> nn.Module:
     torch.manual_seed(0)
     layer = CallsSuper2d(3) if kind == "calls super" else nn.BatchNorm2d(3)
     return syncbn.convert_syncbn_model(nn.Sequential(nn.Conv2d(1, 3, 3), layer)).double()
-
-
-def through_function(x: Tensor) -> Tensor:
-    return syncbn.functional.sync_batch_norm(x, None, None, training=True)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit:FutureWarning")  # of TorchScript
@@ -34,7 +29,7 @@ def test_one_rank_records_alone(ranks: Ranks, kind: str) -> None:
     if ranks.rank == ranks.size - 1:
         with CountCollectives() as collectives:
             fx.symbolic_trace(model)
-            for function in (model[1], through_function):
+            for function in (model[1], lambda x: sync_batch_norm(x, None, None, training=True)):
                 with pytest.raises(TraceError):
                     fx.symbolic_trace(function)
                 with pytest.raises(RuntimeError, match="cannot record batch norm of all ranks"):
