@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import GROUP_TIMEOUT
-from jobs import run_text
+from jobs import run
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
@@ -285,4 +285,4 @@ group = weakref.ref(dist.group.WORLD)
 dist.destroy_process_group()
 assert group() is None
 """
-    run_text(code)
+    run(sys.executable, "-c", code)  # which imports torch anew
