@@ -12,13 +12,12 @@ import torch
 from accuracy_cases import HARD_INPUTS, errors_of_one_step
 from jobs import run, run_text
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import syncbn
 from syncbn import moments, plan
 from syncbn.functional import sync_batch_norm
-from syncbn.kernels import available, chunked, cpu, operators, reference, select
+from syncbn.kernels import available, chunked, cpu, reference, select
 from syncbn.layout import Layout
 from syncbn.roads import watched
 
@@ -372,14 +371,11 @@ def statistics_of(kernels: ModuleType, sums: list[float], eps: float = EPS) -> T
     return statistics
 
 
-def test_no_values_give_no_nan(kernels: ModuleType) -> None:
+def test_statistics_of_awkward_sums(kernels: ModuleType) -> None:
+    """No values give no NaN. S^2 > n * Q happens by rounding alone; clamping must not hide a NaN."""
     mean, var, invstd, num_values = moments.unpack(statistics_of(kernels, [0.0] * 7), 3)
     assert not any(part.any() for part in (mean, var, num_values))
     torch.testing.assert_close(invstd, torch.full_like(mean, EPS**-0.5))
-
-
-def test_variance_is_clamped_but_nan_passes(kernels: ModuleType) -> None:
-    """S^2 > n * Q happens by rounding alone; clamping must not hide a NaN."""
     var = statistics_of(kernels, [3.0, 3.0, 3.0 - 1e-12, float("nan"), 3.0])[2:4]
     assert var[0] == 0
     assert var[1].isnan()
@@ -387,43 +383,23 @@ def test_variance_is_clamped_but_nan_passes(kernels: ModuleType) -> None:
 
 def test_eps_of_numpy(kernels: ModuleType) -> None:
     """The sum of two float32 that stand for it must not be NumPy's, which Triton does not take."""
-    eps = numpy.float32(EPS)
-    assert torch.equal(
-        statistics_of(kernels, [1.0, 2.0, 3.0], eps), statistics_of(kernels, [1.0, 2.0, 3.0], float(eps))
-    )
+    by_numpy, by_python = (statistics_of(kernels, [1.0, 2.0, 3.0], eps) for eps in (numpy.float32(1), 1.0))
+    assert torch.equal(by_numpy, by_python)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("in_memory", [False, True])
-def test_running_stats(kernels: ModuleType, in_memory: bool, dtype: torch.dtype) -> None:
-    """Moved in place by a momentum, rounded once to their dtype; n = 1 leaves the variance, n = 0 leaves both."""
+@pytest.mark.parametrize(("in_memory", "stride"), [(False, 1), (False, 2), (True, 1)])
+def test_running_stats(kernels: ModuleType, in_memory: bool, stride: int, dtype: torch.dtype) -> None:
+    """Moved in place by a momentum, rounded once to their dtype; n = 1 leaves the variance, n = 0 leaves both. Autograd
+    sees that they have moved."""
     momentum = torch.tensor(0.25) if in_memory else 0.25
     for num_values, mean, var in ((5.0, 0.75, 0.75 + 0.25 * 2 * 5 / 4), (1.0, 0.75, 1.0), (0.0, 0.0, 1.0)):
-        buffers = torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype)
-        statistics = torch.tensor([3.0, 2.0, 9.0, num_values], dtype=torch.float64)
+        buffers = [torch.full((2 * stride,), value, dtype=dtype)[::stride] for value in (0.0, 1.0)]
+        statistics = torch.tensor([3.0, 3.0, 2.0, 2.0, 9.0, 9.0, num_values], dtype=torch.float64)
         kernels.update_running_stats(*buffers, statistics, momentum)
-        assert torch.equal(torch.cat(buffers), torch.tensor([mean, var], dtype=torch.float64).to(dtype))
-
-
-@pytest.mark.parametrize("stride", [1, 2])
-def test_autograd_sees_that_running_stats_have_moved(kernels: ModuleType, stride: int) -> None:
-    buffers = [torch.zeros(2 * stride)[::stride] for _ in range(2)]
-    before = [buffer._version for buffer in buffers]
-    kernels.update_running_stats(*buffers, torch.ones(7, dtype=torch.float64), 0.25)
-    assert all(buffer._version > version for buffer, version in zip(buffers, before, strict=True))
-
-
-def test_statistics_without_memory_are_refused(kernels: ModuleType) -> None:
-    statistics = torch.ones(4, dtype=torch.float64)
-    statistics.untyped_storage().resize_(0)
-    with pytest.raises(RuntimeError, match=r"has no memory|storage of size 0|out of bounds"):
-        kernels.update_running_stats(torch.zeros(1), torch.ones(1), statistics, 0.25)
-
-
-def test_unwritten_memory_is_nan() -> None:
-    """Without this the checks of `close` could not fail."""
-    assert torch.empty(3).isnan().all()
-    assert torch.empty_like(torch.ones(3, dtype=torch.bfloat16)).isnan().all()
+        for buffer, expected in zip(buffers, (mean, var), strict=True):
+            assert torch.equal(buffer, torch.full((2,), expected, dtype=torch.float64).to(dtype))
+            assert buffer._version > 0
 
 
 needs_operators = pytest.mark.skipif(cpu.load() is not None, reason=str(cpu.load()))
@@ -485,14 +461,8 @@ def test_operators_check_their_tensors(name: str) -> None:
     tensors = [(index, argument) for index, argument in enumerate(good) if isinstance(argument, Tensor)]
     for index, argument in tensors:
         bad = [argument.to(torch.int32)]
-        if argument.ndim == 3:
-            bad += [argument[:, :, :, None].expand(-1, -1, -1, 2)]
-            if name != "forward_sums":  # the only one whose input need not be like another
-                bad += [argument[:, :, :, None], torch.cat((argument, argument))]
-        elif name != "update_running_stats" or argument is not STATISTICS:
+        if name != "forward_sums" and (name != "update_running_stats" or argument is not STATISTICS):
             bad.append(torch.cat((argument, argument)))
-        if argument.dtype == torch.float64:
-            bad.append(argument.float())
         for other in bad:
             with pytest.raises(RuntimeError, match="expected"):
                 operator(*good[:index], other, *good[index + 1 :])
@@ -511,15 +481,11 @@ def test_operators_take_dense_inputs_only() -> None:
 
 @pytest.mark.parametrize(
     ("value", "status", "shown"),
-    [("reference", 0, "cpu: torch operations (SYNCBN_KERNELS=reference)"), ("fast", 1, "'fast'"), (None, 0, "cpu: ")],
+    [("reference", 0, "cpu: torch operations (SYNCBN_KERNELS=reference)"), ("fast", 1, "'fast'")],
 )
-def test_the_reference_can_be_forced(value: str | None, status: int, shown: str) -> None:
-    forget = "import os; del os.environ['SYNCBN_KERNELS']; " if value is None else ""
-    said = run_text(
-        f"{forget}import syncbn; print(syncbn.kernels.available())", status=status, SYNCBN_KERNELS=value or ""
-    )
-    assert shown in said
-    assert value is not None or said.strip() == available()
+def test_the_reference_can_be_forced(value: str, status: int, shown: str) -> None:
+    program = "import syncbn; print(syncbn.kernels.available())"
+    assert shown in run_text(program, status=status, SYNCBN_KERNELS=value)
 
 
 @needs_operators
@@ -529,7 +495,6 @@ def test_the_reference_can_be_forced(value: str | None, status: int, shown: str)
         ("syncbn.kernels.cpu.INTERFACE", -1, "another version"),
         ("syncbn.kernels.cpu._Library.__annotations__", {"no_such_function": Any}, "does not load"),
         ("sys.platform", "darwin", "there are none for darwin"),
-        ("sys.platform", "win32", "there are none for win32"),
     ],
 )
 def test_a_library_that_does_not_fit(name: str, value: object, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -578,67 +543,38 @@ def test_what_keeps_triton_from_running_is_told_and_not_raised(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("error", "remedy"),
+    ("error", "reason"),
     [
         (ModuleNotFoundError("No module named 'triton'"), "No module named 'triton'; pip install triton"),
         (RuntimeError("Failed to find C compiler. Set CC"), "Set CC; install a C compiler, such as gcc"),
         (RuntimeError("sm_13"), "sm_13"),
+        (OSError(116, "Stale file handle"), "None"),  # a cache on a network file system: it is tried again
     ],
 )
 @pytest.mark.usefixtures("no_gpu_was_asked")
-def test_what_triton_lacks_is_told(monkeypatch: pytest.MonkeyPatch, error: Exception, remedy: str) -> None:
-    monkeypatch.setattr(select, "_try_triton", Mock(side_effect=error))
-    reason = select._why_no_triton(DEVICE, compiling=False)
-    assert reason is not None
-    assert reason.endswith(remedy)
+def test_what_triton_lacks_is_told(monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str) -> None:
+    monkeypatch.setattr(select, "_try_triton", Mock(side_effect=[error, None]))
+    assert str(select._why_no_triton(DEVICE, compiling=False)).endswith(reason)
 
 
-@pytest.mark.parametrize("failures", [1, 2])
 @pytest.mark.usefixtures("no_gpu_was_asked")
-def test_a_cache_of_triton_that_fails(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
-    """As on a network file system. It is tried again; a rank that fell back alone would differ from the others."""
-    try_triton = Mock(side_effect=[OSError(116, "Stale file handle")] * failures + [None])
-    monkeypatch.setattr(select, "_try_triton", try_triton)
-    if failures == 1:
-        assert select._why_no_triton(DEVICE, compiling=False) is None
-    else:
-        with pytest.raises(RuntimeError, match=r"Stale file handle; set TRITON_CACHE_DIR to a folder on a local disk"):
-            select._why_no_triton(DEVICE, compiling=False)
-    assert try_triton.call_count == 2
+def test_a_cache_of_triton_that_fails_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that fell back alone would differ from the others."""
+    monkeypatch.setattr(select, "_try_triton", Mock(side_effect=OSError(116, "Stale file handle")))
+    with pytest.raises(RuntimeError, match=r"Stale file handle; set TRITON_CACHE_DIR to a folder on a local disk"):
+        select._why_no_triton(DEVICE, compiling=False)
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize(("version", "limits"), [("6.4", False), (None, True)])
-def test_registers_are_limited_where_triton_can(
-    monkeypatch: pytest.MonkeyPatch, version: str | None, limits: bool
-) -> None:
+@pytest.mark.parametrize("version", ["6.4", None])
+def test_registers_are_limited_where_triton_can(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     """On AMD's GPUs, which torch calls cuda too, `maxnreg` is an unknown option, and a KeyError."""
     from syncbn.kernels import gpu
 
     monkeypatch.setattr(torch.version, "hip", version)
     made = gpu.Plan(Layout(1, False, (4, 3, 64)), torch.float32, torch.device("cpu"))
     for launch in (made.parts_of_sums, made.normalize, made.input_gradient):
-        assert ("maxnreg" in launch.options) == limits
-
-
-def test_which_tensors_the_operators_serve() -> None:
-    fast = chunked if cpu.load() else operators
-    x = torch.ones(2)
-    fake, negative = FakeTensorMode().from_tensor(x), torch._neg_view(x)
-    for tensors in ((x,), (x, negative), (x, torch._efficientzerotensor(2)), (x, fake), (negative,)):
-        assert select.select_kernels(*tensors) is fast
-    for one in (fake, torch.nn.Parameter(x), x.to("meta")):
-        assert select.select_kernels(one) is reference
-
-
-def test_which_tensors_have_plans() -> None:
-    """The ordinary road calls the kernels for CPUs, not the operators."""
-    x = torch.ones(2, 3)
-    layout = Layout.of(x, 1)
-    for one in (x, torch.nn.Parameter(x)):
-        made = select.new_plan(one, layout)
-        assert made.kernels is chunked if cpu.load() else type(made) is cpu.Plan
-    assert select.new_plan(x.to("meta"), layout) is None
+        assert ("maxnreg" in launch.options) == (version is None)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -660,7 +596,6 @@ class LargestTensor(TorchDispatchMode):
         ((40, 8, 16, 16), False),  # parts of several samples
         ((1, 8, 160, 128), False),  # parts of a sample
         ((20480, 8), False),  # parts of rows
-        ((40, 8, 16, 16), True),
         ((1, 8, 160, 128), True),
     ],
     ids=str,
@@ -686,12 +621,14 @@ def test_chunks_need_little_memory(
 
 @pytest.mark.parametrize("inner", [0, 1])
 def test_more_channels_than_scratch_of_a_function_holds(kernels: ModuleType, inner: int) -> None:
-    """An empty batch of many channels needs memory for its channels, too."""
+    """An empty batch of many channels needs memory for its channels, too. (Sizes above would take Triton's interpreter
+    minutes.)"""
     x = torch.randn(2, 9000, inner)
-    layout = Layout.of(x, 1)
-    sums = kernels.forward_sums(x, layout)
+    sums = kernels.forward_sums(x, Layout.of(x, 1))
     y, statistics = normalized(kernels, x, sums)
-    of_dy, grad_weight, grad_bias = kernels.backward_sums(x, x, None, layout, statistics, torch.float32, torch.float32)
+    of_dy, grad_weight, grad_bias = kernels.backward_sums(
+        x, x, None, Layout.of(x, 1), statistics, torch.float32, torch.float32
+    )
     grad_x, _ = gradients(kernels, x, x, None, of_dy, statistics, None)
     assert y.shape == grad_x.shape == x.shape
     torch.testing.assert_close(grad_bias, x.sum((0, 2)))

@@ -14,25 +14,18 @@ from jobs import run_text
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import syncbn
 from syncbn.functional import sync_batch_norm, sync_batch_norm_many
 
-NUMBERED = [
-    (nn.BatchNorm1d, syncbn.SyncBatchNorm1d, (4, 3)),
-    (nn.BatchNorm1d, syncbn.SyncBatchNorm1d, (4, 3, 5)),
-    (nn.BatchNorm2d, syncbn.SyncBatchNorm2d, (4, 3, 5, 2)),
-    (nn.BatchNorm3d, syncbn.SyncBatchNorm3d, (4, 3, 5, 2, 2)),
-]
 
-
-@pytest.mark.parametrize(("plain_class", "sync_class", "shape"), NUMBERED)
-def test_classes(plain_class: type[nn.Module], sync_class: type[nn.Module], shape: tuple[int, ...]) -> None:
-    layer = sync_class(3)
+@pytest.mark.parametrize(
+    ("number", "shape"), [("1d", (4, 3)), ("1d", (4, 3, 5)), ("2d", (4, 3, 5, 2)), ("3d", (4, 3, 5, 2, 2))]
+)
+def test_classes(number: str, shape: tuple[int, ...]) -> None:
+    plain_class, layer = getattr(nn, f"BatchNorm{number}"), getattr(syncbn, f"SyncBatchNorm{number}")(3)
     assert isinstance(layer, plain_class)
-    assert isinstance(layer, _BatchNorm)
     assert not isinstance(layer, nn.SyncBatchNorm)  # DistributedDataParallel refuses that class on CPU
     assert list(layer.state_dict()) == list(plain_class(3).state_dict())
     layer(torch.randn(shape))
@@ -45,14 +38,13 @@ OPTIONS = {
     "bias": [True, False],
     "track_running_stats": [True, False],
     "momentum": [0.1, None],
-    "eps": [1e-5, 0.1],
 }
 
 
 @pytest.mark.parametrize("options", [dict(zip(OPTIONS, o, strict=True)) for o in itertools.product(*OPTIONS.values())])
 def test_training_and_evaluation_equal_torch(options: dict[str, object]) -> None:
     bias = options.pop("bias")  # of which torch 2.11 knows nothing
-    plain, layer = nn.BatchNorm2d(3, **options), syncbn.SyncBatchNorm2d(3, bias=bias, **options)
+    plain, layer = nn.BatchNorm2d(3, 0.1, **options), syncbn.SyncBatchNorm2d(3, 0.1, bias=bias, **options)
     for name, parameter in layer.named_parameters():
         plain.get_parameter(name).data.copy_(nn.init.uniform_(parameter))
     assert len([*layer.parameters()]) == options["affine"] * (1 + bias)
@@ -132,7 +124,7 @@ RETURNED: dict[str, tuple[Callable[[Tensor], Tensor], list[str], bool]] = {
 def test_saved_tensors_may_come_back_as_others(name: str, moved: str) -> None:
     """As from hooks that keep them elsewhere, or compress them."""
     move, _, rounded = RETURNED[name]
-    x = torch.randn(4, 3, 5, 5)
+    x, *residual = torch.randn(2 if "y" in moved else 1, 4, 3, 5, 5)  # y is saved beside a residual alone
 
     def gradients(moved: str) -> tuple[Tensor, Tensor]:
         saved = itertools.chain("xwsy", itertools.repeat("-"))  # x, weight, statistics, y; those of other layers
@@ -140,29 +132,16 @@ def test_saved_tensors_may_come_back_as_others(name: str, moved: str) -> None:
         with torch.autograd.graph.saved_tensors_hooks(
             lambda kept: (next(saved), kept), lambda named: move(named[1]) if named[0] in moved else named[1]
         ):
-            layer(own_x).square().sum().backward()
+            layer(own_x, *residual).square().sum().backward()
         return own_x.grad, layer.weight.grad
 
     options = {"rtol": 0.1, "atol": 0.1} if rounded else {}
     torch.testing.assert_close(gradients(moved), gradients(""), **options)
 
 
-def test_saved_inputs_may_come_back_with_gaps() -> None:
-    xs = [torch.randn(4, 3, 5, requires_grad=True), torch.randn(2, 3, requires_grad=True)]
-
-    def gradients(move: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-        with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, move):
-            ys = sync_batch_norm_many(xs)
-        return torch.autograd.grad([y.sin().sum() for y in ys], xs)
-
-    torch.testing.assert_close(gradients(with_gaps), gradients(lambda kept: kept))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_saved_for_backward(dtype: torch.dtype, memory_format: torch.memory_format) -> None:
+def test_saved_for_backward() -> None:
     """The input once, the output when relu is fused behind a residual, and vectors of C numbers."""
-    x = torch.randn(8, 4, 16, 16, dtype=dtype).to(memory_format=memory_format).requires_grad_()
+    x = torch.randn(8, 4, 16, 16, dtype=torch.bfloat16, requires_grad=True)
     z = torch.randn_like(x)
     small = (5 * 4 + 1) * 8  # 5C + 1 float64
     for fuse_relu, inputs, expected in ((False, (x,), 1), (False, (x, z), 1), (True, (x,), 1), (True, (x, z), 2)):
@@ -178,12 +157,12 @@ def test_in_place_relu_behind_the_layer() -> None:
     """The output is a tensor of its own, not a view: an in-place operation on it costs no copy and no error."""
     for channel_last in (False, True):
         layer, x = syncbn.SyncBatchNorm(3, channel_last=channel_last), torch.randn(4, 3, 3, requires_grad=True)
+        (expected,) = torch.autograd.grad(layer(x).relu().sum(), x)
         y = layer(x)
         assert y._base is None
-        assert channel_last or syncbn.SyncBatchNorm(3).eval()(x)._base is None
-        (expected,) = torch.autograd.grad(layer(x).relu().sum(), x)
         y.relu_().sum().backward()
         assert torch.equal(x.grad, expected)
+    assert syncbn.SyncBatchNorm(3).eval()(x)._base is None
 
 
 def test_input_changed_in_place_is_noticed() -> None:
@@ -222,27 +201,14 @@ for called in (layer, layer, replica, replica):
 
 
 def test_one_warning_where_there_are_no_ranks() -> None:
-    """Launched on several without a process group, and in a replica of nn.DataParallel."""
+    """Launched on several without a process group; in nn.DataParallel, also without GPUs, where it makes no replica."""
     said = run_text(WITHOUT_RANKS, WORLD_SIZE="4")
     replica, launched = [line for line in said.splitlines() if "UserWarning: " in line]
-    assert "not synchronising: WORLD_SIZE is 4 but" in launched
-    assert "init_process_group() before" in launched
-    assert "not synchronising: the layer runs in nn.DataParallel" in replica
-    assert "Use DistributedDataParallel" in replica
-
-
-def test_a_warning_where_data_parallel_has_no_gpus() -> None:
-    """It calls the module itself there, and no replica."""
+    assert re.search(r"not synchronising: WORLD_SIZE is 4 but .*init_process_group\(\) before", launched)
+    in_data_parallel = "not synchronising: the layer runs in nn.DataParallel"
+    assert re.search(f"{in_data_parallel}.*Use DistributedDataParallel", replica)
     code = "import syncbn, torch; torch.nn.DataParallel(syncbn.SyncBatchNorm(3))(torch.randn(4, 3))"
-    assert "not synchronising: the layer runs in nn.DataParallel" in run_text(code, CUDA_VISIBLE_DEVICES="")
-
-
-def loaded(state: dict[str, object]) -> dict[str, Tensor]:
-    """From a file, without pickle."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+    assert in_data_parallel in run_text(code, CUDA_VISIBLE_DEVICES="")
 
 
 class OfApex(nn.modules.batchnorm._BatchNorm):
@@ -260,32 +226,14 @@ def test_checkpoints_of_other_layers_load(kind: type[nn.Module] | str) -> None:
     if isinstance(kind, str):  # torch before 0.4.1, Caffe2's models in detectron2's zoo
         del state["0.num_batches_tracked"], state._metadata
     ours, x = nn.Sequential(syncbn.SyncBatchNorm2d(3)), torch.randn(2, 3, 4, 4)
-    ours.load_state_dict(loaded(state))
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    ours.load_state_dict(torch.load(file, weights_only=True))
     expected = F.batch_norm(x, other.running_mean, other.running_var, other.weight, other.bias)
     assert torch.equal(ours.eval()(x), expected)
     assert ours[0].num_batches_tracked == (0 if isinstance(kind, str) else 5)
-
-
-def test_a_state_dict_that_does_not_fit() -> None:
-    """The errors are torch's."""
-    ours, plain = nn.Sequential(syncbn.SyncBatchNorm1d(3)), nn.Sequential(nn.BatchNorm1d(3))
-    ours(torch.randn(4, 3))
-    good = loaded(ours.state_dict())
-    for bad in (
-        {},
-        good | {"0.weight": torch.ones(4)},
-        good | {"0.running_var": torch.ones(3, 1)},
-        good | {"0.num_batches_tracked": torch.ones(2)},
-        good | {"0.other": torch.ones(1)},
-        {name: value for name, value in good.items() if name != "0.running_mean"},
-    ):
-        with pytest.raises(RuntimeError) as expected:
-            plain.load_state_dict(bad)
-        with pytest.raises(RuntimeError, match=re.escape(str(expected.value))):
-            ours.load_state_dict(bad)
-    plain.load_state_dict(good)
-    ours.load_state_dict(good)
-    assert torch.equal(plain[0].running_var, ours[0].running_var)
+    other.load_state_dict(ours[0].state_dict())
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -1,7 +1,6 @@
 """A plan serves the calls of one kind: its key tells all others apart, and keeps none of them alive."""
 
 import gc
-import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -24,20 +23,11 @@ from syncbn.layout import Layout
 # A call with all there is. The sizes are equal, so that any dim may be that of the channels.
 X, Z = torch.randn(2, 3, 3, 3, generator=torch.Generator().manual_seed(0))
 BASE: dict[str, Any] = {
-    "input": X,
-    "z": Z,
-    "running_mean": torch.tensor([0.1, 0.2, 0.3]),
-    "running_var": torch.tensor([1.0, 2.0, 3.0]),
-    "weight": torch.tensor([1.0, -2.0, 3.0]),
-    "bias": torch.tensor([0.5, 0.0, -0.5]),
-    "counter": torch.tensor(2),
-    "momentum": 0.25,
-    "eps": 1.0,
-    "channel_dim": 1,
-    "relu": False,
-    "num_channels": 3,
+    "input": X, "z": Z, "running_mean": torch.tensor([0.1, 0.2, 0.3]), "running_var": torch.tensor([1.0, 2.0, 3.0]),
+    "weight": torch.tensor([1.0, -2.0, 3.0]), "bias": torch.tensor([0.5, 0.0, -0.5]), "counter": torch.tensor(2),
+    "momentum": 0.25, "eps": 1.0, "channel_dim": 1, "relu": False, "num_channels": 3,
     "check_input_dim": nn.BatchNorm1d(3)._check_input_dim,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -77,23 +67,22 @@ def channel_innermost(x: Tensor) -> Tensor:
     return x.mT.contiguous().mT
 
 
-def strided(tensor: Tensor) -> Tensor:
-    """The same values, with gaps."""
+def with_gaps(tensor: Tensor) -> Tensor:
     return torch.stack((tensor, tensor), -1)[..., 0]
-
-
-def negative(tensor: Tensor) -> Tensor:
-    """The same values, of which the memory holds the negatives."""
-    return torch._neg_view(-tensor)
-
-
-def zeros(tensor: Tensor) -> Tensor:
-    """Which have no memory."""
-    return torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype)
 
 
 class OwnTensor(Tensor):
     pass
+
+
+# Ways in which kernels cannot read a tensor at its address.
+UNREADABLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "with gaps": with_gaps,
+    "of negatives": lambda tensor: torch._neg_view(-tensor),
+    "of zeros": lambda tensor: torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype),  # without memory
+    "wrapped": escaped,
+    "of another class": lambda tensor: tensor.as_subclass(OwnTensor),
+}
 
 
 class Own(nn.BatchNorm1d):
@@ -112,54 +101,42 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     "dims of x that the layer has not": ({"input": X[None], "z": Z[None], "channel_dim": 2}, ValueError),
     "strides of x": ({"input": channel_innermost(X), "z": channel_innermost(Z)}, PLAN),
     "strides of x alone": ({"input": channel_innermost(X)}, SIDE_ROAD),
-    "gaps in x": ({"input": strided(X), "z": strided(Z)}, SIDE_ROAD),
     "dtype of x": ({"input": X.double(), "z": Z.double()}, PLAN),
-    "16 bits": ({"input": X.bfloat16(), "z": Z.bfloat16()}, PLAN),
     "integers": ({"input": X.int()}, TypeError),
-    "x is negative": ({"input": negative(X)}, SIDE_ROAD),
-    "class of x": ({"input": X.as_subclass(OwnTensor)}, SIDE_ROAD),
     "no residual": ({"z": None}, PLAN),
     "shape of the residual": ({"z": Z[:1]}, ValueError),
     "strides of the residual": ({"z": channel_innermost(Z)}, SIDE_ROAD),
     "dtype of the residual": ({"z": Z.double()}, SIDE_ROAD),
-    "residual is negative": ({"z": negative(Z)}, SIDE_ROAD),
-    "residual is zero": ({"z": zeros(Z)}, SIDE_ROAD),
     **{f"no {name}": ({name: None}, PLAN) for name in ("weight", "bias", "counter")},
     "no statistics": ({"running_mean": None, "running_var": None}, PLAN),
-    "no running_mean": ({"running_mean": None}, ValueError),
     "no running_var": ({"running_var": None}, ValueError),
     **{f"dtype of {name}": ({name: BASE[name].half()}, PLAN) for name in PER_CHANNEL},
     **{f"integers in {name}": ({name: BASE[name].int()}, TypeError) for name in PER_CHANNEL},
     **{f"shape of {name}": ({name: torch.ones(4)}, ValueError) for name in PER_CHANNEL},
     **{f"device of {name}": ({name: BASE[name].to("meta")}, ValueError) for name in ("z", *PER_CHANNEL)},
-    **{f"strides of {name}": ({name: strided(BASE[name])}, SIDE_ROAD) for name in PER_CHANNEL},
-    **{f"{name} is negative": ({name: negative(BASE[name])}, SIDE_ROAD) for name in PER_CHANNEL},
-    **{f"{name} is zero": ({name: zeros(BASE[name])}, SIDE_ROAD) for name in ("weight", "bias")},
-    **{f"{name} is wrapped": ({name: escaped(BASE[name])}, SIDE_ROAD) for name in ("input", "z", *PER_CHANNEL)},
+    **{
+        f"{name} {how}": ({name: change(BASE[name])}, SIDE_ROAD) for how, change in UNREADABLE.items()
+        for name in ("input", "z", *PER_CHANNEL) if how != "of zeros" or name in ("z", "weight", "bias")
+    },
     "dtype of the counter": ({"counter": torch.tensor(2, dtype=torch.int32)}, SIDE_ROAD),
     "shape of the counter": ({"counter": torch.tensor([2])}, SIDE_ROAD),
-    "counter is negative": ({"counter": torch._neg_view(torch.tensor(-2))}, SIDE_ROAD),
+    "counter of negatives": ({"counter": torch._neg_view(torch.tensor(-2))}, SIDE_ROAD),
     "eps": ({"eps": 0.5}, PLAN),
     "class of eps": ({"eps": True}, TypeError),
     "eps is an int": ({"eps": 1}, SIDE_ROAD),
     "eps of NumPy": ({"eps": np.float64(1.0)}, SIDE_ROAD),
     "eps is a list": ({"eps": [1.0]}, TypeError),
-    "eps is an array": ({"eps": np.array(1.0)}, TypeError),
     "channel_dim is a list": ({"channel_dim": [1]}, TypeError),
     "eps is 0": ({"eps": 0.0}, ValueError),
     "no momentum": ({"momentum": None}, PLAN),
     "momentum without a counter": ({"momentum": None, "counter": None}, TypeError),
     "momentum is a tensor": ({"momentum": torch.tensor(0.5)}, SIDE_ROAD),
-    "momentum is two numbers": ({"momentum": torch.ones(2)}, ValueError),
     "momentum is True": ({"momentum": True}, TypeError),
-    "momentum is a word": ({"momentum": "0.25"}, TypeError),
     "channel_dim": ({"channel_dim": 2}, PLAN),
     "channel_dim from the right": ({"channel_dim": -1}, PLAN),
     "class of channel_dim": ({"channel_dim": 1.0}, TypeError),
-    "channel_dim that is not there": ({"channel_dim": 3}, ValueError),
     "relu": ({"relu": True}, PLAN),
     "class of relu": ({"relu": np.bool_(False)}, SIDE_ROAD),
-    "relu of NumPy": ({"relu": np.bool_(True)}, SIDE_ROAD),
     "num_channels": ({"num_channels": 4}, ValueError),
     "no num_channels": ({"num_channels": None}, PLAN),
     "mask": ({"mask": torch.ones(3, dtype=torch.bool)}, SIDE_ROAD),
@@ -174,18 +151,24 @@ def forward_plan(**others: object) -> Any:
     return plan.forward_plan(Arguments(**changed(**others)))
 
 
+def other_plan(planned_first: bool, plan_of: Callable[..., Any], others: dict[str, Any]) -> Any:
+    """The plan where these are other arguments: that of BASE is another, whichever is made first."""
+    base = plan_of() if planned_first else None
+    other = plan_of(**others)
+    base = base or plan_of()
+    assert base is not None
+    assert other is not base
+    assert plan_of() is base
+    return other
+
+
 @pytest.mark.parametrize("name", DIFFERENCES)
 @pytest.mark.parametrize("planned_first", [True, False])
 def test_each_ingredient_of_the_key(name: str, planned_first: bool) -> None:
     """Without it in the key a call runs by the plan of another: with that one's dtypes, at addresses that hold other
     numbers, or although it is wrong."""
     others, outcome = DIFFERENCES[name]
-    base = forward_plan() if planned_first else None
-    other = forward_plan(**others)
-    base = base or forward_plan()
-    assert base is not None
-    assert other is not base
-    assert (other is not None) == (outcome == PLAN)
+    assert (other_plan(planned_first, forward_plan, others) is not None) == (outcome == PLAN)
     if isinstance(outcome, str):
         with side_roads() as taken:
             check_step(changed(**others))
@@ -201,12 +184,8 @@ def test_strides_of_tensors_that_are_not_contiguous() -> None:
     """The key must tell the strides, and not only whether a tensor is contiguous: with gaps it is as little so."""
     check_step(changed(input=channel_innermost(X), z=channel_innermost(Z)))
     assert len(plan._plans) == 1
-    assert forward_plan(input=strided(X), z=strided(Z)) is None
-    check_step(changed(input=strided(X), z=strided(Z)))
-    innermost = in_all(channel_innermost) | {"layout": Layout.of(channel_innermost(X), 1)}
-    assert backward_plan_of(**innermost) is not None
-    for name in ("dy", "x", "y"):
-        assert backward_plan_of(**innermost | {name: strided(X)}) is None
+    assert forward_plan(input=with_gaps(X), z=with_gaps(Z)) is None
+    check_step(changed(input=with_gaps(X), z=with_gaps(Z)))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
@@ -220,31 +199,22 @@ def test_tensors_without_strides() -> None:
             assert backward_plan_of(**{name: sparse}) is None
 
 
-def test_each_choice_of_tensors_has_a_plan_of_its_own() -> None:
-    """A key that told only how many there are would let a bias be read as a weight."""
-    optional, plans = ("z", "weight", "bias", "running_mean running_var", "counter"), []
-    for choice in itertools.product((True, False), repeat=len(optional)):
-        absent = dict.fromkeys(" ".join(itertools.compress(optional, choice)).split())
-        check_step(changed(**absent))
-        plans.append(forward_plan(**absent))
-    assert None not in plans
-    assert len(set(map(id, plans))) == 2 ** len(optional)
+def test_each_kind_has_a_plan_of_its_own() -> None:
+    """A key that told only how many tensors there are would let a bias be read as a weight."""
+    plans = [forward_plan(**others) for others, outcome in DIFFERENCES.values() if outcome == PLAN]
+    assert len(set(map(id, plans))) == len(plans)
 
 
-@pytest.mark.parametrize("momentum", [0.5, 1, 0, np.float32(0.5), torch.tensor(0.5, dtype=torch.float64)])
-def test_momentum_is_not_of_a_plan(momentum: Any) -> None:
-    """It may be another in each call: a plan that held it would move the statistics by an old one."""
-    for counter, given in ((2, 0.25), (2, momentum), (2, None), (7, None)):
-        check_step(changed(counter=torch.tensor(counter), momentum=given))
-
-
-@pytest.mark.parametrize("first", [float("nan"), 0.0])
-def test_numbers_of_momentum_share_a_plan(first: float) -> None:
-    """Else each step of a schedule, and each with NaN, which equals nothing, would be planned and remembered."""
-    plans = {forward_plan(momentum=momentum) for momentum in (first, 0.25, 0.5, first)}
+def test_momentum_is_not_of_a_plan() -> None:
+    """It may be another in each call: a plan that held it would move the statistics by an old one, and each step of a
+    schedule, or with NaN, which equals nothing, would be planned and remembered."""
+    for momentum in (0.25, 0.5, 1, 0, np.float32(0.5), torch.tensor(0.5, dtype=torch.float64)):
+        check_step(changed(momentum=momentum))
+    for counter in (2, 7):
+        check_step(changed(counter=torch.tensor(counter), momentum=None))
+    plans = {forward_plan(momentum=momentum) for momentum in (float("nan"), 0.0, 0.25, float("nan"))}
     assert len(plans) == 1
     assert None not in plans
-    check_step(changed())
 
 
 def test_gpus_are_told_apart() -> None:
@@ -264,11 +234,10 @@ def test_tensors_on_the_meta_device() -> None:
 
 # Backward.
 
-LAYOUT = Layout.of(X, 1)
 STATISTICS = torch.ones(10, dtype=torch.float64)
 BASE_OF_BACKWARD: dict[str, Any] = {
     "dy": Z, "x": X, "weight": BASE["weight"], "statistics": STATISTICS, "y": X + 1,
-    "needed": (True, True, True, True), "bias_dtype": torch.float32, "layout": LAYOUT,
+    "needed": (True, True, True, True), "bias_dtype": torch.float32, "layout": Layout.of(X, 1),
 }  # fmt: skip
 TENSORS = "dy", "x", "weight", "statistics", "y"
 
@@ -283,20 +252,19 @@ DIFFERENCES_OF_BACKWARD: dict[str, tuple[dict[str, object], bool]] = {
     "strides": (in_all(channel_innermost) | {"layout": Layout.of(channel_innermost(X), 1)}, True),
     "dtype": (in_all(Tensor.double), True),
     **{f"shape of {name} alone": ({name: BASE_OF_BACKWARD[name][:2]}, False) for name in TENSORS},
-    **{f"strides of {name} alone": ({name: strided(BASE_OF_BACKWARD[name])}, False) for name in TENSORS},
     **{f"dtype of {name} alone": ({name: BASE_OF_BACKWARD[name].half()}, name == "weight") for name in TENSORS},
     **{f"device of {name} alone": ({name: BASE_OF_BACKWARD[name].to("meta")}, False) for name in TENSORS},
-    **{f"{name} is negative": ({name: negative(BASE_OF_BACKWARD[name])}, False) for name in TENSORS},
-    **{f"{name} is zero": ({name: zeros(BASE_OF_BACKWARD[name])}, False) for name in TENSORS},
-    **{f"{name} is wrapped": ({name: escaped(BASE_OF_BACKWARD[name])}, False) for name in TENSORS},
-    **{f"class of {name}": ({name: BASE_OF_BACKWARD[name].as_subclass(OwnTensor)}, False) for name in TENSORS},
+    **{
+        f"{name} {how}": ({name: change(BASE_OF_BACKWARD[name])}, False)
+        for how, change in UNREADABLE.items() for name in TENSORS
+    },
     "no weight": ({"weight": None}, True),
     "no y": ({"y": None}, True),
     "layout": ({"layout": Layout.of(X, 2)}, True),
     "no gradient of weight": ({"needed": (True, False, True, True)}, True),
     "no gradient of bias": ({"needed": (True, True, False, True)}, True),
     "dtype of bias": ({"bias_dtype": torch.float64}, True),
-}
+}  # fmt: skip
 
 
 def backward_plan_of(**others: Any) -> Any:
@@ -310,49 +278,33 @@ def backward_plan_of(**others: Any) -> Any:
 def test_each_ingredient_of_the_key_of_backward(name: str, planned_first: bool) -> None:
     """What is saved may come back as another tensor. Without this in the key it is read as the one before."""
     others, has_plan = DIFFERENCES_OF_BACKWARD[name]
-    base = backward_plan_of() if planned_first else None
-    other = backward_plan_of(**others)
-    base = base or backward_plan_of()
-    assert base is not None
-    assert other is not base
-    assert (other is not None) == has_plan
-    assert backward_plan_of() is base
+    assert (other_plan(planned_first, backward_plan_of, others) is not None) == has_plan
 
 
 def test_no_gradient_is_computed_that_is_not_needed() -> None:
     """Autograd would throw it away in silence."""
     for needed in (True, False):
         made = backward_plan_of(needed=(True, needed, needed, True))
-        assert made is not None
-        sums, *of_parameters, at = made.backward_sums(Z, X, X + 1, STATISTICS, UNSIGNED)
+        _, *of_parameters, _ = made.backward_sums(Z, X, X + 1, STATISTICS, UNSIGNED)
         assert [one is not None for one in of_parameters] == [needed, needed]
-        tensors = at, Z, X, X + 1, sums, STATISTICS, BASE["weight"]
-        *of_inputs, _ = made.backward_outputs(*tensors, needs_x=needed, of_residual=False)
-        assert [one is not None for one in of_inputs] == [needed, False]
 
 
 # What a plan holds.
 
 
 def test_plans_keep_nothing_alive() -> None:
-    """There may be thousands of them: a tensor, a layer or a class in one of them would never be freed."""
+    """There may be thousands of them: a tensor, a layer or a class in one of them would never be freed. So many
+    channels need scratch memory in each call; another thread or stream may be in the same plan."""
 
     def run(**attributes: object) -> list[weakref.ref[object]]:
         kind = type("Made", (syncbn.SyncBatchNorm1d,), attributes)
-        layer, tensors = kind(3, fuse_relu=True), [torch.randn(4, 3, 5, requires_grad=True) for _ in range(2)]
+        layer, tensors = kind(5000, fuse_relu=True), [torch.randn(2, 5000, requires_grad=True) for _ in range(2)]
         layer(*tensors).sum().backward()
         return [weakref.ref(one) for one in (kind, layer, *tensors, *layer.parameters(), *layer.buffers())]
 
     seen = run() + run(_check_input_dim=lambda layer, x: None)
     gc.collect()
     assert {one() for one in seen} == {None}
-    assert len(plan._plans) == 2
-
-
-def test_plans_hold_no_memory_of_a_call() -> None:
-    """Another thread or stream may be in the same plan. So many channels need scratch memory in each of its calls."""
-    layer, x = syncbn.SyncBatchNorm1d(5000, fuse_relu=True), torch.randn(2, 5000, requires_grad=True)
-    layer(x).sum().backward()
     assert len(plan._plans) == 2
     assert not [one for made in plan._plans.values() for one in vars(made).values() if isinstance(one, Tensor)]
 
