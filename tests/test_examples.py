@@ -9,8 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-import bench
 import pytest
+from benchmarks.guard import ATTEMPTS, LIMIT, Ratios, plain_and_fused, slower_each_time
+from benchmarks.measuring import Case
 from jobs import ENVIRONMENT, EXAMPLES, ON_TWO_RANKS, processes_with, run, run_job, run_on_ranks, run_script
 
 SCRIPTS = EXAMPLES.parent / "scripts"
@@ -30,19 +31,15 @@ def test_digits_on_two_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
-def test_digits_without_rich_and_matplotlib(tmp_path: Path) -> None:
+def test_digits_on_one_process_without_rich_and_matplotlib(tmp_path: Path) -> None:
     code = "import runpy, sys; sys.modules['rich'] = sys.modules['matplotlib'] = None; sys.argv.pop(0)"
     code += f"; sys.path[0] = {str(EXAMPLES)!r}"
     script = EXAMPLES / "digits.py"
-    settings = (script, "--epochs", 1, "--steps", 50, "--output", tmp_path)
+    settings = (script, "--epochs", 1, "--steps", 60, "--images-per-rank", 8, "--output", tmp_path)
     output = run(sys.executable, "-c", f"{code}; runpy.run_path({str(script)!r}, run_name='__main__')", *settings)
     assert "epoch 1/1  one process" in output
     assert "no picture" in output
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.json"]
-
-
-def test_digits_on_one_process(tmp_path: Path) -> None:
-    run_script(EXAMPLES / "digits.py", "--epochs", 1, "--steps", 60, "--images-per-rank", 8, "--output", tmp_path)
     runs = json.loads((tmp_path / "metrics.json").read_text())["runs"]
     assert runs["syncbn"]["distance"] < 1e-11
     assert runs["local"]["distance"] == 0  # the same program as one process
@@ -75,16 +72,12 @@ def test_bench_on_two_ranks(tmp_path: Path) -> None:
     times = {(row["case"], row["peer"]): row for row in results["times"]}
     cases = {case for case, _ in times}
     assert len(cases) == (2 + 1) * 2  # layouts of each shape, times dtypes
+    assert all(row["both"] > row["forward"] > 0 for row in times.values())
     for case in cases:
-        assert all(row["both"] > row["forward"] > 0 for (other, _), row in times.items() if other == case)
-        assert {"syncbn fused", "nn.BatchNorm", "hand-written fused", "two all_reduces"} <= {
-            peer for other, peer in times if other == case
-        }
-        ours, torchs = times[case, "syncbn"], times[case, "nn.BatchNorm"]
-        assert ours["collectives"] == 2
-        assert torchs["collectives"] == 0
-        assert ours["peak"] >= 2, "the output and the gradient of the input"
-        assert ours["first call"] > 0
+        peers = {peer for other, peer in times if other == case}
+        assert {"syncbn fused", "hand-written fused", "two all_reduces"} <= peers
+        assert [times[case, peer]["collectives"] for peer in ("syncbn", "nn.BatchNorm")] == [2, 0]
+        assert times[case, "syncbn"]["peak"] >= 2, "the output and the gradient of the input"
     assert (tmp_path / "bench.csv").read_text().count("\n") == 1 + len(times)
     assert (tmp_path / "bench.png").stat().st_size > 10_000
 
@@ -92,7 +85,6 @@ def test_bench_on_two_ranks(tmp_path: Path) -> None:
 def test_bench_steps_on_two_ranks(tmp_path: Path) -> None:
     models, settings = ("segmentation", "block"), ("--rounds", 1, "--scale", 0.15, "--channels-last")
     _, results = run_job(tmp_path, SCRIPTS / "bench.py", "steps", *settings, "--models", *models, file="steps.json")
-    assert results["about"]["ranks"] == 2
     for model in models:
         assert results["times"][model].keys() == {"nn.BatchNorm", "syncbn", "hand-written"}
         assert all(0 < one["forward"] < one["both"] for one in results["times"][model].values())
@@ -102,23 +94,13 @@ def test_bench_overhead_on_two_ranks() -> None:
     output = run_on_ranks(2, SCRIPTS / "bench.py", "overhead", "--rounds", 2, "--steps", 3)
     lines = dict(re.findall(r"^(\w.*\w) +(-?[\d.]+) us$", output, re.MULTILINE))
     assert lines.keys() == {"synchronised", "alone", "two all_reduces", "overhead"}
-    assert float(lines["synchronised"]) > float(lines["alone"])
 
 
 def test_bench_launches() -> None:
     pytest.importorskip("triton")
     output = run_script(SCRIPTS / "bench.py", "launches", "--rounds", 1)
-    assert re.findall(r"^(.*\w) +forward +[\d.]+ us   backward +[\d.]+ us$", output, re.MULTILINE) == [
-        "nn.BatchNorm2d, on the CPU",
-        "syncbn",
-        "syncbn with a group",
-    ]
-
-
-def test_bench_names_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench.py", "kernel"])
-    with pytest.raises(SystemExit, match=r"the parts are layers, kernels, .* got kernel"):
-        bench.main()
+    rows = re.findall(r"^(.*\w) +forward +[\d.]+ us   backward +[\d.]+ us$", output, re.MULTILINE)
+    assert rows == ["nn.BatchNorm2d, on the CPU", "syncbn", "syncbn with a group"]
 
 
 def test_bench_kernels(tmp_path: Path) -> None:
@@ -127,12 +109,22 @@ def test_bench_kernels(tmp_path: Path) -> None:
     assert output.count("4 x.sum() and 2 copies / the four functions: ") == 4
     cases = json.loads((tmp_path / "kernels.json").read_text())["kernels"]
     assert len(cases) == 2 * 2  # dtypes, layouts
-    for kernels in cases.values():
-        rates = {name: 1 / one["ms"] for name, one in kernels.items()}  # of three tensors to a copy's two
-        share = 1.5 * rates["backward_outputs"] / rates["copy"]
-        assert kernels["backward_outputs"]["share of copy"] == pytest.approx(share)
-        assert {"forward_sums", "forward_outputs fused", "backward_sums", "backward_outputs fused"} <= kernels.keys()
-        assert all(one["ms"] > 0 for one in kernels.values())
+    functions = {"forward_sums", "forward_outputs fused", "backward_sums", "backward_outputs fused"}
+    assert all(functions <= kernels.keys() for kernels in cases.values())
+
+
+@pytest.mark.parametrize("slow_times", [0, ATTEMPTS - 1, ATTEMPTS])
+def test_the_guard_of_speed_fails_for_what_is_slower_each_time(slow_times: int) -> None:
+    step, other = plain_and_fused(["2x3x4x4"], ["float32"])[:2]
+    measured: list[list[Case]] = []
+
+    def measure(steps: list[Case]) -> Ratios:
+        measured.append(steps)
+        beyond, same = LIMIT + 0.1, (1.0, 0.0)
+        return {one: [same, (beyond if one == step and len(measured) <= slow_times else 1.0, 0.0)] for one in steps}
+
+    assert slower_each_time([step, other], measure) == [step] * (slow_times == ATTEMPTS)
+    assert measured == [[step, other], *[[step]] * min(slow_times, ATTEMPTS - 1)]
 
 
 def test_scaling_counts_and_fits(tmp_path: Path) -> None:
@@ -146,25 +138,17 @@ def test_scaling_counts_and_fits(tmp_path: Path) -> None:
 
     latency, bandwidth = 1e-4, 1e9
     times = [  # as the rings of a network with these constants take
-        {"collective": kind, "ranks": ranks, "bytes": num_bytes, "seconds": messages * latency + moved / bandwidth}
-        for ranks in (2, 4)
+        {"collective": kind, "ranks": 4, "bytes": num_bytes, "seconds": messages * latency + moved / bandwidth}
         for num_bytes in (1000, 1_000_000)
-        for kind, messages, moved in (
-            ("all_reduce", 2 * (ranks - 1), 2 * (ranks - 1) / ranks * num_bytes),
-            ("all_gather", ranks - 1, (ranks - 1) * num_bytes),
-        )
+        for kind, messages, moved in (("all_reduce", 6, 1.5 * num_bytes), ("all_gather", 3, 3 * num_bytes))
     ]
     (tmp_path / "ranks-2.json").write_text(json.dumps({"times": times}))
     run_script(script, "--output", tmp_path)
     model = json.loads((tmp_path / "model.json").read_text())
     assert model["fitted"] == pytest.approx({"latency": latency, "bandwidth": bandwidth})
-    assert max(map(abs, model["relative errors"])) < 1e-9
-    seconds = model["seconds"]
-    last = model["ranks"].index(16384)
     # 53 layers with two all_reduces each of 28 messages in turn, and twice 8 (4C + 1) bytes of 26,560 channels
-    assert seconds["syncbn, tree"][last] == pytest.approx(53 * 2 * 28 * latency + 2 * 8 * (4 * 26560 + 53) / bandwidth)
-    assert seconds["syncbn, tree"][last] < seconds["torch, tree"][last], "an all_gather's bytes grow with the ranks"
-    assert model["over 5 % from"]["apex, ring"] <= model["over 5 % from"]["syncbn, ring"]
+    seconds = model["seconds"]["syncbn, tree"][model["ranks"].index(16384)]
+    assert seconds == pytest.approx(53 * 2 * 28 * latency + 2 * 8 * (4 * 26560 + 53) / bandwidth)
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
@@ -173,7 +157,6 @@ def test_soak_on_two_ranks(tmp_path: Path) -> None:
     assert "buffers that differ" in output
     assert result["differing"] == [[], []]
     assert result["rounds"] >= 2
-    assert {one["threads"] for rounds in result["measured"] for one in rounds} == {1}
 
 
 def test_segmentation_on_two_ranks(tmp_path: Path) -> None:
@@ -204,12 +187,6 @@ def test_finetune_on_two_ranks(tmp_path: Path) -> None:
     assert accuracies["as it was, old images"] > 0.8
     assert accuracies["as it was"] < 0.3 < 0.5 < accuracies["recomputed"]
     assert accuracies["frozen"] < 0.3
-
-
-def test_digits_explains_its_options() -> None:
-    text = run_script(EXAMPLES / "digits.py", "--help")
-    options = "epochs steps images-per-rank learning-rate width dtype seed output checkpoint checkpoint-every timeout"
-    assert [option for option in options.split() if f"--{option}" not in text] == []
 
 
 def test_interrupting_digits_leaves_no_process(tmp_path: Path) -> None:

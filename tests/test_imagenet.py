@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -90,6 +91,25 @@ def test_imagenet_says_what_is_wrong_with_its_folder(
         run_script(*job, "--images-per-rank", 10, "--epochs", 1)
 
 
+def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    launch, path = importlib.import_module("launch"), tmp_path / "made" / "step [1].pt"
+    assert launch.load(path) is None
+    launch.save({"step": 1}, path)
+    of_another = path.with_name("step 1.pt unfinished by host 7")
+    of_another.touch()
+
+    def fail(state: object, file: BinaryIO) -> None:
+        file.write(b"half a")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="no space"):
+        launch.save({"step": 2}, path)
+    assert launch.load(path) == {"step": 1}
+    assert set(path.parent.iterdir()) == {path, of_another}
+
+
 def test_resnet_50_of_either_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many parameters and entries as torchvision's resnet50, in each other's state_dict."""
     monkeypatch.syspath_prepend(EXAMPLES)
@@ -98,8 +118,7 @@ def test_resnet_50_of_either_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(parameter.numel() for parameter in plain.parameters()) == 25_557_032
     assert len(plain.state_dict()) == 320
     assert {"layer1.0.downsample.1.running_var", "layer4.2.bn3.weight", "fc.bias"} <= plain.state_dict().keys()
-    assert len(syncbn.summary(synchronised)) == 53
     synchronised.load_state_dict(plain.state_dict())
-    assert len(syncbn.summary(syncbn.convert_syncbn_model(plain))) == 53
     images = torch.randn(2, 3, 64, 64)
     torch.testing.assert_close(plain.eval()(images), synchronised.eval()(images), rtol=0, atol=0)
+    assert len(syncbn.summary(synchronised)) == len(syncbn.summary(syncbn.convert_syncbn_model(plain))) == 53
