@@ -26,8 +26,7 @@ X = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
 def plain(training: bool, layer: nn.Module | None = None) -> nn.Sequential:
     torch.manual_seed(0)
-    layer = nn.BatchNorm2d(4) if layer is None else layer
-    return nn.Sequential(nn.Conv2d(3, 4, 3), layer, nn.ReLU()).train(training)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), layer or nn.BatchNorm2d(4), nn.ReLU()).train(training)
 
 
 def converted(training: bool, layer: nn.Module | None = None) -> nn.Sequential:
@@ -100,56 +99,42 @@ def test_eager_quantisation() -> None:
     assert torch.equal(actual(X), expected(X))
 
 
-KINDS = {
-    "of torch": lambda: nn.BatchNorm2d(4),
-    "calls super": lambda: CallsSuper2d(4),
-    "own": lambda: BatchNormAct2d(4),
-}
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_jit_script(kind: str, training: bool) -> None:
-    """The model is left whole, and can be traced."""
-    model = converted(training, KINDS[kind]())
-    modules = {name: (module, type(module)) for name, module in model.named_modules()}
-    with pytest.raises(RuntimeError, match=r"cannot compile Sync\w+: call syncbn\.revert_syncbn_model\(model\) first"):
-        torch.jit.script(model)
-    assert {name: (module, type(module)) for name, module in model.named_modules()} == modules
-    assert torch.equal(torch.jit.trace(model.eval(), X)(X), model(X))
-    model = reverted(training)
-    torch.testing.assert_close(torch.jit.script(model)(X), model(X))
-
-
-def test_jit_script_of_a_built_layer() -> None:
-    """A revert leaves it, so the remedy is another."""
-    with pytest.raises(RuntimeError, match="load its state_dict into a model that is built with"):
-        torch.jit.script(nn.Sequential(syncbn.SyncBatchNorm2d(3)))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_jit_trace_in_training(kind: str) -> None:
-    model = converted(True, KINDS[kind]())
-    remedy = r"cannot record .*: call syncbn\.revert_syncbn_model\(model\) first, or .*eval"
-    with pytest.raises(RuntimeError, match=remedy):
-        torch.jit.trace(model, X)
-    with pytest.raises(RuntimeError, match=r"torch\.jit\.trace"):
-        torch.jit.trace(lambda x: syncbn.functional.sync_batch_norm(x, None, None, training=True), X)
-    model = reverted(True)
-    torch.testing.assert_close(torch.jit.trace(model, X, check_trace=False)(X[:2]), model(X[:2]))
-
-
 def onnx(model: nn.Module) -> bytes:
+    """By TorchScript's exporter."""
     file, mode = io.BytesIO(), torch.onnx.TrainingMode.TRAINING if model.training else torch.onnx.TrainingMode.EVAL
     torch.onnx.export(model, (X,), file, dynamo=False, training=mode, do_constant_folding=False)
     return file.getvalue()
 
 
-def test_onnx_in_training() -> None:
-    """Of TorchScript's exporter."""
-    words = r"torch\.onnx\.export\(dynamo=False\) uses, .*: call syncbn\.revert_syncbn_model\(model\) first"
-    with pytest.raises(RuntimeError, match=words):
-        onnx(converted(True))
+@pytest.mark.parametrize("layer_class", [nn.BatchNorm2d, CallsSuper2d, BatchNormAct2d])
+def test_torchscript_of_a_converted_model(layer_class: type[nn.Module]) -> None:
+    """It is refused, with the remedy and the model left whole, but for a trace in evaluation."""
+    model = converted(True, layer_class(4))
+    modules = {name: (module, type(module)) for name, module in model.named_modules()}
+    for refused, what in (
+        (lambda: torch.jit.script(model), r"cannot compile Sync\w+"),
+        (lambda: torch.jit.script(model.eval()), r"cannot compile Sync\w+"),
+        (lambda: torch.jit.trace(model.train(), X), "cannot record .*"),
+        (lambda: onnx(model), r"torch\.onnx\.export\(dynamo=False\) uses, .*"),
+    ):
+        with pytest.raises(RuntimeError, match=rf"{what}: call syncbn\.revert_syncbn_model\(model\) first"):
+            refused()
+    assert {name: (module, type(module)) for name, module in model.named_modules()} == modules
+    assert torch.equal(torch.jit.trace(model.eval(), X)(X), model(X))
+
+
+def test_torchscript_of_what_no_revert_reaches() -> None:
+    with pytest.raises(RuntimeError, match="load its state_dict into a model that is built with"):
+        torch.jit.script(nn.Sequential(syncbn.SyncBatchNorm2d(3)))
+    with pytest.raises(RuntimeError, match=r"torch\.jit\.trace"):
+        torch.jit.trace(lambda x: syncbn.functional.sync_batch_norm(x, None, None, training=True), X)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_torchscript_of_a_reverted_model(training: bool) -> None:
+    model = reverted(training)
+    torch.testing.assert_close(torch.jit.script(model)(X), model(X))
+    torch.testing.assert_close(torch.jit.trace(model, X, check_trace=False)(X[:2]), model(X[:2]))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("onnx") is None, reason="needs the package onnx")
