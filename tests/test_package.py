@@ -1,8 +1,9 @@
-"""What importing the package does, and what it offers."""
+"""What importing the package does, what it leaves behind, and what it offers."""
 
 import doctest
 import importlib
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,25 +14,32 @@ from jobs import run, run_text
 
 import syncbn
 
-ONLY_WHERE_NEEDED = {"triton", "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "numpy.testing", "rich"}
+EFFECTS = """
+import json, os, sys, tempfile, threading
+import torch, torch.distributed as dist
+import torch.distributed.nn.functional  # makes a temporary folder, whoever imports it first
+
+def resources():
+    return threading.active_count(), len(os.listdir("/proc/self/fd")), os.listdir(tempfile.gettempdir())
+
+modules, before = set(sys.modules), resources()
+import syncbn
+loaded = set(sys.modules) - modules
+import syncbn.testing, syncbn.cli.check
+after, libraries = resources(), len(torch.ops.loaded_libraries)
+operators = hasattr(torch.ops.syncbn, "forward_sums")
+print(json.dumps([sorted(loaded), before, after, dist.is_initialized(), operators, libraries]))
+"""
 
 
-def modules_loaded_by(statement: str) -> set[str]:
-    """Of the modules that `import torch` does not load."""
-    code = f"import torch, sys; before = set(sys.modules); {statement}; print(*set(sys.modules) - before)"
-    return set(run(sys.executable, "-c", code).split())
-
-
-def test_import_loads_nothing_heavy() -> None:
-    loaded = modules_loaded_by("import syncbn")
+@pytest.mark.skipif(sys.platform != "linux", reason="open files are read from /proc")
+def test_an_import_does_nothing(tmp_path: Path) -> None:
+    """It loads no modules that torch did not, starts no thread, opens no file, makes no folder, group or operator."""
+    loaded, before, after, *made = json.loads(run(sys.executable, "-c", EFFECTS, TMPDIR=str(tmp_path)))
     assert "syncbn.layer" in loaded
-    assert not loaded & ONLY_WHERE_NEEDED
-    expected = "syncbn", "torch.distributed.nn", "_remote_module"
-    assert not [name for name in loaded if not name.startswith(expected)], "modules that torch did not load already"
-
-
-def test_the_check_above_can_fail() -> None:
-    assert "numpy.testing" in modules_loaded_by("import numpy.testing")
+    assert [name for name in loaded if not name.startswith("syncbn")] == []
+    assert after == before
+    assert not any(made), made
 
 
 def test_a_script_beside_a_clone_finds_the_package(tmp_path: Path) -> None:
@@ -53,12 +61,8 @@ def wait_until(condition):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 """
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are read from /proc")
-def test_gloos_threads_end_with_their_group() -> None:
-    """One that still has a tensor to free when the interpreter ends aborts the process."""
-    program = """
+# One that still has a tensor to free when the interpreter ends aborts the process.
+GLOOS_THREADS = """
 def threads():
     return [open(f"/proc/self/task/{thread}/comm").read() for thread in os.listdir("/proc/self/task")]
 
@@ -68,12 +72,8 @@ assert "gloo" in "".join(threads())
 dist.destroy_process_group()
 wait_until(lambda: "gloo" not in "".join(threads()))  # one that has been joined may still be seen for a moment
 """
-    run_text(BEGINNING + program)
-
-
-def test_nothing_of_diagnosis_outlives_the_group() -> None:
-    """Neither its thread nor, through it, the group."""
-    program = """
+# Neither its thread nor, through it, the group.
+OF_DIAGNOSIS = """
 from syncbn.distributed import reduction
 reduction.resolve = lambda spec: dist.group.WORLD  # also of one rank
 for _ in range(3):
@@ -87,6 +87,11 @@ for _ in range(3):
     assert world() is None
 wait_until(lambda: threading.active_count() == 1)
 """
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are read from /proc")
+@pytest.mark.parametrize("program", [GLOOS_THREADS, OF_DIAGNOSIS], ids=["gloo's threads", "diagnosis"])
+def test_nothing_outlives_the_group(program: str) -> None:
     run_text(BEGINNING + program)
 
 
