@@ -21,33 +21,28 @@ FUNCTIONS = gpu_static.FUNCTIONS.split()
 
 
 @pytest.mark.parametrize(
-    ("shape", "capability"), [("32x64x112x112", 90), ("32x512x14x14", 90), ("32x2048x7x7", 90), ("32x512x14x14", 80)]
+    ("capability", "shape", "fraction"),
+    [
+        (90, "32x64x112x112", 0.8),
+        (90, "32x2048x7x7", 0.8),  # no wide loads where 49 values are together
+        (80, "32x512x14x14", 0.8),
+        (86, "32x256x56x56", 0.9),  # 1/64 of float32's rate for float64, as cards for games have it
+        (120, "32x2048x7x7", 0.8),  # and these
+    ],
 )
-def test_promises_of_the_table(shape: str, capability: int) -> None:
+def test_promises_of_the_table(capability: int, shape: str, fraction: float) -> None:
     for row in gpu_static.table(capability, [shape], ["float32", "bfloat16"], FUNCTIONS):
         case, function, predicted = row
-        is_map = function.endswith("_outputs")
         code = predicted.code
         assert not code.spills, row
-        assert (code.float64, code.conversions) == (0, 0) or not is_map, row
-        assert predicted.blocks >= 3, row
+        assert (code.float64, code.conversions) == (0, 0) or not function.endswith("_outputs"), row
         values = 1 if case.shape[-1] == 7 and not case.channels_last else 4
         assert code.widest_load == values * getattr(torch, case.dtype).itemsize, row
-        assert predicted.fraction >= 0.8, row
+        assert predicted.blocks >= 3, row
+        assert predicted.fraction >= fraction, row
 
 
-@pytest.mark.parametrize("shape", ["32x256x56x56", "32x2048x7x7"])
-def test_a_card_with_slow_float64(shape: str) -> None:
-    """1/64 of float32's rate, as cards for games have it, is enough for nine tenths of a copy."""
-    rows = list(gpu_static.table(86, [shape], ["float32", "bfloat16"], FUNCTIONS))
-    slow = [row for row in rows if row[-1].fraction < 0.9]
-    assert not slow, slow
-
-
-@pytest.mark.parametrize(
-    ("channels", "columns", "lanes"),
-    [(40, 64, 0.62), (72, 32, 0.75), (96, 32, 1), (112, 64, 0.87), (144, 32, 0.9), (320, 64, 1), (960, 64, 1)],
-)
+@pytest.mark.parametrize(("channels", "columns", "lanes"), [(40, 64, 0.62), (112, 64, 0.87), (144, 32, 0.9)])
 def test_tiles_are_wide_and_few_lanes_idle(channels: int, columns: int, lanes: float) -> None:
     """Of tensors in channels last, with the numbers of channels of EfficientNet and MobileNet."""
     launches = launches_of_a_step(90, torch.empty(6272, channels, device="meta"), torch.float32)
@@ -55,17 +50,6 @@ def test_tiles_are_wide_and_few_lanes_idle(channels: int, columns: int, lanes: f
         tiled = gpu_static.over_whole_tensor(launches[function])
         assert tiled.arguments["TILES"].columns == columns
         assert gpu_static.lanes_in_use(tiled) >= lanes
-
-
-def test_the_prediction_knows_how_many_programs_there_are() -> None:
-    """The H100 has 132 multiprocessors with room for three programs each; one more has to wait."""
-    x = torch.empty(6272, 64, dtype=torch.bfloat16, device="meta")
-    launch = gpu_static.over_whole_tensor(launches_of_a_step(90, x, torch.float32)["forward_sums"])
-    grids = [(1, programs, 1) for programs in (1, 132 * 3, 132 * 3 + 1)]
-    one, full, more = [gpu_static.predict(launch._replace(grid=grid), 90) for grid in grids]
-    assert one.fraction < 0.1
-    assert (full.blocks, full.waves, full.fraction) == (3, 1, 1)
-    assert more.fraction < 0.8
 
 
 def launches_of_a_step(
@@ -107,16 +91,17 @@ def test_a_relu_without_a_residual(sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "parameter"),
+    ("sizes", "capability", "dtype", "parameter"),
     [
-        (75, torch.float16, torch.float32),
-        (80, torch.float32, torch.bfloat16),
-        (90, torch.bfloat16, torch.float32),
-        (90, torch.float64, torch.float64),
+        ((64, 64, 3136), 75, torch.float16, torch.float32),
+        ((64, 512, 4), 80, torch.float32, torch.bfloat16),
+        ((3, 8, 49), 80, torch.float32, torch.bfloat16),  # not a multiple of 4
+        ((64, 64, 3136), 90, torch.bfloat16, torch.float32),
+        ((1, 1, 1), 90, torch.bfloat16, torch.float32),
+        ((4, 8, 25), 90, torch.float64, torch.float64),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("sizes", [(64, 64, 3136), (64, 512, 4), (1, 1, 1), (4, 8, 25), (3, 8, 49)], ids=str)
 def test_all_launches_compile(
     sizes: tuple[int, ...], capability: int, dtype: torch.dtype, parameter: torch.dtype
 ) -> None:
