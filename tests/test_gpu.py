@@ -1,6 +1,5 @@
 """What only a GPU can show: launches, no waiting, graphs, streams, devices, more than 2^31 values."""
 
-import importlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,8 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import syncbn
 from syncbn.distributed import reduction
-from syncbn.kernels import available, select
-from syncbn.layout import Layout
+from syncbn.kernels import available
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -164,27 +162,20 @@ def test_a_device_that_is_not_the_current_one() -> None:
 
 @memory_formats
 def test_more_values_than_an_int32_counts(memory_format: torch.memory_format) -> None:
-    """The last sample lies beyond 2^31 values and is unlike the others."""
+    """The last sample lies beyond 2^31 values and is unlike the others; half of it has a gradient."""
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB of free memory")
-    shape = (2**31 // (64 * 1024 * 32) + 1, 64, 1024, 32)
-    x = torch.empty(shape, dtype=torch.bfloat16, device="cuda", memory_format=memory_format).zero_()
-    x[-1] = 3.0
-    assert x.numel() > 2**31
-    gpu, layout = importlib.import_module("syncbn.kernels.gpu"), Layout.of(x, 1)  # which imports triton
-    assert select.new_plan(x, layout).kernels is gpu
-    sums = gpu.forward_sums(x, layout)
-    values = shape[2] * shape[3]
-    assert sums[:64].eq(3 * values).all()
-    assert sums[64:128].eq(9 * values).all()
-    y, statistics = gpu.forward_outputs(x, layout, sums, None, None, None, 1e-5, relu=False)
-    mean, invstd = 3 / shape[0], (9 / shape[0] - 9 / shape[0] ** 2 + 1e-5) ** -0.5
-    torch.testing.assert_close(y[-1], torch.full_like(y[-1], (3 - mean) * invstd))
-    torch.testing.assert_close(y[0], torch.full_like(y[0], -mean * invstd))
-    del y
-    of_dy, _, _ = gpu.backward_sums(x, x, None, layout, statistics, None, None)
-    torch.testing.assert_close(of_dy[64:], torch.full_like(of_dy[64:], 3 * values * (3 - mean)))
-    grad_x, _ = gpu.backward_outputs(x, x, None, layout, of_dy, statistics, None, of_residual=False)
-    num_values = shape[0] * values
-    expected = (3 - 3 / shape[0] - (3 - mean) * invstd**2 * of_dy[64].item() / num_values) * invstd
-    torch.testing.assert_close(grad_x[-1], torch.full_like(grad_x[-1], expected))
+    num_samples = 2**31 // (64 * 1024 * 32) + 1
+    shape = (num_samples, 64, 1024, 32)
+    x, dy = (torch.zeros(shape, dtype=torch.bfloat16, device="cuda").to(memory_format=memory_format) for _ in range(2))
+    x[-1], dy[-1, :, :512] = 3.0, 1.0
+    y = syncbn.functional.sync_batch_norm(x.requires_grad_(), None, None, training=True)
+    mean = 3 / num_samples
+    invstd = (9 / num_samples - mean**2 + 1e-5) ** -0.5
+    first, last = -mean * invstd, (3 - mean) * invstd
+    torch.testing.assert_close(y[0], torch.full_like(y[0], first))
+    torch.testing.assert_close(y[-1], torch.full_like(y[-1], last))
+    y.backward(dy)
+    for part, own, value in (x.grad[0], 0, first), (x.grad[-1, :, :512], 1, last), (x.grad[-1, :, 512:], 0, last):
+        expected = (own - (1 + value * last) / 2 / num_samples) * invstd
+        torch.testing.assert_close(part, torch.full_like(part, expected))

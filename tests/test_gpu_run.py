@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -54,10 +53,8 @@ def test_a_dry_run(tmp_path: Path) -> None:
         assert part["verdict"].startswith("passed"), part
         assert part["results"] or name == "correctness"
     if HAS_TRITON:
-        assert re.fullmatch(r"\d+ passed, .*", of_run["parts"]["correctness"]["verdict"].removeprefix("passed: "))
-        profiled = [result for result in of_run["parts"]["ncu"]["results"] if "DRAM %" in result]
-        assert len(profiled) == 2 * 2 * 4  # memory formats, dtypes, functions
-        assert all(result["DRAM %"] == "50" for result in profiled)
+        profiled = [result["DRAM %"] for result in of_run["parts"]["ncu"]["results"] if "DRAM %" in result]
+        assert profiled == ["50"] * (2 * 2 * 4)  # memory formats, dtypes, functions
     modes = {result["mode"] for result in of_run["parts"]["resnet"]["results"] if "ms" in result}
     assert modes == {"eager", "compiled"}
 
@@ -80,19 +77,11 @@ def test_a_part_that_takes_too_long_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "verdict"),
     [
-        ("", "passed"),
         ("""print('RESULT {"ok": false, "case": "a"}')""", 'failed: 1 of 1, first {"ok": false, "case": "a"}'),
         ("raise SystemExit(3)", "failed: exit status 3"),
     ],
 )
-def test_verdicts(tmp_path: Path, program: str, verdict: str) -> None:
+def test_what_fails_is_said(tmp_path: Path, program: str, verdict: str) -> None:
     part = gpu_run.Part(tmp_path, 30.0, dry_run=True)
     assert part.wait(part.start(sys.executable, "-c", program))
     assert part.verdict() == verdict
-
-
-def test_what_is_missing_skips_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gpu_run.PARTS, "speed", (lambda part: gpu_run.needs("no_such_package"), 30))
-    outcome = gpu_run.run_part("speed", 30, dry_run=True)
-    assert outcome["verdict"] == "skipped: needs no_such_package"
-    assert gpu_run.run_part("speed", 5, dry_run=True)["verdict"] == "skipped: no time is left"
