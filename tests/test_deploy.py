@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
-from torch import nn
+from torch import Tensor, nn
 from torch.ao import quantization
 from torch.ao.quantization import quantize_fx
 
@@ -82,21 +82,22 @@ def test_eager_fusion(training: bool) -> None:
     assert classes(fused) == ["ConvBnReLU2d" if training else "ConvReLU2d", "Identity", "Identity"]
 
 
-def quantised(model: nn.Module) -> nn.Module:
-    """By eager quantisation-aware training of one step."""
+def quantised(model: nn.Module) -> Tensor:
+    """The output after eager quantisation-aware training of one step."""
     model = nn.Sequential(quantization.QuantStub(), model, quantization.DeQuantStub()).train()
     model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
     prepared = quantization.prepare_qat(model)
     prepared(X).sum().backward()
-    return quantization.convert(prepared.eval())
+    return quantization.convert(prepared.eval())(X)
 
 
 def test_eager_quantisation() -> None:
     with pytest.raises(TypeError, match=r"got torch\.quint8; call syncbn\.revert_syncbn_model\(model\) before quant"):
-        quantised(converted(True))(X)
-    fused = [quantization.fuse_modules_qat(model, [["0", "1", "2"]]) for model in (reverted(True), plain(True))]
-    actual, expected = map(quantised, fused)
-    assert torch.equal(actual(X), expected(X))
+        quantised(converted(True))
+    actual, expected = (
+        quantization.fuse_modules_qat(model, [["0", "1", "2"]]) for model in (reverted(True), plain(True))
+    )
+    assert torch.equal(quantised(actual), quantised(expected))
 
 
 def onnx(model: nn.Module) -> bytes:

@@ -20,9 +20,7 @@ SCRIPTS = EXAMPLES.parent / "scripts"
 def test_digits_on_two_ranks(tmp_path: Path) -> None:
     output = run(*ON_TWO_RANKS, EXAMPLES / "digits.py", "--epochs", 1, "--steps", 30, "--output", tmp_path)
     assert "synchronised over 2 ranks" in output
-    metrics = json.loads((tmp_path / "metrics.json").read_text())
-    runs = metrics["runs"]
-    assert metrics["ranks"] == 2
+    runs = json.loads((tmp_path / "metrics.json").read_text())["runs"]
     assert {len(one["losses"]) for one in runs.values()} == {30}
     # float64 roundings of 1e-16 grow in 30 steps of training, by far less than this.
     assert runs["syncbn"]["distance"] < 1e-11
@@ -50,7 +48,6 @@ def test_digits_on_one_process_without_rich_and_matplotlib(tmp_path: Path) -> No
 def test_wgan_gp_on_two_ranks(tmp_path: Path) -> None:
     """The penalty's second derivatives are one process's; a few steps already bring the samples nearer to digits."""
     _, metrics = run_job(tmp_path, EXAMPLES / "wgan_gp.py", "--steps", 30)
-    assert metrics["ranks"] == 2
     assert metrics["distance of the critic's gradients from one process"] < 1e-12
     kinds = ("a real one", "a generated one", "a random image")
     real, generated, random = (metrics[f"nearest real digit, from {kind}"] for kind in kinds)
@@ -60,15 +57,12 @@ def test_wgan_gp_on_two_ranks(tmp_path: Path) -> None:
 
 def test_local_noise() -> None:
     output = run_script(EXAMPLES / "local_noise.py", "--ranks", 2, "--steps", 2)
-    assert "4.shortcut.1" in output
-    assert "2 ranks: layers that gain" in output
-    assert "0 of 7" in output
+    assert all(said in output for said in ("4.shortcut.1", "2 ranks: layers that gain", "0 of 7"))
 
 
 def test_bench_on_two_ranks(tmp_path: Path) -> None:
     settings = ("--rounds", 2, "--dtypes", "float32", "bfloat16", "--shapes", "4x8x6x6", "2x7x12")
     _, results = run_job(tmp_path, SCRIPTS / "bench.py", *settings, file="bench.json")
-    assert results["about"]["ranks"] == 2
     times = {(row["case"], row["peer"]): row for row in results["times"]}
     cases = {case for case, _ in times}
     assert len(cases) == (2 + 1) * 2  # layouts of each shape, times dtypes
@@ -127,7 +121,7 @@ def test_the_guard_of_speed_fails_for_what_is_slower_each_time(slow_times: int) 
     assert measured == [[step, other], *[[step]] * min(slow_times, ATTEMPTS - 1)]
 
 
-def test_scaling_counts_and_fits(tmp_path: Path) -> None:
+def test_scaling_on_two_ranks(tmp_path: Path) -> None:
     script = SCRIPTS / "scaling.py"
     sent = run_job(tmp_path, script, "--rounds", 3, file="ranks-2.json")[1]["sent"]
     # On 2 ranks a ring's all_reduce sends its payload once, and an all_gather too; gloo adds headers.
@@ -136,19 +130,15 @@ def test_scaling_counts_and_fits(tmp_path: Path) -> None:
         assert payload < sent[scheme]["bytes"] < 2 * payload
     assert sent["torch"]["messages"] < sent["syncbn"]["messages"] < sent["apex"]["messages"]
 
-    latency, bandwidth = 1e-4, 1e9
     times = [  # as the rings of a network with these constants take
-        {"collective": kind, "ranks": 4, "bytes": num_bytes, "seconds": messages * latency + moved / bandwidth}
+        {"collective": kind, "ranks": 4, "bytes": num_bytes, "seconds": messages * 1e-4 + sent * num_bytes / 1e9}
+        for kind, messages, sent in (("all_reduce", 6, 1.5), ("all_gather", 3, 3))
         for num_bytes in (1000, 1_000_000)
-        for kind, messages, moved in (("all_reduce", 6, 1.5 * num_bytes), ("all_gather", 3, 3 * num_bytes))
     ]
     (tmp_path / "ranks-2.json").write_text(json.dumps({"times": times}))
     run_script(script, "--output", tmp_path)
-    model = json.loads((tmp_path / "model.json").read_text())
-    assert model["fitted"] == pytest.approx({"latency": latency, "bandwidth": bandwidth})
-    # 53 layers with two all_reduces each of 28 messages in turn, and twice 8 (4C + 1) bytes of 26,560 channels
-    seconds = model["seconds"]["syncbn, tree"][model["ranks"].index(16384)]
-    assert seconds == pytest.approx(53 * 2 * 28 * latency + 2 * 8 * (4 * 26560 + 53) / bandwidth)
+    fitted = json.loads((tmp_path / "model.json").read_text())["fitted"]
+    assert fitted == pytest.approx({"latency": 1e-4, "bandwidth": 1e9})
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
@@ -167,7 +157,6 @@ def test_segmentation_on_two_ranks(tmp_path: Path) -> None:
     assert {len(one["losses"]) for one in runs.values()} == {15}
     assert runs["syncbn"]["distance"] < 1e-10 < 1e-2 < runs["local"]["distance"]
     assert runs["syncbn"]["mean_iou"] == pytest.approx(runs["one process"]["mean_iou"], abs=1e-3)
-    assert all(0 < one["mean_iou"] < 1 for one in runs.values())
     assert (tmp_path / "predictions.png").stat().st_size > 10_000
 
 
@@ -193,9 +182,7 @@ def test_interrupting_digits_leaves_no_process(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint.pt"  # of the first step
     options = ["--epochs", "100", "--output", tmp_path, "--checkpoint", checkpoint, "--checkpoint-every", "1"]
     command = [*ON_TWO_RANKS, *map(str, (EXAMPLES / "digits.py", *options))]
-    with subprocess.Popen(
-        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    ) as process:
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, start_new_session=True) as process:
         deadline = time.monotonic() + 300
         while not checkpoint.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
