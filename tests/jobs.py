@@ -1,5 +1,6 @@
 """Programs that tests start: the examples, under torchrun, or without it on ranks that start faster."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -83,10 +84,7 @@ def processes_with(path: Path) -> dict[int, str]:
     """The command lines of the processes that were given `path`; torchrun puts its ranks into sessions of their own."""
     found = {}
     for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = file.read_text().replace("\0", " ")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if str(path) in command:
-            found[int(file.parent.name)] = command
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if str(path) in (command := file.read_text().replace("\0", " ")):
+                found[int(file.parent.name)] = command
     return found

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import gpu_run
-import pytest
 from jobs import run
 
 from syncbn.diagnosis import process_state
@@ -72,16 +71,3 @@ def test_a_part_that_takes_too_long_leaves_nothing(tmp_path: Path) -> None:
     while alive := [child for child in started if process_state.HAS_ENDED not in process_state.state_of(str(child))]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.05)
-
-
-@pytest.mark.parametrize(
-    ("program", "verdict"),
-    [
-        ("""print('RESULT {"ok": false, "case": "a"}')""", 'failed: 1 of 1, first {"ok": false, "case": "a"}'),
-        ("raise SystemExit(3)", "failed: exit status 3"),
-    ],
-)
-def test_what_fails_is_said(tmp_path: Path, program: str, verdict: str) -> None:
-    part = gpu_run.Part(tmp_path, 30.0, dry_run=True)
-    assert part.wait(part.start(sys.executable, "-c", program))
-    assert part.verdict() == verdict

@@ -42,16 +42,6 @@ def test_promises_of_the_table(capability: int, shape: str, fraction: float) -> 
         assert predicted.fraction >= fraction, row
 
 
-@pytest.mark.parametrize(("channels", "columns", "lanes"), [(40, 64, 0.62), (112, 64, 0.87), (144, 32, 0.9)])
-def test_tiles_are_wide_and_few_lanes_idle(channels: int, columns: int, lanes: float) -> None:
-    """Of tensors in channels last, with the numbers of channels of EfficientNet and MobileNet."""
-    launches = launches_of_a_step(90, torch.empty(6272, channels, device="meta"), torch.float32)
-    for function in FUNCTIONS:
-        tiled = gpu_static.over_whole_tensor(launches[function])
-        assert tiled.arguments["TILES"].columns == columns
-        assert gpu_static.lanes_in_use(tiled) >= lanes
-
-
 def launches_of_a_step(
     capability: int, x: Tensor, parameter: torch.dtype, *, affine: bool = True, residual: bool = True
 ) -> dict[str, list[gpu_static.Launch]]:

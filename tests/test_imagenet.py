@@ -46,7 +46,7 @@ def test_imagenet_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_imagenet_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    """Two epochs, the second of them after a restart, end as two without; a third obeys its command line."""
+    """Two epochs, the second of them after a restart, end as two without."""
     write_digits(tmp_path / "data", num_train=8, num_val=2)
     saved = tmp_path / "checkpoint.pt"
     job = (EXAMPLES / "imagenet.py", "--data", tmp_path / "data", *TINY, "--checkpoint", saved)
@@ -63,10 +63,8 @@ def test_imagenet_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     again = torch.load(saved, weights_only=True)
     torch.testing.assert_close(again["model"], whole["model"], rtol=0, atol=0)
     assert [one["loss"] for one in again["epochs"]] == [one["loss"] for one in whole["epochs"]]
-    run_script(*job, *settings, 3, "--momentum", 0.5, "--weight-decay", 0.25)
-    groups = torch.load(saved, weights_only=True)["optimizer"]["param_groups"]
-    assert {group["momentum"] for group in groups} == {0.5}
-    assert {group["weight_decay"] for group in groups} == {0.0, 0.25}, "none for batch norm and biases"
+    groups = again["optimizer"]["param_groups"]
+    assert {group["weight_decay"] for group in groups} == {0.0, 1e-4}, "none for batch norm and biases"
 
 
 @pytest.mark.parametrize(

@@ -41,11 +41,12 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_size() -> None:
+def test_it_is_short_and_the_tutorial_has_its_program() -> None:
     lines = README.splitlines()
     assert len(lines) <= 200
     assert max(map(len, lines)) <= 120
     assert len(README.encode()) <= 13_000
+    assert blocks(README, "python")[0] in (ROOT / "docs" / "tutorial.md").read_text()
 
 
 def test_links() -> None:
@@ -112,13 +113,6 @@ def test_versions() -> None:
     assert f'"torch>={torches[0].removesuffix(".0")}' in project
 
 
-def test_train_py_on_two_ranks(tmp_path: Path) -> None:
-    program, script = blocks(README, "python")[0], tmp_path / "train.py"
-    script.write_text(program)
-    assert program in (ROOT / "docs" / "tutorial.md").read_text()
-    assert "synchronised over 2 ranks" in run_on_ranks(2, script)
-
-
 def test_the_training_script_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
     """docs/training_script.md, on 2 ranks: two epochs in one run, and in two."""
     script = tmp_path / "train.py"
@@ -133,11 +127,11 @@ def test_the_training_script_goes_on_as_if_never_interrupted(tmp_path: Path) -> 
     torch.testing.assert_close(actual["model"], expected["model"], rtol=0, atol=0)
 
 
-# Blocks of the guides that make a process group are complete, others are parts of a program.
+# Blocks that make a process group are complete, others are parts of a program.
 PROGRAMS = {
     f"{page.name}-{index}": block
-    for page in GUIDES
-    if page.name not in ("tutorial.md", "training_script.md")  # which have tests of their own
+    for page in PAGES
+    if page.name not in ("tutorial.md", "training_script.md")  # whose programs are that of README.md, and tested above
     for index, block in enumerate(blocks(page.read_text(), "python"))
     if "init_process_group(" in block
 }
