@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from benchmarks.guard import ATTEMPTS, LIMIT, Ratios, plain_and_fused, slower_each_time
-from benchmarks.measuring import Case
 from jobs import ENVIRONMENT, EXAMPLES, ON_TWO_RANKS, processes_with, run, run_job, run_on_ranks, run_script
 
 SCRIPTS = EXAMPLES.parent / "scripts"
@@ -84,13 +82,10 @@ def test_bench_steps_on_two_ranks(tmp_path: Path) -> None:
         assert all(0 < one["forward"] < one["both"] for one in results["times"][model].values())
 
 
-def test_bench_overhead_on_two_ranks() -> None:
+def test_bench_of_the_hosts_time() -> None:
     output = run_on_ranks(2, SCRIPTS / "bench.py", "overhead", "--rounds", 2, "--steps", 3)
-    lines = dict(re.findall(r"^(\w.*\w) +(-?[\d.]+) us$", output, re.MULTILINE))
-    assert lines.keys() == {"synchronised", "alone", "two all_reduces", "overhead"}
-
-
-def test_bench_launches() -> None:
+    rows = re.findall(r"^(\w.*\w) +-?[\d.]+ us$", output, re.MULTILINE)
+    assert rows == ["synchronised", "alone", "two all_reduces", "overhead"]
     pytest.importorskip("triton")
     output = run_script(SCRIPTS / "bench.py", "launches", "--rounds", 1)
     rows = re.findall(r"^(.*\w) +forward +[\d.]+ us   backward +[\d.]+ us$", output, re.MULTILINE)
@@ -105,20 +100,6 @@ def test_bench_kernels(tmp_path: Path) -> None:
     assert len(cases) == 2 * 2  # dtypes, layouts
     functions = {"forward_sums", "forward_outputs fused", "backward_sums", "backward_outputs fused"}
     assert all(functions <= kernels.keys() for kernels in cases.values())
-
-
-@pytest.mark.parametrize("slow_times", [0, ATTEMPTS - 1, ATTEMPTS])
-def test_the_guard_of_speed_fails_for_what_is_slower_each_time(slow_times: int) -> None:
-    step, other = plain_and_fused(["2x3x4x4"], ["float32"])[:2]
-    measured: list[list[Case]] = []
-
-    def measure(steps: list[Case]) -> Ratios:
-        measured.append(steps)
-        beyond, same = LIMIT + 0.1, (1.0, 0.0)
-        return {one: [same, (beyond if one == step and len(measured) <= slow_times else 1.0, 0.0)] for one in steps}
-
-    assert slower_each_time([step, other], measure) == [step] * (slow_times == ATTEMPTS)
-    assert measured == [[step, other], *[[step]] * min(slow_times, ATTEMPTS - 1)]
 
 
 def test_scaling_on_two_ranks(tmp_path: Path) -> None:

@@ -111,7 +111,6 @@ def test_resnet_50_of_either_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     resnet = importlib.import_module("imagenet").ResNet
     plain, synchronised = resnet(), resnet(norm_layer=syncbn.SyncBatchNorm2d)
     assert sum(parameter.numel() for parameter in plain.parameters()) == 25_557_032
-    assert len(plain.state_dict()) == 320
     assert {"layer1.0.downsample.1.running_var", "layer4.2.bn3.weight", "fc.bias"} <= plain.state_dict().keys()
     synchronised.load_state_dict(plain.state_dict())
     images = torch.randn(2, 3, 64, 64)

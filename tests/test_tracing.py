@@ -55,22 +55,20 @@ def test_a_layer_is_a_leaf(kind: str, training: bool) -> None:
     assert torch.equal(graph(X), model(X))
 
 
-def test_z_and_mask_are_arguments_of_the_leaf() -> None:
-    layer, options = syncbn.SyncBatchNorm2d(3, fuse_relu=True), (X.flip(0), torch.tensor([True, False, True, True]))
-    model = model_of(
-        layer, lambda model, x, z, mask: model.layer(model.layer(model.layer(x, z), mask=mask), z=z, mask=mask)
-    )
+def test_arguments_are_those_of_the_leaf() -> None:
+    """z and mask, and keywords of a user's subclass."""
+
+    def forward(model: nn.Module, x: Tensor, z: Tensor, mask: Tensor) -> Tensor:
+        x = model.layer(model.layer(model.layer(x, z), mask=mask), z=z, mask=mask)
+        return model.own(model.own(x, 3.0), times=4.0) + model.own(x=x)
+
+    model = model_of(syncbn.SyncBatchNorm2d(3, fuse_relu=True), forward, own=calls_super())
+    options = X.flip(0), torch.tensor([True, False, True, True])
     graph = fx.symbolic_trace(model)
-    calls = [node for node in graph.graph.nodes if node.op == "call_module"]
-    assert [(len(node.args), sorted(node.kwargs)) for node in calls] == [(1, ["z"]), (1, ["mask"]), (1, ["mask", "z"])]
+    calls = [(node.args[1:], {*node.kwargs}) for node in graph.graph.nodes if node.op == "call_module"]
+    of_own = [((3.0,), set()), ((), {"times"}), ((), {"x"})]
+    assert calls == [((), {"z"}), ((), {"mask"}), ((), {"z", "mask"}), *of_own]
     assert torch.equal(graph(X, *options), model(X, *options))
-
-
-def test_keywords_of_a_subclass_are_arguments_of_the_leaf() -> None:
-    model = model_of(calls_super(), lambda model, x: model.layer(model.layer(x, 3.0), times=4.0) + model.layer(x=x))
-    graph = fx.symbolic_trace(model)
-    assert [node.args[1:] for node in graph.graph.nodes if node.op == "call_module"] == [(3.0,), (), ()]
-    assert torch.equal(graph(X), model(X))
 
 
 class OwnForward(syncbn.SyncBatchNorm2d):
