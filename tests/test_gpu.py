@@ -17,7 +17,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.skipif("Triton" not in available(), reason=available()),
 ]
-MOST_LAUNCHES = 3  # each way
 memory_formats = pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 
 
@@ -34,9 +33,8 @@ def launched(call: Callable[[], object]) -> list[str]:
         call()
         torch.cuda.synchronize()
     # Ranges such as syncbn.forward are events of the GPU, too.
-    events = [event for event in profiler.events() if not event.is_user_annotation]
-    names = [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-    return [name for name in names if not name.startswith(("Memcpy", "Memset"))]
+    on_gpu = [one for one in profiler.events() if one.device_type == torch.autograd.DeviceType.CUDA]
+    return [one.name for one in on_gpu if not (one.is_user_annotation or one.name.startswith(("Memcpy", "Memset")))]
 
 
 @pytest.mark.parametrize("shape", [(32, 64, 112, 112), (32, 256, 56, 56), (32, 512, 14, 14), (32, 2048, 7, 7)], ids=str)
@@ -71,8 +69,7 @@ def test_launches(shape: tuple[int, ...], memory_format: torch.memory_format) ->
 
     y, dy = forward(), torch.randn_like(x)
     for call in (forward, lambda: torch.autograd.grad(y, (x, weight), dy, retain_graph=True)):
-        names = launched(call)
-        assert 0 < len(names) <= MOST_LAUNCHES, names
+        assert len(launched(call)) in (1, 2, 3), launched(call)
 
 
 @pytest.fixture(params=["no collective", "nccl"])

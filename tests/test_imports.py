@@ -71,11 +71,9 @@ def imported(tree: ast.AST) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "syncbn":
             parent = node.module.removeprefix("syncbn").removeprefix(".")
             for alias in node.names:
-                name = f"{parent}.{alias.name}" if parent else alias.name
-                target = name if name in MODULES else parent
-                found.add(
-                    target if target in MODULES else f"{name if f'{name}.__init__' in MODULES else parent}.__init__"
-                )
+                name = f"{parent}.{alias.name}".strip(".")
+                candidates = name, parent, f"{name}.__init__", f"{parent}.__init__".strip(".")
+                found.add(next(candidate for candidate in candidates if candidate in MODULES))
     return found
 
 

@@ -22,7 +22,6 @@ GUIDES = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", ROOT / ".github" / "CONTRIBUTING.md", *GUIDES]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 OF_PROFILER = {"syncbn.forward", "syncbn.backward"}  # names that are no objects
-NOTHING_HAS_RUN_ON_A_GPU = "has run on a GPU so far" in (ROOT / "docs" / "gpu.md").read_text()
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -95,10 +94,11 @@ def test_the_table_of_faults() -> None:
 
 def test_first_pages_say_whether_it_has_run_on_a_gpu() -> None:
     """As docs/gpu.md does; and there is no 1.0 before that (docs/releasing.md)."""
+    nothing_has = "has run on a GPU so far" in (ROOT / "docs" / "gpu.md").read_text()
     for page in (ROOT / "README.md", ROOT / "docs" / "index.md"):
         first_paragraphs = " ".join(page.read_text()[:800].split())
-        assert ("[nothing has run on a GPU yet](" in first_paragraphs) == NOTHING_HAS_RUN_ON_A_GPU, page
-    assert syncbn.__version__.startswith("0.") or not NOTHING_HAS_RUN_ON_A_GPU
+        assert ("[nothing has run on a GPU yet](" in first_paragraphs) == nothing_has, page
+    assert syncbn.__version__.startswith("0.") or not nothing_has
 
 
 def test_versions() -> None:
@@ -115,8 +115,9 @@ def test_versions() -> None:
 
 def test_the_training_script_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
     """docs/training_script.md, on 2 ranks: two epochs in one run, and in two."""
-    script = tmp_path / "train.py"
-    script.write_text(blocks((ROOT / "docs" / "training_script.md").read_text(), "python")[0])
+    (script := tmp_path / "train.py").write_text(
+        blocks((ROOT / "docs" / "training_script.md").read_text(), "python")[0]
+    )
     once, twice = tmp_path / "once.pt", tmp_path / "twice.pt"
     whole = run_on_ranks(2, script, "--epochs", 2, "--checkpoint", once)
     run_on_ranks(2, script, "--epochs", 1, "--checkpoint", twice)
@@ -139,8 +140,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_programs_on_two_ranks(program: str, tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text(program)
+    (script := tmp_path / "program.py").write_text(program)
     run_on_ranks(2, script)
 
 
