@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from importlib import import_module
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
 from torch import Tensor, nn
 from torch.ao import quantization
 from torch.ao.quantization import quantize_fx
-from torch.fx.experimental import optimization
 
 import syncbn
 
@@ -51,7 +51,7 @@ def prepare_qat_fx(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("transform", "training", "fused"),
     [
-        (optimization.fuse, False, ["Conv2d", "ReLU"]),
+        (lambda model: import_module("torch.fx.experimental.optimization").fuse(model), False, ["Conv2d", "ReLU"]),
         (quantize_fx.fuse_fx, False, ["ConvReLU2d"]),
         (prepare_qat_fx, True, ["FusedMovingAvgObsFakeQuantize", "ConvBnReLU2d", "FusedMovingAvgObsFakeQuantize"]),
     ],
