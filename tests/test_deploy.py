@@ -97,7 +97,8 @@ def test_eager_quantisation() -> None:
 
 def onnx(model: nn.Module) -> None:
     """By TorchScript's exporter."""
-    torch.onnx.export(model, (X,), io.BytesIO(), dynamo=False, training=torch.onnx.TrainingMode.TRAINING)
+    mode = torch.onnx.TrainingMode.TRAINING
+    torch.onnx.export(model, (X,), io.BytesIO(), dynamo=False, training=mode, do_constant_folding=False)
 
 
 @pytest.mark.parametrize("layer_class", [nn.BatchNorm2d, CallsSuper2d, BatchNormAct2d])
