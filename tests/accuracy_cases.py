@@ -56,14 +56,10 @@ def errors_of_one_step(
     if num_ranks > 1:
         torch.distributed.all_reduce(my_weight.grad)
         torch.distributed.all_reduce(my_bias.grad)
-    pairs = {
-        "output": (y.detach(), expected.output[mine]),
-        "grad_input": (my_x.grad, expected.grad_input[mine]),
-        "grad_weight": (my_weight.grad, expected.grad_weight),
-        "grad_bias": (my_bias.grad, expected.grad_bias),
-        "running_mean": (running_mean, expected.running_mean),
-        "running_var": (running_var, expected.running_var),
-    }
+    expected = expected._replace(output=expected.output[mine], grad_input=expected.grad_input[mine])
+    gradients = {"grad_input": my_x.grad, "grad_weight": my_weight.grad, "grad_bias": my_bias.grad}
+    actual = {"output": y.detach(), **gradients, "running_mean": running_mean, "running_var": running_var}
     channels = x.double().movedim(1, 0).flatten(1)
     mean_over_std = (channels.mean(1).abs() / channels.std(1)).max().item()
-    return Errors({name: relative_error(a.cpu(), b) for name, (a, b) in pairs.items()}, mean_over_std)
+    errors = {name: relative_error(value.cpu(), getattr(expected, name)) for name, value in actual.items()}
+    return Errors(errors, mean_over_std)

@@ -41,8 +41,8 @@ def settings_of_torch() -> Iterator[None]:
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Each kernel module; within the test new tensors are on its device. Triton's runs on CPUs too, interpreted."""
     if request.param != "triton":
-        if request.param in ("cpu", "operators") and cpu.load():
-            pytest.skip(str(cpu.load()))
+        if request.param in ("cpu", "operators") and (reason := cpu.load()):
+            pytest.skip(reason)
         monkeypatch.setattr(chunked, "PART_VALUES", 50)
         yield importlib.import_module(f"syncbn.kernels.{request.param}")
         return

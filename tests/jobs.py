@@ -1,5 +1,6 @@
 """Programs that tests start: the examples, under torchrun, or without it on ranks that start faster."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -20,8 +21,8 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in 
 def run(*command: object, seconds: float = 300, folder: Path | None = None, **environment: str) -> str:
     """What it prints, in a folder. **Raises** AssertionError with all that it says when it fails, or does not end in
     time."""
-    given = {"env": ENVIRONMENT | environment, "cwd": folder, "timeout": seconds}
-    result = subprocess.run([*map(str, command)], capture_output=True, text=True, **given)
+    given = {"env": ENVIRONMENT | environment, "cwd": folder, "timeout": seconds, "text": True}
+    result = subprocess.run([*map(str, command)], capture_output=True, **given)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -38,12 +39,8 @@ def start_ranks(number: int, *command: object, **environment: str) -> tuple[list
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
     }
-    arguments = [str(word) for word in command]
-    ranks = [
-        Started(arguments, common | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(number)
-    ]
-    return ranks, store
+    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
+    return [Started([*map(str, command)], common | environment | names) for names in own], store
 
 
 def run_on_ranks(number: int, *command: object, seconds: float = 300) -> str:
@@ -65,34 +62,29 @@ def run_job(output: Path, script: Path, *settings: object, file: str = "metrics.
     return text, json.loads((output / file).read_text())
 
 
-def run_script(*command: object, seconds: float = 300) -> str:
-    """What it prints on one process, to which no torchrun is pretended. **Raises** AssertionError with that."""
-    process = Started([*map(str, command)], ENVIRONMENT)
+def run_script(*command: object, seconds: float = 300, status: int = 0, **environment: str) -> str:
+    """What it prints on one process, to which no torchrun is pretended. **Raises** AssertionError with that where it
+    ends with another status."""
+    process = Started([*map(str, command)], ENVIRONMENT | environment)
     try:
-        assert process.wait(seconds) == 0, process.text()
+        assert process.wait(seconds) == status, process.text()
     finally:
         process.kill()
     return process.text()
 
 
 def run_text(text: str, *arguments: object, status: int = 0, **environment: str) -> str:
-    """What a program with this text prints. **Raises** AssertionError where it ends with another status."""
+    """What a program with this text prints, as run_script has it."""
     with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "program.py"
-        program.write_text(text)
-        process = Started([str(program), *map(str, arguments)], ENVIRONMENT | environment)
-        assert process.wait(60) == status, process.text()
-    return process.text()
+        (program := Path(folder) / "program.py").write_text(text)
+        return run_script(program, *arguments, seconds=60, status=status, **environment)
 
 
 def processes_with(path: Path) -> dict[int, str]:
     """The command lines of the processes that were given `path`; torchrun puts its ranks into sessions of their own."""
     found = {}
     for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = file.read_text().replace("\0", " ")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if str(path) in command:
-            found[int(file.parent.name)] = command
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if str(path) in (command := file.read_text().replace("\0", " ")):
+                found[int(file.parent.name)] = command
     return found

@@ -31,9 +31,8 @@ def full_batch(
     channel_dim: int = 1,
 ) -> Result:
     """One step from running_mean 0, running_var 1; gradients by autograd of the two-pass formula."""
-    x, weight, bias, z = (
-        None if given is None else given.detach().double().requires_grad_() for given in (x, weight, bias, z)
-    )
+    leaves = [None if given is None else given.detach().double().requires_grad_() for given in (x, weight, bias, z)]
+    x, weight, bias, z = leaves
     dims = [dim for dim in range(x.ndim) if dim != channel_dim % x.ndim]
     shape = [-1 if dim == channel_dim % x.ndim else 1 for dim in range(x.ndim)]
     mean = x.mean(dims, keepdim=True)
@@ -53,10 +52,7 @@ def full_batch(
     unbiased = var.flatten() * num_values / (num_values - 1)
     return Result(
         y.detach(),
-        x.grad,
-        None if weight is None else weight.grad,
-        None if bias is None else bias.grad,
-        None if z is None else z.grad,
+        *(None if leaf is None else leaf.grad for leaf in leaves),
         momentum * mean.detach().flatten(),
         (1 - momentum) + momentum * unbiased.detach(),
         (dy.double() * scale).abs().max().item() if dy.numel() else 0.0,

@@ -1,14 +1,13 @@
 """Each row of docs/deploy.md: what a converted model gives, and that a reverted one passes."""
 
-import importlib
-import importlib.util
 import io
 from collections.abc import Callable
+from importlib import import_module
 
 import pytest
 import torch
 from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
-from torch import nn
+from torch import Tensor, nn
 from torch.ao import quantization
 from torch.ao.quantization import quantize_fx
 
@@ -26,8 +25,7 @@ X = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
 def plain(training: bool, layer: nn.Module | None = None) -> nn.Sequential:
     torch.manual_seed(0)
-    layer = nn.BatchNorm2d(4) if layer is None else layer
-    return nn.Sequential(nn.Conv2d(3, 4, 3), layer, nn.ReLU()).train(training)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), layer or nn.BatchNorm2d(4), nn.ReLU()).train(training)
 
 
 def converted(training: bool, layer: nn.Module | None = None) -> nn.Sequential:
@@ -46,10 +44,6 @@ def classes(model: nn.Module) -> list[str]:
     return [type(module).__name__ for module in model.children()]
 
 
-def fuse(model: nn.Module) -> nn.Module:
-    return importlib.import_module("torch.fx.experimental.optimization").fuse(model)
-
-
 def prepare_qat_fx(model: nn.Module) -> nn.Module:
     return quantize_fx.prepare_qat_fx(model, quantization.get_default_qat_qconfig_mapping(), (X,))
 
@@ -57,7 +51,7 @@ def prepare_qat_fx(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("transform", "training", "fused"),
     [
-        (fuse, False, ["Conv2d", "ReLU"]),
+        (lambda model: import_module("torch.fx.experimental.optimization").fuse(model), False, ["Conv2d", "ReLU"]),
         (quantize_fx.fuse_fx, False, ["ConvReLU2d"]),
         (prepare_qat_fx, True, ["FusedMovingAvgObsFakeQuantize", "ConvBnReLU2d", "FusedMovingAvgObsFakeQuantize"]),
     ],
@@ -83,80 +77,59 @@ def test_eager_fusion(training: bool) -> None:
     assert classes(fused) == ["ConvBnReLU2d" if training else "ConvReLU2d", "Identity", "Identity"]
 
 
-def quantised(model: nn.Module) -> nn.Module:
-    """By eager quantisation-aware training of one step."""
+def quantised(model: nn.Module) -> Tensor:
+    """The output after eager quantisation-aware training of one step."""
     model = nn.Sequential(quantization.QuantStub(), model, quantization.DeQuantStub()).train()
     model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
     prepared = quantization.prepare_qat(model)
     prepared(X).sum().backward()
-    return quantization.convert(prepared.eval())
+    return quantization.convert(prepared.eval())(X)
 
 
 def test_eager_quantisation() -> None:
     with pytest.raises(TypeError, match=r"got torch\.quint8; call syncbn\.revert_syncbn_model\(model\) before quant"):
-        quantised(converted(True))(X)
-    fused = [quantization.fuse_modules_qat(model, [["0", "1", "2"]]) for model in (reverted(True), plain(True))]
-    actual, expected = map(quantised, fused)
-    assert torch.equal(actual(X), expected(X))
+        quantised(converted(True))
+    actual, expected = (
+        quantization.fuse_modules_qat(model, [["0", "1", "2"]]) for model in (reverted(True), plain(True))
+    )
+    assert torch.equal(quantised(actual), quantised(expected))
 
 
-KINDS = {
-    "of torch": lambda: nn.BatchNorm2d(4),
-    "calls super": lambda: CallsSuper2d(4),
-    "own": lambda: BatchNormAct2d(4),
-}
+def onnx(model: nn.Module) -> None:
+    """By TorchScript's exporter."""
+    mode = torch.onnx.TrainingMode.TRAINING
+    torch.onnx.export(model, (X,), io.BytesIO(), dynamo=False, training=mode, do_constant_folding=False)
+
+
+@pytest.mark.parametrize("layer_class", [nn.BatchNorm2d, CallsSuper2d, BatchNormAct2d])
+def test_torchscript_of_a_converted_model(layer_class: type[nn.Module]) -> None:
+    """It is refused, with the remedy and the model left whole, but for a trace in evaluation."""
+    model = converted(True, layer_class(4))
+    modules = {name: (module, type(module)) for name, module in model.named_modules()}
+    for refused, what in (
+        (lambda: torch.jit.script(model), r"cannot compile Sync\w+"),
+        (lambda: torch.jit.script(model.eval()), r"cannot compile Sync\w+"),
+        (lambda: torch.jit.trace(model.train(), X), "cannot record .*"),
+        (lambda: onnx(model), r"torch\.onnx\.export\(dynamo=False\) uses, .*"),
+    ):
+        with pytest.raises(RuntimeError, match=rf"{what}: call syncbn\.revert_syncbn_model\(model\) first"):
+            refused()
+    assert {name: (module, type(module)) for name, module in model.named_modules()} == modules
+    assert torch.equal(torch.jit.trace(model.eval(), X)(X), model(X))
+
+
+def test_torchscript_of_what_no_revert_reaches() -> None:
+    with pytest.raises(RuntimeError, match="load its state_dict into a model that is built with"):
+        torch.jit.script(nn.Sequential(syncbn.SyncBatchNorm2d(3)))
+    with pytest.raises(RuntimeError, match=r"torch\.jit\.trace"):
+        torch.jit.trace(lambda x: syncbn.functional.sync_batch_norm(x, None, None, training=True), X)
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_jit_script(kind: str, training: bool) -> None:
-    """The model is left whole, and can be traced."""
-    model = converted(training, KINDS[kind]())
-    modules = {name: (module, type(module)) for name, module in model.named_modules()}
-    with pytest.raises(RuntimeError, match=r"cannot compile Sync\w+: call syncbn\.revert_syncbn_model\(model\) first"):
-        torch.jit.script(model)
-    assert {name: (module, type(module)) for name, module in model.named_modules()} == modules
-    assert torch.equal(torch.jit.trace(model.eval(), X)(X), model(X))
+def test_torchscript_of_a_reverted_model(training: bool) -> None:
     model = reverted(training)
     torch.testing.assert_close(torch.jit.script(model)(X), model(X))
-
-
-def test_jit_script_of_a_built_layer() -> None:
-    """A revert leaves it, so the remedy is another."""
-    with pytest.raises(RuntimeError, match="load its state_dict into a model that is built with"):
-        torch.jit.script(nn.Sequential(syncbn.SyncBatchNorm2d(3)))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_jit_trace_in_training(kind: str) -> None:
-    model = converted(True, KINDS[kind]())
-    remedy = r"cannot record .*: call syncbn\.revert_syncbn_model\(model\) first, or .*eval"
-    with pytest.raises(RuntimeError, match=remedy):
-        torch.jit.trace(model, X)
-    with pytest.raises(RuntimeError, match=r"torch\.jit\.trace"):
-        torch.jit.trace(lambda x: syncbn.functional.sync_batch_norm(x, None, None, training=True), X)
-    model = reverted(True)
     torch.testing.assert_close(torch.jit.trace(model, X, check_trace=False)(X[:2]), model(X[:2]))
-
-
-def onnx(model: nn.Module) -> bytes:
-    file, mode = io.BytesIO(), torch.onnx.TrainingMode.TRAINING if model.training else torch.onnx.TrainingMode.EVAL
-    torch.onnx.export(model, (X,), file, dynamo=False, training=mode, do_constant_folding=False)
-    return file.getvalue()
-
-
-def test_onnx_in_training() -> None:
-    """Of TorchScript's exporter."""
-    words = r"torch\.onnx\.export\(dynamo=False\) uses, .*: call syncbn\.revert_syncbn_model\(model\) first"
-    with pytest.raises(RuntimeError, match=words):
-        onnx(converted(True))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("onnx") is None, reason="needs the package onnx")
-def test_onnx() -> None:
-    assert onnx(reverted(True)) == onnx(plain(True))
-    assert onnx(reverted(False)) == onnx(plain(False))
-    assert len(onnx(converted(False))) == len(onnx(plain(False)))  # but for names
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -17,49 +17,41 @@ def run_evidence(name: str, output: Path, *settings: object) -> tuple[str, dict[
 
 def test_images_per_rank(tmp_path: Path) -> None:
     text, metrics = run_evidence("images_per_rank", tmp_path, "--images", 4, "--epochs", 1)
-    errors = [way["4"] for way in metrics["test errors in %"].values()]
-    # From the same weights on the same batches: what is the same was trained the same way.
-    assert len({error for (error,) in errors}) == 3
-    assert "SyncBatchNorm2d" in text
+    errors = {way["4"][0] for way in metrics["test errors in %"].values()}
+    assert len(errors) == 3, "from the same weights on the same batches: what is the same was trained the same way"
     assert "layers that gain" in text
     assert [layer["values_per_rank"] for layer in metrics["local noise"]["4"]] == [256, *[64] * 3, *[16] * 3]
 
 
 def test_sorted_shards(tmp_path: Path) -> None:
-    text, metrics = run_evidence("sorted_shards", tmp_path, "--epochs", 2)
-    errors = {way: of_shards["sorted"] for way, of_shards in metrics["test errors in %"].items()}
+    _, metrics = run_evidence("sorted_shards", tmp_path, "--epochs", 2)
+    errors = {way: of_shards["sorted"][0] for way, of_shards in metrics["test errors in %"].items()}
     assert errors.keys() == {"local", "local, merged", "local, recomputed", "syncbn"}
     assert errors["syncbn"] < errors["local"]
-    assert len(set(map(tuple, errors.values()))) == 4
-    assert "SyncBatchNorm2d" in text
-    noise = {
-        kind: max(layer["output_deviation"] for layer in layers) for kind, layers in metrics["local noise"].items()
-    }
+    assert len(set(errors.values())) == 4
+    noise = {kind: max(one["output_deviation"] for one in layers) for kind, layers in metrics["local noise"].items()}
     assert noise["shuffled"] < noise["sorted"]
 
 
 def test_population_statistics(tmp_path: Path) -> None:
-    text, metrics = run_evidence("population_statistics", tmp_path, "--epochs", 2, "--batches", 60)
+    _, metrics = run_evidence("population_statistics", tmp_path, "--epochs", 2, "--batches", 60)
     moving, recomputed = metrics["test errors in %"].values()
     assert recomputed["1"][0] < 0.7 * moving["1"][0], "10 steps do not fill a moving average"
     assert recomputed.keys() == moving.keys() == {"1", "2"}
-    assert "synchronised over 2 ranks" in text
 
 
 def test_padded_sequences(tmp_path: Path) -> None:
-    text, metrics = run_evidence("padded_sequences", tmp_path, "--epochs", 1, "--shares", 90)
+    _, metrics = run_evidence("padded_sequences", tmp_path, "--epochs", 1, "--shares", 90)
     errors = metrics["test errors in %"]
     # float64 roundings of 1e-16, which 16 steps of training make larger, by far less than this.
     assert metrics["largest distance of the losses with a mask from those without padding"] < 1e-11
     assert errors["alone"] == errors["padded, mask"]
     assert errors["padded, no mask"] != errors["alone"]
-    assert "synchronised over 2 ranks" in text
 
 
 def test_uneven_data(tmp_path: Path) -> None:
-    text, metrics = run_evidence("uneven_data", tmp_path, "--epochs", 1, "--shares", 90)
+    _, metrics = run_evidence("uneven_data", tmp_path, "--epochs", 1, "--shares", 90)
     errors = metrics["test errors in %"]
     assert metrics["steps"] == {"join": {"90 %": 67}, "drop": {"90 %": 7}, "drop, as many steps": {"90 %": 67}}
     assert errors["join"]["90 %"] < errors["drop"]["90 %"]
     assert errors["join"] != errors["drop, as many steps"]
-    assert "synchronised over 2 ranks" in text

@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import bench
 import pytest
 from jobs import ENVIRONMENT, EXAMPLES, ON_TWO_RANKS, processes_with, run, run_job, run_on_ranks, run_script
 
@@ -19,9 +18,7 @@ SCRIPTS = EXAMPLES.parent / "scripts"
 def test_digits_on_two_ranks(tmp_path: Path) -> None:
     output = run(*ON_TWO_RANKS, EXAMPLES / "digits.py", "--epochs", 1, "--steps", 30, "--output", tmp_path)
     assert "synchronised over 2 ranks" in output
-    metrics = json.loads((tmp_path / "metrics.json").read_text())
-    runs = metrics["runs"]
-    assert metrics["ranks"] == 2
+    runs = json.loads((tmp_path / "metrics.json").read_text())["runs"]
     assert {len(one["losses"]) for one in runs.values()} == {30}
     # float64 roundings of 1e-16 grow in 30 steps of training, by far less than this.
     assert runs["syncbn"]["distance"] < 1e-11
@@ -30,19 +27,15 @@ def test_digits_on_two_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
-def test_digits_without_rich_and_matplotlib(tmp_path: Path) -> None:
+def test_digits_on_one_process_without_rich_and_matplotlib(tmp_path: Path) -> None:
     code = "import runpy, sys; sys.modules['rich'] = sys.modules['matplotlib'] = None; sys.argv.pop(0)"
     code += f"; sys.path[0] = {str(EXAMPLES)!r}"
     script = EXAMPLES / "digits.py"
-    settings = (script, "--epochs", 1, "--steps", 50, "--output", tmp_path)
+    settings = (script, "--epochs", 1, "--steps", 60, "--images-per-rank", 8, "--output", tmp_path)
     output = run(sys.executable, "-c", f"{code}; runpy.run_path({str(script)!r}, run_name='__main__')", *settings)
     assert "epoch 1/1  one process" in output
     assert "no picture" in output
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.json"]
-
-
-def test_digits_on_one_process(tmp_path: Path) -> None:
-    run_script(EXAMPLES / "digits.py", "--epochs", 1, "--steps", 60, "--images-per-rank", 8, "--output", tmp_path)
     runs = json.loads((tmp_path / "metrics.json").read_text())["runs"]
     assert runs["syncbn"]["distance"] < 1e-11
     assert runs["local"]["distance"] == 0  # the same program as one process
@@ -53,7 +46,6 @@ def test_digits_on_one_process(tmp_path: Path) -> None:
 def test_wgan_gp_on_two_ranks(tmp_path: Path) -> None:
     """The penalty's second derivatives are one process's; a few steps already bring the samples nearer to digits."""
     _, metrics = run_job(tmp_path, EXAMPLES / "wgan_gp.py", "--steps", 30)
-    assert metrics["ranks"] == 2
     assert metrics["distance of the critic's gradients from one process"] < 1e-12
     kinds = ("a real one", "a generated one", "a random image")
     real, generated, random = (metrics[f"nearest real digit, from {kind}"] for kind in kinds)
@@ -63,28 +55,21 @@ def test_wgan_gp_on_two_ranks(tmp_path: Path) -> None:
 
 def test_local_noise() -> None:
     output = run_script(EXAMPLES / "local_noise.py", "--ranks", 2, "--steps", 2)
-    assert "4.shortcut.1" in output
-    assert "2 ranks: layers that gain" in output
-    assert "0 of 7" in output
+    assert all(said in output for said in ("4.shortcut.1", "2 ranks: layers that gain", "0 of 7"))
 
 
 def test_bench_on_two_ranks(tmp_path: Path) -> None:
     settings = ("--rounds", 2, "--dtypes", "float32", "bfloat16", "--shapes", "4x8x6x6", "2x7x12")
     _, results = run_job(tmp_path, SCRIPTS / "bench.py", *settings, file="bench.json")
-    assert results["about"]["ranks"] == 2
     times = {(row["case"], row["peer"]): row for row in results["times"]}
     cases = {case for case, _ in times}
     assert len(cases) == (2 + 1) * 2  # layouts of each shape, times dtypes
+    assert all(row["both"] > row["forward"] > 0 for row in times.values())
     for case in cases:
-        assert all(row["both"] > row["forward"] > 0 for (other, _), row in times.items() if other == case)
-        assert {"syncbn fused", "nn.BatchNorm", "hand-written fused", "two all_reduces"} <= {
-            peer for other, peer in times if other == case
-        }
-        ours, torchs = times[case, "syncbn"], times[case, "nn.BatchNorm"]
-        assert ours["collectives"] == 2
-        assert torchs["collectives"] == 0
-        assert ours["peak"] >= 2, "the output and the gradient of the input"
-        assert ours["first call"] > 0
+        peers = {peer for other, peer in times if other == case}
+        assert {"syncbn fused", "hand-written fused", "two all_reduces"} <= peers
+        assert [times[case, peer]["collectives"] for peer in ("syncbn", "nn.BatchNorm")] == [2, 0]
+        assert times[case, "syncbn"]["peak"] >= 2, "the output and the gradient of the input"
     assert (tmp_path / "bench.csv").read_text().count("\n") == 1 + len(times)
     assert (tmp_path / "bench.png").stat().st_size > 10_000
 
@@ -92,33 +77,19 @@ def test_bench_on_two_ranks(tmp_path: Path) -> None:
 def test_bench_steps_on_two_ranks(tmp_path: Path) -> None:
     models, settings = ("segmentation", "block"), ("--rounds", 1, "--scale", 0.15, "--channels-last")
     _, results = run_job(tmp_path, SCRIPTS / "bench.py", "steps", *settings, "--models", *models, file="steps.json")
-    assert results["about"]["ranks"] == 2
     for model in models:
         assert results["times"][model].keys() == {"nn.BatchNorm", "syncbn", "hand-written"}
         assert all(0 < one["forward"] < one["both"] for one in results["times"][model].values())
 
 
-def test_bench_overhead_on_two_ranks() -> None:
+def test_bench_of_the_hosts_time() -> None:
     output = run_on_ranks(2, SCRIPTS / "bench.py", "overhead", "--rounds", 2, "--steps", 3)
-    lines = dict(re.findall(r"^(\w.*\w) +(-?[\d.]+) us$", output, re.MULTILINE))
-    assert lines.keys() == {"synchronised", "alone", "two all_reduces", "overhead"}
-    assert float(lines["synchronised"]) > float(lines["alone"])
-
-
-def test_bench_launches() -> None:
+    rows = re.findall(r"^(\w.*\w) +-?[\d.]+ us$", output, re.MULTILINE)
+    assert rows == ["synchronised", "alone", "two all_reduces", "overhead"]
     pytest.importorskip("triton")
     output = run_script(SCRIPTS / "bench.py", "launches", "--rounds", 1)
-    assert re.findall(r"^(.*\w) +forward +[\d.]+ us   backward +[\d.]+ us$", output, re.MULTILINE) == [
-        "nn.BatchNorm2d, on the CPU",
-        "syncbn",
-        "syncbn with a group",
-    ]
-
-
-def test_bench_names_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench.py", "kernel"])
-    with pytest.raises(SystemExit, match=r"the parts are layers, kernels, .* got kernel"):
-        bench.main()
+    rows = re.findall(r"^(.*\w) +forward +[\d.]+ us   backward +[\d.]+ us$", output, re.MULTILINE)
+    assert rows == ["nn.BatchNorm2d, on the CPU", "syncbn", "syncbn with a group"]
 
 
 def test_bench_kernels(tmp_path: Path) -> None:
@@ -127,15 +98,11 @@ def test_bench_kernels(tmp_path: Path) -> None:
     assert output.count("4 x.sum() and 2 copies / the four functions: ") == 4
     cases = json.loads((tmp_path / "kernels.json").read_text())["kernels"]
     assert len(cases) == 2 * 2  # dtypes, layouts
-    for kernels in cases.values():
-        rates = {name: 1 / one["ms"] for name, one in kernels.items()}  # of three tensors to a copy's two
-        share = 1.5 * rates["backward_outputs"] / rates["copy"]
-        assert kernels["backward_outputs"]["share of copy"] == pytest.approx(share)
-        assert {"forward_sums", "forward_outputs fused", "backward_sums", "backward_outputs fused"} <= kernels.keys()
-        assert all(one["ms"] > 0 for one in kernels.values())
+    functions = {"forward_sums", "forward_outputs fused", "backward_sums", "backward_outputs fused"}
+    assert all(functions <= kernels.keys() for kernels in cases.values())
 
 
-def test_scaling_counts_and_fits(tmp_path: Path) -> None:
+def test_scaling_on_two_ranks(tmp_path: Path) -> None:
     script = SCRIPTS / "scaling.py"
     sent = run_job(tmp_path, script, "--rounds", 3, file="ranks-2.json")[1]["sent"]
     # On 2 ranks a ring's all_reduce sends its payload once, and an all_gather too; gloo adds headers.
@@ -144,27 +111,15 @@ def test_scaling_counts_and_fits(tmp_path: Path) -> None:
         assert payload < sent[scheme]["bytes"] < 2 * payload
     assert sent["torch"]["messages"] < sent["syncbn"]["messages"] < sent["apex"]["messages"]
 
-    latency, bandwidth = 1e-4, 1e9
     times = [  # as the rings of a network with these constants take
-        {"collective": kind, "ranks": ranks, "bytes": num_bytes, "seconds": messages * latency + moved / bandwidth}
-        for ranks in (2, 4)
+        {"collective": kind, "ranks": 4, "bytes": num_bytes, "seconds": messages * 1e-4 + sent * num_bytes / 1e9}
+        for kind, messages, sent in (("all_reduce", 6, 1.5), ("all_gather", 3, 3))
         for num_bytes in (1000, 1_000_000)
-        for kind, messages, moved in (
-            ("all_reduce", 2 * (ranks - 1), 2 * (ranks - 1) / ranks * num_bytes),
-            ("all_gather", ranks - 1, (ranks - 1) * num_bytes),
-        )
     ]
     (tmp_path / "ranks-2.json").write_text(json.dumps({"times": times}))
     run_script(script, "--output", tmp_path)
-    model = json.loads((tmp_path / "model.json").read_text())
-    assert model["fitted"] == pytest.approx({"latency": latency, "bandwidth": bandwidth})
-    assert max(map(abs, model["relative errors"])) < 1e-9
-    seconds = model["seconds"]
-    last = model["ranks"].index(16384)
-    # 53 layers with two all_reduces each of 28 messages in turn, and twice 8 (4C + 1) bytes of 26,560 channels
-    assert seconds["syncbn, tree"][last] == pytest.approx(53 * 2 * 28 * latency + 2 * 8 * (4 * 26560 + 53) / bandwidth)
-    assert seconds["syncbn, tree"][last] < seconds["torch, tree"][last], "an all_gather's bytes grow with the ranks"
-    assert model["over 5 % from"]["apex, ring"] <= model["over 5 % from"]["syncbn, ring"]
+    fitted = json.loads((tmp_path / "model.json").read_text())["fitted"]
+    assert fitted == pytest.approx({"latency": 1e-4, "bandwidth": 1e9})
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
@@ -172,7 +127,6 @@ def test_soak_on_two_ranks(tmp_path: Path) -> None:
     output, result = run_job(tmp_path, SCRIPTS / "soak.py", "--minutes", 0.02, file="soak.json")
     assert "rank 1: " in output
     assert result["rounds"] >= 2
-    assert {one["threads"] for rounds in result["measured"] for one in rounds} == {1}
 
 
 def test_segmentation_on_two_ranks(tmp_path: Path) -> None:
@@ -183,7 +137,6 @@ def test_segmentation_on_two_ranks(tmp_path: Path) -> None:
     assert {len(one["losses"]) for one in runs.values()} == {15}
     assert runs["syncbn"]["distance"] < 1e-10 < 1e-2 < runs["local"]["distance"]
     assert runs["syncbn"]["mean_iou"] == pytest.approx(runs["one process"]["mean_iou"], abs=1e-3)
-    assert all(0 < one["mean_iou"] < 1 for one in runs.values())
     assert (tmp_path / "predictions.png").stat().st_size > 10_000
 
 
@@ -205,19 +158,11 @@ def test_finetune_on_two_ranks(tmp_path: Path) -> None:
     assert accuracies["frozen"] < 0.3
 
 
-def test_digits_explains_its_options() -> None:
-    text = run_script(EXAMPLES / "digits.py", "--help")
-    options = "epochs steps images-per-rank learning-rate width dtype seed output checkpoint checkpoint-every timeout"
-    assert [option for option in options.split() if f"--{option}" not in text] == []
-
-
 def test_interrupting_digits_leaves_no_process(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint.pt"  # of the first step
     options = ["--epochs", "100", "--output", tmp_path, "--checkpoint", checkpoint, "--checkpoint-every", "1"]
     command = [*ON_TWO_RANKS, *map(str, (EXAMPLES / "digits.py", *options))]
-    with subprocess.Popen(
-        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    ) as process:
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, start_new_session=True) as process:
         deadline = time.monotonic() + 300
         while not checkpoint.exists() and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -1,6 +1,5 @@
 """What only a GPU can show: launches, no waiting, graphs, streams, devices, more than 2^31 values."""
 
-import importlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,14 +11,12 @@ from torch.profiler import ProfilerActivity, profile
 
 import syncbn
 from syncbn.distributed import reduction
-from syncbn.kernels import available, select
-from syncbn.layout import Layout
+from syncbn.kernels import available
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.skipif("Triton" not in available(), reason=available()),
 ]
-MOST_LAUNCHES = 3  # each way
 memory_formats = pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 
 
@@ -36,9 +33,8 @@ def launched(call: Callable[[], object]) -> list[str]:
         call()
         torch.cuda.synchronize()
     # Ranges such as syncbn.forward are events of the GPU, too.
-    events = [event for event in profiler.events() if not event.is_user_annotation]
-    names = [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-    return [name for name in names if not name.startswith(("Memcpy", "Memset"))]
+    on_gpu = [one for one in profiler.events() if one.device_type == torch.autograd.DeviceType.CUDA]
+    return [one.name for one in on_gpu if not (one.is_user_annotation or one.name.startswith(("Memcpy", "Memset")))]
 
 
 @pytest.mark.parametrize("shape", [(32, 64, 112, 112), (32, 256, 56, 56), (32, 512, 14, 14), (32, 2048, 7, 7)], ids=str)
@@ -73,33 +69,30 @@ def test_launches(shape: tuple[int, ...], memory_format: torch.memory_format) ->
 
     y, dy = forward(), torch.randn_like(x)
     for call in (forward, lambda: torch.autograd.grad(y, (x, weight), dy, retain_graph=True)):
-        names = launched(call)
-        assert 0 < len(names) <= MOST_LAUNCHES, names
+        assert len(launched(call)) in (1, 2, 3), launched(call)
 
 
 @pytest.fixture(params=["no collective", "nccl"])
-def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[nn.Module]]:
-    """Two equal layers; with nccl they synchronise over a group of one rank, which they would leave alone."""
+def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[nn.Module]:
+    """With nccl it synchronises over a group of one rank, which it would leave alone."""
     if request.param == "nccl":
         store = dist.HashStore()
         dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
         monkeypatch.setattr(reduction, "resolve", lambda spec: dist.group.WORLD)
-    yield [syncbn.SyncBatchNorm2d(8, device="cuda") for _ in range(2)]
+    yield syncbn.SyncBatchNorm2d(8, device="cuda")
     if request.param == "nccl":
         dist.destroy_process_group()
 
 
-def test_one_rank_of_nccl(layers: list[nn.Module]) -> None:
-    x, layer = torch.randn(4, 8, 9, 9, device="cuda", requires_grad=True), nn.BatchNorm2d(8, device="cuda")
-    for own in layers:
-        torch.testing.assert_close(step(own, x), step(layer, x))
-        torch.testing.assert_close(own.running_var, layer.running_var)
-        layer.reset_running_stats()
+def test_one_rank_of_nccl(layer: nn.Module) -> None:
+    x, plain = torch.randn(4, 8, 9, 9, device="cuda", requires_grad=True), nn.BatchNorm2d(8, device="cuda")
+    torch.testing.assert_close(step(layer, x), step(plain, x))
+    torch.testing.assert_close(layer.running_var, plain.running_var)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_nothing_waits_for_the_gpu(layers: list[nn.Module]) -> None:
-    layer, x = layers[0], torch.randn(4, 8, 9, 9, device="cuda", requires_grad=True)
+def test_nothing_waits_for_the_gpu(layer: nn.Module) -> None:
+    x = torch.randn(4, 8, 9, 9, device="cuda", requires_grad=True)
     step(layer, x)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -110,31 +103,30 @@ def test_nothing_waits_for_the_gpu(layers: list[nn.Module]) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_captured_step(layers: list[nn.Module]) -> None:
+def test_a_captured_step(layer: nn.Module) -> None:
     """A CUDA graph of a whole training step, replayed, moves everything as eager steps do."""
-    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
-    static_x = torch.randn(4, 8, 9, 9, device="cuda")
+    static_x, eager = torch.randn(4, 8, 9, 9, device="cuda"), syncbn.SyncBatchNorm2d(8, device="cuda")
+    optimizers = {one: torch.optim.SGD(one.parameters(), lr=0.1) for one in (layer, eager)}
 
-    def train(index: int) -> None:
-        optimizers[index].zero_grad(set_to_none=False)
-        layers[index](static_x).pow(3).sum().backward()
-        optimizers[index].step()
+    def train(one: nn.Module) -> None:
+        optimizers[one].zero_grad(set_to_none=False)
+        one(static_x).pow(3).sum().backward()
+        optimizers[one].step()
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        train(0)
+        train(layer)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        train(0)
-    layers[0].load_state_dict(layers[1].state_dict())
+        train(layer)
+    layer.load_state_dict(eager.state_dict())
     for _ in range(3):
         static_x.normal_()
         graph.replay()
-        train(1)
-    for one, other in zip(layers[0].state_dict().values(), layers[1].state_dict().values(), strict=True):
-        torch.testing.assert_close(one, other)
+        train(eager)
+    torch.testing.assert_close(layer.state_dict(), eager.state_dict())
 
 
 def test_two_streams() -> None:
@@ -164,27 +156,20 @@ def test_a_device_that_is_not_the_current_one() -> None:
 
 @memory_formats
 def test_more_values_than_an_int32_counts(memory_format: torch.memory_format) -> None:
-    """The last sample lies beyond 2^31 values and is unlike the others."""
+    """The last sample lies beyond 2^31 values and is unlike the others; half of it has a gradient."""
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB of free memory")
-    shape = (2**31 // (64 * 1024 * 32) + 1, 64, 1024, 32)
-    x = torch.empty(shape, dtype=torch.bfloat16, device="cuda", memory_format=memory_format).zero_()
-    x[-1] = 3.0
-    assert x.numel() > 2**31
-    gpu, layout = importlib.import_module("syncbn.kernels.gpu"), Layout.of(x, 1)  # which imports triton
-    assert select.new_plan(x, layout).kernels is gpu
-    sums = gpu.forward_sums(x, layout)
-    values = shape[2] * shape[3]
-    assert sums[:64].eq(3 * values).all()
-    assert sums[64:128].eq(9 * values).all()
-    y, statistics = gpu.forward_outputs(x, layout, sums, None, None, None, 1e-5, relu=False)
-    mean, invstd = 3 / shape[0], (9 / shape[0] - 9 / shape[0] ** 2 + 1e-5) ** -0.5
-    torch.testing.assert_close(y[-1], torch.full_like(y[-1], (3 - mean) * invstd))
-    torch.testing.assert_close(y[0], torch.full_like(y[0], -mean * invstd))
-    del y
-    of_dy, _, _ = gpu.backward_sums(x, x, None, layout, statistics, None, None)
-    torch.testing.assert_close(of_dy[64:], torch.full_like(of_dy[64:], 3 * values * (3 - mean)))
-    grad_x, _ = gpu.backward_outputs(x, x, None, layout, of_dy, statistics, None, of_residual=False)
-    num_values = shape[0] * values
-    expected = (3 - 3 / shape[0] - (3 - mean) * invstd**2 * of_dy[64].item() / num_values) * invstd
-    torch.testing.assert_close(grad_x[-1], torch.full_like(grad_x[-1], expected))
+    num_samples = 2**31 // (64 * 1024 * 32) + 1
+    shape = (num_samples, 64, 1024, 32)
+    x, dy = (torch.zeros(shape, dtype=torch.bfloat16, device="cuda").to(memory_format=memory_format) for _ in range(2))
+    x[-1], dy[-1, :, :512] = 3.0, 1.0
+    y = syncbn.functional.sync_batch_norm(x.requires_grad_(), None, None, training=True)
+    mean = 3 / num_samples
+    invstd = (9 / num_samples - mean**2 + 1e-5) ** -0.5
+    first, last = -mean * invstd, (3 - mean) * invstd
+    torch.testing.assert_close(y[0], torch.full_like(y[0], first))
+    torch.testing.assert_close(y[-1], torch.full_like(y[-1], last))
+    y.backward(dy)
+    for part, own, value in (x.grad[0], 0, first), (x.grad[-1, :, :512], 1, last), (x.grad[-1, :, 512:], 0, last):
+        expected = (own - (1 + value * last) / 2 / num_samples) * invstd
+        torch.testing.assert_close(part, torch.full_like(part, expected))

@@ -3,16 +3,10 @@
 import importlib.util
 import json
 import os
-import re
 import sys
-import time
 from pathlib import Path
 
-import gpu_run
-import pytest
 from jobs import run
-
-from syncbn.diagnosis import process_state
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -54,45 +48,7 @@ def test_a_dry_run(tmp_path: Path) -> None:
         assert part["verdict"].startswith("passed"), part
         assert part["results"] or name == "correctness"
     if HAS_TRITON:
-        assert re.fullmatch(r"\d+ passed, .*", of_run["parts"]["correctness"]["verdict"].removeprefix("passed: "))
-        profiled = [result for result in of_run["parts"]["ncu"]["results"] if "DRAM %" in result]
-        assert len(profiled) == 2 * 2 * 4  # memory formats, dtypes, functions
-        assert all(result["DRAM %"] == "50" for result in profiled)
+        profiled = [result["DRAM %"] for result in of_run["parts"]["ncu"]["results"] if "DRAM %" in result]
+        assert profiled == ["50"] * (2 * 2 * 4)  # memory formats, dtypes, functions
     modes = {result["mode"] for result in of_run["parts"]["resnet"]["results"] if "ms" in result}
     assert modes == {"eager", "compiled"}
-
-
-def test_a_part_that_takes_too_long_leaves_nothing(tmp_path: Path) -> None:
-    sleeper = "import subprocess, sys; print('RESULT {\"ok\": true}', flush=True); subprocess.run(sys.argv[1:])"
-    part = gpu_run.Part(tmp_path, 3.0, dry_run=True)
-    process = part.start(sys.executable, "-c", sleeper, "setsid", "--wait", "sleep", "60")
-    while not (started := gpu_run.descendants(process.pid)):
-        time.sleep(0.05)
-    time.sleep(0.5)
-    assert not part.wait(process)
-    assert part.verdict() == "took longer than 3 s; 1 results"
-    deadline = time.monotonic() + 10  # a killed process ends soon, and not at once
-    while alive := [child for child in started if process_state.HAS_ENDED not in process_state.state_of(str(child))]:
-        assert time.monotonic() < deadline, alive
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize(
-    ("program", "verdict"),
-    [
-        ("", "passed"),
-        ("""print('RESULT {"ok": false, "case": "a"}')""", 'failed: 1 of 1, first {"ok": false, "case": "a"}'),
-        ("raise SystemExit(3)", "failed: exit status 3"),
-    ],
-)
-def test_verdicts(tmp_path: Path, program: str, verdict: str) -> None:
-    part = gpu_run.Part(tmp_path, 30.0, dry_run=True)
-    assert part.wait(part.start(sys.executable, "-c", program))
-    assert part.verdict() == verdict
-
-
-def test_what_is_missing_skips_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gpu_run.PARTS, "speed", (lambda part: gpu_run.needs("no_such_package"), 30))
-    outcome = gpu_run.run_part("speed", 30, dry_run=True)
-    assert outcome["verdict"] == "skipped: needs no_such_package"
-    assert gpu_run.run_part("speed", 5, dry_run=True)["verdict"] == "skipped: no time is left"

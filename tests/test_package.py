@@ -1,37 +1,45 @@
-"""What importing the package does, and what it offers."""
+"""What importing the package does, what it leaves behind, and what it offers."""
 
 import doctest
 import importlib
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from jobs import run, run_text
+from jobs import run
 
 import syncbn
 
-ONLY_WHERE_NEEDED = {"triton", "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "numpy.testing", "rich"}
+EFFECTS = """
+import json, os, sys, tempfile, threading
+import torch, torch.distributed as dist
+import torch.distributed.nn.functional  # makes a temporary folder, whoever imports it first
+
+def resources():
+    return threading.active_count(), len(os.listdir("/proc/self/fd")), os.listdir(tempfile.gettempdir())
+
+modules, before = set(sys.modules), resources()
+import syncbn
+loaded = set(sys.modules) - modules
+import syncbn.testing, syncbn.cli.check
+after, libraries = resources(), len(torch.ops.loaded_libraries)
+operators = hasattr(torch.ops.syncbn, "forward_sums")
+print(json.dumps([sorted(loaded), before, after, dist.is_initialized(), operators, libraries]))
+"""
 
 
-def modules_loaded_by(statement: str) -> set[str]:
-    """Of the modules that `import torch` does not load."""
-    code = f"import torch, sys; before = set(sys.modules); {statement}; print(*set(sys.modules) - before)"
-    return set(run(sys.executable, "-c", code).split())
-
-
-def test_import_loads_nothing_heavy() -> None:
-    loaded = modules_loaded_by("import syncbn")
+@pytest.mark.skipif(sys.platform != "linux", reason="open files are read from /proc")
+def test_an_import_does_nothing(tmp_path: Path) -> None:
+    """It loads no modules that torch did not, starts no thread, opens no file, makes no folder, group or operator."""
+    loaded, before, after, *made = json.loads(run(sys.executable, "-c", EFFECTS, TMPDIR=str(tmp_path)))
     assert "syncbn.layer" in loaded
-    assert not loaded & ONLY_WHERE_NEEDED
-    expected = "syncbn", "torch.distributed.nn", "_remote_module"
-    assert not [name for name in loaded if not name.startswith(expected)], "modules that torch did not load already"
-
-
-def test_the_check_above_can_fail() -> None:
-    assert "numpy.testing" in modules_loaded_by("import numpy.testing")
+    assert [name for name in loaded if not name.startswith("syncbn")] == []
+    assert after == before
+    assert not any(made), made
 
 
 def test_a_script_beside_a_clone_finds_the_package(tmp_path: Path) -> None:
@@ -40,54 +48,43 @@ def test_a_script_beside_a_clone_finds_the_package(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", "import syncbn; syncbn.SyncBatchNorm"], check=True, cwd=tmp_path)
 
 
-BEGINNING = """
-import os, threading, time, weakref
+OUTLIVES = """
+import contextlib, threading, time, weakref
+from pathlib import Path
 import torch, torch.distributed as dist, syncbn
-
-def make_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-def wait_until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are read from /proc")
-def test_gloos_threads_end_with_their_group() -> None:
-    """One that still has a tensor to free when the interpreter ends aborts the process."""
-    program = """
-def threads():
-    return [open(f"/proc/self/task/{thread}/comm").read() for thread in os.listdir("/proc/self/task")]
-
-make_group()
-torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-assert "gloo" in "".join(threads())
-dist.destroy_process_group()
-wait_until(lambda: "gloo" not in "".join(threads()))  # one that has been joined may still be seen for a moment
-"""
-    run_text(BEGINNING + program)
-
-
-def test_nothing_of_diagnosis_outlives_the_group() -> None:
-    """Neither its thread nor, through it, the group."""
-    program = """
 from syncbn.distributed import reduction
+
+def gloos_threads():
+    names = ""
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended since
+            names += (thread / "comm").read_text()
+    return "gloo" in names
+
 reduction.resolve = lambda spec: dist.group.WORLD  # also of one rank
 for _ in range(3):
-    make_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = weakref.ref(dist.group.WORLD)
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    assert gloos_threads()
     with reduction.reduction_of(None, reduction.Caller("a test"), None).other_collective("forward"):
         time.sleep(1.2)  # in which the thread looks
     with syncbn.debug():
         syncbn.SyncBatchNorm(3)(torch.randn(2, 3)).sum()
     dist.destroy_process_group()
     assert world() is None
-wait_until(lambda: threading.active_count() == 1)
+deadline = time.monotonic() + 10
+while gloos_threads() or threading.active_count() > 1:  # what has been joined may still be seen for a moment
+    assert time.monotonic() < deadline
+    time.sleep(0.1)
 """
-    run_text(BEGINNING + program)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are read from /proc")
+def test_nothing_outlives_the_group() -> None:
+    """A thread of gloo's that still has a tensor to free when the interpreter ends aborts the process; and neither the
+    thread of diagnosis nor, through it, the group stays."""
+    run(sys.executable, "-c", OUTLIVES)  # which has imported nothing before
 
 
 PUBLIC = {

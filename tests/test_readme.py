@@ -20,21 +20,13 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", ROOT / ".github" / "CONTRIBUTING.md", *GUIDES]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 OF_PROFILER = {"syncbn.forward", "syncbn.backward"}  # names that are no objects
-
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def blocks(text: str, language: str) -> list[str]:
     """What stands between ```language and ```."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-
-
-def test_size() -> None:
-    lines = README.splitlines()
-    assert len(lines) <= 200
-    assert max(map(len, lines)) <= 120
-    assert len(README.encode()) <= 13_000
 
 
 def without_blocks(page: Path) -> str:
@@ -48,29 +40,31 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@each_page
-def test_links(page: Path) -> None:
-    for link in re.findall(r"\]\((?!http)([^)\s]+)\)", without_blocks(page)):
-        file, _, anchor = unquote(link).partition("#")
-        target = page.parent / file if file else page
-        assert target.exists(), link
-        assert not anchor or anchor in anchors(target), link
+def test_it_is_short_and_the_tutorial_has_its_program() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 200
+    assert max(map(len, lines)) <= 120
+    assert len(README.encode()) <= 13_000
+    assert blocks(README, "python")[0] in (ROOT / "docs" / "tutorial.md").read_text()
 
 
-@each_page
-def test_names(page: Path) -> None:
+def test_links() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\((?!http)([^)\s]+)\)", without_blocks(page)):
+            file, _, anchor = unquote(link).partition("#")
+            target = page.parent / file if file else page
+            assert target.exists(), (page, link)
+            assert not anchor or anchor in anchors(target), (page, link)
+
+
+def test_names() -> None:
     """Those of files, from the root, and those in the package."""
-    files = re.findall(r"(?<![\w/.-])(?:scripts|tests|examples|docs|syncbn|\.github)/[\w/.-]*\w", page.read_text())
-    assert [file for file in files if not (ROOT / file).exists()] == []
-    for name in set(re.findall(r"(?<![\w/.-])syncbn(?:\.\w+)+", page.read_text())) - OF_PROFILER:
-        pkgutil.resolve_name(name)
-
-
-def test_toctrees() -> None:
-    """They hold each guide once."""
-    index = (ROOT / "docs" / "index.md").read_text()
-    trees = re.findall(r"^```{toctree}\n(?:^:.*\n)*\n([^`]*)```$", index, re.MULTILINE)
-    assert sorted("\n".join(trees).split()) == [guide.stem for guide in GUIDES if guide.stem != "index"]
+    for page in PAGES + WORKFLOWS:
+        text = page.read_text()
+        files = re.findall(r"(?<![\w/.-])(?:scripts|tests|examples|docs|syncbn|\.github|\.ci)/[\w/.-]*\w", text)
+        assert [file for file in files if not (ROOT / file).exists()] == [], page
+        for name in set(re.findall(r"(?<![\w/.-])syncbn(?:\.\w+)+", text)) - OF_PROFILER:
+            pkgutil.resolve_name(name)
 
 
 def test_the_reference_has_all_that_is_public() -> None:
@@ -98,35 +92,32 @@ def test_the_table_of_faults() -> None:
     assert f"{len(FAULTS)} faults tried" in README
 
 
-NOTHING_HAS_RUN_ON_A_GPU = "has run on a GPU so far" in (ROOT / "docs" / "gpu.md").read_text()
-
-
 def test_first_pages_say_whether_it_has_run_on_a_gpu() -> None:
-    """As docs/gpu.md does."""
+    """As docs/gpu.md does; and there is no 1.0 before that (docs/releasing.md)."""
+    nothing_has = "has run on a GPU so far" in (ROOT / "docs" / "gpu.md").read_text()
     for page in (ROOT / "README.md", ROOT / "docs" / "index.md"):
         first_paragraphs = " ".join(page.read_text()[:800].split())
-        assert ("[nothing has run on a GPU yet](" in first_paragraphs) == NOTHING_HAS_RUN_ON_A_GPU, page
-    for page in (ROOT / "README.md", ROOT / "docs" / "migrating.md"):
-        assert ("| GPU tensors | compiled, [never run](" in page.read_text()) == NOTHING_HAS_RUN_ON_A_GPU, page
+        assert ("[nothing has run on a GPU yet](" in first_paragraphs) == nothing_has, page
+    assert syncbn.__version__.startswith("0.") or not nothing_has
 
 
 def test_versions() -> None:
-    """docs/releasing.md: the citation has the version, and there is no 1.0 before a run on a GPU."""
+    """The citation has the package's; scripts/matrix.sh, tests.yml and pyproject.toml agree on Python's and torch's."""
     assert f"version = {{{syncbn.__version__}}}," in (ROOT / "docs" / "citing.md").read_text()
-    assert syncbn.__version__.startswith("0.") or not NOTHING_HAS_RUN_ON_A_GPU
-
-
-def test_train_py_on_two_ranks(tmp_path: Path) -> None:
-    program, script = blocks(README, "python")[0], tmp_path / "train.py"
-    script.write_text(program)
-    assert program in (ROOT / "docs" / "tutorial.md").read_text()
-    assert "synchronised over 2 ranks" in run_on_ranks(2, script)
+    matrix = re.findall(r"^ +(?:python|torch): \[(.*)\]$", "\n".join(map(Path.read_text, WORKFLOWS)), re.MULTILINE)
+    pythons, torches = (re.findall(r"[\d.]+", versions) for versions in matrix)
+    script, project = (ROOT / "scripts" / "matrix.sh").read_text(), (ROOT / "pyproject.toml").read_text()
+    assert f"set -- {' '.join(torches)}\n" in script
+    assert f"for python in python{' python'.join(pythons)}" in script
+    assert f'requires-python = ">={pythons[0]}"' in project
+    assert f'"torch>={torches[0].removesuffix(".0")}' in project
 
 
 def test_the_training_script_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
     """docs/training_script.md, on 2 ranks: two epochs in one run, and in two."""
-    script = tmp_path / "train.py"
-    script.write_text(blocks((ROOT / "docs" / "training_script.md").read_text(), "python")[0])
+    (script := tmp_path / "train.py").write_text(
+        blocks((ROOT / "docs" / "training_script.md").read_text(), "python")[0]
+    )
     once, twice = tmp_path / "once.pt", tmp_path / "twice.pt"
     whole = run_on_ranks(2, script, "--epochs", 2, "--checkpoint", once)
     run_on_ranks(2, script, "--epochs", 1, "--checkpoint", twice)
@@ -137,45 +128,32 @@ def test_the_training_script_goes_on_as_if_never_interrupted(tmp_path: Path) -> 
     torch.testing.assert_close(actual["model"], expected["model"], rtol=0, atol=0)
 
 
-def programs() -> list[object]:
-    """The blocks of the guides that make a process group: they are complete, the others are parts of a program. Those
-    of the tutorial and of training_script.md have tests of their own."""
-    with_tests = ("tutorial.md", "training_script.md")
-    return [
-        pytest.param(block, id=f"{page.name}-{index}")
-        for page in GUIDES
-        for index, block in enumerate(blocks(page.read_text(), "python"))
-        if "init_process_group(" in block and page.name not in with_tests
-    ]
+# Blocks that make a process group are complete, others are parts of a program.
+PROGRAMS = {
+    f"{page.name}-{index}": block
+    for page in PAGES
+    if page.name not in ("tutorial.md", "training_script.md")  # whose programs are that of README.md, and tested above
+    for index, block in enumerate(blocks(page.read_text(), "python"))
+    if "init_process_group(" in block
+}
 
 
-@pytest.mark.parametrize("program", programs())
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_programs_on_two_ranks(program: str, tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text(program)
+    (script := tmp_path / "program.py").write_text(program)
     run_on_ranks(2, script)
 
 
-def copy_of_root(tmp_path: Path) -> Path:
-    """With nothing built."""
+def test_installs(tmp_path: Path) -> None:
+    """`pip install .` and `python -m syncbn info`, of a copy and without a compiler, which makes it fast. An editable
+    install offers the package alone, and not `import tests`, which may be meant to be the user's."""
     ignored = shutil.ignore_patterns(".*", "build", "runs", "*.so", "__pycache__")
-    return shutil.copytree(ROOT, tmp_path / "copy", ignore=ignored)
-
-
-def test_pip_install(tmp_path: Path) -> None:
-    """`pip install .` and `python -m syncbn info`, of a copy and without a compiler, which makes it fast."""
-    copy, installed = copy_of_root(tmp_path), tmp_path / "installed"
+    copy, installed = shutil.copytree(ROOT, tmp_path / "copy", ignore=ignored), tmp_path / "installed"
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", installed]
     run(sys.executable, "-m", "pip", "install", *options, copy, CXX="false")
     info = [sys.executable, "-m", "syncbn", "info", "--json"]
     said = json.loads(run(*info, folder=tmp_path, PYTHONPATH=str(installed)))
     assert said["syncbn"] == f"{syncbn.__version__}, {installed / 'syncbn'}"
-    assert (installed / f"syncbn-{syncbn.__version__}.dist-info").exists()
-
-
-def test_an_editable_install_offers_the_package_alone(tmp_path: Path) -> None:
-    """And not `import tests`, which may be meant to be the user's."""
-    copy = copy_of_root(tmp_path)
     build = "import hatchling.build; print(hatchling.build.build_editable('.'))"  # as pip does
     output = run(sys.executable, "-c", build, folder=copy, CXX="false")
     with zipfile.ZipFile(copy / output.strip()) as wheel:

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import sys
+from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import trained_as_one
-from jobs import run, run_on_ranks, start_ranks
+from jobs import run, run_on_ranks
 from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 
@@ -43,13 +44,6 @@ def test_other_models_train_as_one() -> None:
     assert torch.equal(images, batch[0].double())
 
 
-def test_what_differs_is_named() -> None:
-    layers = r"Layers that are not synchronised: '1'; call syncbn.convert_syncbn_model\(model\)"
-    apart = rf"(?s)tensors on 2 ranks are not those of one process.*loss of step 1: .*{layers}"
-    with pytest.raises(AssertionError, match=apart):
-        assert_matches_full_batch(trained_as_one.partly_converted_model, trained_as_one.batch(4), F.cross_entropy)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -58,16 +52,18 @@ def test_what_differs_is_named() -> None:
             AssertionError,
             "(?s)loss of step 1: .* apart.*outputs agree .* loss_fn must be the mean",
         ),
+        (
+            {"model_fn": trained_as_one.partly_converted_model},
+            AssertionError,
+            r"(?s)tensors on 2 ranks are not those of one process.*loss of step 1: "
+            r".*Layers that are not synchronised: '1'; call syncbn.convert_syncbn_model\(model\)",
+        ),
         # On a rank:
-        ({"model_fn": trained_as_one.failing_model}, ProcessRaisedException, "KeyError: 'no such weights'"),
         ({"model_fn": trained_as_one.no_model}, ProcessRaisedException, "must return an nn.Module, got NoneType"),
         ({"loss_fn": trained_as_one.each_loss}, ProcessRaisedException, r"return one number, .* got shape \(4,\)"),
         # Before there are ranks:
         ({"model_fn": lambda: nn.BatchNorm1d(3)}, TypeError, "model_fn must be importable .* got <function <lambda>"),
         ({"model_fn": nn.BatchNorm1d(3)}, TypeError, "model_fn must be a function, got BatchNorm1d"),
-        ({"loss_fn": "cross_entropy"}, TypeError, "loss_fn must be a function, got str"),
-        ({"world_size": "2"}, ValueError, "from 1 to the number of samples, 4, got '2'"),
-        ({"loss_fn": lambda output: output.mean()}, TypeError, "loss_fn must be importable"),
         ({"batch": torch.ones(4, 3)}, TypeError, "batch must be a tuple of tensors"),
         ({"batch": (torch.ones(4, 3), torch.ones(3))}, ValueError, r"must have one length, got \[4, 3\]"),
         ({"world_size": 5}, ValueError, "from 1 to the number of samples, 4, got 5"),
@@ -76,7 +72,7 @@ def test_what_differs_is_named() -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_bad_arguments(change: dict[str, object], error: type[Exception], message: str) -> None:
+def test_what_is_wrong_is_named(change: dict[str, object], error: type[Exception], message: str) -> None:
     good = {"model_fn": trained_as_one.model, "batch": trained_as_one.batch(4), "loss_fn": F.cross_entropy}
     with pytest.raises(error, match=message):
         assert_matches_full_batch(**(good | {"world_size": 2} | change))
@@ -86,52 +82,39 @@ def test_bad_arguments(change: dict[str, object], error: type[Exception], messag
 
 MAIN = "import sys; from syncbn import __main__; sys.exit(__main__.main())"
 
-
-def here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | None:
-    """The exit status in this process."""
-    monkeypatch.setattr(sys, "argv", ["syncbn", *arguments])
-    return __main__.main()
+Main = Callable[..., tuple[object, str]]
 
 
-def check_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | None:
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Main:
+    """Its exit status in this process, and what it prints in a narrow terminal."""
     monkeypatch.delenv("RANK", raising=False)
-    return here(monkeypatch, "check", *arguments)
+    monkeypatch.setenv("COLUMNS", "20")
+
+    def main(*arguments: str) -> tuple[object, str]:
+        monkeypatch.setattr(sys, "argv", ["syncbn", *arguments])
+        try:
+            status = __main__.main()
+        except SystemExit as exits:
+            status = exits.code
+        return status, "".join(capsys.readouterr())
+
+    return main
 
 
-def test_info(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info(here: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = json.loads(run(sys.executable, "-m", "syncbn", "info", "--json"))
     assert facts["torch"] == torch.__version__
     assert facts["syncbn"] == f"{syncbn.__version__}, {Path(syncbn.__file__).resolve().parent}"
     assert facts["kernels"] == syncbn.kernels.available()
     assert "gloo" in facts["backends"]
-    assert here(monkeypatch, "info") == 0
-    table = capsys.readouterr().out
-    assert all(name in table for name in facts)
-    with pytest.raises(SystemExit, match=r"^0$"):
-        here(monkeypatch, "--version")
-    assert capsys.readouterr().out == f"syncbn {syncbn.__version__}\n"
-
-
-def test_no_path_or_figure_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a terminal that is narrow, too."""
-    monkeypatch.setenv("COLUMNS", "20")
-    assert here(monkeypatch, "info") == 0
-    lines = capsys.readouterr().out.splitlines()
-    for line, (name, value) in zip(lines, info().items(), strict=True):
+    monkeypatch.setenv("RANK", "1")  # as a cluster's shell may have it
+    for line, (name, value) in zip(here("info")[1].splitlines(), info().items(), strict=True):
         assert line.startswith(f"{name}  ")
         assert line.endswith(f"  {value}")
-    assert check_here(monkeypatch) == 0
-    assert re.search(r"^float32  parameter  \d\.\de[+-]\d\d  1\.0e-04$", capsys.readouterr().out, re.MULTILINE)
-
-
-@pytest.mark.parametrize(("variables", "printed"), [(("RANK",), True), (("RANK", "LOCAL_RANK"), False)])
-def test_rank_0_prints_and_a_shell_that_has_a_rank(
-    variables: tuple[str, ...], printed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in variables:
-        monkeypatch.setenv(name, "1")
-    assert here(monkeypatch, "info") == 0
-    assert bool(capsys.readouterr().out) == printed
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert here("info") == (0, ""), "rank 0 prints"
+    assert here("--version") == (0, f"syncbn {syncbn.__version__}\n")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are no C++ kernels")
@@ -156,63 +139,38 @@ def test_info_finds_apexs_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_check_on_two_ranks(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(MAIN)
+    (program := tmp_path / "program.py").write_text(MAIN)
     result = json.loads(run_on_ranks(2, program, "check", "--json", "--layers", 10, "--channels", 32))
     assert result["passed"]
     assert (result["ranks"], result["backend"], result["synced"]) == (2, "gloo", "")
-    kinds = {(one["dtype"], one["what"]) for one in result["accuracy"]}
-    assert kinds == set(
-        itertools.product(["float64", "float32"], ["loss", "output", "gradient", "parameter", "buffer"])
-    )
+    kinds = itertools.product(["float64", "float32"], ["loss", "output", "gradient", "parameter", "buffer"])
+    assert {(one["dtype"], one["what"]) for one in result["accuracy"]} == set(kinds)
     assert all(one["error"] < (1e-14 if one["dtype"] == "float64" else 1e-5) for one in result["accuracy"])
     seconds = result["seconds"]
     assert seconds["step"] == pytest.approx(10 * (seconds["forward"] + seconds["backward"]))
     assert seconds["forward"] > 0 < seconds["backward"]
 
 
-def test_check_says_where_the_ranks_are_when_one_has_ended(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(f"""
-import os, signal
-from syncbn.cli import check
-
-seconds = check._seconds
-check._seconds = lambda *sizes: os.kill(os.getpid(), signal.SIGKILL) if os.environ["RANK"] == "1" else seconds(*sizes)
-{MAIN}
-""")
-    ranks, store = start_ranks(2, program, "check")
-    try:
-        assert ranks[0].wait(60) == 1
-    finally:
-        ranks[0].kill()  # the other has ended
-        del store
-    where = r"rank 0: in syncbn check forward, call \d+\n.*rank 1: after layer '.*its process .* has ended\n"
-    assert re.search(where, ranks[0].text())
-
-
-def test_exit_statuses_of_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check_here(monkeypatch) == 0
-    output = capsys.readouterr().out
+def test_exit_statuses_of_check(here: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, printed = here("check")
+    assert status == 0
     for said in ("passed", "One rank has nothing to synchronise: torchrun", "help(syncbn.measure_local_noise)"):
-        assert said in output
-    with pytest.raises(SystemExit, match=r"^2$"):
-        check_here(monkeypatch, "--layers", "0")
-    assert "must be a whole number from 1, got '0'" in capsys.readouterr().err
-    monkeypatch.setenv("RANK", "0")  # as a cluster's shell may, without the others
-    for name in __main__.SET_BY_TORCHRUN[1:]:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match=r"^2$"):
-        here(monkeypatch, "check")
-    missing = "RANK is set, but not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; torchrun sets all of them"
-    assert missing in capsys.readouterr().err
-    monkeypatch.delenv("WORLD_SIZE")
+        assert said in printed
+    assert re.search(r"^float32  parameter  \d\.\de[+-]\d\d  1\.0e-04$", printed, re.MULTILINE)
+    status, printed = here("check", "--layers", "0")
+    assert status == 2
+    assert "must be a whole number from 1, got '0'" in printed
     model = check._model()
     model.append(nn.RReLU(-2, 2))  # random
     monkeypatch.setattr(check, "_model", lambda: model)
-    assert check_here(monkeypatch) == 1
-    assert "FAILED" in capsys.readouterr().out
-    monkeypatch.undo()
-    assert check_here(monkeypatch, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["passed"]
+    status, printed = here("check")
+    assert status == 1
+    assert "FAILED" in printed
+    for name in __main__.SET_BY_TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")  # as a cluster's shell may, without the others
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, printed = here("check")
+    assert status == 2
+    missing = "RANK is set, but not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; torchrun sets all of them"
+    assert missing in printed

@@ -14,20 +14,6 @@ from syncbn.functional import sync_batch_norm
 X = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
 
 
-class Twice(nn.BatchNorm2d):
-    """Shows where its mathematics run twice."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * 2 + 1
-
-
-class OwnTwice(syncbn.SyncBatchNorm2d):
-    """The same, derived from ours."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * 2 + 1
-
-
 def model_of(layer: nn.Module, forward: Callable[..., Tensor], **others: nn.Module) -> nn.Module:
     model = type("Model", (nn.Module,), {"forward": forward})()
     for name, module in (*others.items(), ("layer", layer)):
@@ -41,101 +27,86 @@ def shared(layer: nn.Module) -> nn.Module:
     return model_of(layer, lambda model, x: model.layer(model.body(x)), body=body)
 
 
-def converted(layer: nn.Module) -> nn.Module:
-    return syncbn.convert_syncbn_model(shared(layer))
-
-
 def nodes(graph: fx.Graph) -> list[tuple[str, str]]:
     return [(node.op, str(node.target)) for node in graph.nodes]
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "built": lambda: shared(syncbn.SyncBatchNorm(3)),
-    "built, of 2 dims": lambda: shared(syncbn.SyncBatchNorm2d(3, momentum=None)),
-    "converted": lambda: converted(nn.BatchNorm2d(3)),
-    "of torch's SyncBatchNorm": lambda: converted(nn.SyncBatchNorm(3)),
-    "calls super": lambda: converted(CallsSuper2d(3)),
-    "calls super twice": lambda: converted(Twice(3)),
-    "calls F.batch_norm": lambda: converted(BatchNormAct2d(3)),
+def calls_super() -> nn.Module:
+    return syncbn.convert_syncbn_model(CallsSuper2d(3))
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "built": lambda: syncbn.SyncBatchNorm(3),
+    "built, of 2 dims": lambda: syncbn.SyncBatchNorm2d(3, momentum=None),
+    "converted": lambda: syncbn.convert_syncbn_model(nn.BatchNorm2d(3)),
+    "calls super": calls_super,
+    "calls F.batch_norm": lambda: syncbn.convert_syncbn_model(BatchNormAct2d(3)),
 }
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", LAYERS)
 def test_a_layer_is_a_leaf(kind: str, training: bool) -> None:
     """The graph is that of torch's layer, and computes what the model does."""
-    model = MODELS[kind]().train(training)
+    model = shared(LAYERS[kind]()).train(training)
     graph = fx.symbolic_trace(model)
     assert nodes(graph.graph) == nodes(fx.symbolic_trace(shared(nn.BatchNorm2d(3))).graph)
     assert graph.get_submodule("body.1") is model.layer
     assert torch.equal(graph(X), model(X))
 
 
-def test_z_and_mask_are_arguments_of_the_leaf() -> None:
-    layer, options = syncbn.SyncBatchNorm2d(3, fuse_relu=True), (X.flip(0), torch.tensor([True, False, True, True]))
-    model = model_of(
-        layer, lambda model, x, z, mask: model.layer(model.layer(model.layer(x, z), mask=mask), z=z, mask=mask)
-    )
+def test_arguments_are_those_of_the_leaf() -> None:
+    """z and mask, and keywords of a user's subclass."""
+
+    def forward(model: nn.Module, x: Tensor, z: Tensor, mask: Tensor) -> Tensor:
+        x = model.layer(model.layer(model.layer(x, z), mask=mask), z=z, mask=mask)
+        return model.own(model.own(x, 3.0), times=4.0) + model.own(x=x)
+
+    model = model_of(syncbn.SyncBatchNorm2d(3, fuse_relu=True), forward, own=calls_super())
+    options = X.flip(0), torch.tensor([True, False, True, True])
     graph = fx.symbolic_trace(model)
-    calls = [node for node in graph.graph.nodes if node.op == "call_module"]
-    assert [(len(node.args), sorted(node.kwargs)) for node in calls] == [(1, ["z"]), (1, ["mask"]), (1, ["mask", "z"])]
+    calls = [(node.args[1:], {*node.kwargs}) for node in graph.graph.nodes if node.op == "call_module"]
+    of_own = [((3.0,), set()), ((), {"times"}), ((), {"x"})]
+    assert calls == [((), {"z"}), ((), {"mask"}), ((), {"z", "mask"}), *of_own]
     assert torch.equal(graph(X, *options), model(X, *options))
 
 
-def test_keywords_of_a_subclass_are_arguments_of_the_leaf() -> None:
-    model = model_of(
-        syncbn.convert_syncbn_model(CallsSuper2d(3)),
-        lambda model, x: model.layer(model.layer(x, 3.0), times=4.0) + model.layer(x=x),
-    )
-    graph = fx.symbolic_trace(model)
-    assert [node.args[1:] for node in graph.graph.nodes if node.op == "call_module"] == [(3.0,), (), ()]
-    assert torch.equal(graph(X), model(X))
+class OwnForward(syncbn.SyncBatchNorm2d):
+    """The user's own, derived from ours."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2 + 1
 
 
-def changed(kind: str, change: Callable[[nn.Module], object]) -> nn.Module:
-    model = MODELS[kind]()
-    change(model.layer)
-    return model
+class LeafTracer(fx.Tracer):
+    """As docs/deploy.md has it."""
+
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        return isinstance(module, syncbn.SyncBatchNorm) or super().is_leaf_module(module, name)
 
 
-def wrap_forward(layer: nn.Module) -> None:
-    forward = layer.forward
-    layer.forward = lambda x: forward(x) * 2 + 1
-
-
-RUNS_TWICE: dict[str, Callable[[], nn.Module]] = {
-    "own forward": lambda: shared(OwnTwice(3)),
-    "hook": lambda: changed("built", lambda layer: layer.register_forward_hook(lambda *given: given[-1] * 2 + 1)),
-    "pre-hook": lambda: changed(
-        "calls super", lambda layer: layer.register_forward_pre_hook(lambda _, given: (given[0] * 2 + 1,))
-    ),
-    "wrapped forward": lambda: changed("built", wrap_forward),
-}
-
-
-@pytest.mark.parametrize("kind", RUNS_TWICE)
-def test_what_would_run_twice_is_refused(kind: str) -> None:
+def test_what_would_run_twice_is_refused() -> None:
     """And a tracer that makes the leaf before all of it gives what the model does."""
-    with pytest.raises(TraceError, match=r"body\.1 \(\w+\) cannot be a leaf here: it has .* twice; .* is_leaf_module"):
-        fx.symbolic_trace(RUNS_TWICE[kind]())
-
-    class LeafTracer(fx.Tracer):
-        def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-            return isinstance(module, syncbn.SyncBatchNorm) or super().is_leaf_module(module, name)
-
-    model = RUNS_TWICE[kind]()
-    assert torch.equal(fx.GraphModule(model, LeafTracer().trace(model))(X), model(X))
+    hooked, pre_hooked, wrapped = syncbn.SyncBatchNorm(3), calls_super(), syncbn.SyncBatchNorm(3)
+    hooked.register_forward_hook(lambda *given: given[-1] * 2 + 1)
+    pre_hooked.register_forward_pre_hook(lambda _, given: (given[0] * 2 + 1,))
+    forward = wrapped.forward
+    wrapped.forward = lambda x: forward(x) * 2 + 1
+    refused = r"body\.1 \(\w+\) cannot be a leaf here: it has .* twice; .* is_leaf_module"
+    for layer in (OwnForward(3), hooked, pre_hooked, wrapped):
+        model = shared(layer)
+        with pytest.raises(TraceError, match=refused):
+            fx.symbolic_trace(model)
+        assert torch.equal(fx.GraphModule(model, LeafTracer().trace(model))(X), model(X))
 
 
 def test_what_is_not_inside_a_traced_model_is_refused() -> None:
-    """A bare nn.BatchNorm2d is refused by torch in the same way."""
+    """As torch refuses a bare nn.BatchNorm2d."""
     of_no_tracer = fx.Proxy(fx.Graph().placeholder("x"))
-    for layer in (syncbn.SyncBatchNorm2d(3), syncbn.convert_syncbn_model(Twice(3))):
+    for layer in (syncbn.SyncBatchNorm2d(3), calls_super()):
         for trace in (fx.symbolic_trace, lambda layer: layer(of_no_tracer)):
             with pytest.raises(TraceError, match=r"is_leaf_module only of modules inside .*; trace one that holds it"):
                 trace(layer)
-    with pytest.raises(TraceError):
-        fx.symbolic_trace(nn.BatchNorm2d(3))
 
 
 def through_function(x: Tensor) -> Tensor:

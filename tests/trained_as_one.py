@@ -64,10 +64,6 @@ def identity(loss: Tensor) -> Tensor:
     return loss
 
 
-def failing_model() -> nn.Module:
-    raise KeyError("no such weights")
-
-
 def no_model() -> None:
     """Which forgets to return it."""
 

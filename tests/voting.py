@@ -93,9 +93,9 @@ class World:
     def exchange(self, outcome: str) -> list[str]:
         """Every rank's outcome of the same vote."""
         self.num_votes += 1
-        prefix = f"vote {self.num_votes}"
-        self.store.set(f"{prefix} rank {self.ranks.rank}", outcome)
-        return [self.store.get(f"{prefix} rank {rank}").decode() for rank in range(self.ranks.size)]
+        keys = [f"vote {self.num_votes} rank {rank}" for rank in range(self.ranks.size)]
+        self.store.set(keys[self.ranks.rank], outcome)
+        return [self.store.get(key).decode() for key in keys]
 
 
 world: World | None = None
