@@ -129,12 +129,11 @@ def _remedies(found: list[Found]) -> list[str]:
     known += [REMEDY_OF_EVALUATION] * any(one.has_evaluated for one in positions)
     if known:
         return known
-    if HAS_LEFT in left:
+    in_other_passes = {"forward", "backward"} <= {one.pass_name for one in positions}
+    if HAS_LEFT in left or (in_other_passes and not any(one.state for one in found)):
         return [REMEDY_OF_FEWER_BATCHES]
     if one_is_gone(found):
         return []
-    if {"forward", "backward"} <= {one.pass_name for one in positions}:
-        return [REMEDY_OF_FEWER_BATCHES]
     return [REMEDY_OF_UNSEEN if any(UNSEEN in one.words for one in found) else or_debug(REMEDY)]
 
 
