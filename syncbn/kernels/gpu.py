@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from functools import reduce
 from operator import or_
 from typing import Any, TypeAlias
 
@@ -69,11 +68,10 @@ class Launch:
             return
         if addresses.count(0) > self.most_zeros:
             raise RuntimeError(NO_MEMORY)
-        ready = self.aligned if self.alignment == 1 or reduce(or_, addresses) % self.alignment == 0 else None
-        if ready is None:
-            ready = self._ready(addresses, floats)
-            if ready is None:  # Triton has launched it
-                return
+        ready = self.aligned if self.alignment == 1 or functools.reduce(or_, addresses) % self.alignment == 0 else None
+        ready = ready or self._ready(addresses, floats)
+        if ready is None:  # Triton has launched it
+            return
         # As compiled[grid] of Triton, without what that does for the hooks of a profiler.
         run, stream_of, handles = ready
         run(*self.grid, stream_of(self.device), *handles, *addresses, *floats, *self.behind)
@@ -110,8 +108,7 @@ def _over_channels(channels: int, device: torch.device, kernel: Any, dtypes: Dty
 class Plan:
     """The plan for tensors of one kind on a GPU, see plans.py.
 
-    `at` is scratch memory, with the parts of the sums and, behind them, the coefficients of a map; then the addresses
-    of the gradients of the parameters, in backward.
+    `at` is scratch memory, for parts of sums and then coefficients, and addresses of gradients of the parameters.
     """
 
     def __init__(
@@ -145,12 +142,10 @@ class Plan:
             rows_of_program = groups_of_program * gpu_tiles.GROUP.value * rows
             grid = spans, max(1, triton.cdiv(num_rows, max(1, rows_of_program)))
             numbers = num_rows, rows_of_program, channels, inner, *division
-            # Triton's back end for AMD knows no maxnreg.
-            of_programs = {"num_warps": warps} | ({} if torch.version.hip else {"maxnreg": limit})
-            has_values = outer * channels > 0
-            return Launch(
-                kernel, grid, device, dtypes, numbers, tiles, relu, alignment=16, has_values=has_values, **of_programs
-            )
+            options: dict[str, Any] = {"alignment": 16, "has_values": outer * channels > 0, "num_warps": warps}
+            if not torch.version.hip:  # Triton's back end for AMD knows no such option
+                options["maxnreg"] = limit
+            return Launch(kernel, grid, device, dtypes, numbers, tiles, relu, **options)
 
         double, narrow = torch.float64, moments.compute_dtype(dtype)  # of sums and statistics; of coefficients
         residual, y = (dtype if options.get(name) else None for name in ("has_residual", "has_y"))
@@ -174,9 +169,9 @@ class Plan:
         weight, bias, mean, var, grad_weight, grad_bias = (
             options.get(f"{name}_dtype") for name in ("weight", "bias", "mean", "var", "grad_weight", "grad_bias")
         )
-        counter = torch.int64 if options.get("has_counter") and not self.averages else None
-        share = double if options.get("has_counter") and self.averages else None
-        dtypes: Dtypes = (double, double, weight, bias, mean, var, counter, double, narrow, share)
+        counter, share = (None, double) if self.averages else (torch.int64, None)
+        last = (counter, double, narrow, share) if options.get("has_counter") else (None, double, narrow, None)
+        dtypes: Dtypes = (double, double, weight, bias, mean, var, *last)
         self.add_parts, self.forward_of_parts, self.forward_of_total = (
             over_channels(gpu_channels.forward_channels, dtypes, count, is_local, of_relu, *_two(eps))
             for count, is_local in ((num_parts, 1), (num_parts, 0), (1, 0))
@@ -217,9 +212,8 @@ class Plan:
             0 if running_var is None else running_var.data_ptr(), 0 if counter is None else counter.data_ptr(),
             statistics.data_ptr(), coefficients, 0 if share is None else share.data_ptr(), floats=_two(momentum or 0.0),
         )  # fmt: skip
-        moved = [one for one in (running_mean, running_var, counter) if one is not None]
-        if moved:  # autograd is to see what has changed
-            torch_private.increment_version(moved)
+        # Autograd is to see what has changed.
+        torch_private.increment_version([one for one in (running_mean, running_var, counter) if one is not None])
         self.normalize(x.data_ptr(), 0 if residual is None else residual.data_ptr(), y.data_ptr(), coefficients)
         return y, statistics, OK
 
@@ -230,11 +224,10 @@ class Plan:
         weight_dtype, bias_dtype = self.dtypes["grad_weight_dtype"], self.dtypes["grad_bias_dtype"]
         grad_weight = None if weight_dtype is None else x.new_empty(self.channels, dtype=weight_dtype)
         grad_bias = None if bias_dtype is None else x.new_empty(self.channels, dtype=bias_dtype)
-        scratch = statistics.new_empty(self.num_in_scratch)
+        scratch = sums = statistics.new_empty(self.num_in_scratch)
         parts, of_statistics = scratch.data_ptr(), statistics.data_ptr()
         grads = 0 if grad_weight is None else grad_weight.data_ptr(), 0 if grad_bias is None else grad_bias.data_ptr()
         self.parts_of_gradient_sums(x.data_ptr(), dy.data_ptr(), 0 if y is None else y.data_ptr(), of_statistics, parts)
-        sums = scratch
         if not is_alone:
             sums = statistics.new_empty(2 * self.channels)
             self.gradient_sums(parts, sums.data_ptr(), of_statistics, parts, *grads, parts)
@@ -246,12 +239,11 @@ class Plan:
     ) -> tuple[Tensor | None, Tensor | None, int]:  # fmt: skip
         scratch, grad_weight, grad_bias = at
         is_alone, needs_map, sums = total is scratch, needs_x or of_residual, total.data_ptr()
-        if not (is_alone or needs_map):
-            return None, None, OK
         coefficients = scratch.data_ptr() + self.coefficients_at
-        launch = self.backward_of_parts if is_alone else self.backward_of_total
-        of_weight = 0 if weight is None else weight.data_ptr()
-        launch(sums, sums, statistics.data_ptr(), of_weight, grad_weight, grad_bias, coefficients)
+        if is_alone or needs_map:
+            launch = self.backward_of_parts if is_alone else self.backward_of_total
+            of_weight = 0 if weight is None else weight.data_ptr()
+            launch(sums, sums, statistics.data_ptr(), of_weight, grad_weight, grad_bias, coefficients)
         if not needs_map:
             return None, None, OK
         grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x) if of_residual else None
@@ -298,8 +290,7 @@ def update_running_stats(
     launch = _over_channels(running_mean.numel(), statistics.device, gpu_channels.update_running_stats, dtypes)
     floats = _two(float(momentum)) if in_memory is None else (0.0, 0.0)
     launch(*(0 if one is None else one.data_ptr() for one in tensors), floats=floats)
+    torch_private.increment_version((running_mean, running_var))  # autograd is to see that they have changed
     for buffer, moved in ((running_mean, means), (running_var, variances)):
         if moved is not buffer:
             buffer.copy_(moved)
-        else:  # autograd is to see that it has changed
-            torch_private.increment_version((buffer,))

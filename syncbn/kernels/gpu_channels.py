@@ -116,9 +116,8 @@ def forward_channels(
     parts, sums, weight, bias, running_mean, running_var, counter, statistics, coefficients, momentum_in_memory,
     momentum, momentum_rest, channels, num_parts, is_local, of_relu, eps, eps_rest,
 ):  # fmt: skip
-    """Adds up the parts: into sums, if they are this rank's and an all_reduce follows (is_local). For those of all
-    ranks the statistics and the coefficients of y, and the running statistics move. Unless of_relu is 0, scale and
-    shift follow the statistics."""
+    """Adds up the parts. If an all_reduce follows (is_local), stores the sums; else the statistics and the coefficients
+    of y, and the running statistics move. Unless of_relu is 0, scale and shift follow the statistics."""
     channel, exists = _channels(channels)
     first, second = _total(parts, num_parts, channels)
     num_values = tl.load(parts + 2 * tl.cast(num_parts, tl.int64) * channels)
@@ -159,9 +158,8 @@ def backward_channels(
     parts, sums, statistics, weight, grad_weight, grad_bias, coefficients, channels, num_parts, is_local, is_total,
     of_relu,
 ):  # fmt: skip
-    """Adds up the parts. If they are this rank's (is_local), computes the gradients of the parameters; if they are all
-    there is (is_total), the coefficients of grad_x, else an all_reduce of sums follows. Both are true of one rank
-    alone."""
+    """Adds up the parts. If they are this rank's (is_local), computes the gradients of the parameters; if all ranks'
+    (is_total), the coefficients of grad_x, else stores the sums. One rank alone does both."""
     channel, exists = _channels(channels)
     sum_dy, sum_dy_xmu = _total(parts, num_parts, channels)
     mean = tl.load(statistics + channel, mask=exists, other=0.0)
