@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
+from operator import or_
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -31,83 +32,90 @@ MOST_PARTS = 256  # of a sum, which a second kernel adds
 MAPPING_PROGRAMS = 8192
 MULTIPROCESSORS = 132  # where there is no GPU
 
+Dtypes: TypeAlias = tuple[torch.dtype | None, ...]
+At: TypeAlias = tuple[Tensor, int, int]
+
 # Key: all that a kernel is compiled for. Value: how to run it, the function that gives a device's stream, and what
 # Triton's launch takes next.
 _compiled: dict[tuple[object, ...], tuple[Any, ...]] = {}
 
 
 class Launch:
-    """A kernel with its grid and what it takes after its tensors; which of these are None never changes.
+    """A kernel with its grid, the dtypes at its addresses, and the numbers behind them.
 
     Triton's own launch looks at every argument, to find what it has compiled for such arguments. Here only addresses
-    may change, of which it knows whether they are multiples of 16. A new size takes a kernel that is there.
+    may change, of which it knows whether they are multiples of `alignment`. A new size takes a kernel that is there.
+    Where the dtype is None the kernel gets None, whatever the address.
     """
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, int], numbers: tuple[Any, ...], *constants: object, **options: Any
-    ) -> None:
-        self.kernel, self.grid, self.numbers, self.constants = kernel, (*grid, 1), numbers, constants
-        self.behind = *numbers, *constants
+        self, kernel: Any, grid: tuple[int, int], device: torch.device, dtypes: Dtypes, numbers: tuple[Any, ...],
+        *constants: object, alignment: int = 1, has_values: bool = True, **options: Any,
+    ) -> None:  # fmt: skip
+        self.kernel, self.grid, self.dtypes, self.behind = kernel, (*grid, 1), dtypes, (*numbers, *constants)
+        self.device, self.alignment = device.index if device.type == "cuda" else -1, alignment
+        self.most_zeros = dtypes.count(None) if has_values and device.type != "meta" else len(dtypes)
         self.options = options | {"enable_fp_fusion": True}  # a * b + c as one operation; Triton 3.9 warns unless told
-        self.aligned: Any = None  # the entry of _compiled for addresses that are all multiples of 16
+        are_large = [isinstance(number, int) and number >= 2**31 for number in numbers]  # int64 to Triton
+        self.key = kernel, device, dtypes, constants, *options.values(), *are_large
+        self.aligned: Any = None  # the entry of _compiled for addresses that are all multiples of `alignment`
 
-    def __call__(self, *tensors: Tensor | None, floats: tuple[float, ...] = ()) -> None:
-        """Launch on the GPU of the first tensor."""
-        device = tensors[0].get_device()  # type: ignore[union-attr]
-        if device >= 0 and device != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                self(*tensors, floats=floats)
+    def __call__(self, *addresses: int, floats: tuple[float, ...] = ()) -> None:
+        """Launch for these addresses, 0 where there is nothing."""
+        if self.device >= 0 and self.device != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                self(*addresses, floats=floats)
             return
-        together, pointers = 0, [None if one is None else one.data_ptr() for one in tensors]
-        for pointer in pointers:
-            if pointer is not None:
-                together |= pointer
-        if self.aligned is not None and together % 16 == 0 and 0 not in pointers:
-            ready = self.aligned
-        else:
-            ready = self._ready(device, pointers, tensors, floats)
-            if ready is None:  # Triton has launched it
-                return
+        if addresses.count(0) > self.most_zeros:
+            raise RuntimeError(NO_MEMORY)
+        ready = self.aligned if self.alignment == 1 or functools.reduce(or_, addresses) % self.alignment == 0 else None
+        ready = ready or self._ready(addresses, floats)
+        if ready is None:  # Triton has launched it
+            return
         # As compiled[grid] of Triton, without what that does for the hooks of a profiler.
-        run, stream_of, *handles = ready
-        run(*self.grid, stream_of(device), *handles, None, None, None, *pointers, *floats, *self.behind)
+        run, stream_of, handles = ready
+        run(*self.grid, stream_of(self.device), *handles, *addresses, *floats, *self.behind)
 
-    def _ready(
-        self, device: int, pointers: list[int | None], tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]
-    ) -> tuple[Any, ...] | None:
-        """The compiled kernel for such arguments; or None, and Triton has launched it, as it has to compile it."""
-        for one in tensors:
-            if one is not None and one.numel() and not one.untyped_storage().nbytes():
-                raise RuntimeError(NO_MEMORY)
-        kinds = [
-            None if one is None or pointer is None else (one.dtype, pointer % 16 == 0)
-            for one, pointer in zip(tensors, pointers, strict=True)
-        ]
-        are_large = [isinstance(number, int) and number >= 2**31 for number in self.numbers]  # int64 to Triton
-        key = self.kernel, device, self.constants, *self.options.values(), *kinds, *are_large
-        ready = _compiled.get(key)
+    def _ready(self, addresses: tuple[int, ...], floats: tuple[float, ...]) -> tuple[Any, ...] | None:
+        """The compiled kernel for such addresses; or None, and Triton has launched it, as it has to compile it."""
+        are_aligned = (*(address % self.alignment == 0 for address in addresses),)
+        ready = _compiled.get((self.key, are_aligned))
         if ready is None:
+            tensors = map(_tensor_at, addresses, self.dtypes)
             compiled = self.kernel[self.grid](*tensors, *floats, *self.behind, **self.options)
             if compiled is not None:  # neither interpreted nor recorded
-                stream_of = triton.runtime.driver.active.get_current_stream
-                _compiled[key] = compiled.run, stream_of, compiled.function, compiled.packed_metadata
-        elif all(kind is None or kind[1] for kind in kinds):
+                handles = compiled.function, compiled.packed_metadata, None, None, None
+                ready = compiled.run, triton.runtime.driver.active.get_current_stream, handles
+                _compiled[self.key, are_aligned] = ready
+            return None
+        if all(are_aligned):
             self.aligned = ready
         return ready
 
 
+def _tensor_at(address: int, dtype: torch.dtype | None) -> Tensor | None:
+    """Tells Triton the address and the dtype. Nobody reads its 8 bytes."""
+    if dtype is None or address == 0:
+        return None if dtype is None else torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer((ctypes.c_byte * 8).from_address(address), dtype=dtype)
+
+
+def _over_channels(channels: int, device: torch.device, kernel: Any, dtypes: Dtypes, *numbers: Any) -> Launch:
+    blocks = max(1, triton.cdiv(channels, gpu_channels.CHANNELS.value)), 1
+    return Launch(kernel, blocks, device, dtypes, (channels, *numbers), has_values=channels > 0)
+
+
 class Plan:
-    """The plan for tensors of one kind on a GPU, see plans.py."""
+    """The plan for tensors of one kind on a GPU, see plans.py.
+
+    `at` is scratch memory, for parts of sums and then coefficients, and addresses of gradients of the parameters.
+    """
 
     def __init__(
         self, layout: Layout, dtype: torch.dtype, device: torch.device, eps: float = 1.0, **options: Any
     ) -> None:
         self.layout, self.dtypes, self.averages = layout, options, options.get("averages")
-        self.relu, self.compute, self.channels = (
-            bool(options.get("relu")),
-            moments.compute_dtype(dtype),
-            layout.sizes[1],
-        )
+        self.relu, self.channels = bool(options.get("relu")), layout.sizes[1]
         outer, channels, inner = layout.sizes
         if outer * inner == 0:
             outer, inner = 0, 1
@@ -128,108 +136,122 @@ class Plan:
         tiles = gpu_tiles.Tiles(in_runs, rows, width, align, index, compute)
         division = _division(inner // width) if in_runs else (0, 0)
 
-        def over_tiles(kernel: Any, *constants: object, programs: int, most_parts: int, registers: int) -> Launch:
+        def over_tiles(kernel: Any, dtypes: Dtypes, relu: bool, programs: int, most_parts: int, limit: int) -> Launch:
             num_groups = triton.cdiv(num_rows, gpu_tiles.GROUP.value * rows)
             groups_of_program = triton.cdiv(num_groups, max(1, min(num_groups, most_parts, programs // max(1, spans))))
             rows_of_program = groups_of_program * gpu_tiles.GROUP.value * rows
             grid = spans, max(1, triton.cdiv(num_rows, max(1, rows_of_program)))
             numbers = num_rows, rows_of_program, channels, inner, *division
-            # Triton's back end for AMD knows no such option.
-            limit = {} if torch.version.hip else {"maxnreg": registers}
-            return Launch(kernel, grid, numbers, tiles, *constants, num_warps=warps, **limit)
+            options: dict[str, Any] = {"alignment": 16, "has_values": outer * channels > 0, "num_warps": warps}
+            if not torch.version.hip:  # Triton's back end for AMD knows no such option
+                options["maxnreg"] = limit
+            return Launch(kernel, grid, device, dtypes, numbers, tiles, relu, **options)
 
-        programs = num_multiprocessors(device) * SUMMING_THREADS // (32 * warps)
-        self.parts_of_sums, self.parts_of_gradient_sums = (
-            over_tiles(
-                gpu_tiles.parts_of_sums, relu, programs=programs, most_parts=MOST_PARTS, registers=SUMMING_REGISTERS
-            )
-            for relu in (False, self.relu)
+        double, narrow = torch.float64, moments.compute_dtype(dtype)  # of sums and statistics; of coefficients
+        residual, y = (dtype if options.get(name) else None for name in ("has_residual", "has_y"))
+        add, programs = gpu_tiles.parts_of_sums, num_multiprocessors(device) * SUMMING_THREADS // (32 * warps)
+        of_sums = programs, MOST_PARTS, SUMMING_REGISTERS
+        of_map = MAPPING_PROGRAMS, MAPPING_PROGRAMS, MAPPING_REGISTERS
+        self.parts_of_sums = over_tiles(add, (dtype, None, None, None, double), False, *of_sums)
+        self.parts_of_gradient_sums = over_tiles(add, (dtype, dtype, y, double, double), self.relu, *of_sums)
+        self.normalize = over_tiles(gpu_tiles.normalize, (dtype, residual, dtype, narrow), self.relu, *of_map)
+        self.input_gradient, self.input_and_residual_gradient = (
+            over_tiles(gpu_tiles.input_gradient, (dtype, dtype, y, dtype, other, narrow), self.relu, *of_map)
+            for other in (None, dtype)
         )
-        of_map: dict[str, Any] = {
-            "programs": MAPPING_PROGRAMS, "most_parts": MAPPING_PROGRAMS, "registers": MAPPING_REGISTERS
-        }  # fmt: skip
-        self.normalize = over_tiles(gpu_tiles.normalize, self.relu, **of_map)
-        self.input_gradient = over_tiles(gpu_tiles.input_gradient, self.relu, **of_map)
 
         self.num_parts = num_parts = self.parts_of_sums.grid[1]
-        blocks = max(1, triton.cdiv(channels, gpu_channels.CHANNELS.value)), 1
-        of_parts, of_total = (num_parts, channels), (1, channels)
-        of_relu = int(self.relu and not options.get("has_residual"))
+        num_in_parts = 2 * channels * num_parts + 2  # one is left, for coefficients at a multiple of 16 bytes
+        self.coefficients_at, self.num_in_scratch = 8 * num_in_parts, num_in_parts + 6 * channels
+        of_relu = int(self.relu and residual is None)
         self.num_statistics = moments.num_statistics(channels, bool(of_relu))
-        self.add_parts = Launch(gpu_channels.add_parts, blocks, of_parts)
-        self.forward_of_parts, self.forward_of_total = (
-            Launch(gpu_channels.forward_channels, blocks, (*one, of_relu, *_two(eps))) for one in (of_parts, of_total)
+        over_channels = functools.partial(_over_channels, channels, device)
+        weight, bias, mean, var, grad_weight, grad_bias = (
+            options.get(f"{name}_dtype") for name in ("weight", "bias", "mean", "var", "grad_weight", "grad_bias")
         )
-        self.gradient_sums, self.backward_of_parts = (
-            Launch(gpu_channels.backward_channels, blocks, (*of_parts, of_relu), compute, True) for _ in range(2)
+        counter, share = (None, double) if self.averages else (torch.int64, None)
+        last = (counter, double, narrow, share) if options.get("has_counter") else (None, double, narrow, None)
+        dtypes: Dtypes = (double, double, weight, bias, mean, var, *last)
+        self.add_parts, self.forward_of_parts, self.forward_of_total = (
+            over_channels(gpu_channels.forward_channels, dtypes, count, is_local, of_relu, *_two(eps))
+            for count, is_local in ((num_parts, 1), (num_parts, 0), (1, 0))
         )
-        self.backward_of_total = Launch(gpu_channels.backward_channels, blocks, (*of_total, of_relu), compute, False)
+        dtypes = double, double, double, weight, grad_weight, grad_bias, narrow
+        self.gradient_sums, self.backward_of_parts, self.backward_of_total = (
+            over_channels(gpu_channels.backward_channels, dtypes, count, is_local, is_total, of_relu)
+            for count, is_local, is_total in ((num_parts, 1, 0), (num_parts, 1, 1), (1, 0, 1))
+        )
 
-    @staticmethod
-    def at(*tensors: Tensor | None) -> None:
-        """Nothing: no sums are in parts, and no gradients are left to write."""
+    def at(self, x: Tensor, *others: Tensor | None) -> At:
+        return x.new_empty(self.num_in_scratch, dtype=torch.float64), 0, 0
 
-    def forward_sums(self, x: Tensor, signature: Signature = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, bool]:
-        parts = x.new_empty(2 * self.channels * self.num_parts + 1, dtype=torch.float64)
-        self.parts_of_sums(x, None, None, None, parts)
-        if is_alone or self.num_parts == 1:
-            return parts, is_alone
-        sums = x.new_empty(2 * self.channels + 1, dtype=torch.float64)
-        self.add_parts(parts, sums)
-        return sums, False
+    def forward_sums(self, x: Tensor, signature: Signature = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, At]:
+        scratch = x.new_empty(self.num_in_scratch, dtype=torch.float64)
+        sums = scratch if is_alone else scratch.new_empty(2 * self.channels + 1)
+        parts = (sums if self.num_parts == 1 else scratch).data_ptr()
+        self.parts_of_sums(x.data_ptr(), 0, 0, 0, parts)
+        if self.num_parts > 1 and not is_alone:
+            self.add_parts(parts, sums.data_ptr(), *(parts,) * 8, floats=(0.0, 0.0))
+        return sums, (scratch, 0, 0)
 
     def forward_outputs(
-        self, is_alone: Any, x: Tensor, total: Tensor, weight: Tensor | None, bias: Tensor | None,
+        self, at: At, x: Tensor, total: Tensor, weight: Tensor | None, bias: Tensor | None,
         residual: Tensor | None, running_mean: Tensor | None = None, running_var: Tensor | None = None,
         counter: Tensor | None = None, momentum: Any = None, compares: bool = True,
     ) -> tuple[Tensor, Tensor, int]:  # fmt: skip
+        scratch, address = at[0], total.data_ptr()
         y, statistics = torch.empty_like(x), total.new_empty(self.num_statistics)  # before any buffer moves
-        coefficients = x.new_empty(3 * self.channels, dtype=self.compute)
-        counted, share = counter, None
+        coefficients, share = scratch.data_ptr() + self.coefficients_at, None
         if self.averages and counter is not None:
-            counted, share, momentum = None, 1.0 / counter.add_(1).to(torch.float64), 0.0
-        launch = self.forward_of_parts if is_alone else self.forward_of_total
+            share = 1.0 / counter.add_(1).to(torch.float64)
+            counter, momentum = None, 0.0
+        launch = self.forward_of_parts if total is scratch else self.forward_of_total
         launch(
-            total, weight, bias, running_mean, running_var, counted, statistics, coefficients, share,
-            floats=_two(momentum or 0.0),
+            address, address, 0 if weight is None else weight.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            0 if running_mean is None else running_mean.data_ptr(),
+            0 if running_var is None else running_var.data_ptr(), 0 if counter is None else counter.data_ptr(),
+            statistics.data_ptr(), coefficients, 0 if share is None else share.data_ptr(), floats=_two(momentum or 0.0),
         )  # fmt: skip
-        moved = [one for one in (running_mean, running_var, counted) if one is not None]
-        if moved:  # autograd is to see what has changed
-            torch_private.increment_version(moved)
-        self.normalize(x, residual, y, coefficients)
+        # Autograd is to see what has changed.
+        torch_private.increment_version([one for one in (running_mean, running_var, counter) if one is not None])
+        self.normalize(x.data_ptr(), 0 if residual is None else residual.data_ptr(), y.data_ptr(), coefficients)
         return y, statistics, OK
 
     def backward_sums(
         self, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor, signature: Signature = UNSIGNED,
         is_alone: bool = False,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Any]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, At]:  # fmt: skip
         weight_dtype, bias_dtype = self.dtypes["grad_weight_dtype"], self.dtypes["grad_bias_dtype"]
         grad_weight = None if weight_dtype is None else x.new_empty(self.channels, dtype=weight_dtype)
         grad_bias = None if bias_dtype is None else x.new_empty(self.channels, dtype=bias_dtype)
-        parts = statistics.new_empty(2 * self.channels * self.num_parts + 1)
-        self.parts_of_gradient_sums(x, dy, y, statistics, parts)
-        if is_alone:
-            return parts, grad_weight, grad_bias, (grad_weight, grad_bias)
-        sums = statistics.new_empty(2 * self.channels)
-        self.gradient_sums(parts, sums, statistics, None, grad_weight, grad_bias, None)
-        return sums, grad_weight, grad_bias, None
+        scratch = sums = statistics.new_empty(self.num_in_scratch)
+        parts, of_statistics = scratch.data_ptr(), statistics.data_ptr()
+        grads = 0 if grad_weight is None else grad_weight.data_ptr(), 0 if grad_bias is None else grad_bias.data_ptr()
+        self.parts_of_gradient_sums(x.data_ptr(), dy.data_ptr(), 0 if y is None else y.data_ptr(), of_statistics, parts)
+        if not is_alone:
+            sums = statistics.new_empty(2 * self.channels)
+            self.gradient_sums(parts, sums.data_ptr(), of_statistics, parts, *grads, parts)
+        return sums, grad_weight, grad_bias, (scratch, *grads)
 
     def backward_outputs(
-        self, grads: Any, dy: Tensor, x: Tensor, y: Tensor | None, total: Tensor, statistics: Tensor,
+        self, at: At, dy: Tensor, x: Tensor, y: Tensor | None, total: Tensor, statistics: Tensor,
         weight: Tensor | None, needs_x: bool, of_residual: bool, compares: bool = True,
     ) -> tuple[Tensor | None, Tensor | None, int]:  # fmt: skip
-        needs_map = needs_x or of_residual
-        if grads is None and not needs_map:
+        scratch, grad_weight, grad_bias = at
+        is_alone, needs_map, sums = total is scratch, needs_x or of_residual, total.data_ptr()
+        coefficients = scratch.data_ptr() + self.coefficients_at
+        if is_alone or needs_map:
+            launch = self.backward_of_parts if is_alone else self.backward_of_total
+            of_weight = 0 if weight is None else weight.data_ptr()
+            launch(sums, sums, statistics.data_ptr(), of_weight, grad_weight, grad_bias, coefficients)
+        if not needs_map:
             return None, None, OK
-        coefficients = x.new_empty((6 if self.relu else 4) * self.channels, dtype=self.compute)
-        if grads is None:
-            self.backward_of_total(total, None, statistics, weight, None, None, coefficients)
-        else:
-            self.backward_of_parts(total, None, statistics, weight, *grads, coefficients)
-        grad_x = torch.empty_like(x) if needs_map else None
-        grad_residual = torch.empty_like(x) if of_residual else None
-        if needs_map:
-            self.input_gradient(dy, x, y, grad_x, grad_residual, coefficients)
+        grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x) if of_residual else None
+        launch = self.input_and_residual_gradient if of_residual else self.input_gradient
+        launch(
+            dy.data_ptr(), x.data_ptr(), 0 if y is None else y.data_ptr(), grad_x.data_ptr(),
+            0 if grad_residual is None else grad_residual.data_ptr(), coefficients,
+        )  # fmt: skip
         return grad_x, grad_residual, OK
 
 
@@ -262,16 +284,13 @@ def update_running_stats(
 ) -> None:
     if not moves:
         return
-    channels = running_mean.numel()
-    blocks = max(1, triton.cdiv(channels, gpu_channels.CHANNELS.value)), 1
-    launch = Launch(gpu_channels.update_running_stats, blocks, (channels,))
-    means, variances = running_mean.contiguous(), running_var.contiguous()
-    if isinstance(momentum, Tensor) and momentum.device == statistics.device:
-        launch(means, variances, statistics, momentum, floats=(0.0, 0.0))
-    else:
-        launch(means, variances, statistics, None, floats=_two(float(momentum)))
+    in_memory = momentum if isinstance(momentum, Tensor) and momentum.device == statistics.device else None
+    tensors = means, variances, _, _ = running_mean.contiguous(), running_var.contiguous(), statistics, in_memory
+    dtypes = tuple(None if one is None else one.dtype for one in tensors)
+    launch = _over_channels(running_mean.numel(), statistics.device, gpu_channels.update_running_stats, dtypes)
+    floats = _two(float(momentum)) if in_memory is None else (0.0, 0.0)
+    launch(*(0 if one is None else one.data_ptr() for one in tensors), floats=floats)
+    torch_private.increment_version((running_mean, running_var))  # autograd is to see that they have changed
     for buffer, moved in ((running_mean, means), (running_var, variances)):
         if moved is not buffer:
             buffer.copy_(moved)
-        else:  # autograd is to see that it has changed
-            torch_private.increment_version((buffer,))

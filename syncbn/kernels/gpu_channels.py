@@ -8,7 +8,7 @@ one part.
 
 # Triton has types of its own, and reads this source: constants are upper case, branches on them need their else.
 # mypy: ignore-errors
-# ruff: noqa: N803, RET505
+# ruff: noqa: RET505
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import triton.language as tl
 
 CHANNELS, PARTS = tl.constexpr(8), tl.constexpr(128)  # that a program adds at once
 # Triton would compile anew for other values of these, and for tensors that begin between multiples of 16 bytes.
-SIZES = ["num_parts", "channels", "of_relu"]
+SIZES = ["num_parts", "channels", "is_local", "is_total", "of_relu"]
 TENSORS = [
     "parts", "sums", "weight", "bias", "grad_weight", "grad_bias", "running_mean", "running_var", "counter",
     "statistics", "coefficients", "momentum_in_memory",
@@ -70,21 +70,6 @@ def _total(parts, num_parts, channels):
 
 
 @triton.jit
-def _num_values(parts, num_parts, channels):
-    return tl.load(parts + 2 * tl.cast(num_parts, tl.int64) * channels)
-
-
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
-def add_parts(parts, sums, num_parts, channels):
-    channel, exists = _channels(channels)
-    first, second = _total(parts, num_parts, channels)
-    tl.store(sums + channel, first, mask=exists)
-    tl.store(sums + channels + channel, second, mask=exists)
-    if tl.program_id(0) == 0:
-        tl.store(sums + 2 * channels, _num_values(parts, num_parts, channels))
-
-
-@triton.jit
 def _move(running, statistic, channel, exists, enough, share):
     """A running statistic by the one of a batch, where there are enough values."""
     old = tl.load(running + channel, mask=exists, other=0.0).to(tl.float64)
@@ -128,63 +113,65 @@ def _store_split(coefficients, mean, channel, exists):
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
 def forward_channels(
-    parts, weight, bias, running_mean, running_var, counter, statistics, coefficients, momentum_in_memory,
-    momentum, momentum_rest, num_parts, channels, of_relu, eps, eps_rest,
+    parts, sums, weight, bias, running_mean, running_var, counter, statistics, coefficients, momentum_in_memory,
+    momentum, momentum_rest, channels, num_parts, is_local, of_relu, eps, eps_rest,
 ):  # fmt: skip
-    """The statistics and the coefficients of y, by the sums of all ranks; the running statistics move. Unless
-    of_relu is 0, scale and shift follow the statistics."""
+    """Adds up the parts. If an all_reduce follows (is_local), stores the sums; else the statistics and the coefficients
+    of y, and the running statistics move. Unless of_relu is 0, scale and shift follow the statistics."""
     channel, exists = _channels(channels)
     first, second = _total(parts, num_parts, channels)
-    num_values = _num_values(parts, num_parts, channels)
-    count = tl.maximum(num_values, 1.0)
-    mean = first / count
-    var = second / count - mean * mean
-    var = tl.where(var < 0, 0.0, var)  # NaN stays
-    invstd = 1.0 / tl.sqrt(var + _float64(eps, eps_rest))
-    tl.store(statistics + channel, mean, mask=exists)
-    tl.store(statistics + channels + channel, var, mask=exists)
-    tl.store(statistics + 2 * channels + channel, invstd, mask=exists)
-    if tl.program_id(0) == 0:
-        tl.store(statistics + 3 * channels, num_values)
+    num_values = tl.load(parts + 2 * tl.cast(num_parts, tl.int64) * channels)
+    is_first = tl.program_id(0) == 0
+    if is_local != 0:
+        tl.store(sums + channel, first, mask=exists)
+        tl.store(sums + channels + channel, second, mask=exists)
+        tl.store(sums + 2 * channels, num_values, mask=is_first)
+    else:
+        count = tl.maximum(num_values, 1.0)
+        mean = first / count
+        var = second / count - mean * mean
+        var = tl.where(var < 0, 0.0, var)  # NaN stays
+        invstd = 1.0 / tl.sqrt(var + _float64(eps, eps_rest))
+        tl.store(statistics + channel, mean, mask=exists)
+        tl.store(statistics + channels + channel, var, mask=exists)
+        tl.store(statistics + 2 * channels + channel, invstd, mask=exists)
+        tl.store(statistics + 3 * channels, num_values, mask=is_first)
         if counter is not None:
-            tl.store(counter, tl.load(counter) + 1)
-    rest = _store_split(coefficients, mean, channel, exists)
-    scale = _number(weight, channel, exists, 1.0) * invstd
-    shift = _number(bias, channel, exists, 0.0) - rest * scale
-    _store_number(coefficients, channels + channel, scale, exists)
-    _store_number(coefficients, 2 * channels + channel, shift, exists)
-    keeps = exists & (of_relu != 0)
-    tl.store(statistics + 3 * channels + 1 + channel, scale, mask=keeps)
-    tl.store(statistics + 4 * channels + 1 + channel, shift, mask=keeps)
-    if running_mean is not None:
-        _move_both(
-            running_mean, running_var, channel, exists, mean, var, num_values, momentum_in_memory, momentum,
-            momentum_rest,
-        )  # fmt: skip
+            tl.store(counter, tl.load(counter) + 1, mask=is_first)
+        rest = _store_split(coefficients, mean, channel, exists)
+        scale = _number(weight, channel, exists, 1.0) * invstd
+        shift = _number(bias, channel, exists, 0.0) - rest * scale
+        _store_number(coefficients, channels + channel, scale, exists)
+        _store_number(coefficients, 2 * channels + channel, shift, exists)
+        keeps = exists & (of_relu != 0)
+        tl.store(statistics + 3 * channels + 1 + channel, scale, mask=keeps)
+        tl.store(statistics + 4 * channels + 1 + channel, shift, mask=keeps)
+        if running_mean is not None:
+            _move_both(
+                running_mean, running_var, channel, exists, mean, var, num_values, momentum_in_memory, momentum,
+                momentum_rest,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
 def backward_channels(
-    parts, sums, statistics, weight, grad_weight, grad_bias, coefficients, num_parts, channels, of_relu,
-    COMPUTE: tl.constexpr, LOCAL: tl.constexpr,
+    parts, sums, statistics, weight, grad_weight, grad_bias, coefficients, channels, num_parts, is_local, is_total,
+    of_relu,
 ):  # fmt: skip
-    """Adds up the parts. If they are this rank's (LOCAL), computes the gradients of the parameters; for those of all
-    ranks, or of one rank alone, the coefficients of grad_x. What is None is left out."""
+    """Adds up the parts. If they are this rank's (is_local), computes the gradients of the parameters; if all ranks'
+    (is_total), the coefficients of grad_x, else stores the sums. One rank alone does both."""
     channel, exists = _channels(channels)
     sum_dy, sum_dy_xmu = _total(parts, num_parts, channels)
     mean = tl.load(statistics + channel, mask=exists, other=0.0)
     invstd = tl.load(statistics + 2 * channels + channel, mask=exists, other=0.0)
-    if LOCAL:  # about the center
-        rest = mean - mean.to(COMPUTE).to(tl.float64)
+    if is_local != 0:
+        rest = mean - mean.to(coefficients.dtype.element_ty).to(tl.float64)  # they are about the center
         sum_dy_xmu -= tl.where(rest != 0, rest * sum_dy, 0.0)  # 0 times an infinite sum is NaN
-    if sums is not None:
-        tl.store(sums + channel, sum_dy, mask=exists)
-        tl.store(sums + channels + channel, sum_dy_xmu, mask=exists)
-    if grad_weight is not None:
-        _store_number(grad_weight, channel, sum_dy_xmu * invstd, exists)
-    if grad_bias is not None:
-        _store_number(grad_bias, channel, sum_dy, exists)
-    if coefficients is not None:
+        if grad_weight is not None:
+            _store_number(grad_weight, channel, sum_dy_xmu * invstd, exists)
+        if grad_bias is not None:
+            _store_number(grad_bias, channel, sum_dy, exists)
+    if is_total != 0:
         count = tl.maximum(tl.load(statistics + 3 * channels), 1.0)
         a = _number(weight, channel, exists, 1.0) * invstd
         b = -a * invstd * invstd * (sum_dy_xmu / count)
@@ -196,3 +183,6 @@ def backward_channels(
         for row in tl.static_range(3, 5):
             number = tl.load(statistics + row * channels + 1 + channel, mask=keeps, other=0.0)
             _store_number(coefficients, (row + 1) * channels + channel, number, keeps)
+    else:
+        tl.store(sums + channel, sum_dy, mask=exists)
+        tl.store(sums + channels + channel, sum_dy_xmu, mask=exists)

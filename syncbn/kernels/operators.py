@@ -20,7 +20,6 @@ from syncbn.kernels import cpu
 from syncbn.layout import Layout
 
 FLOATS = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
-SIZES = "SymInt outer, SymInt channels, SymInt inner"
 _library = torch.library.Library("syncbn", "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -46,65 +45,66 @@ def _on_gpu(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @_operator(
-    f"forward_sums(Tensor x, {SIZES}) -> Tensor",
-    fake=lambda x, outer, channels, inner: x.new_empty(2 * channels + 1, dtype=torch.float64),
+    "forward_sums(Tensor x, int channel_dim) -> Tensor",
+    fake=lambda x, channel_dim: x.new_empty(2 * x.shape[channel_dim] + 1, dtype=torch.float64),
 )
-def _forward_sums(kernels: ModuleType, x: Tensor, *sizes: int) -> Tensor:
-    return kernels.forward_sums(x, _layout(sizes, x))  # type: ignore[no-any-return]
+def _forward_sums(kernels: ModuleType, x: Tensor, channel_dim: int) -> Tensor:
+    return kernels.forward_sums(x, _layout(x, channel_dim))  # type: ignore[no-any-return]
 
 
 @_operator(
-    f"forward_outputs(Tensor x, {SIZES}, Tensor total, Tensor? weight, Tensor? bias, Tensor? residual, float eps, "
-    "bool relu) -> (Tensor, Tensor)",
-    fake=lambda x, outer, channels, inner, total, weight, bias, residual, eps, relu: (
+    "forward_outputs(Tensor x, int channel_dim, Tensor total, Tensor? weight, Tensor? bias, Tensor? residual, "
+    "float eps, bool relu) -> (Tensor, Tensor)",
+    fake=lambda x, channel_dim, total, weight, bias, residual, eps, relu: (
         torch.empty_like(x),
-        total.new_empty(moments.num_statistics(channels, relu and residual is None)),
+        total.new_empty(moments.num_statistics(x.shape[channel_dim], relu and residual is None)),
     ),
 )
 def _forward_outputs(
-    kernels: ModuleType, x: Tensor, outer: int, channels: int, inner: int, total: Tensor, weight: Tensor | None,
-    bias: Tensor | None, residual: Tensor | None, eps: float, relu: bool,
+    kernels: ModuleType, x: Tensor, channel_dim: int, total: Tensor, weight: Tensor | None, bias: Tensor | None,
+    residual: Tensor | None, eps: float, relu: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    layout = _layout((outer, channels, inner), x)
-    _check_numbers(x.device, "total", total, 2 * channels + 1, torch.float64)
-    _check_numbers(x.device, "weight", weight, channels)
-    _check_numbers(x.device, "bias", bias, channels)
+    layout = _layout(x, channel_dim)
+    channels = layout.sizes[1]
+    _check_numbers(x, "total", total, 2 * channels + 1, torch.float64)
+    _check_numbers(x, "weight", weight, channels)
+    _check_numbers(x, "bias", bias, channels)
     residual = _like_input("residual", residual, x, layout)
     return kernels.forward_outputs(x, layout, total, weight, bias, residual, eps, relu)  # type: ignore[no-any-return]
 
 
 @_operator(
-    f"backward_sums(Tensor dy, Tensor x, Tensor? y, {SIZES}, Tensor statistics, ScalarType? weight_dtype, "
+    "backward_sums(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor statistics, ScalarType? weight_dtype, "
     "ScalarType? bias_dtype) -> (Tensor, Tensor?, Tensor?)",
-    fake=lambda dy, x, y, outer, channels, inner, statistics, *dtypes: (
-        statistics.new_empty(2 * channels),
-        *(None if dtype is None else x.new_empty(channels, dtype=dtype) for dtype in dtypes),
+    fake=lambda dy, x, y, channel_dim, statistics, *dtypes: (
+        statistics.new_empty(2 * x.shape[channel_dim]),
+        *(None if dtype is None else x.new_empty(x.shape[channel_dim], dtype=dtype) for dtype in dtypes),
     ),
 )
 def _backward_sums(
-    kernels: ModuleType, dy: Tensor, x: Tensor, y: Tensor | None, outer: int, channels: int, inner: int,
-    statistics: Tensor, *dtypes: torch.dtype | None,
+    kernels: ModuleType, dy: Tensor, x: Tensor, y: Tensor | None, channel_dim: int, statistics: Tensor,
+    *dtypes: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    layout = _layout((outer, channels, inner), x)
+    layout = _layout(x, channel_dim)
     dy, y = _like_input("dy", dy, x, layout), _like_input("y", y, x, layout)
-    _check_statistics(x.device, statistics, channels)
+    _check_statistics(x, statistics, layout.sizes[1])
     return kernels.backward_sums(dy, x, y, layout, statistics, *dtypes)  # type: ignore[no-any-return]
 
 
 @_operator(
-    f"backward_outputs(Tensor dy, Tensor x, Tensor? y, {SIZES}, Tensor total, Tensor statistics, Tensor? weight, "
-    "bool of_residual) -> (Tensor, Tensor?)",
+    "backward_outputs(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor total, Tensor statistics, "
+    "Tensor? weight, bool of_residual) -> (Tensor, Tensor?)",
     fake=lambda dy, x, *arguments: (torch.empty_like(x), torch.empty_like(x) if arguments[-1] else None),
 )
 def _backward_outputs(
-    kernels: ModuleType, dy: Tensor, x: Tensor, y: Tensor | None, outer: int, channels: int, inner: int,
-    total: Tensor, statistics: Tensor, weight: Tensor | None, of_residual: bool,
+    kernels: ModuleType, dy: Tensor, x: Tensor, y: Tensor | None, channel_dim: int, total: Tensor,
+    statistics: Tensor, weight: Tensor | None, of_residual: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    layout = _layout((outer, channels, inner), x)
-    dy, y = _like_input("dy", dy, x, layout), _like_input("y", y, x, layout)
-    _check_numbers(x.device, "total", total, 2 * channels, torch.float64)
-    _check_statistics(x.device, statistics, channels)
-    _check_numbers(x.device, "weight", weight, channels)
+    layout = _layout(x, channel_dim)
+    dy, y, channels = _like_input("dy", dy, x, layout), _like_input("y", y, x, layout), layout.sizes[1]
+    _check_numbers(x, "total", total, 2 * channels, torch.float64)
+    _check_statistics(x, statistics, channels)
+    _check_numbers(x, "weight", weight, channels)
     return kernels.backward_outputs(dy, x, y, layout, total, statistics, weight, of_residual)  # type: ignore[no-any-return]
 
 
@@ -116,40 +116,35 @@ def _update_running_stats(
     kernels: ModuleType, running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float
 ) -> None:
     channels = len(running_mean)
-    _check_statistics(statistics.device, statistics, channels)
-    _check_numbers(statistics.device, "running_mean", running_mean, channels)
-    _check_numbers(statistics.device, "running_var", running_var, channels)
+    _check_statistics(statistics, statistics, channels)
+    _check_numbers(statistics, "running_mean", running_mean, channels)
+    _check_numbers(statistics, "running_var", running_var, channels)
     kernels.update_running_stats(running_mean, running_var, statistics, momentum)
 
 
-def _layout(sizes: tuple[int, ...], x: Tensor) -> Layout:
-    """Raises RuntimeError unless x lies in memory as (outer, channels, inner)."""
-    return _layout_of_kind(sizes, x.shape, x.stride(), x.dtype)
+def _layout(x: Tensor, channel_dim: int) -> Layout:
+    """Raises RuntimeError unless x has floats without gaps, in a row or with the channels innermost."""
+    return _layout_of_kind(x.shape, x.stride(), x.dtype, channel_dim)
 
 
 @functools.lru_cache(4096)
-def _layout_of_kind(
-    sizes: tuple[int, ...], shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype
-) -> Layout:  # fmt: skip
-    outer, channels, inner = sizes
+def _layout_of_kind(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, channel_dim: int) -> Layout:
     x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    if x.dtype not in FLOATS or min(sizes) < 0 or x.numel() != outer * channels * inner:
+    if dtype not in FLOATS or not 0 <= channel_dim < x.ndim:
         raise RuntimeError(
-            f"expected an input of {outer} * {channels} * {inner} floats, got {tuple(x.shape)}, {x.dtype}"
+            f"expected an input of floats with channels in dim {channel_dim}, got {tuple(shape)}, {dtype}"
         )
-    if x.is_contiguous():
-        return Layout(0, False, (outer, channels, inner))
-    for dim in range(x.ndim):
-        if inner == 1 and x.shape[dim] == channels and x.movedim(dim, -1).is_contiguous():
-            return Layout(dim, True, (outer, channels, inner))
-    raise RuntimeError(f"expected an input contiguous or with the channels innermost, got strides {x.stride()}")
+    layout = Layout.of(x, channel_dim)
+    if layout.dense(x) is not x:
+        raise RuntimeError(f"expected an input contiguous or with the channels innermost, got strides {strides}")
+    return layout
 
 
 def _like_input(name: str, other: Any, x: Tensor, layout: Layout) -> Any:
     """`other`, if there is one, as x lies in memory. **Raises** RuntimeError unless it has the dtype and shape of x."""
     if other is None:
         return None
-    if other.shape != x.shape or other.dtype != x.dtype or other.device != x.device:
+    if other.shape != x.shape or other.dtype is not x.dtype or other.get_device() != x.get_device():
         raise RuntimeError(
             f"expected {name} of {x.dtype} and {tuple(x.shape)} on {x.device}, got {other.dtype} and "
             f"{tuple(other.shape)} on {other.device}"
@@ -159,47 +154,45 @@ def _like_input(name: str, other: Any, x: Tensor, layout: Layout) -> Any:
     return layout.dense(other)  # a materialised tensor of zeros has strides of 0
 
 
-def _check_numbers(
-    device: torch.device, name: str, numbers: Tensor | None, count: int, dtype: torch.dtype | None = None
-) -> None:
+def _check_numbers(x: Tensor, name: str, numbers: Tensor | None, count: int, dtype: torch.dtype | None = None) -> None:
     """Raises RuntimeError unless there are `count` numbers of this dtype without gaps; without a dtype, floats."""
     if numbers is None:
         return
-    fits = numbers.dtype == dtype and numbers.is_contiguous() if dtype else numbers.dtype in FLOATS
-    if numbers.device != device or numbers.shape != (count,) or not fits:
+    fits = numbers.dtype is dtype and numbers.is_contiguous() if dtype else numbers.dtype in FLOATS
+    if not fits or numbers.numel() != count or numbers.get_device() != x.get_device():
         raise RuntimeError(
-            f"expected {name} of {count} {dtype or 'floats'} on {device}, got {tuple(numbers.shape)}, {numbers.dtype} "
-            f"on {numbers.device}"
+            f"expected {name} of {count} {dtype or 'floats'} on {x.device}, got {numbers.numel()} {numbers.dtype} on "
+            f"{numbers.device}"
         )
 
 
-def _check_statistics(device: torch.device, statistics: Tensor, channels: int) -> None:
+def _check_statistics(x: Tensor, statistics: Tensor, channels: int) -> None:
     """Raises RuntimeError unless those of all channels are there, in float64 and without gaps."""
-    count = moments.num_statistics(channels, moments.has_scale_and_shift(statistics, channels))
-    _check_numbers(device, "statistics", statistics, count, torch.float64)
+    has_more = statistics.numel() != moments.num_statistics(channels, False)  # scale and shift
+    _check_numbers(x, "statistics", statistics, moments.num_statistics(channels, has_more), torch.float64)
 
 
 # The kernels' interface.
 
 
 def forward_sums(x: Tensor, layout: Layout) -> Tensor:
-    return _forward_sums(x, *layout.sizes)  # type: ignore[no-any-return]
+    return _forward_sums(x, layout.channel_dim)  # type: ignore[no-any-return]
 
 
 def forward_outputs(x: Tensor, layout: Layout, *others: Any) -> tuple[Tensor, Tensor]:
-    return _forward_outputs(x, *layout.sizes, *others)  # type: ignore[no-any-return]
+    return _forward_outputs(x, layout.channel_dim, *others)  # type: ignore[no-any-return]
 
 
 def backward_sums(
     dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, *others: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    return _backward_sums(dy, x, y, *layout.sizes, *others)  # type: ignore[no-any-return]
+    return _backward_sums(dy, x, y, layout.channel_dim, *others)  # type: ignore[no-any-return]
 
 
 def backward_outputs(
     dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, *others: Any
 ) -> tuple[Tensor, Tensor | None]:
-    return _backward_outputs(dy, x, y, *layout.sizes, *others)  # type: ignore[no-any-return]
+    return _backward_outputs(dy, x, y, layout.channel_dim, *others)  # type: ignore[no-any-return]
 
 
 def update_running_stats(
