@@ -3,8 +3,6 @@
 For eager mode on devices without other kernels. reference.py defines the functions, by the same names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

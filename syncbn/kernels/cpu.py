@@ -4,8 +4,6 @@ A call takes 2 us and skips torch's dispatcher: a `Plan` is only for tensors tha
 the end are for operators.py, see functions.py.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import struct

@@ -3,8 +3,6 @@
 What each computes is defined by the function of the same name in reference.py.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -5,8 +5,6 @@ launches three kernels each way, four around an all_reduce; with momentum=None t
 Nothing waits for the GPU. The functions at the end are for operators.py, see functions.py.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from operator import or_

@@ -5,8 +5,6 @@ their address. The operators check their tensors, as anybody may call them, and 
 use inside an autograd.Function.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from types import ModuleType

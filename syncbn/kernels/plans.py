@@ -17,8 +17,6 @@ before it writes anything, and returns a status; the outputs mean nothing unless
 to wait to read them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, TypeAlias

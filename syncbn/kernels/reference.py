@@ -11,8 +11,6 @@ Maps compute single values in float32, or in float64 for float64 values. Beside 
     of backward_outputs underflows, and with it what the variance contributes to the gradient.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

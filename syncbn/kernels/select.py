@@ -4,8 +4,6 @@ Every kernel module offers the same five functions, which `reference` defines by
 `moments`; of the rest of the package this folder imports only `torch_state`, `torch_private` and `program`.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from types import ModuleType
