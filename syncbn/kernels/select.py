@@ -16,7 +16,7 @@ from syncbn import torch_private, torch_state
 from syncbn.kernels import chunked, cpu, reference
 from syncbn.kernels.plans import TensorPlan
 from syncbn.layout import Layout
-from syncbn.program import warn
+from syncbn.program import warn_once
 
 LARGE_BYTES = 1_000_000  # of an input with which it matters how fast the kernels are
 
@@ -56,7 +56,8 @@ def _in_eager_mode(x: Tensor) -> ModuleType:
     if reason is None:
         return cpu if x.is_cpu else _gpu()
     if x.nbytes > LARGE_BYTES and not _why_forced():
-        _warn_of_slowness(x.device.type, reason)
+        device = f"this {x.device.type} device"
+        warn_once(f"syncbn has no fast kernels for {device}, torch operations take several times as long: {reason}")
     return chunked
 
 
@@ -140,14 +141,6 @@ def _try_triton(device: torch.device) -> None:
     sums = _gpu().forward_sums(x, layout)
     _, statistics = _gpu().forward_outputs(x, layout, sums, None, None, None, 1.0, False)
     _gpu().update_running_stats(mean, var, statistics, 0.1)
-
-
-@functools.cache
-def _warn_of_slowness(device_type: str, why_not: str) -> None:
-    warn(
-        f"syncbn has no fast kernels for this {device_type} device, torch operations take several times as long: "
-        f"{why_not}"
-    )
 
 
 @functools.cache
