@@ -51,10 +51,9 @@ class Started:
         return status
 
     def kill(self) -> None:
-        """With all that it has started, if it runs."""
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended since
-                os.killpg(self.pid, signal.SIGKILL)
+        """With all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def text(self) -> str:
         """All that it has written to standard output and error."""
