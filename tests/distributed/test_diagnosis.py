@@ -264,8 +264,7 @@ def test_an_event_is_asked_on_its_own_gpu_and_beside_captures(monkeypatch: pytes
     """torch's own query makes a context on GPU 0, and fails the capture of a graph by another thread."""
     cuda = mock.MagicMock()
     cuda.is_current_stream_capturing.return_value = False
-    for name in ("Event", "device", "current_stream", "is_current_stream_capturing"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(torch, "cuda", cuda)
     monkeypatch.setattr(torch_private, "_exchange_capture_mode", lambda: cuda.exchange)
     waiting.event_behind(torch.device("cuda", 3)).query()
     *_, on, entered, relaxed, asked, _, restored, left = cuda.mock_calls

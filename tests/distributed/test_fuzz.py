@@ -1,4 +1,4 @@
-"""Drawn programs: a layer of any kind is trained, evaluated, converted, copied and saved in any order, on uneven ranks.
+"""Drawn programs: layers of any kind are trained, evaluated, converted, copied, loaded in any order, on uneven ranks.
 
 Each step is compared with the float64 oracle of the batch of the layer's group. More of them, or others:
 
@@ -8,7 +8,6 @@ Each step is compared with the float64 oracle of the batch of the layer's group.
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import random
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ import syncbn
 from syncbn.distributed import reduction
 
 SUMS = TOLERANCE | dict.fromkeys((torch.bfloat16, torch.float16), 1e-6)  # whose terms are added in float32 for a while
-ACTIONS = ["train", "train", "train", "evaluate", "revert and convert", "copy", "pickle", "save and load"]
+ACTIONS = ["train", "train", "train", "evaluate", "revert and convert", "copy", "pickle", "load into a new one"]
 LAYOUTS = ["contiguous", "gaps", "permuted", "expanded", "channels_last"]
 
 
@@ -166,12 +165,9 @@ class Program:
             self.layer = copy.deepcopy(self.layer)
         elif step.action == "pickle":
             self.layer = pickle.loads(pickle.dumps(self.layer))
-        elif step.action == "save and load":
-            file = io.BytesIO()
-            torch.save(self.layer.state_dict(), file)
-            file.seek(0)
-            self.layer = self.new_layer()
-            self.layer.load_state_dict(torch.load(file, weights_only=True))
+        elif step.action == "load into a new one":
+            state, self.layer = self.layer.state_dict(), self.new_layer()
+            self.layer.load_state_dict(state)
         elif not self.kind.options["fuse_relu"]:
             layer, group_size = self.layer, self.layer.process_group
             assert type(syncbn.revert_syncbn_model(layer)) is self.plain_class

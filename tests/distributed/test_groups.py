@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -112,7 +111,7 @@ def test_a_rank_outside_its_group_builds_and_is_told_when_it_trains(ranks: Ranks
     assert syncbn.revert_syncbn_model(given).process_group is expected
 
 
-def test_copies_pickles_and_saves(ranks: Ranks) -> None:
+def test_copies_and_pickles(ranks: Ranks) -> None:
     """deepcopy shares the handle; pickle drops it, and an existing group of the same ranks is found again."""
     group = dist.new_group(list(range(ranks.size)))
     model = nn.Sequential(layer_of(group, ranks), layer_of(ranks.size, ranks))
@@ -121,11 +120,8 @@ def test_copies_pickles_and_saves(ranks: Ranks) -> None:
     averaged.update_parameters(model)
     for one in (model, copied, averaged.module):
         assert one[0].process_group is group
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    pickled, loaded = pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)
-    for layer in (*copied, *averaged.module, *pickled, *loaded):
+    pickled = pickle.loads(pickle.dumps(model))
+    for layer in (*copied, *averaged.module, *pickled):
         assert all_share(layer, ranks)
     assert syncbn.summary(pickle.loads(pickle.dumps(pickled)))[0].last_step == "none here; 1 compiled or loaded"
 
