@@ -123,10 +123,10 @@ class Batch:
         rows[self.counted] = counted_rows
         return rows.view(len(self.x), *self.kind.inner, self.kind.channels).movedim(-1, self.channel_dim)
 
-    def oracle(self, layer: syncbn.SyncBatchNorm) -> Any:
+    def oracle(self, layer: syncbn.SyncBatchNorm, relu: bool) -> Any:
         """Of the rows that count, with their gradients."""
         x, dy, z = (None if given is None else self.rows(given)[self.counted] for given in (self.x, self.dy, self.z))
-        return full_batch(x, dy, layer.weight, layer.bias, z, layer.fuse_relu, layer.eps)
+        return full_batch(x, dy, layer.weight, layer.bias, z, relu, layer.eps)
 
 
 class Program:
@@ -183,9 +183,9 @@ class Program:
             with unchanged(layer), pytest.raises(ValueError, match=message):
                 layer(x, z, mask)
             return
-        if layer.fuse_relu and counted.any():  # it may mask dy or not where y is 0 but for rounding
-            output = batch.oracle(layer).output
-            uncertain = batch.whole(output < 1e-2 * output.abs().max().clamp(min=1))
+        if layer.fuse_relu and counted.any():  # it may mask dy or not where it is given 0 but for rounding
+            magnitude = batch.oracle(layer, relu=False).output.abs()
+            uncertain = batch.whole(magnitude < 1e-2 * magnitude.max().clamp(min=1))
             batch.dy = laid_out(batch.dy.masked_fill(uncertain, 0), step.layouts[1].replace("expanded", "gaps"))
         before = copy.deepcopy(dict(layer.named_buffers()))
         y = layer(x, z, mask)
@@ -203,7 +203,7 @@ class Program:
 
     def check_step(self, batch: Batch, y: Tensor, grad_input: Tensor | None, rows: Tensor) -> None:
         """Output and gradients; those of the parameters are each rank's share of the group's."""
-        expected = batch.oracle(self.layer)
+        expected = batch.oracle(self.layer, self.layer.fuse_relu)
         # Of sums about zero in float64: some times 1e-16 * (mean / std)^2 (docs/performance.md) for the sums' rounding.
         lost = 8 * 2.0**-53 * (rows.square().mean(0) / (rows.var(0, correction=0) + self.layer.eps)).max().item()
         for name, actual, terms in (("output", y, 0.0), ("grad_input", grad_input, expected.gradient_scale)):
