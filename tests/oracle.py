@@ -5,6 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Of the largest value, or of the largest term of a sum. float32: a map in float32 makes three roundings of 6e-8.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
+
 
 class Result(NamedTuple):
     """Forward and backward of one training step."""
@@ -72,3 +75,13 @@ def within_one_rounding(actual: Tensor, expected: Tensor, scale: float) -> bool:
     finfo = torch.finfo(actual.dtype)
     rounding = finfo.eps / 2 * expected.abs().clamp(min=finfo.smallest_normal)
     return bool(((actual.double() - expected).abs() <= rounding + 1e-6 * scale).all())
+
+
+def require_promised(name: str, actual: Tensor, wanted: Tensor, scale: float, lost: float = 0.0) -> None:
+    """Within the promise for its dtype, relative to `scale`, and what is lost in sums; 16 bits within one rounding."""
+    assert actual.shape == wanted.shape, name
+    if actual.dtype in TOLERANCE:
+        error = (actual.double() - wanted).abs().max().item() if wanted.numel() else 0.0
+        assert error <= (TOLERANCE[actual.dtype] + lost) * scale, (name, error, scale)
+    else:
+        assert within_one_rounding(actual, wanted, scale), name

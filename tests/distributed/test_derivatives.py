@@ -9,7 +9,7 @@ import torch
 from counting import CountCollectives
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from voting import Ranks
 
 from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_norm_many
@@ -112,14 +112,6 @@ def gradient_of_tangent(f: BatchNorm, given: list[Tensor], stack: Tensor) -> Seq
         return tangent, *torch.autograd.grad(tangent.pow(3).sum(), given, allow_unused=True, materialize_grads=True)
 
 
-def gradients_of_penalties(f: BatchNorm, given: list[Tensor], stack: Tensor) -> Sequence[Tensor]:
-    """On the gradients in the stack, which are batched again."""
-    y = (f(*given) + 1).pow(3)
-    first = torch.autograd.grad(y, given[0], stack, is_grads_batched=True, create_graph=True)[0]
-    basis = torch.eye(NUM_GRADIENTS, dtype=y.dtype, device=y.device)
-    return torch.autograd.grad(first.square().sum((1, 2, 3, 4)), given, basis, is_grads_batched=True)
-
-
 def grad_of_penalty(f: BatchNorm, given: list[Tensor], _: Tensor) -> Sequence[Tensor]:
     return torch.autograd.grad(penalty(torch.autograd.grad(cubes(f)(*given), given, create_graph=True)), given)
 
@@ -129,7 +121,6 @@ def grad_of_penalty(f: BatchNorm, given: list[Tensor], _: Tensor) -> Sequence[Te
 FUNC_WAYS: dict[str, tuple[Way, int | None]] = {
     "grad": (lambda f, given, _: gradients(cubes(f), given), 3),
     "grad of grad": (lambda f, given, _: gradients(lambda *x: penalty(gradients(cubes(f), x)), given), None),
-    "vjp": (lambda f, given, stack: vjp(f, *given)[1](stack[0]), 3),
     "jvp": (lambda f, given, stack: jvp(f, tuple(given), tangents(given, stack)), 2),
     "jvp of grad": (
         lambda f, given, stack: jvp(lambda *x: gradients(cubes(f), x), tuple(given), tangents(given, stack))[1],
@@ -143,7 +134,6 @@ WAYS: dict[str, tuple[Way, int | None]] = FUNC_WAYS | {
     "penalty": (grad_of_penalty, None),
     "dual tensors": (gradient_of_tangent, None),
     "stack": (lambda f, given, stack: torch.autograd.grad(f(*given), given, stack, is_grads_batched=True), 2),
-    "penalties": (gradients_of_penalties, None),
 }
 
 

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import full_batch, relative_error, within_one_rounding
+from oracle import full_batch, relative_error, require_promised
 from torch import nn
 from voting import Ranks
 
 import syncbn
 
-# Relative to the largest value. float32: the promise; a map in float32 makes three roundings of 6e-8.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 SIZES = {2: [4, 2], 3: [3, 1, 2], 4: [1, 3, 2, 2]}  # samples of each rank, by the number of ranks
 CONTIGUOUS = torch.contiguous_format
 
@@ -30,8 +28,7 @@ def check_step(
     frozen: str = "",
     **options: Any,
 ) -> None:
-    """Forward and backward of this rank's slice equal those of the whole batch: float32 and float64 within TOLERANCE of
-    the whole batch's largest value, 16 bits within one rounding."""
+    """Forward and backward of this rank's slice equal those of the whole batch, relative to its largest value."""
     torch.manual_seed(0)
     x, dy, z = torch.randn(3, sum(sizes), *rest, dtype=torch.float64).to(x_dtype).to(ranks.device)
     channel_last = layout == "channel_last"
@@ -53,39 +50,29 @@ def check_step(
     assert (y.shape, y.dtype, x.grad.dtype) == (x.shape, x_dtype, x_dtype)
     assert y.stride() == x.stride() or not y.numel()
 
-    pairs = {
-        "output": (y, whole.output[own], whole.output),
-        "grad_input": (x.grad, whole.grad_input[own], whole.grad_input),
-        "running_mean": (layer.running_mean, whole.running_mean, whole.running_mean),
-        "running_var": (layer.running_var, whole.running_var, whole.running_var),
-    }
+    found = {"output": y, "grad_input": x.grad, "running_mean": layer.running_mean, "running_var": layer.running_var}
     if z is not None:
-        pairs["grad_z"] = (z.grad, whole.grad_z[own], whole.grad_z)
+        found["grad_z"] = z.grad
     for name, parameter in layer.named_parameters():
         assert (parameter.grad is None) == (name in frozen.split())
         if parameter.requires_grad:
-            wanted = getattr(whole, f"grad_{name}")
-            pairs[f"grad_{name}"] = (ranks.total(parameter.grad), wanted, wanted)
-    for name, (actual, wanted, of_all) in pairs.items():
+            found[f"grad_{name}"] = ranks.total(parameter.grad)
+    for name, actual in found.items():
+        of_all = getattr(whole, name)
+        wanted = of_all[own] if of_all.ndim > 1 else of_all
         scale = max(of_all.abs().max().item(), whole.gradient_scale if name == "grad_input" else 0.0)
-        assert actual.shape == wanted.shape, name
-        error = (actual.double() - wanted).abs().max().item() / scale if wanted.numel() else 0.0
-        if actual.dtype in TOLERANCE:
-            assert error <= TOLERANCE[actual.dtype], (name, error)
-        elif name in ("grad_weight", "grad_bias"):  # every rank rounds its share, and so does their sum
-            assert error <= torch.finfo(actual.dtype).eps, (name, error)
+        if name in ("grad_weight", "grad_bias") and actual.dtype.itemsize == 2:  # of the ranks' rounded shares
+            assert relative_error(actual, wanted) <= torch.finfo(actual.dtype).eps, name
         else:
-            assert within_one_rounding(actual, wanted, scale), (name, error)
+            require_promised(name, actual, wanted, scale)
 
 
 @pytest.mark.parametrize(
     ("rest", "dtype", "layout", "options"),
     [
-        ((5,), torch.float64, CONTIGUOUS, {}),
         ((5,), torch.float16, CONTIGUOUS, {}),
         ((3, 7), torch.float32, CONTIGUOUS, {}),
         ((5, 3, 2), torch.bfloat16, CONTIGUOUS, {}),
-        ((3, 2, 3, 2), torch.float32, CONTIGUOUS, {}),
         ((2, 2, 1, 3, 2), torch.bfloat16, CONTIGUOUS, {}),
         ((64, 1, 1), torch.float32, CONTIGUOUS, {}),  # one value a sample: channels and batch alone
         ((1, 17, 19), torch.float32, CONTIGUOUS, {}),  # one channel: contiguous and channels_last are the same memory
@@ -93,13 +80,10 @@ def check_step(
         ((5, 3, 4), torch.float64, "channel_last", {"residual": True, "fuse_relu": True, "eps": 1e-3}),
         ((5, 3, 4), torch.float64, CONTIGUOUS, {"fuse_relu": True, "bias": False}),
         ((5, 3, 4), torch.float64, "channel_last", {"fuse_relu": True, "affine": False}),
-        ((5, 3, 4), torch.float64, CONTIGUOUS, {"residual": True, "affine": False, "eps": 1e-3}),
-        ((5, 3, 4), torch.float64, "channel_last", {"residual": True, "bias": False}),
         ((5, 3, 4), torch.float32, torch.channels_last, {"residual": True}),
         ((5, 3, 4), torch.bfloat16, torch.channels_last, {"residual": True, "fuse_relu": True}),
         ((5, 2, 3, 4), torch.float32, torch.channels_last_3d, {"residual": True}),
         ((4, 3), torch.float32, CONTIGUOUS, {"dtype": torch.bfloat16}),  # of the parameters
-        ((4, 3), torch.float32, CONTIGUOUS, {"dtype": torch.float64}),
         ((3,), torch.float64, CONTIGUOUS, {"frozen": "weight"}),
         ((3,), torch.float64, CONTIGUOUS, {"frozen": "weight bias"}),
     ],
@@ -112,16 +96,13 @@ def test_shapes_layouts_and_options(
 
 
 def test_a_rank_without_samples(ranks: Ranks) -> None:
-    """It neither hangs its peers nor shifts their statistics; its own gradients are empty or 0."""
+    """It neither hangs its peers nor shifts their statistics; its own gradients are empty or 0. One value on each
+    rank is enough, for which plain batch norm raises."""
+    check_step(ranks, [1] * ranks.size, (6,), torch.float64)
     for empty in range(ranks.size):
         sizes = [0 if rank == empty else 3 for rank in range(ranks.size)]
         check_step(ranks, sizes, (4, 5), torch.float64, residual=True, fuse_relu=True)
         check_step(ranks, sizes, (4, 5, 2), torch.float32, "channel_last")
-
-
-def test_one_value_per_rank(ranks: Ranks) -> None:
-    """Plain batch norm raises here; the group has enough."""
-    check_step(ranks, [1] * ranks.size, (6,), torch.float64)
 
 
 def test_uneven_spatial_sizes(ranks: Ranks) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -66,18 +65,13 @@ def test_each_kind_of_specification(ranks: Ranks) -> None:
             layer_of(grid, ranks)
 
 
-def test_node_of_two_ranks(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    if ranks.size != 4:
-        pytest.skip("two hosts of two ranks")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", str(ranks.rank % 2))
-    voting.world.make_anew()
-    assert ranks_that_share(layer_of("node", ranks), ranks) == ([0, 1] if ranks.rank < 2 else [2, 3])
-    voting.world.make_anew()
-
-
-def test_node_needs_its_variable_on_every_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_reads_its_variables_on_every_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unset on one rank only, it is an error on all: the others would wait in new_group."""
+    if ranks.size == 4:  # as on two hosts
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        monkeypatch.setenv("LOCAL_RANK", str(ranks.rank % 2))
+        voting.world.make_anew()
+        assert ranks_that_share(layer_of("node", ranks), ranks) == ([0, 1] if ranks.rank < 2 else [2, 3])
     if ranks.rank == 1:
         monkeypatch.delenv("LOCAL_WORLD_SIZE")
     voting.world.make_anew()
@@ -117,7 +111,7 @@ def test_a_rank_outside_its_group_builds_and_is_told_when_it_trains(ranks: Ranks
     assert syncbn.revert_syncbn_model(given).process_group is expected
 
 
-def test_copies_pickles_and_saves(ranks: Ranks) -> None:
+def test_copies_and_pickles(ranks: Ranks) -> None:
     """deepcopy shares the handle; pickle drops it, and an existing group of the same ranks is found again."""
     group = dist.new_group(list(range(ranks.size)))
     model = nn.Sequential(layer_of(group, ranks), layer_of(ranks.size, ranks))
@@ -126,11 +120,8 @@ def test_copies_pickles_and_saves(ranks: Ranks) -> None:
     averaged.update_parameters(model)
     for one in (model, copied, averaged.module):
         assert one[0].process_group is group
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    pickled, loaded = pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)
-    for layer in (*copied, *averaged.module, *pickled, *loaded):
+    pickled = pickle.loads(pickle.dumps(model))
+    for layer in (*copied, *averaged.module, *pickled):
         assert all_share(layer, ranks)
     assert syncbn.summary(pickle.loads(pickle.dumps(pickled)))[0].last_step == "none here; 1 compiled or loaded"
 
@@ -152,9 +143,6 @@ def test_a_group_that_does_not_exist_here(ranks: Ranks) -> None:
     assert [type(layer) for layer in model] == [syncbn.SyncBatchNorm1d, syncbn.SyncBatchNorm]
     assert repr(model[1].process_group) == "ranks [0, 97]"
     assert syncbn.summary(model)[1].group_size == 2
-    model.eval()(torch.ones(3, 2))
-    with pytest.raises(RuntimeError, match=r"\(ranks \[0, 97\]\) was destroyed, or no such group exists here"):
-        model[1].train()(torch.ones(3, 2))
 
 
 def test_converting_again_keeps_the_group_unless_one_is_given(ranks: Ranks) -> None:

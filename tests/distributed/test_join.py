@@ -1,16 +1,14 @@
 """Ranks that run out of data (pytorch#42577, #38174; Lightning#3325): training equals that of one process which has, in
 each step, the batches of the ranks that still have one."""
 
-import contextlib
 import copy
 import gc
-import queue
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from counting import CountCollectives
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +19,6 @@ from voting import Ranks
 
 import syncbn
 from syncbn import torch_private
-from syncbn.tools import join
 
 NUM_BATCHES, NUM_LAYERS = 6, 2
 
@@ -127,7 +124,7 @@ def test_layers_in_another_order_in_each_step(ranks: Ranks) -> None:
     assert ddp.module[1].num_batches_tracked == 5
 
 
-STAGES = ["before the forward", "between forward and backward", "after the step"]
+STAGES = ["before the forward", "between forward and backward", "after the backward"]
 
 
 @pytest.mark.parametrize(
@@ -138,25 +135,24 @@ STAGES = ["before the forward", "between forward and backward", "after the step"
 def test_an_exception_wakes_all(ranks: Ranks, stage: str, finished_rank: bool) -> None:
     """Rank 0 fails in its third step; the last rank may have been finished by then."""
     is_finished = finished_rank and ranks.rank == ranks.size - 1
-    ddp, own = make_ddp(ranks), batches(ranks, 1 if is_finished else NUM_BATCHES)
+    ddp, (x, labels) = make_ddp(ranks), batches(ranks, 1 if is_finished else NUM_BATCHES)
     error, message = RuntimeError, "another rank failed: rank 0: KeyError: 'no such image'"
     if ranks.rank == 0:
         error, message = KeyError, "no such image"
+    calls = itertools.count()
 
-    def fail(index: int, now: str) -> None:
-        if ranks.rank == 0 and index == 2 and stage == now:
+    def fail(now: str) -> None:
+        if ranks.rank == 0 and stage == now and next(calls) == 2:
             raise KeyError("no such image")
 
-    def body() -> None:
-        for index, (x, labels) in enumerate(zip(*own, strict=True)):
-            fail(index, STAGES[0])
-            loss = F.cross_entropy(ddp(x), labels)
-            fail(index, STAGES[1])
-            loss.backward()
-            fail(index, STAGES[2])
+    def images() -> Iterator[Tensor]:
+        for image in x:
+            fail(STAGES[0])
+            yield image
 
+    ddp.register_forward_hook(lambda *_: fail(STAGES[1]))
     with pytest.raises(error, match=message), syncbn.join(ddp):
-        body()
+        train(ddp, images(), labels, lambda: fail(STAGES[2]))
 
 
 def test_a_bad_batch_is_raised_on_every_rank_that_has_one(ranks: Ranks) -> None:
@@ -222,19 +218,3 @@ def test_a_call_over_a_part_of_the_ranks_inside_is_refused(ranks: Ranks) -> None
     x = torch.randn(2, 3, device=ranks.device)
     with pytest.raises(ValueError, match="must synchronise over all 4 ranks, not over 2"), syncbn.join(ddp):
         syncbn.functional.sync_batch_norm(x, None, None, training=True, process_group=pair)
-
-
-@pytest.mark.two_ranks
-def test_a_joined_rank_sends_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, where Join lets the default stream wait for the other ranks, which wait for what is sent. What that
-    stream needs is made before, while nothing waits."""
-    seen: list[str] = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(seen.append(stream)))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("synchronize"))
-    session = object.__new__(join._Session)
-    session.device, session.iterations = torch.device("cuda", 1), queue.SimpleQueue()
-    session.give_zeros = session.shadow = lambda _: seen.append("sends")
-    session.warm_up()
-    session.serve()
-    assert seen == ["stream of cuda:1", "sends", "synchronize", "stream of cuda:1", "sends"]

@@ -137,17 +137,11 @@ def test_a_fault_on_one_rank_is_raised_on_all(
 
 
 def test_what_is_refused(ranks: Ranks) -> None:
-    levels = Levels(ranks)
-    levels.weights.pop()
-    with pytest.raises(ValueError, match="expected 5 weights, one for each input, got 4"):
-        levels.together()
     with pytest.raises(TypeError, match=r"running_means to be a list of tensors, got one tensor; use .*unbind"):
-        sync_batch_norm_many(levels.inputs[:2], torch.zeros(2, 3))
+        sync_batch_norm_many(Levels(ranks).inputs[:2], torch.zeros(2, 3))
     if ranks.device.type == "cpu":  # else the host would stop to read the count
         inputs = [torch.randn(4, 3), torch.randn(1 if ranks.rank == 0 else 0, 3)]
-        with pytest.raises(
-            ValueError, match=r"inputs\[1\]: Expected more than 1 value per channel when training, got 1"
-        ):
+        with pytest.raises(ValueError, match=r"inputs\[1\]: Expected more than 1 value per channel .* got 1"):
             sync_batch_norm_many(inputs)
 
 

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import functools
 import gc
-import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -85,17 +84,11 @@ def test_one_rank_is_watched(
         ({"eps": 0.0}, "eps must be positive"),
         ({"eps": [1.0]}, r"eps must be a number, got \[1.0\]"),
         ({"channel_dim": 1.0}, "channel_dim must be an int, got 1.0"),
-        ({"momentum": "0.1"}, "momentum must be a number, got '0.1'"),
-        ({"weight": torch.ones(C + 1)}, "weight should contain 3 elements not 4"),
         ({"bias": torch.ones(C).int()}, "expected bias to be a float tensor"),
         ({"running_var": None}, "running_mean and running_var must either both be None"),
         ({"weight": [1.0]}, "expected weight to be a Tensor"),
         ({"z": torch.ones(1)}, r"expected z of the input's shape \(2, 3, 5\), got \(1,\)"),
         ({"z": torch.ones(2, C, 5).to_sparse()}, "expected a dense z, got layout torch.sparse_coo; use z"),
-        (
-            {"input": torch.ones(2, 5, C)} | dict.fromkeys(("running_mean", "running_var")),
-            "expected 3 .* dim 1 .*, got 5",
-        ),
         ({"input": torch.ones(2, C, 5, device="meta")}, "the input is on meta but running_mean on cpu"),
     ],
     ids=lambda one: "".join(one) if isinstance(one, dict) else None,
@@ -179,14 +172,3 @@ def test_a_layer_may_have_another_group_in_each_call(ranks: Ranks) -> None:
         torch.testing.assert_close(layer.running_mean, x.mean((0, 2)) if spec == 1 else over_all)
         expected = "not synchronised" if spec == 1 else f"synchronised over {ranks.size} ranks"
         assert syncbn.summary(layer)[0].last_step == expected
-
-
-def test_copies_of_a_layer_that_was_called_are_layers_of_their_own(ranks: Ranks) -> None:
-    """With what the first keeps of itself and its group they could not be pickled, and would count in its name."""
-    layer, x = layer_and_input(ranks)
-    layer(x)
-    for other in (copy.copy(layer), copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        other(x)
-        assert other._call_site.caller() is other
-        assert other._call_site.num_calls == 1
-    assert layer._call_site.num_calls == 1
