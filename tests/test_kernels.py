@@ -1,6 +1,7 @@
 """Every kernel module computes what its contract says, for awkward sizes and all dtypes; compared in float64."""
 
 import functools
+import importlib
 import math
 import sys
 from types import ModuleType
@@ -450,6 +451,7 @@ def test_other_instructions(capability: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_operators_pass_opcheck_and_check_their_tensors(name: str) -> None:
     """Each tensor in turn has another dtype, size, or strides that are no layout."""
+    importlib.import_module("syncbn.kernels.operators")  # which registers them
     operator, good = getattr(torch.ops.syncbn, name).default, CALLS[name]
     torch.library.opcheck(operator, good)
     for index, argument in enumerate(good):
