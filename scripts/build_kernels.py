@@ -7,6 +7,7 @@ a compiler, and elsewhere than on Linux, the package is one of Python alone.
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -37,9 +38,10 @@ def build(root: Path, library: Path, flags: list[str] = FLAGS) -> None:
         stub.write_text(STUB)
         names = ["-Wl,-soname,libtorch_cpu.so", "-o", f"{folder}/libtorch_cpu.so"]
         subprocess.run([*compiler, "-shared", "-fPIC", stub, *names], check=True)
-        unfinished = library.with_suffix(".unfinished")  # beside it, so that the library is replaced at once
-        source = [root / SOURCE, "-o", unfinished, f"-L{folder}", "-ltorch_cpu"]
+        source = [root / SOURCE, "-o", f"{folder}/built.so", f"-L{folder}", "-ltorch_cpu"]
         subprocess.run([*compiler, *flags, *source], check=True)
+        unfinished = library.with_suffix(".unfinished")  # beside it, so that the library is replaced at once
+        shutil.copy(f"{folder}/built.so", unfinished)
     unfinished.replace(library)
 
 
@@ -49,7 +51,7 @@ class KernelsHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called by hatchling before it makes the wheel; in the source tree too, as an editable install uses that."""
         root = Path(self.root)
-        if version == "editable":  # a folder with the package alone, as from the root `import tests` works too
+        if version == "editable":  # a folder with the package alone, else `import tests` works too
             link = root / EDITABLE
             link.parent.mkdir(parents=True, exist_ok=True)
             if not link.is_symlink():

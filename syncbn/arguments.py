@@ -140,9 +140,11 @@ def _not_as_many(expected: int, x: Tensor, channel_dim: int) -> str:
 
 def check_like_input(name: str, given: Tensor, x: Tensor) -> None:
     """Raises TypeError or ValueError unless `given` is a float tensor of the shape and device of x."""
-    if isinstance(given, Tensor) and given.shape != x.shape:
-        raise ValueError(f"expected {name} of the input's shape {tuple(x.shape)}, got {tuple(given.shape)}; expand it")
     _check_tensor(name, given, x)
+    if given.shape != x.shape:
+        raise ValueError(
+            f"expected {name} of the input's shape {tuple(x.shape)}, got {tuple(given.shape)}; expand() it first"
+        )
 
 
 def _check_tensor(name: str, given: Tensor, x: Tensor) -> None:

@@ -176,7 +176,7 @@ def test_input_changed_in_place_is_noticed() -> None:
 def test_meta_device() -> None:
     with torch.device("meta"):
         layer = syncbn.SyncBatchNorm2d(3)
-    assert layer.weight.is_meta
+    assert layer(torch.ones(2, 3, 4, 4, device="meta")).is_meta
     layer.to_empty(device="cpu").reset_parameters()
     x = torch.randn(2, 3, 4, 4)
     torch.testing.assert_close(layer(x), nn.BatchNorm2d(3)(x))
@@ -211,13 +211,9 @@ def test_one_warning_where_there_are_no_ranks() -> None:
     assert in_data_parallel in run_text(code, CUDA_VISIBLE_DEVICES="")
 
 
-class OfApex(nn.modules.batchnorm._BatchNorm):
-    """apex.parallel.SyncBatchNorm, with and without its extension, keeps what its base class keeps. (detectron2's
-    NaiveSyncBatchNorm is an nn.BatchNorm2d.)"""
-
-
-@pytest.mark.parametrize("kind", [nn.SyncBatchNorm, OfApex, nn.BatchNorm2d, "before num_batches_tracked"])
+@pytest.mark.parametrize("kind", [nn.SyncBatchNorm, nn.BatchNorm2d, "before num_batches_tracked"])
 def test_checkpoints_of_other_layers_load(kind: type[nn.Module] | str) -> None:
+    """Those of apex and detectron2 keep what their base classes keep, of which these are two."""
     other = nn.BatchNorm2d(3) if isinstance(kind, str) else kind(3)
     for tensor in (*other.parameters(), other.running_mean, other.running_var):
         nn.init.uniform_(tensor, 0.5, 2)

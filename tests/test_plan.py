@@ -95,12 +95,14 @@ PLAN, SIDE_ROAD = "a plan of its own", "a side road"
 
 # By what a call differs from BASE: how it runs, or what it raises.
 DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
+    "nothing": ({}, PLAN),
     "shape of x": ({"input": torch.randn(4, 3, 3), "z": torch.randn(4, 3, 3)}, PLAN),
     "channels of x": ({"input": torch.randn(3, 4, 3), "z": torch.randn(3, 4, 3)}, ValueError),
     "dims of x": ({"input": X[0], "z": None}, PLAN),
     "dims of x that the layer has not": ({"input": X[None], "z": Z[None], "channel_dim": 2}, ValueError),
     "strides of x": ({"input": channel_innermost(X), "z": channel_innermost(Z)}, PLAN),
     "strides of x alone": ({"input": channel_innermost(X)}, SIDE_ROAD),
+    "gaps": ({"input": with_gaps(X), "z": with_gaps(Z)}, SIDE_ROAD),  # as little contiguous as "strides of x"
     "dtype of x": ({"input": X.double(), "z": Z.double()}, PLAN),
     "integers": ({"input": X.int()}, TypeError),
     "no residual": ({"z": None}, PLAN),
@@ -151,24 +153,11 @@ def forward_plan(**others: object) -> Any:
     return plan.forward_plan(Arguments(**changed(**others)))
 
 
-def other_plan(planned_first: bool, plan_of: Callable[..., Any], others: dict[str, Any]) -> Any:
-    """The plan where these are other arguments: that of BASE is another, whichever is made first."""
-    base = plan_of() if planned_first else None
-    other = plan_of(**others)
-    base = base or plan_of()
-    assert base is not None
-    assert other is not base
-    assert plan_of() is base
-    return other
-
-
 @pytest.mark.parametrize("name", DIFFERENCES)
-@pytest.mark.parametrize("planned_first", [True, False])
-def test_each_ingredient_of_the_key(name: str, planned_first: bool) -> None:
-    """Without it in the key a call runs by the plan of another: with that one's dtypes, at addresses that hold other
-    numbers, or although it is wrong."""
+def test_a_call_beside_the_plan_of_another(name: str) -> None:
+    """It must not run by that: with its dtypes, at addresses that hold other numbers, or although it is wrong."""
     others, outcome = DIFFERENCES[name]
-    assert (other_plan(planned_first, forward_plan, others) is not None) == (outcome == PLAN)
+    check_step(changed())
     if isinstance(outcome, str):
         with side_roads() as taken:
             check_step(changed(**others))
@@ -180,14 +169,6 @@ def test_each_ingredient_of_the_key(name: str, planned_first: bool) -> None:
     check_step(changed())
 
 
-def test_strides_of_tensors_that_are_not_contiguous() -> None:
-    """The key must tell the strides, and not only whether a tensor is contiguous: with gaps it is as little so."""
-    check_step(changed(input=channel_innermost(X), z=channel_innermost(Z)))
-    assert len(plan._plans) == 1
-    assert forward_plan(input=with_gaps(X), z=with_gaps(Z)) is None
-    check_step(changed(input=with_gaps(X), z=with_gaps(Z)))
-
-
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_tensors_without_strides() -> None:
     """A key asks for strides, and torch raises an error that says nothing of arguments. A hook may save such a one."""
@@ -197,12 +178,6 @@ def test_tensors_without_strides() -> None:
             step.train(Arguments(**changed(input=sparse)), Caller("this test"))
         for name in ("dy", "x", "y"):
             assert backward_plan_of(**{name: sparse}) is None
-
-
-def test_each_kind_has_a_plan_of_its_own() -> None:
-    """A key that told only how many tensors there are would let a bias be read as a weight."""
-    plans = [forward_plan(**others) for others, outcome in DIFFERENCES.values() if outcome == PLAN]
-    assert len(set(map(id, plans))) == len(plans)
 
 
 def test_momentum_is_not_of_a_plan() -> None:
@@ -224,14 +199,6 @@ def test_gpus_are_told_apart() -> None:
     assert plan._kinds((first,)) != plan._kinds((second,))
 
 
-def test_tensors_on_the_meta_device() -> None:
-    """They have no values: a plan that did not tell devices apart would read at address 0."""
-    check_step(changed())
-    on_meta = {name: one.to("meta") if isinstance(one, Tensor) else one for name, one in changed().items()}
-    assert forward_plan(**on_meta) is None
-    assert step.train(Arguments(**on_meta), Caller("this test"))[0].is_meta
-
-
 # Backward.
 
 STATISTICS = torch.ones(10, dtype=torch.float64)
@@ -247,23 +214,25 @@ def in_all(change: Callable[[Tensor], Tensor]) -> dict[str, object]:
     return {name: change(BASE_OF_BACKWARD[name]) for name in ("dy", "x", "y")}
 
 
-DIFFERENCES_OF_BACKWARD: dict[str, tuple[dict[str, object], bool]] = {
-    "shape": (in_all(lambda x: x[:2]) | {"layout": Layout.of(X[:2], 1)}, True),
-    "strides": (in_all(channel_innermost) | {"layout": Layout.of(channel_innermost(X), 1)}, True),
-    "dtype": (in_all(Tensor.double), True),
-    **{f"shape of {name} alone": ({name: BASE_OF_BACKWARD[name][:2]}, False) for name in TENSORS},
-    **{f"dtype of {name} alone": ({name: BASE_OF_BACKWARD[name].half()}, name == "weight") for name in TENSORS},
-    **{f"device of {name} alone": ({name: BASE_OF_BACKWARD[name].to("meta")}, False) for name in TENSORS},
+DIFFERENCES_OF_BACKWARD: dict[str, tuple[dict[str, object], str]] = {
+    "nothing": ({}, PLAN),
+    "shape": (in_all(lambda x: x[:2]) | {"layout": Layout.of(X[:2], 1)}, PLAN),
+    "strides": (in_all(channel_innermost) | {"layout": Layout.of(channel_innermost(X), 1)}, PLAN),
+    "dtype": (in_all(Tensor.double), PLAN),
+    "dtype of weight": ({"weight": BASE["weight"].half()}, PLAN),
+    **{f"dtype of {name}": ({name: BASE_OF_BACKWARD[name].half()}, SIDE_ROAD) for name in TENSORS if name != "weight"},
+    **{f"shape of {name}": ({name: BASE_OF_BACKWARD[name][:2]}, SIDE_ROAD) for name in TENSORS},
+    **{f"device of {name}": ({name: BASE_OF_BACKWARD[name].to("meta")}, SIDE_ROAD) for name in TENSORS},
     **{
-        f"{name} {how}": ({name: change(BASE_OF_BACKWARD[name])}, False)
+        f"{name} {how}": ({name: change(BASE_OF_BACKWARD[name])}, SIDE_ROAD)
         for how, change in UNREADABLE.items() for name in TENSORS
     },
-    "no weight": ({"weight": None}, True),
-    "no y": ({"y": None}, True),
-    "layout": ({"layout": Layout.of(X, 2)}, True),
-    "no gradient of weight": ({"needed": (True, False, True, True)}, True),
-    "no gradient of bias": ({"needed": (True, True, False, True)}, True),
-    "dtype of bias": ({"bias_dtype": torch.float64}, True),
+    "no weight": ({"weight": None}, PLAN),
+    "no y": ({"y": None}, PLAN),
+    "layout": ({"layout": Layout.of(X, 2)}, PLAN),
+    "no gradient of weight": ({"needed": (True, False, True, True)}, PLAN),
+    "no gradient of bias": ({"needed": (True, True, False, True)}, PLAN),
+    "dtype of bias": ({"bias_dtype": torch.float64}, PLAN),
 }  # fmt: skip
 
 
@@ -273,20 +242,25 @@ def backward_plan_of(**others: Any) -> Any:
     return plan.backward_plan(given["layout"], given["dy"], saved, given["needed"], given["bias_dtype"])
 
 
-@pytest.mark.parametrize("name", DIFFERENCES_OF_BACKWARD)
-@pytest.mark.parametrize("planned_first", [True, False])
-def test_each_ingredient_of_the_key_of_backward(name: str, planned_first: bool) -> None:
-    """What is saved may come back as another tensor. Without this in the key it is read as the one before."""
-    others, has_plan = DIFFERENCES_OF_BACKWARD[name]
-    assert (other_plan(planned_first, backward_plan_of, others) is not None) == has_plan
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("plan_of", "differences"), [(forward_plan, DIFFERENCES), (backward_plan_of, DIFFERENCES_OF_BACKWARD)]
+)
+def test_each_ingredient_of_the_key(plan_of: Callable[..., Any], differences: dict[str, Any], order: int) -> None:
+    """Each kind has a plan of its own or none, whichever are made before. What is saved for backward may come back as
+    another tensor; without this in the key it would be read as the one before."""
+    plans = {name: plan_of(**others) for name, (others, _) in [*differences.items()][::order]}
+    made = {name: one for name, one in plans.items() if one is not None}
+    assert made.keys() == {name for name, (_, outcome) in differences.items() if outcome == PLAN}
+    assert len({*map(id, made.values())}) == len(made)
 
 
 def test_no_gradient_is_computed_that_is_not_needed() -> None:
     """Autograd would throw it away in silence."""
-    for needed in (True, False):
-        made = backward_plan_of(needed=(True, needed, needed, True))
+    for needed in ([True, False], [False, True]):
+        made = backward_plan_of(needed=(True, *needed, True))
         _, *of_parameters, _ = made.backward_sums(Z, X, X + 1, STATISTICS, UNSIGNED)
-        assert [one is not None for one in of_parameters] == [needed, needed]
+        assert [one is not None for one in of_parameters] == needed
 
 
 # What a plan holds.

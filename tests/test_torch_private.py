@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,9 +19,7 @@ from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import syncbn
 from syncbn import torch_private, torch_state
-from syncbn.distributed.groups import THIS_RANK_ALONE
 
 QUESTIONS: dict[str, Callable[[], object]] = {
     "plain": torch_state.runs_plainly,
@@ -88,54 +87,36 @@ def test_how_torch_is_running(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit.script. is deprecated")  # torch's own
-def test_how_torch_is_running_in_graphs() -> None:
-    """There the transforms alone are asked for, whatever is the outermost."""
+def test_in_graphs() -> None:
+    """There the transforms alone are asked for, whatever is the outermost. A constant may be of what no graph holds."""
     x = torch.ones(2)
     asked = torch.compile(lambda x: x + torch_state.runs_plainly() + torch_state.is_jit_tracing(), backend="eager")
     assert torch.equal(asked(x), x)
+    constant = torch_state.constant_in_graphs(lambda: len(inspect.stack()) and 42)
 
     def asks(x: Tensor) -> Tensor:
-        return x.sin() if torch_private.inside_vmap_or_forward_mode() else x
+        return x.sin() if torch_private.inside_vmap_or_forward_mode() else x * constant()
 
     def transformed(x: Tensor) -> tuple[Tensor, ...]:
         return asks(x), torch.vmap(asks)(x), torch.func.jvp(asks, (x,), (x,))[0], torch.func.vjp(asks, x)[0]
 
     compiled = torch.compile(transformed, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), (x, x.sin(), x.sin(), x))
+    torch.testing.assert_close(compiled(x), (42 * x, x.sin(), x.sin(), 42 * x))
 
 
-def test_increment_version() -> None:
-    """Inference tensors, which have no version, are passed over."""
+def test_names_of_tensors() -> None:
     x = torch.zeros(2)
     with torch.inference_mode():
-        torch_private.increment_version((x, torch.zeros(2)))
+        torch_private.increment_version((x, torch.zeros(2)))  # the second has no version
     assert x._version == 1
-
-
-def test_is_zero_tensor() -> None:
-    assert torch_private.is_zero_tensor(torch._efficientzerotensor(2))
-    assert not torch_private.is_zero_tensor(torch.zeros(2))
-
-
-class Twice(torch.autograd.Function):
-    """2 * x; in backward `function` of dy."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: None, function: Function) -> Tensor:
-        ctx.function = function
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.function(dy), None, None
-
-
-def test_direct_apply() -> None:
-    """As Function.apply, also of what is None and of what is no tensor."""
-    x = torch.ones(2, requires_grad=True)
-    y = torch_private.direct_apply(Twice)(x, None, lambda dy: 3 * dy)
-    assert torch.equal(y, 2 * x)
-    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], 3 * x)
+    assert [torch_private.is_zero_tensor(one) for one in (x, torch._efficientzerotensor(2))] == [False, True]
+    for dim, shape in ((1, (5, 4)), (2, (4, 5))):
+        nested = torch.nested.nested_tensor_from_jagged(torch.randn(shape), torch.tensor([0, 2, 5]), jagged_dim=dim)
+        assert torch_private.ragged_dim(nested) == dim
+    rows = torch.ones(2, 3)
+    found = [torch_private.innermost(rows)]
+    torch.vmap(torch.func.grad(lambda row: found.append(torch_private.innermost(row)) or row.sum()))(rows)
+    assert all(one is rows for one in found)
 
 
 def test_batched_gradients_and_their_stack() -> None:
@@ -147,97 +128,50 @@ def test_batched_gradients_and_their_stack() -> None:
         return 2 * tensor
 
     x = torch.ones(2, requires_grad=True)
-    y = Twice.apply(x.square(), None, lambda dy: torch_private.apply_to_stack(double, double(dy)))
+    y = x.square()
+    y.register_hook(lambda dy: torch_private.apply_to_stack(double, double(dy)))
     (first,) = torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, create_graph=True)
     assert torch.equal(first, 8 * torch.eye(2))
     assert torch.equal(torch.autograd.grad(first.sum(), x)[0], torch.tensor([8.0, 8.0]))
     assert seen == [(True, [2]), (False, [2, 2])]
 
 
-def test_innermost() -> None:
-    x = torch.ones(2, 3)
-    found = [torch_private.innermost(x)]
-    torch.vmap(torch.func.grad(lambda row: found.append(torch_private.innermost(row)) or row.sum()))(x)
-    assert all(one is x for one in found)
-
-
-def test_ragged_dim() -> None:
-    for dim, shape in ((1, (5, 4)), (2, (4, 5))):
-        nested = torch.nested.nested_tensor_from_jagged(torch.randn(shape), torch.tensor([0, 2, 5]), jagged_dim=dim)
-        assert torch_private.ragged_dim(nested) == dim
-
-
-def test_all_reduce_operator(group_of_one: dist.ProcessGroup) -> None:
-    """It returns the total, and leaves its argument."""
-    values = torch.arange(3.0)
-    torch_private.all_reduce_operator(values, group_of_one).add_(1)
-    assert torch.equal(values, torch.arange(3.0))
-
-
-def test_constant_in_graphs() -> None:
-    """What it marks may do what no graph can hold."""
-    answer = torch_state.constant_in_graphs(lambda: len(inspect.stack()) and 42)
-    compiled = torch.compile(lambda x: x * answer(), backend="eager", fullgraph=True)
-    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 42.0))
-
-
-def test_has_forward_hooks() -> None:
-    """Not those of a backward, which do nothing with what torch.fx passes."""
+def test_names_of_modules() -> None:
     layer = nn.Linear(2, 2)
-    for name, expected in (("forward_pre", True), ("forward", True), ("full_backward", False)):
+    for name, runs in (("forward_pre", True), ("forward", True), ("full_backward", False)):
         with getattr(layer, f"register_{name}_hook")(lambda *_: None):  # removed at the end
-            assert torch_private.has_forward_hooks(layer) is expected
+            assert torch_private.has_forward_hooks(layer) is runs
         assert not torch_private.has_forward_hooks(layer)
-
-
-def test_is_compiled_and_without_compile() -> None:
-    layer = nn.Linear(2, 2)
     wrapped = torch.compile(layer, backend="eager")
     assert [torch_private.is_compiled(one) for one in (layer, wrapped)] == [False, True]
     assert all(torch_private.without_compile(one) is layer for one in (layer, wrapped))
     layer.compile(backend="eager")
     assert torch_private.is_compiled(layer)
-
-
-def test_replicas() -> None:
-    """nn.DataParallel makes its copies of a module by this method; those of a layer synchronise nothing."""
-    assert "._replicate_for_data_parallel()" in inspect.getsource(torch.nn.parallel.replicate)
-    with pytest.warns(UserWarning, match="DataParallel"):
-        replica = syncbn.SyncBatchNorm(3)._replicate_for_data_parallel()
-    assert replica._process_group is THIS_RANK_ALONE
-
-
-def test_join_asks_how_many_have_not_joined(group_of_one: dist.ProcessGroup) -> None:
-    """Else syncbn.join would wait for ever."""
-    asked = []
-
-    class Counted(torch_private.JoinAfter):
-        def before_iteration(self) -> None:
-            asked.append(True)
-
-    with Counted([DistributedDataParallel(nn.Linear(2, 2))]):
-        pass
-    assert asked
+    assert "._replicate_for_data_parallel()" in inspect.getsource(torch.nn.parallel.replicate)  # SyncBatchNorm has one
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own
-def test_is_pipeline_stage(group_of_one: dist.ProcessGroup) -> None:
-    """Also of the class that torch builds. (distributed/test_pipelines.py has the other, and how it calls modules.)"""
+def test_names_of_groups(group_of_one: dist.ProcessGroup) -> None:
+    """The operator of all_reduce leaves its argument. The class of stages is the one that torch builds
+    (distributed/test_pipelines.py has the other). If Join did not ask how many are left, syncbn.join would wait."""
     from torch.distributed import pipelining
 
-    layer = nn.Linear(2, 2)
-    assert not torch_private.is_pipeline_stage(layer)
-    stage = pipelining.pipeline(layer, (torch.ones(1, 2),)).build_stage(0, torch.device("cpu"), group_of_one)
-    assert torch_private.is_pipeline_stage(stage)
-    assert (stage.stage_index, stage.group) == (0, group_of_one)
-
-
-def test_default_store_existing_groups_and_timeout(group_of_one: dist.ProcessGroup) -> None:
+    values = torch.arange(3.0)
+    torch_private.all_reduce_operator(values, group_of_one).add_(1)
+    assert torch.equal(values, torch.arange(3.0))
     torch_private.default_store().set("syncbn/test", "here")
     assert torch_private.default_store().get("syncbn/test") == b"here"
     second = dist.new_group([0], timeout=timedelta(seconds=33))
     assert [*torch_private.existing_groups()] == [group_of_one, second]
     assert torch_private.timeout_of(second) == timedelta(seconds=33)
+
+    layer, asked = nn.Linear(2, 2), Mock()
+    stage = pipelining.pipeline(layer, (torch.ones(1, 2),)).build_stage(0, torch.device("cpu"), group_of_one)
+    assert [torch_private.is_pipeline_stage(one) for one in (layer, stage)] == [False, True]
+    assert (stage.stage_index, stage.group) == (0, group_of_one)
+    with type("Counted", (torch_private.JoinAfter,), {"before_iteration": asked})([DistributedDataParallel(layer)]):
+        pass
+    assert asked.called
 
 
 # None is what torch finds, with a GPU nccl too. On GPUs it is the current one, as of "nccl" and "cuda:nccl".

@@ -145,14 +145,17 @@ def needs_of(peer: Peer, case: Case, device: torch.device) -> Row:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), CommDebugMode() as collectives:
         peer(x, z).backward(dy)
     x, z, dy = draw(case, device)  # as its hooks on leaves stay, and would copy their gradients
-    with profile(profile_memory=True) as profiler:
+    if x.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         peer(x, z).backward(dy)
-    wanted = "[memory]", device.type.upper()
-    events = [
-        one for one in profiler.profiler.kineto_results.events() if (one.name(), one.device_type().name) == wanted
-    ]
-    events.sort(key=lambda event: event.start_ns())
-    peak = max(itertools.accumulate(event.nbytes() for event in events))
+        peak = torch.cuda.max_memory_allocated() - before
+    else:
+        with profile(profile_memory=True) as profiler:
+            peer(x, z).backward(dy)
+        events = [one for one in profiler.profiler.kineto_results.events() if one.name() == "[memory]"]
+        events.sort(key=lambda event: event.start_ns())
+        peak = max(itertools.accumulate(event.nbytes() for event in events))
     saved = sum(storages.values())
     return {"saved": saved / x.nbytes, "peak": peak / x.nbytes, "collectives": collectives.get_total_counts()}
 

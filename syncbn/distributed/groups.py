@@ -131,11 +131,16 @@ def existing(spec: GroupSpec | OfMesh) -> dist.ProcessGroup | None:
         group = None
     if group is not None:
         return group
-    remedy = "set layer.process_group on each rank to a group that contains it, or to None for the default group"
+    or_default = "or to None for the default group"
     if not includes_this_rank(spec):
-        raise ValueError(f"this rank is not in the layer's process_group ({spec}) and cannot train it; {remedy}")
-    where = f"the layer's process_group ({spec}) was destroyed, or no such group exists here"
-    raise RuntimeError(f"{where}; make it again and {remedy}")
+        raise ValueError(
+            f"this rank is not in the layer's process_group ({spec}) and cannot train it; set layer.process_group on "
+            f"each rank to a group that contains it, {or_default}"
+        )
+    raise RuntimeError(
+        f"the layer's process_group ({spec}) was destroyed, or no such group exists here; make it again and set "
+        f"layer.process_group to it, {or_default}"
+    )
 
 
 def world() -> dist.ProcessGroup | None:

@@ -53,7 +53,8 @@ def raise_faults(error: Exception | None, group: dist.ProcessGroup, where: str =
     faults = [(rank, *fault.partition(": ")[::2]) for rank, fault in zip(ranks, gathered, strict=True) if fault]
     faulty, classes, texts = zip(*faults, strict=True)
     error_class = TypeError if classes[0] == "TypeError" else ValueError
-    raise error_class(where + by_rank(faulty, texts)) from error
+    said = [text or name for name, text in zip(classes, texts, strict=True)]  # an assert may say nothing
+    raise error_class(where + by_rank(faulty, said)) from error
 
 
 def require_equal(lines: Sequence[str], error: Exception | None, group: dist.ProcessGroup | None) -> None:
@@ -80,15 +81,17 @@ def require_equal(lines: Sequence[str], error: Exception | None, group: dist.Pro
 
 def gather_by_rank(text: str, group: dist.ProcessGroup) -> str:
     """The ranks' texts that are not empty, a line for each, with its ranks."""
-    return by_rank(dist.get_process_group_ranks(group), all_gather_text(text, group))
+    gathered = zip(dist.get_process_group_ranks(group), all_gather_text(text, group), strict=True)
+    found = [(rank, one) for rank, one in gathered if one]
+    return by_rank([rank for rank, _ in found], [one for _, one in found])
 
 
 def by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
-    """A line for each text that is not empty, with its ranks: "ranks 0-2, 5: in bn1 forward, call 3"."""
+    """A line for each text, with its ranks: "ranks 0-2, 5: in bn1 forward, call 3"."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         ranks_of.setdefault(text, []).append(rank)
-    return "\n".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in ranks_of.items() if text)
+    return "\n".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in ranks_of.items())
 
 
 def ranks_in_words(ranks: list[int]) -> str:

@@ -110,7 +110,7 @@ template <typename T, typename V> inline void stream(T* to, V values) { write(to
 struct Memory {
   int64_t count = LANES;  // of values at the address; the other lanes read 0
   bool streams = false;
-  int64_t ahead = 0;  // where not 0, the second cache gets what lies so many numbers behind; the first one is for sums
+  int64_t ahead = 0;  // where not 0, what lies so many numbers ahead is fetched to the second cache: sums fill the first
 
   template <typename V, typename T> INLINED V get(const T* from) const {
     if (ahead) __builtin_prefetch(from + ahead, 0, 2);
@@ -336,7 +336,7 @@ Status map_all(const Sizes& sizes, const double* of_channels, double* scratch, u
   std::array<const Compute<T>*, num> coefficients;
   for (size_t which = 0; which < num; ++which, of_channels += sizes.channels)
     coefficients[which] = sizes.spread(of_channels, (Compute<T>*)scratch + which * sizes.spread_size());
-  int64_t piece = std::max<int64_t>(1, sizes.piece()), step = std::max<int64_t>(1, GRAIN / 2 / piece);
+  int64_t piece = std::max<int64_t>(1, sizes.piece()), step = std::max(sizes.in_runs() ? 1 : ROWS, GRAIN / 2 / piece);
   int64_t numel = sizes.numel(), rest = numel % piece;
   auto map = [&](auto in_runs, auto streams) {
     return parallel(numel / piece, piece, [&](int64_t begin, int64_t end) {
@@ -344,11 +344,12 @@ Status map_all(const Sizes& sizes, const double* of_channels, double* scratch, u
       const Body own_body = body;
       // Backwards, as of a large tensor the caches hold what was added up last.
       for (; end > begin; end -= step)
-        for (int64_t index = std::max(begin, end - step), rows; index < end; index += rows) {
-          rows = !in_runs.value && piece >= WIDE_ROW && index + ROWS <= end ? ROWS : 1;
-          if (rows == ROWS) map_piece<V, false, streams.value, ROWS>(own, 0, index * piece, piece, own_body);
-          else
-            map_piece<V, in_runs.value, streams.value, 1>(own, index % sizes.channels, index * piece, piece, own_body);
+        for (int64_t index = std::max(begin, end - step); index < end;) {
+          bool some = !in_runs.value && piece >= WIDE_ROW && index + ROWS <= end;
+          int64_t channel = index % sizes.channels, start = index * piece;
+          if (some) map_piece<V, false, streams.value, ROWS>(own, channel, start, piece, own_body);
+          else map_piece<V, in_runs.value, streams.value, 1>(own, channel, start, piece, own_body);
+          index += some ? ROWS : 1;
         }
 #if WIDTH > 16
       if (streams.value) _mm_sfence();

@@ -18,7 +18,7 @@ from torch import Tensor
 from syncbn import moments, torch_private
 from syncbn.kernels import gpu_channels, gpu_tiles
 from syncbn.kernels.functions import Functions
-from syncbn.kernels.plans import NO_MEMORY, OK, UNSIGNED, Signature
+from syncbn.kernels.plans import NO_MEMORY, OK, UNSIGNED, Signature, require_memory
 from syncbn.layout import Layout
 
 VALUES = 4  # that a thread loads at once; of 8 in 16 bits the sums do not fit in its registers
@@ -48,10 +48,12 @@ class Launch:
 
     def __init__(
         self, kernel: Any, grid: tuple[int, int], device: torch.device, dtypes: Dtypes, numbers: tuple[Any, ...],
-        *constants: object, alignment: int = 1, has_values: bool = True, **options: Any,
+        *constants: object, alignment: int = 1, has_values: bool = True, num_bytes: int = 8, **options: Any,
     ) -> None:  # fmt: skip
         self.kernel, self.grid, self.dtypes, self.behind = kernel, (*grid, 1), dtypes, (*numbers, *constants)
         self.device, self.alignment = device.index if device.type == "cuda" else -1, alignment
+        self.num_bytes = num_bytes  # that Triton may take tensors for: its back end for AMD looks whether it is 2^31
+        # How many addresses may be 0: more of them, and a tensor has no memory. Tensors without values have none.
         self.most_zeros = dtypes.count(None) if has_values and device.type != "meta" else len(dtypes)
         self.options = options | {"enable_fp_fusion": True}  # a * b + c as one operation; Triton 3.9 warns unless told
         are_large = [isinstance(number, int) and number >= 2**31 for number in numbers]  # int64 to Triton
@@ -79,7 +81,7 @@ class Launch:
         are_aligned = (*(address % self.alignment == 0 for address in addresses),)
         ready = _compiled.get((self.key, are_aligned))
         if ready is None:
-            tensors = map(_tensor_at, addresses, self.dtypes)
+            tensors = [self._tensor_at(*one) for one in zip(addresses, self.dtypes, strict=True)]
             compiled = self.kernel[self.grid](*tensors, *floats, *self.behind, **self.options)
             if compiled is not None:  # neither interpreted nor recorded
                 handles = compiled.function, compiled.packed_metadata, None, None, None
@@ -90,12 +92,13 @@ class Launch:
             self.aligned = ready
         return ready
 
-
-def _tensor_at(address: int, dtype: torch.dtype | None) -> Tensor | None:
-    """Tells Triton the address and the dtype. Nobody reads its 8 bytes."""
-    if dtype is None or address == 0:
-        return None if dtype is None else torch.empty(0, dtype=dtype, device="cpu")
-    return torch.frombuffer((ctypes.c_byte * 8).from_address(address), dtype=dtype)
+    def _tensor_at(self, address: int, dtype: torch.dtype | None) -> Tensor | None:
+        """Tells Triton the address, the dtype and the size. Nobody reads the memory."""
+        if dtype is None:
+            return None
+        if address == 0:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        return torch.frombuffer((ctypes.c_byte * self.num_bytes).from_address(address), dtype=dtype)
 
 
 def _over_channels(channels: int, device: torch.device, kernel: Any, dtypes: Dtypes, *numbers: Any) -> Launch:
@@ -141,6 +144,7 @@ class Plan:
             grid = spans, max(1, triton.cdiv(num_rows, max(1, rows_of_program)))
             numbers = num_rows, rows_of_program, channels, inner, *division
             options: dict[str, Any] = {"alignment": 16, "has_values": outer * channels > 0, "num_warps": warps}
+            options["num_bytes"] = 2**31 if index == tl.int64 else 8
             if not torch.version.hip:  # Triton's back end for AMD knows no such option
                 options["maxnreg"] = limit
             return Launch(kernel, grid, device, dtypes, numbers, tiles, relu, **options)
@@ -189,7 +193,7 @@ class Plan:
         parts = (sums if self.num_parts == 1 else scratch).data_ptr()
         self.parts_of_sums(x.data_ptr(), 0, 0, 0, parts)
         if self.num_parts > 1 and not is_alone:
-            self.add_parts(parts, sums.data_ptr(), *(parts,) * 8, floats=(0.0, 0.0))
+            self.add_parts(parts, sums.data_ptr(), *(parts,) * 8, floats=(0.0, 0.0))  # reads and writes no more
         return sums, (scratch, 0, 0)
 
     def forward_outputs(
@@ -282,6 +286,7 @@ def update_running_stats(
 ) -> None:
     if not moves:
         return
+    require_memory((running_mean, running_var, statistics))
     in_memory = momentum if isinstance(momentum, Tensor) and momentum.device == statistics.device else None
     tensors = means, variances, _, _ = running_mean.contiguous(), running_var.contiguous(), statistics, in_memory
     dtypes = tuple(None if one is None else one.dtype for one in tensors)

@@ -7,9 +7,9 @@ A plan is for tensors of one kind: their sizes, dtypes and options. Each pass ha
     backward_sums    dy, x -> sum dy, sum dy * (x - mean); grad_weight and grad_bias of this rank
     backward_outputs their totals over all ranks -> grad_x (and the gradient of a residual)
 
-The first call also returns `at`, what the second one need not find out again: addresses, with kernels for CPUs; with
-those for GPUs whether the sums are still in parts, and the gradients to write then. `is_alone` says that no all_reduce
-follows: the first call may leave parts for the second to add.
+The first call also returns `at`, for the second one: addresses that it need not find out again; with kernels for GPUs
+scratch memory, and the addresses of grad_weight and grad_bias, which the caller keeps alive until then. `is_alone` says
+that no all_reduce follows: on a GPU the first call then returns the scratch memory, and the second adds its parts.
 
 On CPU sums end in n (0 in backward) and a `signature`, three numbers that each rank brings: 1, s and s^2, or zeros. By
 Cauchy and Schwarz sum 1 * sum s^2 = (sum s)^2 only where all s are the same. The second call compares their totals

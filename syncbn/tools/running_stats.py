@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -220,15 +221,18 @@ def _replace(layer: _BatchNorm, values: Sequence[Tensor], known: Sequence[Tensor
         buffer.copy_(torch.where(is_known, value, buffer))
 
 
+_layers_that_collect: WeakSet[Layer] = WeakSet()
+
+
 @contextlib.contextmanager
 def _collecting(layers: list[Layer]) -> Iterator[dict[Layer, Pool]]:
     """Within, these layers' statistics go to the pools, one for each layer; counters are put back."""
-    if any(
-        isinstance(getattr(layer, "_train_over_ranks", None), functools.partial) for layer in layers
-    ):  # another block's
+    if not _layers_that_collect.isdisjoint(layers):
         raise RuntimeError("accumulate_running_stats and recompute_running_stats cannot run inside one another")
     pools = {layer: Pool(layer.num_features, _buffers(layer)[0].device) for layer in layers}
     with contextlib.ExitStack() as undo:
+        _layers_that_collect.update(layers)
+        undo.callback(_layers_that_collect.difference_update, layers)
         for layer, pool in pools.items():
             undo.enter_context(replaced(layer, "_train_over_ranks", functools.partial(_train, pool)))
             *_, counter = _buffers(layer)
