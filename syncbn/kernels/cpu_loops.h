@@ -110,7 +110,7 @@ template <typename T, typename V> inline void stream(T* to, V values) { write(to
 struct Memory {
   int64_t count = LANES;  // of values at the address; the other lanes read 0
   bool streams = false;
-  int64_t ahead = 0;  // where not 0, what lies so many numbers ahead is fetched to the second cache: sums fill the first
+  int64_t ahead = 0;  // if not 0, the numbers so far ahead are fetched to the second cache; sums fill the first
 
   template <typename V, typename T> INLINED V get(const T* from) const {
     if (ahead) __builtin_prefetch(from + ahead, 0, 2);

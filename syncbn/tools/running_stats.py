@@ -221,7 +221,7 @@ def _replace(layer: _BatchNorm, values: Sequence[Tensor], known: Sequence[Tensor
         buffer.copy_(torch.where(is_known, value, buffer))
 
 
-_layers_that_collect: WeakSet[Layer] = WeakSet()
+_layers_that_collect: WeakSet[nn.Module] = WeakSet()
 
 
 @contextlib.contextmanager
