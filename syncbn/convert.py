@@ -88,7 +88,7 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
     """Give every layer that `convert_syncbn_model` converted its original class back, in place, and return `model`.
 
     Statistics and parameters are those that training left. Layers that were built as syncbn layers have no original
-    class and stay.
+    class and stay. A warning names the layers that had `fuse_relu=True`, which their original class does not know.
 
     Args:
         model: any module, also a single layer.
@@ -112,6 +112,7 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
     if target not in (None, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         raise ValueError(f"target must be nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d or None, got {target!r}")
     changes: list[tuple[nn.Module, Any, dict[str, Any]]] = []  # layer, its new class, attributes
+    with_relu: list[str] = []
     for name, layer in model.named_modules():
         new_class = vars(layer).get("_original_class", class_of(layer))
         if new_class is nn.SyncBatchNorm and target is not None:
@@ -124,11 +125,17 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
         # An nn.SyncBatchNorm holds its group itself. Looking it up may raise, so it comes before any change.
         is_torchs = new_class is nn.SyncBatchNorm
         changes.append((layer, new_class, {"process_group": of_torch(layer._process_group)} if is_torchs else {}))
+        if vars(layer).get("fuse_relu"):
+            with_relu.append(name)
     for layer, new_class, attributes in changes:
         for name in (*ADDED, "process_group"):
             vars(layer).pop(name, None)
         _set_class(layer, new_class)
         vars(layer).update(attributes)
+    if with_relu:
+        warn(
+            f"syncbn: the relu of these layers is gone, put an nn.ReLU behind each: {', '.join(map(quoted, with_relu))}"
+        )
     return model
 
 

@@ -283,3 +283,12 @@ def test_summary_says_why_there_are_no_synchronised_layers() -> None:
     assert syncbn.summary(model) == ()
     without = syncbn.convert_syncbn_model(nn.Linear(2, 2))
     assert str(syncbn.summary(without)) == "no synchronised layers: the model has no batch norm that trains"
+
+
+def test_a_revert_names_the_layers_whose_relu_is_gone() -> None:
+    model = syncbn.convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)))
+    model[1].fuse_relu = True
+    with pytest.warns(UserWarning, match=r"put an nn.ReLU behind each: layer '1'$"):
+        syncbn.revert_syncbn_model(model)
+    assert type(model[1]) is nn.BatchNorm1d
+    assert "fuse_relu" not in vars(model[1])

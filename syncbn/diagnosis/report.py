@@ -20,8 +20,9 @@ UNSEEN, EVALUATES = "has not been seen", "has called a layer in evaluation mode"
 CONSEQUENCES = "syncbn: a collective failed", "/gloo/", "caused pair closure"  # of another rank's fault
 REMEDY = (
     "Every rank must call the same layers in the same order, all converted with the same process_group and in training "
-    "mode. A layer in a branch that only some ranks take must be called on the others too, with an empty batch such as "
-    "x[:0]. Ranks that hold different layers, as a pipeline's, need a process_group for each stage."
+    "mode. A layer in a branch that only some ranks take must be called on the others too, for their backward as well: "
+    "loss = loss + layer(x[:0]).sum(). Ranks that hold different layers, as a pipeline's, need a process_group for "
+    "each stage."
 )
 REMEDY_BY_DEBUG = " SYNCBN_DEBUG=1 makes the ranks compare before each all_reduce."
 REMEDY_OF_ENDED = "A process may say what ended it; after gloo::EnforceNotMet, ranks have sent different sizes."
@@ -37,11 +38,11 @@ REMEDY_OF_EVALUATION = (
 REMEDY_OF_UNSEEN = (
     "A rank that has not been seen in a layer is late, or runs a compiled model, or has not converted the layer (call "
     "convert_syncbn_model(model) on every rank), or does not take the branch that holds the layer (call the layer "
-    "there with an empty batch, such as x[:0])."
+    "there too, for the backward as well: loss = loss + layer(x[:0]).sum())."
 )
 REMEDY_OF_PASSES = (
-    "A rank has left out a backward or called one more forward, as in a validation without model.eval(); every rank "
-    "must take the same steps."
+    "A rank has left out a layer or a backward, or called one more forward, as in a validation without model.eval(); "
+    "every rank must take the same steps."
 )
 REMEDY_OF_NAN = (
     "Look at this rank's batch first, then at the learning rate and the loss scale; "

@@ -87,7 +87,7 @@ MEETINGS: list[tuple[Callable[..., object], Callable[..., object], str]] = [
     (
         lambda model, x, y: model(x),
         lambda model, x, y: y.sum().backward(),
-        r"rank 0: in bn1 forward, call 3\nOTHERS: in bn1 backward, call 2\nA rank has left out a backward",
+        r"rank 0: in bn1 forward, call 3\nOTHERS: in bn1 backward, call 2\nA rank has left out a layer or a backward",
     ),
     (
         lambda model, x, y: model(x.bfloat16()),
