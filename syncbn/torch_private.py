@@ -1,4 +1,4 @@
-"""Uses the private names of torch that syncbn needs, each in one function, and each with a test of its own.
+"""Uses the private names of torch that syncbn needs, each in one function, and each with a test.
 
 tests/test_torch_private.py fails where a later torch gives one of them another meaning. (torch_state.py has the private
 names that tell how torch is running; _BatchNorm is imported where it is used.)
