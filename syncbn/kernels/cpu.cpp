@@ -290,9 +290,7 @@ EXPORTED int syncbn_forward_outputs(const Plan* plan, const ForwardOutputs* call
     double mean = total[channel] / count, var = total[channels + channel] / count - mean * mean;
     var = var < 0 ? 0 : var;  // NaN stays
     double invstd = 1 / std::sqrt(var + plan->eps);
-    all_mean[channel] = mean;
-    all_var[channel] = var;
-    all_invstd[channel] = invstd;
+    all_mean[channel] = mean, all_var[channel] = var, all_invstd[channel] = invstd;
     center[channel] = center_of(mean, plan->dtype);
     scale[channel] = invstd * weight[channel];
     shift[channel] = bias[channel] - (mean - center[channel]) * scale[channel];

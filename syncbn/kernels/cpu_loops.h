@@ -1,8 +1,7 @@
 // The loops over memory, with vectors of WIDTH bytes. cpu.cpp includes this file once for each instruction set, within
 // a namespace; hence no include guard and no other include.
 //
-// Sums take LANES values at a time, as Floats or as doubles, which are Wide. Maps take a vector of Floats, or of
-// Doubles where the tensor is of doubles.
+// Sums take LANES values at a time, as Floats or as doubles (Wide). Maps take a vector of Floats, or of Doubles.
 
 constexpr int64_t LANES = WIDTH / sizeof(float);
 static_assert(LANES <= SHORTEST_RUN && LANES <= PADDING);
@@ -95,10 +94,7 @@ inline void write(BFloat16* to, Floats values) {
   store(to, shorts(values == values ? rounded : Words{} + 0x7fc0));                  // NaN
 }
 inline void write(Half* to, Floats values) { store(to, halves(values)); }
-inline void write(double* to, Wide values) {
-  store(to, values.first);
-  store(to + LANES / 2, values.second);
-}
+inline void write(double* to, Wide values) { store(to, values.first), store(to + LANES / 2, values.second); }
 template <typename T> inline void write(T* to, Wide values) {  // by way of float, as torch rounds a double
   HalfOfFloats halves[] = {__builtin_convertvector(values.first, HalfOfFloats),
                            __builtin_convertvector(values.second, HalfOfFloats)};
@@ -153,7 +149,6 @@ template <typename V> inline V mask_of_rest(int64_t length) {
 }
 template <typename V> inline V masked(V values, V mask) { return (V)((Words)values & (Words)mask); }
 inline Wide masked(Wide of, Wide mask) { return {masked(of.first, mask.first), masked(of.second, mask.second)}; }
-
 template <typename V> Pair<V> masked(Pair<V> of, V mask) { return {masked(of.first, mask), masked(of.second, mask)}; }
 template <typename V> inline Pair<Wide> wide(Pair<V> sums) { return {wide(sums.first), wide(sums.second)}; }
 
@@ -239,10 +234,7 @@ INLINED inline void add_rows(const Term& term, int64_t start, int64_t length, do
     return sums;
   };
   auto get = [&](int64_t at) INLINED { return Pair<Wide>{read<Wide>(first + at), read<Wide>(second + at)}; };
-  auto set = [&](int64_t column, const Pair<Wide>& sums) INLINED {
-    write(first + column, sums.first);
-    write(second + column, sums.second);
-  };
+  auto set = [&](int64_t at, Pair<Wide> of) INLINED { write(first + at, of.first), write(second + at, of.second); };
   int64_t column = 0;
   const Memory memory = {LANES, false, rows > 1 ? rows * length : 0};
   for (; column + LANES <= length; column += LANES)
