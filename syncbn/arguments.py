@@ -140,24 +140,30 @@ def _not_as_many(expected: int, x: Tensor, channel_dim: int) -> str:
 
 def check_like_input(name: str, given: Tensor, x: Tensor) -> None:
     """Raises TypeError or ValueError unless `given` is a float tensor of the shape and device of x."""
-    _check_tensor(name, given, x)
+    _check_dtype(name, given)
     if given.shape != x.shape:
         raise ValueError(
             f"expected {name} of the input's shape {tuple(x.shape)}, got {tuple(given.shape)}; expand() it first"
         )
+    _check_tensor(name, given, x)
 
 
 def _check_tensor(name: str, given: Tensor, x: Tensor) -> None:
     """Raises TypeError or ValueError unless `given` is a dense float tensor on the device of x, and no DTensor."""
-    dtype = getattr(given, "dtype", type(given).__name__)
-    if dtype not in SUPPORTED_DTYPES:
-        remedy = f"a mask is passed as mask=, not as {name}" if dtype is torch.bool else "convert it first"
-        raise TypeError(f"expected {name} to be a float tensor, got {dtype}; {remedy}")
+    _check_dtype(name, given)
     if type(given) not in torch_state.PLAIN_CLASSES and hasattr(given, "device_mesh"):
         raise TypeError(f"{name} is a DTensor, expected this rank's values as a plain tensor: pass {name}.to_local()")
     if given.layout != torch.strided:
         raise TypeError(f"expected a dense {name}, got layout {given.layout}; use {name}.to_dense()")
     masks.check_device(name, given, x)
+
+
+def _check_dtype(name: str, given: Tensor) -> None:
+    """Raises TypeError unless `given` is a float tensor."""
+    dtype = getattr(given, "dtype", type(given).__name__)
+    if dtype not in SUPPORTED_DTYPES:
+        remedy = f"a mask is passed as mask=, not as {name}" if dtype is torch.bool else "convert it first"
+        raise TypeError(f"expected {name} to be a float tensor, got {dtype}; {remedy}")
 
 
 def check_num_features(num_features: int) -> None:

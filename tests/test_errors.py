@@ -59,7 +59,7 @@ CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], s
     (lambda: function(momentum="x"), lambda: function(momentum=torch.tensor(0.5)), TypeError, "momentum must be a number"),
     (lambda: function(weight=torch.ones(3).int()), lambda: function(weight=torch.ones(3).half()), TypeError, "expected weight to be a float tensor, got torch.int32; convert it first"),
     (lambda: function(momentum=torch.ones(2)), lambda: function(momentum=torch.ones(1)), ValueError, "momentum must be one number, got a tensor of shape (2,)"),
-    (lambda: layer()(X, X > 0), lambda: layer()(X, mask=X[:, 0] > 0), TypeError, "got torch.bool; a mask is passed as mask=, not as z"),
+    (lambda: layer()(X, X[:, :1] > 0), lambda: layer()(X, mask=X[:, 0] > 0), TypeError, "got torch.bool; a mask is passed as mask=, not as z"),
     (lambda: layer()(X, mask=[True] * 4), lambda: layer()(X, mask=torch.as_tensor([True] * 4)), TypeError, "expected mask to be a bool tensor, got list; use torch.as_tensor(mask)"),
     (lambda: layer()(X, mask=torch.ones(4)), lambda: layer()(X, mask=torch.ones(4) != 0), TypeError, "got torch.float32; use mask != 0"),
     (lambda: syncbn.convert_syncbn_model(torch.nn.BatchNorm2d), lambda: syncbn.convert_syncbn_model(torch.nn.BatchNorm2d(3)), TypeError, "expected an nn.Module, got <class 'torch.nn.modules.batchnorm.BatchNorm2d'> of type type; pass the model"),
