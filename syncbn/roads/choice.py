@@ -91,7 +91,8 @@ def _require_one_call(one: Arguments, first: Arguments) -> None:
         raise ValueError(f"{one.name}the input is on {device} but inputs[0] on {expected}; move one")
     if one.process_group != first.process_group:
         raise ValueError(
-            f"{one.name}the batches of this input and inputs[0] lie on different ranks; call sync_batch_norm for each"
+            f"{one.name}the batches of this input and of inputs[0] lie on different ranks, and one or both are "
+            "DTensors; call sync_batch_norm for each"
         )
 
 

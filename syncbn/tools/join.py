@@ -107,7 +107,10 @@ class _Session(Shadowing):
         if module is not self.model:
             raise RuntimeError("syncbn.join joins one model, and here runs a second DistributedDataParallel")
         if not torch.is_grad_enabled():
-            raise RuntimeError("inside syncbn.join the model needs gradients; without gradients call ddp_model.module")
+            raise RuntimeError(
+                "inside syncbn.join each forward of the joined model is a step with its backward; "
+                "without gradients call ddp_model.module"
+            )
         self.num_iterations += 1
         self.agree(ITERATION, self.caller, self.num_iterations, "iteration")
 
