@@ -35,7 +35,7 @@ SIZES = [
     (150, 2, 37),  # several parts of a sum
     (9, 112, 1),  # wide rows, some columns behind them
     (9, 256, 1),  # two wide rows beside each other
-    (9, 1100, 1),  # rows so wide that maps take four at once, one behind them
+    (9, 2100, 1),  # rows so wide that maps take four at once, one behind them
     (0, 3, 4),  # an empty rank
     (3, 2, 0),
     (3, 0, 2),
@@ -423,7 +423,11 @@ CALLS = {
 
 
 @needs_operators
-@pytest.mark.parametrize("sizes", [(3, 5, 300_000), (70_001, 64, 1), (70_001, 68, 1), (2, 3, 750_001)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(3, 5, 300_000), (70_001, 64, 1), (70_001, 68, 1), (2, 3, 750_001), (2103, 2064, 1)],  # the last: wide rows
+    ids=str,
+)
 @pytest.mark.parametrize("offset", [0, 1])
 def test_outputs_that_bypass_the_caches(sizes: tuple[int, int, int], offset: int) -> None:
     """From 16 MB on, where rows and runs are whole vectors; equal to what small ones are, bit by bit."""

@@ -4,12 +4,11 @@
 // A tensor is (outer, channels, inner) numbers in memory. Where inner is large, each run of it has one channel
 // ("runs"). Else a row of (channels, inner) has channel and inner in its columns ("rows"); short rows make a long one.
 //
-// Sums are doubles, made of parts that depend on the sizes only: a result does not depend on the number of threads. No
-// multiplication is fused with an addition (-ffp-contract=off), so that unlike processors of one job agree.
+// Sums are doubles, made of parts that depend on the sizes only: a result does not depend on the number of threads.
+// Behind the all_reduce no multiplication is fused with an addition (-ffp-contract=off): unlike processors agree.
 //
 // Nothing here allocates or throws: callers bring `scratch` of as many bytes as syncbn_scratch says. A function takes a
-// Plan, which is the same for all calls of a kind, and what differs from call to call: addresses, packed by cpu.py. It
-// returns a Status. The only symbol of torch is declared here, so that the functions are built without it.
+// Plan, which is the same for all calls of a kind, and what differs from call to call: addresses, packed by cpu.py.
 
 #include <algorithm>
 #include <array>
@@ -34,7 +33,6 @@ extern "C" int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain,
 
 namespace {
 
-// The last four: of what all ranks have sent, see syncbn_forward_outputs.
 enum Status : int { OK, NO_THREADS = 2, NO_MEMORY, RANKS_DIFFER, FAULT, ONE_VALUE, NOT_FINITE };
 enum Dtype : int { NONE = -1, FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
 enum BFloat16 : uint16_t {};
@@ -45,16 +43,16 @@ constexpr int64_t GRAIN = 32768;              // values that are worth the start
 constexpr int64_t PART = 2 * GRAIN;           // values of a part of a sum
 constexpr int64_t SHORTEST_RUN = 32;          // values
 constexpr int64_t LONG_ROW = 64;              // values, so that the rest behind whole vectors is small
-constexpr int64_t WIDE_ROW = 1024;            // values, whose coefficients fill the first cache
+constexpr int64_t WIDE_ROW = 2048;            // values, whose coefficients fill the first cache
 constexpr int64_t ROWS = 4;                   // that a map takes at once where they are wide
+constexpr int64_t FORWARDS = 1 << 20;         // values that a map takes, before it steps back to others
 constexpr int64_t PADDING = 16;               // numbers, as many as the widest vector has
 constexpr int64_t LEAST_VALUES = 512;         // of a channel in a part of a sum over runs: its result is two doubles
 constexpr int64_t LEAST_ROWS = 32;            // in a part of a sum, whose two doubles a column are half a byte a value
 constexpr int64_t STREAMED_BYTES = 16 << 20;  // of an output, from which on it is not found in the caches again
 constexpr int64_t ALIGNED = 64;               // bytes
 constexpr int64_t MOST_COEFFICIENTS = 6;      // of a map
-constexpr int64_t ONES_BEHIND_ZEROS[2 * PADDING] = {0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,
-                                                    -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
+constexpr int64_t ZEROS_BEHIND_ONES[2 * PADDING] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
 constexpr int64_t OWN_SCRATCH = 8192;         // doubles
 
 int64_t divided_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
@@ -118,7 +116,6 @@ struct Plan {
   int32_t relu;       // y = max(0, y); in backward: of a relu without y, the mask comes from x
   int32_t averages;   // the running statistics are the average of all batches: momentum is 1 / counter
   int32_t is_signed;  // a signature follows the sums and n
-
   int64_t numbers(int32_t dtype) const { return dtype == NONE ? 0 : sizes.channels; }
 };
 
@@ -224,8 +221,7 @@ bool lack_memory(std::initializer_list<std::pair<const void*, int64_t>> tensors)
   return std::any_of(tensors.begin(), tensors.end(), [](auto one) { return !one.first && one.second; });
 }
 
-// A running statistic by that of a batch.
-void move(void* running, int dtype, int64_t channels, const double* statistic, double factor, double momentum) {
+void update(void* running, int dtype, int64_t channels, const double* statistic, double factor, double momentum) {
   double some[512];
   for (int64_t count; channels; channels -= count, statistic += count) {
     count = std::min<int64_t>(channels, std::size(some));
@@ -238,13 +234,13 @@ void move(void* running, int dtype, int64_t channels, const double* statistic, d
 }  // namespace
 
 // Changes with the parameters of the functions: cpu.py compares it with its own.
-EXPORTED int syncbn_interface() noexcept { return 4; }
+EXPORTED int syncbn_interface() noexcept { return 5; }
 
-// How many bytes of scratch the functions that add up need, or those that map; 0 where what they have is enough.
-EXPORTED int64_t syncbn_scratch(const Plan* plan, int adds) noexcept {
+// How many bytes of scratch each function needs; 0 where what they have is enough.
+EXPORTED int64_t syncbn_scratch(const Plan* plan) noexcept {
   const Sizes& sizes = plan->sizes;
-  int64_t doubles = adds ? std::max(sizes.channels, sizes.spread_size() * (3 + 2 * sizes.num_parts()))
-                         : MOST_COEFFICIENTS * (sizes.channels + sizes.spread_size()) + 2 * sizes.channels;
+  int64_t to_map = MOST_COEFFICIENTS * (sizes.channels + sizes.spread_size()) + 2 * sizes.channels;
+  int64_t doubles = std::max(to_map, sizes.spread_size() * (3 + 2 * sizes.num_parts()));
   return doubles > OWN_SCRATCH ? doubles * sizeof(double) : 0;
 }
 
@@ -259,9 +255,9 @@ EXPORTED int syncbn_update_running_stats(const Plan* plan, void* running_mean, v
                                          const double* statistics, double momentum) noexcept {
   int64_t channels = plan->sizes.channels;
   double count = statistics[3 * channels];
-  if (running_mean && count > 0) move(running_mean, plan->mean_dtype, channels, statistics, 1, momentum);
+  if (running_mean && count > 0) update(running_mean, plan->mean_dtype, channels, statistics, 1, momentum);
   if (running_var && count > 1)
-    move(running_var, plan->var_dtype, channels, statistics + channels, count / (count - 1), momentum);
+    update(running_var, plan->var_dtype, channels, statistics + channels, count / (count - 1), momentum);
   return OK;
 }
 

@@ -21,9 +21,9 @@ from syncbn.layout import Layout
 
 FILE = Path(__file__).with_name("_cpu.so")
 CODES = {None: -1, torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # cpu.cpp's
-INTERFACE = 4  # of the C functions: an older library would read other arguments
+INTERFACE = 5  # of the C functions: an older library would read other arguments
 LACKS_MEMORY = 3  # a status
-MAPS, ADDS = 0, 1  # what a function does that needs scratch
+
 
 # The calls' structs of cpu.cpp: P is an address, d a double, q an integer.
 _forward_outputs = struct.Struct("11Pdq").pack
@@ -104,8 +104,7 @@ class Plan:
         self.num_forward_sums = 2 * self.num_channels + (behind or 1)
         self.num_backward_sums = 2 * self.num_channels + behind
         self.num_statistics = moments.num_statistics(self.num_channels, self.relu and not flags["has_residual"])
-        self.scratch_to_add: int = _Library.scratch(self.address, ADDS)  # bytes
-        self.scratch_to_map: int = _Library.scratch(self.address, MAPS)
+        self.num_scratch: int = _Library.scratch(self.address)  # bytes
 
     @staticmethod
     def at(*tensors: Tensor | None) -> tuple[int, ...]:
@@ -115,7 +114,7 @@ class Plan:
         self, x: Tensor, signature: Signature = UNSIGNED, is_alone: bool = False
     ) -> tuple[Tensor, tuple[int, int]]:
         sums = x.new_empty(self.num_forward_sums, dtype=torch.float64)
-        scratch = x.new_empty(self.scratch_to_add, dtype=torch.uint8) if self.scratch_to_add else None
+        scratch = x.new_empty(self.num_scratch, dtype=torch.uint8) if self.num_scratch else None
         at = x.data_ptr(), sums.data_ptr()
         call = _sums(0, at[0], 0, 0, at[1], 0, 0, 0 if scratch is None else scratch.data_ptr(), *signature)
         status = _Library.forward_sums(self.address, call)
@@ -129,7 +128,7 @@ class Plan:
         counter: Tensor | None = None, momentum: Any = None, compares: bool = True,
     ) -> tuple[Tensor, Tensor, int]:  # fmt: skip
         y, statistics = torch.empty_like(x), total.new_empty(self.num_statistics)
-        scratch = x.new_empty(self.scratch_to_map, dtype=torch.uint8) if self.scratch_to_map else None
+        scratch = x.new_empty(self.num_scratch, dtype=torch.uint8) if self.num_scratch else None
         call = _forward_outputs(
             *at, 0 if residual is None else residual.data_ptr(), 0 if weight is None else weight.data_ptr(),
             0 if bias is None else bias.data_ptr(), 0 if running_mean is None else running_mean.data_ptr(),
@@ -155,7 +154,7 @@ class Plan:
         weight_dtype, bias_dtype = self.dtypes["grad_weight_dtype"], self.dtypes["grad_bias_dtype"]
         grad_weight = None if weight_dtype is None else x.new_empty(self.num_channels, dtype=weight_dtype)
         grad_bias = None if bias_dtype is None else x.new_empty(self.num_channels, dtype=bias_dtype)
-        scratch = x.new_empty(self.scratch_to_add, dtype=torch.uint8) if self.scratch_to_add else None
+        scratch = x.new_empty(self.num_scratch, dtype=torch.uint8) if self.num_scratch else None
         at = dy.data_ptr(), x.data_ptr(), 0 if y is None else y.data_ptr(), statistics.data_ptr(), sums.data_ptr()
         call = _sums(
             *at, 0 if grad_weight is None else grad_weight.data_ptr(), 0 if grad_bias is None else grad_bias.data_ptr(),
@@ -172,7 +171,7 @@ class Plan:
     ) -> tuple[Tensor | None, Tensor | None, int]:  # fmt: skip
         grad_x = torch.empty_like(x) if needs_x or of_residual else None
         grad_residual = torch.empty_like(x) if of_residual else None
-        scratch = x.new_empty(self.scratch_to_map, dtype=torch.uint8) if self.scratch_to_map else None
+        scratch = x.new_empty(self.num_scratch, dtype=torch.uint8) if self.num_scratch else None
         call = _backward_outputs(
             *at, 0 if weight is None else weight.data_ptr(), 0 if grad_x is None else grad_x.data_ptr(),
             0 if grad_residual is None else grad_residual.data_ptr(), 0 if scratch is None else scratch.data_ptr(),

@@ -1,7 +1,6 @@
 // The loops over memory, with vectors of WIDTH bytes. cpu.cpp includes this file once for each instruction set, within
-// a namespace; hence no include guard and no other include.
-//
-// Sums take LANES values at a time, as Floats or as doubles (Wide). Maps take a vector of Floats, or of Doubles.
+// a namespace; hence no include guard and no other include. Sums take LANES values at a time, as Floats or as
+// doubles (Wide); maps a vector of Floats, or of Doubles.
 
 constexpr int64_t LANES = WIDTH / sizeof(float);
 static_assert(LANES <= SHORTEST_RUN && LANES <= PADDING);
@@ -36,6 +35,8 @@ inline Words words(Shorts shorts) { return (Words)_mm512_cvtepu16_epi32((__m256i
 inline Shorts shorts(Words words) { return (Shorts)_mm512_cvtepi32_epi16((__m512i)words); }
 inline Floats floats_of_halves(Shorts halves) { return _mm512_cvtph_ps((__m256i)halves); }
 inline Shorts halves(Floats values) { return (Shorts)_mm512_cvtps_ph(values, TO_NEAREST); }
+inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Doubles fma(Doubles a, Doubles b, Doubles c) { return _mm512_fmadd_pd(a, b, c); }
 inline void stream(float* to, Floats values) { _mm512_stream_ps(to, values); }
 inline void stream(double* to, Doubles values) { _mm512_stream_pd(to, values); }
 #elif WIDTH == 32
@@ -47,6 +48,8 @@ inline Shorts shorts(Words words) {
 }
 inline Floats floats_of_halves(Shorts halves) { return _mm256_cvtph_ps((__m128i)halves); }
 inline Shorts halves(Floats values) { return (Shorts)_mm256_cvtps_ph(values, TO_NEAREST); }
+inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Doubles fma(Doubles a, Doubles b, Doubles c) { return _mm256_fmadd_pd(a, b, c); }
 inline void stream(float* to, Floats values) { _mm256_stream_ps(to, values); }
 inline void stream(double* to, Doubles values) { _mm256_stream_pd(to, values); }
 #else
@@ -70,7 +73,9 @@ inline Shorts halves(Floats values) {
   rounded = magnitude > 0x7f800000 ? Words{} + 0x7e00 : rounded;
   return shorts(rounded | (bits >> 16 & 0x8000));
 }
+template <typename V> inline V fma(V a, V b, V c) { return a * b + c; }  // slow where no instruction rounds once
 #endif
+inline Wide fma(Wide a, Wide b, Wide c) { return {fma(a.first, b.first, c.first), fma(a.second, b.second, c.second)}; }
 
 inline Floats floats(const float* from) { return load<Floats>(from); }
 inline Floats floats(const BFloat16* from) { return (Floats)(words(load<Shorts>(from)) << 16); }
@@ -142,20 +147,20 @@ inline Wide behind_relu(Wide gradient, Wide y, float zero = 0) {
 template <typename T>
 constexpr float ZERO = std::is_same_v<T, Half> ? 0x1p-25f : std::is_same_v<T, BFloat16> ? 0x1p-134f : 0;
 
-// A mask for the last LANES of `length` values: ones for the length % LANES values behind the whole vectors, else zeros.
-template <typename V> inline V mask_of_rest(int64_t length) {
+// For the last LANES of `length` values: ones where whole vectors have the value already, else zeros.
+template <typename V> inline V mask_of_counted(int64_t length) {
   using Number = std::conditional_t<std::is_same_v<V, Floats>, float, double>;
-  return read<V>((const Number*)(ONES_BEHIND_ZEROS + PADDING) - LANES + length % LANES);
+  return read<V>((const Number*)(ZEROS_BEHIND_ONES + PADDING) - LANES + length % LANES);
 }
-template <typename V> inline V masked(V values, V mask) { return (V)((Words)values & (Words)mask); }
+template <typename V> inline V masked(V values, V mask) { return (V)((Words)values & ~(Words)mask); }
 inline Wide masked(Wide of, Wide mask) { return {masked(of.first, mask.first), masked(of.second, mask.second)}; }
 template <typename V> Pair<V> masked(Pair<V> of, V mask) { return {masked(of.first, mask), masked(of.second, mask)}; }
 template <typename V> inline Pair<Wide> wide(Pair<V> sums) { return {wide(sums.first), wide(sums.second)}; }
 
 // x and x^2; backward, where there is a coefficient, dy and dy * (x - center), of dy behind the relu.
 template <typename T, int num_coefficients, bool has_y> struct Term {
-  // Numbers of 16 bits are first added in float, which is fast, FEW at a time: then the sum of squares of similar values
-  // is exact, as a square has 16 bits (BFloat16) or 22 (Half), and a float 24.
+  // Numbers of 16 bits are first added in float, FEW at a time. Then the sum of squares of similar values is exact: a
+  // square has 16 bits (BFloat16) or 22 (Half), and a float 24.
   static constexpr bool IN_FLOAT = sizeof(T) == 2;
   static constexpr int64_t FEW = std::is_same_v<T, BFloat16> ? 8 : 4;
   using V = std::conditional_t<IN_FLOAT, Floats, Wide>;
@@ -179,7 +184,7 @@ template <typename T, int num_coefficients, bool has_y> struct Term {
       factor = summed(gradient);
     }
     sums.first = sums.first + factor;
-    sums.second = sums.second + factor * value;
+    sums.second = fma(factor, value, sums.second);
   }
 };
 
@@ -190,7 +195,7 @@ void sum_channel(const Term& term, int64_t channel, int64_t start, int64_t lengt
   using V = typename Term::V;
   constexpr int64_t few = Term::FEW;
   int64_t blocks_of_rest = divided_up(length % (few * LANES), LANES), blocks_in_rest = 0;
-  V mask = mask_of_rest<V>(length);
+  V mask = mask_of_counted<V>(length);
   auto of = coefficients<typename Term::Mapped, true>(term.numbers, channel);
   // In float the sums of a few blocks and of rests, else two chains of additions, to hide their latency.
   Pair<V> even, odd, &other = Term::IN_FLOAT ? even : odd, &rest = Term::IN_FLOAT ? odd : even;
@@ -216,11 +221,12 @@ void sum_channel(const Term& term, int64_t channel, int64_t start, int64_t lengt
     term.add({}, start + length - LANES, of, last);
     odd = odd + masked(last, mask);
   }
-  empty(even);
+  if (!Term::IN_FLOAT) empty(even);
   empty(odd);
-  first = second = 0;
   Doubles firsts = total.first.first + total.first.second, seconds = total.second.first + total.second.second;
-  for (int64_t lane = 0; lane < LANES / 2; ++lane) first += firsts[lane], second += seconds[lane];
+  for (int64_t half = LANES / 4; half; half /= 2)
+    for (int64_t i = 0; i < half; ++i) firsts[i] += firsts[i + half], seconds[i] += seconds[i + half];
+  first = firsts[0], second = seconds[0];
 }
 
 // Adds the sums of each column of `rows` rows, which are `length` apart, to first and second. Several rows prefetch the
@@ -243,7 +249,7 @@ INLINED inline void add_rows(const Term& term, int64_t start, int64_t length, do
   if (column == length) return;
   if (length < LANES) return set(0, get(0) + wide(sum({length}, 0, {})));
   column = length - LANES;
-  set(column, get(column) + wide(masked(sum({}, column, {}), mask_of_rest<V>(length))));
+  set(column, get(column) + wide(masked(sum({}, column, {}), mask_of_counted<V>(length))));
 }
 
 template <typename Term>
@@ -300,7 +306,6 @@ template <typename T> Status sum(const Plan& plan, const Sums& call, bool backwa
   return plan.relu ? sum_of(Term<T, 3, false>{}) : sum_of(Term<T, 1, false>{});
 }
 
-// What maps compute in.
 template <typename T> using MapVector = std::conditional_t<std::is_same_v<T, double>, Doubles, Floats>;
 
 // Calls body(memory, index, coefficients) for the vectors of a run of a channel, or of some rows. The last vector ends
@@ -328,13 +333,13 @@ Status map_all(const Sizes& sizes, const double* of_channels, double* scratch, u
   std::array<const Compute<T>*, num> coefficients;
   for (size_t which = 0; which < num; ++which, of_channels += sizes.channels)
     coefficients[which] = sizes.spread(of_channels, (Compute<T>*)scratch + which * sizes.spread_size());
-  int64_t piece = std::max<int64_t>(1, sizes.piece()), step = std::max(sizes.in_runs() ? 1 : ROWS, GRAIN / 2 / piece);
+  int64_t piece = std::max<int64_t>(1, sizes.piece()), step = std::max(ROWS, FORWARDS / piece);
   int64_t numel = sizes.numel(), rest = numel % piece;
   auto map = [&](auto in_runs, auto streams) {
     return parallel(numel / piece, piece, [&](int64_t begin, int64_t end) {
       const auto own = coefficients;  // as in sum_all
       const Body own_body = body;
-      // Backwards, as of a large tensor the caches hold what was added up last.
+      // Of a large tensor the caches hold what was added up last, so the last values are taken first.
       for (; end > begin; end -= step)
         for (int64_t index = std::max(begin, end - step); index < end;) {
           bool some = !in_runs.value && piece >= WIDE_ROW && index + ROWS <= end;
@@ -388,7 +393,6 @@ Status input_gradient(const Plan& plan, const BackwardOutputs& call, const doubl
   return plan.relu ? map(std::integral_constant<size_t, 6>{}) : map(std::integral_constant<size_t, 4>{});
 }
 
-// Numbers of channels.
 template <typename From, typename To> To* convert(const From* from, int64_t count, To* to) {
   for (int64_t i = 0; i < count; i += LANES) {
     Memory memory{std::min(LANES, count - i)};
