@@ -399,6 +399,8 @@ def test_eps_of_numpy(kernels: ModuleType) -> None:
 def test_running_stats(kernels: ModuleType, in_memory: bool, stride: int, dtype: torch.dtype) -> None:
     """Moved in place by a momentum, rounded once to their dtype; n = 1 leaves the variance, n = 0 leaves both. Autograd
     sees that they have moved."""
+    if in_memory and kernels.__name__.rpartition(".")[2] in ("cpu", "gpu"):
+        pytest.skip("operators.py leaves it to torch's operations")
     momentum = torch.tensor(0.25) if in_memory else 0.25
     for num_values, mean, var in ((5.0, 0.75, 0.75 + 0.25 * 2 * 5 / 4), (1.0, 0.75, 1.0), (0.0, 0.0, 1.0)):
         buffers = [torch.full((2 * stride,), value, dtype=dtype)[::stride] for value in (0.0, 1.0)]
@@ -482,7 +484,7 @@ def test_the_reference_can_be_forced() -> None:
     ("name", "value", "words"),
     [
         ("syncbn.kernels.cpu.INTERFACE", -1, "another version"),
-        ("syncbn.kernels.cpu._Library.__annotations__", {"no_such_function": Any}, "does not load"),
+        ("syncbn.kernels.cpu.FUNCTIONS", ("no_such_function",), "does not load"),
         ("sys.platform", "darwin", "there are none for darwin"),
     ],
 )

@@ -9,6 +9,7 @@ import functools
 import struct
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,15 +45,8 @@ class _PlanInC(ctypes.Structure):
     )
 
 
-class _Library:
-    """The C functions, once they are loaded."""
-
-    forward_sums: Any
-    forward_outputs: Any
-    backward_sums: Any
-    backward_outputs: Any
-    update_running_stats: Any
-    scratch: Any
+FUNCTIONS = "forward_sums", "forward_outputs", "backward_sums", "backward_outputs", "update_running_stats", "scratch"
+_library = SimpleNamespace()  # the C functions by these names, once they are loaded
 
 
 @functools.cache
@@ -64,15 +58,14 @@ def load() -> str | None:
         return _why_missing()
     try:
         loaded = ctypes.CDLL(str(FILE))
-        functions = {name: loaded[f"syncbn_{name}"] for name in (*_Library.__annotations__, "interface")}
+        functions = {name: loaded[f"syncbn_{name}"] for name in (*FUNCTIONS, "interface")}
     except (OSError, AttributeError) as error:  # another processor, a torch without torch_parallel_for, another version
         return f"{FILE.name} does not load: {error}"
     if functions.pop("interface")() != INTERFACE:
         return f"{FILE.name} is of another version of syncbn: install it again"
-    for name, function in functions.items():
-        setattr(_Library, name, function)
-    _Library.scratch.restype = ctypes.c_int64
-    _Library.update_running_stats.argtypes = (*(ctypes.c_void_p,) * 4, ctypes.c_double)
+    vars(_library).update(functions)
+    _library.scratch.restype = ctypes.c_int64
+    _library.update_running_stats.argtypes = (*(ctypes.c_void_p,) * 4, ctypes.c_double)
     return None
 
 
@@ -104,7 +97,7 @@ class Plan:
         self.num_forward_sums = 2 * self.num_channels + (behind or 1)
         self.num_backward_sums = 2 * self.num_channels + behind
         self.num_statistics = moments.num_statistics(self.num_channels, self.relu and not flags["has_residual"])
-        self.num_scratch: int = _Library.scratch(self.address)  # bytes
+        self.num_scratch: int = _library.scratch(self.address)  # bytes
 
     @staticmethod
     def at(*tensors: Tensor | None) -> tuple[int, ...]:
@@ -117,7 +110,7 @@ class Plan:
         scratch = x.new_empty(self.num_scratch, dtype=torch.uint8) if self.num_scratch else None
         at = x.data_ptr(), sums.data_ptr()
         call = _sums(0, at[0], 0, 0, at[1], 0, 0, 0 if scratch is None else scratch.data_ptr(), *signature)
-        status = _Library.forward_sums(self.address, call)
+        status = _library.forward_sums(self.address, call)
         if status:
             _refuse(status)
         return sums, at
@@ -136,7 +129,7 @@ class Plan:
             y.data_ptr(), statistics.data_ptr(), 0 if scratch is None else scratch.data_ptr(), momentum or 0.0,
             compares,
         )  # fmt: skip
-        status = _Library.forward_outputs(self.address, call)
+        status = _library.forward_outputs(self.address, call)
         if status:
             _refuse(status)
         elif running_mean is not None and running_var is not None:  # autograd is to see what has changed
@@ -160,7 +153,7 @@ class Plan:
             *at, 0 if grad_weight is None else grad_weight.data_ptr(), 0 if grad_bias is None else grad_bias.data_ptr(),
             0 if scratch is None else scratch.data_ptr(), *signature,
         )  # fmt: skip
-        status = _Library.backward_sums(self.address, call)
+        status = _library.backward_sums(self.address, call)
         if status:
             _refuse(status)
         return sums, grad_weight, grad_bias, at
@@ -177,7 +170,7 @@ class Plan:
             0 if grad_residual is None else grad_residual.data_ptr(), 0 if scratch is None else scratch.data_ptr(),
             compares,
         )  # fmt: skip
-        status = _Library.backward_outputs(self.address, call)
+        status = _library.backward_outputs(self.address, call)
         if status:
             _refuse(status)
         return grad_x, grad_residual, status
@@ -196,19 +189,17 @@ forward_sums, forward_outputs = _functions.forward_sums, _functions.forward_outp
 backward_sums, backward_outputs = _functions.backward_sums, _functions.backward_outputs
 
 
-def update_running_stats(
-    running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float | Tensor, moves: bool = True
-) -> None:
-    if isinstance(momentum, Tensor) or not (running_mean.is_contiguous() and running_var.is_contiguous()):
-        moments.update_running_stats(running_mean, running_var, statistics, momentum, moves)
-    elif moves:
-        buffers = running_mean, running_var
-        require_memory((*buffers, statistics))
-        addresses = Plan.at(*buffers, statistics)
-        if not all(addresses) and running_mean.numel():
-            raise RuntimeError(NO_MEMORY)
-        of_channels, dtypes = Layout(1, False, (1, running_mean.numel(), 1)), (running_mean.dtype, running_var.dtype)
-        options = 1.0, ("mean_dtype", "var_dtype"), *dtypes
-        plan = _functions.plan(of_channels, torch.float32, running_mean.device, *options)
-        _Library.update_running_stats(plan.address, *addresses, momentum)
-        torch_private.increment_version(buffers)
+def update_running_stats(running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float) -> None:
+    buffers = running_mean, running_var
+    require_memory((*buffers, statistics))
+    if not (running_mean.is_contiguous() and running_var.is_contiguous()):
+        moments.update_running_stats(*buffers, statistics, momentum)
+        return
+    addresses = Plan.at(*buffers, statistics)
+    if not all(addresses) and running_mean.numel():
+        raise RuntimeError(NO_MEMORY)
+    of_channels = Layout(1, False, (1, running_mean.numel(), 1))
+    dtypes = {"mean_dtype": running_mean.dtype, "var_dtype": running_var.dtype}
+    plan = _functions.plan(of_channels, torch.float32, running_mean.device, **dtypes)
+    _library.update_running_stats(plan.address, *addresses, momentum)
+    torch_private.increment_version(buffers)

@@ -281,18 +281,12 @@ forward_sums, forward_outputs = _functions.forward_sums, _functions.forward_outp
 backward_sums, backward_outputs = _functions.backward_sums, _functions.backward_outputs
 
 
-def update_running_stats(
-    running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float | Tensor, moves: bool = True
-) -> None:
-    if not moves:
-        return
+def update_running_stats(running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float) -> None:
     require_memory((running_mean, running_var, statistics))
-    in_memory = momentum if isinstance(momentum, Tensor) and momentum.device == statistics.device else None
-    tensors = means, variances, _, _ = running_mean.contiguous(), running_var.contiguous(), statistics, in_memory
-    dtypes = tuple(None if one is None else one.dtype for one in tensors)
+    tensors = means, variances, _ = running_mean.contiguous(), running_var.contiguous(), statistics
+    dtypes = tuple(one.dtype for one in tensors)
     launch = _over_channels(running_mean.numel(), statistics.device, gpu_channels.update_running_stats, dtypes)
-    floats = _two(float(momentum)) if in_memory is None else (0.0, 0.0)
-    launch(*(0 if one is None else one.data_ptr() for one in tensors), floats=floats)
+    launch(*map(Tensor.data_ptr, tensors), floats=_two(momentum))
     torch_private.increment_version((running_mean, running_var))  # autograd is to see that they have changed
     for buffer, moved in ((running_mean, means), (running_var, variances)):
         if moved is not buffer:

@@ -77,30 +77,19 @@ def _move(running, statistic, channel, exists, enough, share):
 
 
 @triton.jit
-def _move_both(
-    running_mean, running_var, channel, exists, mean, var, num_values, momentum_in_memory, momentum, momentum_rest
-):  # fmt: skip
-    """By momentum + momentum_rest, unless momentum_in_memory is given."""
-    if momentum_in_memory is None:
-        share = _float64(momentum, momentum_rest)
-    else:
-        share = tl.load(momentum_in_memory).to(tl.float64)
+def _move_both(running_mean, running_var, channel, exists, mean, var, num_values, share):
     _move(running_mean, mean, channel, exists, num_values > 0, share)
     unbiased_var = var * (num_values / tl.maximum(num_values - 1, 1.0))
     _move(running_var, unbiased_var, channel, exists, num_values > 1, share)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
-def update_running_stats(
-    running_mean, running_var, statistics, momentum_in_memory, momentum, momentum_rest, channels
-):  # fmt: skip
+def update_running_stats(running_mean, running_var, statistics, momentum, momentum_rest, channels):
     channel, exists = _channels(channels)
     mean = tl.load(statistics + channel, mask=exists, other=0.0)
     var = tl.load(statistics + channels + channel, mask=exists, other=0.0)
-    _move_both(
-        running_mean, running_var, channel, exists, mean, var, tl.load(statistics + 3 * channels), momentum_in_memory,
-        momentum, momentum_rest,
-    )  # fmt: skip
+    num_values, share = tl.load(statistics + 3 * channels), _float64(momentum, momentum_rest)
+    _move_both(running_mean, running_var, channel, exists, mean, var, num_values, share)
 
 
 @triton.jit
@@ -147,10 +136,8 @@ def forward_channels(
         tl.store(statistics + 3 * channels + 1 + channel, scale, mask=keeps)
         tl.store(statistics + 4 * channels + 1 + channel, shift, mask=keeps)
         if running_mean is not None:
-            _move_both(
-                running_mean, running_var, channel, exists, mean, var, num_values, momentum_in_memory, momentum,
-                momentum_rest,
-            )  # fmt: skip
+            share = _float64(momentum, momentum_rest) if momentum_in_memory is None else tl.load(momentum_in_memory)
+            _move_both(running_mean, running_var, channel, exists, mean, var, num_values, share)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)

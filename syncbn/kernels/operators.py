@@ -23,7 +23,8 @@ _library = torch.library.Library("syncbn", "DEF")  # type: ignore[no-untyped-cal
 
 def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes the decorated function, which takes the kernel module first, an operator; `fake` returns tensors like its
-    own, without values."""
+    own, without values. Its name then means the function of the kernels' interface, which calls the operator: that
+    takes no kernel module, and the layout in the place of `channel_dim`."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         name = schema.partition("(")[0]
@@ -31,7 +32,8 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
         _library.impl(name, functools.partial(function, cpu), "CPU")  # type: ignore[no-untyped-call]
         _library.impl(name, functools.partial(_on_gpu, function), "CUDA")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"syncbn::{name}", fake, lib=_library)
-        return getattr(torch.ops.syncbn, name).default  # type: ignore[no-any-return]
+        operator = getattr(torch.ops.syncbn, name).default
+        return lambda *given: operator(*[one.channel_dim if isinstance(one, Layout) else one for one in given])
 
     return register
 
@@ -46,7 +48,7 @@ def _on_gpu(function: Callable[..., Any], *arguments: Any) -> Any:
     "forward_sums(Tensor x, int channel_dim) -> Tensor",
     fake=lambda x, channel_dim: x.new_empty(2 * x.shape[channel_dim] + 1, dtype=torch.float64),
 )
-def _forward_sums(kernels: ModuleType, x: Tensor, channel_dim: int) -> Tensor:
+def forward_sums(kernels: ModuleType, x: Tensor, channel_dim: int) -> Tensor:
     return kernels.forward_sums(x, _layout(x, channel_dim))  # type: ignore[no-any-return]
 
 
@@ -58,7 +60,7 @@ def _forward_sums(kernels: ModuleType, x: Tensor, channel_dim: int) -> Tensor:
         total.new_empty(moments.num_statistics(x.shape[channel_dim], relu and residual is None)),
     ),
 )
-def _forward_outputs(
+def forward_outputs(
     kernels: ModuleType, x: Tensor, channel_dim: int, total: Tensor, weight: Tensor | None, bias: Tensor | None,
     residual: Tensor | None, eps: float, relu: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -79,7 +81,7 @@ def _forward_outputs(
         *(None if dtype is None else x.new_empty(x.shape[channel_dim], dtype=dtype) for dtype in dtypes),
     ),
 )
-def _backward_sums(
+def backward_sums(
     kernels: ModuleType, dy: Tensor, x: Tensor, y: Tensor | None, channel_dim: int, statistics: Tensor,
     *dtypes: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
@@ -94,7 +96,7 @@ def _backward_sums(
     "Tensor? weight, bool of_residual) -> (Tensor, Tensor?)",
     fake=lambda dy, x, *arguments: (torch.empty_like(x), torch.empty_like(x) if arguments[-1] else None),
 )
-def _backward_outputs(
+def backward_outputs(
     kernels: ModuleType, dy: Tensor, x: Tensor, y: Tensor | None, channel_dim: int, total: Tensor,
     statistics: Tensor, weight: Tensor | None, of_residual: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
@@ -168,29 +170,6 @@ def _check_statistics(x: Tensor, statistics: Tensor, channels: int) -> None:
     """Raises RuntimeError unless those of all channels are there, in float64 and without gaps."""
     has_more = statistics.numel() != moments.num_statistics(channels, False)  # scale and shift
     _check_numbers(x, "statistics", statistics, moments.num_statistics(channels, has_more), torch.float64)
-
-
-# The kernels' interface.
-
-
-def forward_sums(x: Tensor, layout: Layout) -> Tensor:
-    return _forward_sums(x, layout.channel_dim)  # type: ignore[no-any-return]
-
-
-def forward_outputs(x: Tensor, layout: Layout, *others: Any) -> tuple[Tensor, Tensor]:
-    return _forward_outputs(x, layout.channel_dim, *others)  # type: ignore[no-any-return]
-
-
-def backward_sums(
-    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, *others: Any
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    return _backward_sums(dy, x, y, layout.channel_dim, *others)  # type: ignore[no-any-return]
-
-
-def backward_outputs(
-    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, *others: Any
-) -> tuple[Tensor, Tensor | None]:
-    return _backward_outputs(dy, x, y, layout.channel_dim, *others)  # type: ignore[no-any-return]
 
 
 def update_running_stats(

@@ -1,7 +1,8 @@
 """Selects the kernels for a tensor.
 
 Every kernel module offers the same five functions, which `reference` defines by means of the leaves `layout` and
-`moments`; of the rest of the package this folder imports only `torch_state`, `torch_private` and `program`.
+`moments`. Only `update_running_stats` of `cpu` and `gpu`, which `operators` calls, takes no momentum in a tensor and no
+`moves`. Of the rest of the package this folder imports only `torch_state`, `torch_private` and `program`.
 """
 
 import functools
@@ -65,10 +66,8 @@ def is_transformed(*tensors: Tensor | None) -> bool:
     """Whether vmap or forward mode is active in eager mode, for which only torch's operations have rules."""
     if torch_state.is_compiling():
         return False
-    for tensor in tensors:
-        if tensor is not None and torch_private.is_batched_gradient(tensor):
-            return True
-    return torch_private.inside_vmap_or_forward_mode()
+    is_batched = any(one is not None and torch_private.is_batched_gradient(one) for one in tensors)
+    return is_batched or torch_private.inside_vmap_or_forward_mode()
 
 
 def available() -> str:
