@@ -317,17 +317,20 @@ FREED_BEFORE_FORWARD = "x", "z", "weight", "bias", "running_mean", "running_var"
 @in_c
 @pytest.mark.parametrize("freed", [*FREED_BEFORE_FORWARD, "y", "dy", "saved x", "saved weight"])
 @pytest.mark.parametrize("before", [0, 3])
-def test_freed_memory_is_refused(freed: str, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_freed_memory_is_refused(
+    freed: str, before: int, momentum: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its address is 0, which in C means that there is no such tensor; that of a view, as of a flat parameter of FSDP1,
     is its offset, `before` numbers. Nothing changes. Sums of it are not sent: the others could not know that they were
     never computed, and would train by them."""
-    if before and freed in ("num_batches_tracked", "y"):  # torch itself reads such a counter; y is no view
+    if before and freed == "y":  # which is no view
         return
 
     def view(tensor: Tensor) -> Tensor:
         return torch.cat((tensor.new_zeros(before), tensor.detach().flatten()))[before:].view(tensor.shape)
 
-    layer, sent = syncbn.SyncBatchNorm2d(3, fuse_relu=True), []
+    layer, sent = syncbn.SyncBatchNorm2d(3, momentum=momentum, fuse_relu=True), []
     for name, one in (*layer.named_parameters(), *layer.named_buffers()):
         setattr(layer, name, nn.Parameter(view(one)) if isinstance(one, nn.Parameter) else view(one))
     x, z, dy = map(view, torch.randn(3, *SHAPE))

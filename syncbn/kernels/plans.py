@@ -36,10 +36,13 @@ NO_MEMORY = "a tensor has no memory of its own, as where its storage was resized
 def require_memory(tensors: Sequence[Tensor]) -> None:
     """Raises RuntimeError where a tensor is a view of memory that was freed, as of a flat parameter of FSDP1: then its
     address is its offset. Kernels see by themselves where the address is 0."""
-    if any(map(Tensor.storage_offset, tensors)):
-        for one in tensors:
-            if one.numel() and not one.untyped_storage().nbytes():
-                raise RuntimeError(NO_MEMORY)
+    if any(map(Tensor.storage_offset, tensors)) and any(map(is_freed, tensors)):
+        raise RuntimeError(NO_MEMORY)
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether its memory was freed, as by a resize of its storage to 0 bytes."""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 # What the second call finds in the totals; cpu.cpp has the same numbers.

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from syncbn import argument_errors, torch_state
+from syncbn import argument_errors, torch_private, torch_state
 from syncbn.arguments import Arguments
 from syncbn.distributed.reduction import ONE_RANK, reduction_of
 from syncbn.distributed.side_reductions import Reduction, reduction_in_graph
+from syncbn.kernels.plans import NO_MEMORY, is_freed
 from syncbn.kernels.select import is_transformed
 from syncbn.roads import dtensors, nested, traced, watched
 
@@ -51,6 +52,7 @@ def train(inputs: Sequence[Arguments], caller: Any, fault: Exception | None = No
         for one in plain:
             one.check()
             _require_one_call(one, plain[0])
+            _require_buffers(one)
         plain[0].check_numbers()
     except Exception as error:  # of whatever class a subclass's _check_input_dim raises
         argument_errors.raise_on_all_ranks(error, plain, reduction, "forward")
@@ -94,6 +96,14 @@ def _require_one_call(one: Arguments, first: Arguments) -> None:
             f"{one.name}the batches of this input and of inputs[0] lie on different ranks, and one or both are "
             "DTensors; call sync_batch_norm for each"
         )
+
+
+def _require_buffers(given: Arguments) -> None:
+    """Raises RuntimeError where a buffer's memory was freed: torch's operations, which may write there, would crash."""
+    if not torch_state.is_compiling():
+        for buffer in (given.running_mean, given.running_var, given.counter):
+            if type(buffer) is Tensor and not torch_private.is_wrapped(buffer) and is_freed(buffer):
+                raise RuntimeError(NO_MEMORY)
 
 
 def _apply(function: type[torch.autograd.Function], call: Any, *tensors: Any) -> Any:
