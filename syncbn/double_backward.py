@@ -29,10 +29,6 @@ class BackwardInput(NamedTuple):
     weight_dtype: torch.dtype | None  # of grad_weight; None where it is not needed
     bias_dtype: torch.dtype | None
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
-        """x, dy, y, weight, statistics."""
-        return self.x, self.dy, self.y, self.weight, self.statistics
-
 
 def gradients(per_input: Sequence[BackwardInput], eps: float, reduction: Reduction) -> list[Gradients]:
     """Compute the gradients of each input as a graph.

@@ -1,6 +1,7 @@
 """Makes plans: checks the arguments of a kind once, and works out their layout and their kernels."""
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ from syncbn.torch_private import is_wrapped, is_zero_tensor
 
 Plan: TypeAlias = cpu.Plan | TensorPlan  # or gpu.Plan, which imports triton
 
+kind = attrgetter("shape", "dtype", "device")  # of a tensor
 _NUMBERS = {float, int, type(None)}  # classes of momentum
 # The functions `_check_input_dim` that look at the number of dims alone.
 _CHECKS_OF_DIMS = {None, *(one._check_input_dim for one in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))}
@@ -33,19 +35,15 @@ def new_forward_plan(given: Arguments, check_of_dims: object) -> Plan | None:
     except Exception:  # the side road says what is wrong, on all ranks
         return None
     layout = Layout.of(x, given.channel_dim)
-    fits = (
-        _are_dense((x, z), layout)
-        and (z is None or z.dtype == x.dtype)
-        and _are_in_a_row((*per_channel.values(), counter))
-    )
-    if not fits or (
-        counter is not None and (counter.dtype, counter.shape, counter.device) != (torch.int64, (), x.device)
-    ):
+    if not (_are_dense((x, z), layout) and _are_in_a_row((*per_channel.values(), counter))):
+        return None
+    if z is not None and z.dtype != x.dtype:
+        return None
+    if counter is not None and kind(counter) != ((), torch.int64, x.device):
         return None
     flags = {"relu": given.relu, "has_residual": z is not None, "has_counter": counter is not None}
     dtypes = {
-        f"{name.removeprefix('running_')}_dtype": None if one is None else one.dtype
-        for name, one in per_channel.items()
+        f"{name.removeprefix('running_')}_dtype": getattr(one, "dtype", None) for name, one in per_channel.items()
     }
     return select.new_plan(x, layout, eps=given.eps, averages=given.momentum is None, **flags, **dtypes)
 
@@ -55,18 +53,17 @@ def new_backward_plan(
 ) -> Plan | None:
     """The plan for gradients, see plan.backward_plan; None where hooks have rounded or moved what was saved."""
     x, weight, statistics, y = saved
-    like_dy = all(
-        (one.shape, one.dtype, one.device) == (dy.shape, dy.dtype, dy.device) for one in (x, x if y is None else y)
-    )
-    relu = y is None and has_scale_and_shift(statistics, layout.sizes[1])
-    numbers = num_statistics(layout.sizes[1], relu), torch.float64, dy.device
-    if not like_dy or (len(statistics), statistics.dtype, statistics.device) != numbers:
+    channels = layout.sizes[1]
+    relu = y is None and has_scale_and_shift(statistics, channels)
+    if any(one is not None and kind(one) != kind(dy) for one in (x, y)):
         return None
-    if weight is not None and (weight.shape, weight.device) != ((layout.sizes[1],), dy.device):
+    if kind(statistics) != ((num_statistics(channels, relu),), torch.float64, dy.device):
+        return None
+    if weight is not None and (weight.shape, weight.device) != ((channels,), dy.device):
         return None
     if not (_are_dense((dy, x, y), layout) and _are_in_a_row((weight, statistics))):
         return None
-    weight_dtype = None if weight is None else weight.dtype
+    weight_dtype = getattr(weight, "dtype", None)
     grad_weight_dtype, grad_bias_dtype = weight_dtype if needed[1] else None, bias_dtype if needed[2] else None
     dtypes = {"weight_dtype": weight_dtype, "grad_weight_dtype": grad_weight_dtype, "grad_bias_dtype": grad_bias_dtype}
     return select.new_plan(x, layout, relu=relu, has_y=y is not None, **dtypes)

@@ -5,7 +5,6 @@ group, so nothing makes it invalid. Arguments that are wrong, or that kernels ca
 plan: they take a side road, which copies them or says what is wrong. new_plans.py makes the plans.
 """
 
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from syncbn.arguments import Arguments
 from syncbn.kernels.plans import require_memory
 from syncbn.layout import Layout
-from syncbn.new_plans import Plan, new_backward_plan, new_forward_plan
+from syncbn.new_plans import Plan, kind, new_backward_plan, new_forward_plan
 from syncbn.torch_private import is_wrapped, is_zero_tensor
 from syncbn.torch_state import PLAIN_CLASSES
 
@@ -22,7 +21,6 @@ MOST_PLANS = 4096  # then all are forgotten
 _plans: dict[tuple[Any, ...], Plan] = {}
 
 _PLAIN = {*PLAIN_CLASSES, type(None)}
-_kind = attrgetter("shape", "dtype", "device")
 
 
 def forward_plan(given: Arguments) -> Plan | None:
@@ -73,7 +71,7 @@ def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     there = [one for one in tensors if one is not None]
     require_memory(there)
     return (
-        *map(_kind, there), *map(Tensor.stride, there), *map(Tensor.is_neg, there), *map(is_zero_tensor, there),
+        *map(kind, there), *map(Tensor.stride, there), *map(Tensor.is_neg, there), *map(is_zero_tensor, there),
         *map(is_wrapped, there),
     )  # fmt: skip
 

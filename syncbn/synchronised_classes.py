@@ -38,19 +38,15 @@ ADDED = (
 _classes = dict(OURS)  # and those made so far
 
 
-def synchronised_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
-    """The class that an instance of `original` gets: a subclass of it, but for nn.SyncBatchNorm, and of ours."""
-    if original not in _classes:
-        _classes[original] = _make_class(original)
-    return _classes[original]
-
-
 def class_of(layer: nn.Module) -> type[Any]:
     """The layer's class, without the one that torch.nn.utils.parametrize makes for each layer on top of it."""
     return type(layer).__bases__[0] if nn.utils.parametrize.is_parametrized(layer) else type(layer)
 
 
-def _make_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
+def synchronised_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
+    """The class that an instance of `original` gets: a subclass of it, but for nn.SyncBatchNorm, and of ours."""
+    if original in _classes:
+        return _classes[original]
     namespace: dict[str, Any] = {"__doc__": original.__doc__, "__module__": original.__module__}
     namespace["_syncbn_original"] = original
     if issubclass(original, nn.modules.lazy.LazyModuleMixin) and original.cls_to_become is not None:
@@ -59,7 +55,8 @@ def _make_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
     else:
         ours = next((OURS[base] for base in original.__mro__ if base in OURS), SyncBatchNorm)
     mixin = _Made if original.forward is nn.BatchNorm1d.forward else _KeepsForward
-    return type(f"Sync{original.__name__}", (mixin, original, ours), namespace)
+    _classes[original] = type(f"Sync{original.__name__}", (mixin, original, ours), namespace)
+    return _classes[original]
 
 
 class _Made(SyncBatchNorm):
@@ -97,7 +94,9 @@ class _SynchroniseBatchNorm(TorchFunctionMode):
         self.layer = layer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (self.batch_norm if func is nn.functional.batch_norm else func)(*args, **(kwargs or {}))
+        if func is nn.functional.batch_norm:
+            func = self.batch_norm
+        return func(*args, **(kwargs or {}))
 
     def batch_norm(
         self, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,

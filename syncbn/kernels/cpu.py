@@ -88,9 +88,8 @@ class Plan:
         self, layout: Layout, dtype: torch.dtype, device: torch.device, eps: float = 1.0, **options: Any
     ) -> None:
         flags = {name: bool(options.pop(name, False)) for name in _PlanInC.FLAGS}
-        in_c = _PlanInC(*layout.sizes, eps, CODES[dtype], **flags)
-        for name in _PlanInC.DTYPES[1:]:
-            setattr(in_c, name, CODES[options.get(name)])
+        dtypes = {name: CODES[options.get(name)] for name in _PlanInC.DTYPES[1:]}
+        in_c = _PlanInC(*layout.sizes, eps, CODES[dtype], **dtypes, **flags)
         self.address = ctypes.byref(in_c)  # which keeps it alive
         self.layout, self.relu, self.num_channels, self.dtypes = layout, flags["relu"], layout.sizes[1], options
         behind = (1 + NUM_SIGNED) * flags["is_signed"]

@@ -29,7 +29,7 @@ class Functions:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         weight, bias = _dense(weight), _dense(bias)
         require_memory([one for one in (x, weight, bias, residual) if one is not None])
-        dtypes = {"weight_dtype": _dtype(weight), "bias_dtype": _dtype(bias)}
+        dtypes = {"weight_dtype": getattr(weight, "dtype", None), "bias_dtype": getattr(bias, "dtype", None)}
         plan = self.plan(layout, x.dtype, x.device, eps, relu=relu, has_residual=residual is not None, **dtypes)
         return plan.forward_outputs(plan.at(x, total), x, total, weight, bias, residual)[:2]  # type: ignore[no-any-return]
 
@@ -49,8 +49,8 @@ class Functions:
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         weight = _dense(weight)
         require_memory([one for one in (x, dy, y, statistics, weight) if one is not None])
-        relu = _has_relu(y, statistics, layout)
-        plan = self.plan(layout, x.dtype, x.device, relu=relu, has_y=y is not None, weight_dtype=_dtype(weight))
+        relu, dtype = _has_relu(y, statistics, layout), getattr(weight, "dtype", None)
+        plan = self.plan(layout, x.dtype, x.device, relu=relu, has_y=y is not None, weight_dtype=dtype)
         at = plan.at(dy, x, y, statistics, total)
         return plan.backward_outputs(at, dy, x, y, total, statistics, weight, True, of_residual)[:2]  # type: ignore[no-any-return]
 
@@ -61,7 +61,3 @@ def _has_relu(y: Tensor | None, statistics: Tensor, layout: Layout) -> bool:
 
 def _dense(of_channels: Tensor | None) -> Tensor | None:
     return None if of_channels is None else of_channels.contiguous()
-
-
-def _dtype(tensor: Tensor | None) -> torch.dtype | None:
-    return None if tensor is None else tensor.dtype

@@ -42,7 +42,7 @@ def road_now() -> Road:
 def train(inputs: Sequence[Arguments], caller: Any, fault: Exception | None = None) -> list[tuple[Tensor, Tensor]]:
     """y and the statistics of all ranks, as step.train, for each of these inputs, by one all_reduce. They have eps and
     momentum in common. **Raises** `fault` too, which the caller has found, on every rank."""
-    unwrapped = [_unwrap(one) for one in inputs]
+    unwrapped = [unwrap(one) for one in inputs]
     plain = [one for one, _ in unwrapped]
     road = road_now()
     reduction = road.reduction_of(plain[0].process_group, caller, plain[0].input)
@@ -64,18 +64,12 @@ def train(inputs: Sequence[Arguments], caller: Any, fault: Exception | None = No
     return [(wrap(y), statistics) for (y, statistics), (_, wrap) in zip(results, unwrapped, strict=True)]
 
 
-def evaluate(given: Arguments, of_plain: Callable[[Arguments], Tensor]) -> Tensor:
-    """Evaluates by `of_plain`, which takes plain tensors; the input is another kind of tensor."""
-    plain, wrap = _unwrap(given, synchronises=False)
-    return wrap(of_plain(plain))
-
-
 def normalize_local_batch(given: Arguments) -> Tensor:
     """y by the statistics of this rank's batch. The arguments have been checked."""
     return watched.normalize([given], ONE_RANK, road_now().apply)[0][0]
 
 
-def _unwrap(given: Arguments, synchronises: bool = True) -> tuple[Arguments, Callable[[Tensor], Tensor]]:
+def unwrap(given: Arguments, synchronises: bool = True) -> tuple[Arguments, Callable[[Tensor], Tensor]]:
     """The arguments with plain tensors in place of NestedTensors or DTensors, and a function that wraps the output as
     the input was. Arguments with any other input are returned themselves."""
     if type(given.input) not in torch_state.PLAIN_CLASSES:

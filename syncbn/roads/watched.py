@@ -149,17 +149,19 @@ def _gradients(inputs: Sequence[BackwardInput], eps: float, reduction: Reduction
 
 def backward_sums(one: BackwardInput) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The local sums, grad_weight and grad_bias."""
-    kernels, (x, dy, y, _, statistics) = select_kernels(*one.tensors()), one.tensors()
-    return kernels.backward_sums(dy, x, y, one.layout, statistics, one.weight_dtype, one.bias_dtype)  # type: ignore[no-any-return]
+    x, dy, y, layout, weight, statistics, *_ = one
+    kernels = select_kernels(x, dy, y, weight, statistics)
+    return kernels.backward_sums(dy, x, y, layout, statistics, one.weight_dtype, one.bias_dtype)  # type: ignore[no-any-return]
 
 
 def backward_outputs(one: BackwardInput, total: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """grad_x and grad_residual, by the sums of all ranks."""
-    kernels, (x, dy, y, weight, statistics) = select_kernels(*one.tensors(), total), one.tensors()
+    x, dy, y, layout, weight, statistics, *_ = one
     of_residual = one.needs_residual and y is not None
     if not (one.needs_x or of_residual):
         return None, dy if one.needs_residual else None
-    grad_x, grad_residual = kernels.backward_outputs(dy, x, y, one.layout, total, statistics, weight, of_residual)
+    kernels = select_kernels(x, dy, y, weight, statistics, total)
+    grad_x, grad_residual = kernels.backward_outputs(dy, x, y, layout, total, statistics, weight, of_residual)
     return grad_x, dy if one.needs_residual and y is None else grad_residual
 
 
