@@ -169,8 +169,7 @@ class Unsynchronised(NamedTuple):
 
 def unsynchronised(model: nn.Module) -> list[Unsynchronised]:
     """The layers of `model` that seem to normalise each rank's batch alone."""
-    remedies = [(name, module, _remedy(module)) for name, module in model.named_modules()]
-    return [Unsynchronised(name, module, remedy) for name, module, remedy in remedies if remedy]
+    return [Unsynchronised(name, one, remedy) for name, one in model.named_modules() if (remedy := _remedy(one))]
 
 
 def _remedy(module: nn.Module) -> str | None:

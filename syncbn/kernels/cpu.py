@@ -17,7 +17,7 @@ from torch import Tensor
 
 from syncbn import moments, torch_private
 from syncbn.kernels.functions import Functions
-from syncbn.kernels.plans import NO_MEMORY, NOT_FINITE, NUM_SIGNED, RANKS_DIFFER, UNSIGNED, Signature, require_memory
+from syncbn.kernels.plans import NO_MEMORY, NOT_FINITE, NUM_SIGNED, RANKS_DIFFER, UNSIGNED, Signature, is_freed
 from syncbn.layout import Layout
 
 FILE = Path(__file__).with_name("_cpu.so")
@@ -190,15 +190,13 @@ backward_sums, backward_outputs = _functions.backward_sums, _functions.backward_
 
 def update_running_stats(running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float) -> None:
     buffers = running_mean, running_var
-    require_memory((*buffers, statistics))
+    if any(map(is_freed, (*buffers, statistics))):
+        raise RuntimeError(NO_MEMORY)
     if not (running_mean.is_contiguous() and running_var.is_contiguous()):
         moments.update_running_stats(*buffers, statistics, momentum)
         return
-    addresses = Plan.at(*buffers, statistics)
-    if not all(addresses) and running_mean.numel():
-        raise RuntimeError(NO_MEMORY)
     of_channels = Layout(1, False, (1, running_mean.numel(), 1))
     dtypes = {"mean_dtype": running_mean.dtype, "var_dtype": running_var.dtype}
     plan = _functions.plan(of_channels, torch.float32, running_mean.device, **dtypes)
-    _library.update_running_stats(plan.address, *addresses, momentum)
+    _library.update_running_stats(plan.address, *Plan.at(*buffers, statistics), momentum)
     torch_private.increment_version(buffers)

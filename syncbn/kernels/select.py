@@ -110,6 +110,7 @@ def _why_no_triton(device: torch.device, compiling: bool) -> str | None:
         return _triton_works[device]
     if compiling or torch.cuda.is_current_stream_capturing():
         return None  # a graph takes no launch of ours, and what fails there says nothing of other times
+    reason = None
     try:
         try:
             _try_triton(device)
@@ -127,10 +128,9 @@ def _why_no_triton(device: torch.device, compiling: bool) -> str | None:
             "No module named 'triton'": "; pip install triton",
             "C compiler": "; install a C compiler, such as gcc",
         }
-        _triton_works[device] = reason + next((remedy for part, remedy in remedies.items() if part in reason), "")
-    else:
-        _triton_works[device] = None
-    return _triton_works[device]
+        reason += next((remedy for part, remedy in remedies.items() if part in reason), "")
+    _triton_works[device] = reason
+    return reason
 
 
 def _try_triton(device: torch.device) -> None:
