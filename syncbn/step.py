@@ -22,7 +22,7 @@ from torch import Tensor
 
 from syncbn import argument_errors, masks, torch_private
 from syncbn.arguments import Arguments, require_two_values
-from syncbn.distributed.reduction import EagerReduction, NoReduction, reduction_of
+from syncbn.distributed.reduction import ONE_RANK, EagerReduction, NoReduction, reduction_of
 from syncbn.kernels.plans import NOT_FINITE, NUM_SIGNED, ONE_VALUE
 from syncbn.layout import Layout
 from syncbn.moments import compute_dtype
@@ -95,7 +95,8 @@ class _Step(torch.autograd.Function):
                 dy = ctx.layout.dense(dy)
             plan = backward_plan(ctx.layout, dy, saved, needed, ctx.bias_dtype)
         if plan is None:
-            return *watched.backward(ctx, saved, needed, dy), None, None
+            one = watched.backward_input(ctx.layout, dy, saved, needed, ctx.bias_dtype)
+            return *watched.gradients([one], ctx.eps, ctx.reduction)[0], None, None
 
         reduction, of_residual = ctx.reduction, needs_residual and y is not None
         signature = reduction.signatures["backward", x.dtype]
@@ -135,7 +136,7 @@ def evaluate(given: Arguments) -> Tensor:
 def _evaluate(given: Arguments) -> Tensor:
     given.check()
     if given.mask is not None and given.running_mean is None:  # the statistics of what counts in this batch
-        return choice.normalize_local_batch(given)
+        return watched.normalize([given], ONE_RANK, choice.road_now().apply)[0][0]
     x, mask = masks.apply(given.mask, given.input, given.channel_dim)
     mean, var, weight, bias = given.per_channel().values()
     if any(one is not None and one.dtype != x.dtype for one in (mean, var, weight, bias)):

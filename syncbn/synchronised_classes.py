@@ -119,5 +119,4 @@ class _SynchroniseBatchNorm(TorchFunctionMode):
 
 
 def _empty_instance(original: type[nn.Module]) -> SyncBatchNorm:
-    made = synchronised_class(original)
-    return made.__new__(made)
+    return object.__new__(synchronised_class(original))

@@ -27,7 +27,8 @@ def side_roads() -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "train", noted("forward", choice.train))
-        patch.setattr(step, "watched", SimpleNamespace(backward=noted("backward", watched.backward)))
+        of_step = vars(watched) | {"gradients": noted("backward", watched.gradients)}
+        patch.setattr(step, "watched", SimpleNamespace(**of_step))
         yield taken
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels import reference
-from syncbn.kernels.reference import update_running_stats as update_running_stats
 from syncbn.layout import Layout
+from syncbn.moments import update_running_stats as update_running_stats
 
 PART_VALUES = 2**18  # 2 MB in float64
 

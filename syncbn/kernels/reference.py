@@ -17,6 +17,7 @@ from torch import Tensor
 from syncbn import moments
 from syncbn.layout import Layout
 from syncbn.moments import unpack
+from syncbn.moments import update_running_stats as update_running_stats
 
 
 def forward_sums(x: Tensor, layout: Layout) -> Tensor:
@@ -94,13 +95,6 @@ def backward_outputs(
     dy = through_relu(dy, x, y, layout, statistics)
     grad_x = dy.to(center.dtype) * a + (layout.fold(x).to(center.dtype) - center) * b + c
     return _laid_out(grad_x, x, layout), _laid_out(dy, x, layout) if of_residual else None
-
-
-def update_running_stats(
-    running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float | Tensor, moves: bool = True
-) -> None:
-    """running = (1 - momentum) * running + momentum * statistic, in place; see moments.py."""
-    moments.update_running_stats(running_mean, running_var, statistics, momentum, moves)
 
 
 def _split(mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

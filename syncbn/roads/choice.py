@@ -12,7 +12,7 @@ from torch import Tensor
 
 from syncbn import argument_errors, torch_private, torch_state
 from syncbn.arguments import Arguments
-from syncbn.distributed.reduction import ONE_RANK, reduction_of
+from syncbn.distributed.reduction import reduction_of
 from syncbn.distributed.side_reductions import Reduction, reduction_in_graph
 from syncbn.kernels.plans import NO_MEMORY, is_freed
 from syncbn.kernels.select import is_transformed
@@ -62,11 +62,6 @@ def train(inputs: Sequence[Arguments], caller: Any, fault: Exception | None = No
     if not torch_state.is_compiling():  # where an attribute that changes would compile a graph again
         caller._synchronised_ranks = reduction.num_ranks
     return [(wrap(y), statistics) for (y, statistics), (_, wrap) in zip(results, unwrapped, strict=True)]
-
-
-def normalize_local_batch(given: Arguments) -> Tensor:
-    """y by the statistics of this rank's batch. The arguments have been checked."""
-    return watched.normalize([given], ONE_RANK, road_now().apply)[0][0]
 
 
 def unwrap(given: Arguments, synchronises: bool = True) -> tuple[Arguments, Callable[[Tensor], Tensor]]:

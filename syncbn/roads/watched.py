@@ -81,7 +81,7 @@ class BatchNorm(torch.autograd.Function):
             backward_input(layout, dys[index], saved[index::k], needed[index : 4 * k : k], ctx.bias_dtypes[index])
             for index, layout in enumerate(ctx.layouts)
         ]
-        by_role = zip(*_gradients(inputs, ctx.eps, ctx.reduction), strict=True)
+        by_role = zip(*gradients(inputs, ctx.eps, ctx.reduction), strict=True)
         return None, *[gradient for of_role in by_role for gradient in of_role], *[None] * k
 
 
@@ -109,12 +109,6 @@ def move_running_stats(given: Arguments, statistics: Tensor, moves: bool) -> Non
         counter.add_(1)
 
 
-def backward(ctx: Any, saved: tuple[Any, ...], needed: tuple[bool, ...], dy: Tensor) -> Gradients:
-    """The gradients of x, weight, bias and residual that are needed, for step._Step, to which `ctx` belongs."""
-    one = backward_input(ctx.layout, dy, saved, needed, ctx.bias_dtype)
-    return _gradients([one], ctx.eps, ctx.reduction)[0]
-
-
 def forward_sums(x: Tensor, num_values: Tensor | None, layout: Layout) -> Tensor:
     """The local sums of x, and the number of values that count."""
     sums: Tensor = select_kernels(x).forward_sums(x, layout)
@@ -136,7 +130,7 @@ def backward_input(
     )  # fmt: skip
 
 
-def _gradients(inputs: Sequence[BackwardInput], eps: float, reduction: Reduction) -> list[Gradients]:
+def gradients(inputs: Sequence[BackwardInput], eps: float, reduction: Reduction) -> list[Gradients]:
     """The gradients of each input, with one all_reduce, which happens whichever gradients are needed."""
     with _profiled("syncbn.backward"):
         if torch.is_grad_enabled():  # create_graph=True: the saved statistics are constants to autograd
