@@ -1,7 +1,7 @@
 """Swaps the batch-norm layers of a model for synchronised ones and back, by swapping the class of each layer.
 
 The module object stays, with its parameters, buffers, hooks, attributes and training flag, and so do all references to
-it, as where it stands in the model more than once.
+it: a layer may stand in the model more than once.
 """
 
 import sys

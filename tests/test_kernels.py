@@ -294,7 +294,9 @@ def test_two_steps_of_a_layer(
     """All kernels together, with residual and relu, as torch's layer, add and relu."""
     force(monkeypatch, kernels)
     torch.manual_seed(0)
-    layer, expected_layer = syncbn.SyncBatchNorm2d(5, fuse_relu=True), torch.nn.BatchNorm2d(5, dtype=torch.float64)
+    momentum = None if channels_last else 0.1
+    layer = syncbn.SyncBatchNorm2d(5, momentum=momentum, fuse_relu=True)
+    expected_layer = torch.nn.BatchNorm2d(5, momentum=momentum, dtype=torch.float64)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     expected_layer.load_state_dict(layer.state_dict())

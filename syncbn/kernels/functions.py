@@ -39,7 +39,7 @@ class Functions:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         require_memory([one for one in (x, dy, y, statistics) if one is not None])
         dtypes = {"grad_weight_dtype": weight_dtype, "grad_bias_dtype": bias_dtype}
-        relu = _has_relu(y, statistics, layout)
+        relu = y is None and moments.has_scale_and_shift(statistics, layout.sizes[1])
         plan = self.plan(layout, x.dtype, x.device, relu=relu, has_y=y is not None, **dtypes)
         return plan.backward_sums(dy, x, y, statistics)[:3]  # type: ignore[no-any-return]
 
@@ -49,14 +49,11 @@ class Functions:
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         weight = _dense(weight)
         require_memory([one for one in (x, dy, y, statistics, weight) if one is not None])
-        relu, dtype = _has_relu(y, statistics, layout), getattr(weight, "dtype", None)
+        relu = y is None and moments.has_scale_and_shift(statistics, layout.sizes[1])
+        dtype = getattr(weight, "dtype", None)
         plan = self.plan(layout, x.dtype, x.device, relu=relu, has_y=y is not None, weight_dtype=dtype)
         at = plan.at(dy, x, y, statistics, total)
         return plan.backward_outputs(at, dy, x, y, total, statistics, weight, True, of_residual)[:2]  # type: ignore[no-any-return]
-
-
-def _has_relu(y: Tensor | None, statistics: Tensor, layout: Layout) -> bool:
-    return y is None and moments.has_scale_and_shift(statistics, layout.sizes[1])
 
 
 def _dense(of_channels: Tensor | None) -> Tensor | None:

@@ -1,7 +1,7 @@
 """Launches the kernels for CUDA tensors, and decides how they go over a tensor.
 
-The code of those that go over a tensor is in gpu_tiles.py, of those of channels' numbers in gpu_channels.py. A `Plan`
-launches three kernels each way, four around an all_reduce; with momentum=None torch's for the counter come beside.
+gpu_tiles.py has the kernels that go over a tensor, gpu_channels.py those that compute channels' numbers. A `Plan`
+launches three kernels each way, four around an all_reduce; with momentum=None torch launches those of the counter, too.
 Nothing waits for the GPU. The functions at the end are for operators.py, see functions.py.
 """
 
@@ -21,11 +21,11 @@ from syncbn.kernels.functions import Functions
 from syncbn.kernels.plans import NO_MEMORY, OK, UNSIGNED, Signature, require_memory
 from syncbn.layout import Layout
 
-VALUES = 4  # that a thread loads at once; of 8 in 16 bits the sums do not fit in its registers
+VALUES = 4  # that a thread loads at once; with 8, of 16 bits, the sums would not fit in its registers
 COLUMNS = 64, 32  # channels of a tile, where they are neighbours. 32 of 16 bits are 64 bytes
 WARPS_IN_RUNS, WARPS = 4, 8  # of a program
 SUMMING_REGISTERS, MAPPING_REGISTERS = 80, 64  # of a thread
-SUMMING_THREADS = 768  # of a multiprocessor: what fits with so many registers, at once
+SUMMING_THREADS = 768  # that run on a multiprocessor at once, with so many registers each
 MOST_PARTS = 256  # of a sum, which a second kernel adds
 MAPPING_PROGRAMS = 8192
 MULTIPROCESSORS = 132  # where there is no GPU

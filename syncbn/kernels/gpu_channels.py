@@ -78,6 +78,7 @@ def _move(running, statistic, channel, exists, enough, share):
 
 @triton.jit
 def _move_both(running_mean, running_var, channel, exists, mean, var, num_values, share):
+    """The running statistics by those of a batch, which have this share in them."""
     _move(running_mean, mean, channel, exists, num_values > 0, share)
     unbiased_var = var * (num_values / tl.maximum(num_values - 1, 1.0))
     _move(running_var, unbiased_var, channel, exists, num_values > 1, share)

@@ -3,8 +3,8 @@
 A tensor is (outer, channel, inner) values in memory. A program goes over *rows* of neighbouring values, several of them
 at a time, which is a *tile*:
 
-    in runs   a program has values of one channel. A row is 4 values of one run of `inner` neighbours, or 1 value where
-              4 do not divide a run, or are all of it.
+    in runs   a program has values of one channel. A row is 4 values of a run, which has `inner` neighbours, or 1 value
+              where a run is no multiple of 4, or has 4 alone.
     else      inner is 1: a program has some neighbouring channels. A row is one of the `outer`.
 
 Programs are numbered (span, part): which channel or channels, and which of the rows.

@@ -17,7 +17,6 @@ from syncbn import moments
 from syncbn.kernels import cpu
 from syncbn.layout import Layout
 
-FLOATS = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 _library = torch.library.Library("syncbn", "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -130,7 +129,7 @@ def _layout(x: Tensor, channel_dim: int) -> Layout:
 @functools.lru_cache(4096)
 def _layout_of_kind(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, channel_dim: int) -> Layout:
     x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    if dtype not in FLOATS or not 0 <= channel_dim < x.ndim:
+    if dtype not in cpu.CODES or not 0 <= channel_dim < x.ndim:
         raise RuntimeError(
             f"expected an input of floats with channels in dim {channel_dim}, got {tuple(shape)}, {dtype}"
         )
@@ -158,7 +157,7 @@ def _check_numbers(x: Tensor, name: str, numbers: Tensor | None, count: int, dty
     """Raises RuntimeError unless there are `count` numbers of this dtype without gaps; without a dtype, floats."""
     if numbers is None:
         return
-    fits = numbers.dtype is dtype and numbers.is_contiguous() if dtype else numbers.dtype in FLOATS
+    fits = numbers.dtype is dtype and numbers.is_contiguous() if dtype else numbers.dtype in cpu.CODES
     if not fits or numbers.numel() != count or numbers.get_device() != x.get_device():
         raise RuntimeError(
             f"expected {name} of {count} {dtype or 'floats'} on {x.device}, got {numbers.numel()} {numbers.dtype} on "

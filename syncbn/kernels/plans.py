@@ -35,7 +35,7 @@ NO_MEMORY = "a tensor has no memory of its own, as where its storage was resized
 
 def require_memory(tensors: Sequence[Tensor]) -> None:
     """Raises RuntimeError where a tensor is a view of memory that was freed, as of a flat parameter of FSDP1: then its
-    address is its offset. Kernels see by themselves where the address is 0."""
+    address is its offset. A kernel itself refuses an address of 0."""
     if any(map(Tensor.storage_offset, tensors)) and any(map(is_freed, tensors)):
         raise RuntimeError(NO_MEMORY)
 
