@@ -34,8 +34,6 @@ def road_now() -> Road:
     moves = torch_state.current_backward() == -1  # not in the recompute of activation checkpointing
     if torch_state.is_jit_tracing():
         return Road(traced.refuse_jit_trace, _apply, moves)
-    if torch_state.inside_functorch() or torch_state.forward_mode_level() >= 0:
-        return Road(reduction_of, _apply_transformed, moves)
     return Road(reduction_of, _apply, moves)
 
 
@@ -95,16 +93,12 @@ def _require_buffers(given: Arguments) -> None:
                 raise RuntimeError(NO_MEMORY)
 
 
-def _apply(function: type[torch.autograd.Function], call: Any, *tensors: Any) -> Any:
-    return function.apply(call, *tensors)  # type: ignore[no-untyped-call]
-
-
 def _apply_in_graph(function: type[torch.autograd.Function], call: Any, *tensors: Any) -> Any:
     if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors):
-        return _apply(function, call, *tensors)
+        return function.apply(call, *tensors)  # type: ignore[no-untyped-call]
     return function.forward(call, *tensors)  # which Dynamo (torch 2.13) hands a context, if it is applied
 
 
-def _apply_transformed(function: type[torch.autograd.Function], call: Any, *tensors: Any) -> Any:
-    """It has no rule for vmap and forward mode; the operations of its forward have."""
+def _apply(function: type[torch.autograd.Function], call: Any, *tensors: Any) -> Any:
+    """The function has no rules for vmap and forward mode; the operations of its forward have."""
     return (function.forward if is_transformed(*tensors) else function.apply)(call, *tensors)
