@@ -55,10 +55,8 @@ IN_BACKWARD = "in body.bn3 backward, call 3"
 OF_TWO_MODELS = r"in layer '1' forward, call 3; first called at faulty_job.py:\d+, as layer number {} of .*"
 
 
-def _of_dtypes(where: str, one: str, other: str) -> tuple[str, str]:
-    """Said without and in debug mode."""
-    said = _where(*(f"{where}, with an input of torch.{dtype}" for dtype in (one, other)))
-    return said, _where(f"in body.bn1 .*torch.{one}.*", f"in body.bn1 .*torch.{other}.*")
+def _of_dtypes(where: str, *dtypes: str) -> str:
+    return _where(*(f"{where}, with an input of torch.{dtype}" for dtype in dtypes))
 
 
 FAULTS = {
@@ -74,9 +72,11 @@ FAULTS = {
     ),
     "in evaluation": Fault("", _where(IN_1, EVALUATES)),
     "not converted": Fault(_where(FIRST, "has not been seen in body.bn1(; .*)?")),
-    "channels": Fault("", _where(f"{FIRST}: 4 channels.*", f"{FIRST}: 5 channels.*")),
-    "dtype": Fault(*_of_dtypes(FIRST, "float32", "float64")),
-    "autocast": Fault(*_of_dtypes(IN_1, "float32", "bfloat16")),
+    "channels": Fault(
+        "", "different numbers of channels.\n" + _where(f"{FIRST}, with 4 channels", f"{FIRST}, with 5 channels")
+    ),
+    "dtype": Fault(_of_dtypes(FIRST, "float32", "float64")),
+    "autocast": Fault(_of_dtypes(IN_1, "float32", "bfloat16")),
     "two models, another order": Fault(_where(*map(OF_TWO_MODELS.format, (1, 2))), by_hand=False),
     "evaluates, DDP broadcasts buffers": Fault(_where(IN_1, EVALUATES) + r".*call ddp\.module\(x\)"),
     "one more step, then a barrier": Fault(  # in which the others wait

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -16,7 +17,7 @@ from syncbn.diagnosis.waiting import Waiting
 from syncbn.diagnosis.watchdog import WatchedRank, log
 from syncbn.distributed import reduction
 from syncbn.distributed.reduction import Collective, EagerReduction
-from syncbn.distributed.text_exchange import all_gather_json, by_rank, raise_faults, ranks_in_words
+from syncbn.distributed.text_exchange import all_gather_json, by_rank, exchange_errors, ranks_in_words
 from syncbn.kernels.plans import RANKS_DIFFER, status_of
 from syncbn.program import callers, warn
 
@@ -68,23 +69,24 @@ class Observer:
             failed = f"syncbn: a collective failed on rank {wait.rank.rank} after {wait.seconds():.1f} s."
             raise RuntimeError(f"{failed}\n{where}\nThe process group says: {error}") from error
 
-    def explain_total(self, called: EagerReduction, behind: list[float], error: Exception | None) -> None:
+    def explain_total(self, called: EagerReduction, behind: list[float], error: Exception | None) -> Exception | None:
         """Ranks in different layers or passes have met, or a rank has a fault, as the total says `behind` the sums.
-        **Raises** RuntimeError in the first case, unless the ranks have different names for one layer, and in the
-        second the errors of all faulty ranks, on every rank; `error` is this rank's, or None."""
+        **Raises** RuntimeError in the first case, unless the ranks have different names for one layer. In the second
+        returns what this rank is to raise; `error` is its own, or None."""
         site, wait = called.site, Waiting(called.collective)
         has_fault, all_sign = math.isnan(behind[0]), behind[1] == site.num_ranks
         if status_of(behind) == RANKS_DIFFER:
             if not (site.counts and all_sign):  # some ranks would not take part in an all_gather
                 raise report.RanksDifferError(report.where_all_are(wait))
             gathered = all_gather_json(described(called, called.collective.pass_name), called.group)
-            require_one_layer(site, gathered, compares_dtypes=not has_fault)  # the fault may be the dtype
+            require_one_layer(site, gathered, () if has_fault else ("dtype",))  # the fault may be the dtype
         if has_fault:
             # Ranks in a compiled graph sign nothing and would not take part in an all_gather; joined ranks do.
             if site.counts and not all_sign and reduction.joined_group() is None:
                 where = report.where_all_are(wait)
-                raise error or RuntimeError(f"syncbn: another rank has a bad argument, and says which.\n{where}")
-            raise_faults(error, called.group, f"{wait.position.doing}:\n")
+                return error or RuntimeError(f"syncbn: another rank has a bad argument, and says which.\n{where}")
+            return exchange_errors(error, called.group, f" in {wait.position.doing}")
+        return None
 
     def warn_not_finite(self, collective: Collective) -> None:
         """Warn, once for a layer, that this rank's input has NaN or infinity."""
@@ -113,9 +115,17 @@ def described(called: EagerReduction, pass_name: str) -> dict[str, Any]:
     }
 
 
-def require_one_layer(site: Site, gathered: list[dict[str, Any]], compares_dtypes: bool = True) -> None:
-    """**Raises** RuntimeError, the same on every rank, unless the ranks are in the same pass of one layer, with inputs
-    of one dtype. Where they have different names for it they agree on one."""
+# What ranks in one layer must have in common: how the error begins, what it says of each rank, and the remedy.
+IN_COMMON = {
+    "dtype": ("have inputs of different dtypes", "with an input of {dtype}", report.REMEDY_OF_DTYPES),
+    "channels": ("have different numbers of channels", "with {channels} channels", report.REMEDY_OF_CHANNELS),
+    "ranks": ("have different process groups in one layer", "over {ranks}", report.REMEDY_OF_GROUPS),
+}
+
+
+def require_one_layer(site: Site, gathered: list[dict[str, Any]], in_common: Iterable[str] = IN_COMMON) -> None:
+    """**Raises** RuntimeError, the same on every rank, unless the ranks are in the same pass of one layer, and have
+    these things `in_common`. Where they have different names for it they agree on one."""
 
     def all_have(key: str) -> bool:
         return len({one[key] for one in gathered}) == 1
@@ -131,9 +141,10 @@ def require_one_layer(site: Site, gathered: list[dict[str, Any]], compares_dtype
         where = by_their_rank("in {doing}; {first call}" if all_have("doing") else "in {doing}")
         remedy = report.or_debug(report.REMEDY) if all_have("pass") else report.REMEDY_OF_PASSES
         raise report.RanksDifferError(f"{where}\n{remedy}")
-    if compares_dtypes and not all_have("dtype"):
-        where = by_their_rank("in {doing}, with an input of {dtype}")
-        raise report.RanksDifferError(f"{where}\n{report.REMEDY_OF_DTYPES}", "have inputs of different dtypes")
+    for key in in_common:
+        if not all_have(key):
+            what, of_each, remedy = IN_COMMON[key]
+            raise report.RanksDifferError(f"{by_their_rank('in {doing}, ' + of_each)}\n{remedy}", what)
     site.sign_as(max(paths, key=len), max(one["order"] for one in gathered))
 
 

@@ -49,6 +49,8 @@ REMEDY_OF_NAN = (
     "torch.autograd.set_detect_anomaly(True) finds a backward that makes NaN."
 )
 REMEDY_OF_DTYPES = "Use autocast on every rank or on none, and keep the model in the same dtype on all."
+REMEDY_OF_CHANNELS = "Build the same model on every rank."
+REMEDY_OF_GROUPS = "Give the layer the same process_group on every rank."
 
 
 def or_debug(remedy: str) -> str:

@@ -94,7 +94,7 @@ class Shadowing(Guard):
             if not self.over:
                 with contextlib.suppress(RuntimeError):
                     self.agree(FAILED)
-                    self.exchange_failures(f"{type(error).__name__}: {error}")
+                    self.exchange_failures(text_exchange.in_words(error))
             raise
 
     def run(self, body: Callable[[], None]) -> None:

@@ -163,9 +163,11 @@ class EagerReduction:
 
     def explain(self, payload: Tensor, error: Exception | None = None) -> None:
         """Say what is wrong with a total on CPU: **raises** RuntimeError where ranks in different layers or passes have
-        met, and the errors of all ranks, of which `error` is this one's."""
+        met; and where ranks have errors, of which `error` is this one's, that, or one with the others' errors."""
         with self.collective:
-            observer.explain_total(self, payload[-1 - NUM_SIGNED :].tolist(), error)
+            fault = observer.explain_total(self, payload[-1 - NUM_SIGNED :].tolist(), error)
+        if fault is not None:
+            raise fault
 
     def warn_not_finite(self, is_local: bool) -> None:
         """NaN or infinity is in a total. If it `is_local`, in this rank's x, the rank warns, once for a layer."""

@@ -6,8 +6,9 @@ These are for errors and agreements, not for training steps: each is one collect
 import hashlib
 import itertools
 import json
+import traceback
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,23 +46,26 @@ def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return local.to(values.device)
 
 
-def raise_faults(error: Exception | None, group: dist.ProcessGroup, where: str = "") -> NoReturn:
-    """Exchange the ranks' errors, None for no fault. **Raises** on every rank TypeError, if the first faulty rank has
-    one, else ValueError, with the text of every faulty rank."""
-    gathered = all_gather_text("" if error is None else f"{type(error).__name__}: {error}", group)
-    ranks = dist.get_process_group_ranks(group)
-    faults = [(rank, *fault.partition(": ")[::2]) for rank, fault in zip(ranks, gathered, strict=True) if fault]
-    faulty, classes, texts = zip(*faults, strict=True)
-    error_class = TypeError if classes[0] == "TypeError" else ValueError
-    said = [text or name for name, text in zip(classes, texts, strict=True)]  # an assert may say nothing
-    raise error_class(where + by_rank(faulty, said)) from error
+def exchange_errors(error: Exception | None, group: dist.ProcessGroup, where: str = "") -> Exception:
+    """Exchange the errors of the ranks, of which one or more have one. Returns what this rank is to raise: its own
+    `error`; without one TypeError, if the first faulty rank has that, else ValueError, with the errors of all."""
+    errors = gather_by_rank("" if error is None else in_words(error), group)
+    if error is not None:
+        return error
+    error_class = TypeError if errors.split(": ")[1] == "TypeError" else ValueError
+    return error_class(f"syncbn: another rank failed{where}.\n{errors}")
+
+
+def in_words(error: BaseException) -> str:
+    """The class and the text, as the last line of a traceback has them."""
+    return "".join(traceback.format_exception_only(error)).strip()
 
 
 def require_equal(lines: Sequence[str], error: Exception | None, group: dist.ProcessGroup | None) -> None:
     """Check that the models are the same, as far as these lines say, before collectives that depend on it.
 
-    **Raises** on every rank: what any rank raises, of which `error` is this rank's; ValueError where the lines differ,
-    with the first that does.
+    **Raises** on every rank: as `exchange_errors` says where a rank has an error, of which `error` is this rank's;
+    ValueError where the lines differ, with the first that does.
     """
     if group is None:
         if error is not None:
@@ -70,7 +74,7 @@ def require_equal(lines: Sequence[str], error: Exception | None, group: dist.Pro
     digest = hashlib.blake2b("\n".join(lines).encode()).hexdigest()
     gathered = all_gather_text(digest if error is None else "", group)
     if "" in gathered:
-        raise_faults(error, group)
+        raise exchange_errors(error, group)
     if len(set(gathered)) > 1:
         rest = iter(lines)
         while len(set(of_ranks := all_gather_text(next(rest, "nothing more"), group))) == 1:

@@ -22,7 +22,7 @@ from voting import Ranks
 
 import syncbn
 from syncbn import torch_private
-from syncbn.diagnosis import signatures, waiting, watchdog
+from syncbn.diagnosis import debug_mode, signatures, waiting, watchdog
 from syncbn.diagnosis.this_rank import Position
 from syncbn.distributed import reduction
 from syncbn.distributed.reduction import Caller, Guard, guarded_by
@@ -98,17 +98,21 @@ MEETINGS: list[tuple[Callable[..., object], Callable[..., object], str]] = [
 ]
 
 
-@on_cpu
+@pytest.mark.parametrize("debug", [pytest.param(False, marks=on_cpu), True])
 @pytest.mark.parametrize(("of_rank_0", "of_others", "said"), MEETINGS, ids=["layers", "passes", "dtypes"])
 def test_ranks_in_different_layers_passes_or_dtypes(
-    ranks: Ranks, of_rank_0: Callable[..., object], of_others: Callable[..., object], said: str
+    ranks: Ranks, of_rank_0: Callable[..., object], of_others: Callable[..., object], said: str, debug: bool
 ) -> None:
     """What would otherwise mix their statistics in silence."""
-    model, x = Block(), torch.randn(4, 3)
+    model, x = Block().to(ranks.device), torch.randn(4, 3, device=ranks.device)
     model(x)
     y = model.bn1(x)
     message = said.replace("OTHERS", ranks_in_words([*range(1, ranks.size)]))
-    with unchanged(model), pytest.raises(RuntimeError, match=message):
+    with (
+        unchanged(model),
+        pytest.raises(RuntimeError, match=message),
+        syncbn.debug() if debug else contextlib.nullcontext(),
+    ):
         (of_others if ranks.rank else of_rank_0)(model, x, y)
     assert model(x).isfinite().all()  # the group goes on
 
@@ -311,6 +315,34 @@ def test_the_rank_of_a_nan_is_named(ranks: Ranks, bad: float, masked: bool, debu
 
 
 # Debug mode.
+
+
+@pytest.mark.parametrize(
+    ("channels", "members", "what", "of_rank_0", "of_others"),
+    [
+        (4, None, "numbers of channels", "with 4 channels", "with 3 channels\nBuild the same model"),
+        (
+            3,
+            "rank 7",
+            "process groups in one layer",
+            "over rank 7",
+            "over ranks 0-.*\nGive the layer the same process_",
+        ),
+    ],
+)
+def test_debug_mode_tells_what_differs_in_one_layer(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, channels: int, members: str | None, what: str, of_rank_0: str,
+    of_others: str,
+) -> None:  # fmt: skip
+    if ranks.rank:
+        channels = 3
+    elif members:
+        monkeypatch.setattr(debug_mode, "ranks_in_words", lambda _: members)
+    layer, x = syncbn.SyncBatchNorm(channels, device=ranks.device), torch.randn(4, channels, device=ranks.device)
+    others, call = ranks_in_words([*range(1, ranks.size)]), "in SyncBatchNorm forward, call 1"
+    message = rf"^syncbn: the ranks have different {what}\.\nrank 0: {call}, {of_rank_0}\n{others}: {call}, {of_others}"
+    with unchanged(layer), pytest.raises(RuntimeError, match=message), syncbn.debug():
+        layer(x)
 
 
 def test_debug_mode_changes_no_result(ranks: Ranks) -> None:

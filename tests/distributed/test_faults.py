@@ -23,7 +23,7 @@ GOOD = torch.arange(24.0).view(2, 3, 4)
 
 # A bad first argument, what every rank raises, and what it says. The nearest good argument is GOOD.
 FAULTS = [
-    (GOOD.movedim(1, -1), ValueError, r"expected 3 channels in dim 1 of the input, got 4"),
+    (GOOD.movedim(1, -1), ValueError, "expected 3 channels in dim 1 of the input, got 4"),
     (
         GOOD.to(torch.complex64),
         TypeError,
@@ -36,9 +36,17 @@ FAULTS = [
 
 @pytest.mark.parametrize(("bad", "error", "text"), FAULTS)
 def test_bad_input_on_one_rank(ranks: Ranks, bad: object, error: type[Exception], text: str) -> None:
+    """That rank raises the error that it raises alone, the others one with its text."""
     layer, faulty = syncbn.SyncBatchNorm(3), ranks.size - 1
-    with unchanged(layer), pytest.raises(error, match=rf"^SyncBatchNorm forward, call 1:\nrank {faulty}: .*{text}"):
+    message = f"^SyncBatchNorm: {text}"
+    if ranks.rank != faulty:
+        message = (
+            rf"^syncbn: another rank failed in SyncBatchNorm forward, call 1\.\nrank {faulty}: {error.__name__}: {text}"
+        )
+    with unchanged(layer), pytest.raises(error, match=message) as raised:
         layer(bad if ranks.rank == faulty else GOOD)
+    assert str(raised.value).count(text) == 1
+    assert raised.value.__context__ is None or ranks.rank == faulty
     layer(GOOD)  # the group goes on
 
 
@@ -52,35 +60,43 @@ def test_bad_input_on_one_rank(ranks: Ranks, bad: object, error: type[Exception]
 )
 def test_a_bad_argument_of_the_backward(ranks: Ranks, name: str, bad: object, message: str) -> None:
     arguments = {"grad_output": GOOD, "input": GOOD, "mean": torch.zeros(3), "invstd": torch.ones(3)}
-    with pytest.raises(ValueError, match=f"rank 0: .*{message}"):
+    with pytest.raises(ValueError, match=message if ranks.rank == 0 else f"rank 0: ValueError: .*{message}"):
         batch_norm_backward(**arguments | ({name: bad} if ranks.rank == 0 else {}))
 
 
 class OwnCheck(torch.nn.modules.batchnorm._BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         assert input.ndim == 4, "my own words"
+        if len(input) > 3:
+            raise AssertionError
 
 
 def test_an_own_check_of_dims_may_raise_any_class(ranks: Ranks) -> None:
-    layer = syncbn.convert_syncbn_model(OwnCheck(3))
-    with pytest.raises(ValueError, match="rank 1: my own words"):
-        layer(GOOD if ranks.rank == 1 else GOOD[..., None])
+    """Even without a text."""
+    layer, good = syncbn.convert_syncbn_model(OwnCheck(3)), GOOD[..., None]
+    for bad, text in ((GOOD, "AssertionError: my own words"), (torch.cat((good, good)), "AssertionError$")):
+        error, message = (AssertionError, None) if ranks.rank == 1 else (ValueError, f"\nrank 1: {text}")
+        with pytest.raises(error, match=message):
+            layer(bad if ranks.rank == 1 else good)
 
 
 def test_the_layer_and_every_faulty_rank_are_named(ranks: Ranks) -> None:
     layer = syncbn.SyncBatchNorm(3)
-    where = rf"^layer '1' forward, call 1:\nranks 0-{ranks.size - 1}:"
-    with pytest.raises(ValueError, match=f"{where} .*expected 3 channels in dim 1 of the input, got 2"):
-        nn.Sequential(nn.Identity(), layer)(torch.randn(2, 2))
-    with pytest.raises(ValueError, match=r"rank 0: .*got 5.*\nrank 1: .*got 6"):
-        layer(torch.randn(2, 5 + ranks.rank))
+    model, faulty = nn.Sequential(nn.Identity(), layer), ranks.rank < 2
+    with pytest.raises(
+        ValueError, match="^layer '1': expected" if faulty else "layer '1' forward, call 1.\nranks 0-1: V"
+    ):
+        model(torch.randn(2, 2 if faulty else 3))
+    of_each = rf"^layer '1': .*got {5 + ranks.rank}" if faulty else r"rank 0: .*got 5.*\nrank 1: .*got 6"
+    with pytest.raises(ValueError, match=of_each):
+        model(torch.randn(2, 5 + ranks.rank if faulty else 3))
 
 
 def test_the_exchange_does_not_need_numpy(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch does not depend on NumPy, and its all_gather_object does not work without."""
     monkeypatch.setitem(sys.modules, "numpy", None)
     monkeypatch.setattr(torch.Tensor, "numpy", None)
-    with pytest.raises(ValueError, match=r"rank 0: .*expected 3 channels"):
+    with pytest.raises(ValueError, match="expected 3 channels"):
         syncbn.SyncBatchNorm(3)(GOOD.mT if ranks.rank == 0 else GOOD)
     with pytest.raises(ValueError, match=f"{ranks.size + 1} ranks|multiple of the group size"):
         groups.make(ranks.size + 1)

@@ -233,7 +233,7 @@ def test_backends_by_device(ranks: Ranks, backend: str | None) -> None:
             ddp(x).sum().backward()
     with syncbn.debug():
         model(x)
-    with pytest.raises(ValueError, match=r"rank 0: .*expected 3 channels"):
+    with pytest.raises(ValueError, match="expected 3 channels"):
         syncbn.functional.sync_batch_norm(x if ranks.rank else x[:, :2], None, None, torch.ones(3), training=True)
     syncbn.recompute_running_stats(model, [x])
     syncbn.merge_running_stats(model)

@@ -103,7 +103,7 @@ def test_a_bad_argument_after_a_plan_was_made(
     sync_batch_norm(**good)
     before = copy.deepcopy(good)
     faulty = ranks.rank == 0
-    with side_roads() as taken, pytest.raises((TypeError, ValueError), match=f"rank 0: .*{message}"):
+    with side_roads() as taken, pytest.raises((TypeError, ValueError), match=message):
         sync_batch_norm(**(good | bad if faulty else good))
     assert taken == ["forward"] * faulty
     assert sent == [SENT[0], SENT[0], REPORT]
@@ -119,9 +119,11 @@ def test_an_input_without_memory_on_one_rank(ranks: Ranks, sent: list[int]) -> N
     layer, x = layer_and_input(ranks)
     layer(x)
     bad = x.clone()
+    error, message = ValueError, "rank 0: RuntimeError: a tensor has no memory"
     if ranks.rank == 0:
         bad.untyped_storage().resize_(0)
-    with unchanged(layer), side_roads() as taken, pytest.raises(ValueError, match="rank 0: a tensor has no memory"):
+        error, message = RuntimeError, "^SyncBatchNorm1d: a tensor has no memory"
+    with unchanged(layer), side_roads() as taken, pytest.raises(error, match=message):
         layer(bad)
     assert not taken
     assert sent == [SENT[0], SENT[0], REPORT]

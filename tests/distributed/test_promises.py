@@ -143,8 +143,10 @@ def test_promise_7_checkpoints_load_both_ways(ranks: Ranks) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs the faulty rank raises alone")
 def test_promise_8_a_bad_argument_is_raised_on_every_rank(ranks: Ranks) -> None:
     layer = syncbn.SyncBatchNorm(C)
-    bad = torch.randn(4, C + 1) if ranks.rank == ranks.size - 1 else torch.randn(4, C)
-    message = rf"rank {ranks.size - 1}: expected 3 channels in dim 1 of the input, got 4 .*; correct num_features"
+    bad, message = torch.randn(4, C), f"in SyncBatchNorm forward, call 1.\nrank {ranks.size - 1}: ValueError: "
+    if ranks.rank == ranks.size - 1:
+        bad, message = torch.randn(4, C + 1), "^SyncBatchNorm: "
+    message += "expected 3 channels in dim 1 of the input, got 4 .*; correct num_features"
     with unchanged(layer), pytest.raises(ValueError, match=message):
         layer(bad)
     layer(torch.randn(4, C))  # the group goes on
