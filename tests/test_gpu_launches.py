@@ -2,6 +2,7 @@
 
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import triton
 from benchmarks.launches import stand_in_driver
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from triton.backends.amd.compiler import HIPBackend
 
 import syncbn
 from syncbn import plan
@@ -90,3 +92,16 @@ def test_addresses_choose_the_kernel(launched: list[str], offsets: tuple[int, ..
         syncbn.SyncBatchNorm1d(32)(storage[offset : offset + 8 * 32].view(8, 32))
         num_compiled.append(len(gpu._compiled))
     assert num_compiled[0] < num_compiled[1]
+
+
+@pytest.mark.parametrize(("num_samples", "fits"), [(1, True), (2, False)])  # of 1 GiB
+def test_amd_is_told_of_tensors_of_2_gib(monkeypatch: pytest.MonkeyPatch, num_samples: int, fits: bool) -> None:
+    """Triton's back end for AMD asks how long a tensor's memory is, and compiles for offsets that fit in 31 bits."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    x = torch.empty(num_samples, 2**9, 2**10, 2**10, dtype=torch.bfloat16, device="meta")
+    launch, kernel = gpu.Plan(Layout.of(x, 1), x.dtype, x.device).normalize, mock.MagicMock()
+    kernel.__getitem__.return_value.return_value = None  # as if the kernel were interpreted
+    monkeypatch.setattr(launch, "kernel", kernel)
+    launch(*[16] * len(launch.dtypes))
+    found = HIPBackend.is_within_2gb(kernel.__getitem__.return_value.call_args.args[0])
+    assert found == fits  # without the tensor, whose memory pytest would print

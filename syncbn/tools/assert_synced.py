@@ -27,8 +27,9 @@ def assert_synced(model: nn.Module) -> None:
     differ.
 
     Raises:
-        AssertionError: on every rank: which tensors differ, on which ranks, and by how much at most; or that the ranks'
-            models have not the same tensors.
+        AssertionError: on every rank: which tensors differ, on which ranks, by how much at most where they are finite,
+            and in how many places one rank has NaN or infinity and another has not; or that the ranks' models have not
+            the same tensors.
     """
     world = groups.world()
     if world is None:
@@ -73,12 +74,17 @@ def _report(differing: list[tuple[str, Tensor, list[list[int]]]], num_tensors: i
     lines = []
     for name, tensor, versions in differing[:LINES]:
         values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).to(torch.float64).reshape(-1)
-        bounds = torch.cat((values, -values))
+        is_finite = values.isfinite()
+        kinds = torch.where(is_finite, 0.0, values.nan_to_num(2.0, 1.0, -1.0))  # of NaN, infinity, -infinity
+        bounds = torch.stack((values, -values, kinds, -kinds))
+        bounds[:2, ~is_finite] = -math.inf
         if not any(world.rank() in ranks for ranks in versions):  # of another group, where they may be the same
             bounds.fill_(-math.inf)
-        largest, negated_smallest = all_reduce_max(bounds, world).chunk(2)
-        difference = (largest + negated_smallest).max().item()
-        lines.append(f"{name}: {' unlike '.join(map(ranks_in_words, versions))}, by up to {difference:.3g}")
+        largest, negated_smallest, largest_kind, negated_smallest_kind = all_reduce_max(bounds, world)
+        difference = max(0.0, (largest + negated_smallest).max().item())  # of what is finite
+        num_others = int((largest_kind + negated_smallest_kind).count_nonzero())
+        others = f"; NaN or infinity differs in {num_others} places" if num_others else ""
+        lines.append(f"{name}: {' unlike '.join(map(ranks_in_words, versions))}, by up to {difference:.3g}{others}")
     if len(differing) > LINES:
         lines.append(f"and {len(differing) - LINES} more")
     num_differing = len({name for name, *_ in differing})

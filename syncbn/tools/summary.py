@@ -48,7 +48,8 @@ def summary(model: nn.Module) -> Summary:
     Columns: name; class; channels; number of ranks in its group; bytes that a rank sends per training step, forward and
         backward; and whether the layer really synchronised in its last training step, and over how many ranks. The
         last is recorded in eager mode only: for a layer in a compiled module, if that is `model` or inside it, the
-        column says "compiled"; for a layer that counted its batches compiled, or before it was loaded, how many.
+        column says "compiled"; for a layer without an eager step how many batches num_batches_tracked has counted, in a
+        compiled graph or before the layer was converted, copied or loaded.
 
     **Raises** TypeError unless `model` is a module.
     """
@@ -69,12 +70,15 @@ def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
 
 
 def _last_eager_step(layer: SyncBatchNorm) -> str:
-    """Whether it synchronised; a layer that has made none in this process may have counted batches."""
+    """Whether it synchronised. A layer that has made none since it was converted, copied or loaded may have counted
+    batches, in compiled graphs or before."""
     num_ranks, counter = layer._synchronised_ranks, layer.num_batches_tracked
     if num_ranks is not None:
         return "not synchronised" if num_ranks == 1 else f"synchronised over {num_ranks} ranks"
     num_batches = 0 if counter is None or counter.is_meta else int(counter)
-    return f"none here; {num_batches} compiled or loaded" if num_batches else "none yet"
+    if not num_batches:
+        return "none yet"
+    return f"none: {num_batches} batch{'es' * (num_batches > 1)} ran compiled, or before conversion or loading"
 
 
 def bytes_if_synchronised(layer: nn.modules.batchnorm._BatchNorm) -> tuple[int, int]:

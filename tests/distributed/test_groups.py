@@ -123,7 +123,8 @@ def test_copies_and_pickles(ranks: Ranks) -> None:
     pickled = pickle.loads(pickle.dumps(model))
     for layer in (*copied, *averaged.module, *pickled):
         assert all_share(layer, ranks)
-    assert syncbn.summary(pickle.loads(pickle.dumps(pickled)))[0].last_step == "none here; 1 compiled or loaded"
+    last_step = syncbn.summary(pickle.loads(pickle.dumps(pickled)))[0].last_step
+    assert last_step == "none: 1 batch ran compiled, or before conversion or loading"
 
 
 def test_a_group_that_does_not_exist_here(ranks: Ranks) -> None:

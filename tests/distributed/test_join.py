@@ -164,7 +164,7 @@ def test_a_bad_batch_is_raised_on_every_rank_that_has_one(ranks: Ranks) -> None:
     with syncbn.join(ddp):
         ddp(x[0]).sum().backward()
         if has_one:
-            with pytest.raises(ValueError, match="expected 4 channels .* got 3"):
+            with pytest.raises(ValueError, match=r"expected 4 channels .* got 3"):
                 ddp.module[0][1](x.new_ones(2, 4 if ranks.rank else 3, 4, 4))
             ddp(x[1]).sum().backward()
 

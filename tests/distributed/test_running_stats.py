@@ -258,10 +258,13 @@ def test_differences_are_named(ranks: Ranks) -> None:
         model.conv.weight.data[0, 0, 0, 0] += 0.5
         model.bn1.running_var[1] += 0.25
         model.bn2.num_batches_tracked += 3
+        model.bn1.bias.data[2] += 2  # beside the NaN of all
+        model.bn2.weight.data[:3] = torch.tensor([torch.nan, torch.inf, 1.5])
     unlike = f"{ranks_in_words([*range(last)])} unlike rank {last}, by up to"
     expected = (
-        "3 of 14 tensors differ between ranks:\n"
-        f"conv.weight: {unlike} 0.5\nbn1.running_var: {unlike} 0.25\nbn2.num_batches_tracked: {unlike} 3$"
+        f"5 of 14 tensors differ between ranks:\nbn1.bias: {unlike} 2\nconv.weight: {unlike} 0.5\n"
+        f"bn2.weight: {unlike} 0.5; NaN or infinity differs in 2 places\n"
+        f"bn1.running_var: {unlike} 0.25\nbn2.num_batches_tracked: {unlike} 3$"
     )
     with pytest.raises(AssertionError, match=expected):
         syncbn.assert_synced(model)
