@@ -81,12 +81,9 @@ def _seconds(length: int, device: torch.device) -> float:
         return 0.0
     payload = torch.zeros(length, dtype=torch.float64, device=device)
     measured, caller = [], Caller("syncbn check")
-    wait_for = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
     for _ in range(WARM_UP + ROUNDS):
-        wait_for(device)
         start = time.perf_counter()
-        reduction_of(None, caller, payload).total(payload, "forward", counted=length % 2 == 1)
-        wait_for(device)
+        reduction_of(None, caller, payload).total(payload, "forward", counted=length % 2 == 1).cpu()  # waits for a GPU
         measured.append(time.perf_counter() - start)
     median = torch.tensor([statistics.median(measured[WARM_UP:])], dtype=torch.float64, device=device)
     return all_reduce_max(median, world).item()

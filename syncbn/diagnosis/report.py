@@ -24,7 +24,6 @@ REMEDY = (
     "loss = loss + layer(x[:0]).sum(). Ranks that hold different layers, as a pipeline's, need a process_group for "
     "each stage."
 )
-REMEDY_BY_DEBUG = " SYNCBN_DEBUG=1 makes the ranks compare before each all_reduce."
 REMEDY_OF_ENDED = "A process may say what ended it; after gloo::EnforceNotMet, ranks have sent different sizes."
 REMEDY_OF_FEWER_BATCHES = (
     "A rank that has left without an error, or waits after its step while others begin the next, perhaps had fewer "
@@ -55,7 +54,7 @@ REMEDY_OF_GROUPS = "Give the layer the same process_group on every rank."
 
 def or_debug(remedy: str) -> str:
     """The remedy, and outside of debug mode that there is such a mode."""
-    return remedy if in_debug_mode() else remedy + REMEDY_BY_DEBUG
+    return remedy if in_debug_mode() else f"{remedy} SYNCBN_DEBUG=1 makes the ranks compare before each all_reduce."
 
 
 def in_debug_mode() -> bool:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from syncbn import torch_private
-from syncbn.distributed.text_exchange import all_gather_json
+from syncbn.distributed.text_exchange import all_gather_json, by_rank
 
 # Default group -> {int or "node": this rank's group, or None for the default group itself}. A re-made default group
 # starts with nothing made, and the old entry goes with the old group.
@@ -122,7 +122,10 @@ def existing(spec: GroupSpec | OfMesh) -> dist.ProcessGroup | None:
     if spec is None:
         return dist.group.WORLD
     if isinstance(spec, (int, str)):
-        return _made_for(spec)
+        default_group = dist.group.WORLD
+        if default_group is None or spec not in _made.get(default_group, {}):
+            return None
+        return _made[default_group][spec] or default_group
     if isinstance(spec, OfMesh):
         return spec.group
     try:
@@ -147,11 +150,6 @@ def world() -> dist.ProcessGroup | None:
     """The default group; None where it is one rank, or there is none."""
     default_group = dist.group.WORLD
     return None if default_group is None or default_group.size() == 1 else default_group
-
-
-def ranks_of(spec: GroupSpec) -> list[int]:
-    """The global ranks that `spec` means, this one alone where its group is not made yet or without it."""
-    return ranks_in(existing(spec) if includes_this_rank(spec) else None)
 
 
 def ranks_in(group: dist.ProcessGroup | None) -> list[int]:
@@ -191,9 +189,23 @@ def make(spec: int | str) -> None:
     """
     default_group = dist.group.WORLD
     assert default_group is not None
-    of_default_group = _made.setdefault(default_group, {})
-    if spec not in of_default_group:
-        of_default_group[spec] = _consecutive_group(_agreed_size(spec, default_group), default_group)
+    of_default_group, world_size = _made.setdefault(default_group, {}), default_group.size()
+    if spec in of_default_group:
+        return
+    local = str(spec), (os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK"))
+    asked, of_hosts = zip(*all_gather_json(local, default_group), strict=True)
+    if len(set(asked)) > 1:
+        each = ", ".join(f"rank {rank} for {one}" for rank, one in enumerate(asked))
+        raise ValueError(f"the ranks ask for different process groups: {each}; pass the same process_group on all")
+    ranks_per_group = spec if isinstance(spec, int) else ranks_per_host(of_hosts)
+    if world_size % ranks_per_group:
+        divided = f"{world_size} ranks do not divide into groups of {ranks_per_group}"
+        raise ValueError(f"the number of ranks must be a multiple of the group size: {divided}")
+    group: dist.ProcessGroup | None = None
+    if ranks_per_group < world_size:
+        timeout = torch_private.timeout_of(default_group)
+        group, _ = dist.new_subgroups(ranks_per_group, timeout=timeout)  # type: ignore[no-untyped-call]
+    of_default_group[spec] = group
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
@@ -211,7 +223,7 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
     if dist.group.WORLD is None:
         raise RuntimeError("create_syncbn_process_group needs torch.distributed.init_process_group() first")
     make(group_size)
-    return _made_for(group_size)
+    return existing(group_size)
 
 
 def ranks_per_host(gathered: Sequence[tuple[str | None, str | None]]) -> int:
@@ -221,13 +233,10 @@ def ranks_per_host(gathered: Sequence[tuple[str | None, str | None]]) -> int:
     ranks, does not divide the number of ranks, or when the ranks of a host are not consecutive.
     """
     needs = 'process_group="node" needs the environment variable LOCAL_WORLD_SIZE (ranks per host; torchrun sets it)'
-    for rank, (local_world_size, _) in enumerate(gathered):
-        if local_world_size is None or not local_world_size.isdecimal() or int(local_world_size) < 1:
-            raise ValueError(f"{needs}; on rank {rank} it is {local_world_size!r}")
-    sizes = sorted({int(local_world_size or 0) for local_world_size, _ in gathered})
-    size = sizes[0]
-    if len(sizes) > 1:
-        raise ValueError(f"{needs} to be the same on every host; it is {sizes}")
+    given = [local_world_size or "not set" for local_world_size, _ in gathered]
+    size = int(given[0]) if given[0].isdecimal() else 0
+    if size < 1 or len(set(given)) > 1:
+        raise ValueError(f"{needs} to be the same positive number everywhere:\n{by_rank(range(len(given)), given)}")
     if len(gathered) % size:
         raise ValueError(f"{needs} to divide WORLD_SIZE; they are {size} and {len(gathered)}")
     for rank, (_, local_rank) in enumerate(gathered):
@@ -237,33 +246,3 @@ def ranks_per_host(gathered: Sequence[tuple[str | None, str | None]]) -> int:
                 f"rank {rank} has LOCAL_RANK {local_rank}, expected {rank % size}"
             )
     return size
-
-
-def _made_for(spec: int | str) -> dist.ProcessGroup | None:
-    """This rank's group among those that `make` has made for `spec`; None before. Communicates nothing."""
-    default_group = dist.group.WORLD
-    if default_group is None or spec not in _made.get(default_group, {}):
-        return None
-    return _made[default_group][spec] or default_group
-
-
-def _agreed_size(spec: int | str, default_group: dist.ProcessGroup) -> int:
-    """Ranks per group. The ranks exchange what they ask for; **raises** ValueError on all of them where it differs."""
-    local = (str(spec), (os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK")))
-    gathered = all_gather_json(local, default_group)
-    asked = [one for one, _ in gathered]
-    if len(set(asked)) > 1:
-        each = ", ".join(f"rank {rank} for {one}" for rank, one in enumerate(asked))
-        raise ValueError(f"the ranks ask for different process groups: {each}; pass the same process_group on all")
-    return spec if isinstance(spec, int) else ranks_per_host([of_host for _, of_host in gathered])
-
-
-def _consecutive_group(ranks_per_group: int, default_group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    world_size = default_group.size()
-    if world_size % ranks_per_group:
-        divided = f"{world_size} ranks do not divide into groups of {ranks_per_group}"
-        raise ValueError(f"the number of ranks must be a multiple of the group size: {divided}")
-    if ranks_per_group == world_size:
-        return None
-    timeout = torch_private.timeout_of(default_group)
-    return dist.new_subgroups(ranks_per_group, timeout=timeout)[0]  # type: ignore[no-any-return, no-untyped-call]

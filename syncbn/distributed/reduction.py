@@ -227,13 +227,10 @@ def resolve(spec: groups.GroupSpec | groups.OfMesh) -> dist.ProcessGroup | None:
     The first call with an int or "node" makes the groups. **Raises** ValueError for a part of the ranks inside
     syncbn.join; and as `groups.existing`.
     """
+    make_groups(spec)
     group = groups.existing(spec)
-    if group is None and not isinstance(spec, groups.OfMesh):
-        if not dist.is_initialized():
-            _warn_if_meant_for_several_ranks()
-            return None
-        make_groups(spec)
-        group = groups.existing(spec)
+    if not (dist.is_initialized() or isinstance(spec, groups.OfMesh)):
+        _warn_if_meant_for_several_ranks()
     if group is None or group.size() == 1:
         return None
     joined = joined_group()
@@ -245,7 +242,7 @@ def resolve(spec: groups.GroupSpec | groups.OfMesh) -> dist.ProcessGroup | None:
     return joined or group
 
 
-def make_groups(spec: groups.GroupSpec) -> None:
+def make_groups(spec: groups.GroupSpec | groups.OfMesh) -> None:
     """Make the groups that an int or "node" needs, see groups.make; the others are told where this rank waits."""
     world = dist.group.WORLD
     if world is not None and isinstance(spec, (int, str)) and groups.existing(spec) is None:

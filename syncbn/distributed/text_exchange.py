@@ -84,18 +84,16 @@ def require_equal(lines: Sequence[str], error: Exception | None, group: dist.Pro
 
 
 def gather_by_rank(text: str, group: dist.ProcessGroup) -> str:
-    """The ranks' texts that are not empty, a line for each, with its ranks."""
-    gathered = zip(dist.get_process_group_ranks(group), all_gather_text(text, group), strict=True)
-    found = [(rank, one) for rank, one in gathered if one]
-    return by_rank([rank for rank, _ in found], [one for _, one in found])
+    """The ranks' texts, as `by_rank`."""
+    return by_rank(dist.get_process_group_ranks(group), all_gather_text(text, group))
 
 
 def by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
-    """A line for each text, with its ranks: "ranks 0-2, 5: in bn1 forward, call 3"."""
+    """A line for each text that is not empty, with its ranks: "ranks 0-2, 5: in bn1 forward, call 3"."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         ranks_of.setdefault(text, []).append(rank)
-    return "\n".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in ranks_of.items())
+    return "\n".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in ranks_of.items() if text)
 
 
 def ranks_in_words(ranks: list[int]) -> str:

@@ -57,7 +57,8 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor, int]]:
     tensors = [(name, parameter, -1) for name, parameter in model.named_parameters()]
     for prefix, module in model.named_modules():
         spec = module._process_group if isinstance(module, SyncBatchNorm) else None
-        cohort = -1 if spec is None else groups.ranks_of(spec)[0]
+        group = groups.existing(spec) if groups.includes_this_rank(spec) else None  # not made yet, or not with it
+        cohort = -1 if spec is None else groups.ranks_in(group)[0]
         tensors += [(name, buffer, cohort) for name, buffer in module.named_buffers(prefix, recurse=False)]
     return [one for one in tensors if not (one[1].is_meta or is_lazy(one[1]) or dtensors.is_dtensor(one[1]))]
 

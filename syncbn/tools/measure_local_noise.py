@@ -177,9 +177,9 @@ def measure_local_noise(
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
     recorders = [Recorder(name or "(the model)", layer, spec, num_slices) for name, layer in layers.items()]
     noise = LocalNoise()
-    with torch.compiler.set_stance("force_eager"), contextlib.ExitStack() as hooks:
+    with torch.compiler.set_stance("force_eager"), contextlib.ExitStack() as undo:
         for recorder in recorders:
-            hooks.enter_context(recorder.recording())
+            recorder.attach(undo)
         yield noise
     ranks = reduction_of(spec, _CALLER, None)
     with ranks.other_collective("exchange"):
@@ -211,9 +211,8 @@ class Recorder(torch.overrides.TorchFunctionMode):
         self.why_left_out = ""
         self.has_seen = False  # a batch norm in the current forward
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Within, each batch norm in training that the layer computes is recorded."""
+    def attach(self, undo: contextlib.ExitStack) -> None:
+        """Record each batch norm in training that the layer computes, until `undo` ends."""
         layer, original = self.layer, self.layer.forward
 
         def forward(called: nn.Module, /, *args: Any, **options: Any) -> Any:
@@ -235,17 +234,15 @@ class Recorder(torch.overrides.TorchFunctionMode):
                 )
             return output
 
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(replaced(layer, "forward", MethodType(forward, layer)))
-            if isinstance(layer, SyncBatchNorm):
-                train = layer._train_over_ranks
+        undo.enter_context(replaced(layer, "forward", MethodType(forward, layer)))
+        if isinstance(layer, SyncBatchNorm):
+            train = layer._train_over_ranks
 
-                def record_and_train(given: Arguments, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
-                    self.record(given)
-                    return train(given, layer)
+            def record_and_train(given: Arguments, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
+                self.record(given)
+                return train(given, layer)
 
-                stack.enter_context(replaced(layer, "_train_over_ranks", record_and_train))
-            yield
+            undo.enter_context(replaced(layer, "_train_over_ranks", record_and_train))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.batch_norm:

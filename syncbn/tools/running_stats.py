@@ -196,15 +196,13 @@ def _agreed_layers(model: nn.Module, count: Count = None) -> tuple[list[_BatchNo
     """The BatchNorm layers of `model` with running statistics, the same on all ranks, and the n_r of each; all ranks
     have a `count`, or none has. **Raises** on every rank what any rank raises."""
     fault: Exception | None = None
-    layers: list[_BatchNorm] = []
-    weights: list[float | Tensor] = []
     try:
         layers = _layers_with_running_stats(model, _BatchNorm)
         if not layers:
             raise ValueError("the model has no BatchNorm layer with running statistics")
         weights = _weights(model, layers, count)
     except (TypeError, ValueError) as error:
-        fault = error
+        layers, weights, fault = [], [], error
     lines = [f"BatchNorm layer {index}: {layer.num_features} channels" for index, layer in enumerate(layers, 1)]
     require_equal(["BatchNorm layers" + ", with count" * (count is not None), *lines], fault, groups.world())
     return layers, weights
@@ -292,15 +290,14 @@ def _forward(model: nn.Module, batch: Any, device: torch.device) -> None:
 def _shown(batches: Iterable[Any], loader: Iterable[Any], num_batches: int | None, progress: bool) -> Iterable[Any]:
     """`batches`, at most `num_batches` of the loader's, with a bar where it can be seen."""
     world = groups.world()
-    if not (progress and sys.stderr.isatty()) or (world is not None and world.rank() != 0):
-        return batches
-    try:
-        from rich.console import Console
-        from rich.progress import track
-    except ImportError:
-        return batches
-    total = min(filter(None, (operator.length_hint(loader), num_batches)), default=None)
-    return track(batches, "Running statistics", total=total, console=Console(stderr=True))
+    if progress and sys.stderr.isatty() and (world is None or world.rank() == 0):
+        with contextlib.suppress(ImportError):
+            from rich.console import Console
+            from rich.progress import track
+
+            total = min(filter(None, (operator.length_hint(loader), num_batches)), default=None)
+            return track(batches, "Running statistics", total=total, console=Console(stderr=True))
+    return batches
 
 
 def _weights(model: nn.Module, layers: list[_BatchNorm], count: Count) -> list[float | Tensor]:
