@@ -50,7 +50,7 @@ def debug() -> Iterator[None]:
 class _Comparison(Guard):
     """Compares the ranks before each all_reduce."""
 
-    first_warning_seconds, compares_ranks = 3.0, True
+    compares_ranks = True
 
     def before_all_reduce(self, called: EagerReduction, payload: Tensor, pass_name: str) -> None:
         group, site = called.group, called.site

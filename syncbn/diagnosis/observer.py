@@ -91,7 +91,7 @@ class Observer:
     def warn_not_finite(self, collective: Collective) -> None:
         """Warn, once for a layer, that this rank's input has NaN or infinity."""
         site = collective.site
-        if not (site.warned_of_nan or report.in_debug_mode()):  # debug mode warns by itself
+        if not (site.warned_of_nan or reduction.in_debug_mode()):  # debug mode warns by itself
             site.warned_of_nan = True
             warn(
                 f"syncbn: NaN or infinity in the input of {site.doing(collective.call, collective.pass_name)} on rank "
@@ -118,8 +118,8 @@ def described(called: EagerReduction, pass_name: str) -> dict[str, Any]:
 # What ranks in one layer must have in common: how the error begins, what it says of each rank, and the remedy.
 IN_COMMON = {
     "dtype": ("have inputs of different dtypes", "with an input of {dtype}", report.REMEDY_OF_DTYPES),
-    "channels": ("have different numbers of channels", "with {channels} channels", report.REMEDY_OF_CHANNELS),
-    "ranks": ("have different process groups in one layer", "over {ranks}", report.REMEDY_OF_GROUPS),
+    "channels": ("have different numbers of channels", "with {channels} channels", "Build one model on all ranks."),
+    "ranks": ("have different process groups", "over {ranks}", "Give the layer the same process_group on every rank."),
 }
 
 

@@ -11,7 +11,7 @@ from syncbn.diagnosis import process_state
 from syncbn.diagnosis.this_rank import HAS_LEFT, Position
 from syncbn.diagnosis.waiting import Wait
 from syncbn.distributed import reduction
-from syncbn.distributed.text_exchange import by_rank, ranks_in_words
+from syncbn.distributed.text_exchange import by_rank
 
 SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; more than hosts' clocks differ
 SETTLE_SECONDS = 0.3  # in which a rank that leaves can say why
@@ -48,18 +48,15 @@ REMEDY_OF_NAN = (
     "torch.autograd.set_detect_anomaly(True) finds a backward that makes NaN."
 )
 REMEDY_OF_DTYPES = "Use autocast on every rank or on none, and keep the model in the same dtype on all."
-REMEDY_OF_CHANNELS = "Build the same model on every rank."
-REMEDY_OF_GROUPS = "Give the layer the same process_group on every rank."
 
 
 def or_debug(remedy: str) -> str:
     """The remedy, and outside of debug mode that there is such a mode."""
-    return remedy if in_debug_mode() else f"{remedy} SYNCBN_DEBUG=1 makes the ranks compare before each all_reduce."
-
-
-def in_debug_mode() -> bool:
-    """Whether the ranks compare what they do before each all_reduce."""
-    return any(one.compares_ranks for one in reduction.guards)
+    return (
+        remedy
+        if reduction.in_debug_mode()
+        else f"{remedy} SYNCBN_DEBUG=1 makes the ranks compare before each all_reduce."
+    )
 
 
 class RanksDifferError(RuntimeError):
@@ -110,15 +107,11 @@ def _read_table(wait: Wait, enough: Callable[[list[Found]], bool], tables: list[
 
 
 def _without_store(wait: Wait) -> str:
-    """A line for this rank, and one for the others, whose positions it cannot read."""
-    rank = wait.rank.rank
-    others = [other for other in wait.ranks() if other != rank]
-    elsewhere = [other for other in others if not process_state.on_this_host(other)]
-    hosts = f" ({ranks_in_words(elsewhere)}: on other hosts)" if elsewhere else ""
-    return (
-        f"rank {rank}: {_place(wait, wait.position)}\n{ranks_in_words(others)}: not known, as the process group's "
-        f"store has not answered for {READ_SECONDS:.0f} s{hosts}"
-    )
+    """A line for this rank, and lines for the others, whose positions it cannot read."""
+    ranks, unknown = wait.ranks(), f"not known, as the process group's store has not answered for {READ_SECONDS:.0f} s"
+    words = [unknown if process_state.on_this_host(rank) else f"on another host; {unknown}" for rank in ranks]
+    words[ranks.index(wait.rank.rank)] = _place(wait, wait.position)
+    return by_rank(ranks, words)
 
 
 def _remedies(found: list[Found]) -> list[str]:

@@ -23,10 +23,11 @@ from syncbn import torch_private
 from syncbn.diagnosis import process_state
 from syncbn.diagnosis.this_rank import Position, ThisRank, position_in
 from syncbn.distributed import text_exchange
-from syncbn.distributed.reduction import Collective, guards
+from syncbn.distributed.reduction import Collective, in_debug_mode
 from syncbn.program import line_of_program
 
 FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
+DEBUG_WARNING_SECONDS = 3.0  # in debug mode
 
 
 class Wait:
@@ -64,8 +65,7 @@ class Waiting(Wait):
         site = collective.site
         super().__init__(site.rank, position_in(collective), collective.number, collective.start)
         self.collective, self.group, self.layer = collective, site.group, site.name if site.counts else ""
-        of_guards = [one.first_warning_seconds for one in guards]
-        self.next_warning_seconds = min([FIRST_WARNING_SECONDS, *of_guards])
+        self.next_warning_seconds = DEBUG_WARNING_SECONDS if in_debug_mode() else FIRST_WARNING_SECONDS
 
     def ranks(self) -> list[int]:
         group = self.group()

@@ -201,9 +201,8 @@ def make(spec: int | str) -> None:
     if world_size % ranks_per_group:
         divided = f"{world_size} ranks do not divide into groups of {ranks_per_group}"
         raise ValueError(f"the number of ranks must be a multiple of the group size: {divided}")
-    group: dist.ProcessGroup | None = None
+    group, timeout = None, torch_private.timeout_of(default_group)
     if ranks_per_group < world_size:
-        timeout = torch_private.timeout_of(default_group)
         group, _ = dist.new_subgroups(ranks_per_group, timeout=timeout)  # type: ignore[no-untyped-call]
     of_default_group[spec] = group
 

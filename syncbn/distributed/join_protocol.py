@@ -64,9 +64,10 @@ class Shadowing(Guard):
         if threading.current_thread() is not self.thread:  # its all_reduces shadow what has been announced
             self.agree(1 + len(payload), called.site.caller(), called.call, pass_name)
 
-    def agree(self, local: int, caller: Any = None, call: int = 1, pass_name: str = "") -> int:
+    def agree(self, local: int, caller: Any = None, call: int = 1, pass_name: str = "", failure: str = "") -> int:
         """The largest integer of all ranks (see above), which says what they do next; `local` is this rank's, in a call
-        of a layer or a `Caller`. **Raises** RuntimeError when another rank failed or has gone."""
+        of a layer or a `Caller`, and `failure` says why it has failed. **Raises** RuntimeError when another rank failed
+        or has gone."""
         self.num_announced += local != JOINED
         header = torch.tensor([local], device="cpu")
         site = reduction.observer.new_site(caller or self.shadow_caller, self.header_group)
@@ -74,16 +75,12 @@ class Shadowing(Guard):
         with contextlib.nullcontext() if local == FAILED else Collective(site, call, pass_name):
             dist.all_reduce(header, dist.ReduceOp.MAX, group=self.header_group)
         agreed = int(header)
-        if agreed == FAILED and local != FAILED:
-            self.exchange_failures("")
+        if agreed == FAILED:
+            self.over = True
+            failures = text_exchange.gather_by_rank(failure, self.header_group)
+            if local != FAILED:
+                raise RuntimeError(f"inside {self.name} another rank failed: {failures}")
         return agreed
-
-    def exchange_failures(self, failure: str) -> None:
-        """Every rank says why it leaves, or nothing. **Raises** RuntimeError on those that have nothing to say."""
-        self.over = True
-        failures = text_exchange.gather_by_rank(failure, self.header_group)
-        if not failure:
-            raise RuntimeError(f"inside {self.name} another rank failed: {failures}")
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -93,8 +90,7 @@ class Shadowing(Guard):
         except Exception as error:
             if not self.over:
                 with contextlib.suppress(RuntimeError):
-                    self.agree(FAILED)
-                    self.exchange_failures(text_exchange.in_words(error))
+                    self.agree(FAILED, failure=text_exchange.in_words(error))
             raise
 
     def run(self, body: Callable[[], None]) -> None:

@@ -54,7 +54,6 @@ class Guard:
 
     # If set, this group replaces every group of as many ranks (syncbn.join).
     joined_group: dist.ProcessGroup | None = None
-    first_warning_seconds = math.inf  # a rank that has waited so long warns
     compares_ranks = False  # whether it compares what the ranks do
 
     def before_all_reduce(self, reduction: "EagerReduction", payload: Tensor, pass_name: str) -> None:
@@ -88,6 +87,11 @@ def guarded_by(guard: Guard) -> Iterator[None]:
 def joined_group() -> dist.ProcessGroup | None:
     """The group of the guard that has one."""
     return next((one.joined_group for one in guards if one.joined_group is not None), None)
+
+
+def in_debug_mode() -> bool:
+    """Whether the ranks compare what they do before each all_reduce."""
+    return any(one.compares_ranks for one in guards)
 
 
 class Collective:
