@@ -67,7 +67,7 @@ FAULTS = {
         "",
         said_at_fault=r"a collective outside of syncbn's layers failed on rank 1\.\n"
         + _where(f"{LAST}; has left", LAST)
-        + r"A rank that has left .*syncbn\.join",
+        + r"A rank has left out .*syncbn\.join",
         well=1,
     ),
     "in evaluation": Fault("", _where(IN_1, EVALUATES)),

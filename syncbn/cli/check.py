@@ -17,7 +17,6 @@ from syncbn.testing import TOLERANCES, differences
 from syncbn.tools.assert_synced import assert_synced
 
 ROUNDS, WARM_UP = 50, 10  # all_reduces timed, and not
-SAMPLES_PER_RANK = 2
 
 
 def check(device: torch.device, num_layers: int, num_channels: int) -> dict[str, Any]:
@@ -39,7 +38,7 @@ def check(device: torch.device, num_layers: int, num_channels: int) -> dict[str,
         torch.manual_seed(0)
         model = convert_syncbn_model(_model()).to(device, dtype)
         generator = torch.Generator().manual_seed(1)
-        images = torch.randn(SAMPLES_PER_RANK * size + 1, 3, 16, 16, generator=generator)  # slices that are not even
+        images = torch.randn(2 * size + 1, 3, 16, 16, generator=generator)  # slices that are not even
         labels = torch.randint(10, (len(images),), generator=generator)
         with torch.backends.cudnn.flags(allow_tf32=False):
             found, trained = differences(model, (images.to(device, dtype), labels.to(device)), F.cross_entropy)

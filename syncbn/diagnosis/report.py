@@ -25,23 +25,14 @@ REMEDY = (
     "each stage."
 )
 REMEDY_OF_ENDED = "A process may say what ended it; after gloo::EnforceNotMet, ranks have sent different sizes."
-REMEDY_OF_FEWER_BATCHES = (
-    "A rank that has left without an error, or waits after its step while others begin the next, perhaps had fewer "
-    "batches: give all ranks as many, or train inside syncbn.join. Or the rank that is ahead called the model once "
-    "more, as in a validation without model.eval()."
-)
 REMEDY_OF_EVALUATION = (
     "A layer in evaluation mode waits for nobody: call model.train() on every rank before the next step. To evaluate "
     "on some ranks only, call ddp.module(x): the forward of DistributedDataParallel itself sends buffers to all ranks."
 )
-REMEDY_OF_UNSEEN = (
-    "A rank that has not been seen in a layer is late, or runs a compiled model, or has not converted the layer (call "
-    "convert_syncbn_model(model) on every rank), or does not take the branch that holds the layer (call the layer "
-    "there too, for the backward as well: loss = loss + layer(x[:0]).sum())."
-)
+REMEDY_OF_UNSEEN = "A rank not seen in a layer is late, or runs a compiled model, or needs convert_syncbn_model(model)."
 REMEDY_OF_PASSES = (
-    "A rank has left out a layer or a backward, or called one more forward, as in a validation without model.eval(); "
-    "every rank must take the same steps."
+    "A rank has left out a layer or a backward; or it had fewer batches: give all ranks as many, or train inside "
+    "syncbn.join; or the rank that is ahead called the model once more, as in a validation without model.eval()."
 )
 REMEDY_OF_NAN = (
     "Look at this rank's batch first, then at the learning rate and the loss scale; "
@@ -126,10 +117,10 @@ def _remedies(found: list[Found]) -> list[str]:
         return known
     in_other_passes = {"forward", "backward"} <= {one.pass_name for one in positions}
     if HAS_LEFT in left or (in_other_passes and not any(one.state for one in found)):
-        return [REMEDY_OF_FEWER_BATCHES]
+        return [REMEDY_OF_PASSES]
     if one_is_gone(found):
         return []
-    return [REMEDY_OF_UNSEEN if any(UNSEEN in one.words for one in found) else or_debug(REMEDY)]
+    return [REMEDY_OF_UNSEEN] * any(UNSEEN in one.words for one in found) + [or_debug(REMEDY)]
 
 
 def _read(wait: Wait, ranks: list[int]) -> list[Found]:

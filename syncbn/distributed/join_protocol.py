@@ -101,11 +101,10 @@ class Shadowing(Guard):
             self.thread = threading.current_thread()
             self.shadow()
 
-    def shadow(self, iteration: Callable[[], None] | None = None) -> None:
+    def shadow(self, iteration: Callable[[], None] = lambda: None) -> None:
         """This rank has joined: give zeros to the others until all have; `iteration` shadows that of a model."""
         while (agreed := self.agree(JOINED)) != JOINED:
             if agreed == ITERATION:
-                assert iteration is not None
                 iteration()
             else:
                 self.give_zeros(agreed - 1)

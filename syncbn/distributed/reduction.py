@@ -260,11 +260,6 @@ def _has_values(payload: Tensor) -> bool:
     return payload.is_cpu and type(payload) is Tensor
 
 
-def sums_of(payload: Tensor) -> Tensor:
-    """The sums in a payload, without count and signature."""
-    return payload[: -1 - NUM_SIGNED] if payload.is_cpu else payload[: len(payload) // 2 * 2]
-
-
 @functools.cache
 def _warn_if_meant_for_several_ranks() -> None:
     """Warns in the first call without a process group."""

@@ -304,8 +304,7 @@ def _rows(recorders: list[Recorder], ranks: NoReduction | EagerReduction) -> lis
     """A row for each of these layers, over all `ranks`. Two all_reduces, and one more for each other group."""
     device = recorders[0].sums[0].device
     local = [torch.stack(recorder.sums, dim=1).to(device) for recorder in recorders]  # (2C + 1, calls, num_slices)
-    all_eps = (recorder.eps for recorder in recorders)
-    squares = torch.stack(list(map(_squares, local, _totals(recorders, local), all_eps)))
+    squares = torch.stack(list(map(_squares, local, _totals(recorders, local), [one.eps for one in recorders])))
     means = ranks.total(squares.flatten(), "all_reduce").view_as(squares)
     means = means[:, 1:] / means[:, :1]
     means[:, 2:].sqrt_()
