@@ -28,8 +28,9 @@ STOPPED_SECONDS = 5.0  # longer than that
 
 
 class Fault(NamedTuple):
-    """What is to be expected of a fault of the last rank."""
+    """A fault of the last rank: what the user is to do, and what the ranks say."""
 
+    remedy: str  # the table's words
     said: str  # a regular expression for what rank 0 says
     said_in_debug: str = ""  # with SYNCBN_DEBUG=1, where it is more; without, gloo may end rank 0 before it says a word
     said_at_fault: str = ""  # by the last rank
@@ -59,58 +60,100 @@ def _of_dtypes(where: str, *dtypes: str) -> str:
     return _where(*(f"{where}, with an input of torch.{dtype}" for dtype in dtypes))
 
 
+# What to do about several faults.
+BATCHES = "give all ranks as many batches, or train inside `syncbn.join`"
+KILLED = "find what killed the process, such as Linux when memory ran out (`dmesg`)"
+
 FAULTS = {
-    "skips a layer": Fault(_where(IN_2, IN_3)),
-    "another order": Fault(_where(IN_2, IN_3)),
-    "one more step": Fault("", said_at_fault=_where(f"{LAST}; has left", "in body.bn1 forward, call 7"), well=1),
+    "skips a layer": Fault(
+        "call the same layers on all ranks; skip one with `loss = loss + layer(x[:0]).sum()`",
+        _where(IN_2, IN_3),
+    ),
+    "another order": Fault("call the layers in the same order on all ranks", _where(IN_2, IN_3)),
+    "one more step": Fault(
+        BATCHES, "", said_at_fault=_where(f"{LAST}; has left", "in body.bn1 forward, call 7"), well=1
+    ),
     "one more step, DDP broadcasts buffers": Fault(  # whose broadcast fails: not a collective of syncbn
+        BATCHES,
         "",
         said_at_fault=r"a collective outside of syncbn's layers failed on rank 1\.\n"
         + _where(f"{LAST}; has left", LAST)
         + r"A rank has left out .*syncbn\.join",
         well=1,
     ),
-    "in evaluation": Fault("", _where(IN_1, EVALUATES)),
-    "not converted": Fault(_where(FIRST, "has not been seen in body.bn1(; .*)?")),
-    "channels": Fault(
-        "", "different numbers of channels.\n" + _where(f"{FIRST}, with 4 channels", f"{FIRST}, with 5 channels")
+    "in evaluation": Fault("call `model.train()` on all ranks before a training step", "", _where(IN_1, EVALUATES)),
+    "not converted": Fault(
+        "call `convert_syncbn_model(model)` on all ranks", _where(FIRST, "has not been seen in body.bn1(; .*)?")
     ),
-    "dtype": Fault(_of_dtypes(FIRST, "float32", "float64")),
-    "autocast": Fault(_of_dtypes(IN_1, "float32", "bfloat16")),
-    "two models, another order": Fault(_where(*map(OF_TWO_MODELS.format, (1, 2))), by_hand=False),
-    "evaluates, DDP broadcasts buffers": Fault(_where(IN_1, EVALUATES) + r".*call ddp\.module\(x\)"),
+    "channels": Fault(
+        "build the same model on all ranks",
+        "",
+        "different numbers of channels.\n" + _where(f"{FIRST}, with 4 channels", f"{FIRST}, with 5 channels"),
+    ),
+    "dtype": Fault("give model and inputs the same dtype on all ranks", _of_dtypes(FIRST, "float32", "float64")),
+    "autocast": Fault("use autocast on all ranks or on none", _of_dtypes(IN_1, "float32", "bfloat16")),
+    "two models, another order": Fault(
+        "call the models in the same order on all ranks", _where(*map(OF_TWO_MODELS.format, (1, 2))), by_hand=False
+    ),
+    "evaluates, DDP broadcasts buffers": Fault(
+        "evaluate with `ddp.module(x)`, not with `ddp(x)`", _where(IN_1, EVALUATES) + r".*call ddp\.module\(x\)"
+    ),
     "one more step, then a barrier": Fault(  # in which the others wait
-        rf"rank 0: {LAST}\nrank 1: in body.bn1 forward, call 7.*\n.*syncbn\.join"
+        BATCHES, rf"rank 0: {LAST}\nrank 1: in body.bn1 forward, call 7.*\n.*syncbn\.join"
     ),
     "exception in forward": Fault(
-        _where(IN_2, f"{AFTER_1}; has left with KeyError: .*"), said_at_fault=rf"\nKeyError: {NO_MORE}"
+        "correct the error that the rank has left with",
+        _where(IN_2, f"{AFTER_1}; has left with KeyError: .*"),
+        said_at_fault=rf"\nKeyError: {NO_MORE}",
     ),
     "exception in the data loader": Fault(
+        "correct the error that the rank has left with",
         _where(IN_1, f"{BEFORE_STEP}; has left with OSError: cannot read image 17"),
         said_at_fault=rf"\nOSError: {NO_MORE}",
     ),
-    "kill -9 in forward": Fault(_where(IN_2, AFTER_1 + HAS_ENDED)),
-    "kill -9 in backward": Fault(_where(IN_BACKWARD, f"after body.bn3 forward, call 3{HAS_ENDED}")),
-    "kill -9 in the all_reduce": Fault(_where(IN_1, IN_1 + HAS_ENDED)),
-    "stopped for longer than the time-out": Fault(_where(IN_1, rf"{BEFORE_STEP}; its process \(\d+\) is stopped")),
-    "out of memory, caught": Fault(_where(IN_BACKWARD, "in body.bn1 forward, call 4")),
-    "group destroyed": Fault("", _where(IN_1, f"{BEFORE_STEP}; has left.*")),
-    "group made anew": Fault(_where(IN_1, "after .*")),
+    "kill -9 in forward": Fault(KILLED, _where(IN_2, AFTER_1 + HAS_ENDED)),
+    "kill -9 in backward": Fault(KILLED, _where(IN_BACKWARD, f"after body.bn3 forward, call 3{HAS_ENDED}")),
+    "kill -9 in the all_reduce": Fault(KILLED, _where(IN_1, IN_1 + HAS_ENDED)),
+    "stopped for longer than the time-out": Fault(
+        "find what stopped the process; if it must pause, raise `timeout` of `init_process_group`",
+        _where(IN_1, rf"{BEFORE_STEP}; its process \(\d+\) is stopped"),
+    ),
+    "out of memory, caught": Fault(
+        "let no rank skip a step alone; use smaller batches", _where(IN_BACKWARD, "in body.bn1 forward, call 4")
+    ),
+    "group destroyed": Fault(
+        "destroy the process group on all ranks, after the last step", "", _where(IN_1, f"{BEFORE_STEP}; has left.*")
+    ),
+    "group made anew": Fault("destroy and make groups on all ranks at the same place", _where(IN_1, "after .*")),
     "fork after use": Fault(
+        'start processes by the method "spawn"',
         _where(IN_1, f"{BEFORE_STEP}; has left.*"),
         said_at_fault=r'this process \(\d+\) was forked from one .* Start it by the method "spawn" instead',
     ),
-    "threads": Fault("ranks? 0.*: in body.bn[12] forward"),
-    "members": Fault(rf"ranks? 0(-1)?: {IN_2}\n(rank 1: in body.bn2 .*\n)?rank 2: after body.bn1 ", num_ranks=3),
-    "sizes of groups": Fault("the ranks ask for different process groups: rank 0 for 2, rank 1 for 1", by_hand=False),
-    "a group on one rank alone": Fault(_where(IN_1, "in the making of groups for process_group=1.*"), by_hand=False),
+    "threads": Fault("call all layers in one thread", "ranks? 0.*: in body.bn[12] forward"),
+    "members": Fault(
+        "pass the same ranks to `dist.new_group` on all ranks",
+        rf"ranks? 0(-1)?: {IN_2}\n(rank 1: in body.bn2 .*\n)?rank 2: after body.bn1 ",
+        num_ranks=3,
+    ),
+    "sizes of groups": Fault(
+        "pass the same `process_group` on all ranks",
+        "the ranks ask for different process groups: rank 0 for 2, rank 1 for 1",
+        by_hand=False,
+    ),
+    "a group on one rank alone": Fault(
+        "set `process_group` on all ranks at the same place",
+        _where(IN_1, "in the making of groups for process_group=1.*"),
+        by_hand=False,
+    ),
     "kill -9 inside join": Fault(
+        KILLED,
         rf"rank 0: in the other ranks' steps, with no data left\nrank 1: {IN_2}.*\nrank 2: {AFTER_1}{HAS_ENDED}\n",
         num_ranks=3,
         by_hand=False,
     ),
     "kill -9 inside recompute_running_stats": Fault(
-        _where("in body.bn2 forward, call 1", rf"after body.bn1 forward, call 1; .*{HAS_ENDED}"), by_hand=False
+        KILLED, _where("in body.bn2 forward, call 1", rf"after body.bn1 forward, call 1; .*{HAS_ENDED}"), by_hand=False
     ),
 }
 
@@ -166,7 +209,7 @@ def condensed(outcome: Outcome) -> str:
     if own := re.search(r"Error: (the ranks ask for .*);", text):
         return own[1]
     if outcome.statuses[failed[0]] == -signal.SIGABRT:
-        return "aborts: Received data size doesn't match expected size"
+        return "gloo aborts"
     gloo = re.search(r"Connection closed by peer|Connection reset by peer|Timed out waiting|Connect timeout", text)
     return gloo[0] if gloo else text.splitlines()[-1]
 
@@ -183,11 +226,13 @@ def tried(name: str, layer: str, debug: bool) -> tuple[str, str]:
 
 
 def main() -> None:
-    print("| one rank | by hand | syncbn | with SYNCBN_DEBUG=1 | all have ended after |\n|---|---|---|---|---:|")
+    print("| one rank | what to do | syncbn says | with SYNCBN_DEBUG=1 | by hand | all have ended after |")
+    print("|---|---|---|---|---|---:|")
     for name in sys.argv[1:] or FAULTS:
-        columns = ("plain", False), ("syncbn", False), ("syncbn", True)
-        (by_hand, said, in_debug), seconds = zip(*(tried(name, *column) for column in columns), strict=True)
-        cells = name, by_hand, said, "the same" if in_debug == said else in_debug, ", ".join(seconds) + " s"
+        columns = ("syncbn", False), ("syncbn", True), ("plain", False)
+        (said, in_debug, by_hand), seconds = zip(*(tried(name, *column) for column in columns), strict=True)
+        in_debug = "the same" if in_debug == said else in_debug
+        cells = name, FAULTS[name].remedy, said, in_debug, by_hand, ", ".join(seconds) + " s"
         print("| " + " | ".join(cells) + " |", flush=True)
 
 

@@ -1,5 +1,6 @@
 """README.md is short and its programs run; what README.md and the guides link to and name is there."""
 
+import ast
 import json
 import pkgutil
 import re
@@ -15,6 +16,7 @@ from faults import FAULTS
 from jobs import run, run_on_ranks
 
 import syncbn
+from syncbn.diagnosis.report import RanksDifferError
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -84,12 +86,39 @@ def test_each_report_names_its_test() -> None:
         assert f"\ndef {test}(" in (ROOT / "docs" / file).read_text(), report
 
 
+GUIDE_OF_TEXTS = (ROOT / "docs" / "when_ranks_disagree.md").read_text()
+
+
 def test_the_table_of_faults() -> None:
-    """It has a row for each, and README.md says how many these are."""
-    guide = (ROOT / "docs" / "when_ranks_disagree.md").read_text()
-    rows = re.findall(r"^\| (.*?) \|", guide[guide.index("## A catalogue of faults") :], re.MULTILINE)
-    assert rows == ["one rank", *FAULTS]
+    """It has a row for each, with what to do, and README.md says how many these are."""
+    table = GUIDE_OF_TEXTS[GUIDE_OF_TEXTS.index("## A catalogue of faults") :]
+    rows = re.findall(r"^\| (.*?) \| (.*?) \|", table, re.MULTILINE)
+    assert rows == [("one rank", "what to do"), *((name, fault.remedy) for name, fault in FAULTS.items())]
     assert f"{len(FAULTS)} faults tried" in README
+
+
+def texts_of_syncbn() -> set[str]:
+    """The strings in the package, with ... for what is filled in, unless it is a constant."""
+    nodes = [node for file in (ROOT / "syncbn").rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
+    strings = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    assigned = {ast.unparse(node.targets[0]): node.value for node in nodes if isinstance(node, ast.Assign)}
+    constants = {name: value.value for name, value in assigned.items() if value in strings}
+
+    def text_of(part: ast.expr) -> str:
+        return part.value if isinstance(part, ast.Constant) else constants.get(ast.unparse(part.value), "...")
+
+    texts = {re.sub(r"%(\.\d+)?[dfgs]", "...", node.value) for node in strings}
+    texts |= {"".join(map(text_of, node.values)) for node in nodes if isinstance(node, ast.JoinedStr)}
+    return texts | {str(RanksDifferError("", text)) for text in texts}
+
+
+def test_the_texts_that_are_explained() -> None:
+    """syncbn says them, word by word. (Those of torch, gloo and nccl were produced by hand.)"""
+    start, end = (GUIDE_OF_TEXTS.index(text) for text in ("These are of syncbn:", "## What syncbn reports"))
+    first_cells = re.findall(r"^\| (`.*?) \|", GUIDE_OF_TEXTS[start:end], re.MULTILINE)
+    texts = texts_of_syncbn()
+    assert [cell for cell in first_cells if not any(cell.split("`")[1] in text for text in texts)] == []
+    assert len(first_cells) > 20
 
 
 def test_first_pages_say_whether_it_has_run_on_a_gpu() -> None:
