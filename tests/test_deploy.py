@@ -1,11 +1,16 @@
 """Each row of docs/deploy.md: what a converted model gives, and that a reverted one passes."""
 
 import io
+import re
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
 from torch import Tensor, nn
 from torch.ao import quantization
@@ -139,3 +144,40 @@ def test_export(training: bool) -> None:
         program = torch.export.export(model, (X,))
         assert "syncbn" not in program.graph_module.code
         torch.testing.assert_close(program.module()(X), model(X))
+
+
+class Masked(nn.Module):
+    """Passes the mask of its sequences to batch norm."""
+
+    def __init__(self, layer_class: type[nn.Module]) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(3, 4, 3, padding=1), layer_class(4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.norm(self.conv(x), mask=mask)
+
+
+@pytest.mark.parametrize("layer_class", [syncbn.SyncBatchNorm1d, nn.BatchNorm1d])
+def test_a_model_that_was_trained_with_masks(layer_class: type[nn.Module], tmp_path: Path) -> None:
+    """The page's two programs: in evaluation it is exported as it is, and loads into a model without syncbn."""
+    model = syncbn.convert_syncbn_model(Masked(layer_class))
+    x, mask = torch.randn(5, 3, 9), torch.arange(9) < torch.tensor([9, 7, 3, 1, 5])[:, None]
+    model(x, mask)
+    names: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "ddp": SimpleNamespace(module=model), "x": x}
+    names |= {"mask": mask, "Network": Masked}
+    page = (Path(__file__).parents[1] / "docs" / "deploy.md").read_text()
+    section = page[page.index("## A model that was trained with masks") :]
+    for index, program in enumerate(re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)):
+        (file := tmp_path / f"{index}.py").write_text(program)  # from which torch.jit.script reads the source
+        exec(compile(program, file, "exec"), names)
+    few, short = x[:2, :, :8], mask[:2, :8]
+    expected = model(few, short)
+    assert torch.equal(expected, expected.masked_fill(~short[:, None], 0))
+    torch.testing.assert_close(names["program"].module()(few, short), expected)
+    assert "syncbn" not in names["program"].graph_module.code
+    assert torch.equal(names["plain"](few, short), expected)
+    torch.testing.assert_close(torch.jit.trace(model, (x, mask))(x, mask), model(x, mask))
+    torch.testing.assert_close(torch.jit.script(names["plain"])(x, mask), model(x, mask))
+    if layer_class is nn.BatchNorm1d:
+        with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
+            syncbn.revert_syncbn_model(model)(x, mask)
