@@ -83,8 +83,8 @@ def sync_batch_norm(
     Raises:
         RuntimeError: in eager mode, when the all_reduce fails or times out, with where every rank is: in which layer,
             pass and call. On CPU also when ranks in different layers have met.
-        ValueError, TypeError: a bad argument, before any buffer is changed. On CPU in eager mode a fault of any rank is
-            raised on every rank with the faulty ranks' numbers, as long as most of running_mean, running_var, weight,
+        ValueError, TypeError: a bad argument, before any buffer is changed. On CPU in eager mode every rank raises, the
+            others an error with the faulty ranks' numbers, as long as most of running_mean, running_var, weight,
             bias and the input agree on C (without a per-channel argument the faulty rank raises alone). One value per
             channel in the whole group is a ValueError too, on every rank; on a GPU and in compiled graphs it leaves
             running_var as it is.
