@@ -23,6 +23,7 @@ from syncbn.kernels import chunked, cpu, reference, select
 from syncbn.layout import Layout
 from syncbn.roads import watched
 
+WIDE_ROWS = (9, 2100, 1)  # C++ maps take four at once, one is behind them
 SIZES = [
     (4, 3, 63),  # 63: not a multiple of any vector
     (5, 2, 49),  # a run just longer than the shortest
@@ -35,7 +36,7 @@ SIZES = [
     (150, 2, 37),  # several parts of a sum
     (9, 112, 1),  # wide rows, some columns behind them
     (9, 256, 1),  # two wide rows beside each other
-    (9, 2100, 1),  # rows so wide that maps take four at once, one behind them
+    WIDE_ROWS,
     (0, 3, 4),  # an empty rank
     (3, 2, 0),
     (3, 0, 2),
@@ -48,6 +49,9 @@ EPS = 1e-5
 
 @pytest.fixture(params=DTYPES, ids=str)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    parameters = request.node.callspec.params
+    if parameters.get("sizes") == WIDE_ROWS and parameters["kernels"] == "triton" and request.param != torch.float32:
+        pytest.skip("Triton's kernels go the same way with fewer channels; the interpreter takes a minute")
     return request.param
 
 
@@ -581,9 +585,8 @@ def test_chunks_need_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("inner", [0, 1])
 def test_more_channels_than_scratch_of_a_function_holds(kernels: ModuleType, inner: int) -> None:
-    """An empty batch of many channels needs memory for its channels, too. (Sizes above would take Triton's interpreter
-    minutes.)"""
-    x = torch.randn(2, 9000, inner)
+    """An empty batch of many channels needs memory for its channels, too."""
+    x = torch.randn(2, 1100 if truncates(kernels) else 9000, inner)  # Triton's interpreter would take a minute
     _, y, _, _, grad_weight, grad_bias, grad_x = all_results(kernels, x, x)
     assert y.shape == grad_x.shape == x.shape
     torch.testing.assert_close(grad_bias, x.sum((0, 2)))

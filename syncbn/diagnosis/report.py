@@ -43,11 +43,9 @@ REMEDY_OF_DTYPES = "Use autocast on every rank or on none, and keep the model in
 
 def or_debug(remedy: str) -> str:
     """The remedy, and outside of debug mode that there is such a mode."""
-    return (
-        remedy
-        if reduction.in_debug_mode()
-        else f"{remedy} SYNCBN_DEBUG=1 makes the ranks compare before each all_reduce."
-    )
+    if reduction.in_debug_mode():
+        return remedy
+    return f"{remedy} SYNCBN_DEBUG=1 makes the ranks compare before each all_reduce."
 
 
 class RanksDifferError(RuntimeError):

@@ -25,7 +25,6 @@ CODES = {None: -1, torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.
 INTERFACE = 5  # of the C functions: an older library would read other arguments
 LACKS_MEMORY = 3  # a status
 
-
 # The calls' structs of cpu.cpp: P is an address, d a double, q an integer.
 _forward_outputs = struct.Struct("11Pdq").pack
 _sums = struct.Struct("8P3d").pack
