@@ -45,6 +45,7 @@ constexpr int64_t SHORTEST_RUN = 32;          // values
 constexpr int64_t LONG_ROW = 64;              // values, so that the rest behind whole vectors is small
 constexpr int64_t WIDE_ROW = 2048;            // values, whose coefficients fill the first cache
 constexpr int64_t ROWS = 4;                   // that a map takes at once where they are wide
+constexpr int64_t AHEAD = 4096;               // values, at least, that several rows of a sum are fetched ahead
 constexpr int64_t FORWARDS = 1 << 20;         // values that a map takes, before it steps back to others
 constexpr int64_t PADDING = 16;               // numbers, as many as the widest vector has
 constexpr int64_t LEAST_VALUES = 512;         // of a channel in a part of a sum over runs: its result is two doubles
@@ -251,14 +252,13 @@ EXPORTED int syncbn_forward_sums(const Plan* plan, const Sums* call) noexcept {
 }
 
 // Of the plan only channels and the buffers' dtypes are read.
-EXPORTED int syncbn_update_running_stats(const Plan* plan, void* running_mean, void* running_var,
-                                         const double* statistics, double momentum) noexcept {
+EXPORTED void syncbn_update_running_stats(const Plan* plan, void* running_mean, void* running_var,
+                                          const double* statistics, double momentum) noexcept {
   int64_t channels = plan->sizes.channels;
   double count = statistics[3 * channels];
   if (running_mean && count > 0) update(running_mean, plan->mean_dtype, channels, statistics, 1, momentum);
   if (running_var && count > 1)
     update(running_var, plan->var_dtype, channels, statistics + channels, count / (count - 1), momentum);
-  return OK;
 }
 
 EXPORTED int syncbn_forward_outputs(const Plan* plan, const ForwardOutputs* call) noexcept {

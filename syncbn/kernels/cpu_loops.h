@@ -242,7 +242,7 @@ INLINED inline void add_rows(const Term& term, int64_t start, int64_t length, do
   auto get = [&](int64_t at) INLINED { return Pair<Wide>{read<Wide>(first + at), read<Wide>(second + at)}; };
   auto set = [&](int64_t at, Pair<Wide> of) INLINED { write(first + at, of.first), write(second + at, of.second); };
   int64_t column = 0;
-  const Memory memory = {LANES, false, rows > 1 ? rows * length : 0};
+  const Memory memory = {LANES, false, rows > 1 ? std::max(AHEAD, 2 * rows * length) : 0};
   for (; column + LANES <= length; column += LANES)
     if constexpr (Term::IN_FLOAT) set(column, get(column) + wide(sum(memory, column, {})));
     else set(column, sum(memory, column, get(column)));
