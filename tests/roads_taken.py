@@ -32,6 +32,10 @@ def side_roads() -> Iterator[list[str]]:
         yield taken
 
 
+def with_gaps(tensor: Tensor) -> Tensor:
+    return torch.stack((tensor, tensor), -1)[..., 0]
+
+
 def escaped(tensor: Tensor) -> Tensor:
     """From torch.func.grad: a wrapper around the same values, which has no memory of its own."""
     kept: list[Tensor] = []

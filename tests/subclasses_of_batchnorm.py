@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
 
 
 class BatchNormAct2d(nn.BatchNorm2d):
@@ -53,3 +54,7 @@ class Positive(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.exp()
+
+
+def parametrized(layer: nn.Module) -> nn.Module:
+    return parametrize.register_parametrization(layer, "weight", Positive())

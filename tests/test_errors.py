@@ -27,6 +27,12 @@ def layer(**changed: object) -> syncbn.SyncBatchNorm:
     return syncbn.SyncBatchNorm(**({"num_features": 3} | changed))
 
 
+def backward(**changed: object) -> object:
+    ones = torch.ones(3)
+    arguments = {"grad_output": X, "input": X, "mean": ones, "invstd": ones, "weight": ones} | changed
+    return batch_norm_backward(**arguments)
+
+
 # ruff: noqa: E501 - a table, one row a case
 # what fails, the nearest that does not, the error, its words
 CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], str]] = [
@@ -52,7 +58,14 @@ CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], s
     (lambda: function(weight=torch.zeros(3, 1)), lambda: function(weight=torch.zeros(3)), ValueError, "weight should contain 3 elements not 3, shape (3,) not (3, 1)"),
     (lambda: function(weight=[1.0, 1.0, 1.0]), lambda: function(weight=torch.ones(3)), TypeError, "expected weight to be a Tensor of shape (3,), got list"),
     (lambda: layer()(X.to("meta")), lambda: layer()(X), ValueError, "the input is on meta but running_mean on cpu; move one with .to(device)"),
-    (lambda: batch_norm_backward(X, X, torch.zeros(3), None), lambda: batch_norm_backward(X, X, torch.zeros(3), torch.ones(3)), TypeError, "expected invstd to be a Tensor of shape (3,), got None"),
+    (lambda: backward(invstd=None), backward, TypeError, "expected invstd to be a Tensor of shape (3,), got None"),
+    (lambda: backward(invstd=torch.ones(3, 1)), backward, ValueError, "invstd should contain 3 elements not 3, shape (3,) not (3, 1)"),
+    (lambda: backward(mean=torch.ones(5)), backward, ValueError, "mean should contain 3 elements not 5"),
+    (lambda: backward(weight=torch.ones(4)), backward, ValueError, "weight should contain 3 elements not 4"),
+    (lambda: backward(grad_output=X[..., :1]), backward, ValueError, "grad_output of the input's shape (4, 3, 5), got (4, 3, 1)"),
+    (lambda: backward(input=X[:, 0, 0]), backward, ValueError, "expected at least 2D input (got 1D input"),
+    (lambda: backward(input=X.long()), backward, TypeError, "input, got torch.int64"),
+    (lambda: backward(input=X.cfloat()), backward, TypeError, "input, got torch.complex64"),
     (lambda: syncbn.create_syncbn_process_group(-1), lambda: syncbn.create_syncbn_process_group(0), ValueError, "group_size must not be negative, got -1"),
     (lambda: function(running_var=None), lambda: function(running_mean=None, running_var=None), ValueError, "must either both be None or neither be None"),
     (lambda: function(training=False, running_mean=None, running_var=None), lambda: function(training=False), ValueError, "running_mean must be defined in evaluation mode"),
@@ -82,11 +95,11 @@ def test_rejected_beside_accepted(
 
 def test_torch_says_the_same_words() -> None:
     """Whoever searches for torch's message finds ours too."""
-    for x in (X[0], torch.randn(1, 3, 1, 1)):
+    for dims, x in ((1, X[None]), (2, X), (3, X), (2, torch.randn(1, 3, 1, 1))):
         with pytest.raises(ValueError) as of_torch:
-            torch.nn.BatchNorm2d(3)(x)
+            getattr(torch.nn, f"BatchNorm{dims}d")(3)(x)
         with pytest.raises(ValueError, match=re.escape(str(of_torch.value).partition(", got")[0])):
-            syncbn.SyncBatchNorm2d(3)(x)
+            getattr(syncbn, f"SyncBatchNorm{dims}d")(3)(x)
 
 
 def test_node_rejects_what_is_not_consecutive_hosts() -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from jobs import run_text
+from roads_taken import with_gaps
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -18,20 +19,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import syncbn
 from syncbn.functional import sync_batch_norm, sync_batch_norm_many
-
-
-@pytest.mark.parametrize(
-    ("number", "shape"), [("1d", (4, 3)), ("1d", (4, 3, 5)), ("2d", (4, 3, 5, 2)), ("3d", (4, 3, 5, 2, 2))]
-)
-def test_classes(number: str, shape: tuple[int, ...]) -> None:
-    plain_class, layer = getattr(nn, f"BatchNorm{number}"), getattr(syncbn, f"SyncBatchNorm{number}")(3)
-    assert isinstance(layer, plain_class)
-    assert not isinstance(layer, nn.SyncBatchNorm)  # DistributedDataParallel refuses that class on CPU
-    assert list(layer.state_dict()) == list(plain_class(3).state_dict())
-    layer(torch.randn(shape))
-    with pytest.raises(ValueError, match=r"expected .*D input"):
-        layer(torch.randn(2, 3, 2, 2, 2, 2))
-
 
 OPTIONS = {
     "affine": [True, False],
@@ -104,10 +91,6 @@ def test_autocast() -> None:
         results.append((y, layer.running_var, layer.weight.grad))
     torch.testing.assert_close(*results)
     assert y.dtype == torch.bfloat16
-
-
-def with_gaps(tensor: Tensor) -> Tensor:
-    return torch.stack((tensor, tensor), -1)[..., 0]
 
 
 # What hooks give back, of which saved tensors (x, weight, statistics, y), and whether it is rounded.

@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from roads_taken import escaped, side_roads
-from subclasses_of_batchnorm import Positive
+from subclasses_of_batchnorm import parametrized
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.utils import parametrize
 from torch.utils._debug_mode import DebugMode
 from torch.utils.checkpoint import checkpoint
+from training import step
 
 import syncbn
 from syncbn.distributed import reduction
@@ -61,16 +61,6 @@ def as_torch(run: Callable[[Layer], Any], *roads: str, **tolerance: Any) -> Any:
     return actual
 
 
-def step(layer: Layer, x: Tensor) -> dict[str, Tensor | None]:
-    """The output, the gradients, and the buffers after a training step."""
-    x = x.detach().clone().requires_grad_(getattr(layer, "input_has_gradient", True))
-    y = layer(x)
-    layer.zero_grad()
-    y.sin().sum().backward()
-    found = {"y": y.detach(), "x": x.grad} | {name: one.grad for name, one in layer.named_parameters()}
-    return found | copies(dict(layer.named_buffers()))
-
-
 def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: one.clone() for name, one in tensors.items()}
 
@@ -99,12 +89,12 @@ CHANGES: dict[str, Callable[[Layer], object]] = {
         layer.register_parameter("raw", nn.Parameter(numbers())),
         put(type(layer), weight=property(lambda layer: layer.raw.sqrt())),
     ),
-    "parametrization": lambda layer: parametrize.register_parametrization(layer, "weight", Positive()),
+    "parametrization": parametrized,
     "eps": lambda layer: put(layer, eps=0.5),
     "frozen": lambda layer: layer.requires_grad_(False),
     "frozen weight": lambda layer: layer.weight.requires_grad_(False),
     "frozen bias": lambda layer: layer.bias.requires_grad_(False),
-    "input without a gradient": lambda layer: put(layer, input_has_gradient=False),
+    "input without a gradient": lambda layer: layer.register_forward_pre_hook(lambda _, given: given[0].detach()),
     **{f"momentum {value}": lambda layer, value=value: put(layer, momentum=value) for value in (0.7, 1, 0.0, None)},
     "momentum None, then a number": lambda layer: (
         put(layer, momentum=None), layer(torch.ones(SHAPE)), put(layer, momentum=0.7)
@@ -123,9 +113,9 @@ def test_what_is_changed_after_a_call_holds_in_the_next(name: str) -> None:
     def run(layer: Layer) -> dict[str, Tensor | None]:
         layer.__class__ = type("Own", (type(layer),), {})  # a class of its own, which a change may change
         for _ in range(2):
-            step(layer, x[0])
+            step(layer, layer, x[0])
         CHANGES[name](layer)
-        return step(layer, x[1].to(dtype)) | {"evaluation": layer.eval()(x[1].to(dtype))}
+        return step(layer, layer, x[1].to(dtype)) | {"evaluation": layer.eval()(x[1].to(dtype))}
 
     roads = ["forward"] if name == "weight with gaps" else []
     rounding = 8 * torch.finfo(dtype).eps if dtype.itemsize == 2 else 1e-5
@@ -140,7 +130,7 @@ def test_functional_call_uses_its_own_tensors() -> None:
     def run(layer: Layer) -> tuple[object, ...]:
         given = {name: one.clone() if "num" in name else one.double() for name, one in layer.state_dict().items()}
         given["weight"].requires_grad_()
-        step(layer, x.float())
+        step(layer, layer, x.float())
         before = copies(layer.state_dict())
         y = functional_call(layer, given, (x,))
         close(layer.state_dict(), before, rtol=0, atol=0)
@@ -201,9 +191,9 @@ def test_a_mode_and_a_profiler_see_the_operators() -> None:
     """The kernels are called past torch's dispatcher, but not where somebody wants to see them."""
     layer, x = syncbn.SyncBatchNorm2d(3), torch.randn(SHAPE)
     with DebugMode() as mode:
-        step(layer, x)
+        step(layer, layer, x)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        step(layer, x)
+        step(layer, layer, x)
     for seen in (mode.debug_string(), str(profile.key_averages())):
         assert all(f"syncbn::{name}_{part}" in seen for name in ("forward", "backward") for part in ("sums", "outputs"))
 
@@ -335,7 +325,7 @@ def test_freed_memory_is_refused(
         setattr(layer, name, nn.Parameter(view(one)) if isinstance(one, nn.Parameter) else view(one))
     x, z, dy = map(view, torch.randn(3, *SHAPE))
     there = {"x": x.requires_grad_(), "z": z, "dy": dy, **layer.state_dict(keep_vars=True)}
-    step(layer, torch.randn(SHAPE))
+    step(layer, layer, torch.randn(SHAPE))
     monkeypatch.setattr(NoReduction, "all_reduce", lambda *given: sent.append(given[-1]))
     y = None if freed in FREED_BEFORE_FORWARD else layer(x, z)
     named = there if y is None else there | {"y": y}
@@ -363,7 +353,7 @@ def test_a_group_of_one_rank_communicates_nothing(
         layer(x)  # may make its groups
         with monkeypatch.context() as patch:
             patch.setattr(dist, "all_reduce", lambda *given, **options: sent.append(given))
-            found = step(layer, x)
+            found = step(layer, layer, x)
         assert not sent
         assert type(layer) is nn.BatchNorm2d or syncbn.summary(layer)[0].last_step == "not synchronised"
         return found
@@ -410,12 +400,13 @@ def test_hooks_of_all_kinds() -> None:
 def test_two_threads_in_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both stand between the two calls of a pass at once: a plan that kept anything of a call would mix them."""
     pairs, x = [twins() for _ in range(2)], torch.randn(2, *SHAPE)
-    expected = [step(plain, one) for (plain, _), one in zip(pairs, x, strict=True)]
-    step(syncbn.SyncBatchNorm2d(3), x[0])
+    ours, layer = [one for _, one in pairs], syncbn.SyncBatchNorm2d(3)
+    expected = [step(plain, plain, one) for (plain, _), one in zip(pairs, x, strict=True)]
+    step(layer, layer, x[0])
     met = threading.Barrier(2, timeout=30)
     monkeypatch.setattr(NoReduction, "all_reduce", lambda *_: met.wait())
     with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=[1]) as threads:
-        actual = [*threads.map(step, [ours for _, ours in pairs], x)]
+        actual = [*threads.map(step, ours, ours, x)]
     close(actual, expected)
 
 

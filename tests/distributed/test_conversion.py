@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.fx
 from counting import CountCollectives
-from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d, Positive
+from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d, parametrized
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from training import mine, require_equal_state, require_trains_as, step, train, whole_batches
 from voting import Ranks
@@ -19,10 +19,6 @@ from voting import Ranks
 import syncbn
 
 STEPS = 3
-
-
-def parametrized(layer: nn.Module) -> nn.Module:
-    return parametrize.register_parametrization(layer, "weight", Positive())
 
 
 def sequential(*batch_norms: nn.Module, change: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> nn.Module:
