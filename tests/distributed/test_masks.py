@@ -123,32 +123,3 @@ def test_evaluation(ranks: Ranks, track_running_stats: bool, fused: bool) -> Non
     expected = layer(valid, of_valid(z, mask))
     of_valid_x, of_weight = torch.autograd.grad(expected.sum() * 2, (valid, layer.weight))
     torch.testing.assert_close((y, *gradients), (spread(expected, mask), spread(of_valid_x, mask), of_weight))
-
-
-def test_nothing_counts_on_any_rank(ranks: Ranks) -> None:
-    """As an all-empty step: only num_batches_tracked moves."""
-    layer = syncbn.SyncBatchNorm(CHANNELS, device=ranks.device)
-    x = torch.full((2, CHANNELS, 4), math.nan, device=ranks.device, requires_grad=True)
-    y = layer(x, mask=torch.zeros(2, dtype=torch.bool, device=ranks.device))
-    y.backward(torch.full_like(y, math.nan))
-    for zero in (y, x.grad, layer.weight.grad, layer.bias.grad, layer.running_mean, layer.running_var - 1):
-        assert not zero.any()
-    assert layer.num_batches_tracked == 1
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (torch.ones(2), "expected mask to be bool, True where a value counts, got torch.float32"),
-        ([True, False], "got list"),
-        (torch.ones(3, dtype=torch.bool), r"expected mask of shape \(2, 4\), which is the input's \(2, 3, 4\) without"),
-        (torch.ones(2, 3, 4, dtype=torch.bool), r"got \(2, 3, 4\)"),
-        (torch.ones(2, dtype=torch.bool, device="meta"), "the input is on .* but mask on meta"),
-    ],
-)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs the faulty rank raises alone")
-def test_a_bad_mask_on_one_rank_raises_on_all(ranks: Ranks, mask: object, message: str) -> None:
-    layer, faulty = syncbn.SyncBatchNorm(3), ranks.size - 1
-    with pytest.raises((TypeError, ValueError), match=message):
-        layer(torch.randn(2, 3, 4), mask=mask if ranks.rank == faulty else torch.ones(2, dtype=torch.bool))
-    assert layer.num_batches_tracked == 0

@@ -90,6 +90,11 @@ def test_one_rank_is_watched(
         ({"z": torch.ones(1)}, r"expected z of the input's shape \(2, 3, 5\), got \(1,\)"),
         ({"z": torch.ones(2, C, 5).to_sparse()}, "expected a dense z, got layout torch.sparse_coo; use z"),
         ({"input": torch.ones(2, C, 5, device="meta")}, "the input is on meta but running_mean on cpu"),
+        ({"mask": torch.ones(2)}, "expected mask to be bool, True where a value counts, got torch.float32"),
+        ({"mask": [True, False]}, "expected mask to be a bool tensor, got list"),
+        ({"mask": torch.ones(3) > 0}, r"expected mask of shape \(2, 5\), which is the input's \(2, 3, 5\) without"),
+        ({"mask": torch.ones(2, C, 5) > 0}, r"expected mask of .* got \(2, 3, 5\)"),
+        ({"mask": torch.ones(2, device="meta") > 0}, "the input is on cpu but mask on meta"),
     ],
     ids=lambda one: "".join(one) if isinstance(one, dict) else None,
 )
