@@ -104,14 +104,17 @@ def test_nothing_waits_for_the_gpu(layer: nn.Module) -> None:
 
 
 def test_a_captured_step(layer: nn.Module) -> None:
-    """A CUDA graph of a whole training step, replayed, moves everything as eager steps do."""
-    static_x, eager = torch.randn(4, 8, 9, 9, device="cuda"), syncbn.SyncBatchNorm2d(8, device="cuda")
+    """A CUDA graph of a whole training step, replayed, moves everything as eager steps do, and gives their gradient."""
+    static_x = torch.randn(4, 8, 9, 9, device="cuda", requires_grad=True)
+    eager = syncbn.SyncBatchNorm2d(8, device="cuda")
     optimizers = {one: torch.optim.SGD(one.parameters(), lr=0.1) for one in (layer, eager)}
 
-    def train(one: nn.Module) -> None:
+    def train(one: nn.Module) -> Tensor:
+        static_x.grad = None
         optimizers[one].zero_grad(set_to_none=False)
         one(static_x).pow(3).sum().backward()
         optimizers[one].step()
+        return static_x.grad
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -120,12 +123,12 @@ def test_a_captured_step(layer: nn.Module) -> None:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        train(layer)
+        gradient = train(layer)
     layer.load_state_dict(eager.state_dict())
     for _ in range(3):
-        static_x.normal_()
+        static_x.data.normal_()
         graph.replay()
-        train(eager)
+        torch.testing.assert_close(gradient, train(eager))
     torch.testing.assert_close(layer.state_dict(), eager.state_dict())
 
 
