@@ -46,7 +46,8 @@ def raise_with_name(error: Exception, layer: nn.Module) -> NoReturn:
     name = quoted(path_in_model(layer)) or type(layer).__name__
     if any(f"{name}{after}" in str(error) for after in (" forward", " backward", ":")):
         raise error
-    raise type(error)(f"{name}: {error}").with_traceback(error.__traceback__) from None
+    error.args = (f"{name}: {error}",)
+    raise error
 
 
 def _likely_channels(arguments: Arguments) -> int | None:

@@ -1,6 +1,7 @@
 """Each rejected argument beside its nearest accepted neighbour; messages carry the values and torch's own words."""
 
 import re
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -138,6 +139,16 @@ def test_errors_of_a_layer_name_it_and_the_remedy() -> None:
                     called(torch.randn(2, 5, 4, 4))
         with pytest.raises(ValueError, match=r"^body\.0: Expected more than 1 value per channel when training"):
             model.train()(torch.randn(1, 3, 1, 1))
+
+
+def test_the_cause_of_an_error_stays() -> None:
+    class OwnCheck(torch.nn.BatchNorm1d):
+        def _check_input_dim(self, input: torch.Tensor) -> None:
+            raise ValueError("my own words") from KeyError("why")
+
+    with pytest.raises(ValueError, match=r"^SyncOwnCheck: my own words") as raised:
+        syncbn.convert_syncbn_model(OwnCheck(3))(torch.ones(2, 3))
+    assert "KeyError: 'why'" in "".join(traceback.format_exception(raised.value))
 
 
 NEW_LAYERS = [

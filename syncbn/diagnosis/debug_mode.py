@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncbn import torch_private
-from syncbn.diagnosis.observer import described, require_one_layer
+from syncbn.diagnosis.observer import IN_COMMON, described, require_one_layer
 from syncbn.diagnosis.this_rank import ThisRank
 from syncbn.distributed import reduction
 from syncbn.distributed.reduction import EagerReduction, Guard, guarded_by
@@ -61,8 +61,10 @@ class _Comparison(Guard):
         sums = payload[: -1 - NUM_SIGNED] if payload.is_cpu else payload[: len(payload) // 2 * 2]  # not what is behind
         local = described(called, pass_name) | {"channels": len(sums) // 2, "ranks": ranks_in_words(members)}
         with called.other_collective(pass_name):
-            gathered = all_gather_json(local | {"finite": bool(sums.isfinite().all())}, _side_group(group, site.rank))
-            require_one_layer(site, gathered)
+            local["finite"] = bool(sums.isfinite().all())
+            local["fault"] = payload.is_cpu and bool(payload[len(sums)].isnan())
+            gathered = all_gather_json(local, _side_group(group, site.rank))
+            require_one_layer(site, gathered, () if any(one["fault"] for one in gathered) else IN_COMMON)
         bad = [rank for rank, one in zip(members, gathered, strict=True) if not one["finite"]]
         if bad:
             warn(f"syncbn: NaN or infinity in {local['doing']} on {ranks_in_words(bad)}")

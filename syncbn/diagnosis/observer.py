@@ -118,7 +118,7 @@ def described(called: EagerReduction, pass_name: str) -> dict[str, Any]:
 # What ranks in one layer must have in common: how the error begins, what it says of each rank, and the remedy.
 IN_COMMON = {
     "dtype": ("have inputs of different dtypes", "with an input of {dtype}", report.REMEDY_OF_DTYPES),
-    "channels": ("have different numbers of channels", "with {channels} channels", "Build one model on all ranks."),
+    "channels": ("have different numbers of channels", "with {channels} channels", "Build the same model everywhere."),
     "ranks": ("have different process groups", "over {ranks}", "Give the layer the same process_group on every rank."),
 }
 

@@ -52,7 +52,7 @@ def exchange_errors(error: Exception | None, group: dist.ProcessGroup, where: st
     errors = gather_by_rank("" if error is None else in_words(error), group)
     if error is not None:
         return error
-    error_class = TypeError if errors.split(": ")[1] == "TypeError" else ValueError
+    error_class = TypeError if errors.split(": ")[1].startswith("TypeError") else ValueError
     return error_class(f"syncbn: another rank failed{where}.\n{errors}")
 
 

@@ -5,7 +5,7 @@
 // ("runs"). Else a row of (channels, inner) has channel and inner in its columns ("rows"); short rows make a long one.
 //
 // Sums are doubles, made of parts that depend on the sizes only: a result does not depend on the number of threads.
-// Behind the all_reduce no multiplication is fused with an addition (-ffp-contract=off): unlike processors agree.
+// Only sums fuse products (fma; -ffp-contract=off): all functions find the same relu mask, and unlike processors agree.
 //
 // Nothing here allocates or throws: callers bring `scratch` of as many bytes as syncbn_scratch says. A function takes a
 // Plan, which is the same for all calls of a kind, and what differs from call to call: addresses, packed by cpu.py.
@@ -46,7 +46,7 @@ constexpr int64_t LONG_ROW = 64;              // values, so that the rest behind
 constexpr int64_t WIDE_ROW = 2048;            // values, whose coefficients fill the first cache
 constexpr int64_t ROWS = 4;                   // that a map takes at once where they are wide
 constexpr int64_t AHEAD = 4096;               // values, at least, that several rows of a sum are fetched ahead
-constexpr int64_t FORWARDS = 1 << 20;         // values that a map takes, before it steps back to others
+constexpr int64_t FORWARDS = 1 << 20;         // values of a block; a map takes the last block first, each forwards
 constexpr int64_t PADDING = 16;               // numbers, as many as the widest vector has
 constexpr int64_t LEAST_VALUES = 512;         // of a channel in a part of a sum over runs: its result is two doubles
 constexpr int64_t LEAST_ROWS = 32;            // in a part of a sum, whose two doubles a column are half a byte a value

@@ -73,7 +73,7 @@ inline Shorts halves(Floats values) {
   rounded = magnitude > 0x7f800000 ? Words{} + 0x7e00 : rounded;
   return shorts(rounded | (bits >> 16 & 0x8000));
 }
-template <typename V> inline V fma(V a, V b, V c) { return a * b + c; }  // slow where no instruction rounds once
+template <typename V> inline V fma(V a, V b, V c) { return a * b + c; }  // std::fma would be a slow call
 #endif
 inline Wide fma(Wide a, Wide b, Wide c) { return {fma(a.first, b.first, c.first), fma(a.second, b.second, c.second)}; }
 
@@ -339,7 +339,7 @@ Status map_all(const Sizes& sizes, const double* of_channels, double* scratch, u
     return parallel(numel / piece, piece, [&](int64_t begin, int64_t end) {
       const auto own = coefficients;  // as in sum_all
       const Body own_body = body;
-      // Of a large tensor the caches hold what was added up last, so the last values are taken first.
+      // The last block first, as of a large tensor the caches hold what was added up last.
       for (; end > begin; end -= step)
         for (int64_t index = std::max(begin, end - step); index < end;) {
           bool some = !in_runs.value && piece >= WIDE_ROW && index + ROWS <= end;
