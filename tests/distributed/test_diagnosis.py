@@ -142,9 +142,10 @@ def test_signatures_are_exact(num_ranks: int) -> None:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank warns when it has waited half a second."""
+def log_of_waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """The log of a rank that warns when it has waited half a second."""
     monkeypatch.setattr(waiting, "FIRST_WARNING_SECONDS", 0.5)
+    return caplog
 
 
 @on_cpu
@@ -174,8 +175,7 @@ ELSEWHERE: dict[str, Callable[[], Callable[[], object]]] = {
 @pytest.mark.two_ranks
 @on_cpu
 @pytest.mark.parametrize("kind", ELSEWHERE)
-@pytest.mark.usefixtures("impatient")
-def test_a_long_wait_elsewhere_is_told(ranks: Ranks, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+def test_a_long_wait_elsewhere_is_told(ranks: Ranks, log_of_waits: pytest.LogCaptureFixture, kind: str) -> None:
     layer, x = layer_and_input(ranks)
     layer(x)
     collective = ELSEWHERE[kind]()
@@ -186,14 +186,13 @@ def test_a_long_wait_elsewhere_is_told(ranks: Ranks, caplog: pytest.LogCaptureFi
         rf"rank {ranks.rank} has waited \d+ s for others, at \w+.py:\d+ in a collective outside of syncbn's layers.\n"
         r"ranks 0-1: after SyncBatchNorm forward, call 1\nEvery rank must"
     )
-    assert re.search(expected, caplog.text) if ranks.rank else not caplog.text, caplog.text
+    assert re.search(expected, log_of_waits.text) if ranks.rank else not log_of_waits.text, log_of_waits.text
     dist.barrier()  # all have read the positions
 
 
 @pytest.mark.two_ranks
 @on_cpu
-@pytest.mark.usefixtures("impatient")
-def test_other_waits_are_not_told(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_waits_are_not_told(ranks: Ranks, log_of_waits: pytest.LogCaptureFixture) -> None:
     """Of data, in a hook of backward, in many short collectives, in evaluation: all longer than the patience."""
     layer, x = layer_and_input(ranks)
     y = layer(x.requires_grad_())
@@ -209,7 +208,7 @@ def test_other_waits_are_not_told(ranks: Ranks, caplog: pytest.LogCaptureFixture
     while time.monotonic() < end:
         layer.eval()(x)
     dist.barrier()
-    assert not caplog.text
+    assert not log_of_waits.text
 
 
 # On a GPU the host does not wait; here it is played by events.
@@ -221,9 +220,8 @@ def event(happened: bool = False) -> mock.Mock:
 
 @pytest.mark.two_ranks
 @on_cpu
-@pytest.mark.usefixtures("impatient")
 def test_a_long_wait_of_the_gpu_is_told(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ranks: Ranks, log_of_waits: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest unfinished all_reduce is named, though the host has gone on; nothing once all are finished, and while
     a graph is captured, when no event may be asked."""
@@ -241,16 +239,16 @@ def test_a_long_wait_of_the_gpu_is_told(
         rf"rank {ranks.rank} has waited \d s for others, in second forward, call 1 on the GPU, .*\n"
         r"ranks 0-1: in third forward, call 1\n"
     )
-    assert re.search(expected, caplog.text), caplog.text
+    assert re.search(expected, log_of_waits.text), log_of_waits.text
     second.query.return_value = third.query.return_value = True
-    caplog.clear()
+    log_of_waits.clear()
     time.sleep(1.2)
-    assert not caplog.text
+    assert not log_of_waits.text
     all_reduce("warm-up", before_capture)
     all_reduce("captured", None)
     time.sleep(1)
     assert not before_capture.query.called
-    assert not caplog.text
+    assert not log_of_waits.text
     dist.barrier()
 
 
@@ -318,26 +316,19 @@ def test_the_rank_of_a_nan_is_named(ranks: Ranks, bad: float, masked: bool, debu
 
 
 @pytest.mark.parametrize(
-    ("channels", "members", "what", "of_rank_0", "of_others"),
+    ("channels", "what", "of_rank_0", "of_others"),
     [
-        (4, None, "numbers of channels", "with 4 channels", "with 3 channels\nBuild one model on all ranks"),
-        (
-            3,
-            "rank 7",
-            "process groups",
-            "over rank 7",
-            "over ranks 0-.*\nGive the layer the same process_",
-        ),
+        (4, "numbers of channels", "with 4 channels", "with 3 channels\nBuild one model on all ranks"),
+        (3, "process groups", "over rank 7", "over ranks 0-.*\nGive the layer the same process_"),
     ],
 )
 def test_debug_mode_tells_what_differs_in_one_layer(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, channels: int, members: str | None, what: str, of_rank_0: str,
-    of_others: str,
-) -> None:  # fmt: skip
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, channels: int, what: str, of_rank_0: str, of_others: str
+) -> None:
     if ranks.rank:
         channels = 3
-    elif members:
-        monkeypatch.setattr(debug_mode, "ranks_in_words", lambda _: members)
+    else:
+        monkeypatch.setattr(debug_mode, "ranks_in_words", lambda _: "rank 7")
     layer, x = syncbn.SyncBatchNorm(channels, device=ranks.device), torch.randn(4, channels, device=ranks.device)
     others, call = ranks_in_words([*range(1, ranks.size)]), "in SyncBatchNorm forward, call 1"
     message = rf"^syncbn: the ranks have different {what}\.\nrank 0: {call}, {of_rank_0}\n{others}: {call}, {of_others}"
