@@ -14,7 +14,6 @@ from training import unchanged
 from voting import Ranks
 
 import syncbn
-from syncbn.distributed import groups
 from syncbn.functional import batch_norm_backward
 
 pytestmark = pytest.mark.skipif(
@@ -101,8 +100,9 @@ def test_the_exchange_does_not_need_numpy(ranks: Ranks, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.Tensor, "numpy", None)
     with pytest.raises(ValueError, match="expected 3 channels"):
         syncbn.SyncBatchNorm(3)(GOOD.mT if ranks.rank == 0 else GOOD)
-    with pytest.raises(ValueError, match=f"{ranks.size + 1} ranks|multiple of the group size"):
-        groups.make(ranks.size + 1)
+    for make in (lambda size: syncbn.SyncBatchNorm(3, process_group=size), syncbn.create_syncbn_process_group):
+        with pytest.raises(ValueError, match=rf"{ranks.size} ranks do not divide into groups of {ranks.size + 1}"):
+            make(ranks.size + 1)
 
 
 @pytest.mark.compiles
