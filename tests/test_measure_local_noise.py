@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import syncbn
 from syncbn.tools.measure_local_noise import LocalNoise
 
 CHANNELS = 3
+PLAIN_AND_CONVERTED = pytest.mark.parametrize("convert", [lambda model: model, syncbn.convert_syncbn_model])
 
 
 def batch(num_samples: int, seed: int = 0) -> Tensor:
@@ -93,14 +95,12 @@ def test_constant_channels_are_left_out() -> None:
     assert math.isnan(measured(layer, x)[0].mean_deviation)
 
 
-@pytest.mark.parametrize("converted", [False, True])
-def test_training_is_bitwise_the_same(converted: bool) -> None:
+@PLAIN_AND_CONVERTED
+def test_training_is_bitwise_the_same(convert: Callable[[nn.Module], nn.Module]) -> None:
     """A layer that is called twice is recorded twice a step, its recompute and a frozen layer are not."""
     torch.manual_seed(0)
     norm, frozen = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS).eval()
-    model = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), norm, nn.Dropout(), norm, frozen)
-    if converted:
-        syncbn.convert_syncbn_model(model)
+    model = convert(nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), norm, nn.Dropout(), norm, frozen))
     same = copy.deepcopy(model)
 
     def train(model: nn.Module) -> list[Tensor]:
@@ -155,25 +155,20 @@ class OfTokensByFunction(nn.BatchNorm1d):
         return F.batch_norm(x, *running, training=True).transpose(1, 2)
 
 
-@pytest.mark.parametrize("converted", [False, True])
+@PLAIN_AND_CONVERTED
 @pytest.mark.parametrize("kind", [OfTokens, OfTokensByFunction])
-def test_what_the_class_normalises_is_measured(kind: Any, converted: bool) -> None:
+def test_what_the_class_normalises_is_measured(kind: Any, convert: Callable[[nn.Module], nn.Module]) -> None:
     """And not the input of the module, whose dim 1 is as long as that of the channels."""
     x = torch.randn(8, CHANNELS, CHANNELS, dtype=torch.float64) + torch.arange(CHANNELS) * 5
-    layer = kind(CHANNELS, dtype=torch.float64)
-    if converted:
-        syncbn.convert_syncbn_model(layer)
-    [row] = measured(layer, x)
+    [row] = measured(convert(kind(CHANNELS, dtype=torch.float64)), x)
     assert row.num_calls == 1
     assert row[3:10] == by_hand(*x.transpose(1, 2).split(4))
 
 
-@pytest.mark.parametrize("converted", [False, True])
-def test_a_copy_made_inside_is_not_recorded(converted: bool) -> None:
+@PLAIN_AND_CONVERTED
+def test_a_copy_made_inside_is_not_recorded(convert: Callable[[nn.Module], nn.Module]) -> None:
     """As of an average of the weights; it would keep the sums of every call, and those of the layer twice."""
-    model = nn.Sequential(nn.BatchNorm2d(CHANNELS, dtype=torch.float64))
-    if converted:
-        syncbn.convert_syncbn_model(model)
+    model = convert(nn.Sequential(nn.BatchNorm2d(CHANNELS, dtype=torch.float64)))
     with syncbn.measure_local_noise(model, num_slices=2) as noise:
         for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
             one(batch(4))
