@@ -100,22 +100,17 @@ def test_eager_quantisation() -> None:
     assert torch.equal(quantised(actual), quantised(expected))
 
 
-def onnx(model: nn.Module) -> None:
-    """By TorchScript's exporter."""
-    mode = torch.onnx.TrainingMode.TRAINING
-    torch.onnx.export(model, (X,), io.BytesIO(), dynamo=False, training=mode, do_constant_folding=False)
-
-
 @pytest.mark.parametrize("layer_class", [nn.BatchNorm2d, CallsSuper2d, BatchNormAct2d])
 def test_torchscript_of_a_converted_model(layer_class: type[nn.Module]) -> None:
     """It is refused, with the remedy and the model left whole, but for a trace in evaluation."""
     model = converted(True, layer_class(4))
     modules = {name: (module, type(module)) for name, module in model.named_modules()}
+    options = {"dynamo": False, "training": torch.onnx.TrainingMode.TRAINING, "do_constant_folding": False}
     for refused, what in (
         (lambda: torch.jit.script(model), r"cannot compile Sync\w+"),
         (lambda: torch.jit.script(model.eval()), r"cannot compile Sync\w+"),
         (lambda: torch.jit.trace(model.train(), X), "cannot record .*"),
-        (lambda: onnx(model), r"torch\.onnx\.export\(dynamo=False\) uses, .*"),
+        (lambda: torch.onnx.export(model, X, io.BytesIO(), **options), r"torch\.onnx\.export\(dynamo=False\) uses, .*"),
     ):
         with pytest.raises(RuntimeError, match=rf"{what}: call syncbn\.revert_syncbn_model\(model\) first"):
             refused()
@@ -131,19 +126,15 @@ def test_torchscript_of_what_no_revert_reaches() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_torchscript_of_a_reverted_model(training: bool) -> None:
-    model = reverted(training)
-    torch.testing.assert_close(torch.jit.script(model)(X), model(X))
-    torch.testing.assert_close(torch.jit.trace(model, X, check_trace=False)(X[:2]), model(X[:2]))
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_export(training: bool) -> None:
-    """An exported program holds torch's operations, so it runs where syncbn is not installed."""
+def test_export_and_torchscript(training: bool) -> None:
+    """An exported program holds torch's operations, so it runs where syncbn is not installed. TorchScript takes the
+    reverted model."""
     for model in (converted(training), reverted(training)):
         program = torch.export.export(model, (X,))
         assert "syncbn" not in program.graph_module.code
         torch.testing.assert_close(program.module()(X), model(X))
+    torch.testing.assert_close(torch.jit.script(model)(X), model(X))
+    torch.testing.assert_close(torch.jit.trace(model, X, check_trace=False)(X[:2]), model(X[:2]))
 
 
 class Masked(nn.Module):
