@@ -25,6 +25,7 @@ import syncbn
 from syncbn.distributed import reduction
 
 SUMS = TOLERANCE | dict.fromkeys((torch.bfloat16, torch.float16), 1e-6)  # whose terms are added in float32 for a while
+ROUNDINGS = TOLERANCE | {dtype: torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float16)}  # several
 ACTIONS = ["train", "train", "train", "evaluate", "revert and convert", "copy", "pickle", "load into a new one"]
 LAYOUTS = ["contiguous", "gaps", "permuted", "expanded", "channels_last"]
 
@@ -215,7 +216,7 @@ class Program:
             error = (self.of_members(parameter.grad).double().sum(0) - getattr(expected, f"grad_{name}")).abs().max()
             largest = len(rows) ** 0.5  # that a normalised value can be
             terms = batch.rows(batch.dy)[batch.counted].double().abs().sum(0).amax() * largest
-            allowed = tolerance(parameter.dtype) + SUMS[self.kind.dtype] + lost
+            allowed = ROUNDINGS[parameter.dtype] + SUMS[self.kind.dtype] + lost
             assert error <= allowed * max(1.0, terms.item()), name
 
     def check_buffers(self, rows: Tensor, before: dict[str, Tensor]) -> None:
@@ -260,14 +261,9 @@ class Program:
             wanted = wanted.relu() if layer.fuse_relu else wanted
             # x * scale and mean * scale are rounded, and so is the sum before z.
             terms = ((rows.abs() + mean.abs()) * scale.abs()).max().item()
-            allowed = roundings * max(1.0, wanted.abs().max().item(), terms) * tolerance(y.dtype)
+            allowed = roundings * max(1.0, wanted.abs().max().item(), terms) * ROUNDINGS[y.dtype]
             fits = wanted.abs() < torch.finfo(y.dtype).max / 2
             assert ((y.double() - wanted).abs() <= allowed)[fits].all()
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """Of sums and of several roundings."""
-    return TOLERANCE.get(dtype, torch.finfo(dtype).eps)
 
 
 @pytest.mark.timeout(0)
