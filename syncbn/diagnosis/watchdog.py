@@ -22,7 +22,7 @@ from syncbn.diagnosis.waiting import Elsewhere, OnGpu, Wait, Waiting, elsewhere,
 from syncbn.distributed.reduction import Collective
 
 HEARTBEAT_SECONDS = 1.0  # between writes of an unchanged position; with 10,000 ranks a tenth of the store's time
-LEAVE_SECONDS = 0.3  # for which a rank that leaves waits for its own heartbeat
+LEAVE_SECONDS = 1.0  # for which a rank that leaves waits for its own heartbeat
 WARNING_RANKS = 4  # of a group warn, as all would say the same
 
 log = logging.getLogger("syncbn")

@@ -318,7 +318,7 @@ def test_the_rank_of_a_nan_is_named(ranks: Ranks, bad: float, masked: bool, debu
 @pytest.mark.parametrize(
     ("channels", "what", "of_rank_0", "of_others"),
     [
-        (4, "numbers of channels", "with 4 channels", "with 3 channels\nBuild one model on all ranks"),
+        (4, "numbers of channels", "with 4 channels", "with 3 channels\nBuild the same model everywhere"),
         (3, "process groups", "over rank 7", "over ranks 0-.*\nGive the layer the same process_"),
     ],
 )
