@@ -7,6 +7,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment
+unset PYTHONDONTWRITEBYTECODE # else some 200 processes compile the same files
 
 declare -A starts_programs=( # part -> its files, tests/test_NAME.py
     [examples]="evidence examples imagenet"

@@ -37,6 +37,22 @@ def settings_of_torch() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+def interpret_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what Triton's interpreter (3.6) does for nothing, half of its time: it looks in all sums of integers for
+    an overflow and drops the answer, and patches Triton's language anew for each function that a kernel calls."""
+    import triton.language
+    from triton.runtime import interpreter
+
+    from syncbn.kernels import gpu_channels, gpu_tiles
+
+    options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+    call = lambda function, *args, **kwargs: function.rewrite()(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+    for module in (gpu_channels, gpu_tiles):  # the launch patches what it finds there: Triton's own functions use core
+        monkeypatch.setattr(module, "core", triton.language.core, raising=False)
+
+
 @pytest.fixture(params=["reference", "chunked", "cpu", "operators", pytest.param("triton", marks=pytest.mark.triton)])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Each kernel module; within the test new tensors are on its device. Triton's runs on CPUs too, interpreted."""
@@ -51,6 +67,8 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not (interpreted or torch.cuda.is_available()):
         pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
+    if interpreted:
+        interpret_faster(monkeypatch)
     with torch.device("cpu" if interpreted else "cuda"), warnings.catch_warnings():
         # NumPy's, in the interpreter: of infinities; of scalars
         warnings.simplefilter("ignore", RuntimeWarning)
