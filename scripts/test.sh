@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# All tests, in parts, four at a time, as those that start programs wait more than they compute: those of the GPU's kernels in
-# Triton's interpreter, which take longest, four parts that start programs, the others of one process, and last, as they use
-# all cores, those on 2, 3 (with the reference kernels) and 4 ranks. Ends with what failed and pytest's summary of each part.
+# All tests, in parts, four at a time, as those that start programs wait more than they compute: four parts that start
+# programs, the longest first, those of the GPU's kernels in Triton's interpreter, the others of one process, and last, as they
+# use all cores, those on 2, 3 (with the reference kernels) and 4 ranks. Ends with what failed and pytest's summary of each part.
 # With --quick as the first argument the essential part, in 2 minutes: 2 ranks, and none of the files below that mostly start
 # programs, compile or interpret. Other arguments go to pytest, as in: scripts/test.sh -k voting
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment
-unset PYTHONDONTWRITEBYTECODE # else some 200 processes compile the same files
+unset PYTHONDONTWRITEBYTECODE # where it is set, each of some 200 processes compiles the same files
 
 declare -A starts_programs=( # part -> its files, tests/test_NAME.py
     [examples]="evidence examples imagenet"
@@ -42,10 +42,10 @@ if [[ ${1-} == --quick ]]; then
     on_ranks+=("${compiled[@]/#/--ignore=}")
 else
     prepare_triton || echo "Triton cannot be had here: its tests are skipped" >&2
-    part "interpreted" env TRITON_INTERPRET=1 python3 -m pytest tests/test_kernels.py -m triton "$@"
-    for name in examples crashes programs faults; do
+    for name in programs examples crashes faults; do
         part "$name" python3 -m pytest $(printf 'tests/test_%s.py ' ${starts_programs[$name]}) "$@"
     done
+    part "interpreted" env TRITON_INTERPRET=1 python3 -m pytest tests/test_kernels.py -m triton "$@"
 fi
 part "one process" python3 -m pytest "${others[@]}" "$@"
 for count in "${rank_counts[@]}"; do

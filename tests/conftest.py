@@ -38,8 +38,9 @@ def settings_of_torch() -> Iterator[None]:
 
 
 def interpret_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what Triton's interpreter (3.6) does for nothing, half of its time: it looks in all sums of integers for
-    an overflow and drops the answer, and patches Triton's language anew for each function that a kernel calls."""
+    """Half of the time of Triton's interpreter (3.6) goes to two things that change nothing, which this leaves out: it
+    looks for an overflow in each integer operation and drops the answer, as `debug` is off; and it patches Triton's
+    language, as the launch has done, in each call of a function."""
     import triton.language
     from triton.runtime import interpreter
 

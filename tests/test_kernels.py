@@ -51,7 +51,7 @@ EPS = 1e-5
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     parameters = request.node.callspec.params
     if parameters.get("sizes") == WIDE_ROWS and parameters["kernels"] == "triton":
-        pytest.skip("Triton's kernels go the same way with fewer channels; the interpreter takes a minute")
+        pytest.skip("Triton's kernels go the same way with fewer channels; the interpreter takes long")
     return request.param
 
 
@@ -279,7 +279,7 @@ def test_results_are_the_same_again_and_on_other_threads(kernels: ModuleType, si
     if kernels in (reference, chunked):
         pytest.skip("torch's sums depend on the number of threads")
     if truncates(kernels) and math.prod(sizes) > 100_000:
-        pytest.skip("the interpreter takes a minute")
+        pytest.skip("the interpreter takes long")
     dy, x = draw(2, sizes, torch.float32)
     results = []
     for threads in (1, 2, 3) if on_cpu(kernels) else (1, 1):
