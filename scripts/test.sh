@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# All tests, in parts, four at a time, as those that start programs wait more than they compute: four parts that start
-# programs, the longest first, those of the GPU's kernels in Triton's interpreter, the others of one process, and last, as they
-# use all cores, those on 2, 3 (with the reference kernels) and 4 ranks. Ends with what failed and pytest's summary of each part.
+# All tests, in parts, four at a time, as those that start programs wait more than they compute: three parts that start programs,
+# the longest first, those of the GPU's kernels in Triton's interpreter, the others of one process, and last, as they use all cores,
+# those on 2, 3 (with the reference kernels) and 4 ranks. Ends with what failed and pytest's summary of each part.
 # With --quick as the first argument the essential part, in 2 minutes: 2 ranks, and none of the files below that mostly start
 # programs, compile or interpret. Other arguments go to pytest, as in: scripts/test.sh -k voting
 set -euo pipefail
@@ -11,9 +11,8 @@ unset PYTHONDONTWRITEBYTECODE # where it is set, each of some 200 processes comp
 
 declare -A starts_programs=( # part -> its files, tests/test_NAME.py
     [examples]="evidence examples imagenet"
-    [crashes]="crashes two_hosts"
+    [crashes]="crashes faults two_hosts"
     [programs]="accelerate gpu_run lightning package readme testing voting"
-    [faults]="faults"
 )
 compiled=(tests/test_{gpu_static,inductor}.py tests/distributed/test_compile{,_on_one_rank}.py)
 others=(tests --ignore=tests/distributed)
@@ -42,7 +41,7 @@ if [[ ${1-} == --quick ]]; then
     on_ranks+=("${compiled[@]/#/--ignore=}")
 else
     prepare_triton || echo "Triton cannot be had here: its tests are skipped" >&2
-    for name in programs examples crashes faults; do
+    for name in programs crashes examples; do
         part "$name" python3 -m pytest $(printf 'tests/test_%s.py ' ${starts_programs[$name]}) "$@"
     done
     part "interpreted" env TRITON_INTERPRET=1 python3 -m pytest tests/test_kernels.py -m triton "$@"

@@ -15,7 +15,8 @@ LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", *OF_TWO, *SETTINGS
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    script = [EXAMPLES / "accelerate_digits.py", "--epochs", 1, "--cpu", "--output"]
+    settings = ["--epochs", 1, "--batch", 50, "--learning-rate", 0.04, "--cpu"]
+    script = [EXAMPLES / "accelerate_digits.py", *settings, "--output"]
     run_script(*script, tmp_path / "one.json")
     run(*LAUNCH, *script, tmp_path / "two.json")
     one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))

@@ -16,9 +16,9 @@ SCRIPTS = EXAMPLES.parent / "scripts"
 
 
 def test_digits_on_two_ranks(tmp_path: Path) -> None:
-    output = run(*ON_TWO_RANKS, EXAMPLES / "digits.py", "--epochs", 1, "--steps", 30, "--output", tmp_path)
+    output, metrics = run_job(tmp_path, EXAMPLES / "digits.py", "--epochs", 1, "--steps", 30)
     assert "synchronised over 2 ranks" in output
-    runs = json.loads((tmp_path / "metrics.json").read_text())["runs"]
+    runs = metrics["runs"]
     assert {len(one["losses"]) for one in runs.values()} == {30}
     # float64 roundings of 1e-16 grow in 30 steps of training, by far less than this.
     assert runs["syncbn"]["distance"] < 1e-11
