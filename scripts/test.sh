@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# All tests, in parts, four at a time, as those that start programs wait more than they compute: three parts that start programs,
-# the longest first, those of the GPU's kernels in Triton's interpreter, the others of one process, and last, as they use all cores,
-# those on 2, 3 (with the reference kernels) and 4 ranks. Ends with what failed and pytest's summary of each part.
+# All tests, in parts, four at a time, as those that start programs wait more than they compute: three parts that start
+# programs, the longest first, those of the GPU's kernels in Triton's interpreter, the others of one process, and last, as they
+# use all cores, those on 2, 3 (with the reference kernels) and 4 ranks. Ends with what failed and pytest's summary of each part.
 # With --quick as the first argument the essential part, in 2 minutes: 2 ranks, and none of the files below that mostly start
 # programs, compile or interpret. Other arguments go to pytest, as in: scripts/test.sh -k voting
 set -euo pipefail

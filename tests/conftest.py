@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from what is imported by now, which takes a tenth of the time of tests on ranks."""
+    """The garbage collector passes over what is imported by now: else it takes a tenth of the time on ranks."""
     gc.collect()
     gc.freeze()
 

@@ -15,7 +15,7 @@ LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", *OF_TWO, *SETTINGS
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    settings = ["--epochs", 1, "--batch", 50, "--learning-rate", 0.04, "--cpu"]
+    settings = ["--epochs", 1, "--batch", 50, "--learning-rate", 0.04, "--cpu"]  # 30 steps
     script = [EXAMPLES / "accelerate_digits.py", *settings, "--output"]
     run_script(*script, tmp_path / "one.json")
     run(*LAUNCH, *script, tmp_path / "two.json")

@@ -1,4 +1,4 @@
-"""Examples and benchmarks run with tiny settings, digits.py as its docstring says, and what they write is right."""
+"""Examples and benchmarks run with tiny settings, and what they write is right."""
 
 import json
 import os
