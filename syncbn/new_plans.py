@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from syncbn.arguments import Arguments
 from syncbn.kernels import cpu, select
-from syncbn.kernels.plans import TensorPlan
 from syncbn.layout import Layout
 from syncbn.moments import has_scale_and_shift, num_statistics
 from syncbn.torch_private import is_wrapped, is_zero_tensor
 
-Plan: TypeAlias = cpu.Plan | TensorPlan  # or gpu.Plan, which imports triton
+Plan: TypeAlias = cpu.Plan  # or gpu.Plan, which imports triton
 
 kind = attrgetter("shape", "dtype", "device")  # of a tensor
 _NUMBERS = {float, int, type(None)}  # classes of momentum

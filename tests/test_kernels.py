@@ -139,9 +139,10 @@ def force(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> None:
     monkeypatch.setattr(plan, "_plans", {})
 
 
-def serving() -> set[ModuleType]:
-    """The kernels of the plans that were made."""
-    return {getattr(one, "kernels", sys.modules[type(one).__module__]) for one in plan._plans.values()}
+def has_served(kernels: ModuleType) -> bool:
+    """Whether all plans that were made are of these kernels, or, where they have no plans, none was made."""
+    found = {sys.modules[type(one).__module__] for one in plan._plans.values()}
+    return found == ({kernels} if hasattr(kernels, "Plan") else set())
 
 
 def truncates(kernels: ModuleType) -> bool:
@@ -322,7 +323,7 @@ def test_two_steps_of_a_layer(
         torch.testing.assert_close(given.grad.double(), wanted.grad, rtol=1e-5, atol=1e-5)
     for buffer, wanted in zip(layer.buffers(), expected_layer.buffers(), strict=True):
         torch.testing.assert_close(buffer.double(), wanted.double(), rtol=1e-6, atol=1e-6)
-    assert serving() == {kernels}
+    assert has_served(kernels)
 
 
 @pytest.mark.parametrize("case", HARD_INPUTS)
@@ -331,7 +332,7 @@ def test_accuracy(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, case: st
     force(monkeypatch, kernels)
     errors = errors_of_one_step(case, torch.float32, sync_batch_norm, device=torch.get_default_device())
     assert max(errors.relative.values()) < 1e-6, errors
-    assert serving() == {kernels}
+    assert has_served(kernels)
 
 
 @pytest.mark.parametrize("sizes", [(3, 2, 67), (35, 13, 1)], ids=str)

@@ -15,21 +15,17 @@ from torch import Tensor
 
 from syncbn import torch_private, torch_state
 from syncbn.kernels import chunked, cpu, reference
-from syncbn.kernels.plans import TensorPlan
 from syncbn.layout import Layout
 from syncbn.program import warn_once
 
 LARGE_BYTES = 1_000_000  # of an input with which it matters how fast the kernels are
 
 
-def new_plan(x: Tensor, layout: Layout, **options: Any) -> cpu.Plan | TensorPlan | None:
-    """The plan for tensors like `x`, which are ordinary; see plans.py. None where no kernels know the device."""
-    if not (x.is_cpu or x.is_cuda):
-        return None
-    kernels = _in_eager_mode(x)
-    if hasattr(kernels, "Plan"):
-        return kernels.Plan(layout, x.dtype, x.device, is_signed=x.is_cpu, **options)  # type: ignore[no-any-return]
-    return TensorPlan(kernels, layout, is_signed=x.is_cpu, **options)
+def new_plan(x: Tensor, layout: Layout, **options: Any) -> cpu.Plan | None:
+    """The plan for tensors like `x`, which are ordinary; see plans.py. None where torch's operations serve them."""
+    kernels: Any = _in_eager_mode(x) if x.is_cpu or x.is_cuda else chunked
+    has_plans = hasattr(kernels, "Plan")
+    return kernels.Plan(layout, x.dtype, x.device, is_signed=x.is_cpu, **options) if has_plans else None
 
 
 def select_kernels(x: Tensor | None, *others: Tensor | None) -> ModuleType:
@@ -37,15 +33,15 @@ def select_kernels(x: Tensor | None, *others: Tensor | None) -> ModuleType:
 
     Tensor subclasses and exported programs get torch's operations; so do forward mode and vmap, for which operators
     have no rules. If there are kernels, all others get the operators, compiled graphs too: what Inductor makes of
-    torch's operations takes 2 to 12 times as long on CPUs (docs/tried.md). In eager mode only autograd.Functions call
-    them; but Dynamo traces through the forward of a Function when nothing outside requires grad, as in torch.func, and
-    then grad mode stays on.
+    torch's operations takes 2 to 12 times as long on CPUs (docs/tried.md). Operators have no gradient, and are called
+    within autograd.Functions alone; but Dynamo traces through the forward of a Function when nothing outside requires
+    grad, as in torch.func, and then grad mode stays on. So a graph with grad mode on gets torch's operations.
     """
     if type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
         return reference
     if torch_state.is_compiling():
-        traced = torch.is_grad_enabled() or torch.compiler.is_exporting()
-        return reference if traced or _reason_unavailable(x.device, True) is not None else _operators()
+        needs_torch = torch.is_grad_enabled() or torch.compiler.is_exporting()
+        return reference if needs_torch or _reason_unavailable(x.device, True) is not None else _operators()
     if is_transformed(x, *others):
         return reference
     return chunked if _in_eager_mode(x) is chunked else _operators()
@@ -109,7 +105,7 @@ def _why_no_triton(device: torch.device, compiling: bool) -> str | None:
     if device in _triton_works:
         return _triton_works[device]
     if compiling or torch.cuda.is_current_stream_capturing():
-        return None  # a graph takes no launch of ours, and what fails there says nothing of other times
+        return None  # nothing can be launched for a try while a graph is made
     reason = None
     try:
         try:
