@@ -23,6 +23,11 @@ from syncbn.synchronised_classes import ADDED, class_of, synchronised_class
 Model = TypeVar("Model", bound=nn.Module)
 
 CONVERT = "call syncbn.convert_syncbn_model(model)"
+# What a revert takes from a layer with one of these options.
+LOST = {
+    "fuse_relu": "these layers have lost their relu: put an nn.ReLU behind each",
+    "channel_last": "these layers take the channels in dim 1 again",
+}
 MAX_CHARACTERS = 800  # of a description
 NAMED, NAME_CHARACTERS = 3, 60  # layers of a class that are named, and how much of a name is shown
 
@@ -88,7 +93,8 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
     """Give every layer that `convert_syncbn_model` converted its original class back, in place, and return `model`.
 
     Statistics and parameters are those that training left. Layers that were built as syncbn layers have no original
-    class and stay. A warning names the layers that had `fuse_relu=True`, which their original class does not know.
+    class and stay. One warning names the layers that compute something else then, as they had `fuse_relu=True` or
+    `channel_last=True`, and, with a `target`, those that stay.
 
     Args:
         model: any module, also a single layer.
@@ -112,12 +118,15 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
     if target not in (None, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         raise ValueError(f"target must be nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d or None, got {target!r}")
     changes: list[tuple[nn.Module, Any, dict[str, Any]]] = []  # layer, its new class, attributes
-    with_relu: list[str] = []
+    noted: dict[str, list[str]] = {}  # what is wrong, and with which layers
     for name, layer in model.named_modules():
         new_class = vars(layer).get("_original_class", class_of(layer))
         if new_class is nn.SyncBatchNorm and target is not None:
             new_class = target
         if new_class is class_of(layer):
+            if target is not None and isinstance(layer, SyncBatchNorm):
+                built = f"these layers were built as syncbn layers and stay: build {target.__name__}"
+                noted.setdefault(built, []).append(name)
             continue
         _require_no_fsdp(name, layer, "revert_syncbn_model")
         if issubclass(new_class, LazyModuleMixin) and not isinstance(layer, LazyModuleMixin):
@@ -125,17 +134,19 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
         # An nn.SyncBatchNorm holds its group itself. Looking it up may raise, so it comes before any change.
         is_torchs = new_class is nn.SyncBatchNorm
         changes.append((layer, new_class, {"process_group": of_torch(layer._process_group)} if is_torchs else {}))
-        if vars(layer).get("fuse_relu"):
-            with_relu.append(name)
+        for option, lost in LOST.items():
+            if vars(layer).get(option):
+                noted.setdefault(lost, []).append(name)
     for layer, new_class, attributes in changes:
         for name in (*ADDED, "process_group"):
             vars(layer).pop(name, None)
         _set_class(layer, new_class)
         vars(layer).update(attributes)
-    if with_relu:
-        warn(
-            f"syncbn: the relu of these layers is gone, put an nn.ReLU behind each: {', '.join(map(quoted, with_relu))}"
-        )
+    if noted:
+        parts = [
+            f"{what} ({', '.join(quoted(name) or 'the model' for name in names)})" for what, names in noted.items()
+        ]
+        warn(f"syncbn: {'; '.join(parts)}")
     return model
 
 
@@ -191,7 +202,7 @@ def _remedy(module: nn.Module) -> str | None:
         return CONVERT
     if issubclass(original_class, nn.SyncBatchNorm):
         if original_class.__module__.startswith("timm."):
-            return "do not call timm's convert_sync_batchnorm first, its other layers are converted as they are"
+            return "do not call timm's convert_sync_batchnorm first: timm's own BatchNorm layers can be converted"
         return "a subclass of nn.SyncBatchNorm communicates by itself, derive it from nn.BatchNorm1d, 2d or 3d"
     taken = [name for name in ("process_group", *ADDED) if hasattr(module, name)]
     return f"has attributes that ours need, rename {', '.join(taken)}" if taken else CONVERT

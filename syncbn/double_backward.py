@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from syncbn import moments
 from syncbn.distributed.side_reductions import Reduction, totals
 from syncbn.kernels import reference
 from syncbn.layout import Layout
@@ -42,7 +41,7 @@ def gradients(per_input: Sequence[BackwardInput], eps: float, reduction: Reducti
     invstds, xmus = [], []
     pairs = [(wide_x, wide_x.square()) for wide_x in wide_xs]
     for wide_x, (mean, mean_square) in zip(wide_xs, _means(per_input, pairs, reduction), strict=True):
-        invstds.append(moments.inverse_std((mean_square - mean.square()).clamp(min=0), eps))
+        invstds.append(((mean_square - mean.square()).clamp(min=0) + eps).rsqrt())
         xmus.append(wide_x - mean[:, None])
 
     grads: list[Gradients] = []

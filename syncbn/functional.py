@@ -18,7 +18,7 @@ from syncbn.roads import choice, nested, watched
 
 __all__ = ["batch_norm_backward", "sync_batch_norm", "sync_batch_norm_many"]
 
-_SYNC_BATCH_NORM = Caller("sync_batch_norm")
+SYNC_BATCH_NORM = Caller("sync_batch_norm")
 _SYNC_BATCH_NORM_MANY = Caller("sync_batch_norm_many")
 _BATCH_NORM_BACKWARD = Caller("batch_norm_backward")
 
@@ -100,7 +100,7 @@ def sync_batch_norm(
         process_group=spec,
     )  # fmt: skip
     if training:
-        return step.train(given, _SYNC_BATCH_NORM)[0]
+        return step.train(given, SYNC_BATCH_NORM)[0]
     given.require_running_stats()
     return step.evaluate(given)
 

@@ -76,7 +76,7 @@ class SyncBatchNorm(_BatchNorm):
         check_eps(eps)
         if momentum is not None:
             check_momentum(momentum)
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        super().__init__(num_features, float(eps), momentum, affine, track_running_stats, device, dtype)
         if not bias:
             self.register_parameter("bias", None)
         self.process_group = process_group
@@ -121,8 +121,7 @@ class SyncBatchNorm(_BatchNorm):
                 rank's values are normalised, over the ranks along those dims of its mesh that shard other dims than the
                 channels'; parameters and buffers are then DTensors too, or this rank's share.
             z: residual of the input's shape, added before the relu.
-            mask: bool, which values count: (N,), or the input's shape without the channels' dim; a size of 1 holds for
-                the whole dim. The other values enter no sum, whatever they hold; outputs and gradients there are 0.
+            mask: bool, which values count, as in `functional.sync_batch_norm`.
 
         Returns:
             Tensor of the input's kind, shape, dtype and memory format; a DTensor with the input's placements.

@@ -25,7 +25,7 @@ def from_sums(sums: Tensor, eps: float) -> Tensor:
     num_values = sums[-1:]
     mean, mean_square = (sums[:-1] / num_values.clamp(min=1)).chunk(2)
     var = (mean_square - mean * mean).clamp(min=0)
-    return torch.cat((mean, var, inverse_std(var, eps), num_values))
+    return torch.cat((mean, var, (var + eps).rsqrt(), num_values))
 
 
 def to_sums(statistics: Tensor, num_channels: int) -> Tensor:
@@ -48,11 +48,6 @@ def num_statistics(num_channels: int, relu: bool) -> int:
 def has_scale_and_shift(statistics: Tensor, num_channels: int) -> bool:
     """Whether scale and shift follow."""
     return statistics.numel() == num_statistics(num_channels, relu=True) > 1
-
-
-def inverse_std(var: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(var + eps)."""
-    return (var + eps).rsqrt()
 
 
 def unbiased(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tensor]:

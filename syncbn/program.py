@@ -11,7 +11,7 @@ from typing import Any
 
 def callers() -> Iterator[tuple[FrameType, Any]]:
     """The frames of this call from the innermost on, each with its `self`, or None."""
-    frame = sys._getframe(1).f_back  # not the one that asks, whose f_locals would hold what it was given
+    frame = sys._getframe(1).f_back  # not the function that asks: reading its f_locals would keep its arguments alive
     while frame is not None:
         yield frame, frame.f_locals.get("self")
         frame = frame.f_back

@@ -115,8 +115,8 @@ _apply = torch_private.direct_apply(_Step)
 
 def _explain(status: int, reduction: NoReduction | EagerReduction, sums: Tensor, x: Tensor) -> None:
     """**Raises** what is wrong with the total of all ranks: they are in different layers, another rank has a fault, or
-    a channel has one value. Returns where a rank has brought NaN or infinity, which is a warning, and where the ranks
-    are in one layer, and have agreed on its name."""
+    a channel has one value. Otherwise returns: where values are not finite (with a warning, if they are this rank's),
+    or where ranks only had different names for one layer."""
     if status == NOT_FINITE:
         reduction.warn_not_finite(not x.isfinite().all())
         return

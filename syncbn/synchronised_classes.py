@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from syncbn import argument_errors
 from syncbn.arguments import Arguments
+from syncbn.functional import SYNC_BATCH_NORM
 from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from syncbn.program import warn_once
 from syncbn.roads import traced
@@ -76,9 +77,14 @@ class _KeepsForward(_Made):
         first: Any = args if isinstance(args, Proxy) else next(iter((*args, *kwargs.values())), None)
         if isinstance(first, Proxy):
             return traced.leaf(self, first.tracer, args, kwargs)
+        is_first = self.training and self._synchronised_ranks is None and not is_compiling()
+        if is_first:
+            SYNC_BATCH_NORM._synchronised_ranks = None
         with _SynchroniseBatchNorm(self):
             output = super().forward(*args, **kwargs)
-        if self.training and self._synchronised_ranks is None and not is_compiling():
+        if is_first and self._synchronised_ranks is None:  # unless it calls sync_batch_norm
+            self._synchronised_ranks = SYNC_BATCH_NORM._synchronised_ranks
+        if is_first and self._synchronised_ranks is None:
             warn_once(
                 f"syncbn is not synchronising: {self._syncbn_original.__qualname__}.forward calls neither "
                 "super().forward nor F.batch_norm. Let it call one of them, or syncbn.functional.sync_batch_norm."

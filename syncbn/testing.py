@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
-from syncbn.convert import convert_syncbn_model, revert_syncbn_model, unsynchronised
+from syncbn.convert import convert_syncbn_model, unsynchronised
 from syncbn.distributed.text_exchange import all_reduce_max
 from syncbn.layer import SyncBatchNorm
 
@@ -59,9 +59,9 @@ def assert_matches_full_batch(
 ) -> None:
     """Prove that a model trains on `world_size` ranks as on one process: start them, on CPU and gloo, and compare.
 
-    Each rank trains on its slice of the batch under DistributedDataParallel, and beside that on the whole batch with
-    nn.BatchNorm in the place of synchronised layers. After `steps` steps of SGD losses, gradients, running statistics
-    and parameters must agree.
+    Each rank trains on its slice of the batch under DistributedDataParallel, and beside that a copy of the model on the
+    whole batch, in which synchronised layers are each rank's own. After `steps` steps of SGD losses, gradients, running
+    statistics and parameters must agree.
 
         def test_trains_as_one():
             batch = torch.randn(6, 3, 32, 32), torch.randint(10, (6,))
@@ -72,7 +72,8 @@ def assert_matches_full_batch(
             from sys.path, and so not a lambda: it is called on each rank, after torch.manual_seed(0). What it draws
             otherwise is rank 0's.
         batch: tensors (N, ...), N at least `world_size`: the model's input, and what else `loss_fn` takes. Ranks take
-            slices of dim 0, whose sizes differ by 1 where N is no multiple.
+            slices of dim 0, whose sizes differ by 1 where N is no multiple. For a model with two inputs write a module
+            that takes them as one tensor, or that computes the loss: its input is then a batch of one tensor.
         loss_fn: `loss_fn(model(batch[0]), *batch[1:])` is the mean over samples, as F.cross_entropy's. Importable.
         world_size: ranks to start.
         steps: of training, with the same batch.
@@ -108,18 +109,24 @@ def assert_matches_full_batch(
         raise AssertionError(_report(bad, found, local, world_size, allowed))
 
 
-def differences(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int = 2) -> tuple[list[Difference], nn.Module]:
+def differences(
+    model: nn.Module, batch: Batch, loss_fn: Loss, steps: int = 2, reference: nn.Module | None = None
+) -> tuple[list[Difference], nn.Module]:
     """How W ranks, which all call this with the same batch, and one process differ after `steps` steps of training.
 
     Arguments as of `assert_matches_full_batch`, converted to one dtype and device already; what is trained, and
-    returned, is a copy of rank 0's model. Without a process group, one process is compared with itself, synchronised
-    layers with nn.BatchNorm.
+    returned, is a copy of rank 0's model. One process trains `reference`, such as the model before its conversion, or
+    a copy whose synchronised layers are each rank's own.
     """
     world, rank, size = dist.group.WORLD, 0, 1
     model = data_parallel = copy.deepcopy(model)
     if world is not None:  # DistributedDataParallel gives all ranks rank 0's tensors
         data_parallel, rank, size = nn.parallel.DistributedDataParallel(model), dist.get_rank(), dist.get_world_size()
-    reference = _on_one_process(copy.deepcopy(model))
+    if reference is None:
+        reference = copy.deepcopy(model)
+        for module in reference.modules():
+            if isinstance(module, (nn.SyncBatchNorm, SyncBatchNorm)):
+                convert_syncbn_model(module, 1)
     for module in (*model.modules(), *reference.modules()):
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()
@@ -171,15 +178,6 @@ def _compared(pairs: list[tuple[str, str, Tensor, Tensor]], world: dist.ProcessG
     found = [Difference(*pair[:2], *both) for pair, both in zip(pairs, errors_and_scales.tolist(), strict=True)]
     # The scale is that of all tensors of a kind: a gradient that should be 0, as of a bias before batch norm, is noise.
     return [one._replace(scale=max(other.scale for other in found if other.what == one.what)) for one in found]
-
-
-def _on_one_process(model: nn.Module) -> nn.Module:
-    """With nn.BatchNorm, or where there is none to go back to with a layer of ours that synchronises nothing."""
-    revert_syncbn_model(model)
-    for module in model.modules():
-        if isinstance(module, (nn.SyncBatchNorm, SyncBatchNorm)):
-            convert_syncbn_model(module, 1)
-    return model
 
 
 def _run_rank(rank: int, world_size: int, port: int, timeout: float, training: tuple[Any, ...]) -> None:

@@ -1,7 +1,7 @@
 """Uses the private names of torch that syncbn needs, each in one function, and each with a test.
 
 tests/test_torch_private.py fails where a later torch gives one of them another meaning. (torch_state.py has the private
-names that tell how torch is running; _BatchNorm is imported where it is used.)
+names that tell how torch is running; classes of modules, such as _BatchNorm, are named where they are used.)
 """
 
 import contextlib
@@ -146,6 +146,13 @@ def is_pipeline_stage(candidate: object) -> TypeGuard[Any]:
     `group` of the pipeline's ranks, of which each holds other stages; None for the default group."""
     pipelining = sys.modules.get("torch.distributed.pipelining.stage")  # slow to import; without it there is no stage
     return pipelining is not None and isinstance(candidate, pipelining._PipelineStageBase)
+
+
+def ddp_that_broadcasts(buffer: Tensor | None) -> nn.parallel.DistributedDataParallel | None:
+    """The DistributedDataParallel in whose forward this call is, if it sends the buffer to its ranks before each."""
+    ddp = nn.parallel.DistributedDataParallel._active_ddp_module
+    sends = ddp is not None and ddp.broadcast_buffers and any(one is buffer for one in ddp.modules_buffers)
+    return ddp if sends else None
 
 
 def default_store() -> dist.Store:

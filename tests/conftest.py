@@ -1,7 +1,6 @@
 """For every test: one thread, and memory that a kernel leaves unwritten holds NaN. And each kernel module in turn."""
 
 import gc
-import importlib
 import importlib.util
 import multiprocessing
 import os
@@ -45,9 +44,9 @@ def settings_of_torch() -> Iterator[None]:
 
 
 def interpret_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the time of Triton's interpreter (3.6) goes to two things that change nothing, which this leaves out: it
-    looks for an overflow in each integer operation and drops the answer, as `debug` is off; and it patches Triton's
-    language, as the launch has done, in each call of a function."""
+    """Leaves out two things that take half of the time of Triton's interpreter and change nothing: the search for an
+    overflow in each integer operation, whose answer is dropped as `debug` is off; and the patching of Triton's language
+    in each call of a function, as the launch has patched it."""
     import triton.language
     from triton.runtime import interpreter
 
@@ -57,7 +56,8 @@ def interpret_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
     call = lambda function, *args, **kwargs: function.rewrite()(*args, **kwargs)  # noqa: E731
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
-    for module in (gpu_channels, gpu_tiles):  # the launch patches what it finds there: Triton's own functions use core
+    # The launch patches the modules in a kernel's globals; for Triton's own functions it must find `core` there.
+    for module in (gpu_channels, gpu_tiles):
         monkeypatch.setattr(module, "core", triton.language.core, raising=False)
 
 
@@ -75,7 +75,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not (interpreted or torch.cuda.is_available()):
         pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
-    if interpreted:
+    if interpreted and importlib.metadata.version("triton").startswith("3.6"):  # others may have other names
         interpret_faster(monkeypatch)
     with torch.device("cpu" if interpreted else "cuda"), warnings.catch_warnings():
         # NumPy's, in the interpreter: of infinities; of scalars

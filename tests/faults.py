@@ -6,8 +6,6 @@
 The job is faulty_job.py; its collectives wait for 3 s.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -49,8 +47,8 @@ AFTER_1 = "after body.bn1 forward, call 3"
 BEFORE_STEP = "after body.bn1 backward, call 2"
 LAST = "after body.bn1 backward, call 6"
 EVALUATES = rf"{BEFORE_STEP}; has called a layer in evaluation mode(; has left with .*)?"
-HAS_ENDED = r"; its process \(\d+\) has ended"
-NO_MORE = r"[^\n]*\n\Z"  # of a rank that ends by its own exception: it is the others' collective that fails
+ENDED = r"last seen {}; its process \(\d+\) has ended"
+NO_MORE = r"[^\n]*\n\Z"  # of a rank that ends by its own exception, and prints nothing of syncbn
 FIRST = "in body.bn1 forward, call 1"
 IN_BACKWARD = "in body.bn3 backward, call 3"
 OF_TWO_MODELS = r"in layer '1' forward, call 3; first called at faulty_job.py:\d+, as layer number {} of .*"
@@ -66,8 +64,7 @@ KILLED = "find what killed the process, such as Linux when memory ran out (`dmes
 
 FAULTS = {
     "skips a layer": Fault(
-        "call the same layers on all ranks; skip one with `loss = loss + layer(x[:0]).sum()`",
-        _where(IN_2, IN_3),
+        "call the same layers on all ranks; skip one with `loss = loss + layer(x[:0]).sum()`", _where(IN_2, IN_3)
     ),
     "another order": Fault("call the layers in the same order on all ranks", _where(IN_2, IN_3)),
     "one more step": Fault(
@@ -111,12 +108,12 @@ FAULTS = {
         _where(IN_1, f"{BEFORE_STEP}; has left with OSError: cannot read image 17"),
         said_at_fault=rf"\nOSError: {NO_MORE}",
     ),
-    "kill -9 in forward": Fault(KILLED, _where(IN_2, AFTER_1 + HAS_ENDED)),
-    "kill -9 in backward": Fault(KILLED, _where(IN_BACKWARD, f"after body.bn3 forward, call 3{HAS_ENDED}")),
-    "kill -9 in the all_reduce": Fault(KILLED, _where(IN_1, IN_1 + HAS_ENDED)),
+    "kill -9 in forward": Fault(KILLED, _where(IN_2, ENDED.format(AFTER_1))),
+    "kill -9 in backward": Fault(KILLED, _where(IN_BACKWARD, ENDED.format("after body.bn3 forward, call 3"))),
+    "kill -9 in the all_reduce": Fault(KILLED, _where(IN_1, ENDED.format(IN_1))),
     "stopped for longer than the time-out": Fault(
         "find what stopped the process; if it must pause, raise `timeout` of `init_process_group`",
-        _where(IN_1, rf"{BEFORE_STEP}; its process \(\d+\) is stopped"),
+        _where(IN_1, rf"last seen {BEFORE_STEP}; its process \(\d+\) is stopped"),
     ),
     "out of memory, caught": Fault(
         "let no rank skip a step alone; use smaller batches", _where(IN_BACKWARD, "in body.bn1 forward, call 4")
@@ -148,12 +145,12 @@ FAULTS = {
     ),
     "kill -9 inside join": Fault(
         KILLED,
-        rf"rank 0: in the other ranks' steps, with no data left\nrank 1: {IN_2}.*\nrank 2: {AFTER_1}{HAS_ENDED}\n",
+        rf"rank 0: in the other ranks' steps, with no data left\nrank 1: {IN_2}.*\nrank 2: {ENDED.format(AFTER_1)}\n",
         num_ranks=3,
         by_hand=False,
     ),
     "kill -9 inside recompute_running_stats": Fault(
-        KILLED, _where("in body.bn2 forward, call 1", rf"after body.bn1 forward, call 1; .*{HAS_ENDED}"), by_hand=False
+        KILLED, _where("in body.bn2 forward, call 1", ENDED.format("after body.bn1 forward, call 1; .*")), by_hand=False
     ),
 }
 

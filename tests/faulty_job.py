@@ -3,8 +3,6 @@
 python tests/faulty_job.py FAULT syncbn|plain [FOLDER]         with the environment variables of torchrun
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

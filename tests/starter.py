@@ -3,8 +3,6 @@
 What they do from then on, up to the interpreter's end, they do as if they had been started by themselves.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize
 
+from syncbn.functional import sync_batch_norm
+
 
 class BatchNormAct2d(nn.BatchNorm2d):
     """As timm's: batch norm by F.batch_norm, then dropout and activation."""
@@ -42,6 +44,14 @@ class OnlyAttributes(torch.nn.modules.batchnorm._BatchNorm):
         assert input.ndim == 4
 
 
+class CallsFunctional(nn.BatchNorm2d):
+    """What the warning about OwnMathematics advises."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        running = self.running_mean, self.running_var
+        return sync_batch_norm(x, *running, self.weight, self.bias, self.training, 0.1, self.eps)
+
+
 class OwnMathematics(nn.BatchNorm2d):
     """Nothing of it can be synchronised."""
 
@@ -50,8 +60,6 @@ class OwnMathematics(nn.BatchNorm2d):
 
 
 class Positive(nn.Module):
-    """A parametrization."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.exp()
 

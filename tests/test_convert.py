@@ -7,7 +7,14 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d, OnlyAttributes, OwnMathematics, parametrized
+from subclasses_of_batchnorm import (
+    BatchNormAct2d,
+    CallsFunctional,
+    CallsSuper2d,
+    OnlyAttributes,
+    OwnMathematics,
+    parametrized,
+)
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -191,10 +198,7 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
         def __init_subclass__(cls) -> None:
             raise RuntimeError("no heirs")
 
-    for layer, error in (
-        (nn.LazyBatchNorm2d(), "'1' is lazy and counts channels in dim 1"),
-        (NoHeirs(3), "no heirs"),
-    ):
+    for layer, error in ((nn.LazyBatchNorm2d(), "'1' is lazy and counts channels in dim 1"), (NoHeirs(3), "no heirs")):
         model, kind = nn.Sequential(nn.BatchNorm2d(3), layer), type(layer)
         with pytest.raises((RuntimeError, ValueError), match=error):
             syncbn.convert_syncbn_model(model, channel_last=True)
@@ -202,6 +206,9 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
 
 
 def test_a_forward_that_cannot_be_synchronised_says_so_once() -> None:
+    advised = syncbn.convert_syncbn_model(CallsFunctional(3))
+    advised(torch.randn(4, 3, 2, 2))  # without a warning
+    assert syncbn.summary(advised)[0].last_step == "not synchronised"  # one rank
     model = nn.Sequential(*[syncbn.convert_syncbn_model(OwnMathematics(3)) for _ in range(2)])
     words = r"not synchronising: OwnMathematics.forward calls neither super\(\)"
     with pytest.warns(UserWarning, match=words) as warned:
@@ -261,9 +268,10 @@ def test_what_torchs_converter_made_becomes_the_class_that_the_user_says(
 def test_a_target_concerns_torchs_synchronised_layers_alone() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), SubclassOfSyncBatchNorm(3), syncbn.SyncBatchNorm(3), nn.SyncBatchNorm(3))
     syncbn.convert_syncbn_model(model[0])
-    for target in (nn.BatchNorm2d, None):  # None leaves what was built as syncbn, too
-        kinds = [type(layer) for layer in syncbn.revert_syncbn_model(model, target)]
-        assert kinds == [nn.BatchNorm1d, SubclassOfSyncBatchNorm, syncbn.SyncBatchNorm, nn.BatchNorm2d]
+    with pytest.warns(UserWarning, match=r"^syncbn: these layers were built as .* build BatchNorm2d \(layer '2'\)$"):
+        syncbn.revert_syncbn_model(model, nn.BatchNorm2d)
+    kinds = [type(layer) for layer in syncbn.revert_syncbn_model(model)]  # the target None changes nothing more
+    assert kinds == [nn.BatchNorm1d, SubclassOfSyncBatchNorm, syncbn.SyncBatchNorm, nn.BatchNorm2d]
 
 
 def test_summary_says_why_there_are_no_synchronised_layers() -> None:
@@ -278,10 +286,11 @@ def test_summary_says_why_there_are_no_synchronised_layers() -> None:
     assert str(syncbn.summary(without)) == "no synchronised layers: the model has no batch norm that trains"
 
 
-def test_a_revert_names_the_layers_whose_relu_is_gone() -> None:
-    model = syncbn.convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)))
-    model[1].fuse_relu = True
-    with pytest.warns(UserWarning, match=r"put an nn.ReLU behind each: layer '1'$"):
+def test_a_revert_names_the_layers_that_compute_something_else() -> None:
+    model = syncbn.convert_syncbn_model(nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(3))))
+    model[1].fuse_relu = model[2].channel_last = True
+    expected = r"put an nn.ReLU behind each \(layer '1'\); these layers take the channels in dim 1 again \(layer '2'\)$"
+    with pytest.warns(UserWarning, match=expected):
         syncbn.revert_syncbn_model(model)
-    assert type(model[1]) is nn.BatchNorm1d
-    assert "fuse_relu" not in vars(model[1])
+    assert all(type(layer) is nn.BatchNorm1d for layer in model)
+    assert not {"fuse_relu", "channel_last"} & {*vars(model[1]), *vars(model[2])}

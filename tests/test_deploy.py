@@ -114,6 +114,9 @@ def test_torchscript_of_a_converted_model(layer_class: type[nn.Module]) -> None:
     ):
         with pytest.raises(RuntimeError, match=rf"{what}: call syncbn\.revert_syncbn_model\(model\) first"):
             refused()
+    torchs = syncbn.convert_syncbn_model(nn.SyncBatchNorm(4))  # which would become nn.SyncBatchNorm
+    with pytest.raises(RuntimeError, match=r"revert_syncbn_model\(model, nn\.BatchNorm2d\) first"):
+        torch.jit.script(torchs)
     assert {name: (module, type(module)) for name, module in model.named_modules()} == modules
     assert torch.equal(torch.jit.trace(model.eval(), X)(X), model(X))
 
@@ -138,8 +141,6 @@ def test_export_and_torchscript(training: bool) -> None:
 
 
 class Masked(nn.Module):
-    """Passes the mask of its sequences to batch norm."""
-
     def __init__(self, layer_class: type[nn.Module]) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv1d(3, 4, 3, padding=1), layer_class(4)

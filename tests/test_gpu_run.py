@@ -31,9 +31,8 @@ def test_a_dry_run(tmp_path: Path) -> None:
         (tmp_path / name).write_text(STAND_IN)
         (tmp_path / name).chmod(0o755)
     parts = ["machine", "correctness", "tests_gpu", "speed", "resnet", "ncu", "sanitizer"]
-    path = f"{tmp_path}:{os.environ['PATH']}"
     command = [sys.executable, SCRIPTS / "gpu_run.py", "--dry-run", "--parts", *parts, "--output", tmp_path / "runs"]
-    said = run("env", f"PATH={path}", *command)
+    said = run(*command, PATH=f"{tmp_path}:{os.environ['PATH']}")
     (file,) = (tmp_path / "runs").iterdir()
     of_run = json.loads(file.read_text())
     assert of_run["dry run"]

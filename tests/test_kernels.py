@@ -554,9 +554,7 @@ def test_registers_are_limited_where_triton_can(monkeypatch: pytest.MonkeyPatch)
 
 
 class LargestTensor(TorchDispatchMode):
-    """Sees how many bytes the largest result of an operator has."""
-
-    num_bytes = 0
+    num_bytes = 0  # of the largest result of an operator
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))

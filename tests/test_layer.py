@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,12 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import syncbn
 from syncbn.functional import sync_batch_norm, sync_batch_norm_many
 
-OPTIONS = {
-    "affine": [True, False],
-    "bias": [True, False],
-    "track_running_stats": [True, False],
-    "momentum": [0.1, None],
-}
+OPTIONS = {flag: [True, False] for flag in ("affine", "bias", "track_running_stats")} | {"momentum": [0.1, None]}
 
 
 @pytest.mark.parametrize("options", [dict(zip(OPTIONS, o, strict=True)) for o in itertools.product(*OPTIONS.values())])
@@ -231,3 +227,8 @@ def test_evaluation_of_a_dtensor_needs_no_process_group(training: bool, request:
     ):
         with refused if training else contextlib.nullcontext():
             torch.testing.assert_close(call().to_local(), F.batch_norm(x, mean, var))
+
+
+def test_eps_of_another_class() -> None:
+    """Calls with an eps that is no float take a side road, so the layer makes it one."""
+    assert all(type(syncbn.SyncBatchNorm(3, eps=eps).eps) is float for eps in (1, np.float64(0.1)))

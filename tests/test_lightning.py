@@ -8,8 +8,6 @@ from jobs import run_script, run_text
 
 pytest.importorskip("lightning", reason="lightning is not installed (pip install syncbn[lightning])")
 
-JOB = Path(__file__).parent / "lightning_job.py"
-
 WITHOUT_SYNCBN = """
 import sys
 sys.modules["syncbn"] = None
@@ -23,7 +21,7 @@ net.load_state_dict({name.removeprefix("net."): value for name, value in state.i
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     for devices in (1, 2):
-        run_script(JOB, devices, tmp_path)
+        run_script(Path(__file__).with_name("lightning_job.py"), devices, tmp_path)
     one, two = (torch.load(tmp_path / f"{devices}.pt") for devices in (1, 2))
     for name, value in one["state_dict"].items():
         torch.testing.assert_close(two["state_dict"][name], value, rtol=1e-12, atol=1e-12)

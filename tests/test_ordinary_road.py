@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._debug_mode import DebugMode
 from torch.utils.checkpoint import checkpoint
-from training import step
+from training import step, unchanged
 
 import syncbn
 from syncbn.distributed import reduction
@@ -59,10 +59,6 @@ def as_torch(run: Callable[[Layer], Any], *roads: str, **tolerance: Any) -> Any:
     expected, actual = results
     close(actual, expected, **tolerance)
     return actual
-
-
-def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: one.clone() for name, one in tensors.items()}
 
 
 # Between a call and the next.
@@ -131,9 +127,8 @@ def test_functional_call_uses_its_own_tensors() -> None:
         given = {name: one.clone() if "num" in name else one.double() for name, one in layer.state_dict().items()}
         given["weight"].requires_grad_()
         step(layer, layer, x.float())
-        before = copies(layer.state_dict())
-        y = functional_call(layer, given, (x,))
-        close(layer.state_dict(), before, rtol=0, atol=0)
+        with unchanged(layer):
+            y = functional_call(layer, given, (x,))
         gradients = torch.autograd.grad(y.sin().sum(), (x, given["weight"]))
         return y, gradients, given["running_mean"], given["running_var"], given["num_batches_tracked"]
 
@@ -254,8 +249,7 @@ WAYS: dict[str, Callable[..., list[Tensor]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo uses what torch itself deprecates
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")  # of Dynamo
 @pytest.mark.parametrize("way", WAYS)
 def test_backward_asks_again(way: str) -> None:
     """How torch runs may have changed since an ordinary forward, and who made dy is not known."""
@@ -311,9 +305,9 @@ FREED_BEFORE_FORWARD = "x", "z", "weight", "bias", "running_mean", "running_var"
 def test_freed_memory_is_refused(
     freed: str, before: int, momentum: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its address is 0, which in C means that there is no such tensor; that of a view, as of a flat parameter of FSDP1,
-    is its offset, `before` numbers. Nothing changes. Sums of it are not sent: the others could not know that they were
-    never computed, and would train by them."""
+    """Freed memory has the address 0, which C takes for "no such tensor"; a view into it, as of a flat parameter of
+    FSDP1, has its offset for an address, `before` numbers. The call is refused, nothing changes, and no sums are sent,
+    by which the other ranks would train."""
     if before and freed == "y":  # which is no view
         return
 
@@ -330,7 +324,7 @@ def test_freed_memory_is_refused(
     y = None if freed in FREED_BEFORE_FORWARD else layer(x, z)
     named = there if y is None else there | {"y": y}
     named.pop(freed.removeprefix("saved ")).untyped_storage().resize_(0)
-    saved = copies(named)
+    saved = {name: one.clone() for name, one in named.items()}
     with pytest.raises(RuntimeError, match="memory"):
         layer(x, z) if y is None else y.backward(dy)
     close(named, saved, rtol=0, atol=0)

@@ -1,10 +1,8 @@
 """What importing the package does, what it leaves behind, and what it offers."""
 
 import doctest
-import importlib
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -45,7 +43,7 @@ def test_an_import_does_nothing(tmp_path: Path) -> None:
 def test_a_script_beside_a_clone_finds_the_package(tmp_path: Path) -> None:
     """The clone is a folder `syncbn` too, which Python takes for a package where no path leads to ours."""
     (tmp_path / "syncbn").mkdir()
-    subprocess.run([sys.executable, "-c", "import syncbn; syncbn.SyncBatchNorm"], check=True, cwd=tmp_path)
+    run(sys.executable, "-c", "import syncbn; syncbn.SyncBatchNorm", folder=tmp_path)
 
 
 OUTLIVES = """

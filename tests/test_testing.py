@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -34,13 +35,15 @@ def test_a_converted_model_trains_as_one(world_size: int, start_method: str, mon
 
 
 def test_other_models_train_as_one() -> None:
-    """In float32 and by node; of layers without an original class; with frozen statistics; with a loss of its own."""
+    """In float32 and by node; of layers without an original class; that do what it cannot; with frozen statistics; with
+    a loss of its own."""
     batch = trained_as_one.batch(4)
     assert_matches_full_batch(trained_as_one.model_by_node, batch, F.cross_entropy, dtype=torch.float32)
     assert_matches_full_batch(trained_as_one.built_model, batch[:1], trained_as_one.mean_square)
+    assert_matches_full_batch(trained_as_one.WithMore, batch[:1], trained_as_one.mean_square)
     assert_matches_full_batch(trained_as_one.frozen_model, batch, F.cross_entropy)
     images = batch[0].double()
-    assert_matches_full_batch(trained_as_one.OwnLoss, (images,), trained_as_one.identity)
+    assert_matches_full_batch(trained_as_one.OwnLoss, (images,), torch.squeeze)
     assert torch.equal(images, batch[0].double())
 
 
@@ -48,7 +51,7 @@ def test_other_models_train_as_one() -> None:
     ("change", "error", "message"),
     [
         (
-            {"loss_fn": trained_as_one.sum_and_not_mean, "batch": trained_as_one.batch(5)},  # 3 + 2 samples
+            {"loss_fn": partial(F.cross_entropy, reduction="sum"), "batch": trained_as_one.batch(5)},  # 3 + 2 samples
             AssertionError,
             "(?s)loss of step 1: .* apart.*outputs agree .* loss_fn must be the mean",
         ),
@@ -60,7 +63,7 @@ def test_other_models_train_as_one() -> None:
         ),
         # On a rank:
         ({"model_fn": trained_as_one.no_model}, ProcessRaisedException, "must return an nn.Module, got NoneType"),
-        ({"loss_fn": trained_as_one.each_loss}, ProcessRaisedException, r"return one number, .* got shape \(4,\)"),
+        ({"loss_fn": partial(F.cross_entropy, reduction="none")}, ProcessRaisedException, r"number.* got shape \(4,\)"),
         # Before there are ranks:
         ({"model_fn": lambda: nn.BatchNorm1d(3)}, TypeError, "model_fn must be importable .* got <function <lambda>"),
         ({"model_fn": nn.BatchNorm1d(3)}, TypeError, "model_fn must be a function, got BatchNorm1d"),
@@ -79,8 +82,6 @@ def test_what_is_wrong_is_named(change: dict[str, object], error: type[Exception
 
 
 # python -m syncbn.
-
-MAIN = "import sys; from syncbn import __main__; sys.exit(__main__.main())"
 
 Main = Callable[..., tuple[object, str]]
 
@@ -139,7 +140,7 @@ def test_info_finds_apexs_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_check_on_two_ranks(tmp_path: Path) -> None:
-    (program := tmp_path / "program.py").write_text(MAIN)
+    (program := tmp_path / "program.py").write_text("from syncbn.__main__ import main; raise SystemExit(main())")
     result = json.loads(run_on_ranks(2, program, "check", "--json", "--layers", 10, "--channels", 32))
     assert result["passed"]
     assert (result["ranks"], result["backend"], result["synced"]) == (2, "gloo", "")

@@ -69,8 +69,7 @@ WAYS: dict[str, tuple[Callable[[Function, Tensor], object], set[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit:FutureWarning")  # torch's own
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.torch.jit")  # torch's own
 @pytest.mark.parametrize("name", WAYS)
 def test_how_torch_is_running(name: str) -> None:
     call, yes = WAYS[name]
@@ -169,6 +168,11 @@ def test_names_of_groups(group_of_one: dist.ProcessGroup) -> None:
     stage = pipelining.pipeline(layer, (torch.ones(1, 2),)).build_stage(0, torch.device("cpu"), group_of_one)
     assert [torch_private.is_pipeline_stage(one) for one in (layer, stage)] == [False, True]
     assert (stage.stage_index, stage.group) == (0, group_of_one)
+    norm, sent_by = nn.BatchNorm1d(2), []
+    norm.register_forward_pre_hook(lambda *_: sent_by.append(torch_private.ddp_that_broadcasts(norm.running_mean)))
+    ddp = DistributedDataParallel(norm)
+    assert ddp(torch.ones(2, 2)).equal(norm(torch.ones(2, 2)))
+    assert sent_by == [ddp, None]
     with type("Counted", (torch_private.JoinAfter,), {"before_iteration": asked})([DistributedDataParallel(layer)]):
         pass
     assert asked.called

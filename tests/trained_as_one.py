@@ -1,7 +1,6 @@
 """Models and losses that the ranks which `syncbn.testing` starts can import."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import syncbn
@@ -49,6 +48,19 @@ def frozen_model() -> nn.Module:
     return whole
 
 
+class WithMore(nn.Module):
+    """Its layers do what nn.BatchNorm2d cannot, so nobody can go back to that: x (N, 3, H, 8)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = syncbn.convert_syncbn_model(nn.BatchNorm2d(3))
+        self.first.fuse_relu = True
+        self.last = syncbn.convert_syncbn_model(nn.BatchNorm2d(8), channel_last=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x, 0.5 * x, mask=x[:, 0] > 0))
+
+
 class OwnLoss(nn.Module):
     """Changes its input in place, and returns a loss."""
 
@@ -60,24 +72,12 @@ class OwnLoss(nn.Module):
         return self.net(x.mul_(0.5)).square().mean()
 
 
-def identity(loss: Tensor) -> Tensor:
-    return loss
-
-
 def no_model() -> None:
     """Which forgets to return it."""
 
 
 def mean_square(output: Tensor) -> Tensor:
     return output.square().mean()
-
-
-def sum_and_not_mean(output: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(output, labels, reduction="sum")
-
-
-def each_loss(output: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(output, labels, reduction="none")
 
 
 def batch(size: int) -> tuple[Tensor, Tensor]:

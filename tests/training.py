@@ -53,16 +53,12 @@ def train(
     return losses
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The values of a DTensor on every rank."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def require_equal_state(actual: nn.Module, expected: nn.Module) -> None:
     """Parameters and buffers to 1e-11: roundings of 1e-16 grow in training."""
     state = actual.state_dict()
     for name, value in expected.state_dict().items():
-        torch.testing.assert_close(whole(state[name]), value, rtol=1e-11, atol=1e-11, msg=name)
+        found = state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name]
+        torch.testing.assert_close(found, value, rtol=1e-11, atol=1e-11, msg=name)
 
 
 @contextlib.contextmanager
@@ -73,11 +69,9 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
 
 
-def require_trains_as(
-    alone: nn.Module, ranks: Ranks, model: nn.Module, wrapped: nn.Module | None = None, num_steps: int = 4
-) -> None:
+def require_trains_as(alone: nn.Module, ranks: Ranks, model: nn.Module, wrapped: nn.Module | None = None) -> None:
     """`model`, under DDP or `wrapped`, on the ranks' shares ends as `alone` does on the whole batches."""
-    x, labels = whole_batches(ranks, num_steps)
+    x, labels = whole_batches(ranks, num_steps=4)
     train(alone, x, labels)
     train(wrapped or DistributedDataParallel(model), *mine(ranks, x, labels))
     require_equal_state(model, alone)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # now, as it keeps a group that there already is: see syncbn/torch_private.py
+import torch.distributed.nn.functional  # before there is a group, which it would keep: see torch_private
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 VOTE_TIMEOUT = timedelta(seconds=60)  # longer than a collective's: a rank that waits in one still comes to vote
@@ -176,6 +176,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Ranks:
-    """This process among its peers."""
     assert world is not None
     return world.ranks

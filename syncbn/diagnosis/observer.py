@@ -19,7 +19,7 @@ from syncbn.distributed import reduction
 from syncbn.distributed.reduction import Collective, EagerReduction
 from syncbn.distributed.text_exchange import all_gather_json, by_rank, exchange_errors, ranks_in_words
 from syncbn.kernels.plans import RANKS_DIFFER, status_of
-from syncbn.program import callers, warn
+from syncbn.program import callers, warn, warn_once
 
 FIRST_MEETING_SECONDS = 9.0  # that a rank waits for the others before the first collective of a group
 
@@ -38,6 +38,7 @@ class Observer:
         site = of_group.sites.get(caller)
         if site is None:
             _require_one_stage(group)
+            _warn_of_broadcast(caller, group)
             site = of_group.sites[caller] = Site(caller, group, rank, of_group)
             rank.write(f"called/{site.group_name}/{site.name}", "")
         return site
@@ -70,9 +71,9 @@ class Observer:
             raise RuntimeError(f"{failed}\n{where}\nThe process group says: {error}") from error
 
     def explain_total(self, called: EagerReduction, behind: list[float], error: Exception | None) -> Exception | None:
-        """Ranks in different layers or passes have met, or a rank has a fault, as the total says `behind` the sums.
-        **Raises** RuntimeError in the first case, unless the ranks have different names for one layer. In the second
-        returns what this rank is to raise; `error` is its own, or None."""
+        """`behind` are the numbers behind the sums of a total: they say that ranks in different layers or passes have
+        met, or that a rank has a fault. **Raises** RuntimeError in the first case, unless the ranks have different
+        names for one layer. In the second returns what this rank is to raise; `error` is its own, or None."""
         site, wait = called.site, Waiting(called.collective)
         has_fault, all_sign = math.isnan(behind[0]), behind[1] == site.num_ranks
         if status_of(behind) == RANKS_DIFFER:
@@ -166,6 +167,18 @@ def _require_one_stage(group: dist.ProcessGroup) -> None:
         )
 
 
+def _warn_of_broadcast(layer: Any, group: dist.ProcessGroup) -> None:
+    """Warn where DistributedDataParallel gives the running statistics of its first rank to ranks of other groups."""
+    ddp = torch_private.ddp_that_broadcasts(getattr(layer, "running_mean", None))
+    ranks = dist.get_process_group_ranks(group)
+    if ddp is not None and not {*ranks}.issuperset(dist.get_process_group_ranks(ddp.process_group)):
+        warn_once(
+            f"syncbn: layers share their statistics over {ranks_in_words(ranks)} alone, but DistributedDataParallel "
+            "copies the running statistics of its first rank to all of its ranks before each forward. Pass it "
+            "forward_sync_buffers=False (broadcast_buffers=False before torch 2.13)."
+        )
+
+
 def note_evaluation() -> None:
     """This rank calls a layer in evaluation mode, which waits for nobody."""
     world = dist.group.WORLD
@@ -204,4 +217,4 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-reduction.register(Observer())
+reduction.observer = Observer()

@@ -24,7 +24,10 @@ REMEDY = (
     "loss = loss + layer(x[:0]).sum(). Ranks that hold different layers, as a pipeline's, need a process_group for "
     "each stage."
 )
-REMEDY_OF_ENDED = "A process may say what ended it; after gloo::EnforceNotMet, ranks have sent different sizes."
+REMEDY_OF_ENDED = (
+    "Read what the ended process wrote last. If it wrote nothing, memory may have run out: see dmesg. If it wrote "
+    "gloo::EnforceNotMet, the ranks sent different sizes: a rank has other channels, no converted model, or evaluates."
+)
 REMEDY_OF_EVALUATION = (
     "A layer in evaluation mode waits for nobody: call model.train() on every rank before the next step. To evaluate "
     "on some ranks only, call ddp.module(x): the forward of DistributedDataParallel itself sends buffers to all ranks."
@@ -32,13 +35,14 @@ REMEDY_OF_EVALUATION = (
 REMEDY_OF_UNSEEN = "A rank not seen in a layer is late, or runs a compiled model, or needs convert_syncbn_model(model)."
 REMEDY_OF_PASSES = (
     "A rank has left out a layer or a backward; or it had fewer batches: give all ranks as many, or train inside "
-    "syncbn.join; or the rank that is ahead called the model once more, as in a validation without model.eval()."
+    "syncbn.join; or the rank that is ahead called the model once more, as in a validation without model.eval(); or it "
+    "called ddp.module where the others call ddp."
 )
 REMEDY_OF_NAN = (
     "Look at this rank's batch first, then at the learning rate and the loss scale; "
     "torch.autograd.set_detect_anomaly(True) finds a backward that makes NaN."
 )
-REMEDY_OF_DTYPES = "Use autocast on every rank or on none, and keep the model in the same dtype on all."
+REMEDY_OF_DTYPES = "Use autocast on every rank or on none, and give model and inputs the same dtype on all."
 
 
 def or_debug(remedy: str) -> str:
@@ -142,7 +146,7 @@ def _found(wait: Wait, rank: int, text: bytes | None) -> Found:
             state = process_state.state_of(process)
         elif process and age > SILENCE_SECONDS and wait.rank.beats:
             state = f"not heard of for {age:.0f} s"
-    words = [_place(wait, position)] if position.doing else []
+    words = [f"{'last seen ' * bool(state)}{_place(wait, position)}"] if position.doing else []
     if wait.layer and not wait.has_arrived(position):
         called = f"syncbn/{rank}/called/{wait.position.group}/{wait.layer}"
         if not position.doing or not wait.rank.store.check([called]):

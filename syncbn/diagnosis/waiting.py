@@ -54,12 +54,12 @@ class Wait:
         return self.seconds() >= self.next_warning_seconds
 
     def has_arrived(self, position: Position) -> bool:
-        """Whether a rank of this position is in what this rank waits in."""
+        """Whether a rank of this position has come to what this rank waits in."""
         return position.group == self.position.group and position.number >= self.number
 
 
 class Waiting(Wait):
-    """In a collective of a layer or function."""
+    """A wait in a collective of a layer or function."""
 
     def __init__(self, collective: Collective) -> None:
         site = collective.site
@@ -75,7 +75,7 @@ class Waiting(Wait):
 
 
 class Elsewhere(Wait):
-    """In a collective outside of the layers: for any of the ranks, after the last all_reduce of a layer."""
+    """A wait in a collective outside of the layers: for any of the ranks, after the last all_reduce of a layer."""
 
     def __init__(self, rank: ThisRank, line: str = "", processor_seconds: float | None = None) -> None:
         position = rank.position()

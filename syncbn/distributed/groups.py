@@ -158,8 +158,8 @@ def ranks_in(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def size(spec: GroupSpec) -> int:
-    """The number of ranks that `spec` means, before its group is made too; 1 without a process group, 0 where this rank
-    is not in it."""
+    """The number of ranks that `spec` means, also before its group is made; 1 without a process group, 0 where this
+    rank is not in it. **Raises** ValueError for "node" without LOCAL_WORLD_SIZE."""
     if dist.group.WORLD is None:
         return 1
     if isinstance(spec, int):

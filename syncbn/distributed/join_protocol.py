@@ -31,11 +31,11 @@ JOINED, ITERATION, FAILED = 0, 1, 2**62
 def refuse_inside_join(name: str) -> None:
     """**Raises** RuntimeError inside another block; `name` is what wants to begin."""
     if joined_group() is not None:
-        raise RuntimeError(f"{name} cannot be used inside syncbn.join; leave its block before")
+        raise RuntimeError(f"{name} cannot be used inside syncbn.join or recompute_running_stats; leave them first")
 
 
 class Shadowing(Guard):
-    """This rank among all of the default group, from one block's begin to its end on all of them.
+    """A block in which ranks that have joined shadow the others. Every rank of the default group makes one.
 
     Making and closing it are collectives. `name` is what errors call the block.
 
@@ -60,7 +60,7 @@ class Shadowing(Guard):
     def before_all_reduce(self, called: EagerReduction, payload: Tensor, pass_name: str) -> None:
         """Announce it. **Raises** RuntimeError where it may then not happen."""
         if torch_private.inside_selective_checkpoint():
-            raise RuntimeError("inside syncbn.join checkpointing may not be selective: leave out context_fn")
+            raise RuntimeError(f"inside {self.name} checkpointing may not be selective: leave out context_fn")
         if threading.current_thread() is not self.thread:  # its all_reduces shadow what has been announced
             self.agree(1 + len(payload), called.site.caller(), called.call, pass_name)
 
@@ -94,7 +94,7 @@ class Shadowing(Guard):
             raise
 
     def run(self, body: Callable[[], None]) -> None:
-        """`body`, announced, and then shadow the others until all have joined."""
+        """Run `body`, whose all_reduces are announced, then shadow the others until all have joined."""
         with self.failing_together(), guarded_by(self):
             body()
             # Inside the guard, so that its first all_reduce waits for no meeting; as `thread` it announces nothing.

@@ -65,13 +65,8 @@ TRANSFORMED_GRAPH = "compiled graphs with vmap or forward mode over ranks: compi
 guards: list[Guard] = []
 # The signatures of calls that do not sign, by the name of the pass and the dtype of the input.
 NO_SIGNATURES: defaultdict[tuple[str, torch.dtype | None], Signature] = defaultdict(lambda: UNSIGNED)
-observer: Any = None  # names the callers, and says what is known when a collective fails: see diagnosis/observer.py
-
-
-def register(one: Any) -> None:
-    """Makes `one` the observer. diagnosis/observer.py calls this when it is imported."""
-    global observer
-    observer = one
+# Names the callers, and says what is known when a collective fails; diagnosis/observer.py sets it when it is imported.
+observer: Any = None
 
 
 @contextlib.contextmanager
@@ -166,15 +161,15 @@ class EagerReduction:
                 self.site.rank.left_to_gpu(self.collective, payload.device)
 
     def explain(self, payload: Tensor, error: Exception | None = None) -> None:
-        """Say what is wrong with a total on CPU: **raises** RuntimeError where ranks in different layers or passes have
-        met; and where ranks have errors, of which `error` is this one's, that, or one with the others' errors."""
+        """Say what is wrong with a total on CPU. **Raises** RuntimeError where ranks in different layers or passes have
+        met; where ranks have errors, this rank's `error`, or without one an error with the texts of the others."""
         with self.collective:
             fault = observer.explain_total(self, payload[-1 - NUM_SIGNED :].tolist(), error)
         if fault is not None:
             raise fault
 
     def warn_not_finite(self, is_local: bool) -> None:
-        """NaN or infinity is in a total. If it `is_local`, in this rank's x, the rank warns, once for a layer."""
+        """A total has NaN or infinity. Warns, once for a layer, if they are in this rank's x (`is_local`)."""
         if is_local:
             observer.warn_not_finite(self.collective)
 
@@ -185,7 +180,7 @@ class EagerReduction:
 
     def total(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:
         """The totals of float64 `sums`, which it may overwrite, for the side roads; `counted` when the last is n. A
-        rank with an `error` sends NaN for it. **Raises** as all_reduce and explain."""
+        rank with an `error` has NaN in the place of n. **Raises** as all_reduce and explain."""
         behind = (0.0, *self.signatures[pass_name, self.dtype])[counted:]  # 0 where the sums end without a count
         payload = torch.cat((sums, sums.new_tensor(behind))) if sums.is_cpu else sums
         local = sums if counted and pass_name == "forward" and _has_values(payload) else None  # cat has copied them
@@ -203,7 +198,7 @@ class EagerReduction:
         return payload[: len(sums)]
 
     def other_collective(self, pass_name: str) -> Collective:
-        """Around another collective of this call than an all_reduce."""
+        """The context for a collective of this call that is no all_reduce of sums."""
         return Collective(self.site, self.call, pass_name)
 
 
@@ -240,8 +235,8 @@ def resolve(spec: groups.GroupSpec | groups.OfMesh) -> dist.ProcessGroup | None:
     joined = joined_group()
     if joined is not None and group.size() < joined.size():
         raise ValueError(
-            f"inside syncbn.join every layer must synchronise over all {joined.size()} ranks, not over {group.size()} "
-            f"(process_group={spec!r}); set process_group=None"
+            f"inside syncbn.join and recompute_running_stats every layer must synchronise over all {joined.size()} "
+            f"ranks, not over {group.size()} (process_group={spec!r}); set process_group=None"
         )
     return joined or group
 

@@ -42,7 +42,9 @@ def reduction_in_graph(spec: groups.GroupSpec | groups.OfMesh, *of_call: Any) ->
     if not dist.is_initialized():  # in graphs of torch 2.11 WORLD itself is never None
         return ONE_RANK
     if joined_group() is not None:
-        raise RuntimeError("inside syncbn.join nothing may be compiled: leave out torch.compile")
+        raise RuntimeError(
+            "inside syncbn.join and recompute_running_stats nothing may be compiled: leave out torch.compile"
+        )
     group = groups.existing(spec)
     if group is None and not isinstance(spec, groups.OfMesh):
         raise RuntimeError(

@@ -47,8 +47,8 @@ def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def exchange_errors(error: Exception | None, group: dist.ProcessGroup, where: str = "") -> Exception:
-    """Exchange the errors of the ranks, of which one or more have one. Returns what this rank is to raise: its own
-    `error`; without one TypeError, if the first faulty rank has that, else ValueError, with the errors of all."""
+    """Exchange the errors of the ranks, of which at least one has one; `error` is this rank's, or None. Returns what
+    this rank is to raise: its own error, else a TypeError or ValueError, as the first faulty rank's, with all texts."""
     errors = gather_by_rank("" if error is None else in_words(error), group)
     if error is not None:
         return error
@@ -64,13 +64,14 @@ def in_words(error: BaseException) -> str:
 def require_equal(lines: Sequence[str], error: Exception | None, group: dist.ProcessGroup | None) -> None:
     """Check that the models are the same, as far as these lines say, before collectives that depend on it.
 
-    **Raises** on every rank: as `exchange_errors` says where a rank has an error, of which `error` is this rank's;
-    ValueError where the lines differ, with the first that does.
+    **Raises** on every rank: what `exchange_errors` returns, if a rank has an `error`; ValueError, if the lines differ,
+    with the first that does. Of a line the last 1,000 characters count.
     """
     if group is None:
         if error is not None:
             raise error
         return
+    lines = [one[-1000:] for one in lines]  # of at most 4 bytes each
     digest = hashlib.blake2b("\n".join(lines).encode()).hexdigest()
     gathered = all_gather_text(digest if error is None else "", group)
     if "" in gathered:

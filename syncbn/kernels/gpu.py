@@ -41,8 +41,8 @@ _compiled: dict[tuple[object, ...], tuple[Any, ...]] = {}
 class Launch:
     """A kernel with its grid, the dtypes at its addresses, and the numbers behind them.
 
-    Triton's own launch looks at every argument, to find what it has compiled for such arguments. Here only addresses
-    may change, of which it knows whether they are multiples of `alignment`. A new size takes a kernel that is there.
+    Triton's own launch looks at every argument, to find what it has compiled for such arguments. A Launch only looks
+    whether the addresses are multiples of `alignment`; another size needs no new compilation.
     Where the dtype is None the kernel gets None, whatever the address.
     """
 
@@ -52,8 +52,8 @@ class Launch:
     ) -> None:  # fmt: skip
         self.kernel, self.grid, self.dtypes, self.behind = kernel, (*grid, 1), dtypes, (*numbers, *constants)
         self.device, self.alignment = device.index if device.type == "cuda" else -1, alignment
-        self.num_bytes = num_bytes  # that Triton may take tensors for: its back end for AMD looks whether it is 2^31
-        # How many addresses may be 0: more of them, and a tensor has no memory. Tensors without values have none.
+        self.num_bytes = num_bytes  # of a tensor, as Triton is told: its back end for AMD asks if it is 2^31 or more
+        # More addresses of 0 than this mean that a tensor has no memory. Tensors without values have none.
         self.most_zeros = dtypes.count(None) if has_values and device.type != "meta" else len(dtypes)
         self.options = options | {"enable_fp_fusion": True}  # a * b + c as one operation; Triton 3.9 warns unless told
         are_large = [isinstance(number, int) and number >= 2**31 for number in numbers]  # int64 to Triton
@@ -77,7 +77,7 @@ class Launch:
         run(*self.grid, stream_of(self.device), *handles, *addresses, *floats, *self.behind)
 
     def _ready(self, addresses: tuple[int, ...], floats: tuple[float, ...]) -> tuple[Any, ...] | None:
-        """The compiled kernel for such addresses; or None, and Triton has launched it, as it has to compile it."""
+        """The compiled kernel for such addresses. The first time None: Triton compiles and launches it itself."""
         are_aligned = (*(address % self.alignment == 0 for address in addresses),)
         ready = _compiled.get((self.key, are_aligned))
         if ready is None:
@@ -125,7 +125,7 @@ class Plan:
             width = align = VALUES if inner > VALUES and inner % VALUES == 0 else 1
             spans, num_rows, warps = channels, outer * inner // width, WARPS_IN_RUNS
         else:
-            # 64, or 32 if that leaves at least an eighth of the columns fewer lanes idle.
+            # The width that leaves fewer lanes idle, in whole eighths of the channels; 64 where both are equal.
             width = min(COLUMNS, key=lambda width: 8 * (-channels % width) // max(1, channels))
             align = 1 if channels % VALUES else VALUES
             spans, num_rows, warps = triton.cdiv(max(1, channels), width), outer * inner, WARPS
@@ -193,7 +193,8 @@ class Plan:
         parts = (sums if self.num_parts == 1 else scratch).data_ptr()
         self.parts_of_sums(x.data_ptr(), 0, 0, 0, parts)
         if self.num_parts > 1 and not is_alone:
-            self.add_parts(parts, sums.data_ptr(), *(parts,) * 8, floats=(0.0, 0.0))  # reads and writes no more
+            # The other addresses are not used, but must not be 0.
+            self.add_parts(parts, sums.data_ptr(), *(parts,) * 8, floats=(0.0, 0.0))
         return sums, (scratch, 0, 0)
 
     def forward_outputs(

@@ -153,7 +153,8 @@ def backward_channels(
     mean = tl.load(statistics + channel, mask=exists, other=0.0)
     invstd = tl.load(statistics + 2 * channels + channel, mask=exists, other=0.0)
     if is_local != 0:
-        rest = mean - mean.to(coefficients.dtype.element_ty).to(tl.float64)  # they are about the center
+        # The sums are about the center, not the mean.
+        rest = mean - mean.to(coefficients.dtype.element_ty).to(tl.float64)
         sum_dy_xmu -= tl.where(rest != 0, rest * sum_dy, 0.0)  # 0 times an infinite sum is NaN
         if grad_weight is not None:
             _store_number(grad_weight, channel, sum_dy_xmu * invstd, exists)

@@ -1,8 +1,8 @@
-"""Registers the kernels for CPUs and GPUs as torch operators, once it is imported, and calls these.
+"""Registers the kernels for CPUs and GPUs as torch operators when it is imported; its functions call them.
 
-For what cpu.py and gpu.py cannot take: compiled graphs, dispatch modes, transforms, and tensors whose values are not at
-their address. The operators check their tensors, as anybody may call them, and have no gradient of their own: only for
-use inside an autograd.Function.
+They serve what cpu.py and gpu.py cannot take: compiled graphs, dispatch modes, transforms, and tensors whose values are
+not at their address. The operators check their tensors. They have no gradient of their own, and are only for use inside
+an autograd.Function, once select.py has loaded the kernels.
 """
 
 import functools
@@ -148,9 +148,7 @@ def _like_input(name: str, other: Any, x: Tensor, layout: Layout) -> Any:
             f"expected {name} of {x.dtype} and {tuple(x.shape)} on {x.device}, got {other.dtype} and "
             f"{tuple(other.shape)} on {other.device}"
         )
-    if other.stride() == x.stride():
-        return other
-    return layout.dense(other)  # a materialised tensor of zeros has strides of 0
+    return layout.dense(other)  # zeros that autograd has made up have strides of 0
 
 
 def _check_numbers(x: Tensor, name: str, numbers: Tensor | None, count: int, dtype: torch.dtype | None = None) -> None:

@@ -3,8 +3,8 @@
 C: channels. `layout` says how x lies in memory: without gaps, as (outer, C, inner). So do dy, y and the residual, which
     have the dtype and shape of x. Sums, totals and statistics are float64, packed as in moments.py; weight and bias
     (C,) are of any float dtype.
-A fused relu: backward takes its output y where a residual was added. Else y is None, and scale and shift (C,), which
-    follow the statistics, say with x where values passed.
+A fused relu: backward must know which values passed it: by its output y where a residual was added; else by x, scale
+    and shift (C,), which follow the statistics, and y is None.
 Reductions add in float64; values of 16 bits, a few at a time, at first in float32 if that is faster, and on GPUs
     float32 values too: squares of values beyond 1.8e19 then overflow, those of values below 1e-19 lose digits.
 Maps compute single values in float32, or in float64 for float64 values. Beside values beyond 1e18 the float32 number b

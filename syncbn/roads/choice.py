@@ -1,7 +1,7 @@
 """Chooses the side road of a call that is not ordinary, see step.py: first by its tensors, then by how torch runs.
 
-NestedTensors and DTensors are unwrapped, and the output is wrapped again. Then a call is watched, in a compiled graph
-or an exported program, transformed by torch.func or forward mode, or recorded.
+NestedTensors and DTensors are unwrapped, and the output is wrapped again. All calls then run in watched.py; how torch
+runs decides the reduction and how the autograd Function is applied.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,8 +38,8 @@ def road_now() -> Road:
 
 
 def train(inputs: Sequence[Arguments], caller: Any, fault: Exception | None = None) -> list[tuple[Tensor, Tensor]]:
-    """y and the statistics of all ranks, as step.train, for each of these inputs, by one all_reduce. They have eps and
-    momentum in common. **Raises** `fault` too, which the caller has found, on every rank."""
+    """y and the statistics of all ranks, as step.train, for each of these inputs, by one all_reduce. They have eps,
+    momentum and relu in common. **Raises** `fault` too, which the caller has found, on every rank."""
     unwrapped = [unwrap(one) for one in inputs]
     plain = [one for one, _ in unwrapped]
     road = road_now()

@@ -108,7 +108,7 @@ def _require_own_channels(name: str, given: Tensor, x: Any, channel_dim: int, of
 
 
 def _group_of(mesh: DeviceMesh, adds_up: tuple[bool, ...], spec: GroupSpec | OfMesh, placements: Any) -> OfMesh:
-    """The group of the ranks that differ from this one along the dims of the mesh that add up alone.
+    """The group of the ranks that differ from this one along those dims of the mesh that add up, and only along them.
 
     **Raises** ValueError where this rank is not in the mesh, where no group has these ranks, and where they are not
     those of the `spec` that the user passed, for an input with these placements.

@@ -42,8 +42,9 @@ def refuse_proxies(arguments: Arguments) -> None:
     proxies = [name for name, given in tensors.items() if isinstance(given, Proxy)]
     if proxies:
         raise TraceError(
-            f"syncbn: torch.fx cannot trace through batch norm of all ranks ({', '.join(proxies)}: Proxy). Tracer's "
-            'is_leaf_module makes a layer a leaf, torch.fx.wrap("sync_batch_norm") in your module a function.'
+            f"syncbn: torch.fx cannot trace through batch norm of all ranks ({', '.join(proxies)}: Proxy). For a "
+            "layer use a Tracer whose is_leaf_module is True for it; for the function call "
+            'torch.fx.wrap("sync_batch_norm") in your module.'
         )
 
 
@@ -60,4 +61,6 @@ def refuse_script(layer: nn.Module) -> NoReturn:
     remedy = REVERT
     if "_original_class" not in vars(layer):  # which revert_syncbn_model leaves
         remedy = "load its state_dict into a model that is built with nn.BatchNorm"
+    elif vars(layer)["_original_class"] is nn.SyncBatchNorm:  # which torch.jit.script cannot compile either
+        remedy = REVERT.replace("(model)", "(model, nn.BatchNorm2d)")
     raise RuntimeError(f"syncbn: torch.jit.script cannot compile {type(layer).__name__}: {remedy}")

@@ -1,4 +1,4 @@
-"""Runs the calls whose operators something watches, by operators on the same kernels, with the same bits.
+"""Runs batch norm on every side road, by operators on the same kernels, with the same bits.
 
 Dispatch modes, profilers and checkpoints watch operators. Calls with a mask, tensors with gaps, negative views or
 momentum in a tensor take this road too.
@@ -39,10 +39,8 @@ class BatchNorm(torch.autograd.Function):
     and shape. num_values () is the number of values of a channel that count, where a mask has set the others to 0. The
     statistics of all ranks, packed as in moments.py, are not differentiable.
 
-    Saved for backward: x, weight, the statistics, and y when relu is fused behind a residual. Collectives: as the
-    ordinary step's, two in backward with create_graph=True, whatever k is. A stack of gradients (is_grads_batched,
-    vmap) has as many as one gradient. Backward issues its all_reduce whatever needs_input_grad says: another rank may
-    need the sums.
+    Saved for backward and collectives: as in step._Step; two all_reduces in backward with create_graph=True, whatever k
+    is, and for a stack of gradients (is_grads_batched, vmap) as many as for one.
     """
 
     @staticmethod

@@ -80,13 +80,13 @@ def join(ddp_model: DistributedDataParallel, *, divide_by_initial_world_size: bo
 class _Session(Shadowing):
     """One `with` block on this rank: what it announces, and its thread once it has no more data."""
 
-    # The thread's on a GPU, where Join lets the default stream wait for the others, who wait for what the thread sends.
+    # The thread's stream on a GPU: Join lets the default stream wait for the other ranks, which wait for this thread.
     stream: torch.cuda.Stream | None = None
 
     def __init__(self, ddp_model: DistributedDataParallel) -> None:
         super().__init__(ddp_model.join_device, "syncbn.join")
         self.model = ddp_model
-        self.iterations: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each of the others, then False
+        self.iterations: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each of the others', then False
         self.error: BaseException | None = None  # of the thread
         self.caller, self.num_iterations = Caller("syncbn.join"), 0
 

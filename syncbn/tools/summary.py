@@ -51,7 +51,8 @@ def summary(model: nn.Module) -> Summary:
         column says "compiled"; for a layer without an eager step how many batches num_batches_tracked has counted, in a
         compiled graph or before the layer was converted, copied or loaded.
 
-    **Raises** TypeError unless `model` is a module.
+    **Raises** TypeError unless `model` is a module; ValueError for a layer with process_group="node" where
+    LOCAL_WORLD_SIZE is not set.
     """
     check_module(model)
     compiled = {part for module in model.modules() if is_compiled(module) for part in module.modules()}

@@ -37,8 +37,6 @@ def keep_all_reduces(context: object, operator: object, *_: object, **__: object
 
 
 class Checkpointed(nn.Module):
-    """torch.utils.checkpoint around a block."""
-
     def __init__(self, block: nn.Module, **options: object) -> None:
         super().__init__()
         self.block, self.options = block, options
@@ -93,12 +91,9 @@ class WithOperatorsBehind(syncbn.SyncBatchNorm1d):
 @pytest.mark.parametrize("operator", ["add", "mul", "_to_copy", "where"])
 def test_any_operator_may_be_saved(ranks: Ranks, operator: str) -> None:
     """torch finds a saved result by counting: each operator must run as often in the recompute as at first."""
-
-    def save(context: object, called: object, *_: object, **__: object) -> CheckpointPolicy:
-        is_chosen = called.overloadpacket is getattr(torch.ops.aten, operator)
-        return CheckpointPolicy.MUST_SAVE if is_chosen else CheckpointPolicy.PREFER_RECOMPUTE
-
-    context_fn = partial(create_selective_checkpoint_contexts, save)
+    packet = getattr(torch.ops.aten, operator)
+    saved = [getattr(packet, overload) for overload in packet.overloads()]
+    context_fn = partial(create_selective_checkpoint_contexts, saved)
     wrap = partial(Checkpointed, use_reentrant=False, context_fn=context_fn)
     check_like_unchecked(WithOperatorsBehind(4, momentum=None), wrap, own_input(ranks, 5, 4))
 
@@ -115,7 +110,7 @@ def test_checkpoint_inside_fsdp2(ranks: Ranks) -> None:
 
 
 def test_a_forward_inside_backward_leaves_the_statistics(ranks: Ranks) -> None:
-    """Also one for another reason than a recompute: documented."""
+    """Also a forward that is no recompute, which syncbn cannot tell from one: documented."""
     layer = syncbn.SyncBatchNorm1d(3, device=ranks.device)
     x = torch.randn(4, 3, device=ranks.device, requires_grad=True)
     y = x * 1

@@ -1,9 +1,8 @@
 """How often ranks communicate, what the profiler shows, and how well sums survive hard inputs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+import torch.distributed as dist
 from accuracy_cases import HARD_INPUTS, errors_of_one_step
 from oracle import full_batch, relative_error
 from torch import nn
@@ -12,6 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from voting import Ranks
 
 import syncbn
+from syncbn.distributed import text_exchange
 
 
 def test_a_rank_without_a_gradient_still_communicates(ranks: Ranks) -> None:
@@ -35,6 +35,13 @@ def test_functional_backward_is_one_collective(ranks: Ranks) -> None:
         with CommDebugMode() as collectives:
             syncbn.functional.batch_norm_backward(dy, x, mean, invstd, training=training)
         assert collectives.get_total_counts() == training
+
+
+def test_long_lines_that_differ(ranks: Ranks) -> None:
+    """An exchange cuts texts at 4,096 bytes, and must still end where they differ behind that."""
+    lines = ["the same", f"{5000 * 'x'} on rank {ranks.rank}"]
+    with pytest.raises(ValueError, match=r"models differ, first in:\nrank 0: x+ on rank 0\nrank 1: x+ on rank 1"):
+        text_exchange.require_equal(lines, None, dist.group.WORLD)
 
 
 @pytest.mark.parametrize("case", HARD_INPUTS)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from graphs import Graphs
 from torch import Tensor
+from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from voting import Ranks
@@ -20,8 +20,8 @@ from syncbn.distributed.text_exchange import all_gather_json
 pytestmark = [
     pytest.mark.skipif(not hasattr(torch.compiler.config, "compile_on_one_rank"), reason="torch 2.15 is the first"),
     pytest.mark.skipif(int(os.environ["WORLD_SIZE"]) % 2, reason="for groups of 2 ranks"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Dynamo uses what torch itself deprecates
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor"),  # of Dynamo
+    pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd"),  # torch's own
 ]
 
 # On 4 ranks "int", "group" and "mesh" give two groups of 2 ranks, which have different names.
@@ -34,10 +34,10 @@ PROCESS_GROUPS: dict[str, Callable[[str], object]] = {
 }
 
 
-def require_portable(graphs: list[torch.fx.Graph]) -> None:
+def require_portable(graphs: AotEagerAndRecordGraphs) -> None:
     """Each is the same on all ranks, and its group comes from outside."""
-    assert len(graphs) == 2
-    for graph in graphs:
+    assert len(graphs.fw_graphs) == len(graphs.bw_graphs) == 1
+    for graph in (graphs.fw_graphs[0].graph, graphs.bw_graphs[0].graph):
         [all_reduce] = graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_reduce.default)
         assert isinstance(all_reduce.args[2], torch.fx.Node), str(graph)  # else a name
         assert not graph.find_nodes(op="get_attr"), str(graph)  # else a group that was there when it was traced
@@ -61,9 +61,9 @@ def test_groups_are_inputs_of_a_graph(ranks: Ranks, kind: str) -> None:
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(ranks.rank)).to(ranks.device).requires_grad_()
     output = copy.deepcopy(layer)(x)
     output.sin().sum().backward()
-    graphs = Graphs()
-    torch.testing.assert_close(compiled_step(layer, x, graphs.backend), (output, x.grad))
-    require_portable(graphs.graphs)
+    graphs = AotEagerAndRecordGraphs()
+    torch.testing.assert_close(compiled_step(layer, x, graphs), (output, x.grad))
+    require_portable(graphs)
     if kind == "int":  # for one, as it takes long
         torch.testing.assert_close(compiled_step(layer, x, "inductor"), (output, x.grad))
 
@@ -72,7 +72,7 @@ def test_the_group_of_a_dtensor(ranks: Ranks) -> None:
     layer = syncbn.SyncBatchNorm(3, device=ranks.device)
     mesh = init_device_mesh(ranks.device.type, (ranks.size // 2, 2))
     x = distribute_tensor(torch.randn(4, 3, device=ranks.device), mesh, [Replicate(), Shard(0)])
-    expected, graphs = copy.deepcopy(layer)(x), Graphs()
-    output, _ = compiled_step(layer, x, graphs.backend)
+    expected, graphs = copy.deepcopy(layer)(x), AotEagerAndRecordGraphs()
+    output, _ = compiled_step(layer, x, graphs)
     torch.testing.assert_close(output.to_local(), expected.to_local())
-    require_portable(graphs.graphs)
+    require_portable(graphs)

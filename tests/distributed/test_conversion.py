@@ -81,8 +81,7 @@ def test_evaluation_without_running_statistics_is_local(ranks: Ranks, part: type
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(
-    ("kind", "backend"),
-    [("timm's", "inductor"), ("calls super", "aot_eager"), ("parametrized subclass", "aot_eager")],
+    ("kind", "backend"), [("timm's", "inductor"), ("calls super", "aot_eager"), ("parametrized subclass", "aot_eager")]
 )
 def test_subclasses_take_one_collective_each_way_and_compile(ranks: Ranks, kind: str, backend: str) -> None:
     layer = syncbn.convert_syncbn_model(make(kind))[1].to(ranks.device)

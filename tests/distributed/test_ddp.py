@@ -26,6 +26,19 @@ def test_training_equals_one_process(ranks: Ranks, option: str | None) -> None:
     assert all(row.last_step == f"synchronised over {ranks.size} ranks" for row in syncbn.summary(ddp))
 
 
+@pytest.mark.parametrize("broadcasts", [False, True])  # in this order, as a process warns once
+def test_a_broadcast_to_other_groups_is_warned_of(ranks: Ranks, broadcasts: bool) -> None:
+    """It gives the running statistics of rank 0 to ranks that have others, and nothing else would notice."""
+    if ranks.size < 4:
+        pytest.skip("two groups of two ranks")
+    ddp = DistributedDataParallel(
+        syncbn.SyncBatchNorm(3, process_group=2, device=ranks.device), **{BROADCAST_BUFFERS: broadcasts}
+    )
+    words = r"over ranks (0-1|2-3) alone, but DistributedDataParallel copies .* forward_sync_buffers=False"
+    with pytest.warns(UserWarning, match=words) if broadcasts else contextlib.nullcontext():
+        ddp(torch.randn(4, 3, device=ranks.device))
+
+
 class WithUnusedBranch(nn.Module):
     """Two heads, which take turns; the layers before them are shared."""
 
@@ -75,7 +88,7 @@ def test_uneven_batches_with_the_loss_scaled_by_count(ranks: Ranks) -> None:
 
 
 def test_an_overflow_on_one_rank_is_skipped_by_all(ranks: Ranks) -> None:
-    """GradScaler asks each rank's gradients alone, here without DDP between them."""
+    """GradScaler looks at a rank's own gradients: without DDP the layer alone brings the infinity to all ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), syncbn.SyncBatchNorm1d(4)).to(ranks.device)
     before = model[0].weight.detach().clone()

@@ -92,10 +92,6 @@ def penalty(gradients: Sequence[Tensor]) -> Tensor:
     return sum(one.square().sum() if one.ndim == 4 else one.sum() for one in gradients)
 
 
-def dot_products(f: BatchNorm, stack: Tensor) -> BatchNorm:
-    return lambda *given: (f(*given) * stack).sum((1, 2, 3, 4))
-
-
 def gradients(loss: BatchNorm, given: Sequence[Tensor], transform: Callable[..., Any] = grad) -> Sequence[Tensor]:
     """By torch.func."""
     return transform(loss, argnums=tuple(range(len(given))))(*given)
@@ -126,7 +122,7 @@ FUNC_WAYS: dict[str, tuple[Way, int | None]] = {
         lambda f, given, stack: jvp(lambda *x: gradients(cubes(f), x), tuple(given), tangents(given, stack))[1],
         None,
     ),
-    "jacrev": (lambda f, given, stack: gradients(dot_products(f, stack), given, jacrev), 3),
+    "jacrev": (lambda f, given, stack: gradients(lambda *x: (f(*x) * stack).sum((1, 2, 3, 4)), given, jacrev), 3),
 }
 WAYS: dict[str, tuple[Way, int | None]] = FUNC_WAYS | {
     "autograd.grad": (lambda f, given, _: torch.autograd.grad(cubes(f)(*given), given), 2),

@@ -1,7 +1,5 @@
 """What a user is told of where ranks are while all of them run; what is said when one fails is in test_faults.py."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -277,7 +275,7 @@ def test_an_event_is_asked_on_its_own_gpu_and_beside_captures(monkeypatch: pytes
 
 
 def test_an_error_of_the_gpu_is_told_as_it_is(ranks: Ranks) -> None:
-    """It comes out of the all_reduce because the host waits there first; the ranks do not differ."""
+    """CUDA raises it where the host waits next, here in our all_reduce: the text must not say that the ranks differ."""
     layer, x = syncbn.SyncBatchNorm(3), torch.randn(2, 3)
     layer(x)
     collective = reduction.reduction_of(None, layer, x).other_collective("forward")

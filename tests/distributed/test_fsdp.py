@@ -27,8 +27,7 @@ def shard(model: nn.Module, ranks: Ranks, **options: object) -> nn.Module:
     return fully_shard(model, mesh=mesh, **options)
 
 
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # by torch's own checkpoint reader
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # no_dist=True, as wanted
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated", "ignore:torch.distributed is disabled")  # of dcp.load
 def test_trains_as_one_process_and_loads_at_another_world_size(ranks: Ranks, tmp_path: Path) -> None:
     """Saved by W ranks; loaded by one process."""
     alone = small_model().to(ranks.device)
@@ -72,8 +71,7 @@ def test_converting_afterwards_is_refused(ranks: Ranks) -> None:
             getattr(syncbn, name)(nn.Sequential(one))
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # FSDP1 is deprecated
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # FSDP1 is deprecated
 def test_fsdp1(ranks: Ranks) -> None:
     """A smoke test, while torch still has it."""
     x, labels = whole_batches(ranks, STEPS)

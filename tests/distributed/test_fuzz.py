@@ -5,8 +5,6 @@ Each step is compared with the float64 oracle of the batch of the layer's group.
     scripts/test.sh -k fuzz --fuzz-cases 20000 --fuzz-seed 1
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random
@@ -267,6 +265,7 @@ class Program:
 
 
 @pytest.mark.timeout(0)
+@pytest.mark.filterwarnings("ignore:syncbn. these layers take the channels in dim 1 again")
 def test_fuzz(ranks: Ranks, pytestconfig: pytest.Config) -> None:
     """All ranks draw the same programs; what fails on one fails on all (vote)."""
     number, first = pytestconfig.getoption("--fuzz-cases"), pytestconfig.getoption("--fuzz-seed")

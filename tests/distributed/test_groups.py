@@ -1,7 +1,5 @@
 """Specifications become the right groups on every rank, and survive copies, pickles and a re-made default group."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

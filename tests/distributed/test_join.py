@@ -12,7 +12,7 @@ import torch
 from counting import CountCollectives
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch_names import BROADCAST_BUFFERS, LAZY_BUCKETS
 from training import SHARE, mine, require_equal_state, small_model, train, whole_batches
 from voting import Ranks
@@ -74,7 +74,7 @@ def test_lazy_buckets_and_manual_finalization(ranks: Ranks, option: str, manual:
 
 
 def test_collectives_inside_and_after(ranks: Ranks) -> None:
-    """Inside there is one more before each of ours. Steps after it, and a second context, are as usual."""
+    """Inside, one more collective precedes each of ours; steps after it, and a second context, send as many as ever."""
     ddp, (x, labels) = make_ddp(ranks), batches(ranks, 1 if ranks.rank else 3)
     num_groups = len(torch_private.existing_groups())
 
@@ -185,9 +185,7 @@ def test_what_cannot_be_joined_is_refused_on_entry(ranks: Ranks) -> None:
     refused(ddp, ValueError, r"all \d ranks, but not so: module.1.1 over 1")
 
 
-def run_selectively_checkpointed(ddp: DistributedDataParallel, second: nn.Module, x: Tensor) -> None:
-    context_fn = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
-    checkpoint(ddp.module, x, use_reentrant=False, context_fn=context_fn)
+SELECTIVE = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, [])}
 
 
 @pytest.mark.compiles
@@ -198,7 +196,7 @@ def run_selectively_checkpointed(ddp: DistributedDataParallel, second: nn.Module
         (lambda _, second, x: second(x), "joins one model, and here runs a second"),
         (lambda ddp, _, x: torch.no_grad()(ddp.eval())(x), "without gradients call"),
         (lambda ddp, _, x: torch.compile(ddp.module, backend="eager", fullgraph=True)(x), "nothing may be compiled"),
-        (run_selectively_checkpointed, "checkpointing may not be selective"),
+        (lambda ddp, _, x: checkpoint(ddp.module, x, **SELECTIVE), "checkpointing may not be selective"),
     ],
 )
 def test_what_cannot_be_joined_is_refused_inside(ranks: Ranks, run: Callable[..., None], message: str) -> None:

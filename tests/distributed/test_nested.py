@@ -1,14 +1,12 @@
 """Jagged NestedTensors: batch norm of the values of all ranks, with any number of sequences on each."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
 from oracle import full_batch, relative_error
-from torch import Tensor
+from subclasses_of_batchnorm import CallsSuper2d
 from voting import Ranks
 
 import syncbn
@@ -36,16 +34,10 @@ def test_ranks_with_different_sequences(ranks: Ranks) -> None:
 
 @pytest.mark.compiles
 def test_a_converted_subclass_and_one_graph(ranks: Ranks) -> None:
-    class Doubling(torch.nn.BatchNorm1d):
-        def forward(self, input: Tensor) -> Tensor:
-            return 2 * super().forward(input)
-
-    doubling, plain = (
-        syncbn.convert_syncbn_model(Doubling(3).to(ranks.device)),
-        syncbn.SyncBatchNorm(3).to(ranks.device),
-    )
+    doubling = syncbn.convert_syncbn_model(CallsSuper2d(3).to(ranks.device))
+    plain = syncbn.SyncBatchNorm(3, device=ranks.device)
     compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
-    x, offsets = torch.randn(5, 3, device=ranks.device), torch.tensor([0, 2, 5], device=ranks.device)
+    x, offsets = torch.randn(5, 3, 2, 2, device=ranks.device), torch.tensor([0, 2, 5], device=ranks.device)
     for layer, call in ((doubling, doubling), (plain, compiled)):
         expected = copy.deepcopy(layer)(x)
         nested = torch.nested.nested_tensor_from_jagged(x, offsets).requires_grad_()

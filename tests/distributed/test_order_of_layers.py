@@ -1,7 +1,5 @@
 """Layers of the same path are told apart by the order in which they first called; what must go on, goes on."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -12,8 +10,7 @@ from voting import Ranks
 
 import syncbn
 
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="signatures are for CPUs")
-pytestmark = [on_cpu, pytest.mark.two_ranks]
+pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="signatures are for CPUs"), pytest.mark.two_ranks]
 
 
 def model() -> nn.Module:
@@ -24,22 +21,13 @@ def x() -> Tensor:
     return torch.randn(4, 3)
 
 
-def in_one_order(*models: nn.Module) -> None:
-    for one in models:
-        one(x())
-
-
-def in_another_order(ranks: Ranks, first: nn.Module, second: nn.Module) -> None:
-    """Rank 1 calls the second one first."""
-    in_one_order(*((first, second) if ranks.rank == 0 else (second, first)))
-
-
 def test_a_swap_that_ends_is_found(ranks: Ranks) -> None:
     """In the first step nobody can know; in the next one the ranks do."""
-    generator, discriminator = model(), model()
-    in_another_order(ranks, generator, discriminator)
+    models = [model(), model()]
+    for one in models[::-1] if ranks.rank else models:
+        one(x())
     with pytest.raises(RuntimeError, match="the ranks are in different layers or calls"):
-        in_one_order(generator, discriminator)
+        [one(x()) for one in models]
 
 
 def test_what_goes_on(ranks: Ranks) -> None:
@@ -60,8 +48,8 @@ def test_what_goes_on(ranks: Ranks) -> None:
 
 @pytest.mark.compiles
 def test_one_rank_is_compiled_at_first(ranks: Ranks) -> None:
-    """As when its batches have too many sizes for Dynamo: it sends as much, and signs nothing. Its first call in eager
-    mode is not the first of the others."""
+    """As when its batches have too many sizes for Dynamo: it sends as many numbers, with zeros for the signature. Its
+    first eager call of a layer comes after the others' first."""
     group = dist.new_group()  # where compiled calls are not counted
     first, second = (syncbn.SyncBatchNorm(3, process_group=group) for _ in range(2))
     compiled = torch.compile(first, backend="aot_eager", fullgraph=True) if ranks.rank else first

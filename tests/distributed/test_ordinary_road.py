@@ -6,7 +6,6 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from syncbn.distributed.reduction import Guard, guarded_by
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available
 
+has_plans = pytest.mark.skipif("torch operations" in available(), reason="without kernels each call takes a side road")
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs nobody reads a total")
 C = 3
 SENT = [2 * C + 1, 2 * C] if torch.cuda.is_available() else [2 * C + 4] * 2  # forward and backward
@@ -53,10 +53,11 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield numbers
 
 
+@has_plans
 @pytest.mark.parametrize("watch", [functools.partial(torch.profiler.profile, acc_events=True), CountCollectives])
 @pytest.mark.parametrize("first_pass", ["forward", "backward"])
 def test_one_rank_is_watched(
-    ranks: Ranks, sent: list[int], watch: Callable[[], AbstractContextManager[object]], first_pass: str
+    ranks: Ranks, sent: list[int], watch: Callable[[], contextlib.AbstractContextManager[object]], first_pass: str
 ) -> None:
     """It takes the side roads, and must send as much as the others, in the same order and signed alike; else gloo
     aborts, or the ranks compare what they do."""
@@ -77,21 +78,17 @@ def test_one_rank_is_watched(
     torch.testing.assert_close(actual, expected)
 
 
+@has_plans
 @on_cpu
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
         ({"eps": 0.0}, "eps must be positive"),
-        ({"eps": [1.0]}, r"eps must be a number, got \[1.0\]"),
         ({"channel_dim": 1.0}, "channel_dim must be an int, got 1.0"),
-        ({"bias": torch.ones(C).int()}, "expected bias to be a float tensor"),
-        ({"running_var": None}, "running_mean and running_var must either both be None"),
         ({"weight": [1.0]}, "expected weight to be a Tensor"),
         ({"z": torch.ones(1)}, r"expected z of the input's shape \(2, 3, 5\), got \(1,\)"),
         ({"z": torch.ones(2, C, 5).to_sparse()}, "expected a dense z, got layout torch.sparse_coo; use z"),
         ({"input": torch.ones(2, C, 5, device="meta")}, "the input is on meta but running_mean on cpu"),
-        ({"mask": torch.ones(2)}, "expected mask to be bool, True where a value counts, got torch.float32"),
-        ({"mask": [True, False]}, "expected mask to be a bool tensor, got list"),
         ({"mask": torch.ones(3) > 0}, r"expected mask of shape \(2, 5\), which is the input's \(2, 3, 5\) without"),
         ({"mask": torch.ones(2, C, 5) > 0}, r"expected mask of .* got \(2, 3, 5\)"),
         ({"mask": torch.ones(2, device="meta") > 0}, "the input is on cpu but mask on meta"),
@@ -117,8 +114,8 @@ def test_a_bad_argument_after_a_plan_was_made(
     dist.barrier()
 
 
+@has_plans
 @on_cpu
-@pytest.mark.skipif("cpu: C++" not in available(), reason="torch's operations may crash on such tensors")
 def test_an_input_without_memory_on_one_rank(ranks: Ranks, sent: list[int]) -> None:
     """It is found by a kernel, when the others wait already."""
     layer, x = layer_and_input(ranks)
@@ -147,6 +144,7 @@ def test_a_layer_that_was_called_is_freed(ranks: Ranks) -> None:
     assert old() is None
 
 
+@has_plans
 @pytest.mark.parametrize("process_group", [None, "all", "node", 1])
 def test_a_layer_that_was_called_leaves_its_group_for_a_new_one(ranks: Ranks, process_group: str | int | None) -> None:
     """gloo closes its connections, which wakes the other ranks, when the last reference to a group goes; what the spec
@@ -166,6 +164,7 @@ def test_a_layer_that_was_called_leaves_its_group_for_a_new_one(ranks: Ranks, pr
     assert torch.equal(layer.running_mean, expected)
 
 
+@has_plans
 def test_a_layer_may_have_another_group_in_each_call(ranks: Ranks) -> None:
     """What it keeps of one must not be taken for the next. `syncbn.summary` tells of the last."""
     layer, x = layer_and_input(ranks, momentum=1.0)

@@ -1,7 +1,5 @@
 """Running statistics over several batches and ranks, against those of all values together in float64."""
 
-from __future__ import annotations
-
 import functools
 from collections import OrderedDict
 from collections.abc import Iterator
