@@ -23,6 +23,7 @@ from syncbn.synchronised_classes import ADDED, class_of, synchronised_class
 Model = TypeVar("Model", bound=nn.Module)
 
 CONVERT = "call syncbn.convert_syncbn_model(model)"
+BUILT = "these layers were built as syncbn layers and stay: build them as nn.BatchNorm1d, 2d or 3d"
 # What a revert takes from a layer with one of these options.
 LOST = {
     "fuse_relu": "these layers have lost their relu: put an nn.ReLU behind each",
@@ -125,8 +126,7 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
             new_class = target
         if new_class is class_of(layer):
             if target is not None and isinstance(layer, SyncBatchNorm):
-                built = f"these layers were built as syncbn layers and stay: build {target.__name__}"
-                noted.setdefault(built, []).append(name)
+                noted.setdefault(BUILT, []).append(name)
             continue
         _require_no_fsdp(name, layer, "revert_syncbn_model")
         if issubclass(new_class, LazyModuleMixin) and not isinstance(layer, LazyModuleMixin):
@@ -137,16 +137,13 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
         for option, lost in LOST.items():
             if vars(layer).get(option):
                 noted.setdefault(lost, []).append(name)
+    if noted:
+        warn(f"syncbn: {'; '.join(f'{what} ({_some(names)})' for what, names in noted.items())}")
     for layer, new_class, attributes in changes:
         for name in (*ADDED, "process_group"):
             vars(layer).pop(name, None)
         _set_class(layer, new_class)
         vars(layer).update(attributes)
-    if noted:
-        parts = [
-            f"{what} ({', '.join(quoted(name) or 'the model' for name in names)})" for what, names in noted.items()
-        ]
-        warn(f"syncbn: {'; '.join(parts)}")
     return model
 
 
@@ -221,15 +218,19 @@ def described(found: list[Unsynchronised]) -> str:
     parts: list[str] = []
     left = len(found)
     for (kind, remedy), of_kind in names.items():
-        shown = [_shortened(quoted(name) or "the model") for name in of_kind[:NAMED]]
-        shown += ["..."] * (len(of_kind) > NAMED)
-        part = f"{len(of_kind)} {_shortened(kind)} ({', '.join(shown)}): {remedy}"
+        part = f"{len(of_kind)} {_shortened(kind)} ({_some(of_kind)}): {remedy}"
         if len("; ".join((*parts, part))) > MAX_CHARACTERS:
             parts.append(f"and {left} others")
             break
         parts.append(part)
         left -= len(of_kind)
     return "; ".join(parts)
+
+
+def _some(names: list[str]) -> str:
+    """The first names of layers."""
+    shown = [_shortened(quoted(name) or "the model") for name in names[:NAMED]]
+    return ", ".join(shown + ["..."] * (len(names) > NAMED))
 
 
 def _shortened(name: str) -> str:

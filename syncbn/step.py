@@ -9,9 +9,9 @@ Symbols: C channels; n values per channel over all ranks r; x, y, dy of any shap
               grad_weight = sum dy * (x - mean) * invstd,  grad_bias = sum dy
                             (sums over this rank: DistributedDataParallel averages them)
 
-The ordinary road is for plain tensors in eager mode that nobody else watches: each pass is the local sums, one
-all_reduce, one elementwise kernel. Whether a call may take it is asked once in each pass; all others take a side road,
-see roads/.
+The ordinary road is for plain tensors in eager mode that nobody else watches, where there are kernels: each pass is the
+local sums, one all_reduce, one elementwise kernel. Whether a call may take it is asked once in each pass; all others
+take a side road, see roads/.
 """
 
 from typing import Any

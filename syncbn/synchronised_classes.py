@@ -77,14 +77,14 @@ class _KeepsForward(_Made):
         first: Any = args if isinstance(args, Proxy) else next(iter((*args, *kwargs.values())), None)
         if isinstance(first, Proxy):
             return traced.leaf(self, first.tracer, args, kwargs)
-        is_first = self.training and self._synchronised_ranks is None and not is_compiling()
-        if is_first:
+        trains = self.training and not is_compiling()
+        if trains:
             SYNC_BATCH_NORM._synchronised_ranks = None
         with _SynchroniseBatchNorm(self):
             output = super().forward(*args, **kwargs)
-        if is_first and self._synchronised_ranks is None:  # unless it calls sync_batch_norm
+        if trains and SYNC_BATCH_NORM._synchronised_ranks is not None:  # it has called sync_batch_norm
             self._synchronised_ranks = SYNC_BATCH_NORM._synchronised_ranks
-        if is_first and self._synchronised_ranks is None:
+        if trains and self._synchronised_ranks is None:
             warn_once(
                 f"syncbn is not synchronising: {self._syncbn_original.__qualname__}.forward calls neither "
                 "super().forward nor F.batch_norm. Let it call one of them, or syncbn.functional.sync_batch_norm."

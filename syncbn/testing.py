@@ -5,6 +5,7 @@
 """
 
 import copy
+import functools
 import json
 import math
 import os
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
-from syncbn.convert import convert_syncbn_model, unsynchronised
+from syncbn.convert import convert_syncbn_model, revert_syncbn_model, unsynchronised
 from syncbn.distributed.text_exchange import all_reduce_max
 from syncbn.layer import SyncBatchNorm
 
@@ -59,9 +60,10 @@ def assert_matches_full_batch(
 ) -> None:
     """Prove that a model trains on `world_size` ranks as on one process: start them, on CPU and gloo, and compare.
 
-    Each rank trains on its slice of the batch under DistributedDataParallel, and beside that a copy of the model on the
-    whole batch, in which synchronised layers are each rank's own. After `steps` steps of SGD losses, gradients, running
-    statistics and parameters must agree.
+    Each rank trains on its slice of the batch under DistributedDataParallel, and beside that on the whole batch with
+    nn.BatchNorm in the place of synchronised layers. (Layers that do what nn.BatchNorm cannot, with a mask, a residual,
+    `fuse_relu` or `channel_last`, and layers that were built as syncbn's stay, each over its own rank.) After `steps`
+    steps of SGD losses, gradients, running statistics and parameters must agree.
 
         def test_trains_as_one():
             batch = torch.randn(6, 3, 32, 32), torch.randint(10, (6,))
@@ -81,7 +83,8 @@ def assert_matches_full_batch(
         tolerance: of `max |a - b| / max |b|`, 1e-9 in float64 and 1e-4 in float32 by default.
         timeout: seconds that a rank waits for another.
 
-    Dropout is off. Anything else that is random in the forward makes the model differ from itself.
+    A model that calls `syncbn.functional` itself differs: the functions synchronise on the whole batch too. Dropout is
+    off. Anything else that is random in the forward makes the model differ from itself.
 
     Raises:
         AssertionError: which tensors differ and by how much, and which layers are not synchronised.
@@ -109,31 +112,30 @@ def assert_matches_full_batch(
         raise AssertionError(_report(bad, found, local, world_size, allowed))
 
 
-def differences(
-    model: nn.Module, batch: Batch, loss_fn: Loss, steps: int = 2, reference: nn.Module | None = None
-) -> tuple[list[Difference], nn.Module]:
+def differences(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int = 2) -> tuple[list[Difference], nn.Module]:
     """How W ranks, which all call this with the same batch, and one process differ after `steps` steps of training.
 
     Arguments as of `assert_matches_full_batch`, converted to one dtype and device already; what is trained, and
-    returned, is a copy of rank 0's model. One process trains `reference`, such as the model before its conversion, or
-    a copy whose synchronised layers are each rank's own.
+    returned, is a copy of rank 0's model. Without a process group, one process is compared with itself, synchronised
+    layers with nn.BatchNorm.
     """
     world, rank, size = dist.group.WORLD, 0, 1
     model = data_parallel = copy.deepcopy(model)
     if world is not None:  # DistributedDataParallel gives all ranks rank 0's tensors
         data_parallel, rank, size = nn.parallel.DistributedDataParallel(model), dist.get_rank(), dist.get_world_size()
-    if reference is None:
-        reference = copy.deepcopy(model)
-        for module in reference.modules():
-            if isinstance(module, (nn.SyncBatchNorm, SyncBatchNorm)):
-                convert_syncbn_model(module, 1)
+    reference, do_more = copy.deepcopy(model), _names_of_layers_that_do_more(model)
     for module in (*model.modules(), *reference.modules()):
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()
     slices = [tensor.tensor_split(size)[rank] for tensor in batch]
     share = len(slices[0]) * size / len(batch[0])  # as gradients are the mean over ranks, and not over samples
-    of_one = _train(reference, batch, loss_fn, steps)
     of_ranks = _train(data_parallel, slices, loss_fn, steps, share)
+    for name, layer in reference.named_modules():
+        if isinstance(layer, SyncBatchNorm) and name not in do_more:
+            revert_syncbn_model(layer)
+        if isinstance(layer, (nn.SyncBatchNorm, SyncBatchNorm)):
+            convert_syncbn_model(layer, 1)
+    of_one = _train(reference, batch, loss_fn, steps)
 
     pairs: list[tuple[str, str, Tensor, Tensor]] = []  # what, name, of W ranks, of one process
     for step, ((output, loss), (expected, expected_loss)) in enumerate(zip(of_ranks, of_one, strict=True), 1):
@@ -178,6 +180,20 @@ def _compared(pairs: list[tuple[str, str, Tensor, Tensor]], world: dist.ProcessG
     found = [Difference(*pair[:2], *both) for pair, both in zip(pairs, errors_and_scales.tolist(), strict=True)]
     # The scale is that of all tensors of a kind: a gradient that should be 0, as of a bias before batch norm, is noise.
     return [one._replace(scale=max(other.scale for other in found if other.what == one.what)) for one in found]
+
+
+def _names_of_layers_that_do_more(model: nn.Module) -> set[str]:
+    """Of the layers that nn.BatchNorm cannot replace; those that get a mask or a residual join when they are called."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)}
+    names = {name for name, layer in layers.items() if layer.fuse_relu or layer.channel_last}
+
+    def note(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if len(args) + len(kwargs) > 1:
+            names.add(name)
+
+    for name, layer in layers.items():
+        layer.register_forward_pre_hook(functools.partial(note, name), with_kwargs=True)
+    return names
 
 
 def _run_rank(rank: int, world_size: int, port: int, timeout: float, training: tuple[Any, ...]) -> None:

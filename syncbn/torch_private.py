@@ -149,10 +149,12 @@ def is_pipeline_stage(candidate: object) -> TypeGuard[Any]:
 
 
 def ddp_that_broadcasts(buffer: Tensor | None) -> nn.parallel.DistributedDataParallel | None:
-    """The DistributedDataParallel in whose forward this call is, if it sends the buffer to its ranks before each."""
+    """The DistributedDataParallel in whose forward this call is, if it broadcasts the buffer to its ranks, and no hook
+    of the user's does something else in place of that."""
     ddp = nn.parallel.DistributedDataParallel._active_ddp_module
-    sends = ddp is not None and ddp.broadcast_buffers and any(one is buffer for one in ddp.modules_buffers)
-    return ddp if sends else None
+    if ddp is None or not ddp.broadcast_buffers or hasattr(ddp, "buffer_hook"):
+        return None
+    return ddp if any(one is buffer for one in ddp.modules_buffers) else None
 
 
 def default_store() -> dist.Store:

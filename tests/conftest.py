@@ -1,6 +1,7 @@
 """For every test: one thread, and memory that a kernel leaves unwritten holds NaN. And each kernel module in turn."""
 
 import gc
+import importlib.metadata
 import importlib.util
 import multiprocessing
 import os
@@ -75,7 +76,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not (interpreted or torch.cuda.is_available()):
         pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
-    if interpreted and importlib.metadata.version("triton").startswith("3.6"):  # others may have other names
+    if interpreted and importlib.metadata.version("triton").startswith("3.6."):  # others may have other names
         interpret_faster(monkeypatch)
     with torch.device("cpu" if interpreted else "cuda"), warnings.catch_warnings():
         # NumPy's, in the interpreter: of infinities; of scalars

@@ -51,6 +51,7 @@ CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], s
     (lambda: layer()(X[0, 0]), lambda: layer()(X[:, :, 0]), ValueError, "expected at least 2D input (got 1D input"),
     (lambda: layer(channel_last=True)(X), lambda: layer(channel_last=True)(X.mT), ValueError, "expected 3 channels in dim -1 of the input, got 5"),
     (lambda: layer().eval()(X.int()), lambda: layer().eval()(X), TypeError, "got torch.int32"),
+    (lambda: layer()(X.numpy()), lambda: layer()(X), TypeError, "expected a Tensor as input, got ndarray"),
     (lambda: layer()(X, X[:1]), lambda: layer()(X, X), ValueError, "expected z of the input's shape (4, 3, 5), got (1, 3, 5)"),
     (lambda: layer()(X, 1.0), lambda: layer()(X, None), TypeError, "expected z to be a float tensor, got float"),
     (lambda: function(weight=torch.zeros(3, 1)), lambda: function(weight=torch.zeros(3)), ValueError, "weight should contain 3 elements not 3, shape (3,) not (3, 1)"),

@@ -61,9 +61,10 @@ def test_other_models_train_as_one() -> None:
             r"(?s)tensors on 2 ranks are not those of one process.*loss of step 1: "
             r".*Layers that are not synchronised: '1'; call syncbn.convert_syncbn_model\(model\)",
         ),
+        ({"model_fn": trained_as_one.doubling_model}, AssertionError, "loss of step 1: "),
         # On a rank:
         ({"model_fn": trained_as_one.no_model}, ProcessRaisedException, "must return an nn.Module, got NoneType"),
-        ({"loss_fn": partial(F.cross_entropy, reduction="none")}, ProcessRaisedException, r"number.* got shape \(4,\)"),
+        ({"loss_fn": partial(F.cross_entropy, reduction="none")}, ProcessRaisedException, r"number.* got shape \(2,\)"),
         # Before there are ranks:
         ({"model_fn": lambda: nn.BatchNorm1d(3)}, TypeError, "model_fn must be importable .* got <function <lambda>"),
         ({"model_fn": nn.BatchNorm1d(3)}, TypeError, "model_fn must be a function, got BatchNorm1d"),

@@ -53,12 +53,12 @@ class WithMore(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = syncbn.convert_syncbn_model(nn.BatchNorm2d(3))
+        self.first, self.middle = (syncbn.convert_syncbn_model(nn.BatchNorm2d(3)) for _ in range(2))
         self.first.fuse_relu = True
         self.last = syncbn.convert_syncbn_model(nn.BatchNorm2d(8), channel_last=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x, 0.5 * x, mask=x[:, 0] > 0))
+        return self.last(self.middle(self.first(x, 0.5 * x), mask=x[:, 0] > 0))
 
 
 class OwnLoss(nn.Module):
@@ -70,6 +70,18 @@ class OwnLoss(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x.mul_(0.5)).square().mean()
+
+
+def doubling_model() -> nn.Module:
+    """Its layers double their outputs, on one rank as on many: only nn.BatchNorm shows that."""
+    original = syncbn.SyncBatchNorm._train_over_ranks
+
+    def doubled(*given: object) -> tuple[Tensor, Tensor]:
+        y, statistics = original(*given)
+        return 2 * y, statistics
+
+    syncbn.SyncBatchNorm._train_over_ranks = staticmethod(doubled)
+    return model()
 
 
 def no_model() -> None:

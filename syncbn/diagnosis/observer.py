@@ -174,7 +174,7 @@ def _warn_of_broadcast(layer: Any, group: dist.ProcessGroup) -> None:
     if ddp is not None and not {*ranks}.issuperset(dist.get_process_group_ranks(ddp.process_group)):
         warn_once(
             f"syncbn: layers share their statistics over {ranks_in_words(ranks)} alone, but DistributedDataParallel "
-            "copies the running statistics of its first rank to all of its ranks before each forward. Pass it "
+            "copies the running statistics of its first rank to all of its ranks before forwards. Pass it "
             "forward_sync_buffers=False (broadcast_buffers=False before torch 2.13)."
         )
 

@@ -52,7 +52,7 @@ class Caller:
 class Guard:
     """Is asked before each all_reduce while it is on the list `guards`."""
 
-    # If set, this group replaces every group of as many ranks (syncbn.join).
+    # If set, this group replaces every group of as many ranks (syncbn.join, recompute_running_stats).
     joined_group: dist.ProcessGroup | None = None
     compares_ranks = False  # whether it compares what the ranks do
 

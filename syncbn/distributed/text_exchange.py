@@ -65,23 +65,27 @@ def require_equal(lines: Sequence[str], error: Exception | None, group: dist.Pro
     """Check that the models are the same, as far as these lines say, before collectives that depend on it.
 
     **Raises** on every rank: what `exchange_errors` returns, if a rank has an `error`; ValueError, if the lines differ,
-    with the first that does. Of a line the last 1,000 characters count.
+    with the first that does, of which an error shows the last 900 characters.
     """
     if group is None:
         if error is not None:
             raise error
         return
-    lines = [one[-1000:] for one in lines]  # of at most 4 bytes each
-    digest = hashlib.blake2b("\n".join(lines).encode()).hexdigest()
+    digest = _digest("\n".join(lines))
     gathered = all_gather_text(digest if error is None else "", group)
     if "" in gathered:
         raise exchange_errors(error, group)
     if len(set(gathered)) > 1:
-        rest = iter(lines)
+        # A line fits into an exchange, with at most 4 bytes a character.
+        rest = (one if len(one) < 1000 else f"{_digest(one)[:8]}...{one[-900:]}" for one in lines)
         while len(set(of_ranks := all_gather_text(next(rest, "nothing more"), group))) == 1:
             pass  # each line up to the first that differs costs a collective
         ranks = dist.get_process_group_ranks(group)
         raise ValueError(f"the ranks' models differ, first in:\n{by_rank(ranks, of_ranks)}")
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode()).hexdigest()
 
 
 def gather_by_rank(text: str, group: dist.ProcessGroup) -> str:

@@ -62,5 +62,5 @@ def refuse_script(layer: nn.Module) -> NoReturn:
     if "_original_class" not in vars(layer):  # which revert_syncbn_model leaves
         remedy = "load its state_dict into a model that is built with nn.BatchNorm"
     elif vars(layer)["_original_class"] is nn.SyncBatchNorm:  # which torch.jit.script cannot compile either
-        remedy = REVERT.replace("(model)", "(model, nn.BatchNorm2d)")
+        remedy = REVERT.replace("(model)", "(model, nn.BatchNorm2d)") + ", or 1d or 3d as your model has them"
     raise RuntimeError(f"syncbn: torch.jit.script cannot compile {type(layer).__name__}: {remedy}")

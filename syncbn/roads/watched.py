@@ -1,4 +1,4 @@
-"""Runs batch norm on every side road, by operators on the same kernels, with the same bits.
+"""Runs batch norm on every side road: by operators on the same kernels, with the same bits, else by torch operations.
 
 Dispatch modes, profilers and checkpoints watch operators. Calls with a mask, tensors with gaps, negative views or
 momentum in a tensor take this road too.

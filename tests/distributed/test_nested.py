@@ -34,11 +34,11 @@ def test_ranks_with_different_sequences(ranks: Ranks) -> None:
 
 @pytest.mark.compiles
 def test_a_converted_subclass_and_one_graph(ranks: Ranks) -> None:
-    doubling = syncbn.convert_syncbn_model(CallsSuper2d(3).to(ranks.device))
+    converted = syncbn.convert_syncbn_model(CallsSuper2d(3).to(ranks.device))
     plain = syncbn.SyncBatchNorm(3, device=ranks.device)
     compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
     x, offsets = torch.randn(5, 3, 2, 2, device=ranks.device), torch.tensor([0, 2, 5], device=ranks.device)
-    for layer, call in ((doubling, doubling), (plain, compiled)):
+    for layer, call in ((converted, converted), (plain, compiled)):
         expected = copy.deepcopy(layer)(x)
         nested = torch.nested.nested_tensor_from_jagged(x, offsets).requires_grad_()
         output = call(nested).values()

@@ -23,7 +23,8 @@ from syncbn.distributed.reduction import Guard, guarded_by
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available
 
-has_plans = pytest.mark.skipif("torch operations" in available(), reason="without kernels each call takes a side road")
+HAS_PLANS = "torch operations" not in available()  # without kernels each call takes a side road
+has_plans = pytest.mark.skipif(not HAS_PLANS, reason="without kernels there is no ordinary road")
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs nobody reads a total")
 C = 3
 SENT = [2 * C + 1, 2 * C] if torch.cuda.is_available() else [2 * C + 4] * 2  # forward and backward
@@ -89,6 +90,9 @@ def test_one_rank_is_watched(
         ({"z": torch.ones(1)}, r"expected z of the input's shape \(2, 3, 5\), got \(1,\)"),
         ({"z": torch.ones(2, C, 5).to_sparse()}, "expected a dense z, got layout torch.sparse_coo; use z"),
         ({"input": torch.ones(2, C, 5, device="meta")}, "the input is on meta but running_mean on cpu"),
+        ({"running_var": None}, "running_mean and running_var must either both be None"),
+        ({"mask": torch.ones(2)}, "expected mask to be bool, True where a value counts, got torch.float32"),
+        ({"mask": [True, False]}, "expected mask to be a bool tensor, got list"),
         ({"mask": torch.ones(3) > 0}, r"expected mask of shape \(2, 5\), which is the input's \(2, 3, 5\) without"),
         ({"mask": torch.ones(2, C, 5) > 0}, r"expected mask of .* got \(2, 3, 5\)"),
         ({"mask": torch.ones(2, device="meta") > 0}, "the input is on cpu but mask on meta"),
@@ -144,7 +148,6 @@ def test_a_layer_that_was_called_is_freed(ranks: Ranks) -> None:
     assert old() is None
 
 
-@has_plans
 @pytest.mark.parametrize("process_group", [None, "all", "node", 1])
 def test_a_layer_that_was_called_leaves_its_group_for_a_new_one(ranks: Ranks, process_group: str | int | None) -> None:
     """gloo closes its connections, which wakes the other ranks, when the last reference to a group goes; what the spec
@@ -160,11 +163,10 @@ def test_a_layer_that_was_called_leaves_its_group_for_a_new_one(ranks: Ranks, pr
     layer.reset_running_stats()
     with side_roads() as taken:
         layer(x)
-    assert not taken
+    assert not (taken and HAS_PLANS)
     assert torch.equal(layer.running_mean, expected)
 
 
-@has_plans
 def test_a_layer_may_have_another_group_in_each_call(ranks: Ranks) -> None:
     """What it keeps of one must not be taken for the next. `syncbn.summary` tells of the last."""
     layer, x = layer_and_input(ranks, momentum=1.0)
@@ -174,7 +176,7 @@ def test_a_layer_may_have_another_group_in_each_call(ranks: Ranks) -> None:
         layer.process_group = spec
         with side_roads() as taken:
             layer(x)
-        assert not taken
+        assert not (taken and HAS_PLANS)
         torch.testing.assert_close(layer.running_mean, x.mean((0, 2)) if spec == 1 else over_all)
         expected = "not synchronised" if spec == 1 else f"synchronised over {ranks.size} ranks"
         assert syncbn.summary(layer)[0].last_step == expected
