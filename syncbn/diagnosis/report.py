@@ -26,7 +26,8 @@ REMEDY = (
 )
 REMEDY_OF_ENDED = (
     "Read what the ended process wrote last. If it wrote nothing, memory may have run out: see dmesg. If it wrote "
-    "gloo::EnforceNotMet, the ranks sent different sizes: a rank has other channels, no converted model, or evaluates."
+    "gloo::EnforceNotMet, the ranks sent different sizes: one of them has other channels, has not converted its model, "
+    "or evaluates."
 )
 REMEDY_OF_EVALUATION = (
     "A layer in evaluation mode waits for nobody: call model.train() on every rank before the next step. To evaluate "
