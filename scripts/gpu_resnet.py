@@ -118,8 +118,7 @@ def main() -> None:
     if norm.startswith("syncbn") and torch.__version__ < (2, 12):
         emit(norm=norm, note=TORCH_211)
     torch.manual_seed(0)
-    blocks = (1, 0, 0, 0) if dry_run else (3, 4, 6, 3)  # one block shows that the program runs
-    model = ResNet(blocks=blocks, norm_layer=NORMS[norm])
+    model = ResNet(blocks=(1, 0, 0, 0) if dry_run else (3, 4, 6, 3), norm_layer=NORMS[norm])  # dry: the flow alone
     model = model.to(device, memory_format=torch.channels_last)
     compiled = torch.compile(model, dynamic=False, backend="aot_eager" if dry_run else "inductor")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
