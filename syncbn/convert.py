@@ -228,7 +228,7 @@ def described(found: list[Unsynchronised]) -> str:
 
 
 def _some(names: list[str]) -> str:
-    """The first names of layers."""
+    """The first of these names of layers, shortened, and "..." for the others."""
     shown = [_shortened(quoted(name) or "the model") for name in names[:NAMED]]
     return ", ".join(shown + ["..."] * (len(names) > NAMED))
 

@@ -183,7 +183,8 @@ def _compared(pairs: list[tuple[str, str, Tensor, Tensor]], world: dist.ProcessG
 
 
 def _names_of_layers_that_do_more(model: nn.Module) -> set[str]:
-    """Of the layers that nn.BatchNorm cannot replace; those that get a mask or a residual join when they are called."""
+    """The names of the layers that nn.BatchNorm cannot replace. The set grows while the model runs: a layer joins it
+    when it is called with a mask or a residual."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)}
     names = {name for name, layer in layers.items() if layer.fuse_relu or layer.channel_last}
 

@@ -35,8 +35,8 @@ def test_a_converted_model_trains_as_one(world_size: int, start_method: str, mon
 
 
 def test_other_models_train_as_one() -> None:
-    """In float32 and by node; of layers without an original class; that do what it cannot; with frozen statistics; with
-    a loss of its own."""
+    """In float32 and by node; of layers without an original class; of layers that do what nn.BatchNorm cannot; with
+    frozen statistics; with a loss of its own."""
     batch = trained_as_one.batch(4)
     assert_matches_full_batch(trained_as_one.model_by_node, batch, F.cross_entropy, dtype=torch.float32)
     assert_matches_full_batch(trained_as_one.built_model, batch[:1], trained_as_one.mean_square)

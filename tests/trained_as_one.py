@@ -49,7 +49,7 @@ def frozen_model() -> nn.Module:
 
 
 class WithMore(nn.Module):
-    """Its layers do what nn.BatchNorm2d cannot, so nobody can go back to that: x (N, 3, H, 8)."""
+    """Its layers do what nn.BatchNorm2d cannot, so that cannot replace them. It takes x (N, 3, H, 8)."""
 
     def __init__(self) -> None:
         super().__init__()

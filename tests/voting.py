@@ -21,7 +21,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before there is a group, which it would keep: see torch_private
+import torch.distributed.nn.functional  # before there is a group: it would keep that group
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 VOTE_TIMEOUT = timedelta(seconds=60)  # longer than a collective's: a rank that waits in one still comes to vote

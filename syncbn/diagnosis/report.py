@@ -31,7 +31,7 @@ REMEDY_OF_ENDED = (
 )
 REMEDY_OF_EVALUATION = (
     "A layer in evaluation mode waits for nobody: call model.train() on every rank before the next step. To evaluate "
-    "on some ranks only, call ddp.module(x): the forward of DistributedDataParallel itself sends buffers to all ranks."
+    "on some ranks only, call ddp.module(x): a forward of DistributedDataParallel itself may send buffers to all ranks."
 )
 REMEDY_OF_UNSEEN = "A rank not seen in a layer is late, or runs a compiled model, or needs convert_syncbn_model(model)."
 REMEDY_OF_PASSES = (
@@ -147,7 +147,7 @@ def _found(wait: Wait, rank: int, text: bytes | None) -> Found:
             state = process_state.state_of(process)
         elif process and age > SILENCE_SECONDS and wait.rank.beats:
             state = f"not heard of for {age:.0f} s"
-    words = [f"{'last seen ' * bool(state)}{_place(wait, position)}"] if position.doing else []
+    words = [("last seen " if state else "") + _place(wait, position)] if position.doing else []
     if wait.layer and not wait.has_arrived(position):
         called = f"syncbn/{rank}/called/{wait.position.group}/{wait.layer}"
         if not position.doing or not wait.rank.store.check([called]):
