@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
 
 import syncbn
-from syncbn.distributed import reduction
-from syncbn.distributed.side_reductions import GraphReduction
+from syncbn.ranks import reductions
+from syncbn.ranks.side_reductions import GraphReduction
 from syncbn.roads import choice
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
@@ -46,7 +46,7 @@ class OfOneRank(nn.SyncBatchNorm):
 
 def synchronise_one_rank() -> None:
     """Likewise for ours."""
-    reduction.resolve = lambda spec: dist.group.WORLD
+    reductions.resolve = lambda spec: dist.group.WORLD
     choice.reduction_in_graph = lambda *of_call: GraphReduction(dist.group.WORLD)
 
 

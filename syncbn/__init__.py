@@ -3,8 +3,8 @@
 from syncbn import functional, kernels
 from syncbn.convert import convert_syncbn_model, revert_syncbn_model
 from syncbn.diagnosis.debug_mode import debug
-from syncbn.distributed.groups import create_syncbn_process_group
 from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
+from syncbn.ranks.groups import create_syncbn_process_group
 from syncbn.tools.assert_synced import assert_synced
 from syncbn.tools.join import join
 from syncbn.tools.measure_local_noise import measure_local_noise

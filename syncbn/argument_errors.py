@@ -8,11 +8,12 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from syncbn import torch_private, torch_state
 from syncbn.arguments import Arguments
 from syncbn.diagnosis.layer_names import path_in_model, quoted
-from syncbn.distributed.side_reductions import Reduction
+from syncbn.ranks.side_reductions import Reduction
 from syncbn.roads import traced
+from syncbn.torch_internals.autograd import innermost
+from syncbn.torch_internals.state import inside_vmap, is_compiling
 
 
 def raise_on_all_ranks(error: Exception, inputs: Sequence[Arguments], reduction: Reduction, pass_name: str) -> NoReturn:
@@ -24,14 +25,14 @@ def raise_on_all_ranks(error: Exception, inputs: Sequence[Arguments], reduction:
     for one in inputs:
         traced.refuse_proxies(one)
     known = [number for one in inputs if (number := _likely_channels(one)) is not None]
-    others_wait = reduction.group is not None and not torch_state.is_compiling()
+    others_wait = reduction.group is not None and not is_compiling()
     if not others_wait or len(known) < len(inputs) or _device_of(inputs[0]).type != "cpu":
         raise error  # no rank would read the mark
     sums = torch.zeros(2 * sum(known) + len(inputs), dtype=torch.float64)
-    if torch_private.inside_vmap() and isinstance(x := inputs[0].input, Tensor):  # the others send a stack
+    if inside_vmap() and isinstance(x := inputs[0].input, Tensor):  # the others send a stack
         sums = x.new_zeros(len(sums), dtype=torch.float64)
     sums[-1] = math.nan
-    reduction.total(torch_private.innermost(sums).flatten(), pass_name, counted=True, error=error)
+    reduction.total(innermost(sums).flatten(), pass_name, counted=True, error=error)
     raise AssertionError("internal error: no rank reported the bad argument") from error
 
 
@@ -41,7 +42,7 @@ def raise_with_name(error: Exception, layer: nn.Module) -> NoReturn:
     Exceptions of other classes are re-raised unchanged. So are all exceptions in a compiled graph: it has no frames
     from which the name could be found.
     """
-    if torch_state.is_compiling() or type(error) not in (RuntimeError, TypeError, ValueError):
+    if is_compiling() or type(error) not in (RuntimeError, TypeError, ValueError):
         raise error
     name = quoted(path_in_model(layer)) or type(layer).__name__
     if any(f"{name}{after}" in str(error) for after in (" forward", " backward", ":")):

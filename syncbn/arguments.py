@@ -11,9 +11,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from syncbn import masks, torch_private, torch_state
-from syncbn.distributed.groups import GroupSpec, OfMesh
+from syncbn import masks
 from syncbn.layout import Layout
+from syncbn.ranks.groups import GroupSpec, OfMesh
+from syncbn.torch_internals.autograd import innermost
+from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 REMEDY = "correct num_features, channel_last or channel_dim"
@@ -151,7 +153,7 @@ def check_like_input(name: str, given: Tensor, x: Tensor) -> None:
 def _check_tensor(name: str, given: Tensor, x: Tensor) -> None:
     """Raises TypeError or ValueError unless `given` is a dense float tensor on the device of x, and no DTensor."""
     _check_dtype(name, given)
-    if type(given) not in torch_state.PLAIN_CLASSES and hasattr(given, "device_mesh"):
+    if type(given) not in PLAIN_CLASSES and hasattr(given, "device_mesh"):
         raise TypeError(f"{name} is a DTensor, expected this rank's values as a plain tensor: pass {name}.to_local()")
     if given.layout != torch.strided:
         raise TypeError(f"expected a dense {name}, got layout {given.layout}; use {name}.to_dense()")
@@ -196,8 +198,8 @@ def require_two_values(num_values: Tensor, x: Tensor, name: str = "") -> None:
     On a GPU the host would stop to read that, a compiled graph would break, and a subclass such as FakeTensor may have
     no values. Then nothing is raised.
     """
-    can_read = not torch_state.is_compiling() and num_values.is_cpu and type(num_values) is Tensor
-    if can_read and 1 in torch_private.innermost(num_values).flatten().tolist():
+    can_read = not is_compiling() and num_values.is_cpu and type(num_values) is Tensor
+    if can_read and 1 in innermost(num_values).flatten().tolist():
         raise ValueError(
             f"{name}Expected more than 1 value per channel when training, got 1 over all ranks "
             f"(input size on this rank {tuple(x.shape)}). Use a larger batch or eval()."

@@ -14,10 +14,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from syncbn.diagnosis import debug_mode
 from syncbn.diagnosis.layer_names import quoted
-from syncbn.distributed.groups import ProcessGroupLike, of_torch, to_spec
-from syncbn.distributed.reduction import make_groups
 from syncbn.layer import SyncBatchNorm
 from syncbn.program import warn
+from syncbn.ranks.groups import ProcessGroupLike, of_torch, to_spec
+from syncbn.ranks.reductions import make_groups
 from syncbn.synchronised_classes import ADDED, class_of, synchronised_class
 
 Model = TypeVar("Model", bound=nn.Module)

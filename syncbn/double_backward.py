@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from syncbn.distributed.side_reductions import Reduction, totals
 from syncbn.kernels import reference
 from syncbn.layout import Layout
+from syncbn.ranks.side_reductions import Reduction, totals
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of x, weight, bias, residual
 Pairs = Sequence[tuple[Tensor, ...]]  # of tensors
@@ -22,7 +22,7 @@ class BackwardInput(NamedTuple):
     y: Tensor | None  # only with a fused relu behind a residual
     layout: Layout
     weight: Tensor | None
-    statistics: Tensor  # of all ranks, packed as in moments.py
+    statistics: Tensor  # of all ranks, packed as in statistics.py
     needs_x: bool
     needs_residual: bool
     weight_dtype: torch.dtype | None  # of grad_weight; None where it is not needed

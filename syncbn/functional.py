@@ -9,12 +9,12 @@ from torch import Tensor
 
 from syncbn import argument_errors, step
 from syncbn.arguments import Arguments, check_channels, check_input, check_like_input
-from syncbn.distributed.groups import ProcessGroupLike, to_spec
-from syncbn.distributed.reduction import ONE_RANK, Caller
-from syncbn.distributed.side_reductions import Reduction, totals
 from syncbn.layout import Layout
-from syncbn.moments import compute_dtype
+from syncbn.ranks.groups import ProcessGroupLike, to_spec
+from syncbn.ranks.reductions import ONE_RANK, Caller
+from syncbn.ranks.side_reductions import Reduction, totals
 from syncbn.roads import choice, nested, watched
+from syncbn.statistics import compute_dtype
 
 __all__ = ["batch_norm_backward", "sync_batch_norm", "sync_batch_norm_many"]
 

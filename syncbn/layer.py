@@ -10,10 +10,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from syncbn import argument_errors, step
 from syncbn.arguments import Arguments, check_eps, check_momentum, check_num_features
 from syncbn.diagnosis import debug_mode, observer
-from syncbn.distributed.groups import THIS_RANK_ALONE, GroupSpec, ProcessGroupLike, to_spec, to_user
-from syncbn.distributed.reduction import make_groups, warn_in_data_parallel
+from syncbn.ranks.groups import THIS_RANK_ALONE, GroupSpec, ProcessGroupLike, to_spec, to_user
+from syncbn.ranks.reductions import make_groups, warn_in_data_parallel
 from syncbn.roads import traced
-from syncbn.torch_state import PLAIN_CLASSES, runs_plainly
+from syncbn.torch_internals.state import PLAIN_CLASSES, runs_plainly
 
 
 class SyncBatchNorm(_BatchNorm):

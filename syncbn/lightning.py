@@ -5,8 +5,8 @@ import sys
 from torch import nn
 
 from syncbn.convert import convert_syncbn_model, revert_syncbn_model
-from syncbn.distributed.groups import ProcessGroupLike
 from syncbn.layer import SyncBatchNorm
+from syncbn.ranks.groups import ProcessGroupLike
 
 try:
     from lightning.pytorch.plugins.layer_sync import LayerSync

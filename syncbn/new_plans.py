@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from syncbn.arguments import Arguments
 from syncbn.kernels import cpu, select
 from syncbn.layout import Layout
-from syncbn.moments import has_scale_and_shift, num_statistics
-from syncbn.torch_private import is_wrapped, is_zero_tensor
+from syncbn.statistics import has_scale_and_shift, num_statistics
+from syncbn.torch_internals.autograd import is_wrapped, is_zero_tensor
 
 Plan: TypeAlias = cpu.Plan  # or gpu.Plan, which imports triton
 

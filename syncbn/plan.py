@@ -14,8 +14,8 @@ from syncbn.arguments import Arguments
 from syncbn.kernels.plans import require_memory
 from syncbn.layout import Layout
 from syncbn.new_plans import Plan, kind, new_backward_plan, new_forward_plan
-from syncbn.torch_private import is_wrapped, is_zero_tensor
-from syncbn.torch_state import PLAIN_CLASSES
+from syncbn.torch_internals.autograd import is_wrapped, is_zero_tensor
+from syncbn.torch_internals.state import PLAIN_CLASSES
 
 MOST_PLANS = 4096  # then all are forgotten
 _plans: dict[tuple[Any, ...], Plan] = {}

@@ -20,20 +20,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from syncbn import argument_errors, masks, torch_private
+from syncbn import argument_errors, masks
 from syncbn.arguments import Arguments, require_two_values
-from syncbn.distributed.reduction import ONE_RANK, EagerReduction, NoReduction, reduction_of
 from syncbn.kernels.plans import NOT_FINITE, NUM_SIGNED, ONE_VALUE
 from syncbn.layout import Layout
-from syncbn.moments import compute_dtype
 from syncbn.new_plans import Plan
 from syncbn.plan import backward_plan, forward_plan
+from syncbn.ranks.reductions import ONE_RANK, EagerReduction, NoReduction, reduction_of
 from syncbn.roads import choice, watched
-from syncbn.torch_state import current_backward, runs_plainly
+from syncbn.statistics import compute_dtype
+from syncbn.torch_internals.autograd import direct_apply
+from syncbn.torch_internals.state import current_backward, runs_plainly
 
 
 def train(given: Arguments, caller: Any) -> tuple[Tensor, Tensor]:
-    """y, and the statistics of all ranks, packed as in moments.py; `caller` is a layer or a `Caller`.
+    """y, and the statistics of all ranks, packed as in statistics.py; `caller` is a layer or a `Caller`.
 
     The running statistics move, and the counter counts. **Raises** a fault in the arguments of any rank on every rank,
     see argument_errors.py.
@@ -110,7 +111,7 @@ class _Step(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, dy if needs_residual and y is None else grad_residual, None, None
 
 
-_apply = torch_private.direct_apply(_Step)
+_apply = direct_apply(_Step)
 
 
 def _explain(status: int, reduction: NoReduction | EagerReduction, sums: Tensor, x: Tensor) -> None:

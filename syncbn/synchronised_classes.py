@@ -21,7 +21,7 @@ from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBa
 from syncbn.program import warn_once
 from syncbn.roads import traced
 from syncbn.step import plain_batch_norm
-from syncbn.torch_state import is_compiling
+from syncbn.torch_internals.state import is_compiling
 
 OURS: dict[type[nn.Module], type[SyncBatchNorm]] = {
     nn.BatchNorm1d: SyncBatchNorm1d,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import syncbn
-from syncbn.distributed import reduction
 from syncbn.kernels import available
+from syncbn.ranks import reductions
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -78,7 +78,7 @@ def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     if request.param == "nccl":
         store = dist.HashStore()
         dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
-        monkeypatch.setattr(reduction, "resolve", lambda spec: dist.group.WORLD)
+        monkeypatch.setattr(reductions, "resolve", lambda spec: dist.group.WORLD)
     yield syncbn.SyncBatchNorm2d(8, device="cuda")
     if request.param == "nccl":
         dist.destroy_process_group()

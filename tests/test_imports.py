@@ -31,19 +31,19 @@ ORDER = [
     "diagnosis.waiting",
     "diagnosis.this_rank",
     "diagnosis.layer_names diagnosis.process_state diagnosis.signatures",
-    "distributed.side_reductions distributed.join_protocol",
-    "distributed.reduction",
-    "distributed.groups",
-    "distributed.text_exchange",
+    "ranks.side_reductions ranks.join_protocol",
+    "ranks.reductions",
+    "ranks.groups",
+    "ranks.text_exchange",
     "kernels.__init__",
     "kernels.select",
     "kernels.operators kernels.chunked",
     "kernels.gpu kernels.reference",
     "kernels.cpu kernels.gpu_channels kernels.gpu_tiles",
     "kernels.functions",
-    "moments kernels.plans",
-    "layout torch_private",
-    "torch_state program",
+    "statistics kernels.plans",
+    "layout torch_internals.autograd torch_internals.modules torch_internals.distributed",
+    "torch_internals.state program",
 ]  # fmt: skip
 LEVELS = {module: level for level, line in enumerate(ORDER) for module in line.split()}
 
@@ -51,14 +51,17 @@ LEVELS = {module: level for level, line in enumerate(ORDER) for module in line.s
 ALLOWED_UPWARDS = {("layer", "convert")}
 # Rooms that may know torch.distributed; of its tensors roads.dtensors; and tests of users' own, which start ranks.
 KNOWS_RANKS = (
-    "distributed.", "roads.dtensors", "diagnosis.", "tools.join", "torch_private", "testing", "__main__", "cli.",
+    "ranks.", "roads.dtensors", "diagnosis.", "tools.join", "torch_internals.distributed", "testing", "__main__",
+    "cli.",
 )  # fmt: skip
 
 MODULES = {
     ".".join(file.relative_to(PACKAGE).with_suffix("").parts): ast.parse(file.read_text())
     for file in PACKAGE.rglob("*.py")
 }
-ROOMS = {f"{room}.__init__" for room in ("distributed", "diagnosis", "roads", "tools", "cli")}  # which hold nothing
+ROOMS = {
+    f"{room}.__init__" for room in ("ranks", "diagnosis", "roads", "tools", "cli", "torch_internals")
+}  # which hold nothing
 
 
 def imported(tree: ast.AST) -> set[str]:

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import syncbn
-from syncbn import moments, plan
+from syncbn import plan
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import chunked, cpu, reference, select
 from syncbn.layout import Layout
 from syncbn.roads import watched
+from syncbn.statistics import from_sums, unpack
 
 WIDE_ROWS = (9, 2100, 1)  # C++ maps take four at once, one is behind them
 SIZES = [
@@ -270,7 +271,7 @@ def test_squares_of_16_bits_lose_nothing(
     sums = kernels.forward_sums(x, Layout.of(x, 1))
     if on_cpu(kernels):
         assert torch.equal(sums[sizes[1] : -1], x.double().square().sum((0, 2)))
-    var = moments.from_sums(sums, EPS)[sizes[1] : 2 * sizes[1]]
+    var = from_sums(sums, EPS)[sizes[1] : 2 * sizes[1]]
     # In Triton the squares are of differences from a center, in float32.
     torch.testing.assert_close(var, x.double().var((0, 2), correction=0), rtol=1e-6, atol=0)
 
@@ -387,7 +388,7 @@ def statistics_of(kernels: ModuleType, sums: list[float], eps: float = EPS) -> T
 
 def test_statistics_of_awkward_sums(kernels: ModuleType) -> None:
     """No values give no NaN. S^2 > n * Q happens by rounding alone; clamping must not hide a NaN."""
-    mean, var, invstd, num_values = moments.unpack(statistics_of(kernels, [0.0] * 7), 3)
+    mean, var, invstd, num_values = unpack(statistics_of(kernels, [0.0] * 7), 3)
     assert not any(part.any() for part in (mean, var, num_values))
     torch.testing.assert_close(invstd, torch.full_like(mean, EPS**-0.5))
     var = statistics_of(kernels, [3.0, 3.0, 3.0 - 1e-12, float("nan"), 3.0])[2:4]

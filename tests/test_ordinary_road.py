@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from training import step, unchanged
 
 import syncbn
-from syncbn.distributed import reduction
-from syncbn.distributed.reduction import NoReduction
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available
+from syncbn.ranks import reductions
+from syncbn.ranks.reductions import NoReduction
 
 SHAPE = 4, 3, 5, 2
 DTYPES = torch.float16, torch.bfloat16, torch.float64
@@ -353,7 +353,7 @@ def test_a_group_of_one_rank_communicates_nothing(
         return found
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    reduction._warn_if_meant_for_several_ranks.cache_clear()
+    reductions._warn_if_meant_for_several_ranks.cache_clear()
     as_torch(run)
 
 

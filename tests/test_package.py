@@ -50,7 +50,7 @@ OUTLIVES = """
 import contextlib, threading, time, weakref
 from pathlib import Path
 import torch, torch.distributed as dist, syncbn
-from syncbn.distributed import reduction
+from syncbn.ranks import reductions
 
 def gloos_threads():
     names = ""

@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import syncbn
 from syncbn import plan, step
 from syncbn.arguments import Arguments
-from syncbn.distributed.reduction import Caller
 from syncbn.kernels.plans import UNSIGNED
 from syncbn.layout import Layout
+from syncbn.ranks.reductions import Caller
 
 # A call with all there is. The sizes are equal, so that any dim may be that of the channels.
 X, Z = torch.randn(2, 3, 3, 3, generator=torch.Generator().manual_seed(0))

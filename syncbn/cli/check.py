@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from syncbn.convert import convert_syncbn_model
-from syncbn.distributed.reduction import Caller, reduction_of
-from syncbn.distributed.text_exchange import all_reduce_max
 from syncbn.kernels import available
+from syncbn.ranks.reductions import Caller, reduction_of
+from syncbn.ranks.text_exchange import all_reduce_max
 from syncbn.testing import TOLERANCES, differences
 from syncbn.tools.assert_synced import assert_synced
 

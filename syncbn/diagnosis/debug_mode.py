@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncbn import torch_private
 from syncbn.diagnosis.observer import IN_COMMON, described, require_one_layer
 from syncbn.diagnosis.this_rank import ThisRank
-from syncbn.distributed import reduction
-from syncbn.distributed.reduction import EagerReduction, Guard, guarded_by
-from syncbn.distributed.text_exchange import all_gather_json, ranks_in_words
 from syncbn.kernels.plans import NUM_SIGNED
 from syncbn.program import warn
+from syncbn.ranks import reductions
+from syncbn.ranks.reductions import EagerReduction, Guard, guarded_by
+from syncbn.ranks.text_exchange import all_gather_json, ranks_in_words
+from syncbn.torch_internals.distributed import default_store, timeout_of
 
 # For each group a gloo group of the same ranks, for comparisons alone. An entry goes with its group.
 _side_groups: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo]" = WeakKeyDictionary()
@@ -55,7 +55,7 @@ class _Comparison(Guard):
 
     def before_all_reduce(self, called: EagerReduction, payload: Tensor, pass_name: str) -> None:
         group, site = called.group, called.site
-        if not site.counts or reduction.joined_group() is not None:
+        if not site.counts or reductions.joined_group() is not None:
             return
         members = dist.get_process_group_ranks(group)
         sums = payload[: -1 - NUM_SIGNED] if payload.is_cpu else payload[: len(payload) // 2 * 2]  # not what is behind
@@ -74,8 +74,8 @@ class _Comparison(Guard):
 def _side_group(group: dist.ProcessGroup, this_rank: ThisRank) -> "dist.ProcessGroupGloo":
     # dist.new_group would name the group by the number of a rank's groups, which may differ, and would keep it.
     if group not in _side_groups:
-        store = dist.PrefixStore(f"syncbn/debug/{group.group_name}", torch_private.default_store())
-        rank, timeout = dist.get_rank(group), torch_private.timeout_of(group)
+        store = dist.PrefixStore(f"syncbn/debug/{group.group_name}", default_store())
+        rank, timeout = dist.get_rank(group), timeout_of(group)
         # Ranks wait for each other here, where other threads run, and not in the constructor, where none does.
         if not this_rank.meet("debug", group, timeout.total_seconds()):
             raise RuntimeError(f"not all ranks have come to the first comparison within {timeout.total_seconds():g} s")
@@ -87,7 +87,7 @@ _WANTED = os.environ.get("SYNCBN_DEBUG") or "0"  # for the whole program
 if _WANTED not in ("0", "1"):
     raise ValueError(f"SYNCBN_DEBUG must be 1, 0 or not set, got {_WANTED!r}")
 if _WANTED == "1":
-    reduction.guards.append(_Comparison())
+    reductions.guards.append(_Comparison())
 
 
 @functools.cache

@@ -9,17 +9,17 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from syncbn import torch_private
 from syncbn.diagnosis import report
 from syncbn.diagnosis.layer_names import may_be_one_layer
 from syncbn.diagnosis.this_rank import Group, Site
 from syncbn.diagnosis.waiting import Waiting
 from syncbn.diagnosis.watchdog import WatchedRank, log
-from syncbn.distributed import reduction
-from syncbn.distributed.reduction import Collective, EagerReduction
-from syncbn.distributed.text_exchange import all_gather_json, by_rank, exchange_errors, ranks_in_words
 from syncbn.kernels.plans import RANKS_DIFFER, status_of
 from syncbn.program import callers, warn, warn_once
+from syncbn.ranks import reductions
+from syncbn.ranks.reductions import Collective, EagerReduction
+from syncbn.ranks.text_exchange import all_gather_json, by_rank, exchange_errors, ranks_in_words
+from syncbn.torch_internals.distributed import ddp_that_broadcasts, is_pipeline_stage, timeout_of
 
 FIRST_MEETING_SECONDS = 9.0  # that a rank waits for the others before the first collective of a group
 
@@ -50,8 +50,8 @@ class Observer:
         an aborted rank says nothing."""
         rank, group = collective.site.rank, collective.site.group()
         rank.write_position()
-        seconds = min(FIRST_MEETING_SECONDS, torch_private.timeout_of(group).total_seconds() / 2)
-        may_abort = reduction.joined_group() is None and "gloo" in dist.get_backend_config(group)
+        seconds = min(FIRST_MEETING_SECONDS, timeout_of(group).total_seconds() / 2)
+        may_abort = reductions.joined_group() is None and "gloo" in dist.get_backend_config(group)
         if may_abort and not rank.meet("first", group, seconds):
             where = report.where_all_are(Waiting(collective))
             text = "syncbn: rank %d has waited %g s for others before its first collective with them, and goes on.\n%s"
@@ -83,7 +83,7 @@ class Observer:
             require_one_layer(site, gathered, () if has_fault else ("dtype",))  # the fault may be the dtype
         if has_fault:
             # Ranks in a compiled graph sign nothing and would not take part in an all_gather; joined ranks do.
-            if site.counts and not all_sign and reduction.joined_group() is None:
+            if site.counts and not all_sign and reductions.joined_group() is None:
                 where = report.where_all_are(wait)
                 return error or RuntimeError(f"syncbn: another rank has a bad argument, and says which.\n{where}")
             return exchange_errors(error, called.group, f" in {wait.position.doing}")
@@ -92,7 +92,7 @@ class Observer:
     def warn_not_finite(self, collective: Collective) -> None:
         """Warn, once for a layer, that this rank's input has NaN or infinity."""
         site = collective.site
-        if not (site.warned_of_nan or reduction.in_debug_mode()):  # debug mode warns by itself
+        if not (site.warned_of_nan or reductions.in_debug_mode()):  # debug mode warns by itself
             site.warned_of_nan = True
             warn(
                 f"syncbn: NaN or infinity in the input of {site.doing(collective.call, collective.pass_name)} on rank "
@@ -155,7 +155,7 @@ def _require_one_stage(group: dist.ProcessGroup) -> None:
 
     They would wait for each other: one in batch norm, the next for the output of the stage before it.
     """
-    stage = next((caller for _, caller in callers() if torch_private.is_pipeline_stage(caller)), None)
+    stage = next((caller for _, caller in callers() if is_pipeline_stage(caller)), None)
     if stage is None:
         return
     ranks, pipeline = (dist.get_process_group_ranks(one) for one in (group, stage.group or dist.group.WORLD))
@@ -169,7 +169,7 @@ def _require_one_stage(group: dist.ProcessGroup) -> None:
 
 def _warn_of_broadcast(layer: Any, group: dist.ProcessGroup) -> None:
     """Warn where DistributedDataParallel gives the running statistics of its first rank to ranks of other groups."""
-    ddp = torch_private.ddp_that_broadcasts(getattr(layer, "running_mean", None))
+    ddp = ddp_that_broadcasts(getattr(layer, "running_mean", None))
     ranks = dist.get_process_group_ranks(group)
     if ddp is not None and not {*ranks}.issuperset(dist.get_process_group_ranks(ddp.process_group)):
         warn_once(
@@ -217,4 +217,4 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-reduction.observer = Observer()
+reductions.observer = Observer()

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from syncbn.diagnosis import process_state
 from syncbn.diagnosis.this_rank import HAS_LEFT, Position
 from syncbn.diagnosis.waiting import Wait
-from syncbn.distributed import reduction
-from syncbn.distributed.text_exchange import by_rank
+from syncbn.ranks import reductions
+from syncbn.ranks.text_exchange import by_rank
 
 SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; more than hosts' clocks differ
 SETTLE_SECONDS = 0.3  # in which a rank that leaves can say why
@@ -48,7 +48,7 @@ REMEDY_OF_DTYPES = "Use autocast on every rank or on none, and give model and in
 
 def or_debug(remedy: str) -> str:
     """The remedy, and outside of debug mode that there is such a mode."""
-    if reduction.in_debug_mode():
+    if reductions.in_debug_mode():
         return remedy
     return f"{remedy} SYNCBN_DEBUG=1 makes the ranks compare before each all_reduce."
 

@@ -25,11 +25,11 @@ from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
-from syncbn import torch_private
 from syncbn.diagnosis import process_state
 from syncbn.diagnosis.layer_names import line_that_calls_model, path_in_model, quoted
 from syncbn.diagnosis.signatures import Signatures
-from syncbn.distributed.reduction import NO_SIGNATURES, Caller, Collective
+from syncbn.ranks.reductions import NO_SIGNATURES, Caller, Collective
+from syncbn.torch_internals.distributed import default_store
 
 HAS_LEFT = "has left"
 SECONDS_BETWEEN_WRITES = 0.05  # of a rank, at least
@@ -92,7 +92,7 @@ class ThisRank:
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.rank, self.process = dist.get_rank(), os.getpid()
-        self.store: dist.Store = torch_private.default_store()  # the default one may later be another group's
+        self.store: dist.Store = default_store()  # the default one may later be another group's
         self.store_answers = True
         self.writing = threading.RLock()  # the program and the heartbeat write positions
         self.groups: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()

@@ -19,12 +19,12 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from syncbn import torch_private
 from syncbn.diagnosis import process_state
 from syncbn.diagnosis.this_rank import Position, ThisRank, position_in
-from syncbn.distributed import text_exchange
-from syncbn.distributed.reduction import Collective, in_debug_mode
 from syncbn.program import line_of_program
+from syncbn.ranks import text_exchange
+from syncbn.ranks.reductions import Collective, in_debug_mode
+from syncbn.torch_internals.distributed import beside_captures, waits_for_others
 
 FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
 DEBUG_WARNING_SECONDS = 3.0  # in debug mode
@@ -91,7 +91,7 @@ def elsewhere(rank: ThisRank, last: Wait | None) -> Elsewhere | None:
         return last
     # Only now: a thread that uses no more processor time than `seconds` stays in this frame.
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None or not (frame.f_globals is vars(text_exchange) or torch_private.waits_for_others(frame)):
+    if frame is None or not (frame.f_globals is vars(text_exchange) or waits_for_others(frame)):
         return None
     return None if seconds is None else Elsewhere(rank, line_of_program(frame), seconds)
 
@@ -106,7 +106,7 @@ class EventOn:
 
     def query(self) -> bool:
         """Whether the GPU has come to it. The host does not wait."""
-        with torch.cuda.device(self.device), torch_private.beside_captures():
+        with torch.cuda.device(self.device), beside_captures():
             return bool(self.event.query())  # type: ignore[no-untyped-call]
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from syncbn.diagnosis import process_state, report
 from syncbn.diagnosis.this_rank import HAS_LEFT, ThisRank
 from syncbn.diagnosis.waiting import Elsewhere, OnGpu, Wait, Waiting, elsewhere, event_behind
-from syncbn.distributed.reduction import Collective
+from syncbn.ranks.reductions import Collective
 
 HEARTBEAT_SECONDS = 1.0  # between writes of an unchanged position; with 10,000 ranks a tenth of the store's time
 LEAVE_SECONDS = 1.0  # for which a rank that leaves waits for its own heartbeat

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from syncbn.kernels import reference
 from syncbn.layout import Layout
-from syncbn.moments import update_running_stats as update_running_stats
+from syncbn.statistics import update_running_stats as update_running_stats
 
 PART_VALUES = 2**18  # 2 MB in float64
 

@@ -135,7 +135,7 @@ struct ForwardOutputs {
   void *running_mean, *running_var;
   int64_t* counter;
   void* y;
-  double *statistics, *scratch, momentum;  // statistics: see moments.py
+  double *statistics, *scratch, momentum;  // statistics: see statistics.py
   int64_t compares;
 };
 struct BackwardOutputs {

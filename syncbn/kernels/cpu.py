@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import moments, torch_private
+from syncbn import statistics as channels_statistics
 from syncbn.kernels.functions import Functions
 from syncbn.kernels.plans import NO_MEMORY, NOT_FINITE, NUM_SIGNED, RANKS_DIFFER, UNSIGNED, Signature, is_freed
 from syncbn.layout import Layout
+from syncbn.statistics import num_statistics
+from syncbn.torch_internals.autograd import increment_version
 
 FILE = Path(__file__).with_name("_cpu.so")
 CODES = {None: -1, torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # cpu.cpp's
@@ -94,7 +96,7 @@ class Plan:
         behind = (1 + NUM_SIGNED) * flags["is_signed"]
         self.num_forward_sums = 2 * self.num_channels + (behind or 1)
         self.num_backward_sums = 2 * self.num_channels + behind
-        self.num_statistics = moments.num_statistics(self.num_channels, self.relu and not flags["has_residual"])
+        self.num_statistics = num_statistics(self.num_channels, self.relu and not flags["has_residual"])
         self.num_scratch: int = _library.scratch(self.address)  # bytes
 
     @staticmethod
@@ -132,9 +134,9 @@ class Plan:
             _refuse(status)
         elif running_mean is not None and running_var is not None:  # autograd is to see what has changed
             both = running_mean, running_var
-            torch_private.increment_version(both if counter is None else (*both, counter))
+            increment_version(both if counter is None else (*both, counter))
         elif counter is not None:
-            torch_private.increment_version((counter,))
+            increment_version((counter,))
         return y, statistics, status
 
     def backward_sums(
@@ -192,10 +194,10 @@ def update_running_stats(running_mean: Tensor, running_var: Tensor, statistics: 
     if any(map(is_freed, (*buffers, statistics))):
         raise RuntimeError(NO_MEMORY)
     if not (running_mean.is_contiguous() and running_var.is_contiguous()):
-        moments.update_running_stats(*buffers, statistics, momentum)
+        channels_statistics.update_running_stats(*buffers, statistics, momentum)
         return
     of_channels = Layout(1, False, (1, running_mean.numel(), 1))
     dtypes = {"mean_dtype": running_mean.dtype, "var_dtype": running_var.dtype}
     plan = _functions.plan(of_channels, torch.float32, running_mean.device, **dtypes)
     _library.update_running_stats(plan.address, *Plan.at(*buffers, statistics), momentum)
-    torch_private.increment_version(buffers)
+    increment_version(buffers)

@@ -8,9 +8,9 @@ import functools
 import torch
 from torch import Tensor
 
-from syncbn import moments
 from syncbn.kernels.plans import require_memory
 from syncbn.layout import Layout
+from syncbn.statistics import has_scale_and_shift
 
 
 class Functions:
@@ -39,7 +39,7 @@ class Functions:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         require_memory([one for one in (x, dy, y, statistics) if one is not None])
         dtypes = {"grad_weight_dtype": weight_dtype, "grad_bias_dtype": bias_dtype}
-        relu = y is None and moments.has_scale_and_shift(statistics, layout.sizes[1])
+        relu = y is None and has_scale_and_shift(statistics, layout.sizes[1])
         plan = self.plan(layout, x.dtype, x.device, relu=relu, has_y=y is not None, **dtypes)
         return plan.backward_sums(dy, x, y, statistics)[:3]  # type: ignore[no-any-return]
 
@@ -49,7 +49,7 @@ class Functions:
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         weight = _dense(weight)
         require_memory([one for one in (x, dy, y, statistics, weight) if one is not None])
-        relu = y is None and moments.has_scale_and_shift(statistics, layout.sizes[1])
+        relu = y is None and has_scale_and_shift(statistics, layout.sizes[1])
         dtype = getattr(weight, "dtype", None)
         plan = self.plan(layout, x.dtype, x.device, relu=relu, has_y=y is not None, weight_dtype=dtype)
         at = plan.at(dy, x, y, statistics, total)

@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from syncbn import moments, torch_private
 from syncbn.kernels import gpu_channels, gpu_tiles
 from syncbn.kernels.functions import Functions
 from syncbn.kernels.plans import NO_MEMORY, OK, UNSIGNED, Signature, require_memory
 from syncbn.layout import Layout
+from syncbn.statistics import compute_dtype, num_statistics
+from syncbn.torch_internals.autograd import increment_version
 
 VALUES = 4  # that a thread loads at once; with 8, of 16 bits, the sums would not fit in its registers
 COLUMNS = 64, 32  # channels of a tile, where they are neighbours. 32 of 16 bits are 64 bytes
@@ -149,7 +150,7 @@ class Plan:
                 options["maxnreg"] = limit
             return Launch(kernel, grid, device, dtypes, numbers, tiles, relu, **options)
 
-        double, narrow = torch.float64, moments.compute_dtype(dtype)  # of sums and statistics; of coefficients
+        double, narrow = torch.float64, compute_dtype(dtype)  # of sums and statistics; of coefficients
         residual, y = (dtype if options.get(name) else None for name in ("has_residual", "has_y"))
         add, programs = gpu_tiles.parts_of_sums, num_multiprocessors(device) * SUMMING_THREADS // (32 * warps)
         of_sums = programs, MOST_PARTS, SUMMING_REGISTERS
@@ -166,7 +167,7 @@ class Plan:
         num_in_parts = 2 * channels * num_parts + 2  # one is left, for coefficients at a multiple of 16 bytes
         self.coefficients_at, self.num_in_scratch = 8 * num_in_parts, num_in_parts + 6 * channels
         of_relu = int(self.relu and residual is None)
-        self.num_statistics = moments.num_statistics(channels, bool(of_relu))
+        self.num_statistics = num_statistics(channels, bool(of_relu))
         over_channels = functools.partial(_over_channels, channels, device)
         weight, bias, mean, var, grad_weight, grad_bias = (
             options.get(f"{name}_dtype") for name in ("weight", "bias", "mean", "var", "grad_weight", "grad_bias")
@@ -216,7 +217,7 @@ class Plan:
             statistics.data_ptr(), coefficients, 0 if share is None else share.data_ptr(), floats=_two(momentum or 0.0),
         )  # fmt: skip
         # Autograd is to see what has changed.
-        torch_private.increment_version([one for one in (running_mean, running_var, counter) if one is not None])
+        increment_version([one for one in (running_mean, running_var, counter) if one is not None])
         self.normalize(x.data_ptr(), 0 if residual is None else residual.data_ptr(), y.data_ptr(), coefficients)
         return y, statistics, OK
 
@@ -288,7 +289,7 @@ def update_running_stats(running_mean: Tensor, running_var: Tensor, statistics: 
     dtypes = tuple(one.dtype for one in tensors)
     launch = _over_channels(running_mean.numel(), statistics.device, gpu_channels.update_running_stats, dtypes)
     launch(*map(Tensor.data_ptr, tensors), floats=_two(momentum))
-    torch_private.increment_version((running_mean, running_var))  # autograd is to see that they have changed
+    increment_version((running_mean, running_var))  # autograd is to see that they have changed
     for buffer, moved in ((running_mean, means), (running_var, variances)):
         if moved is not buffer:
             buffer.copy_(moved)

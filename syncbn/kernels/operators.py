@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import moments
+from syncbn import statistics as channels_statistics
 from syncbn.kernels import cpu
 from syncbn.layout import Layout
+from syncbn.statistics import num_statistics
 
 _library = torch.library.Library("syncbn", "DEF")  # type: ignore[no-untyped-call]
 
@@ -56,7 +57,7 @@ def forward_sums(kernels: ModuleType, x: Tensor, channel_dim: int) -> Tensor:
     "float eps, bool relu) -> (Tensor, Tensor)",
     fake=lambda x, channel_dim, total, weight, bias, residual, eps, relu: (
         torch.empty_like(x),
-        total.new_empty(moments.num_statistics(x.shape[channel_dim], relu and residual is None)),
+        total.new_empty(num_statistics(x.shape[channel_dim], relu and residual is None)),
     ),
 )
 def forward_outputs(
@@ -165,14 +166,14 @@ def _check_numbers(x: Tensor, name: str, numbers: Tensor | None, count: int, dty
 
 def _check_statistics(x: Tensor, statistics: Tensor, channels: int) -> None:
     """Raises RuntimeError unless those of all channels are there, in float64 and without gaps."""
-    has_more = statistics.numel() != moments.num_statistics(channels, False)  # scale and shift
-    _check_numbers(x, "statistics", statistics, moments.num_statistics(channels, has_more), torch.float64)
+    has_more = statistics.numel() != num_statistics(channels, False)  # scale and shift
+    _check_numbers(x, "statistics", statistics, num_statistics(channels, has_more), torch.float64)
 
 
 def update_running_stats(
     running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float | Tensor, moves: bool = True
 ) -> None:
     if isinstance(momentum, Tensor) or running_mean.is_neg() or running_var.is_neg():
-        moments.update_running_stats(running_mean, running_var, statistics, momentum, moves)
+        channels_statistics.update_running_stats(running_mean, running_var, statistics, momentum, moves)
     elif moves:  # one operator, which has no result that selective checkpointing could count
         _update_running_stats(running_mean, running_var, statistics, momentum)

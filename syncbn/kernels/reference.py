@@ -1,7 +1,7 @@
 """Defines the kernels as torch operations, which run on every device: the other kernel modules must compute the same.
 
 C: channels. `layout` says how x lies in memory: without gaps, as (outer, C, inner). So do dy, y and the residual, which
-    have the dtype and shape of x. Sums, totals and statistics are float64, packed as in moments.py; weight and bias
+    have the dtype and shape of x. Sums, totals and statistics are float64, packed as in statistics.py; weight and bias
     (C,) are of any float dtype.
 A fused relu: backward must know which values passed it: by its output y where a residual was added; else by x, scale
     and shift (C,), which follow the statistics, and y is None.
@@ -14,10 +14,9 @@ Maps compute single values in float32, or in float64 for float64 values. Beside 
 import torch
 from torch import Tensor
 
-from syncbn import moments
 from syncbn.layout import Layout
-from syncbn.moments import unpack
-from syncbn.moments import update_running_stats as update_running_stats
+from syncbn.statistics import compute_dtype, from_sums, has_scale_and_shift, unpack
+from syncbn.statistics import update_running_stats as update_running_stats
 
 
 def forward_sums(x: Tensor, layout: Layout) -> Tensor:
@@ -35,7 +34,7 @@ def forward_outputs(
 
     mean = center + rest: x - center is exact, and the shift makes up for the rest.
     """
-    statistics = moments.from_sums(total, eps)
+    statistics = from_sums(total, eps)
     mean, _, invstd, _ = unpack(statistics, layout.sizes[1])
     _, rest = _split(mean, x.dtype)
     scale = invstd if weight is None else invstd * weight
@@ -98,7 +97,7 @@ def backward_outputs(
 
 
 def _split(mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    center = mean.to(moments.compute_dtype(dtype))
+    center = mean.to(compute_dtype(dtype))
     return center, mean - center
 
 
@@ -125,7 +124,7 @@ def through_relu(dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, statis
     channels = layout.sizes[1]
     if y is not None:
         output = layout.fold(y)
-    elif moments.has_scale_and_shift(statistics, channels):
+    elif has_scale_and_shift(statistics, channels):
         scale, shift = statistics[3 * channels + 1 :].chunk(2)
         output = _normalized(x, layout, statistics[:channels], scale, shift).to(x.dtype)
     else:

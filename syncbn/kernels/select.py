@@ -2,7 +2,7 @@
 
 Every kernel module offers the same five functions, which `reference` defines by means of the leaves `layout` and
 `moments`. Only `update_running_stats` of `cpu` and `gpu`, which `operators` calls, takes no momentum in a tensor and no
-`moves`. Of the rest of the package this folder imports only `torch_state`, `torch_private` and `program`.
+`moves`. Of the rest of the package this folder imports only `torch_internals` and `program`.
 """
 
 import functools
@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import torch_private, torch_state
 from syncbn.kernels import chunked, cpu, reference
 from syncbn.layout import Layout
 from syncbn.program import warn_once
+from syncbn.torch_internals.autograd import is_batched_gradient
+from syncbn.torch_internals.state import constant_in_graphs, inside_vmap_or_forward_mode, is_compiling
 
 LARGE_BYTES = 1_000_000  # of an input with which it matters how fast the kernels are
 
@@ -39,7 +40,7 @@ def select_kernels(x: Tensor | None, *others: Tensor | None) -> ModuleType:
     """
     if type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
         return reference
-    if torch_state.is_compiling():
+    if is_compiling():
         needs_torch = torch.is_grad_enabled() or torch.compiler.is_exporting()
         return reference if needs_torch or _reason_unavailable(x.device, True) is not None else _operators()
     if is_transformed(x, *others):
@@ -60,10 +61,10 @@ def _in_eager_mode(x: Tensor) -> ModuleType:
 
 def is_transformed(*tensors: Tensor | None) -> bool:
     """Whether vmap or forward mode is active in eager mode, for which only torch's operations have rules."""
-    if torch_state.is_compiling():
+    if is_compiling():
         return False
-    is_batched = any(one is not None and torch_private.is_batched_gradient(one) for one in tensors)
-    return is_batched or torch_private.inside_vmap_or_forward_mode()
+    is_batched = any(one is not None and is_batched_gradient(one) for one in tensors)
+    return is_batched or inside_vmap_or_forward_mode()
 
 
 def available() -> str:
@@ -90,7 +91,7 @@ def _gpu() -> ModuleType:
     return gpu
 
 
-@torch_state.constant_in_graphs
+@constant_in_graphs
 def _reason_unavailable(device: torch.device, compiling: bool) -> str | None:
     """None when there are kernels for tensors on this device, which loads them, else the reason in a line."""
     return _why_forced() or (cpu.load() if device.type == "cpu" else _why_no_triton(device, compiling))

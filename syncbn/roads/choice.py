@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from syncbn import argument_errors, torch_private, torch_state
+from syncbn import argument_errors
 from syncbn.arguments import Arguments
-from syncbn.distributed.reduction import reduction_of
-from syncbn.distributed.side_reductions import Reduction, reduction_in_graph
 from syncbn.kernels.plans import NO_MEMORY, is_freed
 from syncbn.kernels.select import is_transformed
+from syncbn.ranks.reductions import reduction_of
+from syncbn.ranks.side_reductions import Reduction, reduction_in_graph
 from syncbn.roads import dtensors, nested, traced, watched
+from syncbn.torch_internals.autograd import is_wrapped
+from syncbn.torch_internals.state import PLAIN_CLASSES, current_backward, is_compiling, is_jit_tracing
 
 
 class Road(NamedTuple):
@@ -29,10 +31,10 @@ class Road(NamedTuple):
 
 def road_now() -> Road:
     """The side road of a call with plain tensors, as torch is running now."""
-    if torch_state.is_compiling():  # a compiled graph leaves what moves out of its recompute by itself
+    if is_compiling():  # a compiled graph leaves what moves out of its recompute by itself
         return Road(reduction_in_graph, _apply_in_graph, moves=True)
-    moves = torch_state.current_backward() == -1  # not in the recompute of activation checkpointing
-    if torch_state.is_jit_tracing():
+    moves = current_backward() == -1  # not in the recompute of activation checkpointing
+    if is_jit_tracing():
         return Road(traced.refuse_jit_trace, _apply, moves)
     return Road(reduction_of, _apply, moves)
 
@@ -57,7 +59,7 @@ def train(inputs: Sequence[Arguments], caller: Any, fault: Exception | None = No
     results = watched.normalize(plain, reduction, road.apply)
     for one, (_, statistics) in zip(plain, results, strict=True):
         watched.move_running_stats(one, statistics, road.moves)
-    if not torch_state.is_compiling():  # where an attribute that changes would compile a graph again
+    if not is_compiling():  # where an attribute that changes would compile a graph again
         caller._synchronised_ranks = reduction.num_ranks
     return [(wrap(y), statistics) for (y, statistics), (_, wrap) in zip(results, unwrapped, strict=True)]
 
@@ -65,7 +67,7 @@ def train(inputs: Sequence[Arguments], caller: Any, fault: Exception | None = No
 def unwrap(given: Arguments, synchronises: bool = True) -> tuple[Arguments, Callable[[Tensor], Tensor]]:
     """The arguments with plain tensors in place of NestedTensors or DTensors, and a function that wraps the output as
     the input was. Arguments with any other input are returned themselves."""
-    if type(given.input) not in torch_state.PLAIN_CLASSES:
+    if type(given.input) not in PLAIN_CLASSES:
         if nested.is_jagged(given.input):
             return nested.unwrap(given)
         if dtensors.is_dtensor(given.input):
@@ -87,9 +89,9 @@ def _require_one_call(one: Arguments, first: Arguments) -> None:
 
 def _require_buffers(given: Arguments) -> None:
     """Raises RuntimeError where a buffer's memory was freed: torch's operations, which may write there, would crash."""
-    if not torch_state.is_compiling():
+    if not is_compiling():
         for buffer in (given.running_mean, given.running_var, given.counter):
-            if type(buffer) is Tensor and not torch_private.is_wrapped(buffer) and is_freed(buffer):
+            if type(buffer) is Tensor and not is_wrapped(buffer) and is_freed(buffer):
                 raise RuntimeError(NO_MEMORY)
 
 

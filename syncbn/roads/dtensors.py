@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from syncbn import torch_state
 from syncbn.arguments import Arguments
-from syncbn.distributed.groups import GlobalRanks, GroupSpec, OfMesh, ranks_in
-from syncbn.distributed.reduction import resolve
+from syncbn.ranks.groups import GlobalRanks, GroupSpec, OfMesh, ranks_in
+from syncbn.ranks.reductions import resolve
+from syncbn.torch_internals.state import is_compiling
 
 # Before torch 2.13 to_local() loses the graph of a gradient, and x.grad of a second derivative would be None.
 TO_LOCAL_LOSES_GRAPH = torch.__version__ < "2.13"
@@ -91,7 +91,7 @@ def unwrap(arguments: Arguments, synchronises: bool) -> tuple[Arguments, Callabl
 
     def wrap(output: Tensor) -> Tensor:
         y = DTensor.from_local(output, mesh, placements, run_check=False, shape=shape, stride=stride)
-        if y.requires_grad and not torch_state.is_compiling():
+        if y.requires_grad and not is_compiling():
             y.register_hook(place)  # type: ignore[no-untyped-call]
         return y
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import torch_private
 from syncbn.arguments import Arguments
+from syncbn.torch_internals.autograd import ragged_dim
 
 
 def is_jagged(candidate: Any) -> bool:
@@ -25,12 +25,12 @@ def unwrap(arguments: Arguments) -> tuple[Arguments, Callable[[Tensor], Tensor]]
     NestedTensors with the input's offsets.
     """
     x: Any = arguments.input
-    offsets, jagged_dim = x.offsets(), torch_private.ragged_dim(x)
+    offsets, jagged_dim = x.offsets(), ragged_dim(x)
 
     def values(given: Any) -> Any:
         if not is_jagged(given) or given.offsets() is not offsets:
             return given
-        return given.values().movedim(torch_private.ragged_dim(given) - 1, 0)
+        return given.values().movedim(ragged_dim(given) - 1, 0)
 
     def wrap(output: Tensor) -> Tensor:
         return torch.nested.nested_tensor_from_jagged(output.movedim(0, jagged_dim - 1), offsets, jagged_dim=jagged_dim)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.fx import Proxy, Tracer
 from torch.fx.proxy import TraceError
 
-from syncbn import torch_private
 from syncbn.arguments import Arguments
+from syncbn.torch_internals.modules import has_forward_hooks
 
 OWN_TRACER = "trace with a torch.fx.Tracer whose is_leaf_module is True for it"
 REVERT = "call syncbn.revert_syncbn_model(model) first"
@@ -29,7 +29,7 @@ def leaf(layer: nn.Module, tracer: Any, args: tuple[Any, ...], kwargs: dict[str,
         reason = "torch.fx asks is_leaf_module only of modules inside the one that is traced; trace one that holds it"
     elif not getattr(forward, "__module__", "").startswith("syncbn."):
         reason = f"it has a forward around syncbn's, which would run twice; {OWN_TRACER}"
-    elif torch_private.has_forward_hooks(layer):
+    elif has_forward_hooks(layer):
         reason = f"it has forward hooks, which would run twice; {OWN_TRACER}"
     if reason is not None:
         raise TraceError(f"syncbn: {path or 'the layer'} ({type(layer).__name__}) cannot be a leaf here: {reason}")

@@ -12,12 +12,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from syncbn import double_backward, torch_state
+from syncbn import double_backward
 from syncbn.arguments import Arguments, require_two_values
-from syncbn.distributed.side_reductions import Reduction, totals
 from syncbn.double_backward import BackwardInput, Gradients
 from syncbn.kernels.select import select_kernels
 from syncbn.layout import Layout
+from syncbn.ranks.side_reductions import Reduction, totals
+from syncbn.torch_internals.state import profiler_enabled
 
 Apply: TypeAlias = Callable[..., Any]  # (function, call, *tensors) -> its outputs
 
@@ -37,7 +38,7 @@ class BatchNorm(torch.autograd.Function):
 
     The tensors stand by role: tensors[index::k] belong to one input. x is dense; the residual has its dtype, strides
     and shape. num_values () is the number of values of a channel that count, where a mask has set the others to 0. The
-    statistics of all ranks, packed as in moments.py, are not differentiable.
+    statistics of all ranks, packed as in statistics.py, are not differentiable.
 
     Saved for backward and collectives: as in step._Step; two all_reduces in backward with create_graph=True, whatever k
     is, and for a stack of gradients (is_grads_batched, vmap) as many as for one.
@@ -159,4 +160,4 @@ def backward_outputs(one: BackwardInput, total: Tensor) -> tuple[Tensor | None, 
 
 def _profiled(name: str) -> contextlib.AbstractContextManager[object]:
     """A profiler's range of this name while one records."""
-    return torch.profiler.record_function(name) if torch_state.profiler_enabled() else contextlib.nullcontext()
+    return torch.profiler.record_function(name) if profiler_enabled() else contextlib.nullcontext()

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from syncbn.distributed import groups
-from syncbn.distributed.text_exchange import all_gather, all_reduce_max, ranks_in_words, require_equal
 from syncbn.layer import SyncBatchNorm
+from syncbn.ranks import groups
+from syncbn.ranks.text_exchange import all_gather, all_reduce_max, ranks_in_words, require_equal
 from syncbn.roads import dtensors
 
 LINES = 20  # tensors that an error names

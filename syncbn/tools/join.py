@@ -18,11 +18,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn.diagnosis import report
-from syncbn.distributed import groups
-from syncbn.distributed.join_protocol import ITERATION, Shadowing
-from syncbn.distributed.reduction import Caller, guarded_by
 from syncbn.layer import SyncBatchNorm
-from syncbn.torch_private import JoinAfter, is_compiled
+from syncbn.ranks import groups
+from syncbn.ranks.join_protocol import ITERATION, Shadowing
+from syncbn.ranks.reductions import Caller, guarded_by
+from syncbn.torch_internals.distributed import JoinAfter
+from syncbn.torch_internals.modules import is_compiled
 
 
 @contextlib.contextmanager

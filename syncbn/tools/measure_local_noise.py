@@ -31,20 +31,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import masks, moments, torch_private, torch_state
+from syncbn import masks
 from syncbn.arguments import Arguments
 from syncbn.convert import check_module, kind_of
-from syncbn.distributed.groups import GroupSpec, ProcessGroupLike, to_spec
-from syncbn.distributed.join_protocol import refuse_inside_join
-from syncbn.distributed.reduction import Caller, EagerReduction, NoReduction, reduction_of, resolve
-from syncbn.distributed.side_reductions import totals
-from syncbn.distributed.text_exchange import all_reduce_max, gather_by_rank, require_equal
 from syncbn.layer import SyncBatchNorm
 from syncbn.layout import Layout
+from syncbn.ranks.groups import GroupSpec, ProcessGroupLike, to_spec
+from syncbn.ranks.join_protocol import refuse_inside_join
+from syncbn.ranks.reductions import Caller, EagerReduction, NoReduction, reduction_of, resolve
+from syncbn.ranks.side_reductions import totals
+from syncbn.ranks.text_exchange import all_reduce_max, gather_by_rank, require_equal
 from syncbn.roads import dtensors, nested, watched
+from syncbn.statistics import from_sums, unpack
 from syncbn.tools.replaced import replaced
 from syncbn.tools.summary import bytes_if_synchronised
 from syncbn.tools.table import table
+from syncbn.torch_internals.state import current_backward, inside_vmap
 
 _CALLER = Caller("measure_local_noise")
 GAINS_FROM = 0.1  # of the outputs' deviation
@@ -207,7 +209,7 @@ class Recorder(torch.overrides.TorchFunctionMode):
             spec = to_spec(layer.process_group)
         self.spec, self.eps = spec, layer.eps
         self.num_calls = 0  # in training mode
-        self.sums: list[Tensor] = []  # for each call (2C + 1, num_slices), packed as in moments.py
+        self.sums: list[Tensor] = []  # for each call (2C + 1, num_slices), packed as in statistics.py
         self.why_left_out = ""
         self.has_seen = False  # a batch norm in the current forward
 
@@ -257,7 +259,7 @@ class Recorder(torch.overrides.TorchFunctionMode):
     def record(self, arguments: Arguments) -> None:
         """A batch norm of the layer in training."""
         self.has_seen = True
-        if torch_state.current_backward() != -1:
+        if current_backward() != -1:
             return
         self.num_calls += 1
         try:
@@ -271,7 +273,7 @@ class Recorder(torch.overrides.TorchFunctionMode):
 
     def _local_sums(self, arguments: Arguments) -> Tensor:
         """The sums of each slice of this call's input."""
-        if torch_private.inside_vmap():
+        if inside_vmap():
             raise RuntimeError("an ensemble under torch.func.vmap has no batch of its own; measure one of its models")
         if dtensors.is_dtensor(arguments.input):
             raise TypeError("its input is a DTensor, whose mesh says which ranks share a batch; measure plain tensors")
@@ -331,8 +333,8 @@ def _totals(recorders: list[Recorder], local: list[Tensor]) -> list[Tensor]:
 def _squares(local: Tensor, total: Tensor, eps: float) -> Tensor:
     """The terms of one layer, added up over ranks, calls and the channels that are not constant: 1; n_r; n; and the
     squares of the deviations in the order of `LayerNoise`. (8,)"""
-    mean, var, invstd, local_n = moments.unpack(moments.from_sums(local, eps), len(local) // 2)
-    group_mean, group_var, group_invstd, n = moments.unpack(moments.from_sums(total, eps), len(local) // 2)
+    mean, var, invstd, local_n = unpack(from_sums(local, eps), len(local) // 2)
+    group_mean, group_var, group_invstd, n = unpack(from_sums(total, eps), len(local) // 2)
     off = mean - group_mean
     times, b1, b2 = n / local_n, (local_n - 1) / (n - 1), (local_n.square() - 1) / (n.square() - 1)
     terms = (

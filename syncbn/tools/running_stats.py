@@ -16,18 +16,19 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from syncbn import moments, step, torch_private
+from syncbn import step
 from syncbn.arguments import Arguments
 from syncbn.convert import CONVERT, convert_syncbn_model, revert_syncbn_model, unsynchronised
-from syncbn.distributed import groups
-from syncbn.distributed.join_protocol import Shadowing
-from syncbn.distributed.reduction import Caller, reduction_of
-from syncbn.distributed.side_reductions import totals
-from syncbn.distributed.text_exchange import all_reduce_max, require_equal
 from syncbn.layer import SyncBatchNorm
-from syncbn.moments import Pool
+from syncbn.ranks import groups
+from syncbn.ranks.join_protocol import Shadowing
+from syncbn.ranks.reductions import Caller, reduction_of
+from syncbn.ranks.side_reductions import totals
+from syncbn.ranks.text_exchange import all_reduce_max, require_equal
+from syncbn.statistics import Pool, unbiased, update_running_stats
 from syncbn.tools.replaced import replaced
-from syncbn.torch_state import current_backward, is_compiling
+from syncbn.torch_internals.modules import without_compile
+from syncbn.torch_internals.state import current_backward, is_compiling
 
 _CALLER = Caller("merge_running_stats")
 
@@ -72,7 +73,7 @@ def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
                 running_mean, running_var, counter = _buffers(layer)
                 counter += 1
                 momentum = 1.0 / counter.to(torch.float64) if layer.momentum is None else layer.momentum
-                moments.update_running_stats(running_mean, running_var, pool.statistics(), momentum)
+                update_running_stats(running_mean, running_var, pool.statistics(), momentum)
 
 
 @torch.no_grad()
@@ -135,7 +136,7 @@ def recompute_running_stats(
     if not any(pool.packed[-1] for pool in pools.values()):
         raise ValueError("no rank has a batch to recompute the running statistics from")
     for layer, pool in pools.items():
-        mean, var, num_values = moments.unbiased(pool.statistics(), layer.num_features)
+        mean, var, num_values = unbiased(pool.statistics(), layer.num_features)
         num_calls = pool.packed[-1]
         _replace(layer, (mean, var, num_calls), (num_values > 0, num_values > 1, num_calls > 0))
 
@@ -251,7 +252,7 @@ def _train(pool: Pool, given: Arguments, layer: SyncBatchNorm) -> tuple[Tensor, 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     """The model inside torch.compile and DistributedDataParallel, whose forward would wait for ranks without data."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else torch_private.without_compile(model)
+    inner = model.module if isinstance(model, DistributedDataParallel) else without_compile(model)
     if inner is not model:
         return _unwrapped(inner)
     parallel = [name for name, module in model.named_modules() if isinstance(module, DistributedDataParallel)]

@@ -6,11 +6,11 @@ from torch import nn
 
 from syncbn import kernels
 from syncbn.convert import check_module, described, unsynchronised
-from syncbn.distributed import groups
 from syncbn.kernels.plans import NUM_SIGNED
 from syncbn.layer import SyncBatchNorm
+from syncbn.ranks import groups
 from syncbn.tools.table import table
-from syncbn.torch_private import is_compiled
+from syncbn.torch_internals.modules import is_compiled
 
 BYTES_PER_NUMBER = 8  # float64
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from voting import Ranks
 
 import syncbn
-from syncbn.distributed import text_exchange
+from syncbn.ranks import text_exchange
 
 
 def test_a_rank_without_a_gradient_still_communicates(ranks: Ranks) -> None:

@@ -19,12 +19,12 @@ from training import step, unchanged
 from voting import Ranks
 
 import syncbn
-from syncbn import torch_private
 from syncbn.diagnosis import debug_mode, signatures, waiting, watchdog
 from syncbn.diagnosis.this_rank import Position
-from syncbn.distributed import reduction
-from syncbn.distributed.reduction import Caller, Guard, guarded_by
-from syncbn.distributed.text_exchange import ranks_in_words
+from syncbn.ranks import reductions
+from syncbn.ranks.reductions import Caller, Guard, guarded_by
+from syncbn.ranks.text_exchange import ranks_in_words
+from syncbn.torch_internals import distributed as torch_distributed
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="signatures are for CPUs")
 
@@ -227,7 +227,7 @@ def test_a_long_wait_of_the_gpu_is_told(
 
     def all_reduce(name: str, behind: mock.Mock | None) -> None:
         monkeypatch.setattr(watchdog, "event_behind", lambda _: behind)
-        reduction.reduction_of(None, Caller(name), None).total(torch.zeros(4, dtype=torch.float64), "forward")
+        reductions.reduction_of(None, Caller(name), None).total(torch.zeros(4, dtype=torch.float64), "forward")
 
     second, third, before_capture = event(), event(), event()
     for name, behind in {"first": event(happened=True), "second": second, "third": third}.items():
@@ -265,7 +265,7 @@ def test_an_event_is_asked_on_its_own_gpu_and_beside_captures(monkeypatch: pytes
     cuda = mock.MagicMock()
     cuda.is_current_stream_capturing.return_value = False
     monkeypatch.setattr(torch, "cuda", cuda)
-    monkeypatch.setattr(torch_private, "_exchange_capture_mode", lambda: cuda.exchange)
+    monkeypatch.setattr(torch_distributed, "_exchange_capture_mode", lambda: cuda.exchange)
     waiting.event_behind(torch.device("cuda", 3)).query()
     *_, on, entered, relaxed, asked, _, restored, left = cuda.mock_calls
     assert on == mock.call.device(torch.device("cuda", 3))
@@ -278,7 +278,7 @@ def test_an_error_of_the_gpu_is_told_as_it_is(ranks: Ranks) -> None:
     """CUDA raises it where the host waits next, here in our all_reduce: the text must not say that the ranks differ."""
     layer, x = syncbn.SyncBatchNorm(3), torch.randn(2, 3)
     layer(x)
-    collective = reduction.reduction_of(None, layer, x).other_collective("forward")
+    collective = reductions.reduction_of(None, layer, x).other_collective("forward")
     with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access") as raised, collective:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     assert "older than SyncBatchNorm forward, call 2" in raised.value.__notes__[0]

@@ -18,7 +18,7 @@ from training import SHARE, mine, require_equal_state, small_model, train, whole
 from voting import Ranks
 
 import syncbn
-from syncbn import torch_private
+from syncbn.torch_internals.distributed import existing_groups
 
 NUM_BATCHES, NUM_LAYERS = 6, 2
 
@@ -76,7 +76,7 @@ def test_lazy_buckets_and_manual_finalization(ranks: Ranks, option: str, manual:
 def test_collectives_inside_and_after(ranks: Ranks) -> None:
     """Inside, one more collective precedes each of ours; steps after it, and a second context, send as many as ever."""
     ddp, (x, labels) = make_ddp(ranks), batches(ranks, 1 if ranks.rank else 3)
-    num_groups = len(torch_private.existing_groups())
+    num_groups = len(existing_groups())
 
     def count() -> int:
         with CountCollectives() as mode:
@@ -88,7 +88,7 @@ def test_collectives_inside_and_after(ranks: Ranks) -> None:
             assert count() == 2 * 2 * NUM_LAYERS
             train(ddp, x, labels)
         assert count() == 2 * NUM_LAYERS
-        assert len(torch_private.existing_groups()) == num_groups
+        assert len(existing_groups()) == num_groups
         ddp(x[0]).sum().backward()
 
 

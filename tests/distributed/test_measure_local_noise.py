@@ -17,7 +17,7 @@ from voting import Ranks
 import syncbn
 from syncbn.diagnosis import observer
 from syncbn.diagnosis.this_rank import position_in
-from syncbn.distributed.text_exchange import all_gather_text
+from syncbn.ranks.text_exchange import all_gather_text
 
 CHANNELS = 3
 

@@ -18,10 +18,10 @@ from training import step, unchanged
 from voting import Ranks
 
 import syncbn
-from syncbn.distributed import text_exchange
-from syncbn.distributed.reduction import Guard, guarded_by
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available
+from syncbn.ranks import text_exchange
+from syncbn.ranks.reductions import Guard, guarded_by
 
 HAS_PLANS = "torch operations" not in available()  # without kernels each call takes a side road
 has_plans = pytest.mark.skipif(not HAS_PLANS, reason="without kernels there is no ordinary road")

@@ -14,7 +14,7 @@ from training import unchanged
 from voting import Ranks
 
 import syncbn
-from syncbn.distributed.text_exchange import ranks_in_words
+from syncbn.ranks.text_exchange import ranks_in_words
 
 CHANNELS = 3
 

@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncbn import torch_private
-from syncbn.distributed import reduction, text_exchange
-from syncbn.distributed.reduction import Caller, Collective, EagerReduction, Guard, guarded_by, joined_group
+from syncbn.ranks import reductions, text_exchange
+from syncbn.ranks.reductions import Caller, Collective, EagerReduction, Guard, guarded_by, joined_group
+from syncbn.torch_internals.distributed import device_of, timeout_of
+from syncbn.torch_internals.state import inside_selective_checkpoint
 
 JOINED, ITERATION, FAILED = 0, 1, 2**62
 
@@ -46,11 +47,11 @@ class Shadowing(Guard):
         refuse_inside_join(name)
         self.device, self.name = device, name
         assert dist.group.WORLD is not None
-        timeout = torch_private.timeout_of(dist.group.WORLD)
+        timeout = timeout_of(dist.group.WORLD)
         self.group: dist.ProcessGroup = dist.new_group(timeout=timeout)
         self.joined_group = self.group
         # A GPU would have to stop the host to read an integer.
-        on_cpu = torch_private.device_of(self.group).type == "cpu"
+        on_cpu = device_of(self.group).type == "cpu"
         self.header_group = self.group if on_cpu else dist.new_group(timeout=timeout, backend="gloo")
         self.thread: threading.Thread | None = None  # the one that shadows the others
         self.num_announced = 0
@@ -59,7 +60,7 @@ class Shadowing(Guard):
 
     def before_all_reduce(self, called: EagerReduction, payload: Tensor, pass_name: str) -> None:
         """Announce it. **Raises** RuntimeError where it may then not happen."""
-        if torch_private.inside_selective_checkpoint():
+        if inside_selective_checkpoint():
             raise RuntimeError(f"inside {self.name} checkpointing may not be selective: leave out context_fn")
         if threading.current_thread() is not self.thread:  # its all_reduces shadow what has been announced
             self.agree(1 + len(payload), called.site.caller(), called.call, pass_name)
@@ -70,7 +71,7 @@ class Shadowing(Guard):
         or has gone."""
         self.num_announced += local != JOINED
         header = torch.tensor([local], device="cpu")
-        site = reduction.observer.new_site(caller or self.shadow_caller, self.header_group)
+        site = reductions.observer.new_site(caller or self.shadow_caller, self.header_group)
         # A rank that leaves stays known as where it failed.
         with contextlib.nullcontext() if local == FAILED else Collective(site, call, pass_name):
             dist.all_reduce(header, dist.ReduceOp.MAX, group=self.header_group)
@@ -112,7 +113,7 @@ class Shadowing(Guard):
     def give_zeros(self, length: int) -> None:
         """Take part in an all_reduce with nothing."""
         payload = torch.zeros(length, dtype=torch.float64, device=self.device)
-        called = EagerReduction(self.group, reduction.observer.new_site(self.shadow_caller, self.group), None)
+        called = EagerReduction(self.group, reductions.observer.new_site(self.shadow_caller, self.group), None)
         called.all_reduce(payload, "backward")
         with contextlib.suppress(TypeError, ValueError):  # which the ranks with data raise
             called.check(payload)

@@ -1,8 +1,4 @@
-"""Uses the private names of torch that syncbn needs, each in one function, and each with a test.
-
-tests/test_torch_private.py fails where a later torch gives one of them another meaning. (torch_state.py has the private
-names that tell how torch is running; classes of modules, such as _BatchNorm, are named where they are used.)
-"""
+"""Uses private names of torch.distributed and of what is built on it: groups, stores, DDP, Join, pipelines, CUDA."""
 
 import contextlib
 import ctypes
@@ -18,50 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from syncbn.torch_state import constant_in_graphs, forward_mode_level, inside_functorch, is_compiling
-
-current_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
-# Whether the tensor stands for a stack of gradients, by the vmap of is_grads_batched=True, which is not torch.func's.
-is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
-# Whether a transform of torch.func has wrapped this tensor, which may have outlived it.
-is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-# Whether the tensor has no memory, as torch makes up its zeros.
-is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
-
-# Tells autograd that code has written to these tensors past the dispatcher. torch.autograd.graph.increment_version does
-# the same with three calls more.
-increment_version: Callable[[Collection[Tensor]], None] = torch._C._increment_version
-
-
-def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without the 20 calls that serve torch.func; only where none of its transforms is active."""
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
-
-
-def apply_to_stack(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """function(tensor); a batched gradient is passed as its whole stack (B, ...)."""
-    if is_compiling() or not is_batched_gradient(tensor):
-        return function(tensor)
-    return torch._add_batch_dim(function(torch._remove_batch_dim(tensor, 1, 0, 0)), 0, 1)
-
-
-def innermost(tensor: Tensor) -> Tensor:
-    """The tensor inside the wrappers of torch.func's transforms; vmap's stacks are dims of it, anywhere."""
-    while is_wrapped(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
-
-
-def ragged_dim(nested: Tensor) -> int:
-    """The dim of a jagged NestedTensor in which its sequences differ in length, counted with the batch's dim."""
-    return nested._ragged_idx  # type: ignore[attr-defined, no-any-return]
-
-
-def inside_selective_checkpoint() -> bool:
-    """Whether the dispatch mode is that of selective checkpointing, which may leave an operator out."""
-    return type(current_dispatch_mode()).__module__ == "torch.utils.checkpoint"
+from syncbn.torch_internals.state import constant_in_graphs
 
 
 def all_reduce_operator(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -101,33 +55,6 @@ def _define_same_group() -> torch.library.Library:
     library.impl("same_group", lambda group: group, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake("syncbn::same_group", lambda group: getattr(group, "real_obj", group), lib=library)
     return library
-
-
-@constant_in_graphs
-def inside_vmap_or_forward_mode() -> bool:
-    """Whether torch.func.vmap, or forward mode of whatever kind, is active; Dynamo enters them as it traces."""
-    return forward_mode_level() >= 0 or (inside_functorch() and inside_vmap())
-
-
-def inside_vmap() -> bool:
-    """Whether torch.func.vmap is among the active transforms."""
-    return any(one.key().name == "Vmap" for one in torch._C._functorch.get_interpreter_stack() or ())
-
-
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether hooks of this module run before or after its forward."""
-    return bool(module._forward_pre_hooks or module._forward_hooks)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile has wrapped this module: torch.compile(module) returns a wrapper that holds the module as
-    _orig_mod, module.compile() sets _compiled_call_impl."""
-    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
-
-
-def without_compile(module: nn.Module) -> nn.Module:
-    """The module that torch.compile(module) has wrapped, else itself."""
-    return module._modules.get("_orig_mod", module)  # type: ignore[return-value]
 
 
 class JoinAfter(Join):

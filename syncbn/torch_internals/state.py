@@ -1,7 +1,4 @@
-"""Asks how torch is running now: compiled, plainly, inside a backward, under a transform or a tracer.
-
-tests/test_torch_private.py fails where a later torch gives one of the private names another meaning.
-"""
+"""Asks how torch is running now: compiled, plainly, inside a backward, under a transform or a tracer."""
 
 import functools
 from collections.abc import Callable
@@ -10,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad, profiler
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -55,3 +53,22 @@ def runs_plainly() -> bool:
         or profiler._is_profiler_enabled
         or forward_ad._current_level >= 0
     )
+
+
+current_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
+
+
+@constant_in_graphs
+def inside_vmap_or_forward_mode() -> bool:
+    """Whether torch.func.vmap, or forward mode of whatever kind, is active; Dynamo enters them as it traces."""
+    return forward_mode_level() >= 0 or (inside_functorch() and inside_vmap())
+
+
+def inside_vmap() -> bool:
+    """Whether torch.func.vmap is among the active transforms."""
+    return any(one.key().name == "Vmap" for one in torch._C._functorch.get_interpreter_stack() or ())
+
+
+def inside_selective_checkpoint() -> bool:
+    """Whether the dispatch mode is that of selective checkpointing, which may leave an operator out."""
+    return type(current_dispatch_mode()).__module__ == "torch.utils.checkpoint"

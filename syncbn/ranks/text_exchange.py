@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncbn import torch_private
+from syncbn.torch_internals.distributed import device_of
 
 TEXT_BYTES = 4096
 
@@ -33,7 +33,7 @@ def all_gather_text(text: str, group: "dist.ProcessGroup | dist.ProcessGroupGloo
 
 def all_gather(values: Tensor, group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> list[Tensor]:
     """Every rank's `values`, of the same shape and dtype on all."""
-    local = values.to(torch_private.device_of(group))
+    local = values.to(device_of(group))
     gathered = [torch.empty_like(local) for _ in range(group.size())]
     group.allgather([gathered], [local]).wait()  # type: ignore[union-attr]
     return gathered
@@ -41,7 +41,7 @@ def all_gather(values: Tensor, group: "dist.ProcessGroup | dist.ProcessGroupGloo
 
 def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The largest over all ranks, element by element, of `values`, which it may overwrite; on their device."""
-    local = values.to(torch_private.device_of(group))
+    local = values.to(device_of(group))
     dist.all_reduce(local, dist.ReduceOp.MAX, group=group)
     return local.to(values.device)
 

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncbn import torch_private
-from syncbn.distributed import groups
-from syncbn.distributed.reduction import ONE_RANK, TRANSFORMED_GRAPH, EagerReduction, NoReduction, joined_group
 from syncbn.kernels.plans import NUM_SIGNED
 from syncbn.kernels.select import is_transformed
-from syncbn.torch_state import is_compiling
+from syncbn.ranks import groups
+from syncbn.ranks.reductions import ONE_RANK, TRANSFORMED_GRAPH, EagerReduction, NoReduction, joined_group
+from syncbn.torch_internals.autograd import apply_to_stack
+from syncbn.torch_internals.distributed import group_in_graph
+from syncbn.torch_internals.state import inside_vmap_or_forward_mode, is_compiling
 
 
 class GraphReduction:
@@ -26,10 +27,10 @@ class GraphReduction:
 
     def total(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:
         """The totals of `sums`."""
-        if torch_private.inside_vmap_or_forward_mode():  # Dynamo would lose the total
+        if inside_vmap_or_forward_mode():  # Dynamo would lose the total
             raise RuntimeError(TRANSFORMED_GRAPH)
         payload = torch.cat((sums, sums.new_zeros(1 + NUM_SIGNED - counted))) if sums.is_cpu else sums  # unsigned
-        dist.all_reduce(payload, group=torch_private.group_in_graph(self.group))
+        dist.all_reduce(payload, group=group_in_graph(self.group))
         return payload[: len(sums)]
 
 
@@ -76,7 +77,7 @@ def totals(local: Sequence[Tensor], reduction: Reduction, pass_name: str, counte
 
 def _total(sums: Tensor, *others: Any) -> Tensor:
     # A batched gradient hides its graph from an autograd Function, the stack does not.
-    return torch_private.apply_to_stack(lambda stack: _Total.apply(stack, *others), sums)  # type: ignore[no-untyped-call]
+    return apply_to_stack(lambda stack: _Total.apply(stack, *others), sums)  # type: ignore[no-untyped-call]
 
 
 class _Total(torch.autograd.Function):

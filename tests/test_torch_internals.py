@@ -19,19 +19,19 @@ from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from syncbn import torch_private, torch_state
+from syncbn.torch_internals import autograd, distributed, modules, state
 
 QUESTIONS: dict[str, Callable[[], object]] = {
-    "plain": torch_state.runs_plainly,
-    "functorch": torch_state.inside_functorch,
-    "forward mode": lambda: torch_state.forward_mode_level() >= 0,
-    "profiler": torch_state.profiler_enabled,
-    "jit": torch_state.is_jit_tracing,
-    "backward": lambda: torch_state.current_backward() != -1,
-    "vmap": torch_private.inside_vmap,
-    "vmap or forward mode": torch_private.inside_vmap_or_forward_mode,
-    "dispatch mode": lambda: torch_private.current_dispatch_mode() is not None,
-    "selective checkpoint": torch_private.inside_selective_checkpoint,
+    "plain": state.runs_plainly,
+    "functorch": state.inside_functorch,
+    "forward mode": lambda: state.forward_mode_level() >= 0,
+    "profiler": state.profiler_enabled,
+    "jit": state.is_jit_tracing,
+    "backward": lambda: state.current_backward() != -1,
+    "vmap": state.inside_vmap,
+    "vmap or forward mode": state.inside_vmap_or_forward_mode,
+    "dispatch mode": lambda: state.current_dispatch_mode() is not None,
+    "selective checkpoint": state.inside_selective_checkpoint,
 }
 
 Function = Callable[[Tensor], Tensor]
@@ -89,12 +89,12 @@ def test_how_torch_is_running(name: str) -> None:
 def test_in_graphs() -> None:
     """There the transforms alone are asked for, whatever is the outermost. A constant may be of what no graph holds."""
     x = torch.ones(2)
-    asked = torch.compile(lambda x: x + torch_state.runs_plainly() + torch_state.is_jit_tracing(), backend="eager")
+    asked = torch.compile(lambda x: x + state.runs_plainly() + state.is_jit_tracing(), backend="eager")
     assert torch.equal(asked(x), x)
-    constant = torch_state.constant_in_graphs(lambda: len(inspect.stack()) and 42)
+    constant = state.constant_in_graphs(lambda: len(inspect.stack()) and 42)
 
     def asks(x: Tensor) -> Tensor:
-        return x.sin() if torch_private.inside_vmap_or_forward_mode() else x * constant()
+        return x.sin() if state.inside_vmap_or_forward_mode() else x * constant()
 
     def transformed(x: Tensor) -> tuple[Tensor, ...]:
         return asks(x), torch.vmap(asks)(x), torch.func.jvp(asks, (x,), (x,))[0], torch.func.vjp(asks, x)[0]
@@ -106,15 +106,15 @@ def test_in_graphs() -> None:
 def test_names_of_tensors() -> None:
     x = torch.zeros(2)
     with torch.inference_mode():
-        torch_private.increment_version((x, torch.zeros(2)))  # the second has no version
+        autograd.increment_version((x, torch.zeros(2)))  # the second has no version
     assert x._version == 1
-    assert [torch_private.is_zero_tensor(one) for one in (x, torch._efficientzerotensor(2))] == [False, True]
+    assert [autograd.is_zero_tensor(one) for one in (x, torch._efficientzerotensor(2))] == [False, True]
     for dim, shape in ((1, (5, 4)), (2, (4, 5))):
         nested = torch.nested.nested_tensor_from_jagged(torch.randn(shape), torch.tensor([0, 2, 5]), jagged_dim=dim)
-        assert torch_private.ragged_dim(nested) == dim
+        assert autograd.ragged_dim(nested) == dim
     rows = torch.ones(2, 3)
-    found = [torch_private.innermost(rows)]
-    torch.vmap(torch.func.grad(lambda row: found.append(torch_private.innermost(row)) or row.sum()))(rows)
+    found = [autograd.innermost(rows)]
+    torch.vmap(torch.func.grad(lambda row: found.append(autograd.innermost(row)) or row.sum()))(rows)
     assert all(one is rows for one in found)
 
 
@@ -123,12 +123,12 @@ def test_batched_gradients_and_their_stack() -> None:
     seen: list[tuple[bool, list[int]]] = []
 
     def double(tensor: Tensor) -> Tensor:
-        seen.append((torch_private.is_batched_gradient(tensor), [*tensor.shape]))
+        seen.append((autograd.is_batched_gradient(tensor), [*tensor.shape]))
         return 2 * tensor
 
     x = torch.ones(2, requires_grad=True)
     y = x.square()
-    y.register_hook(lambda dy: torch_private.apply_to_stack(double, double(dy)))
+    y.register_hook(lambda dy: autograd.apply_to_stack(double, double(dy)))
     (first,) = torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, create_graph=True)
     assert torch.equal(first, 8 * torch.eye(2))
     assert torch.equal(torch.autograd.grad(first.sum(), x)[0], torch.tensor([8.0, 8.0]))
@@ -139,13 +139,13 @@ def test_names_of_modules() -> None:
     layer = nn.Linear(2, 2)
     for name, runs in (("forward_pre", True), ("forward", True), ("full_backward", False)):
         with getattr(layer, f"register_{name}_hook")(lambda *_: None):  # removed at the end
-            assert torch_private.has_forward_hooks(layer) is runs
-        assert not torch_private.has_forward_hooks(layer)
+            assert modules.has_forward_hooks(layer) is runs
+        assert not modules.has_forward_hooks(layer)
     wrapped = torch.compile(layer, backend="eager")
-    assert [torch_private.is_compiled(one) for one in (layer, wrapped)] == [False, True]
-    assert all(torch_private.without_compile(one) is layer for one in (layer, wrapped))
+    assert [modules.is_compiled(one) for one in (layer, wrapped)] == [False, True]
+    assert all(modules.without_compile(one) is layer for one in (layer, wrapped))
     layer.compile(backend="eager")
-    assert torch_private.is_compiled(layer)
+    assert modules.is_compiled(layer)
     assert "._replicate_for_data_parallel()" in inspect.getsource(torch.nn.parallel.replicate)  # SyncBatchNorm has one
 
 
@@ -156,24 +156,24 @@ def test_names_of_groups(group_of_one: dist.ProcessGroup) -> None:
     from torch.distributed import pipelining
 
     values = torch.arange(3.0)
-    torch_private.all_reduce_operator(values, group_of_one).add_(1)
+    distributed.all_reduce_operator(values, group_of_one).add_(1)
     assert torch.equal(values, torch.arange(3.0))
-    torch_private.default_store().set("syncbn/test", "here")
-    assert torch_private.default_store().get("syncbn/test") == b"here"
+    distributed.default_store().set("syncbn/test", "here")
+    assert distributed.default_store().get("syncbn/test") == b"here"
     second = dist.new_group([0], timeout=timedelta(seconds=33))
-    assert [*torch_private.existing_groups()] == [group_of_one, second]
-    assert torch_private.timeout_of(second) == timedelta(seconds=33)
+    assert [*distributed.existing_groups()] == [group_of_one, second]
+    assert distributed.timeout_of(second) == timedelta(seconds=33)
 
     layer, asked = nn.Linear(2, 2), Mock()
     stage = pipelining.pipeline(layer, (torch.ones(1, 2),)).build_stage(0, torch.device("cpu"), group_of_one)
-    assert [torch_private.is_pipeline_stage(one) for one in (layer, stage)] == [False, True]
+    assert [distributed.is_pipeline_stage(one) for one in (layer, stage)] == [False, True]
     assert (stage.stage_index, stage.group) == (0, group_of_one)
     norm, sent_by = nn.BatchNorm1d(2), []
-    norm.register_forward_pre_hook(lambda *_: sent_by.append(torch_private.ddp_that_broadcasts(norm.running_mean)))
+    norm.register_forward_pre_hook(lambda *_: sent_by.append(distributed.ddp_that_broadcasts(norm.running_mean)))
     ddp = DistributedDataParallel(norm)
     assert ddp(torch.ones(2, 2)).equal(norm(torch.ones(2, 2)))
     assert sent_by == [ddp, None]
-    with type("Counted", (torch_private.JoinAfter,), {"before_iteration": asked})([DistributedDataParallel(layer)]):
+    with type("Counted", (distributed.JoinAfter,), {"before_iteration": asked})([DistributedDataParallel(layer)]):
         pass
     assert asked.called
 
@@ -185,11 +185,11 @@ def test_device_of_a_group(backend: str | None, monkeypatch: pytest.MonkeyPatch)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=GROUP_TIMEOUT)
     world = dist.group.WORLD
     for group in (world, dist.new_group([0], timeout=GROUP_TIMEOUT)):
-        assert str(torch_private.device_of(group)) == ("cuda:2" if backend == "cuda:gloo" else "cpu")
-        assert torch_private.timeout_of(group) == GROUP_TIMEOUT
+        assert str(distributed.device_of(group)) == ("cuda:2" if backend == "cuda:gloo" else "cpu")
+        assert distributed.timeout_of(group) == GROUP_TIMEOUT
     if backend == "cuda:gloo":
         world.bound_device_id = torch.device("cuda", 1)
-        assert torch_private.device_of(world) == torch.device("cuda", 1)
+        assert distributed.device_of(world) == torch.device("cuda", 1)
     dist.destroy_process_group()
 
 
@@ -199,7 +199,7 @@ def test_waits_for_others(group_of_one: dist.ProcessGroup) -> None:
 
     def watch(frame: FrameType, event: str, function: object) -> None:
         if event == "c_call":
-            calling.add((getattr(function, "__name__", ""), torch_private.waits_for_others(frame)))
+            calling.add((getattr(function, "__name__", ""), distributed.waits_for_others(frame)))
 
     sys.setprofile(watch)
     try:

@@ -1,7 +1,7 @@
 """Adds up over the ranks: one all_reduce each pass, by a reduction that is chosen once for a call.
 
-This file has the reductions of the ordinary road: this rank alone, and a group in eager mode. side_reductions.py has
-two more.
+This file has the reductions of the ordinary road: this rank alone, and a group in eager mode.
+side_reductions.py has one more, for compiled graphs.
 
 W ranks; C channels; n_r values per channel on rank r.
 
@@ -33,10 +33,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from syncbn import torch_private
-from syncbn.distributed import groups
 from syncbn.kernels.plans import FAULT, NUM_SIGNED, RANKS_DIFFER, UNSIGNED, Signature, status_of
 from syncbn.program import callers, warn, warn_once
+from syncbn.ranks import groups
+from syncbn.torch_internals.distributed import all_reduce_operator
+from syncbn.torch_internals.state import current_dispatch_mode
 
 
 class Caller:
@@ -184,13 +185,13 @@ class EagerReduction:
         behind = (0.0, *self.signatures[pass_name, self.dtype])[counted:]  # 0 where the sums end without a count
         payload = torch.cat((sums, sums.new_tensor(behind))) if sums.is_cpu else sums
         local = sums if counted and pass_name == "forward" and _has_values(payload) else None  # cat has copied them
-        if torch_private.current_dispatch_mode() is None:
+        if current_dispatch_mode() is None:
             self.all_reduce(payload, pass_name)
         else:
             for guard in guards:
                 guard.before_all_reduce(self, payload, pass_name)
             with Collective(self.site, self.call, pass_name) as self.collective:
-                payload = torch_private.all_reduce_operator(payload, self.group)
+                payload = all_reduce_operator(payload, self.group)
         self.check(payload, error)
         # By lists, as operators would be seen by the mode that watches this call.
         if not (local is None or all(map(math.isfinite, payload.tolist()))):

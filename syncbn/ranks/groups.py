@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from syncbn import torch_private
-from syncbn.distributed.text_exchange import all_gather_json, by_rank
+from syncbn.ranks.text_exchange import all_gather_json, by_rank
+from syncbn.torch_internals.distributed import existing_groups, timeout_of
 
 # Default group -> {int or "node": this rank's group, or None for the default group itself}. A re-made default group
 # starts with nothing made, and the old entry goes with the old group.
@@ -51,9 +51,9 @@ class GlobalRanks:
     def group(self) -> dist.ProcessGroup | None:
         """The handle; after unpickling, or when its group was destroyed, the oldest group of exactly these ranks, if
         there is one."""
-        existing_groups = torch_private.existing_groups()
-        if self.handle not in existing_groups:
-            self.handle = next((group for group in existing_groups if tuple(ranks_in(group)) == self.ranks), None)
+        candidates = existing_groups()
+        if self.handle not in candidates:
+            self.handle = next((group for group in candidates if tuple(ranks_in(group)) == self.ranks), None)
         return self.handle
 
 
@@ -83,7 +83,7 @@ def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
             raise ValueError(f"process_group={process_group}: an int is the number of ranks per group, at least 1")
         return process_group
     if isinstance(process_group, dist.ProcessGroup):
-        if process_group not in torch_private.existing_groups():
+        if process_group not in existing_groups():
             raise ValueError("process_group was destroyed; pass one that exists, or None for the default group")
         return GlobalRanks(tuple(ranks_in(process_group)), process_group)
     if isinstance(process_group, DeviceMesh):
@@ -201,7 +201,7 @@ def make(spec: int | str) -> None:
     if world_size % ranks_per_group:
         divided = f"{world_size} ranks do not divide into groups of {ranks_per_group}"
         raise ValueError(f"the number of ranks must be a multiple of the group size: {divided}")
-    group, timeout = None, torch_private.timeout_of(default_group)
+    group, timeout = None, timeout_of(default_group)
     if ranks_per_group < world_size:
         group, _ = dist.new_subgroups(ranks_per_group, timeout=timeout)  # type: ignore[no-untyped-call]
     of_default_group[spec] = group
