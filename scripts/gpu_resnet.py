@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
 
 import syncbn
-from syncbn.ranks import reductions
-from syncbn.ranks.side_reductions import GraphReduction
-from syncbn.roads import choice
+from syncbn import general
+from syncbn.ranks import groups
+from syncbn.ranks.reductions import GraphReduction
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 
@@ -46,8 +46,8 @@ class OfOneRank(nn.SyncBatchNorm):
 
 def synchronise_one_rank() -> None:
     """Likewise for ours."""
-    reductions.resolve = lambda spec: dist.group.WORLD
-    choice.reduction_in_graph = lambda *of_call: GraphReduction(dist.group.WORLD)
+    groups.resolve = lambda spec: dist.group.WORLD
+    general.reduction_in_graph = lambda *of_call: GraphReduction(dist.group.WORLD)
 
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {

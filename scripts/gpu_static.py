@@ -4,7 +4,7 @@
     python scripts/gpu_static.py --capability 86 --functions forward_outputs --shapes 32x512x14x14
     python scripts/gpu_static.py --launch                       on a GPU: launches each case once, for ncu
 
-Calls the functions of syncbn/kernels/gpu.py for tensors without memory, with a driver in Triton that compiles for the
+Calls the kernels of syncbn/kernels/gpu.py for tensors without memory, with a driver in Triton that compiles for the
 GPU asked for and launches nothing. Of each function one launch goes over the whole tensor. In the machine code of its
 kernel, in the innermost loop that loads (or in all of it where none loops), it counts, a thread:
 
@@ -227,7 +227,7 @@ def table(
     for case in cases(shapes, dtypes):
         for function in functions:
             with recorded(capability) as (kernels, launches):
-                calls_of(kernels, case, torch.device("meta"))[function][0]()
+                calls_of(kernels.Kernels, case, torch.device("meta"))[function][0]()
             yield case, function, predict(over_whole_tensor(launches), capability)
 
 
@@ -237,7 +237,7 @@ def launch_once(shapes: list[str], dtypes: list[str], functions: list[str]) -> N
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the latter for Triton's interpreter
     for case in cases(shapes, dtypes):
-        calls = calls_of(gpu, case, device)
+        calls = calls_of(gpu.Kernels, case, device)
         for function in functions:
             calls[function][0]()
             print(f"launched {function} {case.name}", flush=True)

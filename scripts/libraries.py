@@ -71,14 +71,19 @@ def of_monai() -> Iterator[Case]:
     sizes = {"kernel_size": (3, 3, 3), "strides": (1, 2, 2), "upsample_kernel_size": (2, 2), "filters": (4, 8, 16)}
     blocks = {"init_filters": 4, "blocks_down": (1, 1, 1), "blocks_up": (1, 1), "norm": "batch"}
     growth = {"init_features": 8, "growth_rate": 4, "block_config": (2, 2, 2)}
-    yield "UNet, 3d", partial(nets.UNet, **deep, **few, num_res_units=2, norm="batch"), volume
+    on_meta_tensors: list[Case] = [
+        ("UNet, 3d", partial(nets.UNet, **deep, **few, num_res_units=2, norm="batch"), volume),
+        ("VNet", partial(nets.VNet, **flat), image),
+        ("SegResNet, 3d", partial(nets.SegResNet, **deep, **blocks), volume),
+        ("DenseNet, 3d", partial(nets.DenseNet, **deep, **growth), (SAMPLES, 1, 32, 32, 32)),
+        ("resnet10, 3d", partial(nets.resnet10, n_input_channels=1, num_classes=2, widen_factor=0.25), volume),
+    ]
+    yield from on_meta_tensors
     yield "BasicUNetPlusPlus", partial(nets.BasicUNetPlusPlus, **flat, **features), image
     yield "AttentionUnet", partial(nets.AttentionUnet, **flat, **few), image
-    yield "VNet", partial(nets.VNet, **flat), image
     yield "DynUNet, 3d", partial(nets.DynUNet, **deep, **sizes, norm_name="batch"), volume
-    yield "SegResNet, 3d", partial(nets.SegResNet, **deep, **blocks), volume
-    yield "DenseNet, 3d", partial(nets.DenseNet, **deep, **growth), (SAMPLES, 1, 32, 32, 32)
-    yield "resnet10, 3d", partial(nets.resnet10, n_input_channels=1, num_classes=2, widen_factor=0.25), volume
+    for name, build, shape in on_meta_tensors:
+        yield f"{name}, MetaTensor", lambda build=build: OnMetaTensors(build()), shape
 
 
 def of_ultralytics() -> Iterator[Case]:
@@ -143,6 +148,24 @@ class OnRings(nn.Module):
         return self.network(x.flatten(0, 1), edges).unflatten(0, (num_graphs, num_nodes))
 
 
+class OnMetaTensors(nn.Module):
+    """A network on the MetaTensor that MONAI's DataLoader makes of the samples."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        from monai.data import DataLoader, MetaTensor
+
+        samples = [MetaTensor(sample, meta={"index": index}) for index, sample in enumerate(x)]
+        (batch,) = DataLoader(samples, batch_size=len(samples))
+        output = self.network(batch)
+        if not (isinstance(batch, MetaTensor) and isinstance(output, MetaTensor)):
+            raise TypeError(f"expected MetaTensor, got a batch {type(batch)} and an output {type(output)}")
+        return output.as_tensor()
+
+
 def loss_of(output: Any) -> Tensor:
     """Of all tensors of an output, the mean over samples of what is not constant behind a batch norm."""
     if isinstance(output, Tensor):
@@ -174,7 +197,7 @@ def try_model(library: str, name: str, build: Callable[[], nn.Module], shape: tu
 def gradients_after_training(model: nn.Module, x: Tensor) -> list[Tensor | None]:
     """Of the last step, with nn.BatchNorm on one process; the model stays as it is."""
     model = copy.deepcopy(model)
-    _train(model, [x], loss_of, STEPS)
+    _train(model, [x], loss_of, STEPS, share=1.0)
     return [parameter.grad for parameter in model.parameters()]
 
 

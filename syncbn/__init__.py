@@ -2,13 +2,15 @@
 
 from syncbn import functional, kernels
 from syncbn.convert import convert_syncbn_model, revert_syncbn_model
-from syncbn.diagnosis.debug_mode import debug
 from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
+from syncbn.ranks.debug_mode import debug
 from syncbn.ranks.groups import create_syncbn_process_group
 from syncbn.tools.assert_synced import assert_synced
 from syncbn.tools.join import join
 from syncbn.tools.measure_local_noise import measure_local_noise
-from syncbn.tools.running_stats import accumulate_running_stats, merge_running_stats, recompute_running_stats
+from syncbn.tools.merge_running_stats import merge_running_stats
+from syncbn.tools.recompute_running_stats import recompute_running_stats
+from syncbn.tools.running_stats import accumulate_running_stats
 from syncbn.tools.summary import summary
 
 __version__ = "0.1.0"  # pyproject.toml reads it here

@@ -11,7 +11,7 @@ exit status is 0 when all is well, 1 when W ranks do not equal one, 2 for a bad 
 import argparse
 import json
 import os
-import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,27 +23,28 @@ from syncbn.cli.info import info
 from syncbn.tools.table import table
 
 SET_BY_TORCHRUN = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+TORCHRUN = "torchrun --standalone --nproc-per-node 2 -m syncbn check"
 
 
 def main() -> int:
-    """The exit status."""
+    """Runs the command and returns the exit status."""
     arguments = _parse_arguments()
-    is_info = arguments.command == "info"
-    results: dict[str, Any] = info() if is_info else _check_here(arguments.layers, arguments.channels)
+    results: Any
+    if arguments.command == "info":
+        results, passed = info(), True
+        width = max(map(len, results))
+        described = "\n".join(f"{name:{width}}  {value}" for name, value in results.items())
+    else:
+        results = _check_here(arguments.layers, arguments.channels)
+        passed, described = results.passed, _described(results)
     if "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0":  # a cluster's shell may have a RANK alone
-        if arguments.json:
-            print(json.dumps(results, indent=2))
-        elif is_info:
-            _print_info(results)
-        else:
-            _print_check(results)
-    return 0 if results.get("passed", True) else 1
+        print(json.dumps(results, indent=2, default=vars) if arguments.json else described)
+    return 0 if passed else 1
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m syncbn", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m syncbn", description=__doc__, formatter_class=formatter)
     parser.add_argument("--version", action="version", version=f"syncbn {syncbn.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("info", "what is installed and used"), ("check", "do these ranks equal one")):
@@ -56,10 +57,8 @@ def _parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     missing = [name for name in SET_BY_TORCHRUN if name not in os.environ]
     if arguments.command == "check" and "RANK" in os.environ and missing:
-        parser.error(
-            f"RANK is set, but not {', '.join(missing)}; torchrun sets all of them: torchrun --standalone "
-            "--nproc-per-node 2 -m syncbn check. To check one process, unset RANK"
-        )
+        remedy = f"torchrun sets all of them: {TORCHRUN}. To check one process, unset RANK"
+        parser.error(f"RANK is set, but not {', '.join(missing)}; {remedy}")
     return arguments
 
 
@@ -69,8 +68,8 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _check_here(num_layers: int, num_channels: int) -> dict[str, Any]:
-    """On the ranks that torchrun has started; else on this process."""
+def _check_here(num_layers: int, num_channels: int) -> SimpleNamespace:
+    """Checks the ranks that torchrun has started, else this process."""
     device = torch.device("cpu")
     if "RANK" not in os.environ:
         return check(device, num_layers, num_channels)
@@ -86,30 +85,24 @@ def _check_here(num_layers: int, num_channels: int) -> dict[str, Any]:
         dist.destroy_process_group()
 
 
-def _print_info(results: dict[str, Any]) -> None:
-    width = max(map(len, results))
-    for name, value in results.items():
-        print(f"{name:{width}}  {value}")
-
-
-def _print_check(results: dict[str, Any]) -> None:
-    ranks = f"{results['ranks']} rank{'s' * (results['ranks'] > 1)} ({results['backend']}, {results['device']})"
-    print(f"{ranks} and one process with the whole batch; kernels {results['kernels']}")
-    rows = [(one["dtype"], one["what"], f"{one['error']:.1e}", f"{one['allowed']:.1e}") for one in results["accuracy"]]
-    print(table(("dtype", "what", "error", "allowed"), rows))
-    seconds = results["seconds"]
-    if results["ranks"] == 1:
-        print("One rank has nothing to synchronise: torchrun --standalone --nproc-per-node 2 -m syncbn check")
-    else:
-        print(f"all_reduces of a layer of {results['channels']} channels")
-        times = [(name, f"{1e3 * seconds[name]:.2f} ms") for name in ("forward", "backward")]
-        step = f"step, {results['layers']} layers", f"{1e3 * seconds['step']:.1f} ms"
-        print(table(("pass", "time"), times, step))
-    if results["synced"]:
-        print(results["synced"])
-    print("Which layers of your model gain from synchronisation: help(syncbn.measure_local_noise)")
-    print("passed" if results["passed"] else "FAILED: these ranks do not train as one process does")
+def _described(results: SimpleNamespace) -> str:
+    ranks = f"{results.ranks} rank{'s' * (results.ranks > 1)} ({results.backend}, {results.device})"
+    rows = [(row.dtype, row.what, f"{row.error:.1e}", f"{row.allowed:.1e}") for row in results.accuracy]
+    cost = f"One rank has nothing to synchronise: {TORCHRUN}"
+    if results.ranks > 1:
+        times = [(name, f"{1e3 * results.seconds[name]:.2f} ms") for name in ("forward", "backward")]
+        step = f"step, {results.layers} layers", f"{1e3 * results.seconds['step']:.1f} ms"
+        cost = f"all_reduces of a layer of {results.channels} channels\n{table(('pass', 'time'), times, step)}"
+    lines = (
+        f"{ranks} and one process with the whole batch; kernels {results.kernels}",
+        table(("dtype", "what", "error", "allowed"), rows),
+        cost,
+        results.synced,
+        "Which layers of your model gain from synchronisation: help(syncbn.measure_local_noise)",
+        "passed" if results.passed else "FAILED: these ranks do not train as one process does",
+    )
+    return "\n".join(filter(None, lines))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """Holds what the user passed to one batch norm, and checks it: ValueError or TypeError with the values and the remedy.
 
-Nothing is changed before the checks have passed; a fault is raised on all ranks, see argument_errors.py.
+Nothing is changed before the checks have passed; a fault is raised on all ranks, see general.py.
 """
 
 import numbers
@@ -9,15 +9,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from syncbn import masks
-from syncbn.layout import Layout
 from syncbn.ranks.groups import GroupSpec, OfMesh
 from syncbn.torch_internals.autograd import innermost
 from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+PER_CHANNEL = "running_mean", "running_var", "weight", "bias"
+# The fields of Arguments that are tensors, or None.
+TENSORS = "input", *PER_CHANNEL, "z", "mask", "counter"
+# The functions `_check_input_dim` that look at the number of dims alone; None: a function has no such check.
+CHECKS_OF_DIMS = {None, *(layer._check_input_dim for layer in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))}
 REMEDY = "correct num_features, channel_last or channel_dim"
 
 
@@ -40,28 +43,20 @@ class Arguments:
     check_input_dim: Callable[[Tensor], Any] | None = None  # of a layer that takes some numbers of dims only
     process_group: GroupSpec | OfMesh = None
     counter: Tensor | None = None  # num_batches_tracked
-    name: str = ""  # "inputs[1]: " where there are several inputs; errors begin with it
+    num_values: Tensor | None = None  # of a channel that count, (), once a mask has set the others to 0
 
     def check(self) -> None:
-        """Raises ValueError or TypeError, which begins with the name, unless tensors and options fit together."""
-        try:
-            self._check()
-        except (TypeError, ValueError) as error:
-            if not self.name:
-                raise
-            raise type(error)(f"{self.name}{error}") from error
-
-    def _check(self) -> None:
+        """Raises ValueError or TypeError unless tensors and options fit together."""
         x = self.input
         check_input(x, self.channel_dim, self.check_input_dim)
-        given = {name: one for name, one in self.per_channel().items() if one is not None}
-        check_channels(x, self.channel_dim, self.num_channels, given)
+        per_channel = {name: tensor for name, tensor in self.per_channel().items() if tensor is not None}
+        check_channels(x, self.channel_dim, self.num_channels, per_channel)
         if (self.running_mean is None) != (self.running_var is None):
             raise ValueError("running_mean and running_var must either both be None or neither be None")
         if self.z is not None:
             check_like_input("z", self.z, x)
         if self.mask is not None:
-            masks.check(self.mask, x, self.channel_dim)
+            check_mask(self.mask, x, self.channel_dim)
 
     def check_numbers(self) -> None:
         """Raises ValueError or TypeError unless momentum is one number, or None, and eps is positive."""
@@ -72,16 +67,7 @@ class Arguments:
     def require_running_stats(self) -> None:
         """Raises ValueError where there are no running statistics; `check` refuses one of them without the other."""
         if self.running_mean is None and self.running_var is None:
-            raise ValueError(f"{self.name}running_mean must be defined in evaluation mode; or pass training=True")
-
-    def prepare(self) -> tuple[Layout, Tensor | None, tuple[Tensor | None, ...]]:
-        """This input for the Function of the side roads: its layout; the mask, of the input's shape with one channel;
-        and the tensors x, weight, bias, residual, num_values. The arguments have been checked."""
-        x, mask = masks.apply(self.mask, self.input, self.channel_dim)
-        num_values = None if mask is None else mask.sum()
-        layout = Layout.of(x, self.channel_dim)
-        residual = None if self.z is None else layout.dense(self.z.to(x.dtype))
-        return layout, mask, (layout.dense(x), self.weight, self.bias, residual, num_values)
+            raise ValueError("running_mean must be defined in evaluation mode; or pass training=True")
 
     def without_running_stats(self) -> Self:
         """The same arguments without running statistics and counter."""
@@ -90,7 +76,7 @@ class Arguments:
 
     def per_channel(self) -> dict[str, Tensor | None]:
         """The tensors (C,), by their names."""
-        return {name: getattr(self, name) for name in ("running_mean", "running_var", "weight", "bias")}
+        return {name: getattr(self, name) for name in PER_CHANNEL}
 
 
 def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor], Any] | None = None) -> None:
@@ -119,17 +105,17 @@ def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor],
         raise ValueError(f"channel_dim={channel_dim} does not exist in an input of shape {tuple(x.shape)}")
 
 
-def check_channels(x: Tensor, channel_dim: int, num_channels: int | None, per_channel: dict[str, Any]) -> None:
+def check_channels(x: Tensor, channel_dim: int, num_channels: int | None, per_channel: dict[str, Tensor]) -> None:
     """Raises ValueError or TypeError unless `per_channel` are float tensors (C,) on the device of x, with C as in x."""
     actual = x.shape[channel_dim]
-    for name, given in per_channel.items():
-        if not isinstance(given, Tensor):
-            raise TypeError(f"expected {name} to be a Tensor of shape ({actual},), got {type(given).__name__}")
-        _check_tensor(name, given, x)
-        if given.shape != (actual,):
+    for name, tensor in per_channel.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"expected {name} to be a Tensor of shape ({actual},), got {type(tensor).__name__}")
+        _check_tensor(name, tensor, x)
+        if tensor.shape != (actual,):
             raise ValueError(
-                f"{_not_as_many(given.numel(), x, channel_dim)}: {name} should contain {actual} elements not "
-                f"{given.numel()}, shape ({actual},) not {tuple(given.shape)}; {REMEDY}"
+                f"{_not_as_many(tensor.numel(), x, channel_dim)}: {name} should contain {actual} elements not "
+                f"{tensor.numel()}, shape ({actual},) not {tuple(tensor.shape)}; {REMEDY}"
             )
     if num_channels is not None and actual != num_channels:
         raise ValueError(f"{_not_as_many(num_channels, x, channel_dim)}; {REMEDY}")
@@ -140,29 +126,53 @@ def _not_as_many(expected: int, x: Tensor, channel_dim: int) -> str:
     return f"expected {expected} channels {where}"
 
 
-def check_like_input(name: str, given: Tensor, x: Tensor) -> None:
-    """Raises TypeError or ValueError unless `given` is a float tensor of the shape and device of x."""
-    _check_dtype(name, given)
-    if given.shape != x.shape:
+def check_like_input(name: str, tensor: Tensor, x: Tensor) -> None:
+    """Raises TypeError or ValueError unless `tensor` is a float tensor of the shape and device of x."""
+    _check_dtype(name, tensor)
+    if tensor.shape != x.shape:
         raise ValueError(
-            f"expected {name} of the input's shape {tuple(x.shape)}, got {tuple(given.shape)}; expand() it first"
+            f"expected {name} of the input's shape {tuple(x.shape)}, got {tuple(tensor.shape)}; expand() it first"
         )
-    _check_tensor(name, given, x)
+    _check_tensor(name, tensor, x)
 
 
-def _check_tensor(name: str, given: Tensor, x: Tensor) -> None:
-    """Raises TypeError or ValueError unless `given` is a dense float tensor on the device of x, and no DTensor."""
-    _check_dtype(name, given)
-    if type(given) not in PLAIN_CLASSES and hasattr(given, "device_mesh"):
+def check_mask(mask: Tensor, x: Tensor, channel_dim: int) -> None:
+    """Raises TypeError or ValueError unless `mask` is bool, (N,) or of the shape of x without the channels' dim."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"expected mask to be a bool tensor, got {type(mask).__name__}; use torch.as_tensor(mask)")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"expected mask to be bool, True where a value counts, got {mask.dtype}; use mask != 0")
+    wanted = list(x.shape)
+    del wanted[channel_dim]
+    # Not `in`, which is False for a static and an equal dynamic size under Dynamo.
+    sizes_fit = all(size == 1 or size == other for size, other in zip(mask.shape, wanted, strict=False))
+    if mask.ndim not in (1, len(wanted)) or not sizes_fit:
+        raise ValueError(
+            f"expected mask of shape {tuple(wanted)}, which is the input's {tuple(x.shape)} without the channels' "
+            f"dim, with sizes of 1 where all values share it, or ({wanted[0]},); got {tuple(mask.shape)}"
+        )
+    _check_device("mask", mask, x)
+
+
+def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
+    """Raises TypeError or ValueError unless `tensor` is a dense float tensor on the device of x, and no DTensor."""
+    _check_dtype(name, tensor)
+    if type(tensor) not in PLAIN_CLASSES and hasattr(tensor, "device_mesh"):
         raise TypeError(f"{name} is a DTensor, expected this rank's values as a plain tensor: pass {name}.to_local()")
-    if given.layout != torch.strided:
-        raise TypeError(f"expected a dense {name}, got layout {given.layout}; use {name}.to_dense()")
-    masks.check_device(name, given, x)
+    if tensor.layout != torch.strided:
+        raise TypeError(f"expected a dense {name}, got layout {tensor.layout}; use {name}.to_dense()")
+    _check_device(name, tensor, x)
 
 
-def _check_dtype(name: str, given: Tensor) -> None:
-    """Raises TypeError unless `given` is a float tensor."""
-    dtype = getattr(given, "dtype", type(given).__name__)
+def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:
+    """Raises ValueError unless `tensor` is on the device of x."""
+    if tensor.device != x.device:
+        raise ValueError(f"the input is on {x.device} but {name} on {tensor.device}; move one with .to(device)")
+
+
+def _check_dtype(name: str, tensor: Tensor) -> None:
+    """Raises TypeError unless `tensor` is a float tensor."""
+    dtype = getattr(tensor, "dtype", type(tensor).__name__)
     if dtype not in SUPPORTED_DTYPES:
         remedy = f"a mask is passed as mask=, not as {name}" if dtype is torch.bool else "convert it first"
         raise TypeError(f"expected {name} to be a float tensor, got {dtype}; {remedy}")

@@ -1,30 +1,30 @@
 """Swaps the batch-norm layers of a model for synchronised ones and back, by swapping the class of each layer.
 
 The module object stays, with its parameters, buffers, hooks, attributes and training flag, and so do all references to
-it: a layer may stand in the model more than once.
+it: a model may hold one layer at several places.
 """
 
 import sys
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from syncbn.diagnosis import debug_mode
-from syncbn.diagnosis.layer_names import quoted
+from syncbn.call_stack import warn
+from syncbn.diagnosis.names import quoted
 from syncbn.layer import SyncBatchNorm
-from syncbn.program import warn
-from syncbn.ranks.groups import ProcessGroupLike, of_torch, to_spec
-from syncbn.ranks.reductions import make_groups
+from syncbn.ranks import debug_mode
+from syncbn.ranks.groups import ProcessGroupLike, make_groups, of_torch, to_spec
 from syncbn.synchronised_classes import ADDED, class_of, synchronised_class
 
 Model = TypeVar("Model", bound=nn.Module)
+Change: TypeAlias = tuple[nn.Module, type[nn.Module], dict[str, Any]]  # a layer, its new class and new attributes
 
 CONVERT = "call syncbn.convert_syncbn_model(model)"
 BUILT = "these layers were built as syncbn layers and stay: build them as nn.BatchNorm1d, 2d or 3d"
-# What a revert takes from a layer with one of these options.
+# What a layer loses in a revert, by its option.
 LOST = {
     "fuse_relu": "these layers have lost their relu: put an nn.ReLU behind each",
     "channel_last": "these layers take the channels in dim 1 again",
@@ -63,28 +63,25 @@ def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, c
     'SyncBatchNorm2d'
     """
     check_module(model)
-    found = unsynchronised(model)
-    others = [one for one in found if one.remedy != CONVERT]
-    layers: dict[str, Any] = {one.name: one.layer for one in found if one.remedy == CONVERT}
+    found, spec = unsynchronised(model), to_spec(process_group)
+    others = [(name, layer, remedy) for name, layer, remedy in found if remedy != CONVERT]
+    layers = {name: layer for name, layer, remedy in found if remedy == CONVERT}
+    changes: list[Change] = []
     for name, layer in layers.items():
         _require_no_fsdp(name, layer, "convert_syncbn_model")
         if channel_last and isinstance(layer, LazyModuleMixin):
             raise ValueError(f"{name!r} is lazy and counts channels in dim 1; run a forward before channel_last=True")
-    spec = to_spec(process_group)
-    # An nn.SyncBatchNorm holds its group itself, which could be neither copied nor pickled.
-    specs = [to_spec(vars(layer).get("process_group")) if spec is None else spec for layer in layers.values()]
-    classes = [(class_of(layer), synchronised_class(class_of(layer))) for layer in layers.values()]
+        # An nn.SyncBatchNorm holds its group itself, which could be neither copied nor pickled.
+        own_spec = to_spec(vars(layer).get("process_group")) if spec is None else spec
+        added = {"_original_class": class_of(layer), "_process_group": own_spec, "channel_last": channel_last}
+        changes.append((layer, synchronised_class(class_of(layer)), added))
     make_groups(spec)
     debug_mode.run_uncompiled_where_wanted()
     if spec is not None:
         for module in model.modules():
             if isinstance(module, SyncBatchNorm):
                 module.process_group = spec
-    for layer, own_spec, (original_class, new_class) in zip(layers.values(), specs, classes, strict=True):
-        vars(layer).pop("process_group", None)
-        _set_class(layer, new_class)
-        vars(layer)["_original_class"] = original_class
-        layer.process_group, layer.channel_last = own_spec, channel_last
+    _apply(changes)
     if others:
         warn(f"syncbn did not convert these layers: {described(others)}")
     return model
@@ -118,8 +115,8 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
     check_module(model)
     if target not in (None, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         raise ValueError(f"target must be nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d or None, got {target!r}")
-    changes: list[tuple[nn.Module, Any, dict[str, Any]]] = []  # layer, its new class, attributes
-    noted: dict[str, list[str]] = {}  # what is wrong, and with which layers
+    changes: list[Change] = []
+    noted: dict[str, list[str]] = {}  # what to warn of, and the layers
     for name, layer in model.named_modules():
         new_class = vars(layer).get("_original_class", class_of(layer))
         if new_class is nn.SyncBatchNorm and target is not None:
@@ -139,11 +136,7 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
                 noted.setdefault(lost, []).append(name)
     if noted:
         warn(f"syncbn: {'; '.join(f'{what} ({_some(names)})' for what, names in noted.items())}")
-    for layer, new_class, attributes in changes:
-        for name in (*ADDED, "process_group"):
-            vars(layer).pop(name, None)
-        _set_class(layer, new_class)
-        vars(layer).update(attributes)
+    _apply(changes)
     return model
 
 
@@ -153,31 +146,28 @@ def check_module(model: nn.Module) -> None:
         raise TypeError(f"expected an nn.Module, got {model!r} of type {type(model).__name__}; pass the model")
 
 
-def _set_class(layer: nn.Module, new_class: type[nn.Module]) -> None:
-    """Exchange `class_of(layer)`; the class on top of it is made again on top of the new one."""
-    if class_of(layer) is not type(layer):
-        new_class = type(f"Parametrized{new_class.__name__}", (new_class,), dict(vars(type(layer))))
-    layer.__class__ = new_class
+def _apply(changes: list[Change]) -> None:
+    """Replaces `class_of` each layer. The class that parametrize made above it is made again above the new one."""
+    for layer, new_class, attributes in changes:
+        for name in (*ADDED, "process_group"):
+            vars(layer).pop(name, None)
+        if class_of(layer) is not type(layer):
+            new_class = type(f"Parametrized{new_class.__name__}", (new_class,), dict(vars(type(layer))))
+        layer.__class__ = new_class
+        vars(layer).update(attributes)
 
 
 def _require_no_fsdp(name: str, module: nn.Module, caller: str) -> None:
-    """**Raises** RuntimeError when fully_shard has put a class of its own on the module."""
+    """**Raises** RuntimeError if fully_shard has given the module a class of its own."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, and nobody can have wrapped a module without it
     if fsdp is not None and isinstance(module, fsdp.FSDPModule):
         raise RuntimeError(f"{name!r} is already wrapped by fully_shard; call {caller} before fully_shard")
 
 
-class Unsynchronised(NamedTuple):
-    """A layer that seems to normalise each rank's batch alone."""
-
-    name: str  # in the model
-    layer: nn.Module
-    remedy: str  # CONVERT where it can be converted
-
-
-def unsynchronised(model: nn.Module) -> list[Unsynchronised]:
-    """The layers of `model` that seem to normalise each rank's batch alone."""
-    return [Unsynchronised(name, one, remedy) for name, one in model.named_modules() if (remedy := _remedy(one))]
+def unsynchronised(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """The layers of `model` that seem to normalise each rank's batch alone: name, layer and remedy, which is CONVERT
+    where it can be converted."""
+    return [(name, module, remedy) for name, module in model.named_modules() if (remedy := _remedy(module))]
 
 
 def _remedy(module: nn.Module) -> str | None:
@@ -188,7 +178,7 @@ def _remedy(module: nn.Module) -> str | None:
         return None
     if not isinstance(module, _BatchNorm):
         buffers = vars(module)["_buffers"]
-        # If its weight is a buffer too, it is a frozen batch norm, which needs no synchronisation.
+        # A module whose weight is a buffer too is a frozen batch norm, which needs no synchronisation.
         if (buffers.get("running_mean") is None and buffers.get("running_var") is None) or "weight" in buffers:
             return None
         if type(module) is nn.Module or type(module).__module__ == "torch.export.unflatten":
@@ -206,29 +196,28 @@ def _remedy(module: nn.Module) -> str | None:
 
 
 def kind_of(module: nn.Module) -> str:
-    """The name of its class, of a scripted module before it was scripted."""
+    """The name of the module's class; of a scripted module's class before it was scripted."""
     return str(module.original_name) if isinstance(module, torch.jit.ScriptModule) else class_of(module).__name__
 
 
-def described(found: list[Unsynchronised]) -> str:
-    """For each class how many layers, the names of the first, and what to do; at most 1,000 characters in all."""
+def described(found: list[tuple[str, nn.Module, str]]) -> str:
+    """Says for each class how many layers there are, names the first, and what to do; at most 1,000 characters."""
     names: dict[tuple[str, str], list[str]] = {}
     for name, layer, remedy in found:
         names.setdefault((kind_of(layer), remedy), []).append(name)
     parts: list[str] = []
     left = len(found)
     for (kind, remedy), of_kind in names.items():
-        part = f"{len(of_kind)} {_shortened(kind)} ({_some(of_kind)}): {remedy}"
-        if len("; ".join((*parts, part))) > MAX_CHARACTERS:
-            parts.append(f"and {left} others")
+        parts.append(f"{len(of_kind)} {_shortened(kind)} ({_some(of_kind)}): {remedy}")
+        if len("; ".join(parts)) > MAX_CHARACTERS:
+            parts[-1] = f"and {left} others"
             break
-        parts.append(part)
         left -= len(of_kind)
     return "; ".join(parts)
 
 
 def _some(names: list[str]) -> str:
-    """The first of these names of layers, shortened, and "..." for the others."""
+    """The first names of these layers, shortened, with "..." for the others."""
     shown = [_shortened(quoted(name) or "the model") for name in names[:NAMED]]
     return ", ".join(shown + ["..."] * (len(names) > NAMED))
 

@@ -1,25 +1,24 @@
 """Offers the functional forms: batch norm of one input and of several, and the gradient for a hand-written backward."""
 
-import itertools
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from syncbn import argument_errors, step
+from syncbn import general, ordinary
 from syncbn.arguments import Arguments, check_channels, check_input, check_like_input
+from syncbn.evaluation import evaluate
+from syncbn.gradients import BackwardInput, outputs
+from syncbn.kernels.interface import Kind
 from syncbn.layout import Layout
+from syncbn.many import sync_batch_norm_many
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
-from syncbn.ranks.reductions import ONE_RANK, Caller
-from syncbn.ranks.side_reductions import Reduction, totals
-from syncbn.roads import choice, nested, watched
+from syncbn.ranks.guards import Caller
+from syncbn.ranks.reductions import ONE_RANK, Reduction, total
 from syncbn.statistics import compute_dtype
+from syncbn.torch_internals.autograd import jagged_parts
 
 __all__ = ["batch_norm_backward", "sync_batch_norm", "sync_batch_norm_many"]
 
 SYNC_BATCH_NORM = Caller("sync_batch_norm")
-_SYNC_BATCH_NORM_MANY = Caller("sync_batch_norm_many")
 _BATCH_NORM_BACKWARD = Caller("batch_norm_backward")
 
 
@@ -95,72 +94,14 @@ def sync_batch_norm(
             [ 1.0000,  1.0000]])
     """
     spec = to_spec(process_group) if training else None
-    given = Arguments(
+    arguments = Arguments(
         input, running_mean, running_var, weight, bias, momentum, eps, channel_dim, z, fuse_relu, mask,
         process_group=spec,
     )  # fmt: skip
     if training:
-        return step.train(given, SYNC_BATCH_NORM)[0]
-    given.require_running_stats()
-    return step.evaluate(given)
-
-
-def sync_batch_norm_many(
-    inputs: Iterable[Tensor],
-    running_means: Iterable[Tensor | None] | None = None,
-    running_vars: Iterable[Tensor | None] | None = None,
-    weights: Iterable[Tensor | None] | None = None,
-    biases: Iterable[Tensor | None] | None = None,
-    training: bool = True,
-    momentum: float | Tensor = 0.1,
-    eps: float = 1e-5,
-    process_group: ProcessGroupLike = None,
-    *,
-    channel_dim: int = 1,
-) -> list[Tensor]:
-    r"""`sync_batch_norm` of each of k independent inputs, with one all_reduce for all of them each way.
-
-    It equals k calls, each input with statistics, buffers and parameters of its own; use it for detection heads over
-    several pyramid levels, siamese views and the like. The all_reduces carry the bytes of k calls together, so it saves
-    latency. There is no all_reduce in evaluation, with one rank or without a process group. All ranks must pass the
-    same number of inputs in the same order: another order on one rank mixes their statistics, and is not noticed.
-
-    Args:
-        inputs: k tensors as `sync_batch_norm` takes them, on one device; their shapes and channels may differ.
-        running_means, running_vars, weights, biases: k tensors (C,) or None each; None for none at all.
-        training, momentum, eps, process_group, channel_dim: as in `sync_batch_norm`, for all inputs.
-
-    Returns:
-        k tensors of the inputs' shapes, dtypes and memory formats.
-
-    Raises:
-        ValueError, TypeError: as `sync_batch_norm`, with the index of the input. (If the ranks pass different numbers
-            of inputs, gloo aborts them.)
-
-    >>> levels = [torch.tensor([[1.0], [3.0]]), torch.tensor([[10.0, 0.0], [30.0, 0.0]])]
-    >>> sync_batch_norm_many(levels)[1]
-    tensor([[-1.0000,  0.0000],
-            [ 1.0000,  0.0000]])
-    """
-    lists = {"running_means": running_means, "running_vars": running_vars, "weights": weights, "biases": biases}
-    xs = _as_list("inputs", inputs)
-    roles = {name: _as_list(name, [None] * len(xs) if one is None else one) for name, one in lists.items()}
-    spec = to_spec(process_group) if training else None
-    given = [
-        Arguments(x, mean, var, weight, bias, momentum, eps, channel_dim, process_group=spec, name=f"inputs[{index}]: ")
-        for index, (x, mean, var, weight, bias) in enumerate(itertools.zip_longest(xs, *roles.values()))
-    ][: len(xs)]
-    fault = None
-    for name, role in roles.items():
-        if len(role) != len(xs):
-            fault = ValueError(f"expected {len(xs)} {name}, one for each input, got {len(role)}")
-    if training and xs:
-        return [y for y, _ in choice.train(given, _SYNC_BATCH_NORM_MANY, fault)]
-    if fault is not None:
-        raise fault
-    for one in given:
-        one.require_running_stats()
-    return [step.evaluate(one) for one in given]
+        return ordinary.train(arguments, SYNC_BATCH_NORM)[0]
+    arguments.require_running_stats()
+    return evaluate(arguments)
 
 
 def batch_norm_backward(
@@ -205,19 +146,20 @@ def batch_norm_backward(
             gives C.
     """
     reduction: Reduction = ONE_RANK
+    arguments = Arguments(input, mean, invstd, weight, channel_dim=channel_dim)
     if training:
-        reduction = choice.road_now().reduction_of(to_spec(process_group), _BATCH_NORM_BACKWARD, input)
+        arguments.process_group = to_spec(process_group)
+        reduction = general.reduction_now(arguments, _BATCH_NORM_BACKWARD)
     try:
         needs_input, needs_weight, needs_bias = output_mask
-        if nested.is_jagged(input):
+        if jagged_parts(input) is not None:
             raise TypeError("input is a NestedTensor; pass grad_output.values() and input.values()")
         check_input(input, channel_dim)
         check_like_input("grad_output", grad_output, input)
-        given = {"mean": mean, "invstd": invstd} | ({} if weight is None else {"weight": weight})
-        check_channels(input, channel_dim, None, given)
+        per_channel = {"mean": mean, "invstd": invstd} | ({} if weight is None else {"weight": weight})
+        check_channels(input, channel_dim, None, per_channel)
     except (TypeError, ValueError) as error:
-        per_channel = Arguments(input, mean, invstd, weight, channel_dim=channel_dim)
-        argument_errors.raise_on_all_ranks(error, [per_channel], reduction, "backward")
+        general.raise_on_all_ranks(error, [arguments], reduction, "backward")
 
     with torch.no_grad():
         layout = Layout.of(input, channel_dim)
@@ -226,19 +168,16 @@ def batch_norm_backward(
         mean, invstd = mean.to(torch.float64), invstd.to(torch.float64)
         num_values = mean.new_full((1,), layout.sizes[0] * layout.sizes[2])
         statistics = torch.cat((mean, torch.zeros_like(mean), invstd, num_values))  # the var is unused
-        saved, needed = (input, weight, statistics, None), (needs_input and training, needs_weight, needs_bias, False)
-        one = watched.backward_input(layout, grad_output.to(input.dtype), saved, needed, weight.dtype)
-        sums, grad_weight, grad_bias = watched.backward_sums(one)
-        total = totals([torch.cat((sums, num_values))], reduction, "backward", counted=True)[0]
-        one = one._replace(statistics=torch.cat((statistics[:-1], total[-1:])))
-        grad_input, _ = watched.backward_outputs(one, total[:-1])
+        kind = Kind(layout, input.dtype, input.device, weight_dtype=weight.dtype, bias_dtype=weight.dtype)
+        needed = needs_input and training, needs_weight, needs_bias, False
+        inputs = BackwardInput.of(kind, grad_output.to(input.dtype), (input, weight, statistics, None), needed)
+        kernels = inputs.kernels()
+        sums, grad_weight, grad_bias, handle = kernels.backward_sums(inputs.dy, inputs.saved)
+        sums = total(torch.cat((sums, num_values)), reduction, "backward", ends_in_n=True)
+        statistics = torch.cat((statistics[:-1], sums[-1:]))
+        inputs = inputs._replace(saved=(inputs.saved[0], weight, statistics, None))
+        grad_input, _ = outputs(kernels, handle, inputs, sums[:-1])
         if needs_input and not training:
             scale = (invstd * weight).to(compute_dtype(input.dtype))[:, None]
             grad_input = layout.unfold(layout.fold(grad_output) * scale, input.shape).to(input.dtype)
     return grad_input, grad_weight, grad_bias
-
-
-def _as_list(name: str, given: Iterable[Any]) -> list[Any]:
-    if isinstance(given, Tensor):
-        raise TypeError(f"expected {name} to be a list of tensors, got one tensor; use {name}.unbind()")
-    return list(given)

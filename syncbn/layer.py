@@ -1,19 +1,22 @@
 """Defines the layer: parameters and buffers of nn.BatchNorm, statistics of all ranks."""
 
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import argument_errors, step
+from syncbn import ordinary
 from syncbn.arguments import Arguments, check_eps, check_momentum, check_num_features
-from syncbn.diagnosis import debug_mode, observer
-from syncbn.ranks.groups import THIS_RANK_ALONE, GroupSpec, ProcessGroupLike, to_spec, to_user
-from syncbn.ranks.reductions import make_groups, warn_in_data_parallel
-from syncbn.roads import traced
-from syncbn.torch_internals.state import PLAIN_CLASSES, runs_plainly
+from syncbn.diagnosis.names import path_in_model, quoted
+from syncbn.diagnosis.positions import Site
+from syncbn.diagnosis.watchdog import note_evaluation
+from syncbn.evaluation import evaluate
+from syncbn.inputs import traced
+from syncbn.ranks import debug_mode, groups
+from syncbn.ranks.groups import GroupSpec, ProcessGroupLike
+from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling, runs_plainly
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -54,7 +57,7 @@ class SyncBatchNorm(_BatchNorm):
     fuse_relu: bool = False
     # The number of ranks that the last training step in eager mode synchronised; None before the first.
     _synchronised_ranks: int | None = None
-    _call_site: Any = None  # of this layer in its group, see diagnosis/this_rank.py
+    _call_site: Site | None = None  # of this layer in its group, see diagnosis/positions.py
     _process_group: GroupSpec = None
 
     def __init__(
@@ -82,18 +85,18 @@ class SyncBatchNorm(_BatchNorm):
         self.process_group = process_group
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
-        make_groups(self._process_group)
+        groups.make_groups(self._process_group)
         debug_mode.run_uncompiled_where_wanted()
 
     @property
     def process_group(self) -> ProcessGroupLike:
         """The ranks to synchronise, as they were given; None for the default group. A ProcessGroup that was destroyed,
         or does not exist where the layer was loaded, is shown by its ranks."""
-        return to_user(self._process_group)
+        return groups.to_user(self._process_group)
 
     @process_group.setter
     def process_group(self, process_group: ProcessGroupLike) -> None:
-        self._process_group = to_spec(process_group)
+        self._process_group = groups.to_spec(process_group)
 
     def __getstate__(self) -> dict[str, Any]:
         left_out = "_synchronised_ranks", "_call_site", "_train_over_ranks"  # a copy starts without these
@@ -137,7 +140,7 @@ class SyncBatchNorm(_BatchNorm):
         A torch.fx.Proxy makes the layer a leaf of the graph, as nn.BatchNorm is; TraceError where it cannot be one.
         """
         if type(input) not in PLAIN_CLASSES and isinstance(input, Proxy):
-            options = {name: one for name, one in (("z", z), ("mask", mask)) if one is not None}
+            options = {name: tensor for name, tensor in (("z", z), ("mask", mask)) if tensor is not None}
             return traced.leaf(self, input.tracer, (input,), options)
         running_mean, running_var, counter = self.running_mean, self.running_var, None
         if self.training:
@@ -146,29 +149,29 @@ class SyncBatchNorm(_BatchNorm):
                 running_mean = running_var = counter = None
         momentum = 0.0 if self.momentum is None and counter is None else self.momentum
         checks = type(self)._check_input_dim is not _BatchNorm._check_input_dim or "_check_input_dim" in self.__dict__
-        given = Arguments(
+        arguments = Arguments(
             input, running_mean, running_var, self.weight, self.bias, momentum, self.eps,
             -1 if self.channel_last else 1, z, self.fuse_relu, mask, self.num_features,
             self._check_input_dim if checks else None, self._process_group, counter,
         )  # fmt: skip
         try:
             if self.training:
-                return self._train_over_ranks(given, self)[0]
+                return self._train_over_ranks(arguments, self)[0]
             if runs_plainly():
-                observer.note_evaluation()
-            return step.evaluate(given)
+                note_evaluation()
+            return evaluate(arguments)
         except (RuntimeError, TypeError, ValueError) as error:
-            argument_errors.raise_with_name(error, self)
+            raise_with_name(error, self)
 
     # F.batch_norm(training=True) over all ranks of the group: (arguments, layer) -> y, statistics. Tools replace it.
-    _train_over_ranks = staticmethod(step.train)
+    _train_over_ranks = staticmethod(ordinary.train)
 
     def _replicate_for_data_parallel(self) -> Self:
         """A replica of nn.DataParallel, which has threads but no ranks."""
         if self.training:
-            warn_in_data_parallel()
+            groups.warn_in_data_parallel()
         replica: Self = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        vars(replica)["_process_group"] = THIS_RANK_ALONE
+        vars(replica)["_process_group"] = groups.THIS_RANK_ALONE
         return replica
 
     __prepare_scriptable__ = traced.refuse_script  # torch.jit.script calls it first
@@ -197,3 +200,18 @@ class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
 
 class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """SyncBatchNorm for (N, C, D, H, W), or (N, D, H, W, C) with channel_last; it is an nn.BatchNorm3d too."""
+
+
+def raise_with_name(error: Exception, layer: nn.Module) -> NoReturn:
+    """Raise `error`, from the forward of `layer`, with the layer's name before it, unless it names the layer already.
+
+    Exceptions of other classes are re-raised unchanged. So are all exceptions in a compiled graph: it has no frames
+    from which the name could be found.
+    """
+    if is_compiling() or type(error) not in (RuntimeError, TypeError, ValueError):
+        raise error
+    name = quoted(path_in_model(layer)) or type(layer).__name__
+    if any(f"{name}{after}" in str(error) for after in (" forward", " backward", ":")):
+        raise error
+    error.args = (f"{name}: {error}",)
+    raise error

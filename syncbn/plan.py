@@ -1,84 +1,172 @@
-"""Finds the plan of a pass: what depends on the kinds of its arguments alone, checked and worked out once.
+"""Finds the kernels of an ordinary pass: what depends on the kinds of its arguments alone is worked out once.
 
 A plan is a function of its key alone: of shapes, strides, dtypes, devices and options. It holds no tensor, layer or
-group, so nothing makes it invalid. Arguments that are wrong, or that kernels cannot read at their addresses, get no
-plan: they take a side road, which copies them or says what is wrong. new_plans.py makes the plans.
+group, so nothing makes it invalid. A plan is the kernels for such arguments, or None where kernels cannot read them at
+their addresses. Wrong arguments, and those with a mask, have none.
 """
 
+from collections.abc import Iterable
+from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from syncbn.arguments import Arguments
-from syncbn.kernels.plans import require_memory
+from syncbn.arguments import CHECKS_OF_DIMS, Arguments
+from syncbn.kernels.interface import NO_MEMORY, Kernels, Kind, Needed, Saved, is_freed
+from syncbn.kernels.select import ordinary_kernels
 from syncbn.layout import Layout
-from syncbn.new_plans import Plan, kind, new_backward_plan, new_forward_plan
+from syncbn.statistics import num_statistics
 from syncbn.torch_internals.autograd import is_wrapped, is_zero_tensor
-from syncbn.torch_internals.state import PLAIN_CLASSES
+from syncbn.torch_internals.state import PLAIN_OR_NONE
 
 MOST_PLANS = 4096  # then all are forgotten
-_plans: dict[tuple[Any, ...], Plan] = {}
+_plans: dict[tuple[object, ...], Kernels | None] = {}
 
-_PLAIN = {*PLAIN_CLASSES, type(None)}
+_NUMBERS = {float, int, NoneType}  # classes of momentum
+_facts_of = attrgetter("shape", "dtype", "device")  # of a tensor
 
 
-def forward_plan(given: Arguments) -> Plan | None:
-    """The plan for arguments of these kinds, or None."""
-    if given.mask is not None:
+def forward_plan(arguments: Arguments, is_single: bool = True) -> Kernels | None:
+    """The kernels for arguments of these kinds; None where they are not ordinary, as with a mask. `is_single`: see
+    `kind_of`."""
+    if arguments.mask is not None:
         return None
-    tensors = given.input, given.z, given.weight, given.bias, given.running_mean, given.running_var, given.counter
+    tensors = (
+        arguments.input, arguments.z, arguments.weight, arguments.bias, arguments.running_mean, arguments.running_var,
+        arguments.counter,
+    )  # fmt: skip
     classes = (*map(type, tensors),)
-    if not _PLAIN.issuperset(classes):
+    if not PLAIN_OR_NONE.issuperset(classes):
         return None
-    check: Any = given.check_input_dim
+    momentum = arguments.momentum
+    check: Any = arguments.check_input_dim
     try:
         key = (
-            classes, _kinds(tensors), type(given.momentum), type(given.eps), given.eps,
-            type(given.relu), given.relu, type(given.channel_dim), given.channel_dim, given.num_channels,
-            None if check is None else check.__func__,
+            classes, _kinds(tensors), type(momentum), type(arguments.eps), arguments.eps, type(arguments.relu),
+            arguments.relu, type(arguments.channel_dim), arguments.channel_dim, arguments.num_channels,
+            is_single, None if check is None else check.__func__,
         )  # fmt: skip
         return _plans[key]
     except KeyError:
-        return _remember(key, new_forward_plan(given, key[-1]))
+        options = type(arguments.eps), type(arguments.relu), type(momentum) in _NUMBERS
+        if key[-1] not in CHECKS_OF_DIMS or options != (float, bool, True):  # objects of users, which may not be kept
+            return None
+        try:
+            arguments.check()
+            arguments.check_numbers()
+        except Exception:  # the general road says what is wrong, on all ranks
+            return None
+        return _remember(key, _new_forward_plan(arguments, is_single))
     except (AttributeError, RuntimeError, TypeError):  # a check of the instance; no strides or memory; a bad option
         return None
 
 
-def backward_plan(
-    layout: Layout, dy: Tensor, saved: tuple[Any, ...], needed: tuple[bool, ...], bias_dtype: torch.dtype | None
-) -> Plan | None:
-    """The plan for the gradients `needed` of x, weight, bias and residual, or None.
+def backward_plan(kind: Kind, dy: Tensor, saved: Saved, needed: Needed) -> Kernels | None:
+    """The kernels for the gradients `needed` behind a forward of this kind, or None. dy lies as x does. On CPU their
+    sums end in a trailer if those of forward did.
 
-    x, weight, the statistics and y (None unless relu is fused behind a residual) were `saved`. dy lies as x does.
+    x, weight, the statistics and y (None unless relu is fused behind a residual) were `saved`.
     """
     tensors = (dy, *saved)
     classes = (*map(type, tensors),)
-    if not _PLAIN.issuperset(classes):
+    if not PLAIN_OR_NONE.issuperset(classes):
         return None
     try:
-        key = classes, _kinds(tensors), layout, needed, bias_dtype
+        key = classes, _kinds(tensors), kind.layout, kind.eps, kind.relu, kind.bias_dtype, kind.is_signed, needed
         return _plans[key]
     except KeyError:
-        return _remember(key, new_backward_plan(layout, dy, saved, needed, bias_dtype))
+        return _remember(key, _new_backward_plan(kind, dy, saved, needed))
     except RuntimeError:  # a hook has made a sparse tensor of what was saved, or freed its memory
         return None
 
 
-def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[object, ...]:
     """The part of a key that tensors give, beside their classes: shapes, dtypes, devices, strides, and whether their
     memory holds their values. **Raises** RuntimeError where one has no memory."""
-    there = [one for one in tensors if one is not None]
-    require_memory(there)
+    present = [tensor for tensor in tensors if tensor is not None]
+    if any(map(Tensor.storage_offset, present)) and any(map(is_freed, present)):  # it is a view: its address is not 0
+        raise RuntimeError(NO_MEMORY)
     return (
-        *map(kind, there), *map(Tensor.stride, there), *map(Tensor.is_neg, there), *map(is_zero_tensor, there),
-        *map(is_wrapped, there),
+        *map(_facts_of, present), *map(Tensor.stride, present), *map(Tensor.is_neg, present),
+        *map(is_zero_tensor, present), *map(is_wrapped, present),
     )  # fmt: skip
 
 
-def _remember(key: tuple[Any, ...], plan: Plan | None) -> Plan | None:
-    if plan is not None:
-        if len(_plans) >= MOST_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+def _remember(key: tuple[object, ...], plan: Kernels | None) -> Kernels | None:
+    if len(_plans) >= MOST_PLANS:
+        _plans.clear()
+    _plans[key] = plan
     return plan
+
+
+def _new_forward_plan(arguments: Arguments, is_single: bool) -> Kernels | None:
+    """None where no kernel can read the tensors at their addresses."""
+    x, z, counter, per_channel = arguments.input, arguments.z, arguments.counter, arguments.per_channel()
+    kind = kind_of(arguments, is_single)
+    if not (_are_dense((x, z), kind.layout) and _are_contiguous((*per_channel.values(), counter))):
+        return None
+    if z is not None and z.dtype != x.dtype:
+        return None
+    if counter is not None and _facts_of(counter) != ((), torch.int64, x.device):
+        return None
+    return ordinary_kernels(kind)
+
+
+def kind_of(arguments: Arguments, is_single: bool = False) -> Kind:
+    """The kind of plain arguments that have been checked. Only the kernels of a single, ordinary input (`is_single`)
+    write a trailer behind their sums, on CPU, and update the buffers."""
+    x = arguments.input
+    dtypes = {name: None if tensor is None else tensor.dtype for name, tensor in arguments.per_channel().items()}
+    kind = Kind(
+        Layout.of(x, arguments.channel_dim), x.dtype, x.device, arguments.eps, bool(arguments.relu),
+        arguments.z is not None, dtypes["weight"], dtypes["bias"],
+    )  # fmt: skip
+    if not is_single:
+        return kind
+    return kind._replace(
+        mean_dtype=dtypes["running_mean"], var_dtype=dtypes["running_var"], has_counter=arguments.counter is not None,
+        averages=arguments.momentum is None, is_signed=x.is_cpu,
+    )  # fmt: skip
+
+
+def kind_of_backward(kind: Kind, dy: Tensor, weight: Tensor | None, needed: Needed) -> Kind:
+    """The kind of the gradients `needed` of x, weight, bias and residual, behind a forward of this kind."""
+    weight_dtype, masks_by_y = None if weight is None else weight.dtype, kind.relu and kind.has_residual
+    return Kind(
+        kind.layout, dy.dtype, dy.device, kind.eps, kind.relu, masks_by_y, weight_dtype,
+        grad_weight_dtype=weight_dtype if needed[1] else None,
+        grad_bias_dtype=kind.bias_dtype if needed[2] else None,
+        needs_x=needed[0], needs_residual=needed[3] and masks_by_y,
+    )  # fmt: skip
+
+
+def _new_backward_plan(kind: Kind, dy: Tensor, saved: Saved, needed: Needed) -> Kernels | None:
+    """None where hooks have rounded or moved what was saved."""
+    x, weight, statistics, y = saved
+    channels = kind.layout.sizes[1]
+    if any(tensor is not None and _facts_of(tensor) != _facts_of(dy) for tensor in (x, y)):
+        return None
+    if _facts_of(statistics) != ((num_statistics(channels, kind.masks_by_x()),), torch.float64, dy.device):
+        return None
+    if weight is not None and (weight.shape, weight.device) != ((channels,), dy.device):
+        return None
+    if not (_are_dense((dy, x, y), kind.layout) and _are_contiguous((weight, statistics))):
+        return None
+    return ordinary_kernels(kind_of_backward(kind, dy, weight, needed)._replace(is_signed=kind.is_signed))
+
+
+def _are_dense(tensors: Iterable[Tensor | None], layout: Layout) -> bool:
+    """Whether kernels can read these at their addresses, in this layout."""
+    return all(tensor is None or (_has_values(tensor) and layout.dense(tensor) is tensor) for tensor in tensors)
+
+
+def _are_contiguous(per_channel: Iterable[Tensor | None]) -> bool:
+    """Whether kernels can read these per-channel values at their addresses."""
+    return all(tensor is None or (_has_values(tensor) and tensor.is_contiguous()) for tensor in per_channel)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether its memory holds its values."""
+    return tensor.layout == torch.strided and not (tensor.is_neg() or is_zero_tensor(tensor) or is_wrapped(tensor))

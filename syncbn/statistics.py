@@ -10,6 +10,8 @@ All tensors here have that size, so the cost does not depend on the batch. Knows
 import torch
 from torch import Tensor
 
+from syncbn.torch_internals.state import inside_functorch, inside_vmap, is_compiling
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which maps compute values of this dtype: float64 for float64, else float32."""
@@ -36,18 +38,13 @@ def to_sums(statistics: Tensor, num_channels: int) -> Tensor:
 
 def unpack(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """mean, var and invstd (C,), and n (1,)."""
-    of_channels, num_values = statistics[: 3 * num_channels], statistics[3 * num_channels : 3 * num_channels + 1]
-    return *of_channels.chunk(3), num_values  # type: ignore[return-value]
+    mean, var, invstd = statistics[: 3 * num_channels].chunk(3)
+    return mean, var, invstd, statistics[3 * num_channels : 3 * num_channels + 1]
 
 
 def num_statistics(num_channels: int, relu: bool) -> int:
     """How many numbers are packed; `relu`: with the scale and shift of a relu without residual."""
     return (5 if relu else 3) * num_channels + 1
-
-
-def has_scale_and_shift(statistics: Tensor, num_channels: int) -> bool:
-    """Whether scale and shift follow."""
-    return statistics.numel() == num_statistics(num_channels, relu=True) > 1
 
 
 def unbiased(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,37 +54,29 @@ def unbiased(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Ten
 
 
 @torch.no_grad()
-def update_running_stats(
-    running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float | Tensor, moves: bool = True
-) -> None:
-    """running = (1 - momentum) * running + momentum * statistic, in place, rounded once to the buffer's own dtype.
+def update_buffers(
+    running_mean: Tensor | None, running_var: Tensor | None, counter: Tensor | None, statistics: Tensor,
+    momentum: float | Tensor | None, updates: bool = True,
+) -> None:  # fmt: skip
+    """running = (1 - momentum) * running + momentum * statistic, in place, rounded once to the buffer's own dtype; and
+    the batch is counted. Without momentum the running statistics are the average of all batches.
 
     running_var takes the unbiased variance, var * n / (n - 1). With n = 0 values nothing changes, with n = 1
-    running_var stays; the host does not read n. With `moves` False nothing changes, but the same operators run, because
-    selective checkpointing finds their results by counting.
+    running_var stays; the host does not read n. Without `updates` nothing changes, but the same operators run:
+    selective checkpointing matches saved results by call order.
     """
-    mean, var, num_values = unbiased(statistics.detach(), len(running_mean))  # no_grad leaves tangents
-    for running, statistic, enough in ((running_mean, mean, num_values > 0), (running_var, var, num_values > 1)):
-        moved = (1 - momentum) * running.to(torch.float64) + momentum * statistic
-        moved = torch.where(enough, moved, running)
-        if moves:
-            running.copy_(moved)
-
-
-class Pool:
-    """Collects the statistics of all batches of a layer: their sums, and the number of forwards."""
-
-    def __init__(self, num_channels: int, device: torch.device) -> None:
-        self.packed = torch.zeros(2 * num_channels + 2, dtype=torch.float64, device=device)
-        self.is_empty = True
-
-    def add(self, statistics: Tensor, moves: bool) -> None:
-        """Adds the statistics of a batch. In a recompute (`moves` False) it does not: the first forward did."""
-        packed = torch.cat((to_sums(statistics.detach(), len(self.packed) // 2 - 1), statistics.new_ones(1)))
-        if moves:
-            self.packed += packed
-            self.is_empty = False
-
-    def statistics(self) -> Tensor:
-        """mean, biased var and n of all batches, packed as the statistics of one batch."""
-        return from_sums(self.packed[:-1], eps=1.0)  # invstd is unused
+    if momentum is None and counter is not None:
+        momentum = 1.0 / (counter + 1).to(torch.float64)  # without waiting for a GPU
+    if running_mean is not None and running_var is not None and momentum is not None:
+        mean, var, num_values = unbiased(statistics.detach(), len(running_mean))  # no_grad leaves tangents
+        # torch.func.grad refuses copy_ on what its function has captured; vmap knows copy_ alone.
+        by_foreach = not is_compiling() and inside_functorch() and not inside_vmap()
+        for running, statistic, enough in ((running_mean, mean, num_values > 0), (running_var, var, num_values > 1)):
+            updated = (1 - momentum) * running.to(torch.float64) + momentum * statistic
+            updated = torch.where(enough, updated, running)
+            if updates and by_foreach:
+                torch._foreach_copy_((running,), (updated,))
+            elif updates:
+                running.copy_(updated)
+    if counter is not None and updates:
+        counter.add_(1)

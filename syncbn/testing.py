@@ -1,19 +1,17 @@
 """Compares training on W ranks with training on one process that has the whole batch.
 
-`assert_matches_full_batch` starts the ranks by itself, for tests; `differences` is what it runs on each, and what
-`python -m syncbn check` runs on the ranks that torchrun has started.
+`assert_matches_full_batch` starts the ranks, for tests. Each runs `differences`, which `python -m syncbn check` runs on
+the ranks that torchrun has started.
 """
 
 import copy
-import functools
 import json
-import math
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from datetime import timedelta
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,11 +24,12 @@ from syncbn.ranks.text_exchange import all_reduce_max
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 LEARNING_RATE = 0.01
-LINES = 10  # that an error names
-START_METHOD = "spawn"  # of the ranks, which get the environment of this process and none of its state
+LINES = 10  # tensors that an error names
+START_METHOD = "spawn"  # the ranks get the environment of this process and none of its state
 
-Batch = Sequence[Tensor]  # the model's input, and what else the loss takes
-Loss = Callable[..., Tensor]
+Batch: TypeAlias = Sequence[Tensor]  # the model's input, and what else the loss takes
+Loss: TypeAlias = Callable[..., Tensor]
+Step: TypeAlias = tuple[Tensor | None, Tensor]  # the output, if it is a tensor, and the loss
 
 
 class Difference(NamedTuple):
@@ -44,20 +43,13 @@ class Difference(NamedTuple):
     @property
     def relative(self) -> float:
         """error / scale; 0 where both are 0."""
-        return self.error / self.scale if self.scale else (math.inf if self.error else 0.0)
+        return self.error / self.scale if self.scale else (torch.inf if self.error else 0.0)
 
 
 def assert_matches_full_batch(
-    model_fn: Callable[[], nn.Module],
-    batch: Batch,
-    loss_fn: Loss,
-    world_size: int = 2,
-    *,
-    steps: int = 2,
-    dtype: torch.dtype = torch.float64,
-    tolerance: float | None = None,
-    timeout: float = 60.0,
-) -> None:
+    model_fn: Callable[[], nn.Module], batch: Batch, loss_fn: Loss, world_size: int = 2, *, steps: int = 2,
+    dtype: torch.dtype = torch.float64, tolerance: float | None = None, timeout: float = 60.0,
+) -> None:  # fmt: skip
     """Prove that a model trains on `world_size` ranks as on one process: start them, on CPU and gloo, and compare.
 
     Each rank trains on its slice of the batch under DistributedDataParallel, and beside that on the whole batch with
@@ -105,33 +97,32 @@ def assert_matches_full_batch(
     arguments = world_size, store.port, timeout, (model_fn, tuple(batch), loss_fn, steps, dtype)
     start_processes(_run_rank, arguments, nprocs=world_size, start_method=START_METHOD)  # type: ignore[no-untyped-call]
     gathered, local = json.loads(store.get("found"))
-    found = [Difference(*one) for one in gathered]
+    found = [Difference(*fields) for fields in gathered]
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance
-    bad = [one for one in found if not one.relative <= allowed]
-    if bad:
+    if bad := [difference for difference in found if not difference.relative <= allowed]:  # also NaN
         raise AssertionError(_report(bad, found, local, world_size, allowed))
 
 
 def differences(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int = 2) -> tuple[list[Difference], nn.Module]:
-    """How W ranks, which all call this with the same batch, and one process differ after `steps` steps of training.
+    """How W ranks and one process differ after `steps` steps of training. All ranks call this with the same batch.
 
-    Arguments as of `assert_matches_full_batch`, converted to one dtype and device already; what is trained, and
-    returned, is a copy of rank 0's model. Without a process group, one process is compared with itself, synchronised
-    layers with nn.BatchNorm.
+    Arguments as of `assert_matches_full_batch`, converted to one dtype and device already. A copy of rank 0's model is
+    trained and returned. Without a process group, one process is compared with itself, synchronised layers with
+    nn.BatchNorm.
     """
     world, rank, size = dist.group.WORLD, 0, 1
     model = data_parallel = copy.deepcopy(model)
     if world is not None:  # DistributedDataParallel gives all ranks rank 0's tensors
         data_parallel, rank, size = nn.parallel.DistributedDataParallel(model), dist.get_rank(), dist.get_world_size()
-    reference, do_more = copy.deepcopy(model), _names_of_layers_that_do_more(model)
+    reference, do_more = copy.deepcopy(model), _layers_that_do_more(model)
     for module in (*model.modules(), *reference.modules()):
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()
     slices = [tensor.tensor_split(size)[rank] for tensor in batch]
-    share = len(slices[0]) * size / len(batch[0])  # as gradients are the mean over ranks, and not over samples
+    share = len(slices[0]) * size / len(batch[0])  # makes the mean over ranks the mean over samples
     of_ranks = _train(data_parallel, slices, loss_fn, steps, share)
     for name, layer in reference.named_modules():
-        if isinstance(layer, SyncBatchNorm) and name not in do_more:
+        if isinstance(layer, SyncBatchNorm) and model.get_submodule(name) not in do_more:
             revert_syncbn_model(layer)
         if isinstance(layer, (nn.SyncBatchNorm, SyncBatchNorm)):
             convert_syncbn_model(layer, 1)
@@ -142,7 +133,8 @@ def differences(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int = 2) -
         if world is not None:
             dist.all_reduce(loss)
         pairs.append(("loss", f"of step {step}", loss / size, expected_loss))
-        if isinstance(expected, Tensor) and expected.ndim and len(expected) == len(batch[0]):  # the same on all ranks
+        # The same on all ranks.
+        if output is not None and expected is not None and expected.ndim and len(expected) == len(batch[0]):
             pairs.append(("output", f"of step {step}", output, expected.tensor_split(size)[rank]))
     for (name, parameter), expected_parameter in zip(model.named_parameters(), reference.parameters(), strict=True):
         if parameter.grad is not None and expected_parameter.grad is not None:
@@ -153,52 +145,53 @@ def differences(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int = 2) -
     return _compared(pairs, world), model
 
 
-def _train(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int, share: float = 1.0) -> list[tuple[Any, Tensor]]:
-    """The output and loss of each of these steps of SGD; the loss is multiplied by `share`."""
+def _train(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int, share: float = 1.0) -> list[Step]:
+    """Takes these steps of SGD; the loss is multiplied by `share`."""
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     results = []
     for _ in range(steps):
         optimizer.zero_grad()
-        output = model(batch[0].clone())  # which it may change in place
+        output = model(batch[0].clone())  # the model may change its input in place
         loss = loss_fn(output, *batch[1:]) * share
         if loss.numel() != 1:
             raise ValueError(f"loss_fn must return one number, the mean over samples, got shape {tuple(loss.shape)}")
         torch.autograd.backward(loss)
         optimizer.step()
-        results.append((output, loss.detach()))
+        results.append((output if isinstance(output, Tensor) else None, loss.detach()))
     return results
 
 
 def _compared(pairs: list[tuple[str, str, Tensor, Tensor]], world: dist.ProcessGroup | None) -> list[Difference]:
-    measured = []
+    measured = []  # error and scale of each pair
     for *_, actual, expected in pairs:
         both = torch.stack((actual.detach().double() - expected.detach().double(), expected.detach().double()))
         measured.append(both.reshape(2, -1).abs().amax(1) if both.numel() else both.new_zeros(2))
-    errors_and_scales = torch.stack(measured)
+    of_all_ranks = torch.stack(measured)
     if world is not None:
-        errors_and_scales = all_reduce_max(errors_and_scales, world)
-    found = [Difference(*pair[:2], *both) for pair, both in zip(pairs, errors_and_scales.tolist(), strict=True)]
+        of_all_ranks = all_reduce_max(of_all_ranks, world)
+    found = [Difference(*pair[:2], *both) for pair, both in zip(pairs, of_all_ranks.tolist(), strict=True)]
     # The scale is that of all tensors of a kind: a gradient that should be 0, as of a bias before batch norm, is noise.
-    return [one._replace(scale=max(other.scale for other in found if other.what == one.what)) for one in found]
+    scale_of = {what: max(other.scale for other in found if other.what == what) for what, *_ in found}
+    return [difference._replace(scale=scale_of[difference.what]) for difference in found]
 
 
-def _names_of_layers_that_do_more(model: nn.Module) -> set[str]:
-    """The names of the layers that nn.BatchNorm cannot replace. The set grows while the model runs: a layer joins it
-    when it is called with a mask or a residual."""
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)}
-    names = {name for name, layer in layers.items() if layer.fuse_relu or layer.channel_last}
+def _layers_that_do_more(model: nn.Module) -> set[nn.Module]:
+    """The layers that nn.BatchNorm cannot replace. The set grows while the model runs, by the layers that are called
+    with a mask or a residual."""
+    layers = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
+    found: set[nn.Module] = {layer for layer in layers if layer.fuse_relu or layer.channel_last}
 
-    def note(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note(layer: nn.Module, args: Sized, kwargs: Sized) -> None:
         if len(args) + len(kwargs) > 1:
-            names.add(name)
+            found.add(layer)
 
-    for name, layer in layers.items():
-        layer.register_forward_pre_hook(functools.partial(note, name), with_kwargs=True)
-    return names
+    for layer in layers:
+        layer.register_forward_pre_hook(note, with_kwargs=True)
+    return found
 
 
 def _run_rank(rank: int, world_size: int, port: int, timeout: float, training: tuple[Any, ...]) -> None:
-    """A process that `assert_matches_full_batch` has started."""
+    """Trains in a process that `assert_matches_full_batch` has started. `training`: its arguments from model_fn on."""
     model_fn, batch, loss_fn, steps, dtype = training
     sizes = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "RANK": rank, "LOCAL_RANK": rank}
     os.environ.update({name: str(value) for name, value in sizes.items()})  # as torchrun does
@@ -211,7 +204,8 @@ def _run_rank(rank: int, world_size: int, port: int, timeout: float, training: t
     if not isinstance(model, nn.Module):
         raise TypeError(f"model_fn must return an nn.Module, got {type(model).__name__}")
     model.to(dtype)
-    found, _ = differences(model, [one.to(dtype) if one.is_floating_point() else one for one in batch], loss_fn, steps)
+    batch = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in batch]
+    found, _ = differences(model, batch, loss_fn, steps)
     if rank == 0:
         store.set("found", json.dumps((found, local_layers(model))))
     del model
@@ -220,8 +214,8 @@ def _run_rank(rank: int, world_size: int, port: int, timeout: float, training: t
 
 def local_layers(model: nn.Module) -> list[str]:
     """The names of the layers of `model` that normalise each rank's batch alone."""
-    found = [one for one in unsynchronised(model) if not isinstance(one.layer, nn.SyncBatchNorm)]
-    return [one.name or "the model" for one in found if one.layer.training]
+    found = [(name, layer) for name, layer, _ in unsynchronised(model) if not isinstance(layer, nn.SyncBatchNorm)]
+    return [name or "the model" for name, layer in found if layer.training]
 
 
 def _report(bad: list[Difference], found: list[Difference], local: list[str], world_size: int, allowed: float) -> str:
@@ -229,24 +223,24 @@ def _report(bad: list[Difference], found: list[Difference], local: list[str], wo
         f"{len(bad)} of {len(found)} tensors on {world_size} ranks are not those of one process with the whole batch "
         f"(allowed is {allowed:g} of the largest of their kind):"
     ]
-    lines += [
-        f"{one.what} {one.name}: {one.error:.3g} apart, {one.relative:.3g} of {one.scale:.3g}" for one in bad[:LINES]
-    ]
+    for difference in bad[:LINES]:
+        what, name, error, scale = difference
+        lines.append(f"{what} {name}: {error:.3g} apart, {difference.relative:.3g} of {scale:.3g}")
     if len(bad) > LINES:
         lines.append(f"and {len(bad) - LINES} more")
     if local:
         names = ", ".join(map(repr, local[:LINES]))
         lines.append(f"Layers that are not synchronised: {names}; call syncbn.convert_syncbn_model(model)")
-    in_first_step = {one.what: one in bad for one in found if one.name == "of step 1"}
+    in_first_step = {difference.what: difference in bad for difference in found if difference.name == "of step 1"}
     if in_first_step["loss"] and not in_first_step.get("output", True):
         lines.append("The outputs agree and the losses do not: loss_fn must be the mean over samples")
     return "\n".join(lines)
 
 
 def _check(batch: Batch, world_size: int, dtype: torch.dtype, steps: int) -> None:
-    if isinstance(batch, Tensor) or not batch or not all(isinstance(one, Tensor) and one.ndim for one in batch):
+    if isinstance(batch, Tensor) or not batch or not all(isinstance(part, Tensor) and part.ndim for part in batch):
         raise TypeError("batch must be a tuple of tensors of one dim or more: the model's input, then loss_fn's others")
-    lengths = [len(one) for one in batch]
+    lengths = [len(tensor) for tensor in batch]
     if len(set(lengths)) > 1:
         raise ValueError(f"the tensors of a batch must have one length, got {lengths}")
     if not isinstance(world_size, Integral) or not 1 <= world_size <= lengths[0]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from jobs import start_ranks
 
-from syncbn.diagnosis.process_state import state_of
+from syncbn.diagnosis.processes import state_of
 
 JOB = Path(__file__).with_name("faulty_job.py")
 MOST_SECONDS = 30.0

@@ -1,4 +1,4 @@
-"""Sees which passes leave the ordinary road, and makes tensors for which they must."""
+"""Sees which passes leave the ordinary road, and makes tensors for which they must be copied or leave it."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from syncbn import step
-from syncbn.roads import choice, watched
+from syncbn import general, gradients, ordinary
 
 
 @contextlib.contextmanager
-def side_roads() -> Iterator[list[str]]:
-    """The passes that take one within, by their names: forward, backward."""
+def general_road() -> Iterator[list[str]]:
+    """The passes that take the general road within, by their names: forward, backward."""
     taken: list[str] = []
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,9 +25,9 @@ def side_roads() -> Iterator[list[str]]:
         return note
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "train", noted("forward", choice.train))
-        of_step = vars(watched) | {"gradients": noted("backward", watched.gradients)}
-        patch.setattr(step, "watched", SimpleNamespace(**of_step))
+        patch.setattr(general, "train", noted("forward", general.train))
+        of_step = SimpleNamespace(gradients=noted("backward", gradients.gradients))
+        patch.setattr(ordinary, "gradients", of_step)
         yield taken
 
 

@@ -49,6 +49,7 @@ CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], s
     (lambda: layer(process_group=GroupMember.NON_GROUP_MEMBER)(X), lambda: layer(process_group=GroupMember.NON_GROUP_MEMBER).eval()(X), ValueError, "this rank is not in the layer's process_group"),
     (lambda: layer(process_group=[0, 1]), lambda: layer(process_group=2), TypeError, "got [0, 1] of type list"),
     (lambda: layer()(X[0, 0]), lambda: layer()(X[:, :, 0]), ValueError, "expected at least 2D input (got 1D input"),
+    (lambda: layer()(X.sum()), lambda: layer()(X[:, :, 0]), ValueError, "expected at least 2D input (got 0D input"),
     (lambda: layer(channel_last=True)(X), lambda: layer(channel_last=True)(X.mT), ValueError, "expected 3 channels in dim -1 of the input, got 5"),
     (lambda: layer().eval()(X.int()), lambda: layer().eval()(X), TypeError, "got torch.int32"),
     (lambda: layer()(X.numpy()), lambda: layer()(X), TypeError, "expected a Tensor as input, got ndarray"),

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import syncbn
 from syncbn.kernels import available
-from syncbn.ranks import reductions
+from syncbn.ranks import groups
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -78,7 +78,7 @@ def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     if request.param == "nccl":
         store = dist.HashStore()
         dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
-        monkeypatch.setattr(reductions, "resolve", lambda spec: dist.group.WORLD)
+        monkeypatch.setattr(groups, "resolve", lambda spec: dist.group.WORLD)
     yield syncbn.SyncBatchNorm2d(8, device="cuda")
     if request.param == "nccl":
         dist.destroy_process_group()

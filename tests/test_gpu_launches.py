@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -21,7 +20,8 @@ from triton.backends.amd.compiler import HIPBackend
 
 import syncbn
 from syncbn import plan
-from syncbn.kernels import gpu, gpu_channels, gpu_tiles, select
+from syncbn.kernels import gpu, gpu_channels, gpu_tiles
+from syncbn.kernels.interface import Kind
 from syncbn.layout import Layout
 
 # Channels and sizes of the layers of a ResNet-50 for 224 x 224 pixels.
@@ -38,16 +38,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def launch(source: Any, metadata: Any, *arguments: Any) -> None:
         names.append(metadata.name)
 
-    def new_plan(x: Tensor, layout: Layout, **options: Any) -> gpu.Plan:
-        return gpu.Plan(layout, x.dtype, x.device, **options)
-
     monkeypatch.setattr(gpu, "_compiled", {})
     monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(select, "new_plan", new_plan)
+    monkeypatch.setattr(plan, "ordinary_kernels", gpu.Kernels)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     for module in (gpu_channels, gpu_tiles):  # what the driver of an earlier test has compiled
-        for one in vars(module).values():
-            if isinstance(one, triton.JITFunction):
-                one.device_caches.clear()
+        for function in vars(module).values():
+            if isinstance(function, triton.JITFunction):
+                function.device_caches.clear()
     monkeypatch.setattr(triton.runtime.driver, "_active", stand_in_driver(90, launch))
     return names
 
@@ -99,7 +97,7 @@ def test_amd_is_told_of_tensors_of_2_gib(monkeypatch: pytest.MonkeyPatch, num_sa
     """Triton's back end for AMD asks how long a tensor's memory is, and compiles for offsets that fit in 31 bits."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
     x = torch.empty(num_samples, 2**9, 2**10, 2**10, dtype=torch.bfloat16, device="meta")
-    launch, kernel = gpu.Plan(Layout.of(x, 1), x.dtype, x.device).normalize, mock.MagicMock()
+    launch, kernel = gpu.Kernels(Kind(Layout.of(x, 1), x.dtype, x.device)).normalize, mock.MagicMock()
     kernel.__getitem__.return_value.return_value = None  # as if the kernel were interpreted
     monkeypatch.setattr(launch, "kernel", kernel)
     launch(*[16] * len(launch.dtypes))

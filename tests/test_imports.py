@@ -14,44 +14,44 @@ ORDER = [
     "testing lightning",
     "__init__",
     "tools.measure_local_noise",
-    "tools.join tools.running_stats tools.assert_synced tools.summary",
-    "tools.replaced tools.table",
+    "tools.noise_recorder",
+    "tools.recompute_running_stats tools.merge_running_stats tools.summary",
     "convert",
-    "synchronised_classes",
+    "synchronised_classes tools.running_stats tools.join tools.assert_synced",
     "functional layer",
-    "step",
-    "plan roads.choice",
-    "new_plans",
-    "roads.watched roads.nested roads.dtensors",
-    "argument_errors double_backward",
-    "roads.traced diagnosis.debug_mode",
-    "arguments diagnosis.observer",
-    "masks diagnosis.watchdog",
-    "diagnosis.report",
-    "diagnosis.waiting",
-    "diagnosis.this_rank",
-    "diagnosis.layer_names diagnosis.process_state diagnosis.signatures",
-    "ranks.side_reductions ranks.join_protocol",
+    "ordinary many",
+    "evaluation",
+    "general",
+    "gradients inputs.unwrapping",
+    "inputs.masks",
+    "inputs.dtensors inputs.nested inputs.subclasses inputs.traced",
+    "plan",
+    "arguments ranks.join_protocol",
     "ranks.reductions",
-    "ranks.groups",
-    "ranks.text_exchange",
+    "ranks.groups ranks.debug_mode",
+    "ranks.collective",
+    "diagnosis.failures",
+    "diagnosis.watchdog",
+    "diagnosis.report",
+    "diagnosis.waits",
+    "ranks.guards",
+    "diagnosis.positions ranks.text_exchange",
+    "diagnosis.names diagnosis.processes",
     "kernels.__init__",
     "kernels.select",
-    "kernels.operators kernels.chunked",
-    "kernels.gpu kernels.reference",
-    "kernels.cpu kernels.gpu_channels kernels.gpu_tiles",
-    "kernels.functions",
-    "statistics kernels.plans",
-    "layout torch_internals.autograd torch_internals.modules torch_internals.distributed",
-    "torch_internals.state program",
+    "kernels.operators",
+    "kernels.gpu kernels.reference kernels.cpu",
+    "kernels.gpu_channels kernels.gpu_tiles kernels.interface",
+    "statistics layout torch_internals.autograd torch_internals.modules torch_internals.distributed",
+    "torch_internals.state call_stack tools.replace tools.table",
 ]  # fmt: skip
 LEVELS = {module: level for level, line in enumerate(ORDER) for module in line.split()}
 
 # Within a method of layer.py: torch's name of the conversion stands on the class, and users type it.
 ALLOWED_UPWARDS = {("layer", "convert")}
-# Rooms that may know torch.distributed; of its tensors roads.dtensors; and tests of users' own, which start ranks.
+# Rooms that may know torch.distributed; of its tensors inputs.dtensors; and tests of users' own, which start ranks.
 KNOWS_RANKS = (
-    "ranks.", "roads.dtensors", "diagnosis.", "tools.join", "torch_internals.distributed", "testing", "__main__",
+    "ranks.", "inputs.dtensors", "diagnosis.", "tools.join", "torch_internals.distributed", "testing", "__main__",
     "cli.",
 )  # fmt: skip
 
@@ -60,7 +60,7 @@ MODULES = {
     for file in PACKAGE.rglob("*.py")
 }
 ROOMS = {
-    f"{room}.__init__" for room in ("ranks", "diagnosis", "roads", "tools", "cli", "torch_internals")
+    f"{room}.__init__" for room in ("ranks", "diagnosis", "inputs", "tools", "cli", "torch_internals")
 }  # which hold nothing
 
 

@@ -7,8 +7,8 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 import syncbn
+from syncbn import general, gradients
 from syncbn.kernels import cpu, reference
-from syncbn.roads import watched
 
 pytestmark = [
     pytest.mark.skipif(bool(cpu.load()), reason="needs a C++ compiler"),
@@ -27,7 +27,8 @@ def maps(code: str) -> list[str]:
 def test_maps_compute_nothing_in_float64(memory_format: torch.memory_format, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, the channels' mathematics for each element would take several times as long as the memory."""
     torch._dynamo.reset()
-    monkeypatch.setattr(watched, "select_kernels", lambda *tensors: reference)
+    for road in (general, gradients):
+        monkeypatch.setattr(road, "general_kernels", lambda kind, *tensors: reference.Kernels(kind))
     x = torch.randn(4, 16, 12, 12).to(memory_format=memory_format).requires_grad_()
     layer = torch.compile(syncbn.SyncBatchNorm2d(16), fullgraph=True)
     _, codes = run_and_get_code(lambda: layer(x).backward(torch.ones_like(x)))

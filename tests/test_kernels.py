@@ -1,11 +1,11 @@
-"""Every kernel module computes what its contract says, for awkward sizes and all dtypes; compared in float64."""
+"""Every class of kernels computes what its contract says, for awkward sizes and all dtypes; compared in float64."""
 
 import functools
 import importlib
 import math
 import sys
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 from unittest.mock import Mock
 
 import numpy
@@ -17,12 +17,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import syncbn
-from syncbn import plan
+from syncbn import general, gradients, plan
 from syncbn.functional import sync_batch_norm
-from syncbn.kernels import chunked, cpu, reference, select
+from syncbn.kernels import cpu, reference, select
+from syncbn.kernels.interface import Kernels, Kind
 from syncbn.layout import Layout
-from syncbn.roads import watched
-from syncbn.statistics import from_sums, unpack
+from syncbn.statistics import from_sums, unpack, update_buffers
+
+MakesKernels: TypeAlias = Callable[[Kind], Kernels]
 
 WIDE_ROWS = (9, 2100, 1)  # C++ maps take four at once, one is behind them
 SIZES = [
@@ -56,8 +58,8 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-def on_cpu(kernels: ModuleType) -> bool:
-    return "gpu" not in kernels.__name__
+def on_cpu(kernels: MakesKernels) -> bool:
+    return "gpu" not in kernels.__module__
 
 
 def with_options(names: str, options: list[tuple[object, ...]]) -> pytest.MarkDecorator:
@@ -77,31 +79,61 @@ def packed_statistics(mean: Tensor, invstd: Tensor, num_values: float = 1.0) -> 
     return torch.cat((mean, invstd**-2, invstd, torch.tensor([num_values], dtype=torch.float64)))
 
 
+def kind_of(x: Tensor, eps: float = EPS, relu: bool = False, **others: Any) -> Kind:
+    return Kind(Layout.of(x, 1), x.dtype, x.device, eps, relu, **others)
+
+
+def local_sums(kernels: MakesKernels, x: Tensor) -> Tensor:
+    return kernels(kind_of(x)).forward_sums(x)[0]
+
+
 def normalized(
-    kernels: ModuleType, x: Tensor, sums: Tensor, eps: float = EPS, relu: bool = False, **tensors: Any
-) -> Any:
+    kernels: MakesKernels, x: Tensor, sums: Tensor, eps: float = EPS, relu: bool = False, **tensors: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """y and the statistics; `tensors` are weight, bias and residual, where there are any."""
-    others = map(tensors.get, ("weight", "bias", "residual"))
-    return kernels.forward_outputs(x, Layout.of(x, 1), sums, *others, eps, relu)
+    weight, bias, residual = others = [*map(tensors.get, ("weight", "bias", "residual"))]
+    dtypes = getattr(weight, "dtype", None), getattr(bias, "dtype", None)
+    kind = kind_of(x, eps, relu)._replace(
+        has_residual=residual is not None, weight_dtype=dtypes[0], bias_dtype=dtypes[1]
+    )
+    return kernels(kind).forward_outputs(None, x, sums, *others)[:2]
 
 
-def gradients(
-    kernels: ModuleType, dy: Tensor, x: Tensor, y: Tensor | None, *per_channel: Any, residual: bool = False
-) -> Any:
+def local_gradient_sums(
+    kernels: MakesKernels, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor, relu: bool | None = None,
+    *dtypes: torch.dtype,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """And the gradients of weight and bias in these dtypes. A relu is fused where there is y, unless told."""
+    relu, names = y is not None if relu is None else relu, ("grad_weight_dtype", "grad_bias_dtype")
+    kind = kind_of(x, relu=relu, has_residual=y is not None, **dict(zip(names, dtypes, strict=False)))
+    return kernels(kind).backward_sums(dy, (x, None, statistics, y))[:3]
+
+
+def input_gradients(
+    kernels: MakesKernels, dy: Tensor, x: Tensor, y: Tensor | None, *per_channel: Any, relu: bool | None = None,
+    residual: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Of x and of the residual; `per_channel` are the sums, the statistics and the weight."""
-    return kernels.backward_outputs(dy, x, y, Layout.of(x, 1), *per_channel, residual)
+    relu, weight_dtype = y is not None if relu is None else relu, getattr(per_channel[2], "dtype", None)
+    sums, statistics, weight = per_channel
+    needed = {"needs_x": True, "needs_residual": residual}
+    kind = kind_of(x, relu=relu, has_residual=y is not None, weight_dtype=weight_dtype, **needed)
+    return kernels(kind).backward_outputs(None, dy, (x, weight, statistics, y), sums)
 
 
-def all_results(kernels: ModuleType, dy: Tensor, x: Tensor, relu: bool = False, **tensors: Any) -> list[Tensor]:
-    """Of the functions in turn: the sums, y and the statistics; the sums of backward, the gradients of weight, bias, x
-    and, where there is one, of the residual."""
-    sums = kernels.forward_sums(x, Layout.of(x, 1))
+def all_results(
+    kernels: MakesKernels, dy: Tensor, x: Tensor, relu: bool = False, **tensors: Tensor | None
+) -> list[Tensor]:
+    """Of the calls in turn: the sums, y and the statistics; the sums of backward, the gradients of weight, bias, x and,
+    where there is one, of the residual, without which there is no relu."""
+    sums = local_sums(kernels, x)
     y, statistics = normalized(kernels, x, sums, relu=relu, **tensors)
     saved = y if relu else None
-    of_channels = kernels.backward_sums(dy, x, saved, Layout.of(x, 1), statistics, torch.float32, torch.float32)
+    dtypes = torch.float32, torch.float32
+    per_channel = local_gradient_sums(kernels, dy, x, saved, statistics, relu, *dtypes)
     residual, weight = "residual" in tensors, tensors.get("weight")
-    grads = gradients(kernels, dy, x, saved, of_channels[0], statistics, weight, residual=residual)
-    return [sums, y, statistics, *of_channels, *grads[: 1 + residual]]
+    grads = input_gradients(kernels, dy, x, saved, per_channel[0], statistics, weight, residual=residual)
+    return [sums, y, statistics, *per_channel, *grads[: 1 + residual]]
 
 
 def sums_of(mean: Tensor, invstd: Tensor, num_values: float = 8.0) -> Tensor:
@@ -122,7 +154,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=eps, atol=32 * min(eps, torch.finfo(torch.float32).eps))
 
 
-def sums_close(actual: Tensor, first: Tensor, second: Tensor, dtype: torch.dtype, kernels: ModuleType) -> None:
+def sums_close(actual: Tensor, first: Tensor, second: Tensor, dtype: torch.dtype, kernels: MakesKernels) -> None:
     """`actual` packs the sums of the terms `first` and `second`; 16-bit terms, and in Triton those of float32, may be
     added in float32 for a while."""
     assert actual.dtype == torch.float64
@@ -133,36 +165,39 @@ def sums_close(actual: Tensor, first: Tensor, second: Tensor, dtype: torch.dtype
         assert (error <= allowed * terms.abs().sum((0, 2))).all()
 
 
-def force(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> None:
-    """Every tensor gets these kernels, on all roads."""
-    monkeypatch.setattr(watched, "select_kernels", Mock(return_value=kernels))
-    monkeypatch.setattr(select, "_in_eager_mode", lambda x: kernels)
+def force(monkeypatch: pytest.MonkeyPatch, kernels: MakesKernels) -> list[Kind]:
+    """Every tensor gets these kernels, on both roads. Returns the kinds for which they have been made."""
+    kinds: list[Kind] = []
+
+    def make(kind: Kind, *tensors: Tensor | None) -> Kernels:
+        kinds.append(kind)
+        return kernels(kind)
+
+    is_ordinary = kernels.__module__.endswith(("cpu", "gpu"))
+    monkeypatch.setattr(plan, "ordinary_kernels", make if is_ordinary else Mock(return_value=None))
+    for road in (general, gradients):
+        monkeypatch.setattr(road, "general_kernels", Mock(side_effect=AssertionError) if is_ordinary else make)
     monkeypatch.setattr(plan, "_plans", {})
+    return kinds
 
 
-def has_served(kernels: ModuleType) -> bool:
-    """Whether all plans that were made are of these kernels; where they have none, whether the side road chose them."""
-    found = {sys.modules[type(one).__module__] for one in plan._plans.values()}
-    return found == {kernels} if hasattr(kernels, "Plan") else not found and watched.select_kernels.called
-
-
-def truncates(kernels: ModuleType) -> bool:
+def truncates(kernels: MakesKernels) -> bool:
     """Triton's interpreter cuts off bits of float32, and subnormals, to make bfloat16; GPUs round."""
     return not on_cpu(kernels) and torch.get_default_device().type == "cpu"
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_forward_sums(kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_forward_sums(kernels: MakesKernels, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     (x,) = draw(1, sizes, dtype)
     wide = x.double()
-    sums = kernels.forward_sums(x, Layout.of(x, 1))
+    sums = local_sums(kernels, x)
     sums_close(sums[:-1], wide, wide.square(), dtype, kernels)
     assert sums[-1] == sizes[0] * sizes[2]
 
 
 @with_options("residual, relu", [(False, False), (True, False), (False, True), (True, True)])
 def test_forward_outputs(
-    kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype, residual: bool, relu: bool
+    kernels: MakesKernels, sizes: tuple[int, int, int], dtype: torch.dtype, residual: bool, relu: bool
 ) -> None:
     x, z = draw(2, sizes, dtype)
     mean, invstd, weight, bias = of_channels(4, sizes[1])
@@ -178,20 +213,19 @@ def test_forward_outputs(
 
 
 @with_options("relu", [(False,), (True,)])
-def test_backward_sums(kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype, relu: bool) -> None:
+def test_backward_sums(kernels: MakesKernels, sizes: tuple[int, int, int], dtype: torch.dtype, relu: bool) -> None:
     dy, x, y = draw(3, sizes, dtype)
     mean, invstd = of_channels(2, sizes[1])
     statistics = packed_statistics(mean, invstd.abs())
-    sums, grad_weight, grad_bias = kernels.backward_sums(
-        dy, x, y if relu else None, Layout.of(x, 1), statistics, torch.float64, torch.bfloat16
-    )
+    dtypes = torch.float64, torch.bfloat16
+    sums, grad_weight, grad_bias = local_gradient_sums(kernels, dy, x, y if relu else None, statistics, relu, *dtypes)
     wide = dy.double() * (y > 0) if relu else dy.double()
     sums_close(sums, wide, wide * (x.double() - mean[:, None]), dtype, kernels)
     sum_dy, sum_dy_xmu = sums.chunk(2)
     torch.testing.assert_close(grad_weight, sum_dy_xmu * invstd.abs(), rtol=1e-14, atol=0)
     torch.testing.assert_close(grad_bias, sum_dy.bfloat16(), rtol=2**-7 if truncates(kernels) else 0, atol=0)
     assert grad_bias.data_ptr() != sums.data_ptr() or not sums.numel()
-    assert kernels.backward_sums(dy, x, None, Layout.of(x, 1), statistics, None, None)[1:] == (None, None)
+    assert local_gradient_sums(kernels, dy, x, None, statistics)[1:] == (None, None)
 
 
 @with_options(
@@ -199,13 +233,19 @@ def test_backward_sums(kernels: ModuleType, sizes: tuple[int, int, int], dtype: 
     [(True, True, 0.0), (False, False, 0.0), (True, False, 7.0), (False, False, 7.0), (True, True, 7.0)],
 )
 def test_backward_outputs(
-    kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype, relu: bool, residual: bool, num_values: float
+    kernels: MakesKernels,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    relu: bool,
+    residual: bool,
+    num_values: float,
 ) -> None:
     dy, x, y = draw(3, sizes, dtype)
     mean, invstd, weight, first, second = of_channels(5, sizes[1])
     invstd = invstd.abs()
     sums, statistics = torch.cat((first, second)), packed_statistics(mean, invstd, num_values)
-    out, residual_out = gradients(kernels, dy, x, y if relu else None, sums, statistics, weight, residual=residual)
+    of_call = dy, x, y if relu else None, sums, statistics, weight
+    out, residual_out = input_gradients(kernels, *of_call, residual=residual)
     mean_dy, mean_dy_xmu = (sums / max(num_values, 1.0)).chunk(2)
     wide = dy.double() * (y > 0) if relu else dy.double()
     xmu = x.double() - mean[:, None]
@@ -216,11 +256,11 @@ def test_backward_outputs(
         assert torch.equal(residual_out.double(), wide)
 
 
-def test_the_relu_mask_stops_nan_gradients_and_passes_nan_outputs(kernels: ModuleType) -> None:
+def test_the_relu_mask_stops_nan_gradients_and_passes_nan_outputs(kernels: MakesKernels) -> None:
     """As torch's relu: where the output is 0 a NaN in dy does not pass; where it is NaN, dy does."""
     nan, statistics = float("nan"), torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
     dy, y = torch.tensor([nan, 2.0, 3.0]).view(1, 1, 3), torch.tensor([0.0, nan, 1.0]).view(1, 1, 3)
-    sums, _, _ = kernels.backward_sums(dy, torch.zeros_like(dy), y, Layout.of(y, 1), statistics, None, None)
+    sums, _, _ = local_gradient_sums(kernels, dy, torch.zeros_like(dy), y, statistics)
     assert sums[0] == 5.0
     out, _ = normalized(kernels, y - 1, torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64), 0.0, relu=True)
     torch.testing.assert_close(out.flatten(), torch.tensor([0.0, nan, 0.0]), equal_nan=True)
@@ -228,26 +268,26 @@ def test_the_relu_mask_stops_nan_gradients_and_passes_nan_outputs(kernels: Modul
 
 @with_options("scale", [(1e-7,), (1.0,)])  # 1e-7: float16 rounds what lies near 0 to 0
 def test_a_relu_without_residual_finds_its_mask_in_x(
-    kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype, scale: float
+    kernels: MakesKernels, sizes: tuple[int, int, int], dtype: torch.dtype, scale: float
 ) -> None:
     """The same bits as by y, also where values become exactly 0, and where y is NaN."""
     dy, x = draw(2, sizes, dtype)
     x = (4 * x).round() / 4
     x.view(-1)[:1] = float("nan")
-    layout, (weight, bias) = Layout.of(x, 1), (scale * (4 * torch.stack(of_channels(2, sizes[1]))).round() / 4).float()
+    weight, bias = (scale * (4 * torch.stack(of_channels(2, sizes[1]))).round() / 4).float()
     sums = sums_of(torch.zeros(sizes[1], dtype=torch.float64), torch.ones(sizes[1], dtype=torch.float64))
     y, statistics = normalized(kernels, x, sums, 0.0, weight=weight, bias=bias, relu=True)
     without = statistics[: 3 * sizes[1] + 1].clone()
-    sums_by_x, _, _ = kernels.backward_sums(dy, x, None, layout, statistics, None, None)
-    sums_by_y, _, _ = kernels.backward_sums(dy, x, y, layout, without, None, None)
+    sums_by_x, _, _ = local_gradient_sums(kernels, dy, x, None, statistics, relu=True)
+    sums_by_y, _, _ = local_gradient_sums(kernels, dy, x, y, without)
     torch.testing.assert_close(sums_by_x, sums_by_y, rtol=0, atol=0, equal_nan=True)
-    by_x, _ = gradients(kernels, dy, x, None, sums[:-1], statistics, weight)
-    by_y, _ = gradients(kernels, dy, x, y, sums[:-1], without, weight)
+    by_x, _ = input_gradients(kernels, dy, x, None, sums[:-1], statistics, weight, relu=True)
+    by_y, _ = input_gradients(kernels, dy, x, y, sums[:-1], without, weight)
     torch.testing.assert_close(by_x, by_y, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_every_16_bit_number(kernels: ModuleType, dtype: torch.dtype) -> None:
+def test_every_16_bit_number(kernels: MakesKernels, dtype: torch.dtype) -> None:
     """Read and written unchanged, infinities and subnormals too; and rounded as torch rounds."""
     if dtype == torch.bfloat16 and truncates(kernels):
         pytest.skip("the interpreter does not")
@@ -263,12 +303,12 @@ def test_every_16_bit_number(kernels: ModuleType, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("sizes", [(4, 1, 20000), (1000, 80, 1)], ids=str)
 @pytest.mark.parametrize(("dtype", "large"), [(torch.float16, 2046), (torch.bfloat16, 254)], ids=str)
 def test_squares_of_16_bits_lose_nothing(
-    kernels: ModuleType, dtype: torch.dtype, large: int, sizes: tuple[int, int, int]
+    kernels: MakesKernels, dtype: torch.dtype, large: int, sizes: tuple[int, int, int]
 ) -> None:
     """Beside a mean of many standard deviations the variance is what little the squares differ by."""
     torch.manual_seed(0)
     x = torch.randint(large, large + 2, sizes).to(dtype)
-    sums = kernels.forward_sums(x, Layout.of(x, 1))
+    sums = local_sums(kernels, x)
     if on_cpu(kernels):
         assert torch.equal(sums[sizes[1] : -1], x.double().square().sum((0, 2)))
     var = from_sums(sums, EPS)[sizes[1] : 2 * sizes[1]]
@@ -277,8 +317,8 @@ def test_squares_of_16_bits_lose_nothing(
 
 
 @pytest.mark.parametrize("sizes", [(40, 70, 49), (5000, 24, 1), (300, 300, 1), (1, 3, 200_000)], ids=str)
-def test_results_are_the_same_again_and_on_other_threads(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
-    if kernels in (reference, chunked):
+def test_results_are_the_same_again_and_on_other_threads(kernels: MakesKernels, sizes: tuple[int, int, int]) -> None:
+    if kernels.__module__.endswith("reference"):
         pytest.skip("torch's sums depend on the number of threads")
     if truncates(kernels) and math.prod(sizes) > 100_000:
         pytest.skip("the interpreter takes long")
@@ -295,10 +335,10 @@ def test_results_are_the_same_again_and_on_other_threads(kernels: ModuleType, si
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("size", [2, 7])
 def test_two_steps_of_a_layer(
-    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, channels_last: bool, size: int
+    kernels: MakesKernels, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, channels_last: bool, size: int
 ) -> None:
     """All kernels together, with residual and relu, as torch's layer, add and relu."""
-    force(monkeypatch, kernels)
+    kinds = force(monkeypatch, kernels)
     torch.manual_seed(0)
     momentum = None if channels_last else 0.1
     layer = syncbn.SyncBatchNorm2d(5, momentum=momentum, fuse_relu=True)
@@ -324,20 +364,20 @@ def test_two_steps_of_a_layer(
         torch.testing.assert_close(given.grad.double(), wanted.grad, rtol=1e-5, atol=1e-5)
     for buffer, wanted in zip(layer.buffers(), expected_layer.buffers(), strict=True):
         torch.testing.assert_close(buffer.double(), wanted.double(), rtol=1e-6, atol=1e-6)
-    assert has_served(kernels)
+    assert kinds
 
 
 @pytest.mark.parametrize("case", HARD_INPUTS)
-def test_accuracy(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_accuracy(kernels: MakesKernels, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """Where formulas lose digits the float32 errors stay within a few roundings of the float64 result's largest."""
-    force(monkeypatch, kernels)
+    kinds = force(monkeypatch, kernels)
     errors = errors_of_one_step(case, torch.float32, sync_batch_norm, device=torch.get_default_device())
     assert max(errors.relative.values()) < 1e-6, errors
-    assert has_served(kernels)
+    assert kinds
 
 
 @pytest.mark.parametrize("sizes", [(3, 2, 67), (35, 13, 1)], ids=str)
-def test_values_between_their_places(kernels: ModuleType, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+def test_values_between_their_places(kernels: MakesKernels, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
     """As from a file, they begin one byte behind a multiple of their size. (Where a processor allows that anyway, only
     scripts/sanitize.sh sees whether the program may.)"""
     if torch.get_default_device().type != "cpu":
@@ -352,41 +392,41 @@ def test_values_between_their_places(kernels: ModuleType, dtype: torch.dtype, si
     assert all(x.data_ptr() % x.itemsize for x in unaligned)
     for x, dy, z, weight, bias, running_mean, running_var in (aligned, unaligned):
         found = all_results(kernels, dy, x, relu=True, weight=weight, bias=bias, residual=z)
-        kernels.update_running_stats(running_mean, running_var, found[2], 0.1)
+        update(kernels, found[0], running_mean, running_var, momentum=0.1)
         results.append((*found, running_mean, running_var))
     assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("sizes", [(2**16 + 1, 2, 2**14), (2**28 + 1, 8, 1)], ids=str)
-def test_more_than_2_31_values(kernels: ModuleType, pytestconfig: pytest.Config, sizes: tuple[int, int, int]) -> None:
+def test_more_than_2_31_values(kernels: MakesKernels, pytestconfig: pytest.Config, sizes: tuple[int, int, int]) -> None:
     """The last of them count, and get their results."""
     if not pytestconfig.getoption("--large"):
         pytest.skip("takes 13 GB; --large")
     torch.use_deterministic_algorithms(False)  # leave the memory as it is
     x = torch.zeros(sizes, dtype=torch.float16)
     x[-1, -1, -1] = 3
-    sums = kernels.forward_sums(x, Layout.of(x, 1))
+    sums = local_sums(kernels, x)
     expected = torch.zeros(2 * sizes[1] + 1, dtype=torch.float64)
     expected[sizes[1] - 1], expected[2 * sizes[1] - 1], expected[-1] = 3, 9, x.numel() // sizes[1]
     torch.testing.assert_close(sums, expected)
     y, statistics = normalized(kernels, x, sums, 1.0)
     assert (y[-1, -1, -1], y[-1, 0, -1], y[0, 0, 0]) == (3, 0, 0)
-    of_dy, _, _ = kernels.backward_sums(y, x, None, Layout.of(x, 1), statistics, None, None)
+    of_dy, _, _ = local_gradient_sums(kernels, y, x, None, statistics)
     torch.testing.assert_close(of_dy, expected[:-1], rtol=1e-4, atol=1e-4)
-    out, _ = gradients(kernels, y, x, None, of_dy, statistics, None)
+    out, _ = input_gradients(kernels, y, x, None, of_dy, statistics, None)
     assert [float(out[-1, -1, -1]), float(out[0, 0, 0])] == pytest.approx([3, 0], abs=1e-2)
 
 
 # The mathematics of a channel, without values: sums in, statistics out.
 
 
-def statistics_of(kernels: ModuleType, sums: list[float], eps: float = EPS) -> Tensor:
+def statistics_of(kernels: MakesKernels, sums: list[float], eps: float = EPS) -> Tensor:
     """Of the ranks whose sums these are, found beside an input of this rank that is empty."""
     _, statistics = normalized(kernels, torch.empty(0, len(sums) // 2, 1), torch.tensor(sums, dtype=torch.float64), eps)
     return statistics
 
 
-def test_statistics_of_awkward_sums(kernels: ModuleType) -> None:
+def test_statistics_of_awkward_sums(kernels: MakesKernels) -> None:
     """No values give no NaN. S^2 > n * Q happens by rounding alone; clamping must not hide a NaN."""
     mean, var, invstd, num_values = unpack(statistics_of(kernels, [0.0] * 7), 3)
     assert not any(part.any() for part in (mean, var, num_values))
@@ -396,27 +436,87 @@ def test_statistics_of_awkward_sums(kernels: ModuleType) -> None:
     assert var[1].isnan()
 
 
-def test_eps_of_numpy(kernels: ModuleType) -> None:
+def test_eps_of_numpy(kernels: MakesKernels) -> None:
     """The sum of two float32 that stand for it must not be NumPy's, which Triton does not take."""
     by_numpy, by_python = (statistics_of(kernels, [1.0, 2.0, 3.0], eps) for eps in (numpy.float32(1), 1.0))
     assert torch.equal(by_numpy, by_python)
 
 
+def update(kernels: MakesKernels, sums: Tensor, mean: Tensor, var: Tensor, *counters: Tensor, momentum: Any) -> Tensor:
+    """Updates the running statistics by a batch of these sums, and counts it. Returns its statistics."""
+    x = torch.empty(0, len(sums) // 2, 1)
+    kind = kind_of(x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=bool(counters), averages=momentum is None)
+    options = dict(zip(("counter",), counters, strict=False), momentum=momentum)
+    return kernels(kind).forward_outputs(None, x, sums, None, None, None, mean, var, **options)[1]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("in_memory", "stride"), [(False, 1), (False, 2), (True, 1)])
-def test_running_stats(kernels: ModuleType, in_memory: bool, stride: int, dtype: torch.dtype) -> None:
-    """Moved in place by a momentum, rounded once to their dtype; n = 1 leaves the variance, n = 0 leaves both. Autograd
-    sees that they have moved."""
-    if in_memory and kernels.__name__.rpartition(".")[2] in ("cpu", "gpu"):
-        pytest.skip("operators.py leaves it to torch's operations")
-    momentum = torch.tensor(0.25) if in_memory else 0.25
-    for num_values, mean, var in ((5.0, 0.75, 0.75 + 0.25 * 2 * 5 / 4), (1.0, 0.75, 1.0), (0.0, 0.0, 1.0)):
-        buffers = [torch.full((2 * stride,), value, dtype=dtype)[::stride] for value in (0.0, 1.0)]
-        statistics = torch.tensor([3.0, 3.0, 2.0, 2.0, 9.0, 9.0, num_values], dtype=torch.float64)
-        kernels.update_running_stats(*buffers, statistics, momentum)
+def test_running_stats(kernels: MakesKernels, dtype: torch.dtype) -> None:
+    """Updated in place by a momentum, rounded once to their dtype; n = 1 leaves the variance, n = 0 leaves both.
+    Autograd sees that they have changed."""
+    for n, mean, var in ((5.0, 0.75, 0.75 + 0.25 * 2 * 5 / 4), (1.0, 0.75, 1.0), (0.0, 0.0, 1.0)):
+        buffers, counter = [torch.full((2,), value, dtype=dtype) for value in (0.0, 1.0)], torch.tensor(0)
+        sums = torch.tensor([3.0 * n, 3.0 * n, 11.0 * n, 11.0 * n, n], dtype=torch.float64)  # a variance of 2
+        update(kernels, sums, *buffers, counter, momentum=0.25)
         for buffer, expected in zip(buffers, (mean, var), strict=True):
             assert torch.equal(buffer, torch.full((2,), expected, dtype=torch.float64).to(dtype))
             assert buffer._version > 0
+        assert counter == 1
+        assert counter._version > 0
+
+
+@pytest.mark.parametrize("momentum", [0.1, 1.0, None])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_running_stats_have_the_bits_of_torch(
+    kernels: MakesKernels, dtype: torch.dtype, momentum: float | None
+) -> None:
+    """The general road updates by torch operations, and buffers must be the same on ranks of either road."""
+    if truncates(kernels) and dtype.itemsize == 2:
+        pytest.skip("the interpreter rounds to other bits")
+    mean, invstd, *values = of_channels(4, 600)  # more than C++ takes at once
+    counter, buffers, by_torch = torch.tensor(2), *([value.to(dtype) for value in values] for _ in range(2))
+    for n in (3.0, 7.0, 1e6):
+        sums = sums_of(mean, 1 + invstd.abs(), n)
+        statistics = update(kernels, sums, *buffers, counter, momentum=momentum)
+        update_buffers(*by_torch, None, statistics, 1.0 / counter.double() if momentum is None else momentum)
+        if on_cpu(kernels):
+            assert all(map(torch.equal, buffers, by_torch))
+        torch.testing.assert_close(buffers, by_torch)  # GPUs may fuse a product with a sum
+    assert counter == 5
+
+
+@pytest.mark.parametrize(("number", "signature", "is_finite"), [
+    (1.0, (2.0, 5.0, 13.0), True), (math.inf, (2.0, 5.0, 13.0), False), (math.nan, (2.0, 5.0, 13.0), False),
+    (math.nan, (0.0, 0.0, 0.0), True),  # ranks have not signed
+])  # fmt: skip
+def test_a_total_that_is_not_finite(number: float, signature: tuple[float, ...], is_finite: bool) -> None:
+    """Is reported, if ranks have signed it; all is computed as without a signature."""
+    if reason := cpu.load():
+        pytest.skip(reason)
+    total, results = torch.tensor([1.0, number, 9.0, 9.0, 4.0, *signature], dtype=torch.float64), []
+    for is_signed in (True, False):
+        x, mean, var, counter = torch.ones(2, 2, 2), torch.zeros(2), torch.ones(2), torch.tensor(0)
+        kind = kind_of(x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=True, is_signed=is_signed)
+        of_call = x, total, None, None, None, mean, var, counter, 0.1
+        y, statistics, found = cpu.Kernels(kind).forward_outputs(None, *of_call)
+        assert found == (is_finite or not is_signed)
+        results.append((y, statistics, mean, var, counter))
+    torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
+
+
+def test_sums_end_in_a_signature() -> None:
+    if reason := cpu.load():
+        pytest.skip(reason)
+    dy, x = draw(2, (4, 3, 5), torch.float32)
+    unsigned, signed = (cpu.Kernels(kind_of(x, is_signed=is_signed)) for is_signed in (False, True))
+    statistics = torch.ones(10, dtype=torch.float64)
+    for name, arguments, trailer in (
+        ("forward_sums", (x,), [20]),
+        ("backward_sums", (dy, (x, None, statistics, None)), [0]),
+    ):
+        sums, expected = (getattr(one, name)(*arguments, (1.0, 5.0, 25.0))[0] for one in (signed, unsigned))
+        assert torch.equal(sums[:6], expected[:6])
+        assert sums[6:].tolist() == [*trailer, 1, 5, 25]
 
 
 needs_operators = pytest.mark.skipif(cpu.load() is not None, reason=str(cpu.load()))
@@ -426,9 +526,8 @@ SUMS, STATISTICS = torch.ones(2 * 3 + 1, dtype=torch.float64), torch.ones(3 * 3 
 CALLS = {
     "forward_sums": (X, 1),
     "forward_outputs": (X, 1, SUMS, ONES, ONES, X, EPS, True),
-    "backward_sums": (X, X, X, 1, STATISTICS, torch.float32, None),
-    "backward_outputs": (X, X, X, 1, SUMS[1:].clone(), STATISTICS, ONES, True),
-    "update_running_stats": (ONES.clone(), ONES.clone(), STATISTICS, 0.1),
+    "backward_sums": (X, X, X, 1, STATISTICS, True, torch.float32, None),
+    "backward_outputs": (X, X, X, 1, SUMS[1:].clone(), STATISTICS, ONES, True, True),
 }
 
 
@@ -439,13 +538,13 @@ def test_outputs_that_bypass_the_caches(sizes: tuple[int, int, int], offset: int
     """From 16 MB on, where rows and runs are whole vectors; equal to what small ones are, bit by bit."""
     x, z, dy = (torch.randn(offset + math.prod(sizes))[offset:].view(sizes) for _ in range(3))
     weight = torch.randn(sizes[1])
-    sums, y, statistics, of_dy, _, _, *grads = all_results(cpu, dy, x, relu=True, weight=weight, residual=z)
+    sums, y, statistics, of_dy, _, _, *grads = all_results(cpu.Kernels, dy, x, relu=True, weight=weight, residual=z)
     for start in range(0, sizes[0], max(1, sizes[0] // 3)):
         part = slice(start, start + max(1, sizes[0] // 7))
         assert x[part].nbytes < 16 << 20 <= x.nbytes
-        expected, _ = normalized(cpu, x[part], sums, relu=True, weight=weight, residual=z[part])
+        expected, _ = normalized(cpu.Kernels, x[part], sums, relu=True, weight=weight, residual=z[part])
         assert torch.equal(y[part], expected)
-        of_part = gradients(cpu, dy[part], x[part], y[part], of_dy, statistics, weight, residual=True)
+        of_part = input_gradients(cpu.Kernels, dy[part], x[part], y[part], of_dy, statistics, weight, residual=True)
         for grad, expected in zip(grads, of_part, strict=True):
             assert torch.equal(grad[part], expected)
 
@@ -453,7 +552,7 @@ def test_outputs_that_bypass_the_caches(sizes: tuple[int, int, int], offset: int
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_other_instructions(capability: str) -> None:
     """The tests of this file, on the instruction sets that a better processor would leave out."""
-    others = "not instructions and not operators and not reference and not chunk and not triton"
+    others = "not instructions and not operators and not reference and not parts and not triton"
     run(sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", others, ATEN_CPU_CAPABILITY=capability)
 
 
@@ -469,7 +568,7 @@ def test_operators_pass_opcheck_and_check_their_tensors(name: str) -> None:
             bad = [argument.to(torch.int32)]
             if name == "forward_sums":
                 bad.append(argument.permute(1, 2, 0).contiguous().permute(2, 0, 1))
-            elif name != "update_running_stats" or argument is not STATISTICS:
+            else:
                 bad.append(torch.cat((argument, argument)))
             for other in bad:
                 with pytest.raises(RuntimeError, match="expected"):
@@ -549,7 +648,7 @@ def test_registers_are_limited_where_triton_can(monkeypatch: pytest.MonkeyPatch)
 
     for version in ("6.4", None):
         monkeypatch.setattr(torch.version, "hip", version)
-        made = gpu.Plan(Layout(1, False, (4, 3, 64)), torch.float32, torch.device("cpu"))
+        made = gpu.Kernels(Kind(Layout(1, False, (4, 3, 64)), torch.float32, torch.device("cpu")))
         for launch in (made.parts_of_sums, made.normalize, made.input_gradient):
             assert ("maxnreg" in launch.options) == (version is None)
 
@@ -564,23 +663,23 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_chunks_need_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_need_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference itself makes float64 copies of the whole tensor."""
-    monkeypatch.setattr(chunked, "PART_VALUES", 2**12)
+    monkeypatch.setattr(reference, "PART_VALUES", 2**12)
     for x in (
         torch.randn(40, 8, 16, 16),  # parts of several samples
         torch.randn(1, 8, 160, 128),  # parts of a sample
         torch.randn(20480, 8),  # parts of rows
         torch.randn(1, 8, 160, 128).contiguous(memory_format=torch.channels_last),
     ):
-        for kernels, share in ((chunked, 1), (reference, 2)):  # 1: the outputs
+        for kernels, share in ((reference.KernelsInParts, 1), (reference.Kernels, 2)):  # 1: the outputs
             with LargestTensor() as largest:
                 all_results(kernels, x, x, relu=True, weight=torch.ones(8), bias=torch.ones(8), residual=x)
             assert largest.num_bytes == share * x.nbytes
 
 
 @pytest.mark.parametrize("inner", [0, 1])
-def test_more_channels_than_scratch_of_a_function_holds(kernels: ModuleType, inner: int) -> None:
+def test_more_channels_than_scratch_of_a_function_holds(kernels: MakesKernels, inner: int) -> None:
     """An empty batch of many channels needs memory for its channels, too."""
     x = torch.randn(2, 1100 if truncates(kernels) else 9000, inner)  # Triton's interpreter would take a minute
     _, y, _, _, grad_weight, grad_bias, grad_x = all_results(kernels, x, x)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from roads_taken import escaped, side_roads
+from roads_taken import escaped, general_road
 from subclasses_of_batchnorm import parametrized
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,8 +23,8 @@ from training import step, unchanged
 import syncbn
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available
-from syncbn.ranks import reductions
-from syncbn.ranks.reductions import NoReduction
+from syncbn.ranks import groups
+from syncbn.ranks.reductions import Reduction
 
 SHAPE = 4, 3, 5, 2
 DTYPES = torch.float16, torch.bfloat16, torch.float64
@@ -50,10 +50,10 @@ def close(actual: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-5, **
 
 
 def as_torch(run: Callable[[Layer], Any], *roads: str, **tolerance: Any) -> Any:
-    """What `run` gives of our layer: the same as of torch's. These passes of it take a side road."""
+    """What `run` gives of our layer: the same as of torch's. These passes of it take the general road."""
     results = []
     for layer in twins():
-        with side_roads() as taken:
+        with general_road() as taken:
             results.append(run(layer))
     assert taken == [*roads]
     expected, actual = results
@@ -144,7 +144,7 @@ def test_a_check_of_dims_of_ones_own_is_called(where: str, monkeypatch: pytest.M
     layer(x)
     owner = layer if "instance" in where else nn.BatchNorm2d if "torch" in where else type(layer)
     monkeypatch.setattr(owner, "_check_input_dim", lambda *given: seen.append(given[-1]))
-    with side_roads() as taken:
+    with general_road() as taken:
         layer(x)
     assert seen
     assert all(one is x for one in seen)
@@ -164,7 +164,7 @@ MODES: dict[str, Context] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_of_torch_are_no_reason_for_a_side_road(mode: str) -> None:
+def test_modes_of_torch_are_no_reason_for_the_general_road(mode: str) -> None:
     x = torch.randn(2, *SHAPE, requires_grad=True)
 
     def run(layer: Layer) -> tuple[object, ...]:
@@ -320,7 +320,7 @@ def test_freed_memory_is_refused(
     x, z, dy = map(view, torch.randn(3, *SHAPE))
     there = {"x": x.requires_grad_(), "z": z, "dy": dy, **layer.state_dict(keep_vars=True)}
     step(layer, layer, torch.randn(SHAPE))
-    monkeypatch.setattr(NoReduction, "all_reduce", lambda *given: sent.append(given[-1]))
+    monkeypatch.setattr(Reduction, "all_reduce", lambda *given: sent.append(given[-1]))
     y = None if freed in FREED_BEFORE_FORWARD else layer(x, z)
     named = there if y is None else there | {"y": y}
     named.pop(freed.removeprefix("saved ")).untyped_storage().resize_(0)
@@ -353,7 +353,7 @@ def test_a_group_of_one_rank_communicates_nothing(
         return found
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    reductions._warn_if_meant_for_several_ranks.cache_clear()
+    groups.warn_if_meant_for_several_ranks.cache_clear()
     as_torch(run)
 
 
@@ -398,7 +398,7 @@ def test_two_threads_in_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [step(plain, plain, one) for (plain, _), one in zip(pairs, x, strict=True)]
     step(layer, layer, x[0])
     met = threading.Barrier(2, timeout=30)
-    monkeypatch.setattr(NoReduction, "all_reduce", lambda *_: met.wait())
+    monkeypatch.setattr(Reduction, "all_reduce", lambda *_: met.wait())
     with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=[1]) as threads:
         actual = [*threads.map(step, ours, ours, x)]
     close(actual, expected)

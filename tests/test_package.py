@@ -15,7 +15,7 @@ import syncbn
 EFFECTS = """
 import json, os, sys, tempfile, threading
 import torch, torch.distributed as dist
-import torch.distributed.nn.functional  # makes a temporary folder, whoever imports it first
+import torch.distributed.nn.functional  # in older torch it makes a temporary folder
 
 def resources():
     return threading.active_count(), len(os.listdir("/proc/self/fd")), os.listdir(tempfile.gettempdir())
@@ -50,7 +50,9 @@ OUTLIVES = """
 import contextlib, threading, time, weakref
 from pathlib import Path
 import torch, torch.distributed as dist, syncbn
-from syncbn.ranks import reductions
+from syncbn.ranks import groups
+from syncbn.ranks.guards import Caller
+from syncbn.ranks.reductions import reduction_of
 
 def gloos_threads():
     names = ""
@@ -59,13 +61,13 @@ def gloos_threads():
             names += (thread / "comm").read_text()
     return "gloo" in names
 
-reduction.resolve = lambda spec: dist.group.WORLD  # also of one rank
+groups.resolve = lambda spec: dist.group.WORLD  # also of one rank
 for _ in range(3):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = weakref.ref(dist.group.WORLD)
     torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     assert gloos_threads()
-    with reduction.reduction_of(None, reduction.Caller("a test"), None).other_collective("forward"):
+    with reduction_of(None, Caller("a test"), None).other_collective("forward"):
         time.sleep(1.2)  # in which the thread looks
     with syncbn.debug():
         syncbn.SyncBatchNorm(3)(torch.randn(2, 3)).sum()

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from roads_taken import escaped, side_roads, with_gaps
+from roads_taken import escaped, general_road, with_gaps
 from subclasses_of_batchnorm import OnlyAttributes
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import syncbn
-from syncbn import plan, step
+from syncbn import ordinary, plan
 from syncbn.arguments import Arguments
-from syncbn.kernels.plans import UNSIGNED
+from syncbn.kernels.interface import Kind
 from syncbn.layout import Layout
-from syncbn.ranks.reductions import Caller
+from syncbn.ranks.guards import Caller
 
 # A call with all there is. The sizes are equal, so that any dim may be that of the channels.
 X, Z = torch.randn(2, 3, 3, 3, generator=torch.Generator().manual_seed(0))
@@ -54,7 +54,7 @@ def check_step(given: dict[str, Any]) -> None:
     y = y.movedim(1, given["channel_dim"])
     y = y if wide["z"] is None else y + wide["z"]
     y = y.relu() if given["relu"] else y
-    actual, _ = step.train(Arguments(**given), Caller("this test"))
+    actual, _ = ordinary.train(Arguments(**given), Caller("this test"))
     rounding = 16 * torch.finfo(actual.dtype).eps
     torch.testing.assert_close(actual.double(), y, rtol=rounding, atol=rounding)
     for running, expected in ((given["running_mean"], mean), (given["running_var"], var)):
@@ -78,8 +78,14 @@ UNREADABLE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def road_of(name: str, how: str) -> str:
+    """Inputs are copied; per-channel values are not, and buffers could not be."""
+    is_copied = how == "of another class" or (how != "of zeros" and name in ("input", "z"))
+    return MADE_ORDINARY if is_copied else GENERAL
+
+
 PER_CHANNEL = "weight", "bias", "running_mean", "running_var"
-PLAN, SIDE_ROAD = "a plan of its own", "a side road"
+PLAN, MADE_ORDINARY, GENERAL = "a plan of its own", "the plan of what it is made", "the general road"
 
 # By what a call differs from BASE: how it runs, or what it raises.
 DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
@@ -89,14 +95,15 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     "dims of x": ({"input": X[0], "z": None}, PLAN),
     "dims of x that the layer has not": ({"input": X[None], "z": Z[None], "channel_dim": 2}, ValueError),
     "strides of x": ({"input": channel_innermost(X), "z": channel_innermost(Z)}, PLAN),
-    "strides of x alone": ({"input": channel_innermost(X)}, SIDE_ROAD),
-    "gaps": ({"input": with_gaps(X), "z": with_gaps(Z)}, SIDE_ROAD),  # as little contiguous as "strides of x"
+    "strides of x alone": ({"input": channel_innermost(X)}, MADE_ORDINARY),
+    "gaps": ({"input": with_gaps(X), "z": with_gaps(Z)}, MADE_ORDINARY),  # as little contiguous as "strides of x"
     "dtype of x": ({"input": X.double(), "z": Z.double()}, PLAN),
     "integers": ({"input": X.int()}, TypeError),
     "no residual": ({"z": None}, PLAN),
     "shape of the residual": ({"z": Z[:1]}, ValueError),
-    "strides of the residual": ({"z": channel_innermost(Z)}, SIDE_ROAD),
-    "dtype of the residual": ({"z": Z.double()}, SIDE_ROAD),
+    "strides of the residual": ({"z": channel_innermost(Z)}, MADE_ORDINARY),
+    "integers in the residual": ({"z": Z.int()}, TypeError),
+    "dtype of the residual": ({"z": Z.double()}, MADE_ORDINARY),
     **{f"no {name}": ({name: None}, PLAN) for name in ("weight", "bias", "counter")},
     "no statistics": ({"running_mean": None, "running_var": None}, PLAN),
     "no running_var": ({"running_var": None}, ValueError),
@@ -105,34 +112,34 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     **{f"shape of {name}": ({name: torch.ones(4)}, ValueError) for name in PER_CHANNEL},
     **{f"device of {name}": ({name: BASE[name].to("meta")}, ValueError) for name in ("z", *PER_CHANNEL)},
     **{
-        f"{name} {how}": ({name: change(BASE[name])}, SIDE_ROAD) for how, change in UNREADABLE.items()
+        f"{name} {how}": ({name: change(BASE[name])}, road_of(name, how)) for how, change in UNREADABLE.items()
         for name in ("input", "z", *PER_CHANNEL) if how != "of zeros" or name in ("z", "weight", "bias")
     },
-    "dtype of the counter": ({"counter": torch.tensor(2, dtype=torch.int32)}, SIDE_ROAD),
-    "shape of the counter": ({"counter": torch.tensor([2])}, SIDE_ROAD),
-    "counter of negatives": ({"counter": torch._neg_view(torch.tensor(-2))}, SIDE_ROAD),
+    "dtype of the counter": ({"counter": torch.tensor(2, dtype=torch.int32)}, GENERAL),
+    "shape of the counter": ({"counter": torch.tensor([2])}, GENERAL),
+    "counter of negatives": ({"counter": torch._neg_view(torch.tensor(-2))}, GENERAL),
     "eps": ({"eps": 0.5}, PLAN),
     "class of eps": ({"eps": True}, TypeError),
-    "eps is an int": ({"eps": 1}, SIDE_ROAD),
-    "eps of NumPy": ({"eps": np.float64(1.0)}, SIDE_ROAD),
+    "eps is an int": ({"eps": 1}, GENERAL),
+    "eps of NumPy": ({"eps": np.float64(1.0)}, GENERAL),
     "eps is a list": ({"eps": [1.0]}, TypeError),
     "eps is 0": ({"eps": 0.0}, ValueError),
     "no momentum": ({"momentum": None}, PLAN),
     "momentum without a counter": ({"momentum": None, "counter": None}, TypeError),
-    "momentum is a tensor": ({"momentum": torch.tensor(0.5)}, SIDE_ROAD),
+    "momentum is a tensor": ({"momentum": torch.tensor(0.5)}, GENERAL),
     "momentum is True": ({"momentum": True}, TypeError),
     "channel_dim": ({"channel_dim": 2}, PLAN),
     "channel_dim from the right": ({"channel_dim": -1}, PLAN),
     "class of channel_dim": ({"channel_dim": 1.0}, TypeError),
     "relu": ({"relu": True}, PLAN),
-    "class of relu": ({"relu": np.bool_(False)}, SIDE_ROAD),
+    "class of relu": ({"relu": np.bool_(False)}, GENERAL),
     "num_channels": ({"num_channels": 4}, ValueError),
     "no num_channels": ({"num_channels": None}, PLAN),
-    "mask": ({"mask": torch.ones(3, dtype=torch.bool)}, SIDE_ROAD),
+    "mask": ({"mask": torch.ones(3, dtype=torch.bool)}, MADE_ORDINARY),
     "no check of dims": ({"check_input_dim": None}, PLAN),
     "check of other dims": ({"check_input_dim": nn.BatchNorm2d(3)._check_input_dim}, ValueError),
     "check of a subclass": ({"check_input_dim": OnlyAttributes(3)._check_input_dim}, AssertionError),
-    "check of an instance": ({"check_input_dim": lambda x: None}, SIDE_ROAD),
+    "check of an instance": ({"check_input_dim": lambda x: None}, GENERAL),
 }  # fmt: skip
 
 
@@ -146,13 +153,13 @@ def test_a_call_beside_the_plan_of_another(name: str) -> None:
     others, outcome = DIFFERENCES[name]
     check_step(changed())
     if isinstance(outcome, str):
-        with side_roads() as taken:
+        with general_road() as taken:
             check_step(changed(**others))
-        assert taken == ["forward"] * (outcome == SIDE_ROAD)
+        assert taken == ["forward"] * (outcome == GENERAL)
     else:
         for _ in range(2):  # a plan would let it pass the second time
             with pytest.raises(outcome, match=r"^(?!unhashable)"):  # Python's error would be raised on this rank alone
-                step.train(Arguments(**changed(**others)), Caller("this test"))
+                ordinary.train(Arguments(**changed(**others)), Caller("this test"))
     check_step(changed())
 
 
@@ -162,7 +169,7 @@ def test_tensors_without_strides() -> None:
     for sparse in (X.to_sparse_csr(), X.to_sparse(), X.to_mkldnn()):
         assert forward_plan(input=sparse) is None
         with pytest.raises(TypeError, match="expected a dense input"):
-            step.train(Arguments(**changed(input=sparse)), Caller("this test"))
+            ordinary.train(Arguments(**changed(input=sparse)), Caller("this test"))
         for name in ("dy", "x", "y"):
             assert backward_plan_of(**{name: sparse}) is None
 
@@ -192,6 +199,7 @@ STATISTICS = torch.ones(10, dtype=torch.float64)
 BASE_OF_BACKWARD: dict[str, Any] = {
     "dy": Z, "x": X, "weight": BASE["weight"], "statistics": STATISTICS, "y": X + 1,
     "needed": (True, True, True, True), "bias_dtype": torch.float32, "layout": Layout.of(X, 1),
+    "eps": 1.0, "relu": True,
 }  # fmt: skip
 TENSORS = "dy", "x", "weight", "statistics", "y"
 
@@ -207,15 +215,18 @@ DIFFERENCES_OF_BACKWARD: dict[str, tuple[dict[str, object], str]] = {
     "strides": (in_all(channel_innermost) | {"layout": Layout.of(channel_innermost(X), 1)}, PLAN),
     "dtype": (in_all(Tensor.double), PLAN),
     "dtype of weight": ({"weight": BASE["weight"].half()}, PLAN),
-    **{f"dtype of {name}": ({name: BASE_OF_BACKWARD[name].half()}, SIDE_ROAD) for name in TENSORS if name != "weight"},
-    **{f"shape of {name}": ({name: BASE_OF_BACKWARD[name][:2]}, SIDE_ROAD) for name in TENSORS},
-    **{f"device of {name}": ({name: BASE_OF_BACKWARD[name].to("meta")}, SIDE_ROAD) for name in TENSORS},
+    **{f"dtype of {name}": ({name: BASE_OF_BACKWARD[name].half()}, GENERAL) for name in TENSORS if name != "weight"},
+    **{f"shape of {name}": ({name: BASE_OF_BACKWARD[name][:2]}, GENERAL) for name in TENSORS},
+    **{f"device of {name}": ({name: BASE_OF_BACKWARD[name].to("meta")}, GENERAL) for name in TENSORS},
     **{
-        f"{name} {how}": ({name: change(BASE_OF_BACKWARD[name])}, SIDE_ROAD)
+        f"{name} {how}": ({name: change(BASE_OF_BACKWARD[name])}, GENERAL)
         for how, change in UNREADABLE.items() for name in TENSORS
     },
     "no weight": ({"weight": None}, PLAN),
-    "no y": ({"y": None}, PLAN),
+    "no relu": ({"y": None, "relu": False}, PLAN),
+    "a relu without a residual": ({"y": None, "statistics": torch.ones(16, dtype=torch.float64)}, PLAN),
+    "statistics of no relu": ({"y": None}, GENERAL),
+    "eps": ({"eps": 0.5}, PLAN),
     "layout": ({"layout": Layout.of(X, 2)}, PLAN),
     "no gradient of weight": ({"needed": (True, False, True, True)}, PLAN),
     "no gradient of bias": ({"needed": (True, True, False, True)}, PLAN),
@@ -226,7 +237,10 @@ DIFFERENCES_OF_BACKWARD: dict[str, tuple[dict[str, object], str]] = {
 def backward_plan_of(**others: Any) -> Any:
     given = BASE_OF_BACKWARD | others
     saved = given["x"], given["weight"], given["statistics"], given["y"]
-    return plan.backward_plan(given["layout"], given["dy"], saved, given["needed"], given["bias_dtype"])
+    kind = Kind(
+        given["layout"], torch.float32, torch.device("cpu"), given["eps"], given["relu"], given["y"] is not None
+    )
+    return plan.backward_plan(kind._replace(bias_dtype=given["bias_dtype"]), given["dy"], saved, given["needed"])
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -246,7 +260,7 @@ def test_no_gradient_is_computed_that_is_not_needed() -> None:
     """Autograd would throw it away in silence."""
     for needed in ([True, False], [False, True]):
         made = backward_plan_of(needed=(True, *needed, True))
-        _, *of_parameters, _ = made.backward_sums(Z, X, X + 1, STATISTICS, UNSIGNED)
+        _, *of_parameters, _ = made.backward_sums(Z, (X, None, STATISTICS, X + 1))
         assert [one is not None for one in of_parameters] == needed
 
 
@@ -274,7 +288,7 @@ def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of ever new shapes would else fill the memory. After all are forgotten, calls run as before."""
     monkeypatch.setattr(plan, "MOST_PLANS", 3)
     layer, plain, numbers = syncbn.SyncBatchNorm1d(3), nn.BatchNorm1d(3), []
-    with side_roads() as taken:
+    with general_road() as taken:
         for length in (2, 3, 4, 5, 2):
             x = torch.randn(4, 3, length, requires_grad=True)
             torch.testing.assert_close(layer(x), plain(x))

@@ -16,7 +16,7 @@ from faults import FAULTS
 from jobs import run, run_on_ranks
 
 import syncbn
-from syncbn.diagnosis.report import RanksDifferError
+from syncbn.diagnosis.failures import RanksDifferError
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -97,18 +97,38 @@ def test_the_table_of_faults() -> None:
     assert f"{len(FAULTS)} faults tried" in README
 
 
+def strings_in(scope: ast.AST) -> dict[str, ast.expr]:
+    """The strings that are assigned to names in it."""
+    pairs = []
+    for node in ast.walk(scope):
+        if isinstance(node, ast.Assign):
+            target, value = node.targets[0], node.value
+            both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+            pairs += zip(target.elts, value.elts, strict=False) if both else [(target, value)]
+    return {ast.unparse(name): value for name, value in pairs if isinstance(value, (ast.Constant, ast.JoinedStr))}
+
+
 def texts_of_syncbn() -> set[str]:
-    """The strings in the package, with ... for what is filled in, unless it is a constant."""
-    nodes = [node for file in (ROOT / "syncbn").rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
-    strings = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    assigned = {ast.unparse(node.targets[0]): node.value for node in nodes if isinstance(node, ast.Assign)}
-    constants = {name: value.value for name, value in assigned.items() if value in strings}
+    """The strings in the package, with ... for what is filled in, unless that is a string of the function, or a
+    constant."""
+    modules = [ast.parse(file.read_text()) for file in (ROOT / "syncbn").rglob("*.py")]
+    constants = {name: text for module in modules for name, text in strings_in(module).items() if name.isupper()}
+    texts = set()
 
-    def text_of(part: ast.expr) -> str:
-        return part.value if isinstance(part, ast.Constant) else constants.get(ast.unparse(part.value), "...")
+    def text_of(part: ast.expr | None, local: dict[str, ast.expr]) -> str:
+        if isinstance(part, ast.JoinedStr):
+            return "".join(text_of(value, local) for value in part.values)
+        if isinstance(part, ast.FormattedValue):
+            name = ast.unparse(part.value)
+            others = {other: text for other, text in local.items() if other != name}  # a name may stand in its own text
+            return text_of((constants | local).get(name), others)
+        return str(part.value) if isinstance(part, ast.Constant) and isinstance(part.value, str) else "..."
 
-    texts = {re.sub(r"%(\.\d+)?[dfgs]", "...", node.value) for node in strings}
-    texts |= {"".join(map(text_of, node.values)) for node in nodes if isinstance(node, ast.JoinedStr)}
+    functions = [node for module in modules for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
+    for scope in (*modules, *functions):
+        local = strings_in(scope) if scope in functions else {}
+        strings = [node for node in ast.walk(scope) if isinstance(node, (ast.Constant, ast.JoinedStr))]
+        texts |= {re.sub(r"%(\.\d+)?[dfgs]", "...", text_of(node, local)) for node in strings}
     return texts | {str(RanksDifferError("", text)) for text in texts}
 
 

@@ -111,7 +111,10 @@ def test_names_of_tensors() -> None:
     assert [autograd.is_zero_tensor(one) for one in (x, torch._efficientzerotensor(2))] == [False, True]
     for dim, shape in ((1, (5, 4)), (2, (4, 5))):
         nested = torch.nested.nested_tensor_from_jagged(torch.randn(shape), torch.tensor([0, 2, 5]), jagged_dim=dim)
-        assert autograd.ragged_dim(nested) == dim
+        values, offsets, ragged_dim = autograd.jagged_parts(nested)
+        assert torch.equal(values, nested.values())
+        assert offsets is nested.offsets()
+        assert ragged_dim == dim
     rows = torch.ones(2, 3)
     found = [autograd.innermost(rows)]
     torch.vmap(torch.func.grad(lambda row: found.append(autograd.innermost(row)) or row.sum()))(rows)

@@ -13,12 +13,13 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from benchmarks.measuring import Case, cases, draw, in_turn, session, time_stages
 
-from syncbn.kernels import select
+from syncbn.kernels.interface import Kernels, Kind
+from syncbn.kernels.reference import KernelsInParts
+from syncbn.kernels.select import ordinary_kernels
 from syncbn.layout import Layout
 
 EPS = 1e-5
@@ -32,34 +33,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, default=Path("runs/kernels"), help="folder (default %(default)s)")
 
 
-def calls_of(kernels: ModuleType, case: Case, device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
+def calls_of(
+    make: Callable[[Kind], Kernels], case: Case, device: torch.device
+) -> dict[str, tuple[Callable[[], object], int]]:
     """Name -> what to call, and how many tensors of the input's size it must read and write."""
     x, z, dy = (tensor.detach() for tensor in draw(case, device))
-    layout = Layout.of(x, case.channel_dim)
     dtype = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (value(case.channels, dtype=dtype, device=device) for value in (torch.ones, torch.zeros))
     sums, packed = (torch.ones(n * case.channels + 1, dtype=torch.float64, device=device) for n in (2, 3))
-    copy = torch.empty_like(x)
+    copy, dtypes = torch.empty_like(x), (dtype, dtype, None, None, dtype, dtype)
 
     calls: dict[str, tuple[Callable[[], object], int]] = {
         "copy": (partial(copy.copy_, x), 2),
         "x.sum()": (x.sum, 1),
-        "forward_sums": (partial(kernels.forward_sums, x, layout), 1),
     }
-    for kind, residual, output in (("", None, None), (" fused", z, z)):  # of y only the signs matter
-        forward = x, layout, sums, weight, bias, residual, EPS, bool(kind)
-        backward = dy, x, output, layout
-        others = int(bool(kind))  # tensors, the residual or y
-        calls[f"forward_outputs{kind}"] = partial(kernels.forward_outputs, *forward), 2 + others
-        calls[f"backward_sums{kind}"] = partial(kernels.backward_sums, *backward, packed, dtype, dtype), 2 + others
-        gradients = partial(kernels.backward_outputs, *backward, sums[:-1], packed, weight, bool(kind))
-        calls[f"backward_outputs{kind}"] = gradients, 3 + 2 * others
+    for name, residual in (("", None), (" fused", z)):  # which stands for y, too, of which only the signs matter
+        fused = residual is not None
+        kind = Kind(Layout.of(x, case.channel_dim), x.dtype, x.device, EPS, fused, fused, *dtypes)
+        kernels, saved = make(kind._replace(needs_x=True, needs_residual=fused)), (x, weight, packed, residual)
+        if not fused:
+            calls["forward_sums"] = partial(kernels.forward_sums, x), 1
+        forward = partial(kernels.forward_outputs, None, x, sums, weight, bias, residual)
+        calls[f"forward_outputs{name}"] = forward, 2 + fused
+        calls[f"backward_sums{name}"] = partial(kernels.backward_sums, dy, saved), 2 + fused
+        # Without a handle, which would have the addresses of the parameters' gradients.
+        without = make(kernels.kind._replace(grad_weight_dtype=None, grad_bias_dtype=None))
+        gradients = partial(without.backward_outputs, None, dy, saved, sums[:-1])
+        calls[f"backward_outputs{name}"] = gradients, 3 + 2 * fused
     return calls
 
 
 def run_case(case: Case, device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds of each call, and its share of the copy's rate."""
-    calls = calls_of(select._in_eager_mode(torch.empty(0, device=device)), case, device)
+    calls = calls_of(lambda kind: ordinary_kernels(kind) or KernelsInParts(kind), case, device)
     timers = {name: partial(time_stages, device, call) for name, (call, _) in calls.items()}
     samples = in_turn(timers, rounds, warm_up=2)
     times = {name: statistics.median(ms for (ms,) in values) for name, values in samples.items()}

@@ -14,20 +14,20 @@ import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
+import torch
 import torch.distributed as dist
 import triton
 from benchmarks.measuring import Session, in_turn, session
 from benchmarks.overhead import CHANNELS, time_steps
-from torch import Tensor, nn
+from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.backends.compiler import GPUTarget
 
 import syncbn
-from syncbn.kernels import gpu, select
-from syncbn.layout import Layout
+from syncbn import plan
+from syncbn.kernels import gpu
 
 STEPS = 100  # of a round
 
@@ -59,14 +59,11 @@ def show(here: Session, layers: dict[str, nn.Module], rounds: int) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    def new_plan(x: Tensor, layout: Layout, **options: Any) -> gpu.Plan:
-        """As for a tensor on a GPU."""
-        return gpu.Plan(layout, x.dtype, x.device, **options)
-
     with session(on_cpu=True) as here:
         here.print(f"triton: {triton.__version__}")
         triton.runtime.driver.set_active(stand_in_driver(90, lambda *launch: None))
-        select.new_plan = new_plan
+        plan.ordinary_kernels = gpu.Kernels
+        torch.Tensor.is_cpu = False  # as of a GPU
         layers = {"nn.BatchNorm2d, on the CPU": nn.BatchNorm2d(CHANNELS), "syncbn": syncbn.SyncBatchNorm2d(CHANNELS)}
         show(here, layers, arguments.rounds)
         options = FakeProcessGroup.Options()

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,8 @@ from torch import nn
 
 from syncbn.convert import convert_syncbn_model
 from syncbn.kernels import available
-from syncbn.ranks.reductions import Caller, reduction_of
+from syncbn.ranks.guards import Caller
+from syncbn.ranks.reductions import reduction_of
 from syncbn.ranks.text_exchange import all_reduce_max
 from syncbn.testing import TOLERANCES, differences
 from syncbn.tools.assert_synced import assert_synced
@@ -19,21 +20,15 @@ from syncbn.tools.assert_synced import assert_synced
 ROUNDS, WARM_UP = 50, 10  # all_reduces timed, and not
 
 
-def check(device: torch.device, num_layers: int, num_channels: int) -> dict[str, Any]:
-    """The ranks of the default group train a small model as one process does, in float64 and float32.
+def check(device: torch.device, num_layers: int, num_channels: int) -> SimpleNamespace:
+    """Trains a small model on the ranks of the default group and compares with one process, in float64 and float32.
 
-    Without a process group this process alone does. Returns, the same on all ranks:
-        ranks, backend, device, kernels
-        accuracy: for each dtype and kind of tensor the largest error, relative to the largest value, and the bound
-        synced: the error of `assert_synced` for the model afterwards; empty without one
-        seconds: of the all_reduces in forward and in backward of a layer of `num_channels`, the slowest rank's median
-            of 50; and of those of `num_layers` such layers in a step
-        passed: whether all errors are allowed and the model is synced
+    Without a process group this process alone trains. The results are the same on all ranks.
     """
     world = dist.group.WORLD
     size = 1 if world is None else world.size()
-    accuracy: list[dict[str, Any]] = []
-    synced = ""
+    accuracy = []  # the largest error of the tensors of each kind, relative to the largest value, and the bound
+    synced = ""  # the error of `assert_synced` for the model after training
     for dtype, allowed in TOLERANCES.items():
         torch.manual_seed(0)
         model = convert_syncbn_model(_model()).to(device, dtype)
@@ -43,26 +38,22 @@ def check(device: torch.device, num_layers: int, num_channels: int) -> dict[str,
         with torch.backends.cudnn.flags(allow_tf32=False):
             found, trained = differences(model, (images.to(device, dtype), labels.to(device)), F.cross_entropy)
         name = str(dtype).removeprefix("torch.")
-        for what in dict.fromkeys(one.what for one in found):
-            error = torch.tensor([one.relative for one in found if one.what == what]).max().item()  # or NaN
-            accuracy.append({"dtype": name, "what": what, "error": error, "allowed": allowed})
+        for what in dict.fromkeys(difference.what for difference in found):
+            errors = torch.tensor([difference.relative for difference in found if difference.what == what])
+            largest = errors.max().item()  # NaN if one is
+            accuracy.append(SimpleNamespace(dtype=name, what=what, error=largest, allowed=allowed))
         try:
             assert_synced(trained)
         except AssertionError as error:
             synced = str(error)
     forward, backward = _seconds(2 * num_channels + 1, device), _seconds(2 * num_channels, device)
-    return {
-        "ranks": size,
-        "backend": "none" if world is None else dist.get_backend(world),
-        "device": str(device),
-        "kernels": available(),
-        "accuracy": accuracy,
-        "synced": synced,
-        "layers": num_layers,
-        "channels": num_channels,
-        "seconds": {"forward": forward, "backward": backward, "step": num_layers * (forward + backward)},
-        "passed": not synced and all(one["error"] <= one["allowed"] for one in accuracy),
-    }
+    return SimpleNamespace(
+        ranks=size, backend="none" if world is None else dist.get_backend(world), device=str(device),
+        kernels=available(), accuracy=accuracy, synced=synced, layers=num_layers, channels=num_channels,
+        # Of the all_reduces of a layer of `channels`, and of `layers` such layers in a step.
+        seconds={"forward": forward, "backward": backward, "step": num_layers * (forward + backward)},
+        passed=not synced and all(row.error <= row.allowed for row in accuracy),
+    )  # fmt: skip
 
 
 def _model() -> nn.Module:
@@ -74,7 +65,7 @@ def _model() -> nn.Module:
 
 
 def _seconds(length: int, device: torch.device) -> float:
-    """The slowest rank's median time of an all_reduce of `length` float64 numbers."""
+    """The slowest rank's median time of 50 all_reduces of `length` float64 numbers."""
     world = dist.group.WORLD
     if world is None:
         return 0.0
@@ -82,7 +73,8 @@ def _seconds(length: int, device: torch.device) -> float:
     measured, caller = [], Caller("syncbn check")
     for _ in range(WARM_UP + ROUNDS):
         start = time.perf_counter()
-        reduction_of(None, caller, payload).total(payload, "forward", counted=length % 2 == 1).cpu()  # waits for a GPU
+        total = reduction_of(None, caller, payload).total(payload, "forward", ends_in_n=length % 2 == 1)
+        total.cpu()  # waits for a GPU
         measured.append(time.perf_counter() - start)
     median = torch.tensor([statistics.median(measured[WARM_UP:])], dtype=torch.float64, device=device)
     return all_reduce_max(median, world).item()

@@ -24,7 +24,7 @@ def info() -> dict[str, str]:
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": next((one.version for one in importlib.metadata.distributions(name="triton")), "not installed"),
+        "triton": next((found.version for found in importlib.metadata.distributions(name="triton")), "not installed"),
         "cuda": torch.version.cuda or "none",
         "gpus": ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))) or "none",
         "cpu": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
@@ -36,7 +36,7 @@ def info() -> dict[str, str]:
 
 
 def _apex() -> str:
-    """apex built with APEX_CUDA_EXT=1 has an extension module `syncbn` at the top level."""
+    """Finds the extension module `syncbn` that apex, built with APEX_CUDA_EXT=1, installs at the top level."""
     paths = (Path(folder, f"syncbn{suffix}") for folder in sys.path for suffix in EXTENSION_SUFFIXES)
     found = ", ".join(str(path) for path in paths if path.exists())
     return f"{found}: `import syncbn` finds the package where both lie in one folder" if found else "none"

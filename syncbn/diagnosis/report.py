@@ -1,16 +1,16 @@
-"""Reports where every rank of a group is, from the positions that the ranks write to the store (see this_rank.py)."""
+"""Reports where every rank of a group is, from the positions that the ranks write to the store (see positions.py)."""
 
 import contextlib
 import json
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from syncbn.diagnosis import process_state
-from syncbn.diagnosis.this_rank import HAS_LEFT, Position
-from syncbn.diagnosis.waiting import Wait
-from syncbn.ranks import reductions
+from syncbn.diagnosis import processes
+from syncbn.diagnosis.positions import HAS_LEFT, Position
+from syncbn.diagnosis.waits import Wait
+from syncbn.ranks.guards import in_debug_mode
 from syncbn.ranks.text_exchange import by_rank
 
 SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; more than hosts' clocks differ
@@ -39,112 +39,102 @@ REMEDY_OF_PASSES = (
     "syncbn.join; or the rank that is ahead called the model once more, as in a validation without model.eval(); or it "
     "called ddp.module where the others call ddp."
 )
-REMEDY_OF_NAN = (
-    "Look at this rank's batch first, then at the learning rate and the loss scale; "
-    "torch.autograd.set_detect_anomaly(True) finds a backward that makes NaN."
-)
 REMEDY_OF_DTYPES = "Use autocast on every rank or on none, and give model and inputs the same dtype on all."
 
 
 def or_debug(remedy: str) -> str:
     """The remedy, and outside of debug mode that there is such a mode."""
-    if reductions.in_debug_mode():
-        return remedy
-    return f"{remedy} SYNCBN_DEBUG=1 makes the ranks compare before each all_reduce."
+    return remedy if in_debug_mode() else f"{remedy} SYNCBN_DEBUG=1 makes the ranks compare before each all_reduce."
 
 
-class RanksDifferError(RuntimeError):
-    """The ranks of a group are in different layers, or about to be."""
-
-    def __init__(self, where: str, what: str = "are in different layers or calls") -> None:
-        super().__init__(f"syncbn: the ranks {what}.\n{where}")
-
-
-class Found(NamedTuple):
-    """The findings about a rank."""
+class Finding(NamedTuple):
+    """What was found out about a rank."""
 
     words: str
     state: str  # its process has ended or is stopped, or it is not heard of
     position: Position
 
 
-def one_is_gone(found: list[Found]) -> bool:
-    """Whether one of the ranks will not come any more, is stopped, or is not heard of."""
-    return any(one.position.left or one.state for one in found)
+def a_rank_is_gone(findings: list[Finding]) -> bool:
+    """Whether a rank has left, has ended, is stopped, or is not heard of."""
+    return any(rank.position.left or rank.state for rank in findings)
 
 
-def where_all_are(wait: Wait, enough: Callable[[list[Found]], bool] = bool, at_exit: bool = False) -> str:
+def where_all_are(wait: Wait, enough: Callable[[list[Finding]], bool] = bool, at_exit: bool = False) -> str:
     """A line for each position of the ranks that wait for one another, and the remedies. The positions are read again
-    for 0.3 s, until they are `enough`. `at_exit` no thread may be started."""
+    and again, until the findings are `enough` or 0.3 s have passed. `at_exit` no thread may be started."""
     tables: list[str] = []
-    if at_exit:
-        if wait.rank.store_answers:
-            _read_table(wait, enough, tables)
-    else:
+    if not at_exit:
         wait.rank.write_position()
         thread = threading.Thread(target=_read_table, args=[wait, enough, tables], daemon=True)
         thread.start()
         thread.join(READ_SECONDS)  # the store's host may be stopped
         wait.rank.store_answers = bool(tables)  # else it is not called again
+    elif wait.rank.store_answers:
+        _read_table(wait, enough, tables)
     return tables[0] if tables else _without_store(wait)
 
 
-def _read_table(wait: Wait, enough: Callable[[list[Found]], bool], tables: list[str]) -> None:
+def _read_table(wait: Wait, enough: Callable[[list[Finding]], bool], tables: list[str]) -> None:
     """Add the table of positions to `tables`."""
     # A store or a group that has ended, or positions that another version of syncbn has written.
     with contextlib.suppress(RuntimeError, TypeError, ValueError):
         deadline = time.monotonic() + SETTLE_SECONDS
         ranks = wait.ranks()
-        while not enough(found := _read(wait, ranks)) and time.monotonic() < deadline:
+        while not enough(findings := _read(wait, ranks)) and time.monotonic() < deadline:
             time.sleep(0.02)
-        tables.append("\n".join((by_rank(ranks, [one.words for one in found]), *_remedies(found))))
+        tables.append("\n".join((by_rank(ranks, [rank.words for rank in findings]), *_remedies(findings))))
 
 
 def _without_store(wait: Wait) -> str:
     """A line for this rank, and lines for the others, whose positions it cannot read."""
     ranks, unknown = wait.ranks(), f"not known, as the process group's store has not answered for {READ_SECONDS:.0f} s"
-    words = [unknown if process_state.on_this_host(rank) else f"on another host; {unknown}" for rank in ranks]
+    words = [unknown if processes.on_this_host(rank) else f"on another host; {unknown}" for rank in ranks]
     words[ranks.index(wait.rank.rank)] = _place(wait, wait.position)
     return by_rank(ranks, words)
 
 
-def _remedies(found: list[Found]) -> list[str]:
-    """The remedies. None where a rank has said why it left, unless it left because another had."""
-    positions = [one.position for one in found]
-    left = [one.left for one in positions if not any(part in one.left for part in CONSEQUENCES)]
+def _remedies(findings: list[Finding]) -> list[str]:
+    """No remedy if a rank's own error is known; errors that only follow another rank's end do not count."""
+    positions = [rank.position for rank in findings]
+    left = [position.left for position in positions if not any(part in position.left for part in CONSEQUENCES)]
     if any(len(why) > len(HAS_LEFT) for why in left):
         return []
-    known = [or_debug(REMEDY_OF_ENDED)] * any(one.state.endswith(process_state.HAS_ENDED) for one in found)
-    known += [REMEDY_OF_EVALUATION] * any(one.has_evaluated for one in positions)
+    known = [or_debug(REMEDY_OF_ENDED)] * any(rank.state.endswith(processes.HAS_ENDED) for rank in findings)
+    known += [REMEDY_OF_EVALUATION] * any(position.has_evaluated for position in positions)
     if known:
         return known
-    in_other_passes = {"forward", "backward"} <= {one.pass_name for one in positions}
-    if HAS_LEFT in left or (in_other_passes and not any(one.state for one in found)):
+    in_other_passes = {"forward", "backward"} <= {position.pass_name for position in positions}
+    if HAS_LEFT in left or (in_other_passes and not any(rank.state for rank in findings)):
         return [REMEDY_OF_PASSES]
-    if one_is_gone(found):
+    if a_rank_is_gone(findings):
         return []
-    return [REMEDY_OF_UNSEEN] * any(UNSEEN in one.words for one in found) + [or_debug(REMEDY)]
+    return [REMEDY_OF_UNSEEN] * any(UNSEEN in rank.words for rank in findings) + [or_debug(REMEDY)]
 
 
-def _read(wait: Wait, ranks: list[int]) -> list[Found]:
-    keys = [f"syncbn/{rank}/position" for rank in ranks]
-    store: Any = wait.rank.store
-    if store.has_extended_api() and store.check(keys):
-        texts = store.multi_get(keys)  # two round trips in all
+def _read(wait: Wait, ranks: list[int]) -> list[Finding]:
+    store, keys = wait.rank.store, [f"syncbn/{rank}/position" for rank in ranks]
+    if store.has_extended_api() and store.check(keys):  # type: ignore[attr-defined]
+        texts = store.multi_get(keys)  # one request for all ranks
     else:
-        texts = [store.get(key) if store.check([key]) else None for key in keys]
-    return [_found(wait, rank, text) for rank, text in zip(ranks, texts, strict=True)]
+        texts = [store.get(key) if store.check([key]) else b"" for key in keys]
+    return [_finding(wait, rank, text) for rank, text in zip(ranks, texts, strict=True)]
 
 
-def _found(wait: Wait, rank: int, text: bytes | None) -> Found:
-    position, age, process, host = _parsed(text)
+def _finding(wait: Wait, rank: int, text: bytes) -> Finding:
+    """What the position tells that a rank has written; `text` is empty if it has written none."""
+    values, written, process, host = json.loads(text or '[[], 0, 0, ""]')
+    allowed = 0.0 if host == processes.host() else SILENCE_SECONDS  # clocks differ
+    if written < processes.start_of_this() - allowed:  # torchrun has kept the store and started the ranks again
+        values, process, host = [], 0, ""
+    position, age = Position(*values), time.time() - written
     is_this = rank == wait.rank.rank
     if is_this:  # its last position may not be written yet, and it may be about to leave
         position = wait.rank.position()._replace(left="")
     state = ""
     if not (position.left or is_this):
-        if host == process_state.host():
-            state = process_state.state_of(process)
+        if host == processes.host():
+            state = processes.state_of(process)
         elif process and age > SILENCE_SECONDS and wait.rank.beats:
             state = f"not heard of for {age:.0f} s"
     words = [("last seen " if state else "") + _place(wait, position)] if position.doing else []
@@ -153,20 +143,9 @@ def _found(wait: Wait, rank: int, text: bytes | None) -> Found:
         if not position.doing or not wait.rank.store.check([called]):
             words.append(f"{UNSEEN} in {wait.layer}")
     words += [text for text in (EVALUATES * position.has_evaluated, position.left, state) if text]
-    return Found("; ".join(words) or UNSEEN, state, position)
+    return Finding("; ".join(words) or UNSEEN, state, position)
 
 
 def _place(wait: Wait, position: Position) -> str:
-    elsewhere = " on another process group" * (wait.position.group not in ("", position.group))
-    return f"{'in' if wait.has_arrived(position) else 'after'} {position.doing}{elsewhere}"
-
-
-def _parsed(text: bytes | None) -> tuple[Position, float, int, str]:
-    """The position, its age in seconds, the process and the host. Empty ones where there is no text, or one older than
-    this process: a rank wrote it before torchrun started the ranks again."""
-    if text is not None:
-        position, written, process, host = json.loads(text)
-        allowed = 0.0 if host == process_state.host() else SILENCE_SECONDS  # clocks differ
-        if written >= process_state.start_of_this() - allowed:
-            return Position(*position), time.time() - written, process, host
-    return Position(), 0.0, 0, ""
+    group = " on another process group" * (wait.position.group not in ("", position.group))
+    return f"{'in' if wait.has_arrived(position) else 'after'} {position.doing}{group}"

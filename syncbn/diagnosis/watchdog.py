@@ -1,4 +1,4 @@
-"""Writes where this rank is, in a thread, when that changes and each second; warns while the rank waits long.
+"""Watches this rank in a thread: writes its position when that changes and each second, and warns of long waits.
 
 When a collective outside of the layers fails and ends the program, the thread logs where every rank is; errors of the
 layers say so themselves. Only the rank that fails first is sure to report, as torchrun ends the others 0.1 s later.
@@ -11,15 +11,14 @@ import logging
 import os
 import threading
 import time
-from weakref import finalize, ref
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
 import torch.distributed as dist
 
-from syncbn.diagnosis import process_state, report
-from syncbn.diagnosis.this_rank import HAS_LEFT, ThisRank
-from syncbn.diagnosis.waiting import Elsewhere, OnGpu, Wait, Waiting, elsewhere, event_behind
-from syncbn.ranks.reductions import Collective
+from syncbn.diagnosis import processes, report
+from syncbn.diagnosis.positions import HAS_LEFT, Entry, ThisRank
+from syncbn.diagnosis.waits import OnGpu, Wait, WaitInLayer, WaitOutside, event_behind, wait_outside
 
 HEARTBEAT_SECONDS = 1.0  # between writes of an unchanged position; with 10,000 ranks a tenth of the store's time
 LEAVE_SECONDS = 1.0  # for which a rank that leaves waits for its own heartbeat
@@ -38,9 +37,46 @@ class WatchedRank(ThisRank):
         self.watchdog = threading.Thread(target=_watch, args=[self, ref(world)], name="syncbn.watchdog", daemon=True)
         self.watchdog.start()
 
-    def left_to_gpu(self, collective: Collective, device: torch.device) -> None:
-        """The host has left a collective that the GPU has not ended."""
-        self.on_gpu.add(Waiting(collective), event_behind(device))
+    def left_to_gpu(self, entry: Entry, device: torch.device) -> None:
+        self.on_gpu.add(WaitInLayer(entry), event_behind(device))
+
+
+_ranks: WeakKeyDictionary[dist.ProcessGroup, WatchedRank] = WeakKeyDictionary()  # by the default process group
+_inherited: WeakSet[dist.ProcessGroup] = WeakSet()  # this process was forked from one that made these groups
+
+
+def this_rank() -> WatchedRank:
+    """This rank of the default group. **Raises** RuntimeError in a forked process."""
+    world = dist.group.WORLD
+    assert world is not None
+    if world in _inherited:
+        what = f"this process ({os.getpid()}) was forked from one whose process group does not work here"
+        raise RuntimeError(f'syncbn: {what}. Start it by the method "spawn" instead.')
+    if world not in _ranks:
+        _ranks[world] = WatchedRank(world)
+    return _ranks[world]
+
+
+def note_evaluation() -> None:
+    """Note that this rank calls a layer in evaluation mode, which waits for nobody."""
+    world = dist.group.WORLD
+    if world is not None and world.size() > 1 and world not in _inherited:
+        rank = this_rank()
+        rank.evaluated_after = rank.last
+
+
+def _after_fork() -> None:
+    """This process cannot use the groups of its parent: layers must look theirs up again, and are refused."""
+    if dist.group.WORLD is not None:
+        _inherited.add(dist.group.WORLD)
+    for rank in _ranks.values():
+        for of_group in rank.groups.values():
+            for site in of_group.sites.values():
+                site.group = lambda: None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
@@ -51,7 +87,7 @@ def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
     rank.on_gpu.clear()
     rank.ended.wait()  # a group that is destroyed may be held, and the program end later
     if rank.failed:
-        where = report.where_all_are(Elsewhere(rank), report.one_is_gone, at_exit=True)
+        where = report.where_all_are(WaitOutside(rank), report.a_rank_is_gone, at_exit=True)
         log.error("syncbn: a collective outside of syncbn's layers failed on rank %d.\n%s", rank.rank, where)
     # Layers that have called on the group still know this rank, and must not keep its store.
     rank.store_answers, rank.store = False, dist.HashStore()
@@ -59,7 +95,7 @@ def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
 
 def _look(rank: WatchedRank, last: Wait | None) -> Wait | None:
     """Write the position if it is new or old; warn of a long wait. Returns the wait that this rank is in."""
-    wait = _wait_of(rank, last)
+    wait = _current_wait(rank, last)
     with rank.writing:
         is_new = rank.position() != rank.written_position
         is_old = time.monotonic() - rank.written >= HEARTBEAT_SECONDS
@@ -77,24 +113,24 @@ def _look(rank: WatchedRank, last: Wait | None) -> Wait | None:
     return wait
 
 
-def _wait_of(rank: WatchedRank, last: Wait | None) -> Wait | None:
-    """The wait that this rank is in; `last` was the one before."""
-    collective = rank.waiting
-    if collective is None:
-        return rank.on_gpu.oldest() or elsewhere(rank, last)
-    return last if isinstance(last, Waiting) and last.collective is collective else Waiting(collective)
+def _current_wait(rank: WatchedRank, last: Wait | None) -> Wait | None:
+    """The wait that this rank is in; the previous look found `last`."""
+    entry = rank.waiting
+    if entry is None:
+        return rank.on_gpu.oldest() or wait_outside(rank, last)
+    return last if isinstance(last, WaitInLayer) and last.entry is entry else WaitInLayer(entry)
 
 
 def _leave(rank: WatchedRank) -> None:
     """The default process group, or this program, ends, perhaps because of an exception."""
     here = rank.process == os.getpid()  # a forked process has no thread
-    rank.failed = here and process_state.a_collective_failed()
+    rank.failed = here and processes.a_collective_failed()
     rank.ended.set()
     # The heartbeat may be in a call of a dead store.
     if here and rank.writing.acquire(timeout=LEAVE_SECONDS):
-        rank.left = HAS_LEFT + process_state.why_it_ends()
+        rank.left = HAS_LEFT + processes.why_it_ends()
         rank.write_position()
         rank.writing.release()
     if rank.failed:
-        with contextlib.suppress(RuntimeError):  # it is this thread that lets the group go
+        with contextlib.suppress(RuntimeError):  # this thread itself may let the group go
             rank.watchdog.join(report.READ_SECONDS)

@@ -8,7 +8,7 @@
 // Only sums fuse products (fma; -ffp-contract=off): all functions find the same relu mask, and unlike processors agree.
 //
 // Nothing here allocates or throws: callers bring `scratch` of as many bytes as syncbn_scratch says. A function takes a
-// Plan, which is the same for all calls of a kind, and what differs from call to call: addresses, packed by cpu.py.
+// Kind, which many calls have in common, and what differs from call to call: addresses, packed by cpu.py.
 
 #include <algorithm>
 #include <array>
@@ -33,7 +33,7 @@ extern "C" int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain,
 
 namespace {
 
-enum Status : int { OK, NO_THREADS = 2, NO_MEMORY, RANKS_DIFFER, FAULT, ONE_VALUE, NOT_FINITE };
+enum Status : int { OK, NO_THREADS, NO_MEMORY, NOT_FINITE };  // cpu.py has the same numbers
 enum Dtype : int { NONE = -1, FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
 enum BFloat16 : uint16_t {};
 enum Half : uint16_t {};
@@ -109,14 +109,15 @@ struct Sizes {
 };
 
 // What all calls of a kind have in common; cpu.py has the same fields.
-struct Plan {
+struct Kind {
   Sizes sizes;
   double eps;
   int32_t dtype, weight_dtype, bias_dtype, mean_dtype, var_dtype, grad_weight_dtype, grad_bias_dtype;  // or NONE
-  int32_t has_residual, has_y, has_counter;
-  int32_t relu;       // y = max(0, y); in backward: of a relu without y, the mask comes from x
+  int32_t relu, has_residual, has_counter;
   int32_t averages;   // the running statistics are the average of all batches: momentum is 1 / counter
   int32_t is_signed;  // a signature follows the sums and n
+  bool masks_by_y() const { return relu && has_residual; }
+  bool masks_by_x() const { return relu && !has_residual; }  // by scale and shift, which follow the statistics
   int64_t numbers(int32_t dtype) const { return dtype == NONE ? 0 : sizes.channels; }
 };
 
@@ -136,7 +137,6 @@ struct ForwardOutputs {
   int64_t* counter;
   void* y;
   double *statistics, *scratch, momentum;  // statistics: see statistics.py
-  int64_t compares;
 };
 struct BackwardOutputs {
   const void *dy, *x, *y;
@@ -144,14 +144,13 @@ struct BackwardOutputs {
   const void* weight;
   void *grad_x, *grad_residual;
   double* scratch;
-  int64_t compares;
 };
 
 // The loops over tensors, and over numbers of channels, of a dtype.
 struct Loops {
-  Status (*sum)(const Plan&, const Sums&, bool backward, double* scratch);
-  Status (*normalize)(const Plan&, const ForwardOutputs&, const double* coefficients, double* scratch);
-  Status (*input_gradient)(const Plan&, const BackwardOutputs&, const double* coefficients, double* scratch);
+  Status (*sum)(const Kind&, const Sums&, bool backward, double* scratch);
+  Status (*normalize)(const Kind&, const ForwardOutputs&, const double* coefficients, double* scratch);
+  Status (*input_gradient)(const Kind&, const BackwardOutputs&, const double* coefficients, double* scratch);
   void (*widen)(const void* from, int64_t count, double* to);
   void* (*narrow)(const double* from, int64_t count, void* to);  // returns where what it wrote ends
 };
@@ -209,19 +208,12 @@ void widen(const void* numbers, int dtype, int64_t channels, double otherwise, d
 // What kernels subtract: all but those of double compute in float, where x - center is exact.
 double center_of(double mean, int dtype) { return dtype == FLOAT64 ? mean : float(mean); }
 
-// Ranks sign with 1, s and s^2, or with zeros. By Cauchy and Schwarz sum 1 * sum s^2 = (sum s)^2 only where all s are
-// the same. A rank with a fault sends NaN for n.
-Status compare(const double* behind) {
-  if (behind[1] * behind[3] != behind[2] * behind[2]) return RANKS_DIFFER;
-  if (behind[0] != behind[0]) return FAULT;
-  return behind[0] == 1 ? ONE_VALUE : OK;
-}
-
 // Whether any tensor, (address, number of values), has values but no memory.
 bool lack_memory(std::initializer_list<std::pair<const void*, int64_t>> tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](auto one) { return !one.first && one.second; });
 }
 
+// running = (1 - momentum) * running + momentum * statistic * factor.
 void update(void* running, int dtype, int64_t channels, const double* statistic, double factor, double momentum) {
   double some[512];
   for (int64_t count; channels; channels -= count, statistic += count) {
@@ -235,108 +227,96 @@ void update(void* running, int dtype, int64_t channels, const double* statistic,
 }  // namespace
 
 // Changes with the parameters of the functions: cpu.py compares it with its own.
-EXPORTED int syncbn_interface() noexcept { return 5; }
+EXPORTED int syncbn_interface() noexcept { return 6; }
 
 // How many bytes of scratch each function needs; 0 where what they have is enough.
-EXPORTED int64_t syncbn_scratch(const Plan* plan) noexcept {
-  const Sizes& sizes = plan->sizes;
+EXPORTED int64_t syncbn_scratch(const Kind* kind) noexcept {
+  const Sizes& sizes = kind->sizes;
   int64_t to_map = MOST_COEFFICIENTS * (sizes.channels + sizes.spread_size()) + 2 * sizes.channels;
   int64_t doubles = std::max(to_map, sizes.spread_size() * (3 + 2 * sizes.num_parts()));
   return doubles > OWN_SCRATCH ? doubles * sizeof(double) : 0;
 }
 
-EXPORTED int syncbn_forward_sums(const Plan* plan, const Sums* call) noexcept {
-  if (lack_memory({{call->x, plan->sizes.numel()}})) return NO_MEMORY;
+EXPORTED int syncbn_forward_sums(const Kind* kind, const Sums* call) noexcept {
+  if (lack_memory({{call->x, kind->sizes.numel()}})) return NO_MEMORY;
   double own[OWN_SCRATCH];
-  return loops[plan->dtype].sum(*plan, *call, false, call->scratch ? call->scratch : own);
+  return loops[kind->dtype].sum(*kind, *call, false, call->scratch ? call->scratch : own);
 }
 
-// Of the plan only channels and the buffers' dtypes are read.
-EXPORTED void syncbn_update_running_stats(const Plan* plan, void* running_mean, void* running_var,
-                                          const double* statistics, double momentum) noexcept {
-  int64_t channels = plan->sizes.channels;
-  double count = statistics[3 * channels];
-  if (running_mean && count > 0) update(running_mean, plan->mean_dtype, channels, statistics, 1, momentum);
-  if (running_var && count > 1)
-    update(running_var, plan->var_dtype, channels, statistics + channels, count / (count - 1), momentum);
-}
-
-EXPORTED int syncbn_forward_outputs(const Plan* plan, const ForwardOutputs* call) noexcept {
-  int64_t channels = plan->sizes.channels, numel = plan->sizes.numel();
-  const double *total = call->total, *behind = total + 2 * channels;
-  if (lack_memory({{call->x, numel}, {call->residual, plan->has_residual * numel}, {total, channels},
-                   {call->weight, plan->numbers(plan->weight_dtype)}, {call->bias, plan->numbers(plan->bias_dtype)},
-                   {call->running_mean, plan->numbers(plan->mean_dtype)}, {call->counter, plan->has_counter},
-                   {call->running_var, plan->numbers(plan->var_dtype)}}))
+EXPORTED int syncbn_forward_outputs(const Kind* kind, const ForwardOutputs* call) noexcept {
+  int64_t channels = kind->sizes.channels, numel = kind->sizes.numel();
+  const double *total = call->total, *trailer = total + 2 * channels;
+  if (lack_memory({{call->x, numel}, {call->residual, kind->has_residual * numel}, {total, channels},
+                   {call->weight, kind->numbers(kind->weight_dtype)}, {call->bias, kind->numbers(kind->bias_dtype)},
+                   {call->running_mean, kind->numbers(kind->mean_dtype)}, {call->counter, kind->has_counter},
+                   {call->running_var, kind->numbers(kind->var_dtype)}}))
     return NO_MEMORY;
-  if (plan->is_signed && call->compares) {
-    if (Status status = compare(behind); status != OK) return status;
-    if (behind[1] != 0 && !std::all_of(total, behind, [](double sum) { return std::isfinite(sum); })) return NOT_FINITE;
-  }
 
   double own[OWN_SCRATCH], *scratch = call->scratch ? call->scratch : own;
   double *center = scratch, *scale = center + channels, *shift = scale + channels;
   double *weight = center + MOST_COEFFICIENTS * channels, *bias = weight + channels;
   double *all_mean = call->statistics, *all_var = all_mean + channels, *all_invstd = all_var + channels;
-  double count = std::max(1.0, *behind);
-  all_invstd[channels] = *behind;
-  widen(call->weight, plan->weight_dtype, channels, 1, weight);
-  widen(call->bias, plan->bias_dtype, channels, 0, bias);
+  double count = std::max(1.0, *trailer);
+  all_invstd[channels] = *trailer;
+  widen(call->weight, kind->weight_dtype, channels, 1, weight);
+  widen(call->bias, kind->bias_dtype, channels, 0, bias);
   for (int64_t channel = 0; channel < channels; ++channel) {
     double mean = total[channel] / count, var = total[channels + channel] / count - mean * mean;
     var = var < 0 ? 0 : var;  // NaN stays
-    double invstd = 1 / std::sqrt(var + plan->eps);
+    double invstd = 1 / std::sqrt(var + kind->eps);
     all_mean[channel] = mean, all_var[channel] = var, all_invstd[channel] = invstd;
-    center[channel] = center_of(mean, plan->dtype);
+    center[channel] = center_of(mean, kind->dtype);
     scale[channel] = invstd * weight[channel];
     shift[channel] = bias[channel] - (mean - center[channel]) * scale[channel];
   }
-  if (plan->relu && !plan->has_residual) std::copy_n(scale, 2 * channels, all_invstd + channels + 1);
-  if (Status status = loops[plan->dtype].normalize(*plan, *call, center, bias + channels); status != OK) return status;
-  double momentum = plan->averages && call->counter ? 1.0 / double(*call->counter + 1) : call->momentum;
-  syncbn_update_running_stats(plan, call->running_mean, call->running_var, call->statistics, momentum);
+  if (kind->masks_by_x()) std::copy_n(scale, 2 * channels, all_invstd + channels + 1);
+  if (Status status = loops[kind->dtype].normalize(*kind, *call, center, bias + channels); status != OK) return status;
+  double momentum = kind->averages && call->counter ? 1.0 / double(*call->counter + 1) : call->momentum;
+  if (call->running_mean && *trailer > 0) update(call->running_mean, kind->mean_dtype, channels, all_mean, 1, momentum);
+  if (call->running_var && *trailer > 1)
+    update(call->running_var, kind->var_dtype, channels, all_var, *trailer / (*trailer - 1), momentum);
   if (call->counter) ++*call->counter;
-  return OK;
+  bool is_signed = kind->is_signed && trailer[1] != 0;
+  return is_signed && !std::all_of(total, trailer, [](double sum) { return std::isfinite(sum); }) ? NOT_FINITE : OK;
 }
 
-EXPORTED int syncbn_backward_sums(const Plan* plan, const Sums* call) noexcept {
-  int64_t channels = plan->sizes.channels, numel = plan->sizes.numel();
-  if (lack_memory({{call->x, numel}, {call->dy, numel}, {call->y, plan->has_y * numel}, {call->statistics, channels}}))
+EXPORTED int syncbn_backward_sums(const Kind* kind, const Sums* call) noexcept {
+  int64_t channels = kind->sizes.channels, numel = kind->sizes.numel();
+  if (lack_memory({{call->x, numel}, {call->dy, numel}, {call->y, kind->masks_by_y() * numel},
+                   {call->statistics, channels}}))
     return NO_MEMORY;
   double *sum_dy = call->sums, *sum_dy_xmu = sum_dy + channels;
   double own[OWN_SCRATCH], *scratch = call->scratch ? call->scratch : own, *grad_weight = scratch;
   const double *mean = call->statistics, *invstd = mean + 2 * channels;
-  Status status = loops[plan->dtype].sum(*plan, *call, true, scratch);
+  Status status = loops[kind->dtype].sum(*kind, *call, true, scratch);
   for (int64_t channel = 0; channel < channels; ++channel) {
-    double rest = mean[channel] - center_of(mean[channel], plan->dtype);
+    double rest = mean[channel] - center_of(mean[channel], kind->dtype);
     sum_dy_xmu[channel] -= rest == 0 ? 0 : rest * sum_dy[channel];  // 0 times an infinite sum is NaN
     grad_weight[channel] = sum_dy_xmu[channel] * invstd[channel];
   }
-  if (call->grad_weight) loops[plan->grad_weight_dtype].narrow(grad_weight, channels, call->grad_weight);
-  if (call->grad_bias) loops[plan->grad_bias_dtype].narrow(sum_dy, channels, call->grad_bias);
+  if (call->grad_weight) loops[kind->grad_weight_dtype].narrow(grad_weight, channels, call->grad_weight);
+  if (call->grad_bias) loops[kind->grad_bias_dtype].narrow(sum_dy, channels, call->grad_bias);
   return status;
 }
 
-EXPORTED int syncbn_backward_outputs(const Plan* plan, const BackwardOutputs* call) noexcept {
-  int64_t channels = plan->sizes.channels, numel = plan->sizes.numel();
+EXPORTED int syncbn_backward_outputs(const Kind* kind, const BackwardOutputs* call) noexcept {
+  int64_t channels = kind->sizes.channels, numel = kind->sizes.numel();
   const double *total = call->total, *all_mean = call->statistics, *all_invstd = all_mean + 2 * channels;
-  if (lack_memory({{call->x, numel}, {call->dy, numel}, {call->y, plan->has_y * numel}, {total, channels},
-                   {all_mean, channels}, {call->weight, plan->numbers(plan->weight_dtype)}}))
+  if (lack_memory({{call->x, numel}, {call->dy, numel}, {call->y, kind->masks_by_y() * numel}, {total, channels},
+                   {all_mean, channels}, {call->weight, kind->numbers(kind->weight_dtype)}}))
     return NO_MEMORY;
-  if (plan->is_signed && call->compares)
-    if (Status status = compare(total + 2 * channels); status != OK) return status;
   if (!call->grad_x) return OK;
   double own[OWN_SCRATCH], *scratch = call->scratch ? call->scratch : own;
   double *center = scratch, *a = center + channels, *b = a + channels, *c = b + channels;
   double *weight = center + MOST_COEFFICIENTS * channels, count = std::max(1.0, all_invstd[channels]);
-  if (plan->relu) std::copy_n(all_invstd + channels + 1, 2 * channels, c + channels);
-  widen(call->weight, plan->weight_dtype, channels, 1, weight);
+  if (kind->masks_by_x()) std::copy_n(all_invstd + channels + 1, 2 * channels, c + channels);
+  widen(call->weight, kind->weight_dtype, channels, 1, weight);
   for (int64_t channel = 0; channel < channels; ++channel) {
     double mean = all_mean[channel], invstd = all_invstd[channel];
-    center[channel] = center_of(mean, plan->dtype);
+    center[channel] = center_of(mean, kind->dtype);
     a[channel] = invstd * weight[channel];
     b[channel] = -a[channel] * invstd * invstd * (total[channels + channel] / count);
     c[channel] = -a[channel] * (total[channel] / count) - b[channel] * (mean - center[channel]);
   }
-  return loops[plan->dtype].input_gradient(*plan, *call, center, weight + channels);
+  return loops[kind->dtype].input_gradient(*kind, *call, center, weight + channels);
 }

@@ -287,12 +287,12 @@ template <typename Term> Status sum_all(const Sizes& sizes, const Term& term, do
   return status;
 }
 
-template <typename T> Status sum(const Plan& plan, const Sums& call, bool backward, double* scratch) {
-  const Sizes& sizes = plan.sizes;
+template <typename T> Status sum(const Kind& kind, const Sums& call, bool backward, double* scratch) {
+  const Sizes& sizes = kind.sizes;
   int64_t width = sizes.spread_size();
-  double* behind = std::fill_n(call.sums, 2 * sizes.channels, 0.0);
-  if (plan.is_signed || !backward) *behind = backward ? 0 : double(sizes.outer * sizes.inner);  // n
-  if (plan.is_signed) std::copy_n(call.signature, SIGNATURE, behind + 1);
+  double* trailer = std::fill_n(call.sums, 2 * sizes.channels, 0.0);
+  if (kind.is_signed || !backward) *trailer = backward ? 0 : double(sizes.outer * sizes.inner);  // n
+  if (kind.is_signed) std::copy_n(call.signature, SIGNATURE, trailer + 1);
   auto sum_of = [&](auto term) {
     term.dy = (const T*)call.dy, term.x = (const T*)call.x, term.y = (const T*)call.y;
     for (size_t which = 0; which < term.numbers.size(); ++which) {
@@ -302,8 +302,8 @@ template <typename T> Status sum(const Plan& plan, const Sums& call, bool backwa
     return sum_all(sizes, term, scratch + 3 * width, call.sums);
   };
   if (!backward) return sum_of(Term<T, 0, false>{});
-  if (plan.has_y) return sum_of(Term<T, 1, true>{});
-  return plan.relu ? sum_of(Term<T, 3, false>{}) : sum_of(Term<T, 1, false>{});
+  if (kind.masks_by_y()) return sum_of(Term<T, 1, true>{});
+  return kind.masks_by_x() ? sum_of(Term<T, 3, false>{}) : sum_of(Term<T, 1, false>{});
 }
 
 template <typename T> using MapVector = std::conditional_t<std::is_same_v<T, double>, Doubles, Floats>;
@@ -360,24 +360,24 @@ Status map_all(const Sizes& sizes, const double* of_channels, double* scratch, u
 }
 
 template <typename T>
-Status normalize(const Plan& plan, const ForwardOutputs& call, const double* coefficients, double* scratch) {
+Status normalize(const Kind& kind, const ForwardOutputs& call, const double* coefficients, double* scratch) {
   using V = MapVector<T>;
   auto *x = (const T*)call.x, *residual = (const T*)call.residual;
   auto* y = (T*)call.y;
-  bool relu = plan.relu;
+  bool relu = kind.relu;
   auto body = [=](Memory memory, int64_t index, const std::array<V, 3>& of) INLINED {
     V center = of[0], scale = of[1], shift = of[2], value = (memory.get<V>(x + index) - center) * scale + shift;
     if (residual) value = value + memory.get<V>(residual + index);
     if (relu) value = behind_relu(value, value);
     memory.set(y + index, value);
   };
-  return map_all<T, 3>(plan.sizes, coefficients, scratch, (uintptr_t)y, body);
+  return map_all<T, 3>(kind.sizes, coefficients, scratch, (uintptr_t)y, body);
 }
 
 template <typename T>
-Status input_gradient(const Plan& plan, const BackwardOutputs& call, const double* coefficients, double* scratch) {
+Status input_gradient(const Kind& kind, const BackwardOutputs& call, const double* coefficients, double* scratch) {
   using V = MapVector<T>;
-  auto *dy = (const T*)call.dy, *x = (const T*)call.x, *y = (const T*)call.y;
+  auto *dy = (const T*)call.dy, *x = (const T*)call.x, *y = kind.masks_by_y() ? (const T*)call.y : nullptr;
   auto *grad_x = (T*)call.grad_x, *grad_residual = (T*)call.grad_residual;
   auto map = [&](auto num) {
     auto body = [=](Memory memory, int64_t index, const std::array<V, num>& of) INLINED {
@@ -388,9 +388,9 @@ Status input_gradient(const Plan& plan, const BackwardOutputs& call, const doubl
       if (grad_residual) memory.set(grad_residual + index, gradient);
       memory.set(grad_x + index, gradient * a + value * b + c);
     };
-    return map_all<T, num>(plan.sizes, coefficients, scratch, (uintptr_t)grad_x | (uintptr_t)grad_residual, body);
+    return map_all<T, num>(kind.sizes, coefficients, scratch, (uintptr_t)grad_x | (uintptr_t)grad_residual, body);
   };
-  return plan.relu ? map(std::integral_constant<size_t, 6>{}) : map(std::integral_constant<size_t, 4>{});
+  return kind.masks_by_x() ? map(std::integral_constant<size_t, 6>{}) : map(std::integral_constant<size_t, 4>{});
 }
 
 template <typename From, typename To> To* convert(const From* from, int64_t count, To* to) {

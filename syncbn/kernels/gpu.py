@@ -1,14 +1,15 @@
 """Launches the kernels for CUDA tensors, and decides how they go over a tensor.
 
-gpu_tiles.py has the kernels that go over a tensor, gpu_channels.py those that compute channels' numbers. A `Plan`
-launches three kernels each way, four around an all_reduce; with momentum=None torch launches those of the counter, too.
-Nothing waits for the GPU. The functions at the end are for operators.py, see functions.py.
+gpu_tiles.py has the kernels that go over a tensor, gpu_channels.py those that compute per-channel values. A pass has
+three launches, four around an all_reduce; with momentum=None torch launches those of the counter, too. The host never
+waits for the GPU.
 """
 
 import ctypes
 import functools
+from collections.abc import Callable, Hashable
 from operator import or_
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import triton
@@ -16,9 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from syncbn.kernels import gpu_channels, gpu_tiles
-from syncbn.kernels.functions import Functions
-from syncbn.kernels.plans import NO_MEMORY, OK, UNSIGNED, Signature, require_memory
-from syncbn.layout import Layout
+from syncbn.kernels.interface import NO_MEMORY, UNSIGNED, GradientPair, Handle, Kind, Saved, Signature
 from syncbn.statistics import compute_dtype, num_statistics
 from syncbn.torch_internals.autograd import increment_version
 
@@ -32,15 +31,15 @@ MAPPING_PROGRAMS = 8192
 MULTIPROCESSORS = 132  # where there is no GPU
 
 Dtypes: TypeAlias = tuple[torch.dtype | None, ...]
-At: TypeAlias = tuple[Tensor, int, int]
+# How to run a compiled kernel, the function that gives a device's stream, and what Triton's launch takes next.
+Ready: TypeAlias = tuple[Callable[..., None], Callable[[int], int], tuple[int | tuple[int, ...] | None, ...]]
 
-# Key: all that a kernel is compiled for. Value: how to run it, the function that gives a device's stream, and what
-# Triton's launch takes next.
-_compiled: dict[tuple[object, ...], tuple[Any, ...]] = {}
+# Key: all that a kernel is compiled for, and which addresses are multiples of the alignment.
+_compiled: dict[tuple[Hashable, tuple[bool, ...]], Ready] = {}
 
 
 class Launch:
-    """A kernel with its grid, the dtypes at its addresses, and the numbers behind them.
+    """A kernel with its grid, the dtypes at its addresses, and the numbers that follow these.
 
     Triton's own launch looks at every argument, to find what it has compiled for such arguments. A Launch only looks
     whether the addresses are multiples of `alignment`; another size needs no new compilation.
@@ -48,10 +47,11 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, int], device: torch.device, dtypes: Dtypes, numbers: tuple[Any, ...],
-        *constants: object, alignment: int = 1, has_values: bool = True, num_bytes: int = 8, **options: Any,
+        self, kernel: triton.JITFunction, grid: tuple[int, int], device: torch.device, dtypes: Dtypes,
+        numbers: tuple[float, ...], *constants: gpu_tiles.Tiles | bool, alignment: int = 1, has_values: bool = True,
+        num_bytes: int = 8, **options: int,
     ) -> None:  # fmt: skip
-        self.kernel, self.grid, self.dtypes, self.behind = kernel, (*grid, 1), dtypes, (*numbers, *constants)
+        self.kernel, self.grid, self.dtypes, self.numbers = kernel, (*grid, 1), dtypes, (*numbers, *constants)
         self.device, self.alignment = device.index if device.type == "cuda" else -1, alignment
         self.num_bytes = num_bytes  # of a tensor, as Triton is told: its back end for AMD asks if it is 2^31 or more
         # More addresses of 0 than this mean that a tensor has no memory. Tensors without values have none.
@@ -59,7 +59,7 @@ class Launch:
         self.options = options | {"enable_fp_fusion": True}  # a * b + c as one operation; Triton 3.9 warns unless told
         are_large = [isinstance(number, int) and number >= 2**31 for number in numbers]  # int64 to Triton
         self.key = kernel, device, dtypes, constants, *options.values(), *are_large
-        self.aligned: Any = None  # the entry of _compiled for addresses that are all multiples of `alignment`
+        self.aligned: Ready | None = None  # the entry of _compiled for addresses that are all multiples of `alignment`
 
     def __call__(self, *addresses: int, floats: tuple[float, ...] = ()) -> None:
         """Launch for these addresses, 0 where there is nothing."""
@@ -75,15 +75,15 @@ class Launch:
             return
         # As compiled[grid] of Triton, without what that does for the hooks of a profiler.
         run, stream_of, handles = ready
-        run(*self.grid, stream_of(self.device), *handles, *addresses, *floats, *self.behind)
+        run(*self.grid, stream_of(self.device), *handles, *addresses, *floats, *self.numbers)
 
-    def _ready(self, addresses: tuple[int, ...], floats: tuple[float, ...]) -> tuple[Any, ...] | None:
+    def _ready(self, addresses: tuple[int, ...], floats: tuple[float, ...]) -> Ready | None:
         """The compiled kernel for such addresses. The first time None: Triton compiles and launches it itself."""
         are_aligned = (*(address % self.alignment == 0 for address in addresses),)
         ready = _compiled.get((self.key, are_aligned))
         if ready is None:
-            tensors = [self._tensor_at(*one) for one in zip(addresses, self.dtypes, strict=True)]
-            compiled = self.kernel[self.grid](*tensors, *floats, *self.behind, **self.options)
+            tensors = [self._tensor_at(*pair) for pair in zip(addresses, self.dtypes, strict=True)]
+            compiled = self.kernel[self.grid](*tensors, *floats, *self.numbers, **self.options)
             if compiled is not None:  # neither interpreted nor recorded
                 handles = compiled.function, compiled.packed_metadata, None, None, None
                 ready = compiled.run, triton.runtime.driver.active.get_current_stream, handles
@@ -102,23 +102,12 @@ class Launch:
         return torch.frombuffer((ctypes.c_byte * self.num_bytes).from_address(address), dtype=dtype)
 
 
-def _over_channels(channels: int, device: torch.device, kernel: Any, dtypes: Dtypes, *numbers: Any) -> Launch:
-    blocks = max(1, triton.cdiv(channels, gpu_channels.CHANNELS.value)), 1
-    return Launch(kernel, blocks, device, dtypes, (channels, *numbers), has_values=channels > 0)
+class Kernels:
+    """See interface.Kernels."""
 
-
-class Plan:
-    """The plan for tensors of one kind on a GPU, see plans.py.
-
-    `at` is scratch memory, for parts of sums and then coefficients, and addresses of gradients of the parameters.
-    """
-
-    def __init__(
-        self, layout: Layout, dtype: torch.dtype, device: torch.device, eps: float = 1.0, **options: Any
-    ) -> None:
-        self.layout, self.dtypes, self.averages = layout, options, options.get("averages")
-        self.relu, self.channels = bool(options.get("relu")), layout.sizes[1]
-        outer, channels, inner = layout.sizes
+    def __init__(self, kind: Kind) -> None:
+        dtype, device = kind.dtype, kind.device
+        outer, channels, inner = kind.layout.sizes
         if outer * inner == 0:
             outer, inner = 0, 1
         in_runs = inner > 1 and channels > 0
@@ -138,57 +127,54 @@ class Plan:
         tiles = gpu_tiles.Tiles(in_runs, rows, width, align, index, compute)
         division = _division(inner // width) if in_runs else (0, 0)
 
-        def over_tiles(kernel: Any, dtypes: Dtypes, relu: bool, programs: int, most_parts: int, limit: int) -> Launch:
+        def over_tiles(
+            kernel: triton.JITFunction, dtypes: Dtypes, relu: bool, programs: int, most_parts: int, limit: int
+        ) -> Launch:
             num_groups = triton.cdiv(num_rows, gpu_tiles.GROUP.value * rows)
             groups_of_program = triton.cdiv(num_groups, max(1, min(num_groups, most_parts, programs // max(1, spans))))
             rows_of_program = groups_of_program * gpu_tiles.GROUP.value * rows
             grid = spans, max(1, triton.cdiv(num_rows, max(1, rows_of_program)))
             numbers = num_rows, rows_of_program, channels, inner, *division
-            options: dict[str, Any] = {"alignment": 16, "has_values": outer * channels > 0, "num_warps": warps}
-            options["num_bytes"] = 2**31 if index == tl.int64 else 8
-            if not torch.version.hip:  # Triton's back end for AMD knows no such option
-                options["maxnreg"] = limit
-            return Launch(kernel, grid, device, dtypes, numbers, tiles, relu, **options)
+            return Launch(
+                kernel, grid, device, dtypes, numbers, tiles, relu, alignment=16, has_values=outer * channels > 0,
+                num_bytes=2**31 if index == tl.int64 else 8, num_warps=warps,
+                **({} if torch.version.hip else {"maxnreg": limit}),  # Triton's back end for AMD knows no such option
+            )  # fmt: skip
+
+        def over_channels(kernel: triton.JITFunction, dtypes: Dtypes, *numbers: float) -> Launch:
+            grid = max(1, triton.cdiv(channels, gpu_channels.CHANNELS.value)), 1
+            return Launch(kernel, grid, device, dtypes, (channels, *numbers), has_values=channels > 0)
 
         double, narrow = torch.float64, compute_dtype(dtype)  # of sums and statistics; of coefficients
-        residual, y = (dtype if options.get(name) else None for name in ("has_residual", "has_y"))
+        residual, y = dtype if kind.has_residual else None, dtype if kind.relu and kind.has_residual else None
+        masks_by_x, of_relu = kind.masks_by_x(), int(kind.masks_by_x())
         add, programs = gpu_tiles.parts_of_sums, num_multiprocessors(device) * SUMMING_THREADS // (32 * warps)
         of_sums = programs, MOST_PARTS, SUMMING_REGISTERS
         of_map = MAPPING_PROGRAMS, MAPPING_PROGRAMS, MAPPING_REGISTERS
         self.parts_of_sums = over_tiles(add, (dtype, None, None, None, double), False, *of_sums)
-        self.parts_of_gradient_sums = over_tiles(add, (dtype, dtype, y, double, double), self.relu, *of_sums)
-        self.normalize = over_tiles(gpu_tiles.normalize, (dtype, residual, dtype, narrow), self.relu, *of_map)
-        self.input_gradient, self.input_and_residual_gradient = (
-            over_tiles(gpu_tiles.input_gradient, (dtype, dtype, y, dtype, other, narrow), self.relu, *of_map)
-            for other in (None, dtype)
-        )
+        self.parts_of_gradient_sums = over_tiles(add, (dtype, dtype, y, double, double), masks_by_x, *of_sums)
+        self.normalize = over_tiles(gpu_tiles.normalize, (dtype, residual, dtype, narrow), kind.relu, *of_map)
+        dtypes: Dtypes = dtype, dtype, y, dtype, dtype if kind.needs_residual else None, narrow
+        self.input_gradient = over_tiles(gpu_tiles.input_gradient, dtypes, masks_by_x, *of_map)
 
         self.num_parts = num_parts = self.parts_of_sums.grid[1]
         num_in_parts = 2 * channels * num_parts + 2  # one is left, for coefficients at a multiple of 16 bytes
         self.coefficients_at, self.num_in_scratch = 8 * num_in_parts, num_in_parts + 6 * channels
-        of_relu = int(self.relu and residual is None)
-        self.num_statistics = num_statistics(channels, bool(of_relu))
-        over_channels = functools.partial(_over_channels, channels, device)
-        weight, bias, mean, var, grad_weight, grad_bias = (
-            options.get(f"{name}_dtype") for name in ("weight", "bias", "mean", "var", "grad_weight", "grad_bias")
-        )
-        counter, share = (None, double) if self.averages else (torch.int64, None)
-        last = (counter, double, narrow, share) if options.get("has_counter") else (None, double, narrow, None)
-        dtypes: Dtypes = (double, double, weight, bias, mean, var, *last)
+        self.kind, self.channels, self.num_statistics = kind, channels, num_statistics(channels, masks_by_x)
+        counter, share = (None, double) if kind.averages else (torch.int64, None)
+        last = (counter, double, narrow, share) if kind.has_counter else (None, double, narrow, None)
+        dtypes = double, double, kind.weight_dtype, kind.bias_dtype, kind.mean_dtype, kind.var_dtype, *last
         self.add_parts, self.forward_of_parts, self.forward_of_total = (
-            over_channels(gpu_channels.forward_channels, dtypes, count, is_local, of_relu, *_two(eps))
+            over_channels(gpu_channels.forward_channels, dtypes, count, is_local, of_relu, *_two(kind.eps))
             for count, is_local in ((num_parts, 1), (num_parts, 0), (1, 0))
         )
-        dtypes = double, double, double, weight, grad_weight, grad_bias, narrow
+        dtypes = double, double, double, kind.weight_dtype, kind.grad_weight_dtype, kind.grad_bias_dtype, narrow
         self.gradient_sums, self.backward_of_parts, self.backward_of_total = (
             over_channels(gpu_channels.backward_channels, dtypes, count, is_local, is_total, of_relu)
             for count, is_local, is_total in ((num_parts, 1, 0), (num_parts, 1, 1), (1, 0, 1))
         )
 
-    def at(self, x: Tensor, *others: Tensor | None) -> At:
-        return x.new_empty(self.num_in_scratch, dtype=torch.float64), 0, 0
-
-    def forward_sums(self, x: Tensor, signature: Signature = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, At]:
+    def forward_sums(self, x: Tensor, signature: Signature = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, Handle]:
         scratch = x.new_empty(self.num_in_scratch, dtype=torch.float64)
         sums = scratch if is_alone else scratch.new_empty(2 * self.channels + 1)
         parts = (sums if self.num_parts == 1 else scratch).data_ptr()
@@ -196,67 +182,64 @@ class Plan:
         if self.num_parts > 1 and not is_alone:
             # The other addresses are not used, but must not be 0.
             self.add_parts(parts, sums.data_ptr(), *(parts,) * 8, floats=(0.0, 0.0))
-        return sums, (scratch, 0, 0)
+        return sums, Handle(scratch)
 
     def forward_outputs(
-        self, at: At, x: Tensor, total: Tensor, weight: Tensor | None, bias: Tensor | None,
+        self, handle: Handle | None, x: Tensor, total: Tensor, weight: Tensor | None, bias: Tensor | None,
         residual: Tensor | None, running_mean: Tensor | None = None, running_var: Tensor | None = None,
-        counter: Tensor | None = None, momentum: Any = None, compares: bool = True,
-    ) -> tuple[Tensor, Tensor, int]:  # fmt: skip
-        scratch, address = at[0], total.data_ptr()
-        y, statistics = torch.empty_like(x), total.new_empty(self.num_statistics)  # before any buffer moves
+        counter: Tensor | None = None, momentum: float | None = 0.0,
+    ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
+        scratch = handle.scratch if handle else total.new_empty(self.num_in_scratch)
+        address = total.data_ptr()
+        y, statistics = torch.empty_like(x), total.new_empty(self.num_statistics)  # before any buffer is updated
         coefficients, share = scratch.data_ptr() + self.coefficients_at, None
-        if self.averages and counter is not None:
+        if self.kind.averages and counter is not None:
             share = 1.0 / counter.add_(1).to(torch.float64)
             counter, momentum = None, 0.0
         launch = self.forward_of_parts if total is scratch else self.forward_of_total
         launch(
-            address, address, 0 if weight is None else weight.data_ptr(), 0 if bias is None else bias.data_ptr(),
-            0 if running_mean is None else running_mean.data_ptr(),
-            0 if running_var is None else running_var.data_ptr(), 0 if counter is None else counter.data_ptr(),
-            statistics.data_ptr(), coefficients, 0 if share is None else share.data_ptr(), floats=_two(momentum or 0.0),
+            address, address, *map(_address, (weight, bias, running_mean, running_var, counter)),
+            statistics.data_ptr(), coefficients, _address(share), floats=_two(momentum or 0.0),
         )  # fmt: skip
         # Autograd is to see what has changed.
-        increment_version([one for one in (running_mean, running_var, counter) if one is not None])
-        self.normalize(x.data_ptr(), 0 if residual is None else residual.data_ptr(), y.data_ptr(), coefficients)
-        return y, statistics, OK
+        increment_version([buffer for buffer in (running_mean, running_var, counter) if buffer is not None])
+        self.normalize(x.data_ptr(), _address(residual), y.data_ptr(), coefficients)
+        return y, statistics, True
 
     def backward_sums(
-        self, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor, signature: Signature = UNSIGNED,
-        is_alone: bool = False,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, At]:  # fmt: skip
-        weight_dtype, bias_dtype = self.dtypes["grad_weight_dtype"], self.dtypes["grad_bias_dtype"]
+        self, dy: Tensor, saved: Saved, signature: Signature = UNSIGNED, is_alone: bool = False
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Handle]:
+        x, _, statistics, y = saved
+        weight_dtype, bias_dtype = self.kind.grad_weight_dtype, self.kind.grad_bias_dtype
         grad_weight = None if weight_dtype is None else x.new_empty(self.channels, dtype=weight_dtype)
         grad_bias = None if bias_dtype is None else x.new_empty(self.channels, dtype=bias_dtype)
         scratch = sums = statistics.new_empty(self.num_in_scratch)
         parts, of_statistics = scratch.data_ptr(), statistics.data_ptr()
-        grads = 0 if grad_weight is None else grad_weight.data_ptr(), 0 if grad_bias is None else grad_bias.data_ptr()
-        self.parts_of_gradient_sums(x.data_ptr(), dy.data_ptr(), 0 if y is None else y.data_ptr(), of_statistics, parts)
+        grads = _address(grad_weight), _address(grad_bias)
+        self.parts_of_gradient_sums(x.data_ptr(), dy.data_ptr(), _address(y), of_statistics, parts)
         if not is_alone:
             sums = statistics.new_empty(2 * self.channels)
             self.gradient_sums(parts, sums.data_ptr(), of_statistics, parts, *grads, parts)
-        return sums, grad_weight, grad_bias, (scratch, *grads)
+        return sums, grad_weight, grad_bias, Handle(scratch, *grads)
 
-    def backward_outputs(
-        self, at: At, dy: Tensor, x: Tensor, y: Tensor | None, total: Tensor, statistics: Tensor,
-        weight: Tensor | None, needs_x: bool, of_residual: bool, compares: bool = True,
-    ) -> tuple[Tensor | None, Tensor | None, int]:  # fmt: skip
-        scratch, grad_weight, grad_bias = at
-        is_alone, needs_map, sums = total is scratch, needs_x or of_residual, total.data_ptr()
+    def backward_outputs(self, handle: Handle | None, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
+        (x, weight, statistics, y), kind = saved, self.kind
+        scratch, *grads = handle or Handle(total.new_empty(self.num_in_scratch))
+        is_alone, needs_map, sums = total is scratch, kind.needs_x or kind.needs_residual, total.data_ptr()
         coefficients = scratch.data_ptr() + self.coefficients_at
         if is_alone or needs_map:
             launch = self.backward_of_parts if is_alone else self.backward_of_total
-            of_weight = 0 if weight is None else weight.data_ptr()
-            launch(sums, sums, statistics.data_ptr(), of_weight, grad_weight, grad_bias, coefficients)
+            launch(sums, sums, statistics.data_ptr(), _address(weight), *grads, coefficients)
         if not needs_map:
-            return None, None, OK
-        grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x) if of_residual else None
-        launch = self.input_and_residual_gradient if of_residual else self.input_gradient
-        launch(
-            dy.data_ptr(), x.data_ptr(), 0 if y is None else y.data_ptr(), grad_x.data_ptr(),
-            0 if grad_residual is None else grad_residual.data_ptr(), coefficients,
-        )  # fmt: skip
-        return grad_x, grad_residual, OK
+            return None, None
+        grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x) if kind.needs_residual else None
+        others = grad_x.data_ptr(), _address(grad_residual), coefficients
+        self.input_gradient(dy.data_ptr(), x.data_ptr(), _address(y), *others)
+        return grad_x if kind.needs_x else None, grad_residual
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def num_multiprocessors(device: torch.device) -> int:
@@ -276,20 +259,3 @@ def _two(number: float) -> tuple[float, float]:
     """Two float32 whose sum is the number, to 48 bits."""
     high = ctypes.c_float(number).value
     return high, float(number) - high
-
-
-_functions = Functions(Plan)
-forward_sums, forward_outputs = _functions.forward_sums, _functions.forward_outputs
-backward_sums, backward_outputs = _functions.backward_sums, _functions.backward_outputs
-
-
-def update_running_stats(running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float) -> None:
-    require_memory((running_mean, running_var, statistics))
-    tensors = means, variances, _ = running_mean.contiguous(), running_var.contiguous(), statistics
-    dtypes = tuple(one.dtype for one in tensors)
-    launch = _over_channels(running_mean.numel(), statistics.device, gpu_channels.update_running_stats, dtypes)
-    launch(*map(Tensor.data_ptr, tensors), floats=_two(momentum))
-    increment_version((running_mean, running_var))  # autograd is to see that they have changed
-    for buffer, moved in ((running_mean, means), (running_var, variances)):
-        if moved is not buffer:
-            buffer.copy_(moved)

@@ -1,4 +1,4 @@
-"""Computes channels' numbers in Triton: sums of what gpu_tiles.py found, coefficients, running statistics.
+"""Computes per-channel values in Triton: sums of what gpu_tiles.py found, coefficients, running statistics.
 
 A program has CHANNELS channels, and computes in float64. gpu.py launches it. Uses only features of Triton 3.6.
 
@@ -18,10 +18,7 @@ import triton.language as tl
 CHANNELS, PARTS = tl.constexpr(8), tl.constexpr(128)  # that a program adds at once
 # Triton would compile anew for other values of these, and for tensors that begin between multiples of 16 bytes.
 SIZES = ["num_parts", "channels", "is_local", "is_total", "of_relu"]
-TENSORS = [
-    "parts", "sums", "weight", "bias", "grad_weight", "grad_bias", "running_mean", "running_var", "counter",
-    "statistics", "coefficients", "momentum_in_memory",
-]  # fmt: skip
+TENSORS = range(10)  # parameters of forward_channels; those of backward_channels from the eighth on are SIZES
 
 
 @triton.jit
@@ -70,27 +67,10 @@ def _total(parts, num_parts, channels):
 
 
 @triton.jit
-def _move(running, statistic, channel, exists, enough, share):
-    """A running statistic by the one of a batch, where there are enough values."""
+def _update(running, statistic, channel, exists, enough, share):
+    """A running statistic by the one of a batch, which has this share in it, where there are enough values."""
     old = tl.load(running + channel, mask=exists, other=0.0).to(tl.float64)
     _store_number(running, channel, tl.where(enough, (1 - share) * old + share * statistic, old), exists)
-
-
-@triton.jit
-def _move_both(running_mean, running_var, channel, exists, mean, var, num_values, share):
-    """The running statistics by those of a batch, which have this share in them."""
-    _move(running_mean, mean, channel, exists, num_values > 0, share)
-    unbiased_var = var * (num_values / tl.maximum(num_values - 1, 1.0))
-    _move(running_var, unbiased_var, channel, exists, num_values > 1, share)
-
-
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
-def update_running_stats(running_mean, running_var, statistics, momentum, momentum_rest, channels):
-    channel, exists = _channels(channels)
-    mean = tl.load(statistics + channel, mask=exists, other=0.0)
-    var = tl.load(statistics + channels + channel, mask=exists, other=0.0)
-    num_values, share = tl.load(statistics + 3 * channels), _float64(momentum, momentum_rest)
-    _move_both(running_mean, running_var, channel, exists, mean, var, num_values, share)
 
 
 @triton.jit
@@ -107,7 +87,7 @@ def forward_channels(
     momentum, momentum_rest, channels, num_parts, is_local, of_relu, eps, eps_rest,
 ):  # fmt: skip
     """Adds up the parts. If an all_reduce follows (is_local), stores the sums; else the statistics and the coefficients
-    of y, and the running statistics move. Unless of_relu is 0, scale and shift follow the statistics."""
+    of y, and updates the running statistics. Unless of_relu is 0, scale and shift follow the statistics."""
     channel, exists = _channels(channels)
     first, second = _total(parts, num_parts, channels)
     num_values = tl.load(parts + 2 * tl.cast(num_parts, tl.int64) * channels)
@@ -138,7 +118,9 @@ def forward_channels(
         tl.store(statistics + 4 * channels + 1 + channel, shift, mask=keeps)
         if running_mean is not None:
             share = _float64(momentum, momentum_rest) if momentum_in_memory is None else tl.load(momentum_in_memory)
-            _move_both(running_mean, running_var, channel, exists, mean, var, num_values, share)
+            _update(running_mean, mean, channel, exists, num_values > 0, share)
+            unbiased_var = var * (num_values / tl.maximum(num_values - 1, 1.0))
+            _update(running_var, unbiased_var, channel, exists, num_values > 1, share)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)

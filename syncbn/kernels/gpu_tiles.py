@@ -23,7 +23,7 @@ Maps go over the tiles in reverse: what the sums have read last may still be in 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -36,8 +36,8 @@ class Tiles(NamedTuple):
     rows: int
     columns: int  # values of a row
     align: int  # divides inner in runs, else the number of channels
-    index: Any  # tl.int64 where int32 does not count the values
-    compute: Any  # tl.float32, or tl.float64
+    index: tl.dtype  # tl.int64 where int32 does not count the values
+    compute: tl.dtype  # tl.float32, or tl.float64
 
 
 GROUP = tl.constexpr(4)  # tiles that are loaded before the first is used

@@ -1,4 +1,4 @@
-"""Registers the kernels for CPUs and GPUs as torch operators when it is imported; its functions call them.
+"""Registers the kernels for CPUs and GPUs as torch operators when it is imported, and calls them.
 
 They serve what cpu.py and gpu.py cannot take: compiled graphs, dispatch modes, transforms, and tensors whose values are
 not at their address. The operators check their tensors. They have no gradient of their own, and are only for use inside
@@ -7,49 +7,75 @@ an autograd.Function, once select.py has loaded the kernels.
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from syncbn import statistics as channels_statistics
-from syncbn.kernels import cpu
+from syncbn.kernels import cpu, interface
+from syncbn.kernels.interface import UNSIGNED, GradientPair, Handle, Kind, Saved, Signature, require_memory
 from syncbn.layout import Layout
-from syncbn.statistics import num_statistics
+from syncbn.statistics import num_statistics, update_buffers
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 _library = torch.library.Library("syncbn", "DEF")  # type: ignore[no-untyped-call]
 
 
-def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes the decorated function, which takes the kernel module first, an operator; `fake` returns tensors like its
-    own, without values. Its name then means the function of the kernels' interface, which calls the operator: that
-    takes no kernel module, and the layout in the place of `channel_dim`."""
+class Kernels:
+    """See interface.Kernels. Running statistics are updated by torch operations. For kinds that are not signed."""
 
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self, kind: Kind) -> None:
+        self.kind, self.channel_dim = kind, kind.layout.channel_dim
+
+    def forward_sums(self, x: Tensor, signature: Signature = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, None]:
+        return _forward_sums(x, self.channel_dim), None
+
+    def forward_outputs(
+        self, handle: Handle | None, x: Tensor, total: Tensor, weight: Tensor | None, bias: Tensor | None,
+        residual: Tensor | None, running_mean: Tensor | None = None, running_var: Tensor | None = None,
+        counter: Tensor | None = None, momentum: float | None = 0.0,
+    ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
+        kind = self.kind
+        y, statistics = _forward_outputs(x, self.channel_dim, total, weight, bias, residual, kind.eps, kind.relu)
+        update_buffers(running_mean, running_var, counter, statistics, momentum)
+        return y, statistics, True
+
+    def backward_sums(
+        self, dy: Tensor, saved: Saved, signature: Signature = UNSIGNED, is_alone: bool = False
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        x, _, statistics, y = saved
+        dtypes = self.kind.grad_weight_dtype, self.kind.grad_bias_dtype
+        return *_backward_sums(dy, x, y, self.channel_dim, statistics, self.kind.relu, *dtypes), None
+
+    def backward_outputs(self, handle: Handle | None, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
+        (x, weight, statistics, y), kind = saved, self.kind
+        per_channel = self.channel_dim, total, statistics, weight
+        grad_x, grad_residual = _backward_outputs(dy, x, y, *per_channel, kind.relu, kind.needs_residual)
+        return grad_x if kind.needs_x else None, grad_residual
+
+
+def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Function]:
+    """Makes the decorated function an operator; `fake` returns tensors like its own, without values."""
+
+    def register(function: Function) -> Function:
         name = schema.partition("(")[0]
         _library.define(schema)  # type: ignore[no-untyped-call]
-        _library.impl(name, functools.partial(function, cpu), "CPU")  # type: ignore[no-untyped-call]
-        _library.impl(name, functools.partial(_on_gpu, function), "CUDA")  # type: ignore[no-untyped-call]
+        for device in ("CPU", "CUDA"):
+            _library.impl(name, function, device)  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"syncbn::{name}", fake, lib=_library)
-        operator = getattr(torch.ops.syncbn, name).default
-        return lambda *given: operator(*[one.channel_dim if isinstance(one, Layout) else one for one in given])
+        operator: Function = getattr(torch.ops.syncbn, name).default
+        return operator
 
     return register
-
-
-def _on_gpu(function: Callable[..., Any], *arguments: Any) -> Any:
-    from syncbn.kernels import gpu  # which imports triton
-
-    return function(gpu, *arguments)
 
 
 @_operator(
     "forward_sums(Tensor x, int channel_dim) -> Tensor",
     fake=lambda x, channel_dim: x.new_empty(2 * x.shape[channel_dim] + 1, dtype=torch.float64),
 )
-def forward_sums(kernels: ModuleType, x: Tensor, channel_dim: int) -> Tensor:
-    return kernels.forward_sums(x, _layout(x, channel_dim))  # type: ignore[no-any-return]
+def _forward_sums(x: Tensor, channel_dim: int) -> Tensor:
+    kernels, _ = _checked(_kind(x, channel_dim), x)
+    return kernels.forward_sums(x)[0]
 
 
 @_operator(
@@ -60,75 +86,58 @@ def forward_sums(kernels: ModuleType, x: Tensor, channel_dim: int) -> Tensor:
         total.new_empty(num_statistics(x.shape[channel_dim], relu and residual is None)),
     ),
 )
-def forward_outputs(
-    kernels: ModuleType, x: Tensor, channel_dim: int, total: Tensor, weight: Tensor | None, bias: Tensor | None,
-    residual: Tensor | None, eps: float, relu: bool,
+def _forward_outputs(
+    x: Tensor, channel_dim: int, total: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+    eps: float, relu: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    layout = _layout(x, channel_dim)
-    channels = layout.sizes[1]
-    _check_numbers(x, "total", total, 2 * channels + 1, torch.float64)
-    _check_numbers(x, "weight", weight, channels)
-    _check_numbers(x, "bias", bias, channels)
-    residual = _like_input("residual", residual, x, layout)
-    return kernels.forward_outputs(x, layout, total, weight, bias, residual, eps, relu)  # type: ignore[no-any-return]
+    dtypes = {"weight_dtype": getattr(weight, "dtype", None), "bias_dtype": getattr(bias, "dtype", None)}
+    kind = _kind(x, channel_dim, eps=eps, relu=relu, has_residual=residual is not None, **dtypes)
+    kernels, tensors = _checked(kind, x, 1, total=total, weight=weight, bias=bias, residual=residual)
+    return kernels.forward_outputs(None, x, *tensors)[:2]
 
 
 @_operator(
-    "backward_sums(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor statistics, ScalarType? weight_dtype, "
-    "ScalarType? bias_dtype) -> (Tensor, Tensor?, Tensor?)",
-    fake=lambda dy, x, y, channel_dim, statistics, *dtypes: (
+    "backward_sums(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor statistics, bool relu, "
+    "ScalarType? grad_weight_dtype, ScalarType? grad_bias_dtype) -> (Tensor, Tensor?, Tensor?)",
+    fake=lambda dy, x, y, channel_dim, statistics, relu, *dtypes: (
         statistics.new_empty(2 * x.shape[channel_dim]),
         *(None if dtype is None else x.new_empty(x.shape[channel_dim], dtype=dtype) for dtype in dtypes),
     ),
 )
-def backward_sums(
-    kernels: ModuleType, dy: Tensor, x: Tensor, y: Tensor | None, channel_dim: int, statistics: Tensor,
-    *dtypes: torch.dtype | None,
+def _backward_sums(
+    dy: Tensor, x: Tensor, y: Tensor | None, channel_dim: int, statistics: Tensor, relu: bool,
+    grad_weight_dtype: torch.dtype | None, grad_bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    layout = _layout(x, channel_dim)
-    dy, y = _like_input("dy", dy, x, layout), _like_input("y", y, x, layout)
-    _check_statistics(x, statistics, layout.sizes[1])
-    return kernels.backward_sums(dy, x, y, layout, statistics, *dtypes)  # type: ignore[no-any-return]
+    dtypes = {"grad_weight_dtype": grad_weight_dtype, "grad_bias_dtype": grad_bias_dtype}
+    kind = _kind(x, channel_dim, relu=relu, has_residual=y is not None, **dtypes)
+    kernels, (dy, y, statistics) = _checked(kind, x, dy=dy, y=y, statistics=statistics)
+    return kernels.backward_sums(dy, (x, None, statistics, y))[:3]
 
 
 @_operator(
     "backward_outputs(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor total, Tensor statistics, "
-    "Tensor? weight, bool of_residual) -> (Tensor, Tensor?)",
-    fake=lambda dy, x, *arguments: (torch.empty_like(x), torch.empty_like(x) if arguments[-1] else None),
+    "Tensor? weight, bool relu, bool needs_residual) -> (Tensor, Tensor?)",
+    fake=lambda dy, x, *others: (torch.empty_like(x), torch.empty_like(x) if others[-1] else None),
 )
-def backward_outputs(
-    kernels: ModuleType, dy: Tensor, x: Tensor, y: Tensor | None, channel_dim: int, total: Tensor,
-    statistics: Tensor, weight: Tensor | None, of_residual: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    layout = _layout(x, channel_dim)
-    dy, y, channels = _like_input("dy", dy, x, layout), _like_input("y", y, x, layout), layout.sizes[1]
-    _check_numbers(x, "total", total, 2 * channels, torch.float64)
-    _check_statistics(x, statistics, channels)
-    _check_numbers(x, "weight", weight, channels)
-    return kernels.backward_outputs(dy, x, y, layout, total, statistics, weight, of_residual)  # type: ignore[no-any-return]
+def _backward_outputs(
+    dy: Tensor, x: Tensor, y: Tensor | None, channel_dim: int, total: Tensor, statistics: Tensor,
+    weight: Tensor | None, relu: bool, needs_residual: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    options = {"weight_dtype": getattr(weight, "dtype", None), "needs_x": True, "needs_residual": needs_residual}
+    kind = _kind(x, channel_dim, relu=relu, has_residual=y is not None, **options)
+    kernels, tensors = _checked(kind, x, dy=dy, weight=weight, statistics=statistics, y=y, total=total)
+    dy, weight, statistics, y, total = tensors
+    return kernels.backward_outputs(None, dy, (x, weight, statistics, y), total)
 
 
-@_operator(
-    "update_running_stats(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor statistics, float momentum) -> ()",
-    fake=lambda *_: None,
-)
-def _update_running_stats(
-    kernels: ModuleType, running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float
-) -> None:
-    channels = len(running_mean)
-    _check_statistics(statistics, statistics, channels)
-    _check_numbers(statistics, "running_mean", running_mean, channels)
-    _check_numbers(statistics, "running_var", running_var, channels)
-    kernels.update_running_stats(running_mean, running_var, statistics, momentum)
-
-
-def _layout(x: Tensor, channel_dim: int) -> Layout:
-    """Raises RuntimeError unless x has floats without gaps, in a row or with the channels innermost."""
-    return _layout_of_kind(x.shape, x.stride(), x.dtype, channel_dim)
+def _kind(x: Tensor, channel_dim: int, **options: Any) -> Kind:
+    """The kind of x with these options. **Raises** RuntimeError unless x has floats without gaps, in a row or with the
+    channels innermost."""
+    return Kind(_layout(x.shape, x.stride(), x.dtype, channel_dim), x.dtype, x.device, **options)
 
 
 @functools.lru_cache(4096)
-def _layout_of_kind(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, channel_dim: int) -> Layout:
+def _layout(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, channel_dim: int) -> Layout:
     x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     if dtype not in cpu.CODES or not 0 <= channel_dim < x.ndim:
         raise RuntimeError(
@@ -140,40 +149,44 @@ def _layout_of_kind(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dt
     return layout
 
 
-def _like_input(name: str, other: Any, x: Tensor, layout: Layout) -> Any:
-    """`other`, if there is one, as x lies in memory. **Raises** RuntimeError unless it has the dtype and shape of x."""
-    if other is None:
-        return None
-    if other.shape != x.shape or other.dtype is not x.dtype or other.get_device() != x.get_device():
-        raise RuntimeError(
-            f"expected {name} of {x.dtype} and {tuple(x.shape)} on {x.device}, got {other.dtype} and "
-            f"{tuple(other.shape)} on {other.device}"
-        )
-    return layout.dense(other)  # zeros that autograd has made up have strides of 0
+def _checked(
+    kind: Kind, x: Tensor, num_counts: int = 0, **tensors: Tensor | None
+) -> tuple[interface.Kernels, list[Any]]:
+    """The kernels of this kind, and the tensors without gaps; a total ends in `num_counts` numbers of values.
+
+    **Raises** RuntimeError unless dy, y and residual have the dtype and shape of x, and the others their numbers of
+    per-channel values; all on the device of x, and with memory.
+    """
+    checked: list[Any] = []
+    channels, device = kind.layout.sizes[1], x.get_device()
+    counts = {"total": 2 * channels + num_counts, "statistics": num_statistics(channels, kind.masks_by_x())}
+    for name, tensor in tensors.items():
+        if tensor is None:
+            checked.append(None)
+        elif name in ("dy", "y", "residual"):
+            if tensor.shape != x.shape or tensor.dtype != x.dtype or tensor.get_device() != device:
+                raise RuntimeError(
+                    f"expected {name} of {x.dtype} and {tuple(x.shape)} on {x.device}, got {tensor.dtype} and "
+                    f"{tuple(tensor.shape)} on {tensor.device}"
+                )
+            checked.append(kind.layout.dense(tensor))  # zeros that autograd has made up have strides of 0
+        else:
+            count, is_parameter = counts.get(name, channels), name in ("weight", "bias")
+            fits = tensor.dtype in cpu.CODES if is_parameter else tensor.dtype == torch.float64
+            if not fits or tensor.numel() != count or tensor.get_device() != device:
+                raise RuntimeError(
+                    f"expected {name} of {count} {'floats' if is_parameter else 'float64'} on {x.device}, got "
+                    f"{tensor.numel()} {tensor.dtype} on {tensor.device}"
+                )
+            checked.append(tensor.contiguous())
+    require_memory([x, *(tensor for tensor in checked if tensor is not None)])
+    return _kernels(kind), checked
 
 
-def _check_numbers(x: Tensor, name: str, numbers: Tensor | None, count: int, dtype: torch.dtype | None = None) -> None:
-    """Raises RuntimeError unless there are `count` numbers of this dtype without gaps; without a dtype, floats."""
-    if numbers is None:
-        return
-    fits = numbers.dtype is dtype and numbers.is_contiguous() if dtype else numbers.dtype in cpu.CODES
-    if not fits or numbers.numel() != count or numbers.get_device() != x.get_device():
-        raise RuntimeError(
-            f"expected {name} of {count} {dtype or 'floats'} on {x.device}, got {numbers.numel()} {numbers.dtype} on "
-            f"{numbers.device}"
-        )
+@functools.lru_cache(4096)
+def _kernels(kind: Kind) -> interface.Kernels:
+    if kind.device.type == "cpu":
+        return cpu.Kernels(kind)
+    from syncbn.kernels import gpu  # which imports triton
 
-
-def _check_statistics(x: Tensor, statistics: Tensor, channels: int) -> None:
-    """Raises RuntimeError unless those of all channels are there, in float64 and without gaps."""
-    has_more = statistics.numel() != num_statistics(channels, False)  # scale and shift
-    _check_numbers(x, "statistics", statistics, num_statistics(channels, has_more), torch.float64)
-
-
-def update_running_stats(
-    running_mean: Tensor, running_var: Tensor, statistics: Tensor, momentum: float | Tensor, moves: bool = True
-) -> None:
-    if isinstance(momentum, Tensor) or running_mean.is_neg() or running_var.is_neg():
-        channels_statistics.update_running_stats(running_mean, running_var, statistics, momentum, moves)
-    elif moves:  # one operator, which has no result that selective checkpointing could count
-        _update_running_stats(running_mean, running_var, statistics, momentum)
+    return gpu.Kernels(kind)

@@ -1,8 +1,8 @@
-"""Defines the kernels as torch operations, which run on every device: the other kernel modules must compute the same.
+"""Defines the kernels as torch operations, which run on every device: the other back ends must compute the same.
 
-C: channels. `layout` says how x lies in memory: without gaps, as (outer, C, inner). So do dy, y and the residual, which
-    have the dtype and shape of x. Sums, totals and statistics are float64, packed as in statistics.py; weight and bias
-    (C,) are of any float dtype.
+C: channels. The layout of a kind says how x lies in memory: without gaps, as (outer, C, inner). So do dy, y and the
+    residual, which have the dtype and shape of x. Sums, totals and statistics are float64, packed as in statistics.py;
+    weight and bias (C,) are of any float dtype. Kinds that are signed have no kernels here.
 A fused relu: backward must know which values passed it: by its output y where a residual was added; else by x, scale
     and shift (C,), which follow the statistics, and y is None.
 Reductions add in float64; values of 16 bits, a few at a time, at first in float32 if that is faster, and on GPUs
@@ -11,122 +11,173 @@ Maps compute single values in float32, or in float64 for float64 values. Beside 
     of backward_outputs underflows, and with it what the variance contributes to the gradient.
 """
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 
-from syncbn.layout import Layout
-from syncbn.statistics import compute_dtype, from_sums, has_scale_and_shift, unpack
-from syncbn.statistics import update_running_stats as update_running_stats
+from syncbn.kernels.interface import UNSIGNED, GradientPair, Handle, Kind, Saved, Signature
+from syncbn.statistics import compute_dtype, from_sums, unpack, update_buffers
+
+PART_VALUES = 2**18  # of a part of KernelsInParts: 2 MB in float64
 
 
-def forward_sums(x: Tensor, layout: Layout) -> Tensor:
-    """sum x and sum x^2 of each channel, then the number of its values: float64 (2C + 1,)."""
-    wide = layout.fold(x).to(torch.float64)
-    num_values = wide.new_full((1,), wide.shape[0] * wide.shape[2])
-    return torch.cat((wide.sum((0, 2)), wide.square().sum((0, 2)), num_values))
+class Kernels:
+    """See interface.Kernels. Autograd, torch.func and compilers see each operation."""
 
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
 
-def forward_outputs(
-    x: Tensor, layout: Layout, total: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-    eps: float, relu: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y = (x - center) * scale + shift (+ residual) (then relu), and the statistics, by all ranks' sums.
+    def forward_sums(self, x: Tensor, signature: Signature = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, None]:
+        def terms(x: Tensor) -> tuple[Tensor, Tensor]:
+            wide = x.to(torch.float64)
+            return wide, wide.square()
 
-    mean = center + rest: x - center is exact, and the shift makes up for the rest.
-    """
-    statistics = from_sums(total, eps)
-    mean, _, invstd, _ = unpack(statistics, layout.sizes[1])
-    _, rest = _split(mean, x.dtype)
-    scale = invstd if weight is None else invstd * weight
-    shift = -rest * scale if bias is None else bias - rest * scale
-    y = _normalized(x, layout, mean, scale, shift)
-    if residual is not None:
-        y = y + layout.fold(residual)
-    elif relu:
-        statistics = torch.cat((statistics, scale, shift))
-    if relu:
-        y = y.relu()
-    return _laid_out(y, x, layout), statistics
+        outer, _, inner = self.kind.layout.sizes
+        sums = self._sum(terms, x)
+        return torch.cat((sums, sums.new_full((1,), outer * inner))), None
 
+    def forward_outputs(
+        self, handle: Handle | None, x: Tensor, total: Tensor, weight: Tensor | None, bias: Tensor | None,
+        residual: Tensor | None, running_mean: Tensor | None = None, running_var: Tensor | None = None,
+        counter: Tensor | None = None, momentum: float | None = 0.0,
+    ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
+        """y = (x - center) * scale + shift (+ residual) (then relu).
 
-def backward_sums(
-    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, statistics: Tensor, weight_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """sum dy and sum dy * (x - mean) of each channel, (2C,); where the output of a fused relu is 0, dy counts as 0.
+        mean = center + rest: x - center is exact, and the shift makes up for the rest.
+        """
+        kind, statistics = self.kind, from_sums(total, self.kind.eps)
+        mean, _, invstd, _ = unpack(statistics, kind.layout.sizes[1])
+        _, rest = _split(mean, x.dtype)
+        scale = invstd if weight is None else invstd * weight
+        shift = -rest * scale if bias is None else bias - rest * scale
+        if kind.masks_by_x():
+            statistics = torch.cat((statistics, scale, shift))
 
-    Returns them, and what they are to this rank's parameters in their dtypes, or None without a dtype: grad_weight =
-    sum dy * (x - mean) * invstd and grad_bias = sum dy, in memory of their own, as an all_reduce overwrites the sums.
-    """
-    mean, *_ = unpack(statistics, layout.sizes[1])
-    wide_dy = through_relu(dy, x, y, layout, statistics).to(torch.float64)
-    xmu = layout.fold(x).to(torch.float64) - mean[:, None]
-    sums = torch.cat((wide_dy.sum((0, 2)), (wide_dy * xmu).sum((0, 2))))
-    return sums, *gradients_of_parameters(sums, statistics, weight_dtype, bias_dtype)
+        def normalize(x: Tensor, residual: Tensor | None) -> Tensor:
+            y = _normalized(x, mean, scale, shift)
+            y = y if residual is None else y + residual
+            return y.relu() if kind.relu else y
 
+        y = self._map(normalize, x, residual)
+        update_buffers(running_mean, running_var, counter, statistics, momentum)
+        return y, statistics, True
 
-def gradients_of_parameters(
-    sums: Tensor, statistics: Tensor, weight_dtype: torch.dtype | None, bias_dtype: torch.dtype | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """grad_weight and grad_bias, by this rank's sums; None without a dtype."""
-    (sum_dy, sum_dy_xmu), (_, _, invstd, _) = sums.chunk(2), unpack(statistics, len(sums) // 2)
-    grad_weight = None if weight_dtype is None else (sum_dy_xmu * invstd).to(weight_dtype)
-    return grad_weight, None if bias_dtype is None else sum_dy.to(bias_dtype, copy=True)
+    def backward_sums(
+        self, dy: Tensor, saved: Saved, signature: Signature = UNSIGNED, is_alone: bool = False
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        """Where the output of a fused relu is 0, dy counts as 0. grad_weight = sum dy * (x - mean) * invstd and
+        grad_bias = sum dy are in memory of their own, as an all_reduce overwrites the sums."""
+        x, _, statistics, y = saved
+        mean, _, invstd, _ = unpack(statistics, self.kind.layout.sizes[1])
 
+        def terms(x: Tensor, dy: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+            wide_dy = _through_relu(self.kind, dy, x, y, statistics).to(torch.float64)
+            return wide_dy, wide_dy * (x.to(torch.float64) - mean[:, None])
 
-def backward_outputs(
-    dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, total: Tensor, statistics: Tensor,
-    weight: Tensor | None, of_residual: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """grad_x = dy * a + (x - center) * b + c, by all ranks' sums of dy and of dy * (x - mean), with which it is
+        sums = self._sum(terms, x, dy, y)
+        sum_dy, sum_dy_xmu = sums.chunk(2)
+        weight_dtype, bias_dtype = self.kind.grad_weight_dtype, self.kind.grad_bias_dtype
+        grad_weight = None if weight_dtype is None else (sum_dy_xmu * invstd).to(weight_dtype)
+        return sums, grad_weight, None if bias_dtype is None else sum_dy.to(bias_dtype, copy=True), None
+
+    def backward_outputs(self, handle: Handle | None, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
+        """grad_x = dy * a + (x - center) * b + c, by all ranks' sums of dy and of dy * (x - mean), with which it is
 
         (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight.
+        """
+        x, weight, statistics, y = saved
+        mean, _, invstd, num_values = unpack(statistics, self.kind.layout.sizes[1])
+        narrow_mean, rest = _split(mean, x.dtype)
+        mean_dy, mean_dy_xmu = (total / num_values.clamp(min=1)).chunk(2)
+        wide_a = invstd if weight is None else invstd * weight
+        wide_b = -wide_a * invstd.square() * mean_dy_xmu
+        center, a, b, c = _columns(narrow_mean, wide_a, wide_b, -wide_a * mean_dy - wide_b * rest)
 
-    dy is taken behind the relu, as in backward_sums; with `of_residual` it is returned too, as the gradient of the
-    residual.
-    """
-    mean, _, invstd, num_values = unpack(statistics, layout.sizes[1])
-    center, rest = _split(mean, x.dtype)
-    mean_dy, mean_dy_xmu = (total / num_values.clamp(min=1)).chunk(2)
-    wide_a = invstd if weight is None else invstd * weight
-    wide_b = -wide_a * invstd.square() * mean_dy_xmu
-    center, a, b, c = _columns(center, wide_a, wide_b, -wide_a * mean_dy - wide_b * rest)
-    dy = through_relu(dy, x, y, layout, statistics)
-    grad_x = dy.to(center.dtype) * a + (layout.fold(x).to(center.dtype) - center) * b + c
-    return _laid_out(grad_x, x, layout), _laid_out(dy, x, layout) if of_residual else None
+        def behind_relu(x: Tensor, dy: Tensor, y: Tensor | None) -> Tensor:
+            return _through_relu(self.kind, dy, x, y, statistics)
+
+        def input_gradient(x: Tensor, dy: Tensor, y: Tensor | None) -> Tensor:
+            return behind_relu(x, dy, y).to(center.dtype) * a + (x.to(center.dtype) - center) * b + c
+
+        grad_residual = self._map(behind_relu, x, dy, y) if self.kind.needs_residual else None
+        return self._map(input_gradient, x, dy, y) if self.kind.needs_x else None, grad_residual
+
+    def _sum(self, terms: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Tensor | None) -> Tensor:
+        """The sums of two terms, of these tensors folded, over the values of each channel: float64 (2C,)."""
+        first, second = terms(*self._folded(x, *others))
+        return torch.cat((first.sum((0, 2)), second.sum((0, 2))))
+
+    def _map(self, function: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Tensor:
+        """What the function makes of these tensors folded, in the shape, dtype and memory format of x; not as a view,
+        which users may not change."""
+        values = function(*self._folded(x, *others))
+        return self.kind.layout.unfold(values, x.shape).to(x.dtype, copy=True)
+
+    def _folded(self, *tensors: Tensor | None) -> list[Tensor | None]:
+        return [None if tensor is None else self.kind.layout.fold(tensor) for tensor in tensors]
+
+
+class KernelsInParts(Kernels):
+    """Computes the same part by part, so that the float64 copies stay small: for eager mode without faster kernels."""
+
+    def _sum(self, terms: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Tensor | None) -> Tensor:
+        sums = x.new_zeros(2 * self.kind.layout.sizes[1], dtype=torch.float64)
+        for part in self._parts(x, *others):
+            sums += torch.cat([term.sum((0, 2)) for term in terms(*part)])
+        return sums
+
+    def _map(self, function: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Tensor:
+        result = torch.empty_like(x)
+        for result_part, *parts in self._parts(result, x, *others):
+            assert result_part is not None
+            result_part.copy_(function(*parts))
+        return result
+
+    def _parts(self, *tensors: Tensor | None) -> Iterator[list[Tensor | None]]:
+        """Yields the views of each part of these tensors, (outer, channel, inner)."""
+        outer, channels, inner = self.kind.layout.sizes
+        rows = max(1, PART_VALUES // max(1, channels * inner))
+        columns = max(1, PART_VALUES // max(1, channels * rows))
+        folded = self._folded(*tensors)
+        for row in range(0, max(1, outer), rows):
+            for column in range(0, max(1, inner), columns):
+                part = slice(row, row + rows), slice(None), slice(column, column + columns)
+                yield [None if tensor is None else tensor[part] for tensor in folded]
+
+
+def through_relu(kind: Kind, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor) -> Tensor:
+    """dy folded, and 0 where the output of a fused relu is 0. NaN passes, as in torch's relu."""
+    fold = kind.layout.fold
+    return _through_relu(kind, fold(dy), fold(x), None if y is None else fold(y), statistics)
+
+
+def _through_relu(kind: Kind, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor) -> Tensor:
+    """Of folded tensors."""
+    if not kind.relu:
+        return dy
+    if kind.masks_by_x():
+        num_channels = kind.layout.sizes[1]
+        scale, shift = statistics[3 * num_channels + 1 :].chunk(2)
+        y = _normalized(x, statistics[:num_channels], scale, shift).to(x.dtype)
+    assert y is not None
+    return dy.masked_fill(y <= 0, 0)
+
+
+def _normalized(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """(x - center) * scale + shift of a folded x, in the dtype of computation."""
+    center, scale, shift = _columns(_split(mean, x.dtype)[0], scale, shift)
+    return (x.to(center.dtype) - center) * scale + shift
 
 
 def _split(mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """center and rest: mean = center + rest."""
     center = mean.to(compute_dtype(dtype))
     return center, mean - center
 
 
 def _columns(center: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """These numbers of channels, each (C, 1), in the dtype of the center. Inductor does not compute again, for each
+    """These per-channel values, each (C, 1), in the dtype of the center. Inductor does not compute again, for each
     value of a map, what torch.cat puts in memory."""
-    packed = torch.cat((center, *[one.to(center.dtype) for one in others]))
+    packed = torch.cat((center, *[values.to(center.dtype) for values in others]))
     return packed.view(1 + len(others), center.shape[0], 1).unbind()
-
-
-def _laid_out(values: Tensor, x: Tensor, layout: Layout) -> Tensor:
-    """The folded `values` in the shape, dtype and memory format of x; not as a view, which users may not change."""
-    return layout.unfold(values, x.shape).to(x.dtype, copy=True)
-
-
-def _normalized(x: Tensor, layout: Layout, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """(x - center) * scale + shift, folded, in the dtype of computation."""
-    center, scale, shift = _columns(_split(mean, x.dtype)[0], scale, shift)
-    return (layout.fold(x).to(center.dtype) - center) * scale + shift
-
-
-def through_relu(dy: Tensor, x: Tensor, y: Tensor | None, layout: Layout, statistics: Tensor) -> Tensor:
-    """dy folded, and 0 where the output of a fused relu is 0. NaN passes, as in torch's relu."""
-    channels = layout.sizes[1]
-    if y is not None:
-        output = layout.fold(y)
-    elif has_scale_and_shift(statistics, channels):
-        scale, shift = statistics[3 * channels + 1 :].chunk(2)
-        output = _normalized(x, layout, statistics[:channels], scale, shift).to(x.dtype)
-    else:
-        return layout.fold(dy)
-    return layout.fold(dy).masked_fill(output <= 0, 0)

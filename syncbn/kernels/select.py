@@ -1,69 +1,74 @@
-"""Selects the kernels for a tensor.
+"""Selects the kernels for a kind of tensors.
 
-Every kernel module offers the same five functions, which `reference` defines by means of the leaves `layout` and
-`moments`. Only `update_running_stats` of `cpu` and `gpu`, which `operators` calls, takes no momentum in a tensor and no
-`moves`. Of the rest of the package this folder imports only `torch_internals` and `program`.
+This folder may import layout, statistics, torch_internals and call_stack, nothing else of the package.
 """
 
 import functools
+import math
 import os
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from syncbn.kernels import chunked, cpu, reference
+from syncbn.call_stack import warn_once
+from syncbn.kernels import cpu, reference
+from syncbn.kernels.interface import Kernels, Kind
 from syncbn.layout import Layout
-from syncbn.program import warn_once
 from syncbn.torch_internals.autograd import is_batched_gradient
 from syncbn.torch_internals.state import constant_in_graphs, inside_vmap_or_forward_mode, is_compiling
 
 LARGE_BYTES = 1_000_000  # of an input with which it matters how fast the kernels are
 
 
-def new_plan(x: Tensor, layout: Layout, **options: Any) -> cpu.Plan | None:
-    """The plan for tensors like `x`, which are ordinary; see plans.py. None where torch's operations serve them."""
-    kernels: Any = _in_eager_mode(x) if x.is_cpu or x.is_cuda else chunked
-    has_plans = hasattr(kernels, "Plan")
-    return kernels.Plan(layout, x.dtype, x.device, is_signed=x.is_cpu, **options) if has_plans else None
+def ordinary_kernels(kind: Kind) -> Kernels | None:
+    """The kernels that read and write ordinary tensors of this kind at their addresses. None where torch operations
+    serve them."""
+    if not _has_kernels(kind):
+        return None
+    return cpu.Kernels(kind) if kind.device.type == "cpu" else _gpu_kernels(kind)
 
 
-def select_kernels(x: Tensor | None, *others: Tensor | None) -> ModuleType:
-    """The kernel module for tensors like `x` on a side road, in a call that takes `others` beside it.
+def general_kernels(kind: Kind, x: Tensor, *others: Tensor | None) -> Kernels:
+    """The kernels of the general road for `x` of this kind, in a call that takes `others` beside it.
 
-    Tensor subclasses and exported programs get torch's operations; so do forward mode and vmap, for which operators
-    have no rules. If there are kernels, all others get the operators, compiled graphs too: what Inductor makes of
-    torch's operations takes 2 to 12 times as long on CPUs (docs/tried.md). Operators have no gradient, and are called
-    within autograd.Functions alone; but Dynamo traces through the forward of a Function when nothing outside requires
-    grad, as in torch.func, and then grad mode stays on. So a graph with grad mode on gets torch's operations.
+    Tensor subclasses and exported programs get torch operations; so do forward mode and vmap, for which operators have
+    no rules. If there are kernels, all others get the operators, compiled graphs too: what Inductor makes of torch
+    operations takes 2 to 12 times as long on CPUs (docs/tried.md). Operators have no gradient, and are called within
+    autograd.Functions alone; but Dynamo traces through the forward of a Function when nothing outside requires grad, as
+    in torch.func, and then grad mode stays on. So a graph with grad mode on gets torch operations.
     """
     if type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
-        return reference
+        return reference.Kernels(kind)
     if is_compiling():
         needs_torch = torch.is_grad_enabled() or torch.compiler.is_exporting()
-        return reference if needs_torch or _reason_unavailable(x.device, True) is not None else _operators()
-    if is_transformed(x, *others):
-        return reference
-    return chunked if _in_eager_mode(x) is chunked else _operators()
+        if needs_torch or _reason_unavailable(x.device, compiling=True) is not None:
+            return reference.Kernels(kind)
+    elif is_transformed(x, *others):
+        return reference.Kernels(kind)
+    elif not _has_kernels(kind):
+        return reference.KernelsInParts(kind)
+    from syncbn.kernels import operators  # which registers them
+
+    return operators.Kernels(kind)
 
 
-def _in_eager_mode(x: Tensor) -> ModuleType:
-    """The module for ordinary tensors like `x`."""
-    reason = _reason_unavailable(x.device, False)
-    if reason is None:
-        return cpu if x.is_cpu else _gpu()
-    if x.nbytes > LARGE_BYTES and not _why_forced():
-        device = f"this {x.device.type} device"
-        warn_once(f"syncbn has no fast kernels for {device}, torch operations take several times as long: {reason}")
-    return chunked
+def _has_kernels(kind: Kind) -> bool:
+    """Whether cpu.py or gpu.py serves ordinary tensors of this kind. Warns once of large ones that neither serves."""
+    device = kind.device
+    if device.type not in ("cpu", "cuda"):
+        return False
+    reason = _reason_unavailable(device, compiling=False)
+    if reason is not None and math.prod(kind.layout.sizes) * kind.dtype.itemsize > LARGE_BYTES and not _why_forced():
+        which = f"this {device.type} device"
+        warn_once(f"syncbn has no fast kernels for {which}, torch operations take several times as long: {reason}")
+    return reason is None
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:
     """Whether vmap or forward mode is active in eager mode, for which only torch's operations have rules."""
     if is_compiling():
         return False
-    is_batched = any(one is not None and is_batched_gradient(one) for one in tensors)
+    is_batched = any(tensor is not None and is_batched_gradient(tensor) for tensor in tensors)
     return is_batched or inside_vmap_or_forward_mode()
 
 
@@ -79,16 +84,10 @@ def available() -> str:
     return "; ".join(lines)
 
 
-def _operators() -> ModuleType:
-    from syncbn.kernels import operators  # which registers them
-
-    return operators
-
-
-def _gpu() -> ModuleType:
+def _gpu_kernels(kind: Kind) -> Kernels:
     from syncbn.kernels import gpu  # which imports triton
 
-    return gpu
+    return gpu.Kernels(kind)
 
 
 @constant_in_graphs
@@ -121,22 +120,19 @@ def _why_no_triton(device: torch.device, compiling: bool) -> str | None:
         ) from error
     except Exception as error:  # of whatever class: no triton, no C compiler, a GPU that it does not know
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        remedies = {
-            "No module named 'triton'": "; pip install triton",
-            "C compiler": "; install a C compiler, such as gcc",
-        }
-        reason += next((remedy for part, remedy in remedies.items() if part in reason), "")
+        remedies = {"No module named 'triton'": "pip install triton", "C compiler": "install a C compiler, such as gcc"}
+        reason += "".join(f"; {remedy}" for part, remedy in remedies.items() if part in reason)
     _triton_works[device] = reason
     return reason
 
 
 def _try_triton(device: torch.device) -> None:
-    """Run a kernel of each kind: a reduction, a map, and one over numbers of channels."""
+    """Runs kernels of each sort: over a tensor, a reduction and a map, and over per-channel values."""
     x, mean, var = (torch.zeros(size, device=device) for size in ((2, 1), 1, 1))
-    layout = Layout.of(x, 1)
-    sums = _gpu().forward_sums(x, layout)
-    _, statistics = _gpu().forward_outputs(x, layout, sums, None, None, None, 1.0, False)
-    _gpu().update_running_stats(mean, var, statistics, 0.1)
+    kind = Kind(Layout.of(x, 1), x.dtype, device, mean_dtype=mean.dtype, var_dtype=var.dtype)
+    kernels = _gpu_kernels(kind)
+    sums, handle = kernels.forward_sums(x)
+    kernels.forward_outputs(handle, x, sums, None, None, None, mean, var)
 
 
 @functools.cache

@@ -1,26 +1,31 @@
-"""Finds the process group that a layer means, and makes the groups that an int or "node" needs.
+"""Finds the process group over which a layer synchronises, and makes the groups that an int or "node" needs.
 
-A layer keeps a group spec and not the group itself, so that it can be copied, pickled and saved. One of
+A layer keeps a group spec and not the group itself, so that it can be copied, pickled and saved. A spec is one of
     None          the default group, looked up at each call
     int k         k consecutive ranks: 0..k-1, k..2k-1, ...
     "node"        the ranks of one host: LOCAL_WORLD_SIZE consecutive ranks
     DeviceMesh    a mesh of one dim
     ProcessGroup  kept as `GlobalRanks`: its global ranks and a handle that deepcopy shares and pickle drops
 
-`to_spec` makes one of what the user passes, `to_user` gives that back. A layer may keep a group that this rank is not
-in; training it raises ValueError.
+`to_spec` makes the spec of a process group that the user passes, `to_user` gives that group back. A layer may keep a
+group that this rank is not in; training it raises ValueError.
 
 Making groups is a collective over ALL ranks of the default group, in the same order. Nothing else here communicates.
 """
 
+import functools
 import os
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from syncbn.call_stack import callers, warn, warn_once
+from syncbn.diagnosis.failures import new_site
+from syncbn.ranks.collective import Collective
+from syncbn.ranks.guards import Caller, joined_group
 from syncbn.ranks.text_exchange import all_gather_json, by_rank
 from syncbn.torch_internals.distributed import existing_groups, timeout_of
 
@@ -36,13 +41,12 @@ class GlobalRanks:
     """
 
     def __init__(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None = None) -> None:
-        self.ranks = ranks
-        self.handle = handle
+        self.ranks, self.handle = ranks, handle
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type["GlobalRanks"], tuple[tuple[int, ...]]]:
         return GlobalRanks, (self.ranks,)
 
     def __repr__(self) -> str:
@@ -65,6 +69,7 @@ class OfMesh(NamedTuple):
 
 THIS_RANK_ALONE = OfMesh(None)
 GroupSpec: TypeAlias = int | str | GlobalRanks | DeviceMesh | None  # what a layer keeps
+SpecOfCall: TypeAlias = GroupSpec | OfMesh
 ProcessGroupLike: TypeAlias = dist.ProcessGroup | GroupSpec  # what a user passes
 
 
@@ -88,15 +93,11 @@ def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
         return GlobalRanks(tuple(ranks_in(process_group)), process_group)
     if isinstance(process_group, DeviceMesh):
         if process_group.ndim != 1:
-            raise ValueError(
-                f"process_group is a DeviceMesh of {process_group.ndim} dims, expected 1; select one of "
-                f'{process_group.mesh_dim_names or "its dims"} by its name: mesh["name"]'
-            )
+            remedy = f'select one of {process_group.mesh_dim_names or "its dims"} by its name: mesh["name"]'
+            raise ValueError(f"process_group is a DeviceMesh of {process_group.ndim} dims, expected 1; {remedy}")
         return process_group
-    raise TypeError(
-        'process_group must be None, a ProcessGroup, an int (ranks per group), "node" or a 1-D DeviceMesh, '
-        f"got {process_group!r} of type {type(process_group).__name__}"
-    )
+    expected = 'None, a ProcessGroup, an int (ranks per group), "node" or a 1-D DeviceMesh'
+    raise TypeError(f"process_group must be {expected}, got {process_group!r} of type {type(process_group).__name__}")
 
 
 def to_user(spec: GroupSpec) -> ProcessGroupLike:
@@ -113,37 +114,32 @@ def includes_this_rank(spec: GroupSpec) -> bool:
     return spec is None or isinstance(spec, (int, str)) or spec.get_coordinate() is not None
 
 
-def existing(spec: GroupSpec | OfMesh) -> dist.ProcessGroup | None:
+def existing(spec: SpecOfCall) -> dist.ProcessGroup | None:
     """The group that `spec` means; None when it is not made yet or there is no process group. Communicates nothing.
 
     **Raises** RuntimeError where a layer's own group does not exist, as when it was destroyed, ValueError where this
-    rank is not in it: it is replaced neither by another group nor by local statistics.
+    rank is not in it: a layer never falls back to another group or to local statistics.
     """
     if spec is None:
         return dist.group.WORLD
     if isinstance(spec, (int, str)):
         default_group = dist.group.WORLD
-        if default_group is None or spec not in _made.get(default_group, {}):
-            return None
-        return _made[default_group][spec] or default_group
+        made = {} if default_group is None else _made.get(default_group, {})
+        return (made[spec] or default_group) if spec in made else None
     if isinstance(spec, OfMesh):
         return spec.group
     try:
         group = spec.group() if isinstance(spec, GlobalRanks) else spec.get_group()
-    except (RuntimeError, IndexError):  # the mesh's was destroyed; this rank is not in it
+    except (RuntimeError, IndexError):  # the mesh's group was destroyed; this rank is not in it
         group = None
     if group is not None:
         return group
-    or_default = "or to None for the default group"
+    group_of_layer = f"the layer's process_group ({spec})"
     if not includes_this_rank(spec):
-        raise ValueError(
-            f"this rank is not in the layer's process_group ({spec}) and cannot train it; set layer.process_group on "
-            f"each rank to a group that contains it, {or_default}"
-        )
-    raise RuntimeError(
-        f"the layer's process_group ({spec}) was destroyed, or no such group exists here; make it again and set "
-        f"layer.process_group to it, {or_default}"
-    )
+        remedy = "set layer.process_group on each rank to a group that contains it, or to None for the default group"
+        raise ValueError(f"this rank is not in {group_of_layer} and cannot train it; {remedy}")
+    remedy = "make it again and set layer.process_group to it, or to None for the default group"
+    raise RuntimeError(f"{group_of_layer} was destroyed, or no such group exists here; {remedy}")
 
 
 def world() -> dist.ProcessGroup | None:
@@ -174,37 +170,61 @@ def size(spec: GroupSpec) -> int:
     return ranks_per_host([(os.environ.get("LOCAL_WORLD_SIZE"), None)] * dist.get_world_size())
 
 
-def of_torch(spec: GroupSpec) -> Any:
+def of_torch(spec: GroupSpec) -> dist.ProcessGroup | int | None:
     """The group for an nn.SyncBatchNorm, which holds one. **Raises** RuntimeError where the group does not exist."""
     if dist.group.WORLD is None or spec is None:
         return None
     return existing(spec) if includes_this_rank(spec) else dist.GroupMember.NON_GROUP_MEMBER
 
 
-def make(spec: int | str) -> None:
+def resolve(spec: SpecOfCall) -> dist.ProcessGroup | None:
+    """The group to synchronise over now; None for a group of one rank, and when there is no process group.
+
+    The first call with an int or "node" makes the groups. **Raises** ValueError for a part of the ranks inside
+    syncbn.join; and as `existing`.
+    """
+    make_groups(spec)
+    group = existing(spec)
+    if not (dist.is_initialized() or isinstance(spec, OfMesh)):
+        warn_if_meant_for_several_ranks()
+    if group is None or group.size() == 1:
+        return None
+    joined = joined_group()
+    if joined is not None and group.size() < joined.size():
+        wanted = f"every layer must synchronise over all {joined.size()} ranks, not over {group.size()}"
+        where = "inside syncbn.join and recompute_running_stats"
+        raise ValueError(f"{where} {wanted} (process_group={spec!r}); set process_group=None")
+    return joined or group
+
+
+def make_groups(spec: SpecOfCall) -> None:
     """Make the groups that an int or "node" needs, unless they are made: a collective over ALL ranks of the default
-    group.
+    group, which tells the other ranks where this rank waits.
 
     **Raises** ValueError on every rank when the ranks ask for different groups, or their number does not divide.
     """
     default_group = dist.group.WORLD
-    assert default_group is not None
-    of_default_group, world_size = _made.setdefault(default_group, {}), default_group.size()
-    if spec in of_default_group:
-        return
-    local = str(spec), (os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK"))
-    asked, of_hosts = zip(*all_gather_json(local, default_group), strict=True)
+    if default_group is not None and isinstance(spec, (int, str)) and existing(spec) is None:
+        caller = Caller(f"the making of groups for process_group={spec!r}", is_signed=False)
+        with Collective(new_site(caller, default_group), 1, "making"):
+            _made.setdefault(default_group, {})[spec] = _make(spec, default_group)
+
+
+def _make(spec: int | str, default_group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    local = [str(spec), os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK")]
+    asked, *of_hosts = zip(*all_gather_json(local, default_group), strict=True)
     if len(set(asked)) > 1:
-        each = ", ".join(f"rank {rank} for {one}" for rank, one in enumerate(asked))
+        each = ", ".join(f"rank {rank} for {local_spec}" for rank, local_spec in enumerate(asked))
         raise ValueError(f"the ranks ask for different process groups: {each}; pass the same process_group on all")
-    ranks_per_group = spec if isinstance(spec, int) else ranks_per_host(of_hosts)
+    world_size = default_group.size()
+    ranks_per_group = spec if isinstance(spec, int) else ranks_per_host([*zip(*of_hosts, strict=True)])
     if world_size % ranks_per_group:
         divided = f"{world_size} ranks do not divide into groups of {ranks_per_group}"
         raise ValueError(f"the number of ranks must be a multiple of the group size: {divided}")
-    group, timeout = None, timeout_of(default_group)
-    if ranks_per_group < world_size:
-        group, _ = dist.new_subgroups(ranks_per_group, timeout=timeout)  # type: ignore[no-untyped-call]
-    of_default_group[spec] = group
+    if ranks_per_group == world_size:
+        return None
+    timeout = timeout_of(default_group)
+    return dist.new_subgroups(ranks_per_group, timeout=timeout)[0]  # type: ignore[no-untyped-call, no-any-return]
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
@@ -221,27 +241,42 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
         raise ValueError(f"group_size must not be negative, got {group_size}")
     if dist.group.WORLD is None:
         raise RuntimeError("create_syncbn_process_group needs torch.distributed.init_process_group() first")
-    make(group_size)
+    make_groups(group_size)
     return existing(group_size)
 
 
-def ranks_per_host(gathered: Sequence[tuple[str | None, str | None]]) -> int:
+def ranks_per_host(gathered: list[tuple[str | None, str | None]]) -> int:
     """The group size of "node" from (LOCAL_WORLD_SIZE, LOCAL_RANK) of all ranks, which every rank has received.
 
     **Raises** ValueError, the same on every rank, when LOCAL_WORLD_SIZE is unset or no positive number, differs between
     ranks, does not divide the number of ranks, or when the ranks of a host are not consecutive.
     """
     needs = 'process_group="node" needs the environment variable LOCAL_WORLD_SIZE (ranks per host; torchrun sets it)'
-    given = [local_world_size or "not set" for local_world_size, _ in gathered]
-    size = int(given[0]) if given[0].isdecimal() else 0
-    if size < 1 or len(set(given)) > 1:
-        raise ValueError(f"{needs} to be the same positive number everywhere:\n{by_rank(range(len(given)), given)}")
+    values = [local_world_size or "not set" for local_world_size, _ in gathered]
+    size = int(values[0]) if values[0].isdecimal() else 0
+    if size < 1 or len(set(values)) > 1:
+        raise ValueError(f"{needs} to be the same positive number everywhere:\n{by_rank(range(len(values)), values)}")
     if len(gathered) % size:
         raise ValueError(f"{needs} to divide WORLD_SIZE; they are {size} and {len(gathered)}")
     for rank, (_, local_rank) in enumerate(gathered):
-        if local_rank is not None and local_rank != str(rank % size):
-            raise ValueError(
-                f"{needs} and consecutive ranks on each host; "
-                f"rank {rank} has LOCAL_RANK {local_rank}, expected {rank % size}"
-            )
+        if local_rank not in (None, str(rank % size)):
+            found = f"rank {rank} has LOCAL_RANK {local_rank}, expected {rank % size}"
+            raise ValueError(f"{needs} and consecutive ranks on each host; {found}")
     return size
+
+
+@functools.cache
+def warn_if_meant_for_several_ranks() -> None:
+    """Warn, in the first call without a process group, if there are other ranks."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size != "1":
+        why = f"WORLD_SIZE is {world_size} but torch.distributed has no process group"
+        remedy = "Call torch.distributed.init_process_group() before the first training step."
+        warn(f"syncbn is not synchronising: {why}. {remedy}")
+    if any(isinstance(caller, nn.DataParallel) for _, caller in callers()):
+        warn_in_data_parallel()
+
+
+def warn_in_data_parallel() -> None:
+    why = "the layer runs in nn.DataParallel, which has threads but no ranks"
+    warn_once(f"syncbn is not synchronising: {why}. Use DistributedDataParallel, launched by torchrun.")

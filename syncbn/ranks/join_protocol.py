@@ -15,14 +15,17 @@ is preceded by an all_reduce(MAX) of one integer on a group of syncbn's own:
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncbn.ranks import reductions, text_exchange
-from syncbn.ranks.reductions import Caller, Collective, EagerReduction, Guard, guarded_by, joined_group
+from syncbn.diagnosis.failures import new_site
+from syncbn.diagnosis.positions import CallsOnGroups, EagerCall
+from syncbn.ranks import text_exchange
+from syncbn.ranks.collective import Collective
+from syncbn.ranks.guards import Caller, Guard, guarded_by, joined_group
+from syncbn.ranks.reductions import EagerReduction
 from syncbn.torch_internals.distributed import device_of, timeout_of
 from syncbn.torch_internals.state import inside_selective_checkpoint
 
@@ -48,30 +51,31 @@ class Shadowing(Guard):
         self.device, self.name = device, name
         assert dist.group.WORLD is not None
         timeout = timeout_of(dist.group.WORLD)
-        self.group: dist.ProcessGroup = dist.new_group(timeout=timeout)
-        self.joined_group = self.group
+        self.group = self.joined_group = dist.new_group(timeout=timeout)
         # A GPU would have to stop the host to read an integer.
         on_cpu = device_of(self.group).type == "cpu"
         self.header_group = self.group if on_cpu else dist.new_group(timeout=timeout, backend="gloo")
         self.thread: threading.Thread | None = None  # the one that shadows the others
         self.num_announced = 0
         self.over = False
-        self.shadow_caller = Caller("the other ranks' steps, with no data left", signs=False)
+        self.shadow_caller = Caller("the other ranks' steps, with no data left", is_signed=False)
 
-    def before_all_reduce(self, called: EagerReduction, payload: Tensor, pass_name: str) -> None:
+    def before_all_reduce(self, call: EagerCall, payload: Tensor, pass_name: str) -> None:
         """Announce it. **Raises** RuntimeError where it may then not happen."""
         if inside_selective_checkpoint():
             raise RuntimeError(f"inside {self.name} checkpointing may not be selective: leave out context_fn")
         if threading.current_thread() is not self.thread:  # its all_reduces shadow what has been announced
-            self.agree(1 + len(payload), called.site.caller(), called.call, pass_name)
+            self.agree(1 + len(payload), call.site.caller(), call.call, pass_name)
 
-    def agree(self, local: int, caller: Any = None, call: int = 1, pass_name: str = "", failure: str = "") -> int:
+    def agree(
+        self, local: int, caller: CallsOnGroups | None = None, call: int = 1, pass_name: str = "", failure: str = ""
+    ) -> int:
         """The largest integer of all ranks (see above), which says what they do next; `local` is this rank's, in a call
         of a layer or a `Caller`, and `failure` says why it has failed. **Raises** RuntimeError when another rank failed
         or has gone."""
         self.num_announced += local != JOINED
         header = torch.tensor([local], device="cpu")
-        site = reductions.observer.new_site(caller or self.shadow_caller, self.header_group)
+        site = new_site(caller or self.shadow_caller, self.header_group)
         # A rank that leaves stays known as where it failed.
         with contextlib.nullcontext() if local == FAILED else Collective(site, call, pass_name):
             dist.all_reduce(header, dist.ReduceOp.MAX, group=self.header_group)
@@ -98,7 +102,8 @@ class Shadowing(Guard):
         """Run `body`, whose all_reduces are announced, then shadow the others until all have joined."""
         with self.failing_together(), guarded_by(self):
             body()
-            # Inside the guard, so that its first all_reduce waits for no meeting; as `thread` it announces nothing.
+            # Shadow inside the guard, so that the first all_reduce waits for no meeting. Set `thread` first: this
+            # thread's own all_reduces must not be announced.
             self.thread = threading.current_thread()
             self.shadow()
 
@@ -113,10 +118,9 @@ class Shadowing(Guard):
     def give_zeros(self, length: int) -> None:
         """Take part in an all_reduce with nothing."""
         payload = torch.zeros(length, dtype=torch.float64, device=self.device)
-        called = EagerReduction(self.group, reductions.observer.new_site(self.shadow_caller, self.group), None)
-        called.all_reduce(payload, "backward")
+        reduction = EagerReduction(self.group, new_site(self.shadow_caller, self.group), None)
         with contextlib.suppress(TypeError, ValueError):  # which the ranks with data raise
-            called.check(payload)
+            reduction.all_reduce(payload, "backward")
 
     def take_from_the_last(self, tensors: Iterable[Tensor]) -> None:
         """Give these tensors the values of the rank that announced most, which ran to the end. A collective, when all

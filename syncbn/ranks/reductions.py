@@ -1,7 +1,7 @@
 """Adds up over the ranks: one all_reduce each pass, by a reduction that is chosen once for a call.
 
-This file has the reductions of the ordinary road: this rank alone, and a group in eager mode.
-side_reductions.py has one more, for compiled graphs.
+There are three reductions: for one rank, for a group in eager mode, and for a group in a compiled graph. Calls that are
+not ordinary add up by `total` or `totals`, whose results have derivatives and may be batched.
 
 W ranks; C channels; n_r values per channel on rank r.
 
@@ -15,262 +15,214 @@ exactly one all_reduce when the group has two or more ranks, and none otherwise.
 compute its sums but must not leave the others waiting: it joins the forward all_reduce with zeros and n_r = NaN, which
 every rank sees in the total.
 
-On CPU the payload ends in a signature, three numbers (and 0 for n in backward, so that both passes send 2C + 4), in
-which every rank sees whether ranks in different layers have met: see kernels/plans.py and diagnosis/signatures.py. On a
-GPU the host would have to wait to read it.
+On CPU the payload ends in a trailer of four numbers: n (0 in backward, so that both passes send 2C + 4) and a
+signature, see diagnosis/positions.py. Every rank reads the total's trailer, and sees there whether ranks in different
+layers have met. On a GPU the host would have to wait to read it.
 """
 
 import contextlib
-import functools
+import itertools
 import math
-import os
-import time
-from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from syncbn.kernels.plans import FAULT, NUM_SIGNED, RANKS_DIFFER, UNSIGNED, Signature, status_of
-from syncbn.program import callers, warn, warn_once
+from syncbn.diagnosis import failures
+from syncbn.diagnosis.positions import CallsOnGroups, Signatures, Site
+from syncbn.kernels.interface import TRAILER_NUMBERS
+from syncbn.kernels.select import is_transformed
 from syncbn.ranks import groups
-from syncbn.torch_internals.distributed import all_reduce_operator
-from syncbn.torch_internals.state import current_dispatch_mode
+from syncbn.ranks.collective import Collective
+from syncbn.ranks.guards import guards, joined_group
+from syncbn.torch_internals.autograd import apply_to_stack
+from syncbn.torch_internals.distributed import all_reduce_operator, group_in_graph
+from syncbn.torch_internals.state import current_dispatch_mode, inside_vmap_or_forward_mode, is_compiling
+
+TRANSFORMED_GRAPH = "A compiled graph cannot all_reduce inside vmap or forward mode: compile without fullgraph=True."
 
 
-class Caller:
-    """A function that calls on process groups, as a layer does; a layer has the same two attributes."""
-
-    _call_site: Any = None
-    _synchronised_ranks: int | None = None
-
-    def __init__(self, name: str, signs: bool = True) -> None:
-        self.name, self.signs = name, signs
-
-
-class Guard:
-    """Is asked before each all_reduce while it is on the list `guards`."""
-
-    # If set, this group replaces every group of as many ranks (syncbn.join, recompute_running_stats).
-    joined_group: dist.ProcessGroup | None = None
-    compares_ranks = False  # whether it compares what the ranks do
-
-    def before_all_reduce(self, reduction: "EagerReduction", payload: Tensor, pass_name: str) -> None:
-        """This rank is about to add up `payload`; an exception leaves it out."""
-
-
-TRANSFORMED_GRAPH = "compiled graphs with vmap or forward mode over ranks: compile without fullgraph=True"
-
-guards: list[Guard] = []
-# The signatures of calls that do not sign, by the name of the pass and the dtype of the input.
-NO_SIGNATURES: defaultdict[tuple[str, torch.dtype | None], Signature] = defaultdict(lambda: UNSIGNED)
-# Names the callers, and says what is known when a collective fails; diagnosis/observer.py sets it when it is imported.
-observer: Any = None
-
-
-@contextlib.contextmanager
-def guarded_by(guard: Guard) -> Iterator[None]:
-    """Within, `guard` is asked before each all_reduce, after earlier guards."""
-    guards.append(guard)
-    try:
-        yield
-    finally:
-        guards.remove(guard)
-
-
-def joined_group() -> dist.ProcessGroup | None:
-    """The group of the guard that has one."""
-    return next((one.joined_group for one in guards if one.joined_group is not None), None)
-
-
-def in_debug_mode() -> bool:
-    """Whether the ranks compare what they do before each all_reduce."""
-    return any(one.compares_ranks for one in guards)
-
-
-class Collective:
-    """The context of a collective, in which this rank waits for others. It may be entered again."""
-
-    __slots__ = ("call", "number", "pass_name", "site", "start")
-
-    def __init__(self, site: Any, call: int, pass_name: str) -> None:
-        site.state.num_collectives += 1
-        self.site, self.call, self.pass_name, self.number = site, call, pass_name, site.state.num_collectives
-        self.start = time.monotonic()
-
-    def __enter__(self) -> Self:
-        self.site.rank.last = self.site.rank.waiting = self
-        if self.number == 1:
-            observer.announce(self)
-        return self
-
-    def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
-        self.site.rank.waiting = None
-        if isinstance(error, RuntimeError):
-            observer.explain_failure(self, error)
-
-
-class NoReduction:
-    """This rank alone: there is nothing to add up."""
+class Reduction:
+    """The ranks that a call synchronises; in this base class one rank, so there is nothing to add up."""
 
     group: dist.ProcessGroup | None = None
-    num_ranks: int = 1
-    signatures = NO_SIGNATURES
+    num_ranks: int | None = 1
+    signatures = Signatures(1)
 
-    def all_reduce(self, payload: Tensor, pass_name: str) -> None:
-        """Nothing."""
+    def all_reduce(self, payload: Tensor, pass_name: str) -> Tensor:
+        """The total of `payload`, which it overwrites. On CPU the payload ends in a trailer.
 
-    def explain(self, payload: Tensor, error: Exception | None = None) -> None:
-        """Nothing."""
+        **Raises** RuntimeError when the all_reduce fails, and where ranks in different layers or passes have met; if a
+        rank has a fault, a ValueError or TypeError with the texts of the faulty ranks.
+        """
+        return payload
 
-    def warn_not_finite(self, is_local: bool) -> None:
-        """Nothing."""
-
-    def total(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:
-        """The sums themselves."""
+    def total(self, sums: Tensor, pass_name: str, ends_in_n: bool = False, error: Exception | None = None) -> Tensor:
+        """The totals of float64 `sums`, which it may overwrite. A rank with an `error` has NaN in the place of n, and
+        raises this error. **Raises** as all_reduce."""
         return sums
 
+    def warn_not_finite(self, is_local: bool) -> None:
+        """A total of forward has NaN or infinity. Warns, once for a layer, if this rank's input has (`is_local`)."""
+
     def other_collective(self, pass_name: str) -> contextlib.AbstractContextManager[Collective | None]:
-        """Nothing."""
+        """The context for a collective of this call that is no all_reduce of sums."""
         return contextlib.nullcontext()
 
 
-ONE_RANK = NoReduction()
+ONE_RANK = Reduction()
 
 
-class EagerReduction:
+class EagerReduction(Reduction):
     """The ranks of a group, in eager mode."""
 
-    __slots__ = ("call", "collective", "dtype", "group", "num_ranks", "signatures", "site")
+    group: dist.ProcessGroup
 
-    def __init__(self, group: dist.ProcessGroup, site: Any, dtype: torch.dtype | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, site: Site, dtype: torch.dtype | None) -> None:
         site.num_calls += 1
         self.group, self.site, self.call, self.dtype = group, site, site.num_calls, dtype
         self.num_ranks, self.signatures = site.num_ranks, site.signatures
 
-    def all_reduce(self, payload: Tensor, pass_name: str) -> None:
-        """Make of `payload` its total over the ranks. **Raises** RuntimeError on every rank when it fails."""
+    def all_reduce(
+        self, payload: Tensor, pass_name: str, error: Exception | None = None, in_place: bool = True
+    ) -> Tensor:
+        """The total, see `Reduction`; not `in_place` by an operator that a dispatch mode can save."""
         if torch.compiler.is_dynamo_compiling():  # after the graph of a caller was broken
             raise RuntimeError(TRANSFORMED_GRAPH)
         for guard in guards:
             guard.before_all_reduce(self, payload, pass_name)
-        with Collective(self.site, self.call, pass_name) as self.collective:
-            dist.all_reduce(payload, group=self.group)
-            if payload.is_cuda:
-                self.site.rank.left_to_gpu(self.collective, payload.device)
-
-    def explain(self, payload: Tensor, error: Exception | None = None) -> None:
-        """Say what is wrong with a total on CPU. **Raises** RuntimeError where ranks in different layers or passes have
-        met; where ranks have errors, this rank's `error`, or without one an error with the texts of the others."""
-        with self.collective:
-            fault = observer.explain_total(self, payload[-1 - NUM_SIGNED :].tolist(), error)
-        if fault is not None:
+        fault = None
+        with Collective(self.site, self.call, pass_name) as collective:
+            if not in_place:
+                payload = all_reduce_operator(payload, self.group)
+            else:
+                dist.all_reduce(payload, group=self.group)
+                if payload.is_cuda:
+                    self.site.rank.left_to_gpu(collective, payload.device)
+            if payload.is_cpu and type(payload) is Tensor:  # else the host cannot read it: a GPU's; a FakeTensor
+                trailer = n, num_signed, total, squares = payload[-TRAILER_NUMBERS:].tolist()
+                if num_signed * squares != total * total or n != n:
+                    fault = failures.fault_in_total(self, collective, trailer, error)
+        if fault is not None:  # outside of the context, which would say that the collective failed
             raise fault
+        return payload
+
+    def total(self, sums: Tensor, pass_name: str, ends_in_n: bool = False, error: Exception | None = None) -> Tensor:
+        trailer = (0.0, *self.signatures[pass_name, self.dtype])[ends_in_n:]
+        payload = torch.cat((sums, sums.new_tensor(trailer))) if sums.is_cpu else sums
+        is_read = ends_in_n and pass_name == "forward" and payload.is_cpu and type(payload) is Tensor
+        total = self.all_reduce(payload, pass_name, error, in_place=current_dispatch_mode() is None)
+        # By lists, as operators would be seen by the mode that watches this call. cat has left the sums as they were.
+        if is_read and not all(map(math.isfinite, total.tolist())):
+            self.warn_not_finite(not all(map(math.isfinite, sums.tolist())))
+        return total[: len(sums)]
 
     def warn_not_finite(self, is_local: bool) -> None:
-        """A total has NaN or infinity. Warns, once for a layer, if they are in this rank's x (`is_local`)."""
         if is_local:
-            observer.warn_not_finite(self.collective)
-
-    def check(self, payload: Tensor, error: Exception | None = None) -> None:
-        """Read a total on CPU; **raises** as `explain`."""
-        if _has_values(payload) and status_of(payload[-1 - NUM_SIGNED :].tolist()) in (RANKS_DIFFER, FAULT):
-            self.explain(payload, error)
-
-    def total(self, sums: Tensor, pass_name: str, counted: bool = False, error: Exception | None = None) -> Tensor:
-        """The totals of float64 `sums`, which it may overwrite, for the side roads; `counted` when the last is n. A
-        rank with an `error` has NaN in the place of n. **Raises** as all_reduce and explain."""
-        behind = (0.0, *self.signatures[pass_name, self.dtype])[counted:]  # 0 where the sums end without a count
-        payload = torch.cat((sums, sums.new_tensor(behind))) if sums.is_cpu else sums
-        local = sums if counted and pass_name == "forward" and _has_values(payload) else None  # cat has copied them
-        if current_dispatch_mode() is None:
-            self.all_reduce(payload, pass_name)
-        else:
-            for guard in guards:
-                guard.before_all_reduce(self, payload, pass_name)
-            with Collective(self.site, self.call, pass_name) as self.collective:
-                payload = all_reduce_operator(payload, self.group)
-        self.check(payload, error)
-        # By lists, as operators would be seen by the mode that watches this call.
-        if not (local is None or all(map(math.isfinite, payload.tolist()))):
-            self.warn_not_finite(not all(map(math.isfinite, local.tolist())))
-        return payload[: len(sums)]
+            failures.warn_not_finite(self)
 
     def other_collective(self, pass_name: str) -> Collective:
-        """The context for a collective of this call that is no all_reduce of sums."""
         return Collective(self.site, self.call, pass_name)
 
 
-def reduction_of(spec: groups.GroupSpec | groups.OfMesh, caller: Any, input: Any) -> NoReduction | EagerReduction:
-    """The reduction over the ranks that a call synchronises in eager mode; counts the call. `caller` is a layer or a
-    `Caller`. See `resolve`."""
+class GraphReduction(Reduction):
+    """The ranks of a group in a compiled graph, which cannot tell its layer. The total is not read there."""
+
+    group: dist.ProcessGroup
+    num_ranks = None  # unused in a graph
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def total(self, sums: Tensor, pass_name: str, ends_in_n: bool = False, error: Exception | None = None) -> Tensor:
+        if inside_vmap_or_forward_mode():  # Dynamo would lose the total
+            raise RuntimeError(TRANSFORMED_GRAPH)
+        payload = torch.cat((sums, sums.new_zeros(TRAILER_NUMBERS - ends_in_n))) if sums.is_cpu else sums  # unsigned
+        dist.all_reduce(payload, group=group_in_graph(self.group))
+        return payload[: len(sums)]
+
+
+def reduction_of(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor | None) -> Reduction:
+    """The reduction over the ranks that a call synchronises in eager mode; counts the call. See `groups.resolve`."""
     group = dist.group.WORLD if spec is None else groups.existing(spec)
     if group is None and spec is None:
-        _warn_if_meant_for_several_ranks()
+        groups.warn_if_meant_for_several_ranks()
         return ONE_RANK
     site = caller._call_site
     # The site of the last call is used again if it still fits; a guard may bring a group of its own.
     if group is None or site is None or site.group() is not group or site.caller() is not caller or guards:
-        group = resolve(spec)
+        group = groups.resolve(spec)
         if group is None:
             return ONE_RANK
-        site = caller._call_site = observer.new_site(caller, group)
-    assert group is not None
+        site = caller._call_site = failures.new_site(caller, group)
     return EagerReduction(group, site, getattr(input, "dtype", None))
 
 
-def resolve(spec: groups.GroupSpec | groups.OfMesh) -> dist.ProcessGroup | None:
-    """The group to synchronise over now; None for a group of one rank, and when there is no process group.
-
-    The first call with an int or "node" makes the groups. **Raises** ValueError for a part of the ranks inside
-    syncbn.join; and as `groups.existing`.
-    """
-    make_groups(spec)
+def reduction_in_graph(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor | None) -> Reduction:
+    """The ranks that a call synchronises in a compiled graph, as `reduction_of`. **Raises** RuntimeError where new
+    groups would have to be made, and inside syncbn.join."""
+    if not dist.is_initialized():  # in graphs of torch 2.11 WORLD itself is never None
+        return ONE_RANK
+    if joined_group() is not None:
+        where = "inside syncbn.join and recompute_running_stats"
+        raise RuntimeError(f"{where} nothing may be compiled: leave out torch.compile")
     group = groups.existing(spec)
-    if not (dist.is_initialized() or isinstance(spec, groups.OfMesh)):
-        _warn_if_meant_for_several_ranks()
-    if group is None or group.size() == 1:
-        return None
-    joined = joined_group()
-    if joined is not None and group.size() < joined.size():
-        raise ValueError(
-            f"inside syncbn.join and recompute_running_stats every layer must synchronise over all {joined.size()} "
-            f"ranks, not over {group.size()} (process_group={spec!r}); set process_group=None"
-        )
-    return joined or group
+    if group is None and not isinstance(spec, groups.OfMesh):
+        remedy = "construct or convert the layers after torch.distributed.init_process_group()"
+        what = f"process_group={spec!r} needs new groups, which cannot be made inside a compiled graph"
+        raise RuntimeError(f"{what}; {remedy}")
+    return ONE_RANK if group is None or group.size() == 1 else GraphReduction(group)
 
 
-def make_groups(spec: groups.GroupSpec | groups.OfMesh) -> None:
-    """Make the groups that an int or "node" needs, see groups.make; the others are told where this rank waits."""
-    world = dist.group.WORLD
-    if world is not None and isinstance(spec, (int, str)) and groups.existing(spec) is None:
-        caller = Caller(f"the making of groups for process_group={spec!r}", signs=False)
-        with EagerReduction(world, observer.new_site(caller, world), None).other_collective("making"):
-            groups.make(spec)
+def total(sums: Tensor, reduction: Reduction, pass_name: str, ends_in_n: bool = False) -> Tensor:
+    """The totals of float64 `sums`, which it may overwrite, by one all_reduce.
+
+    In eager mode with gradients they are differentiable, as often as one likes, and may be batched, by any vmap: the
+    sum is linear, so that its gradient, its tangent and a stack of it are sums over the ranks, too, each one
+    all_reduce.
+    """
+    has_graph = torch.is_grad_enabled() and not is_compiling()
+    if reduction.group is None or not (has_graph or is_transformed(sums)):
+        return reduction.total(sums, pass_name, ends_in_n)
+    result = _differentiable_total(sums, reduction, pass_name, ends_in_n)
+    return torch.cat((result[:-1], result[-1:].detach())) if ends_in_n and has_graph else result  # n is a constant
 
 
-def _has_values(payload: Tensor) -> bool:
-    """Whether the host can read it: not on a GPU, nor of a subclass such as FakeTensor."""
-    return payload.is_cpu and type(payload) is Tensor
+def totals(several: list[Tensor], reduction: Reduction, pass_name: str, ends_in_n: bool = False) -> list[Tensor]:
+    """The totals of each of these sums, by one all_reduce; `ends_in_n` when the last number is an n."""
+    result = total(torch.cat(several), reduction, pass_name, ends_in_n)
+    # Not by torch.split: graphs of torch 2.11 under activation checkpointing can neither save it nor compute it again.
+    ends = itertools.accumulate(map(len, several))
+    return [result[end - len(sums) : end] for sums, end in zip(several, ends, strict=True)]
 
 
-@functools.cache
-def _warn_if_meant_for_several_ranks() -> None:
-    """Warns in the first call without a process group."""
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    if world_size != "1":
-        warn(
-            f"syncbn is not synchronising: WORLD_SIZE is {world_size} but torch.distributed has no process group. "
-            "Call torch.distributed.init_process_group() before the first training step."
-        )
-    if any(isinstance(caller, nn.DataParallel) for _, caller in callers()):
-        warn_in_data_parallel()
+def _differentiable_total(sums: Tensor, reduction: Reduction, pass_name: str, ends_in_n: bool) -> Tensor:
+    # A batched gradient hides its graph from an autograd Function, the stack does not.
+    return apply_to_stack(lambda stack: _Total.apply(stack, reduction, pass_name, ends_in_n), sums)  # type: ignore[no-untyped-call]
 
 
-def warn_in_data_parallel() -> None:
-    warn_once(
-        "syncbn is not synchronising: the layer runs in nn.DataParallel, which has threads but no ranks. Use "
-        "DistributedDataParallel, launched by torchrun."
-    )
+class _Total(torch.autograd.Function):
+    """(sums, reduction, pass_name, ends_in_n) -> total. The derivatives of n are 0, and are sent in its place."""
+
+    @staticmethod
+    def forward(sums: Tensor, reduction: Reduction, pass_name: str, ends_in_n: bool) -> Tensor:
+        return reduction.total(sums.flatten().clone(), pass_name, ends_in_n).view_as(sums)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.of_call = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None, None]:
+        reduction, pass_name, ends_in_n = ctx.of_call
+        pass_name = "backward" if pass_name == "forward" else "double backward"
+        return _differentiable_total(grad_total, reduction, pass_name, ends_in_n), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return _differentiable_total(tangent, *ctx.of_call)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, ...], sums: Tensor, *of_call: Any) -> tuple[Tensor, int]:
+        return _differentiable_total(sums, *of_call), in_dims[0]

@@ -1,6 +1,6 @@
 """Exchanges small texts, numbers and errors between the ranks of a group, and says by rank what they hold.
 
-These are for errors and agreements, not for training steps: each is one collective, and the host waits for it.
+These are for errors and agreements, not for training steps: the host waits for each of their collectives.
 """
 
 import hashlib
@@ -8,7 +8,7 @@ import itertools
 import json
 import traceback
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,11 @@ from torch import Tensor
 from syncbn.torch_internals.distributed import device_of
 
 TEXT_BYTES = 4096
+Json = TypeVar("Json")  # a value that JSON can hold
 
 
-def all_gather_json(value: Any, group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> list[Any]:
-    """Every rank's value, which JSON must be able to hold in 4096 bytes."""
+def all_gather_json(value: Json, group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> list[Json]:
+    """Every rank's value, which must fit into 4096 bytes as JSON."""
     return [json.loads(text) for text in all_gather_text(json.dumps(value), group)]
 
 
@@ -28,7 +29,7 @@ def all_gather_text(text: str, group: "dist.ProcessGroup | dist.ProcessGroupGloo
     """Every rank's text, cut at 4096 bytes: one all_gather. (torch's all_gather_object needs NumPy.)"""
     encoded = text.encode()[:TEXT_BYTES]
     gathered = all_gather(torch.tensor(list(encoded.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8), group)
-    return [bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in gathered]
+    return [bytes(text.tolist()).rstrip(b"\0").decode(errors="replace") for text in gathered]
 
 
 def all_gather(values: Tensor, group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> list[Tensor]:
@@ -47,12 +48,19 @@ def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def exchange_errors(error: Exception | None, group: dist.ProcessGroup, where: str = "") -> Exception:
-    """Exchange the errors of the ranks, of which at least one has one; `error` is this rank's, or None. Returns what
-    this rank is to raise: its own error, else a TypeError or ValueError, as the first faulty rank's, with all texts."""
-    errors = gather_by_rank("" if error is None else in_words(error), group)
+    """Exchange the errors of the ranks, of which at least one has one; `error` is this rank's, or None. Two
+    collectives.
+
+    Returns what this rank is to raise: its own error, else one with all texts, a TypeError if the first faulty rank
+    raises one and otherwise a ValueError.
+    """
+    are_type_errors = all_gather(torch.tensor(isinstance(error, TypeError), dtype=torch.uint8), group)
+    texts = all_gather_text("" if error is None else in_words(error), group)
     if error is not None:
         return error
-    error_class = TypeError if errors.split(": ")[1].startswith("TypeError") else ValueError
+    first_faulty = next(rank for rank, text in enumerate(texts) if text)
+    error_class = TypeError if are_type_errors[first_faulty] else ValueError
+    errors = by_rank(dist.get_process_group_ranks(group), texts)
     return error_class(f"syncbn: another rank failed{where}.\n{errors}")
 
 
@@ -65,7 +73,7 @@ def require_equal(lines: Sequence[str], error: Exception | None, group: dist.Pro
     """Check that the models are the same, as far as these lines say, before collectives that depend on it.
 
     **Raises** on every rank: what `exchange_errors` returns, if a rank has an `error`; ValueError, if the lines differ,
-    with the first that does, of which an error shows the last 900 characters.
+    with the first line that does, or its last 900 characters.
     """
     if group is None:
         if error is not None:
@@ -77,11 +85,11 @@ def require_equal(lines: Sequence[str], error: Exception | None, group: dist.Pro
         raise exchange_errors(error, group)
     if len(set(gathered)) > 1:
         # A line fits into an exchange, with at most 4 bytes a character.
-        rest = (one if len(one) < 1000 else f"{_digest(one)[:8]}...{one[-900:]}" for one in lines)
-        while len(set(of_ranks := all_gather_text(next(rest, "nothing more"), group))) == 1:
+        rest = (line if len(line) < 1000 else f"{_digest(line)[:8]}...{line[-900:]}" for line in lines)
+        while len(set(gathered := all_gather_text(next(rest, "nothing more"), group))) == 1:
             pass  # each line up to the first that differs costs a collective
         ranks = dist.get_process_group_ranks(group)
-        raise ValueError(f"the ranks' models differ, first in:\n{by_rank(ranks, of_ranks)}")
+        raise ValueError(f"the ranks' models differ, first in:\n{by_rank(ranks, gathered)}")
 
 
 def _digest(text: str) -> str:

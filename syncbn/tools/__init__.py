@@ -1,1 +1,1 @@
-"""Holds what users call beside the layer: a summary, local noise, checks, uneven inputs, running statistics."""
+"""Holds the tools beside the layer: a summary, local noise, checks, uneven inputs, running statistics."""

@@ -2,17 +2,15 @@
 
 import ctypes
 import hashlib
-import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from syncbn.inputs import dtensors
 from syncbn.layer import SyncBatchNorm
 from syncbn.ranks import groups
 from syncbn.ranks.text_exchange import all_gather, all_reduce_max, ranks_in_words, require_equal
-from syncbn.roads import dtensors
 
 LINES = 20  # tensors that an error names
 
@@ -28,39 +26,39 @@ def assert_synced(model: nn.Module) -> None:
 
     Raises:
         AssertionError: on every rank: which tensors differ, on which ranks, by how much at most where they are finite,
-            and in how many places one rank has NaN or infinity and another has not; or that the ranks' models have not
-            the same tensors.
+            and in how many places one rank has NaN or infinity and another has not; or that the ranks' models have
+            different tensors.
     """
     world = groups.world()
     if world is None:
         return
     tensors = _tensors(model)
     try:
-        require_equal([f"{name}: {tuple(one.shape)} {one.dtype}" for name, one, _ in tensors], None, world)
+        require_equal([f"{name}: {tuple(tensor.shape)} {tensor.dtype}" for name, tensor, _ in tensors], None, world)
     except ValueError as error:
-        raise AssertionError(f"the ranks have not the same tensors: {error}") from None
-    local = torch.tensor([(_digest(one), cohort) for _, one, cohort in tensors]).view(-1, 2)
+        raise AssertionError(f"The ranks' models have different tensors. {error}") from None
+    local = torch.tensor([(_digest(tensor), cohort) for _, tensor, cohort in tensors]).view(-1, 2)
     gathered = torch.stack(all_gather(local, world), dim=1).tolist()  # (tensors, W, 2)
     differing = []
     for (name, tensor, _), of_ranks in zip(tensors, gathered, strict=True):
-        ranks_with: dict[int, dict[int, list[int]]] = {}  # cohort -> digest -> ranks
+        cohorts: dict[int, dict[int, list[int]]] = {}  # cohort -> digest -> ranks
         for rank, (digest, cohort) in enumerate(of_ranks):
-            ranks_with.setdefault(cohort, {}).setdefault(digest, []).append(rank)
-        differing += [(name, tensor, [*one.values()]) for _, one in sorted(ranks_with.items()) if len(one) > 1]
+            cohorts.setdefault(cohort, {}).setdefault(digest, []).append(rank)
+        differing += [(name, tensor, [*ranks.values()]) for _, ranks in sorted(cohorts.items()) if len(ranks) > 1]
     if differing:
-        raise AssertionError(_report(differing, len(tensors), world))
+        raise AssertionError(_report(differing, len(tensors)))
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor, int]]:
-    """The parameters and buffers of which this rank has all values, each with the first rank of those that must have
-    the same: -1 for all ranks, another for the buffers of a layer that has a group of its own."""
+    """The parameters and buffers of which this rank has all values, by name, each with the first rank of its cohort,
+    the ranks that must have the same: -1 for all ranks, another for the buffers of a layer with a group of its own."""
     tensors = [(name, parameter, -1) for name, parameter in model.named_parameters()]
     for prefix, module in model.named_modules():
         spec = module._process_group if isinstance(module, SyncBatchNorm) else None
         group = groups.existing(spec) if groups.includes_this_rank(spec) else None  # not made yet, or not with it
         cohort = -1 if spec is None else groups.ranks_in(group)[0]
         tensors += [(name, buffer, cohort) for name, buffer in module.named_buffers(prefix, recurse=False)]
-    return [one for one in tensors if not (one[1].is_meta or is_lazy(one[1]) or dtensors.is_dtensor(one[1]))]
+    return [row for row in tensors if not (row[1].is_meta or is_lazy(row[1]) or dtensors.is_dtensor(row[1]))]
 
 
 def _digest(tensor: Tensor) -> int:
@@ -71,16 +69,18 @@ def _digest(tensor: Tensor) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), signed=True)
 
 
-def _report(differing: list[tuple[str, Tensor, list[list[int]]]], num_tensors: int, world: Any) -> str:
-    lines = []
+def _report(differing: list[tuple[str, Tensor, list[list[int]]]], num_tensors: int) -> str:
+    """Says how these tensors differ, each with the lists of ranks that have the same. An all_reduce for each."""
+    world, lines = groups.world(), []
+    assert world is not None
     for name, tensor, versions in differing[:LINES]:
         values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).to(torch.float64).reshape(-1)
         is_finite = values.isfinite()
         kinds = torch.where(is_finite, 0.0, values.nan_to_num(2.0, 1.0, -1.0))  # of NaN, infinity, -infinity
         bounds = torch.stack((values, -values, kinds, -kinds))
-        bounds[:2, ~is_finite] = -math.inf
-        if not any(world.rank() in ranks for ranks in versions):  # of another group, where they may be the same
-            bounds.fill_(-math.inf)
+        bounds[:2, ~is_finite] = -torch.inf
+        if not any(world.rank() in ranks for ranks in versions):  # this rank is of another cohort
+            bounds.fill_(-torch.inf)
         largest, negated_smallest, largest_kind, negated_smallest_kind = all_reduce_max(bounds, world)
         difference = max(0.0, (largest + negated_smallest).max().item())  # of what is finite
         num_others = int((largest_kind + negated_smallest_kind).count_nonzero())

@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn.diagnosis import report
 from syncbn.layer import SyncBatchNorm
 from syncbn.ranks import groups
+from syncbn.ranks.guards import Caller, guarded_by
 from syncbn.ranks.join_protocol import ITERATION, Shadowing
-from syncbn.ranks.reductions import Caller, guarded_by
 from syncbn.torch_internals.distributed import JoinAfter
 from syncbn.torch_internals.modules import is_compiled
 
@@ -100,7 +99,7 @@ class _Session(Shadowing):
                 self.give_zeros(1)
             torch.cuda.synchronize(self.device)
 
-    def before_forward(self, module: nn.Module, _: Any) -> None:
+    def before_forward(self, module: torch.nn.Module, _: Any) -> None:
         """A hook before the forward of any module: announces that of the model, and refuses other models, whose
         collectives a finished rank does not answer."""
         if not isinstance(module, DistributedDataParallel):
@@ -108,10 +107,8 @@ class _Session(Shadowing):
         if module is not self.model:
             raise RuntimeError("syncbn.join joins one model, and here runs a second DistributedDataParallel")
         if not torch.is_grad_enabled():
-            raise RuntimeError(
-                "inside syncbn.join each forward of the joined model is a step with its backward; "
-                "without gradients call ddp_model.module"
-            )
+            what = "inside syncbn.join each forward of the joined model is a step with its backward"
+            raise RuntimeError(f"{what}; without gradients call ddp_model.module")
         self.num_iterations += 1
         self.agree(ITERATION, self.caller, self.num_iterations, "iteration")
 
@@ -122,8 +119,7 @@ class _Session(Shadowing):
                 self.shadow(lambda: self.iterations.put(True))
         except BaseException as error:
             self.error = error
-        finally:
-            self.iterations.put(False)
+        self.iterations.put(False)
 
 
 class _Join(JoinAfter):
@@ -142,25 +138,27 @@ class _Join(JoinAfter):
     def __exit__(self, *exception: Any) -> None:
         try:
             super().__exit__(*exception)
-        except RuntimeError as error:  # a collective of torch's has failed; the thread's own fails soon, and says more
+        except RuntimeError as failure:  # a collective of torch's has failed; the thread's fails soon, and says more
             session = self.session
             assert session.thread is not None
             session.thread.join(report.READ_SECONDS + 1)  # it may read for so long
-            if session.error not in (None, error):
-                raise session.error from error
+            if session.error not in (None, failure):
+                raise session.error from failure
             raise
 
 
-def _check(ddp_model: nn.Module) -> None:
+def _check(ddp_model: torch.nn.Module) -> None:
     if not isinstance(ddp_model, DistributedDataParallel):
         raise TypeError(f"syncbn.join needs one DistributedDataParallel, got {type(ddp_model).__name__}")
-    compiled = ", ".join(name or "the model" for name, module in ddp_model.named_modules() if is_compiled(module))
+    modules = dict(ddp_model.named_modules())
+    compiled = ", ".join(name or "the model" for name, module in modules.items() if is_compiled(module))
     if compiled:
         raise TypeError(f"syncbn.join needs a model without compiled modules, but compiled are: {compiled}")
-    num_ranks = dist.get_world_size()
-    layers = {name: one for name, one in ddp_model.named_modules() if isinstance(one, SyncBatchNorm)}
-    parts = {name: groups.size(layer._process_group) for name, layer in layers.items()}
-    parts["the model"] = dist.get_world_size(ddp_model.process_group)
-    partial = ", ".join(f"{name} over {size}" for name, size in parts.items() if size != num_ranks)
+    world_size = dist.get_world_size()
+    layers = {name: module for name, module in modules.items() if isinstance(module, SyncBatchNorm)}
+    num_ranks = {name: groups.size(layer._process_group) for name, layer in layers.items()}
+    num_ranks["the model"] = dist.get_world_size(ddp_model.process_group)
+    partial = [f"{name} ({num} rank{'s' * (num != 1)})" for name, num in num_ranks.items() if num != world_size]
     if partial:
-        raise ValueError(f"syncbn.join needs everything to run over all {num_ranks} ranks, but not so: {partial}")
+        wanted = f"syncbn.join needs everything to run over all {world_size} ranks"
+        raise ValueError(f"{wanted}, but these do not: {', '.join(partial)}")

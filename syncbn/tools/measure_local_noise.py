@@ -20,37 +20,28 @@ Beta((n_r - 1) / 2, (n - n_r) / 2), whose moments are b1 = (n_r - 1) / (n - 1) a
 """
 
 import contextlib
-import dataclasses
-import inspect
 import math
 from collections.abc import Iterator
-from types import MethodType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import masks
-from syncbn.arguments import Arguments
 from syncbn.convert import check_module, kind_of
-from syncbn.layer import SyncBatchNorm
-from syncbn.layout import Layout
-from syncbn.ranks.groups import GroupSpec, ProcessGroupLike, to_spec
+from syncbn.ranks.groups import ProcessGroupLike, resolve, to_spec
+from syncbn.ranks.guards import Caller
 from syncbn.ranks.join_protocol import refuse_inside_join
-from syncbn.ranks.reductions import Caller, EagerReduction, NoReduction, reduction_of, resolve
-from syncbn.ranks.side_reductions import totals
+from syncbn.ranks.reductions import Reduction, reduction_of, totals
 from syncbn.ranks.text_exchange import all_reduce_max, gather_by_rank, require_equal
-from syncbn.roads import dtensors, nested, watched
 from syncbn.statistics import from_sums, unpack
-from syncbn.tools.replaced import replaced
+from syncbn.tools.noise_recorder import Recorder
 from syncbn.tools.summary import bytes_if_synchronised
 from syncbn.tools.table import table
-from syncbn.torch_internals.state import current_backward, inside_vmap
 
-_CALLER = Caller("measure_local_noise")
-GAINS_FROM = 0.1  # of the outputs' deviation
+CALLER = Caller("measure_local_noise")
 ROUNDING = 1e-14  # of a variance, relative to the mean's square: below it the channel is constant
+GAINS_FROM = 0.1  # of the outputs' deviation
 LEGEND = f"""\
 off: how far a rank's own mean (in standard deviations), variance (relative) and outputs (of standard deviation 1) are
     from those with its group's statistics; root mean squares over channels, ranks and calls
@@ -99,10 +90,11 @@ class LocalNoise(list[LayerNoise]):
         )  # fmt: skip
         rows = []
         for row in self:
-            values, deviations = [f"{round(one, 1):.10g}" for one in row[3:5]], [f"{one:.3f}" for one in row[5:10]]
+            num_values = [f"{round(number, 1):.10g}" for number in row[3:5]]
+            deviations = [f"{deviation:.3f}" for deviation in row[5:10]]
             compared = row.values_per_rank < row.values_per_group and not math.isnan(row.output_deviation)
             gains = ("yes" if row.gains else "no") if compared else "-"
-            rows.append((*row[:2], *values, *deviations, gains, row.bytes_per_call))
+            rows.append((*row[:2], *num_values, *deviations, gains, row.bytes_per_call))
         total = ("total", *[""] * 8, f"{sum(row.gains for row in self)} of {len(self)}", sum(row[-1] for row in self))
         return f"{table(header, rows, total)}\n{LEGEND}{left_out}"
 
@@ -183,158 +175,60 @@ def measure_local_noise(
         for recorder in recorders:
             recorder.attach(undo)
         yield noise
-    ranks = reduction_of(spec, _CALLER, None)
+    ranks = reduction_of(spec, CALLER, None)
     with ranks.other_collective("exchange"):
-        lines = [f"{one.name}: {one.layer.num_features} channels, called {one.num_calls} times" for one in recorders]
+        lines = [f"{its.name}: {its.layer.num_features} channels, called {its.num_calls} times" for its in recorders]
         require_equal([f"num_slices={num_slices}", *lines], None, ranks.group)
         noise.not_measured.update(_not_measured(recorders, ranks))
-    called = [one for one in recorders if one.num_calls and one.name not in noise.not_measured]
-    if called:
-        noise.extend(_rows(called, ranks))
+    measured = [recorder for recorder in recorders if recorder.num_calls and recorder.name not in noise.not_measured]
+    if measured:
+        for recorder, numbers in zip(measured, _figures(measured, ranks), strict=True):
+            kind, num_bytes = kind_of(recorder.layer), sum(bytes_if_synchronised(recorder.layer))
+            noise.append(LayerNoise._make((recorder.name, kind, len(recorder.sums), *numbers, num_bytes)))
 
 
-class Recorder(torch.overrides.TorchFunctionMode):
-    """Keeps the sums of the inputs that one layer normalises in training, F.batch_norm's or syncbn's, on this rank.
-
-    Subclasses may rearrange the input of the module first, so a mode, active in the layer's forward, sees F.batch_norm.
-    Inside torch's synchronised layer nothing can be seen; there the input of the module counts, as long as the forward
-    is torch's own. A recorder raises nothing, as the training goes on and the other ranks do.
-    """
-
-    def __init__(self, name: str, layer: _BatchNorm, spec: GroupSpec, num_slices: int) -> None:
-        """`spec` is the group to compare; None takes the layer's own."""
-        super().__init__()
-        self.name, self.layer, self.num_slices = name, layer, num_slices
-        if spec is None and isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)):
-            spec = to_spec(layer.process_group)
-        self.spec, self.eps = spec, layer.eps
-        self.num_calls = 0  # in training mode
-        self.sums: list[Tensor] = []  # for each call (2C + 1, num_slices), packed as in statistics.py
-        self.why_left_out = ""
-        self.has_seen = False  # a batch norm in the current forward
-
-    def attach(self, undo: contextlib.ExitStack) -> None:
-        """Record each batch norm in training that the layer computes, until `undo` ends."""
-        layer, original = self.layer, self.layer.forward
-
-        def forward(called: nn.Module, /, *args: Any, **options: Any) -> Any:
-            if called is not layer:  # but a copy, made within
-                return type(called).forward(called, *args, **options)
-            if not layer.training:
-                return original(*args, **options)
-            if type(layer).forward is nn.SyncBatchNorm.forward:
-                (x,) = (*args, *options.values())
-                self.record(Arguments(x, eps=layer.eps))
-                return original(*args, **options)
-            self.has_seen = False
-            with self:
-                output = original(*args, **options)
-            if not self.has_seen:
-                self.leave_out(
-                    f"the forward of its class {kind_of(layer)} calls neither super().forward nor F.batch_norm, or is "
-                    "derived from nn.SyncBatchNorm's, in which nothing is seen"
-                )
-            return output
-
-        undo.enter_context(replaced(layer, "forward", MethodType(forward, layer)))
-        if isinstance(layer, SyncBatchNorm):
-            train = layer._train_over_ranks
-
-            def record_and_train(given: Arguments, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
-                self.record(given)
-                return train(given, layer)
-
-            undo.enter_context(replaced(layer, "_train_over_ranks", record_and_train))
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.batch_norm:
-            self.has_seen = True
-            call = inspect.signature(func).bind(*args, **kwargs or {})
-            call.apply_defaults()
-            if call.arguments["training"]:
-                self.record(Arguments(call.arguments["input"], eps=call.arguments["eps"]))
-        return func(*args, **kwargs or {})
-
-    @torch.no_grad()
-    def record(self, arguments: Arguments) -> None:
-        """A batch norm of the layer in training."""
-        self.has_seen = True
-        if current_backward() != -1:
-            return
-        self.num_calls += 1
-        try:
-            self.sums.append(self._local_sums(arguments))
-        except Exception as error:  # of whatever class a strange input raises
-            self.leave_out(str(error))
-
-    def leave_out(self, why: str) -> None:
-        """The layer is not measured."""
-        self.why_left_out = self.why_left_out or " ".join(why.split()) or "its input cannot be read"
-
-    def _local_sums(self, arguments: Arguments) -> Tensor:
-        """The sums of each slice of this call's input."""
-        if inside_vmap():
-            raise RuntimeError("an ensemble under torch.func.vmap has no batch of its own; measure one of its models")
-        if dtensors.is_dtensor(arguments.input):
-            raise TypeError("its input is a DTensor, whose mesh says which ranks share a batch; measure plain tensors")
-        self.eps, channel_dim = arguments.eps, arguments.channel_dim
-        arguments = dataclasses.replace(arguments, num_channels=self.layer.num_features, check_input_dim=None)
-        if nested.is_jagged(arguments.input):
-            arguments, _ = nested.unwrap(arguments)
-        arguments.check()
-        x, mask = masks.apply(arguments.mask, arguments.input.detach(), channel_dim)
-        slices = []
-        for index, part in enumerate(x.tensor_split(self.num_slices)):
-            layout = Layout.of(part, channel_dim)
-            num_values = None if mask is None else mask.tensor_split(self.num_slices)[index].sum()
-            slices.append(watched.forward_sums(layout.dense(part), num_values, layout))
-        return torch.stack(slices, dim=1)
-
-
-def _not_measured(recorders: list[Recorder], ranks: NoReduction | EagerReduction) -> dict[str, str]:
+def _not_measured(recorders: list[Recorder], ranks: Reduction) -> dict[str, str]:
     """The names of layers that any rank leaves out, and why: the same on all ranks. An all_reduce, and an exchange of
     texts for each of these layers."""
+    reasons = {recorder.name: recorder.why_left_out for recorder in recorders}
     if ranks.group is None:
-        return {one.name: one.why_left_out for one in recorders if one.why_left_out}
-    left_out = all_reduce_max(torch.tensor([int(bool(one.why_left_out)) for one in recorders]), ranks.group)
-    found = [recorders[index] for index in left_out.nonzero().flatten().tolist()]
-    return {one.name: gather_by_rank(one.why_left_out, ranks.group).replace("\n", "; ") for one in found}
+        return {name: why for name, why in reasons.items() if why}
+    on_any_rank = all_reduce_max(torch.tensor([why != "" for why in reasons.values()], dtype=torch.int64), ranks.group)
+    left_out = [name for name, is_left_out in zip(reasons, on_any_rank, strict=True) if is_left_out]
+    return {name: gather_by_rank(reasons[name], ranks.group).replace("\n", "; ") for name in left_out}
 
 
 @torch.no_grad()
-def _rows(recorders: list[Recorder], ranks: NoReduction | EagerReduction) -> list[LayerNoise]:
-    """A row for each of these layers, over all `ranks`. Two all_reduces, and one more for each other group."""
+def _figures(recorders: list[Recorder], ranks: Reduction) -> list[list[float]]:
+    """For each of these layers n_r and n, the mean over ranks and calls, and the deviations in the order of
+    `LayerNoise`, over all `ranks`. Two all_reduces, and one more for each other group."""
     device = recorders[0].sums[0].device
     local = [torch.stack(recorder.sums, dim=1).to(device) for recorder in recorders]  # (2C + 1, calls, num_slices)
-    squares = torch.stack(list(map(_squares, local, _totals(recorders, local), [one.eps for one in recorders])))
+    squares = torch.stack([*map(_squares, local, _totals(recorders, local), recorders)])
     means = ranks.total(squares.flatten(), "all_reduce").view_as(squares)
     means = means[:, 1:] / means[:, :1]
     means[:, 2:].sqrt_()
-    return [
-        LayerNoise._make((one.name, kind_of(one.layer), len(one.sums), *figures, sum(bytes_if_synchronised(one.layer))))
-        for one, figures in zip(recorders, means.tolist(), strict=True)
-    ]
+    return means.tolist()
 
 
 def _totals(recorders: list[Recorder], local: list[Tensor]) -> list[Tensor]:
     """The sums of each layer's calls over its group, (2C + 1, calls, 1). One all_reduce for each group."""
     all_sums = [sums.sum(2, keepdim=True) for sums in local]
-    of_groups: dict[Any, list[tuple[Recorder, Tensor]]] = {}
-    for recorder, sums in zip(recorders, all_sums, strict=True):
-        of_groups.setdefault(resolve(recorder.spec), []).append((recorder, sums))
-    for of_group in of_groups.values():
-        ranks = reduction_of(of_group[0][0].spec, _CALLER, None)
-        of_ranks = totals([sums.flatten() for _, sums in of_group], ranks, "all_reduce")
-        for (_, sums), total in zip(of_group, of_ranks, strict=True):
-            sums.copy_(total.view_as(sums))
+    groups = [resolve(recorder.spec) for recorder in recorders]
+    for group in dict.fromkeys(groups):
+        members = [index for index, its_group in enumerate(groups) if its_group is group]
+        ranks = reduction_of(recorders[members[0]].spec, CALLER, None)
+        of_ranks = totals([all_sums[index].flatten() for index in members], ranks, "all_reduce")
+        for index, total in zip(members, of_ranks, strict=True):
+            all_sums[index] = total.view_as(all_sums[index])
     return all_sums
 
 
-def _squares(local: Tensor, total: Tensor, eps: float) -> Tensor:
+def _squares(local: Tensor, total: Tensor, recorder: Recorder) -> Tensor:
     """The terms of one layer, added up over ranks, calls and the channels that are not constant: 1; n_r; n; and the
     squares of the deviations in the order of `LayerNoise`. (8,)"""
-    mean, var, invstd, local_n = unpack(from_sums(local, eps), len(local) // 2)
-    group_mean, group_var, group_invstd, n = unpack(from_sums(total, eps), len(local) // 2)
+    mean, var, invstd, local_n = unpack(from_sums(local, recorder.eps), recorder.layer.num_features)
+    group_mean, group_var, group_invstd, n = unpack(from_sums(total, recorder.eps), recorder.layer.num_features)
     off = mean - group_mean
     times, b1, b2 = n / local_n, (local_n - 1) / (n - 1), (local_n.square() - 1) / (n.square() - 1)
     terms = (
@@ -347,6 +241,6 @@ def _squares(local: Tensor, total: Tensor, eps: float) -> Tensor:
         times.square() * b2 - 2 * times * b1 + 1,
         (off * group_invstd).square() + var * (invstd - group_invstd).square(),
     )
-    # Constant channels are left out, and slices without samples; not NaN, which is to be seen.
+    # Constant channels and slices without samples are left out. NaN is not: the figures must show it.
     left_out = (group_var <= ROUNDING * group_mean.square()) | (local_n == 0)
     return torch.stack([torch.where(left_out, 0.0, term).sum() for term in terms])

@@ -1,4 +1,4 @@
-"""Makes the table of a model's synchronised layers: what each sends, and whether it really synchronised."""
+"""Summarises a model's synchronised layers in a table: what each sends, and whether it really synchronised."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from torch import nn
 
 from syncbn import kernels
 from syncbn.convert import check_module, described, unsynchronised
-from syncbn.kernels.plans import NUM_SIGNED
+from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.layer import SyncBatchNorm
 from syncbn.ranks import groups
 from syncbn.tools.table import table
@@ -71,8 +71,8 @@ def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
 
 
 def _last_eager_step(layer: SyncBatchNorm) -> str:
-    """Whether it synchronised. A layer that has made none since it was converted, copied or loaded may have counted
-    batches, in compiled graphs or before."""
+    """Whether the layer synchronised in its last eager step. A layer without one since it was converted, copied or
+    loaded may have counted batches, in compiled graphs or before."""
     num_ranks, counter = layer._synchronised_ranks, layer.num_batches_tracked
     if num_ranks is not None:
         return "not synchronised" if num_ranks == 1 else f"synchronised over {num_ranks} ranks"
@@ -86,5 +86,5 @@ def bytes_if_synchronised(layer: nn.modules.batchnorm._BatchNorm) -> tuple[int, 
     """The bytes that a rank sends in a call's forward and in its backward, in a group of two ranks or more."""
     numbers = 2 * layer.num_features
     on_cpu = all(tensor.is_cpu for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))
-    forward, backward = (1 + NUM_SIGNED, 1 + NUM_SIGNED) if on_cpu else (1, 0)  # beside the sums
+    forward, backward = (TRAILER_NUMBERS, TRAILER_NUMBERS) if on_cpu else (1, 0)  # beside the sums
     return BYTES_PER_NUMBER * (numbers + forward), BYTES_PER_NUMBER * (numbers + backward)

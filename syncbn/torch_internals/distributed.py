@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from types import FrameType
-from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -29,18 +28,18 @@ def all_reduce_operator(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def group_in_graph(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """`group` as an all_reduce of a compiled graph takes it, so that under compile_on_one_rank (torch 2.15) it stays an
-    input of the graph, which serves every rank.
+    """`group` for an all_reduce in a compiled graph: under compile_on_one_rank (torch 2.15) it must stay an input of
+    the graph, which serves every rank.
 
-    Where the input itself goes into an all_reduce, AOTAutograd puts the group of this rank into the graph, and cannot
-    copy it for backward. It follows what an operator returns; ours returns what it is given.
+    If the input itself goes into an all_reduce, AOTAutograd puts this rank's group into the graph, and cannot copy it
+    for backward. It keeps what an operator returns, so our operator returns its argument.
     """
     return torch.ops.syncbn.same_group(group) if _compiles_on_one_rank() else group
 
 
 @constant_in_graphs
 def _compiles_on_one_rank() -> bool:
-    """Whether the graph that is traced is for every rank, and then there is the operator."""
+    """Whether the traced graph is for every rank; if so, defines the operator of `group_in_graph`."""
     compiles_on_one_rank = getattr(torch.compiler.config, "compile_on_one_rank", False)
     if compiles_on_one_rank:
         _define_same_group()
@@ -58,30 +57,33 @@ def _define_same_group() -> torch.library.Library:
 
 
 class JoinAfter(Join):
-    """torch's Join; a joined rank calls `before_iteration` before it shadows an iteration of the others."""
+    """torch's Join, in which a joined rank calls `before_iteration` before it shadows an iteration of the others."""
 
     def before_iteration(self) -> None:
         """Does nothing."""
 
-    def _get_num_nonjoined_procs(self) -> Any:
+    def _get_num_nonjoined_procs(self) -> int:
         self.before_iteration()
-        return super()._get_num_nonjoined_procs()  # type: ignore[no-untyped-call]
+        return super()._get_num_nonjoined_procs()  # type: ignore[no-untyped-call, no-any-return]
 
 
-def is_pipeline_stage(candidate: object) -> TypeGuard[Any]:
-    """Whether this is a stage of torch.distributed.pipelining, of one of its two classes: with `stage_index`, and the
-    `group` of the pipeline's ranks, of which each holds other stages; None for the default group."""
+def is_pipeline_stage(candidate: object) -> bool:
+    """Whether this is a stage of torch.distributed.pipelining, of one of its two classes.
+
+    Its `stage_index` says which. Its `group` has the pipeline's ranks, of which each holds other stages; None is the
+    default group.
+    """
     pipelining = sys.modules.get("torch.distributed.pipelining.stage")  # slow to import; without it there is no stage
     return pipelining is not None and isinstance(candidate, pipelining._PipelineStageBase)
 
 
 def ddp_that_broadcasts(buffer: Tensor | None) -> nn.parallel.DistributedDataParallel | None:
-    """The DistributedDataParallel in whose forward this call is, if it broadcasts the buffer to its ranks, and no hook
-    of the user's does something else in place of that."""
+    """The DistributedDataParallel in whose forward this call is, if it broadcasts the buffer to its ranks; None also if
+    a hook of the user's replaces the broadcast."""
     ddp = nn.parallel.DistributedDataParallel._active_ddp_module
     if ddp is None or not ddp.broadcast_buffers or hasattr(ddp, "buffer_hook"):
         return None
-    return ddp if any(one is buffer for one in ddp.modules_buffers) else None
+    return ddp if any(broadcast is buffer for broadcast in ddp.modules_buffers) else None
 
 
 def default_store() -> dist.Store:
@@ -101,7 +103,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def device_of(group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> torch.device:
-    """The device of tensors that the group sends and the host reads: the CPU, or this rank's GPU where the group has no
+    """The device of tensors that the group sends and the host reads: the CPU, or this rank's GPU if the group has no
     backend for CPUs."""
     # Not by its get_backend, which may be "undefined" or "cuda:nccl".
     if not isinstance(group, dist.ProcessGroup) or "cpu" in dist.get_backend_config(group):
@@ -122,26 +124,26 @@ def beside_captures() -> Iterator[None]:
 
 
 @functools.cache
-def _exchange_capture_mode() -> Callable[[Any], Any]:
-    """CUDA's function of this name, of the library that torch has loaded; nothing where there is no such library."""
+def _exchange_capture_mode() -> Callable[..., int]:
+    """CUDA's cudaThreadExchangeStreamCaptureMode, from the library that torch has loaded; without one, does nothing."""
     try:
         library = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
         return library.cudaThreadExchangeStreamCaptureMode
     except (OSError, AttributeError):
-        return lambda mode: None
+        return lambda mode: 0
 
 
 def waits_for_others(frame: FrameType) -> bool:
-    """Whether torch may be waiting for other ranks in this innermost frame of a thread; in backward it waits for the
+    """Whether torch may be waiting for other ranks, if this is a thread's innermost frame. In backward it waits for the
     gradients of DistributedDataParallel."""
     modules = "autograd.graph", "distributed.distributed_c10d", "distributed.utils", "nn.parallel.distributed"
     return frame.f_globals.get("__name__") in [f"torch.{module}" for module in modules]
 
 
-# torch.distributed.nn.functional holds the default group, if there is one when it is first imported, in the defaults of
-# its functions; DistributedDataParallel imports it. destroy_process_group then leaves gloo's threads running, and one
+# torch.distributed.nn.functional, which DistributedDataParallel imports, keeps the default group in the defaults of its
+# functions if there is one at its first import. destroy_process_group then leaves gloo's threads running, and a thread
 # that still has a tensor of Python's to free when the interpreter ends aborts the process (pytorch#190489). So it is
-# imported before there is a group.
+# imported here, before there is a group.
 if dist.is_available() and dist.group.WORLD is None:
-    with contextlib.suppress(OSError):  # it makes a temporary folder
+    with contextlib.suppress(OSError):  # in older torch it makes a temporary folder, which may fail
         importlib.import_module("torch.distributed.nn.functional")

@@ -16,4 +16,5 @@ def is_compiled(module: nn.Module) -> bool:
 
 def without_compile(module: nn.Module) -> nn.Module:
     """The module that torch.compile(module) has wrapped, else itself."""
-    return module._modules.get("_orig_mod", module)  # type: ignore[return-value]
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None else inner

@@ -1,11 +1,11 @@
 """Asks how torch is running now: compiled, plainly, inside a backward, under a transform or a tracer."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
 from torch.autograd import forward_ad, profiler
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
@@ -20,7 +20,8 @@ inside_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # The level of forward mode, also under torch.func.jvp; -1 outside.
 forward_mode_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level")
 
-PLAIN_CLASSES = {Tensor, nn.Parameter}  # a Parameter of a DTensor is of the class DTensor
+PLAIN_CLASSES = {torch.Tensor, torch.nn.Parameter}  # a Parameter of a DTensor is of the class DTensor
+PLAIN_OR_NONE = {*PLAIN_CLASSES, type(None)}
 _included_keys = torch._C._dispatch_tls_local_include_set
 _Key = torch._C.DispatchKey
 # Every thread includes these, outside of inference mode.
@@ -30,7 +31,7 @@ _USUAL_KEYS: int = torch._C.DispatchKeySet(_Key.BackendSelect).add(_Key.ADInplac
 def constant_in_graphs(function: Function) -> Function:
     """Makes Dynamo call `function` instead of tracing it: torch.compiler.assume_constant_result without importing
     torch._dynamo."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    vars(function)["_dynamo_marked_constant"] = True
     return function
 
 
@@ -41,11 +42,10 @@ def profiler_enabled() -> bool:
 
 
 def runs_plainly() -> bool:
-    """Whether nobody but autograd and autocast sees the operators that this thread calls, so that code may read and
-    write ordinary tensors at their addresses.
+    """Whether no compiler, dispatch mode, transform, tracer or profiler watches this thread, and forward mode is off.
 
-    Not in a compiled graph, nor where the thread has a dispatch key beside those that it always has: that of a dispatch
-    mode, a transform or a tracer; nor while a profiler records, nor in forward mode.
+    Code may then read and write ordinary tensors at their addresses. Dispatch modes, transforms and tracers show as a
+    dispatch key that the thread includes beside its usual ones.
     """
     return not (
         torch.compiler.is_dynamo_compiling()
@@ -60,15 +60,20 @@ current_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dis
 
 @constant_in_graphs
 def inside_vmap_or_forward_mode() -> bool:
-    """Whether torch.func.vmap, or forward mode of whatever kind, is active; Dynamo enters them as it traces."""
+    """Whether torch.func.vmap or any forward mode is active. Dynamo enters them while it traces."""
     return forward_mode_level() >= 0 or (inside_functorch() and inside_vmap())
 
 
 def inside_vmap() -> bool:
     """Whether torch.func.vmap is among the active transforms."""
-    return any(one.key().name == "Vmap" for one in torch._C._functorch.get_interpreter_stack() or ())
+    return any(level.key().name == "Vmap" for level in torch._C._functorch.get_interpreter_stack() or ())
 
 
 def inside_selective_checkpoint() -> bool:
     """Whether the dispatch mode is that of selective checkpointing, which may leave an operator out."""
     return type(current_dispatch_mode()).__module__ == "torch.utils.checkpoint"
+
+
+def recorded(name: str) -> contextlib.AbstractContextManager[object]:
+    """A profiler's range of this name while one records."""
+    return torch.profiler.record_function(name) if profiler_enabled() else contextlib.nullcontext()

@@ -19,10 +19,11 @@ from training import step, unchanged
 from voting import Ranks
 
 import syncbn
-from syncbn.diagnosis import debug_mode, signatures, waiting, watchdog
-from syncbn.diagnosis.this_rank import Position
-from syncbn.ranks import reductions
-from syncbn.ranks.reductions import Caller, Guard, guarded_by
+from syncbn.diagnosis import positions, waits, watchdog
+from syncbn.diagnosis.positions import Position
+from syncbn.ranks import debug_mode
+from syncbn.ranks.guards import Caller, Guard, guarded_by
+from syncbn.ranks.reductions import reduction_of
 from syncbn.ranks.text_exchange import ranks_in_words
 from syncbn.torch_internals import distributed as torch_distributed
 
@@ -50,7 +51,7 @@ def doing() -> Iterator[list[str]]:
     """What each all_reduce is said to be for."""
     seen: list[str] = []
     guard = Guard()
-    guard.before_all_reduce = lambda called, payload, pass_name: seen.append(called.site.doing(called.call, pass_name))
+    guard.before_all_reduce = lambda call, payload, pass_name: seen.append(call.site.doing(call.call, pass_name))
     with guarded_by(guard):
         yield seen
 
@@ -128,7 +129,7 @@ def test_other_names_for_the_same_layers(ranks: Ranks, make: Callable[[], nn.Mod
 @pytest.mark.parametrize("num_ranks", [2, 3, 1000, 2**14])
 def test_signatures_are_exact(num_ranks: int) -> None:
     """The test for equal signatures has no rounding: not with the largest, and so with none."""
-    s, total, squares = signatures.largest_signature(num_ranks), 0.0, 0.0
+    s, total, squares = positions.largest_signature(num_ranks), 0.0, 0.0
     for _ in range(num_ranks):
         total, squares = total + s, squares + s * s
     assert num_ranks * squares == total * total
@@ -142,7 +143,7 @@ def test_signatures_are_exact(num_ranks: int) -> None:
 @pytest.fixture
 def log_of_waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """The log of a rank that warns when it has waited half a second."""
-    monkeypatch.setattr(waiting, "FIRST_WARNING_SECONDS", 0.5)
+    monkeypatch.setattr(waits, "FIRST_WARNING_SECONDS", 0.5)
     return caplog
 
 
@@ -160,7 +161,7 @@ def test_debug_mode_tells_a_wait_of_3_seconds(ranks: Ranks, caplog: pytest.LogCa
 
 
 # What comes before a collective outside of the layers, and the collective.
-ELSEWHERE: dict[str, Callable[[], Callable[[], object]]] = {
+OUTSIDE: dict[str, Callable[[], Callable[[], object]]] = {
     "barrier": lambda: dist.barrier,
     "buffers": lambda: functools.partial(DistributedDataParallel(Block()), torch.randn(4, 3)),
     "gradients": lambda: functools.partial(
@@ -172,11 +173,13 @@ ELSEWHERE: dict[str, Callable[[], Callable[[], object]]] = {
 
 @pytest.mark.two_ranks
 @on_cpu
-@pytest.mark.parametrize("kind", ELSEWHERE)
-def test_a_long_wait_elsewhere_is_told(ranks: Ranks, log_of_waits: pytest.LogCaptureFixture, kind: str) -> None:
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_a_long_wait_outside_of_the_layers_is_told(
+    ranks: Ranks, log_of_waits: pytest.LogCaptureFixture, kind: str
+) -> None:
     layer, x = layer_and_input(ranks)
     layer(x)
-    collective = ELSEWHERE[kind]()
+    collective = OUTSIDE[kind]()
     if ranks.rank == 0:
         time.sleep(2)
     collective()
@@ -227,7 +230,7 @@ def test_a_long_wait_of_the_gpu_is_told(
 
     def all_reduce(name: str, behind: mock.Mock | None) -> None:
         monkeypatch.setattr(watchdog, "event_behind", lambda _: behind)
-        reductions.reduction_of(None, Caller(name), None).total(torch.zeros(4, dtype=torch.float64), "forward")
+        reduction_of(None, Caller(name), None).total(torch.zeros(4, dtype=torch.float64), "forward")
 
     second, third, before_capture = event(), event(), event()
     for name, behind in {"first": event(happened=True), "second": second, "third": third}.items():
@@ -252,9 +255,9 @@ def test_a_long_wait_of_the_gpu_is_told(
 
 def test_a_gpu_that_is_behind_does_not_wait() -> None:
     """The host may go on long before it: the time counts from when the all_reduce before has finished."""
-    on_gpu, first = waiting.OnGpu(), event()
+    on_gpu, first = waits.OnGpu(), event()
     for one in (first, event()):
-        on_gpu.add(waiting.Wait(None, Position("0", 1), number=1, start=-1e9), one)
+        on_gpu.add(waits.Wait(None, Position("0", 1), number=1, start=-1e9), one)
     assert on_gpu.oldest().is_long()
     first.query.return_value = True
     assert not on_gpu.oldest().is_long()
@@ -266,7 +269,7 @@ def test_an_event_is_asked_on_its_own_gpu_and_beside_captures(monkeypatch: pytes
     cuda.is_current_stream_capturing.return_value = False
     monkeypatch.setattr(torch, "cuda", cuda)
     monkeypatch.setattr(torch_distributed, "_exchange_capture_mode", lambda: cuda.exchange)
-    waiting.event_behind(torch.device("cuda", 3)).query()
+    waits.event_behind(torch.device("cuda", 3)).query()
     *_, on, entered, relaxed, asked, _, restored, left = cuda.mock_calls
     assert on == mock.call.device(torch.device("cuda", 3))
     assert (entered[0], asked[0], left[0]) == ("device().__enter__", "Event().query", "device().__exit__")
@@ -278,7 +281,7 @@ def test_an_error_of_the_gpu_is_told_as_it_is(ranks: Ranks) -> None:
     """CUDA raises it where the host waits next, here in our all_reduce: the text must not say that the ranks differ."""
     layer, x = syncbn.SyncBatchNorm(3), torch.randn(2, 3)
     layer(x)
-    collective = reductions.reduction_of(None, layer, x).other_collective("forward")
+    collective = reduction_of(None, layer, x).other_collective("forward")
     with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access") as raised, collective:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     assert "older than SyncBatchNorm forward, call 2" in raised.value.__notes__[0]

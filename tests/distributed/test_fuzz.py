@@ -15,17 +15,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import TOLERANCE, full_batch, require_promised
+from tensor_subclasses import Image, MetaImage, as_class
 from torch import Tensor, nn
 from training import unchanged
 from voting import Ranks, vote
 
 import syncbn
-from syncbn.ranks import reductions
+from syncbn.ranks import groups
 
 SUMS = TOLERANCE | dict.fromkeys((torch.bfloat16, torch.float16), 1e-6)  # whose terms are added in float32 for a while
 ROUNDINGS = TOLERANCE | {dtype: torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float16)}  # several
 ACTIONS = ["train", "train", "train", "evaluate", "revert and convert", "copy", "pickle", "load into a new one"]
-LAYOUTS = ["contiguous", "gaps", "permuted", "expanded", "channels_last"]
+LAYOUTS = ["contiguous", "gaps", "negative", "permuted", "expanded", "channels_last"]
+CLASSES = [Tensor, Tensor, Image, MetaImage]  # a subclass before its own
 
 
 def draw_program(draw: random.Random, num_ranks: int) -> tuple[SimpleNamespace, list[SimpleNamespace]]:
@@ -47,6 +49,7 @@ def draw_program(draw: random.Random, num_ranks: int) -> tuple[SimpleNamespace, 
         inner=draw.sample([0, 1, 1, 2, 2, 3, 3, 5, 33], k=draw.randint(0, 3)),  # 33 once, as roundings grow with sums
         dtype=dtype,  # of the inputs
         options=options,
+        parameter_class=one_of(CLASSES),  # of the buffers too
         group_size=one_of([size for size in range(1, num_ranks + 1) if num_ranks % size == 0]),
     )
     steps = [
@@ -55,6 +58,7 @@ def draw_program(draw: random.Random, num_ranks: int) -> tuple[SimpleNamespace, 
             sizes=draw.choices(range(5), k=num_ranks),  # samples of each rank
             values=one_of(["normal", "mean 100", "constant", "one outlier"]),
             layouts=(one_of(LAYOUTS), one_of(LAYOUTS)),  # of input and gradient
+            classes=[draw.choices(CLASSES, k=4) for _ in range(num_ranks)],  # of each rank's x, z, mask and dy
             residual=one_of([False, True]),
             mask=one_of(["", "", "samples", "positions", "nothing"]),
             # of each rank's input; without parameters the ranks must agree
@@ -70,6 +74,8 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     """The same values, but for "expanded", where the last dim repeats its first."""
     if layout == "gaps":
         return torch.stack((x, -x), -1)[..., 0]
+    if layout == "negative":
+        return torch._neg_view(-x)
     if layout == "permuted":
         backwards = tuple(range(x.ndim))[::-1]
         return x.permute(backwards).contiguous().permute(backwards)
@@ -144,7 +150,16 @@ class Program:
             parameter.data.copy_(torch.randn(kind.channels, generator=generator))
 
     def new_layer(self) -> syncbn.SyncBatchNorm:
-        """Built, or converted where nn.BatchNorm can be such a layer."""
+        return self.classed(self.built_or_converted())
+
+    def classed(self, layer: syncbn.SyncBatchNorm) -> syncbn.SyncBatchNorm:
+        """The same layer, with new parameters and buffers of the program's class."""
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            setattr(layer, name, as_class(tensor, self.kind.parameter_class))
+        return layer
+
+    def built_or_converted(self) -> syncbn.SyncBatchNorm:
+        """The latter where nn.BatchNorm can be such a layer."""
         group_size = None if self.kind.group_size == self.ranks.size else self.kind.group_size
         options = dict(self.kind.options)
         if options["fuse_relu"]:
@@ -159,11 +174,12 @@ class Program:
     def take(self, step: SimpleNamespace) -> None:
         if step.action in ("train", "evaluate"):
             batch = Batch(self.kind, step, self.members, self.ranks)
-            self.train(step, batch) if step.action == "train" else self.evaluate(batch)
+            self.train(step, batch) if step.action == "train" else self.evaluate(step, batch)
         elif step.action == "copy":
             self.layer = copy.deepcopy(self.layer)
         elif step.action == "pickle":
-            self.layer = pickle.loads(pickle.dumps(self.layer))
+            # torch makes no leaves of parameters of a subclass
+            self.layer = self.classed(pickle.loads(pickle.dumps(self.layer)))
         elif step.action == "load into a new one":
             state, self.layer = self.layer.state_dict(), self.new_layer()
             self.layer.load_state_dict(state)
@@ -173,9 +189,9 @@ class Program:
             assert syncbn.convert_syncbn_model(layer, group_size, self.kind.options["channel_last"]) is layer
 
     def train(self, step: SimpleNamespace, batch: Batch) -> None:
-        layer, counted, mine = self.layer.train(), batch.counted, batch.mine
+        layer, counted = self.layer.train(), batch.counted
         layer.zero_grad()
-        x, z, mask = (None if whole is None else whole[mine].detach() for whole in (batch.x, batch.z, batch.mask))
+        x, z, mask, _ = self.own(step, batch)
         x.requires_grad_(step.wants_gradient[self.ranks.rank])
         if counted.sum() == 1:
             message = "Expected more than 1 value per channel when training, got 1"
@@ -189,8 +205,9 @@ class Program:
         before = copy.deepcopy(dict(layer.named_buffers()))
         y = layer(x, z, mask)
         if y.requires_grad:
-            y.backward(batch.dy[mine])
+            y.backward(self.own(step, batch)[-1])  # which has changed
         assert (y.shape, y.dtype) == (x.shape, x.dtype)
+        assert type(y) is self.output_class(x, z)
         rows = batch.rows(batch.x)[counted].double()
         if counted.any():
             self.check_step(batch, y.detach(), x.grad, rows)
@@ -199,6 +216,19 @@ class Program:
             assert not any(tensor.any() for tensor in zeros if tensor is not None)
         if self.kind.options["track_running_stats"]:
             self.check_buffers(rows, before)
+
+    def own(self, step: SimpleNamespace, batch: Batch) -> list[Tensor | None]:
+        """This rank's x, z, mask and dy, of their classes."""
+        wholes, classes = (batch.x, batch.z, batch.mask, batch.dy), step.classes[self.ranks.rank]
+        return [
+            None if whole is None else whole[batch.mine].detach().as_subclass(subclass)
+            for whole, subclass in zip(wholes, classes, strict=True)
+        ]
+
+    def output_class(self, x: Tensor, z: Tensor | None) -> type[Tensor]:
+        """The last of the classes, as torch.overrides has it; a mask or a counter gives none."""
+        classes = [type(tensor) for tensor in (x, z, *self.layer.parameters(), *self.layer.buffers())]
+        return max((one for one in classes if one in CLASSES), key=CLASSES.index)
 
     def check_step(self, batch: Batch, y: Tensor, grad_input: Tensor | None, rows: Tensor) -> None:
         """Output and gradients; those of the parameters are each rank's share of the group's."""
@@ -234,19 +264,21 @@ class Program:
 
     def of_members(self, tensor: Tensor) -> Tensor:
         """Of each rank of the group."""
-        group = reductions.resolve(self.layer.process_group)
+        group = groups.resolve(self.layer.process_group)
         everyone = [torch.empty_like(tensor) for _ in self.members]
         dist.all_gather(everyone, tensor, group) if group else everyone[0].copy_(tensor)
         return torch.stack(everyone)
 
-    def evaluate(self, batch: Batch) -> None:
+    def evaluate(self, step: SimpleNamespace, batch: Batch) -> None:
         """By the running statistics, or those of this rank's batch where there are none."""
-        x, z = (None if whole is None else whole[batch.mine] for whole in (batch.x, batch.z))
+        x, z, *_ = self.own(step, batch)
         layer, rows, tracked = self.layer.eval(), batch.rows(x).double(), self.kind.options["track_running_stats"]
         if not tracked and len(rows) < 2:  # as nn.BatchNorm, it refuses one value
             return
         with torch.no_grad():
-            y = batch.rows(layer(x, z))
+            y = layer(x, z)
+            assert type(y) is self.output_class(x, z)
+            y = batch.rows(y)
             if not y.numel():
                 return
             mean, var = rows.mean(0), rows.var(0, correction=0)

@@ -182,7 +182,7 @@ def test_what_cannot_be_joined_is_refused_on_entry(ranks: Ranks) -> None:
     with syncbn.join(ddp):
         refused(ddp, RuntimeError, "cannot be used inside")
     ddp.module[1][1].process_group = 1
-    refused(ddp, ValueError, r"all \d ranks, but not so: module.1.1 over 1")
+    refused(ddp, ValueError, r"all \d ranks, but these do not: module.1.1 \(1 rank\)")
 
 
 SELECTIVE = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, [])}

@@ -90,15 +90,29 @@ def test_evaluation(ranks: Ranks) -> None:
 
 def test_second_derivative(ranks: Ranks) -> None:
     results = []
-    for name, num_all_reduces in (("together", 2), ("apart", 2 * len(SHAPES))):
+    for name in ("together", "apart"):
         levels = Levels(ranks)
         outputs = getattr(levels, name)()
         with CommDebugMode() as mode:
             first = torch.autograd.grad(sum(y.pow(3).sum() for y in outputs), levels.leaves(), create_graph=True)
-        assert mode.get_total_counts() == num_all_reduces
+        assert mode.get_total_counts() == 2 * len(SHAPES)
         penalty = sum(gradient.square().sum() for gradient in first[: len(SHAPES)])
         results.append(torch.autograd.grad(penalty, levels.leaves(), allow_unused=True, materialize_grads=True))
     torch.testing.assert_close(*results)
+
+
+def test_inputs_that_share_their_buffers(ranks: Ranks) -> None:
+    """As siamese views do: they are updated by one input after the other, also where a rank has one with gaps."""
+    generator = torch.Generator().manual_seed(ranks.rank)
+    first, second = torch.randn(2, 4, 3, 6, generator=generator).to(ranks.device)
+    mean, var = torch.zeros(3, device=ranks.device), torch.ones(3, device=ranks.device)
+    expected = mean.clone(), var.clone()
+    for x in (first[:, :, ::2], second):
+        sync_batch_norm(x, *expected, training=True)
+    with_gaps = first[:, :, ::2] if ranks.rank == 0 else first[:, :, ::2].contiguous()
+    sync_batch_norm_many([with_gaps, second], [mean] * 2, [var] * 2)
+    assert torch.equal(mean, expected[0])
+    assert torch.equal(var, expected[1])
 
 
 def test_channels_last_dim_and_no_parameters(ranks: Ranks) -> None:

@@ -15,8 +15,8 @@ from training import step
 from voting import Ranks
 
 import syncbn
-from syncbn.diagnosis import observer
-from syncbn.diagnosis.this_rank import position_in
+from syncbn.diagnosis import watchdog
+from syncbn.diagnosis.positions import position_in
 from syncbn.ranks.text_exchange import all_gather_text
 
 CHANNELS = 3
@@ -127,7 +127,7 @@ def test_not_inside_join(ranks: Ranks) -> None:
 def test_the_exchange_at_the_end_is_a_wait_that_is_told(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks with fewer steps wait there, which is reported though no synchronised layer has started the watchdog."""
     waits: list[Any] = []
-    look = lambda *_: waits.append(observer.this_rank().waiting)  # noqa: E731
+    look = lambda *_: waits.append(watchdog.this_rank().waiting)  # noqa: E731
     monkeypatch.setattr("syncbn.tools.measure_local_noise.require_equal", look)
     with syncbn.measure_local_noise(layer(ranks)):
         pass

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import voting
 from counting import CountCollectives
-from roads_taken import side_roads
+from roads_taken import general_road
 from torch import Tensor, nn
 from training import step, unchanged
 from voting import Ranks
@@ -21,7 +21,7 @@ import syncbn
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available
 from syncbn.ranks import text_exchange
-from syncbn.ranks.reductions import Guard, guarded_by
+from syncbn.ranks.guards import Guard, guarded_by
 
 HAS_PLANS = "torch operations" not in available()  # without kernels each call takes a side road
 has_plans = pytest.mark.skipif(not HAS_PLANS, reason="without kernels there is no ordinary road")
@@ -49,7 +49,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(text_exchange, "all_gather_text", report)
     guard = Guard()
-    guard.before_all_reduce = lambda called, payload, pass_name: numbers.append(payload.numel())
+    guard.before_all_reduce = lambda call, payload, pass_name: numbers.append(payload.numel())
     with guarded_by(guard):
         yield numbers
 
@@ -66,7 +66,7 @@ def test_one_rank_is_watched(
     other = copy.deepcopy(layer)
     expected = step(layer, layer, x)
     sent.clear()
-    with side_roads() as taken, contextlib.ExitStack() as contexts:
+    with general_road() as taken, contextlib.ExitStack() as contexts:
 
         def hook(*_: object) -> None:
             contexts.enter_context(watch())
@@ -86,6 +86,7 @@ def test_one_rank_is_watched(
     [
         ({"eps": 0.0}, "eps must be positive"),
         ({"channel_dim": 1.0}, "channel_dim must be an int, got 1.0"),
+        ({"input": torch.tensor(1.0)}, r"expected at least 2D input \(got 0D input of shape \(\)\)"),
         ({"weight": [1.0]}, "expected weight to be a Tensor"),
         ({"z": torch.ones(1)}, r"expected z of the input's shape \(2, 3, 5\), got \(1,\)"),
         ({"z": torch.ones(2, C, 5).to_sparse()}, "expected a dense z, got layout torch.sparse_coo; use z"),
@@ -109,7 +110,7 @@ def test_a_bad_argument_after_a_plan_was_made(
     sync_batch_norm(**good)
     before = copy.deepcopy(good)
     faulty = ranks.rank == 0
-    with side_roads() as taken, pytest.raises((TypeError, ValueError), match=message):
+    with general_road() as taken, pytest.raises((TypeError, ValueError), match=message):
         sync_batch_norm(**(good | bad if faulty else good))
     assert taken == ["forward"] * faulty
     assert sent == [SENT[0], SENT[0], REPORT]
@@ -129,7 +130,7 @@ def test_an_input_without_memory_on_one_rank(ranks: Ranks, sent: list[int]) -> N
     if ranks.rank == 0:
         bad.untyped_storage().resize_(0)
         error, message = RuntimeError, "^SyncBatchNorm1d: a tensor has no memory"
-    with unchanged(layer), side_roads() as taken, pytest.raises(error, match=message):
+    with unchanged(layer), general_road() as taken, pytest.raises(error, match=message):
         layer(bad)
     assert not taken
     assert sent == [SENT[0], SENT[0], REPORT]
@@ -161,7 +162,7 @@ def test_a_layer_that_was_called_leaves_its_group_for_a_new_one(ranks: Ranks, pr
     gc.collect()
     assert old() is None
     layer.reset_running_stats()
-    with side_roads() as taken:
+    with general_road() as taken:
         layer(x)
     assert not (taken and HAS_PLANS)
     assert torch.equal(layer.running_mean, expected)
@@ -174,7 +175,7 @@ def test_a_layer_may_have_another_group_in_each_call(ranks: Ranks) -> None:
     over_all = layer.running_mean.clone()
     for spec in (dist.new_group(), 1, ranks.size, 1, None):
         layer.process_group = spec
-        with side_roads() as taken:
+        with general_road() as taken:
             layer(x)
         assert not (taken and HAS_PLANS)
         torch.testing.assert_close(layer.running_mean, x.mean((0, 2)) if spec == 1 else over_all)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import Proxy, Tracer
 from torch.fx.proxy import TraceError
 
-from syncbn.arguments import Arguments
+from syncbn.arguments import TENSORS, Arguments
 from syncbn.torch_internals.modules import has_forward_hooks
 
 OWN_TRACER = "trace with a torch.fx.Tracer whose is_leaf_module is True for it"
@@ -38,8 +38,7 @@ def leaf(layer: nn.Module, tracer: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 def refuse_proxies(arguments: Arguments) -> None:
     """**Raises** TraceError where torch.fx traces through this call."""
-    tensors = {"input": arguments.input, **arguments.per_channel(), "z": arguments.z, "mask": arguments.mask}
-    proxies = [name for name, given in tensors.items() if isinstance(given, Proxy)]
+    proxies = [name for name in TENSORS if isinstance(getattr(arguments, name), Proxy)]
     if proxies:
         raise TraceError(
             f"syncbn: torch.fx cannot trace through batch norm of all ranks ({', '.join(proxies)}: Proxy). For a "

@@ -1,14 +1,14 @@
 """Finds what this rank waits in for others: an all_reduce of a layer, on the host or on a GPU, or another collective.
 
-| it waits in                        | which is known from                                                            |
-|------------------------------------|--------------------------------------------------------------------------------|
-| an all_reduce of a layer, on a CPU | the `with` block around it                                                     |
-| an all_reduce of a layer, on a GPU | an event behind it on the GPU's stream: the host goes on at once               |
-| a collective outside of the layers | the main thread: it stands in a function that waits for other ranks, and has   |
-|                                    | used no processor time since it was first seen there                           |
+| it waits in                        | which is known from                                                           |
+|------------------------------------|-------------------------------------------------------------------------------|
+| an all_reduce of a layer, on a CPU | the `with` block around it                                                    |
+| an all_reduce of a layer, on a GPU | an event behind it on the GPU's stream: the host goes on at once              |
+| a collective outside of the layers | the main thread is in a function that waits for other ranks; its CPU time has |
+|                                    | not changed since the previous look, so it is blocked                         |
 
-The last is a collective of DistributedDataParallel, the data loader or the program, and is seen while the host waits
-in it without spinning, as with gloo; under nccl the host most often goes on, and waits later, if at all.
+The last is a collective of DistributedDataParallel, the data loader or the program. It is seen while the host waits
+without spinning, as with gloo. Under nccl the host most often goes on, and waits later, if at all.
 """
 
 import sys
@@ -19,11 +19,11 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from syncbn.diagnosis import process_state
-from syncbn.diagnosis.this_rank import Position, ThisRank, position_in
-from syncbn.program import line_of_program
+from syncbn.call_stack import line_of_program
+from syncbn.diagnosis import processes
+from syncbn.diagnosis.positions import Entry, Position, ThisRank, position_in
 from syncbn.ranks import text_exchange
-from syncbn.ranks.reductions import Collective, in_debug_mode
+from syncbn.ranks.guards import in_debug_mode
 from syncbn.torch_internals.distributed import beside_captures, waits_for_others
 
 FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
@@ -33,7 +33,7 @@ DEBUG_WARNING_SECONDS = 3.0  # in debug mode
 class Wait:
     """A wait of this rank for others."""
 
-    layer = ""  # which the others may not have called
+    layer = ""  # the layer that the others may not have called
     place = ""  # in words, where the position does not tell it
 
     def __init__(self, rank: ThisRank, position: Position, number: int, start: float) -> None:
@@ -58,13 +58,13 @@ class Wait:
         return position.group == self.position.group and position.number >= self.number
 
 
-class Waiting(Wait):
+class WaitInLayer(Wait):
     """A wait in a collective of a layer or function."""
 
-    def __init__(self, collective: Collective) -> None:
-        site = collective.site
-        super().__init__(site.rank, position_in(collective), collective.number, collective.start)
-        self.collective, self.group, self.layer = collective, site.group, site.name if site.counts else ""
+    def __init__(self, entry: Entry) -> None:
+        site = entry.site
+        super().__init__(site.rank, position_in(entry), entry.number, entry.start)
+        self.entry, self.group, self.layer = entry, site.group, site.name if site.is_signed else ""
         self.next_warning_seconds = DEBUG_WARNING_SECONDS if in_debug_mode() else FIRST_WARNING_SECONDS
 
     def ranks(self) -> list[int]:
@@ -74,26 +74,29 @@ class Waiting(Wait):
         return dist.get_process_group_ranks(group)
 
 
-class Elsewhere(Wait):
-    """A wait in a collective outside of the layers: for any of the ranks, after the last all_reduce of a layer."""
+class WaitOutside(Wait):
+    """A wait in a collective outside of the layers, for any rank. It came after the last all_reduce of a layer."""
 
-    def __init__(self, rank: ThisRank, line: str = "", processor_seconds: float | None = None) -> None:
+    def __init__(self, rank: ThisRank, line: str = "", cpu_seconds: float | None = None) -> None:
         position = rank.position()
         super().__init__(rank, position, position.number + 1, time.monotonic())
         self.place = f", at {line} in a collective outside of syncbn's layers"
-        self.processor_seconds = processor_seconds
+        self.cpu_seconds = cpu_seconds  # of the main thread when it was first seen there
 
 
-def elsewhere(rank: ThisRank, last: Wait | None) -> Elsewhere | None:
-    """The wait of the main thread outside of the layers, if it is in one; `last` is the wait that was found before."""
-    seconds = process_state.main_thread_seconds()
-    if isinstance(last, Elsewhere) and last.processor_seconds == seconds and last.position == rank.position():
+def wait_outside(rank: ThisRank, last: Wait | None) -> WaitOutside | None:
+    """The wait of the main thread outside of the layers, or None; `last` is the wait that the previous look found.
+
+    The first look at a wait records the CPU time of the main thread. While it stays the same, the wait goes on.
+    """
+    seconds = processes.main_thread_seconds()
+    if isinstance(last, WaitOutside) and last.cpu_seconds == seconds and last.position == rank.position():
         return last
-    # Only now: a thread that uses no more processor time than `seconds` stays in this frame.
+    # The time is read before the frame: if it stays the same, the thread has not left this frame.
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None or not (frame.f_globals is vars(text_exchange) or waits_for_others(frame)):
         return None
-    return None if seconds is None else Elsewhere(rank, line_of_program(frame), seconds)
+    return None if seconds is None else WaitOutside(rank, line_of_program(frame), seconds)
 
 
 class EventOn:
@@ -118,16 +121,16 @@ def event_behind(device: torch.device) -> EventOn | None:
 class OnGpu:
     """The all_reduces that the GPU may not have finished.
 
-    The program asks their events at its next all_reduce, and the watchdog when a warning is due. A captured all_reduce
-    makes both forget what there was, as the thread that captures may ask no event.
+    The program queries their events at its next all_reduce, and the watchdog when a warning is due. While a CUDA graph
+    is captured the list is cleared: events may not be queried then.
     """
 
     def __init__(self) -> None:
         self._unfinished: deque[tuple[Wait, EventOn]] = deque()
-        self._lock = threading.Lock()  # the program and the watchdog ask
+        self._lock = threading.Lock()  # the program and the watchdog query
 
     def add(self, wait: Wait, event: EventOn | None) -> None:
-        """The host has left this one, which ends with the event; None while a graph is captured."""
+        """Add an all_reduce that the host has left. It ends with the event; None while a graph is captured."""
         if event is None:
             self.clear()
             return
@@ -137,7 +140,7 @@ class OnGpu:
             self._unfinished.append((wait, event))
 
     def oldest(self) -> Wait | None:
-        """The first of them. Its event is asked again when a warning is due."""
+        """The first of them. Its event is queried again when a warning is due."""
         with self._lock:
             if self._unfinished and self._unfinished[0][0].is_long():
                 self._forget_finished()

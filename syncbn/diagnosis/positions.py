@@ -1,4 +1,4 @@
-"""Makes known where this rank is: in which collective it waits, and what it has done since.
+"""Keeps the position of this rank: the collective in which it waits, the call that made it, and what it did since.
 
 Each rank writes to the store of the default process group, under keys that begin with syncbn/ and its global rank:
 
@@ -10,6 +10,13 @@ it has changed and each second: a rank that is killed may have gone 0.05 s furth
 positions are read (report.py) only when there is something to say, and fast: torchrun ends the ranks that are left some
 0.1 s after the first has failed. A position older than this process is not read: torchrun may keep a store when it
 restarts the ranks.
+
+Each rank also signs what it sends on CPU, so that ranks which have met in different layers or passes see it in the
+total. The signature s of a call site and a pass is a positive number. It is computed from the path of the layer, from
+its order (1 for the first layer that trained on this group; it separates two models with equal paths) and from the
+dtype of the input. Rank r sends 1, s_r and s_r^2 behind its sums. By Cauchy and Schwarz sum 1 * sum s^2 = (sum s)^2
+only where all s are equal. Two signatures of W ranks are equal by chance in W of 2^26 cases. A rank that cannot tell
+its layer, as in a compiled graph, sends zeros and is not counted.
 """
 
 import contextlib
@@ -20,20 +27,48 @@ import threading
 import time
 import zlib
 from collections import Counter
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary, ref
 
+import torch
 import torch.distributed as dist
 
-from syncbn.diagnosis import process_state
-from syncbn.diagnosis.layer_names import line_that_calls_model, path_in_model, quoted
-from syncbn.diagnosis.signatures import Signatures
-from syncbn.ranks.reductions import NO_SIGNATURES, Caller, Collective
+from syncbn.diagnosis import processes
+from syncbn.diagnosis.names import line_that_calls_model, quoted
+from syncbn.kernels.interface import UNSIGNED, Signature
 from syncbn.torch_internals.distributed import default_store
 
 HAS_LEFT = "has left"
 SECONDS_BETWEEN_WRITES = 0.05  # of a rank, at least
 SECONDS_PER_WRITE = 10e-6  # of all ranks together: a store takes some 100,000 writes a second
+
+
+def largest_signature(num_ranks: int) -> int:
+    """The largest signature in a group of this size: their total is below 2^26, and its square exact in float64."""
+    return 2**26 // num_ranks - 1
+
+
+class Signatures(dict[tuple[str, torch.dtype | None], Signature]):
+    """The signatures of a call site by pass and dtype of the input; UNSIGNED as long as the site has no identity."""
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        self.identity, self.num_ranks = "", num_ranks
+
+    def __missing__(self, key: tuple[str, torch.dtype | None]) -> Signature:
+        pass_name, dtype = key
+        text = f"{self.identity} {pass_name} {dtype}"
+        s = float(1 + zlib.crc32(text.encode()) % largest_signature(self.num_ranks))
+        self[key] = signature = (1.0, s, s * s) if self.identity else UNSIGNED
+        return signature
+
+
+class CallsOnGroups(Protocol):
+    """A layer, or a `Caller` for a function."""
+
+    _call_site: "Site | None"  # of its last call
+    _synchronised_ranks: int | None  # by its last training step in eager mode; None before the first
 
 
 class Position(NamedTuple):
@@ -49,46 +84,74 @@ class Position(NamedTuple):
 
 
 class Group:
-    """The layers and functions that call on a group."""
+    """The layers and functions that call on a group, and the number of its collectives."""
 
     def __init__(self) -> None:
-        self.sites: WeakKeyDictionary[Any, Site] = WeakKeyDictionary()
+        self.sites: WeakKeyDictionary[CallsOnGroups, Site] = WeakKeyDictionary()
         self.last_order = 0  # of a site
         self.num_collectives = 0
 
 
 class Site:
-    """A layer or function that calls on a group, by its name. It holds neither the one nor the other."""
+    """A layer or function that calls on a group, by its name. References to both are weak."""
 
-    def __init__(self, caller: Any, group: dist.ProcessGroup, rank: "ThisRank", state: Group) -> None:
-        self.caller, self.group, self.rank, self.state = ref(caller), ref(group), rank, state
+    def __init__(
+        self, caller: CallsOnGroups, path: str, is_signed: bool, group: dist.ProcessGroup, rank: "ThisRank"
+    ) -> None:
+        self.caller, self.rank, self.state = ref(caller), rank, rank.groups[group]
+        self.group: Callable[[], dist.ProcessGroup | None] = ref(group)
         self.group_name, self.num_ranks, self.num_calls = group.group_name, group.size(), 0
-        is_function = isinstance(caller, Caller)
-        # The dotted name in the model, or the function's name; empty for a layer without a model.
-        self.path = caller.name if is_function else path_in_model(caller)
-        self.first_line = "" if is_function else line_that_calls_model()
-        self.name = quoted(self.path) or type(caller).__name__
-        self.counts = not is_function or caller.signs
-        self.warned_of_nan = False
-        self.signatures: Any = Signatures(self.num_ranks) if self.counts else NO_SIGNATURES
-        if self.counts:
-            self.sign_as(self.path, state.last_order + 1)
+        self.path = path  # the dotted name in the model, or the function's name; empty for a layer without a model
+        self.first_line = line_that_calls_model()
+        self.name = quoted(path) or type(caller).__name__
+        self.is_signed, self.warned_of_nan = is_signed, False
+        self.signatures, self.order = Signatures(self.num_ranks), 0
+        if is_signed:
+            self.sign_as(path, self.state.last_order + 1)
 
     def sign_as(self, path: str, order: int) -> None:
-        """Sign from now on as the layer of this path which was the order-th to call on the group."""
+        """Sign from now on as the layer of this path and order."""
         self.order, self.state.last_order = order, max(order, self.state.last_order)
-        self.signatures.sign_as(f"{order} {path}")
+        self.signatures.identity = f"{order} {path}"
+        self.signatures.clear()
 
     def doing(self, call: int, pass_name: str) -> str:
         """layer4.1.bn3 forward, call 17."""
-        return f"{self.name} {pass_name}, call {call}" if self.counts else self.name
+        return f"{self.name} {pass_name}, call {call}" if self.is_signed else self.name
+
+
+class EagerCall(Protocol):
+    """A call of a layer or function on a group, in eager mode."""
+
+    group: dist.ProcessGroup
+    site: Site
+    call: int  # the number of the call, from 1
+    dtype: torch.dtype | None  # of the input
+
+
+class Entry(Protocol):
+    """This rank's entry into a collective, see `Collective`."""
+
+    site: Site
+    call: int  # the number of the call, from 1
+    pass_name: str
+    number: int  # of the collective among syncbn's on the group, from 1
+    start: float  # by time.monotonic
+
+
+def position_in(entry: Entry | None) -> Position:
+    """The position of a rank in this collective."""
+    if entry is None:
+        return Position()
+    site, pass_name = entry.site, entry.pass_name
+    return Position(site.group_name, entry.number, pass_name, site.doing(entry.call, pass_name))
 
 
 class ThisRank:
     """This rank of a default process group."""
 
-    last: Collective | None = None  # the last that this rank has begun
-    waiting: Collective | None = None  # the same, until it has ended on the host
+    last: Entry | None = None  # the last that this rank has begun
+    waiting: Entry | None = None  # the same, until it has ended on the host
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.rank, self.process = dist.get_rank(), os.getpid()
@@ -100,11 +163,14 @@ class ThisRank:
         self.meetings: Counter[str] = Counter()  # how often this rank has come to the meeting of a name
         self.interval = _interval(self.store, self.num_ranks)
         self.beats = self.interval < math.inf  # whether it writes every second
-        self.evaluated_after: object = False  # the last collective before a call in evaluation mode; False: none yet
+        self.evaluated_after: Entry | bool | None = False  # `last` at a call in evaluation mode; False: no such call
         self.left = ""
         self.ended = threading.Event()
         self.failed = False  # a collective outside of the layers failed, and ends this rank
         self.write_position()
+
+    def left_to_gpu(self, entry: Entry, device: torch.device) -> None:
+        """The host has left a collective that the GPU has not ended."""
 
     def position(self) -> Position:
         """The last all_reduce of this rank, and what it has done since."""
@@ -115,7 +181,7 @@ class ThisRank:
         with self.writing:
             position = self.written_position = self.position()
             self.written = time.monotonic()
-            self.write("position", json.dumps((position, time.time(), self.process, process_state.host())))
+            self.write("position", json.dumps((position, time.time(), self.process, processes.host())))
 
     def meet(self, name: str, group: dist.ProcessGroup, seconds: float) -> bool:
         """Wait until all ranks of a group have come to its meeting of this name, equally often. False: one is late.
@@ -143,14 +209,6 @@ class ThisRank:
         if self.store_answers:
             with contextlib.suppress(RuntimeError, ValueError):  # a store that has ended
                 self.store.set(f"syncbn/{self.rank}/{key}", text)
-
-
-def position_in(collective: Collective | None) -> Position:
-    """The position of a rank in this collective."""
-    if collective is None:
-        return Position()
-    site, pass_name = collective.site, collective.pass_name
-    return Position(site.group_name, collective.number, pass_name, site.doing(collective.call, pass_name))
 
 
 def _interval(store: dist.Store, num_ranks: int) -> float:

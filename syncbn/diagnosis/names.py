@@ -2,11 +2,10 @@
 
 import itertools
 import sys
-from collections.abc import Sequence
 
 from torch import nn
 
-from syncbn.program import callers, line_of_program
+from syncbn.call_stack import callers, line_of_program
 
 
 def quoted(path: str) -> str:
@@ -14,7 +13,7 @@ def quoted(path: str) -> str:
     return f"layer '{path}'" if path.replace(".", "").isdecimal() else path
 
 
-def may_be_one_layer(paths: Sequence[str]) -> bool:
+def may_be_one_layer(paths: list[str]) -> bool:
     """Whether one layer may have these paths: a rank may have wrapped the model in another module, or have no model."""
     longest = max(paths, key=len)
     return all(not path or f".{longest}".endswith(f".{path}") for path in paths)

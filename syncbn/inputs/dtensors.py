@@ -11,24 +11,29 @@ Per dim of the input's mesh, and what follows for the parameters and buffers tha
 Parameters and buffers that are plain tensors are this rank's.
 """
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any, TypeGuard
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from syncbn.arguments import Arguments
-from syncbn.ranks.groups import GlobalRanks, GroupSpec, OfMesh, ranks_in
-from syncbn.ranks.reductions import resolve
+from syncbn.arguments import PER_CHANNEL, Arguments
+from syncbn.ranks.groups import GlobalRanks, GroupSpec, OfMesh, ranks_in, resolve
 from syncbn.torch_internals.state import is_compiling
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+    Placements = Sequence[Placement]
 
 # Before torch 2.13 to_local() loses the graph of a gradient, and x.grad of a second derivative would be None.
 TO_LOCAL_LOSES_GRAPH = torch.__version__ < "2.13"
 
 
-def is_dtensor(candidate: Any) -> TypeGuard[Any]:
+def is_dtensor(candidate: object) -> TypeGuard["DTensor"]:
     """Whether this is a DTensor. (Importing its module to ask would be slow.)"""
     return isinstance(candidate, Tensor) and hasattr(candidate, "device_mesh")
 
@@ -42,9 +47,10 @@ def unwrap(arguments: Arguments, synchronises: bool) -> tuple[Arguments, Callabl
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-    x: Any = arguments.input
+    x = arguments.input
+    assert is_dtensor(x)
     mesh, placements, shape, stride = x.device_mesh, x.placements, x.shape, x.stride()
-    rules: list[tuple[bool, Any, Any]] = []  # of each dim of the mesh, as above
+    rules: list[tuple[bool, Placement, Placement]] = []  # of each dim of the mesh, as above
     for placement in placements:
         if placement.is_partial():
             raise ValueError(
@@ -53,37 +59,40 @@ def unwrap(arguments: Arguments, synchronises: bool) -> tuple[Arguments, Callabl
             )
         if placement.is_replicate():
             rules.append((False, Replicate(), Replicate()))
-        elif placement.dim - arguments.channel_dim in (0, x.ndim):
+        elif placement.dim - arguments.channel_dim in (0, x.ndim):  # type: ignore[attr-defined]
             rules.append((False, Shard(0), Shard(0)))
         else:
             rules.append((True, Replicate(), Partial()))
     adds_up, of_parameters, of_gradients = zip(*rules, strict=True)
     shards_channels = Shard(0) in of_parameters
 
-    def local(name: str, given: Any, wanted: Any, of_gradient: Any = None) -> Any:
-        if is_dtensor(given):
-            if (given.device_mesh, given.placements) != (mesh, wanted):
+    def local(name: str, wanted: "Placements", of_gradient: "Sequence[Placement] | None" = None) -> Tensor | None:
+        tensor: Tensor | None = getattr(arguments, name)
+        if is_dtensor(tensor):
+            if (tensor.device_mesh, tensor.placements) != (mesh, wanted):
                 raise ValueError(
                     f"the input is a DTensor with placements {placements} on {mesh}; expected {name} to have "
-                    f"{wanted} there, got {given.placements} on {given.device_mesh}; redistribute it"
+                    f"{wanted} there, got {tensor.placements} on {tensor.device_mesh}; redistribute it"
                 )
-            return given.to_local(grad_placements=of_gradient)
-        return given
+            return tensor.to_local(grad_placements=of_gradient)
+        if shards_channels and tensor is not None and name in PER_CHANNEL:
+            _require_own_channels(name, tensor, x, arguments.channel_dim, of_parameters)
+        return tensor
 
-    plain: dict[str, Any] = {"input": x.to_local(), "z": local("z", arguments.z, placements)}
-    for name, given in arguments.per_channel().items():
-        plain[name] = local(name, given, of_parameters, of_gradients)
-        if shards_channels and given is plain[name] is not None:
-            _require_own_channels(name, given, x, arguments.channel_dim, of_parameters)
     if is_dtensor(arguments.mask):
         raise ValueError("mask is a DTensor, expected that of this rank's values; pass mask.to_local()")
-    plain["counter"] = arguments.counter.to_local() if is_dtensor(arguments.counter) else arguments.counter
+    counter = arguments.counter
+    unwrapped = replace(arguments, input=x.to_local(), z=local("z", placements))
+    for name in PER_CHANNEL:
+        setattr(unwrapped, name, local(name, of_parameters, of_gradients))
+    if is_dtensor(counter):
+        unwrapped.counter = counter.to_local()
     if shards_channels:
-        plain["num_channels"] = None
+        unwrapped.num_channels = None
     if synchronises:
-        plain["process_group"] = _group_of(mesh, adds_up, arguments.process_group, placements)
+        unwrapped.process_group = _group_of(mesh, adds_up, arguments.process_group, placements)
 
-    def place(gradient: Any) -> Any:
+    def place(gradient: "DTensor") -> "DTensor":
         """Redistributes the gradient. (The backward of from_local does so outside the graph of second derivatives.)"""
         if TO_LOCAL_LOSES_GRAPH and torch.is_grad_enabled():
             raise RuntimeError("DTensors have no second derivatives before torch 2.13: leave out create_graph")
@@ -95,19 +104,23 @@ def unwrap(arguments: Arguments, synchronises: bool) -> tuple[Arguments, Callabl
             y.register_hook(place)  # type: ignore[no-untyped-call]
         return y
 
-    return dataclasses.replace(arguments, **plain), wrap
+    return unwrapped, wrap
 
 
-def _require_own_channels(name: str, given: Tensor, x: Any, channel_dim: int, of_parameters: Any) -> None:
+def _require_own_channels(
+    name: str, tensor: Tensor, x: "DTensor", channel_dim: int, of_parameters: "Placements"
+) -> None:
     """Raises ValueError where a plain tensor has the channels of all ranks, and x only those of this one."""
-    if given.shape == (x.shape[channel_dim],) != (x.to_local().shape[channel_dim],):
+    if tensor.shape == (x.shape[channel_dim],) != (x.to_local().shape[channel_dim],):
         raise ValueError(
             f"the input is a DTensor whose channels are sharded, its placements are {x.placements}, but {name} has "
             f"those of all ranks; call distribute_tensor({name}, input.device_mesh, {list(of_parameters)})"
         )
 
 
-def _group_of(mesh: DeviceMesh, adds_up: tuple[bool, ...], spec: GroupSpec | OfMesh, placements: Any) -> OfMesh:
+def _group_of(
+    mesh: DeviceMesh, adds_up: tuple[bool, ...], spec: GroupSpec | OfMesh, placements: "Placements"
+) -> OfMesh:
     """The group of the ranks that differ from this one along those dims of the mesh that add up, and only along them.
 
     **Raises** ValueError where this rank is not in the mesh, where no group has these ranks, and where they are not
@@ -129,10 +142,10 @@ def _group_of(mesh: DeviceMesh, adds_up: tuple[bool, ...], spec: GroupSpec | OfM
                 "group in common; make it once with torch.distributed.new_group, on all ranks"
             )
     if spec is not None:
-        given, of_mesh = (sorted(ranks_in(one)) for one in (resolve(spec), group))
-        if given != of_mesh:
+        of_spec, of_mesh = sorted(ranks_in(resolve(spec))), sorted(ranks_in(group))
+        if of_spec != of_mesh:
             raise ValueError(
-                f"process_group is ranks {given}, but the batch of the input, a DTensor with placements {placements}, "
-                f"lies on ranks {of_mesh}; set process_group=None, or pass input.to_local()"
+                f"process_group is ranks {of_spec}, but the batch of the input, a DTensor with placements "
+                f"{placements}, lies on ranks {of_mesh}; set process_group=None, or pass input.to_local()"
             )
     return OfMesh(group)

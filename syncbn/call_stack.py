@@ -1,4 +1,4 @@
-"""Walks up the frames of a call: to the objects that called, and to the line of the user's program, where it warns."""
+"""Walks up the call stack: to the objects that called, and to the line of the user's program, where it warns."""
 
 import functools
 import sys
@@ -24,14 +24,14 @@ def line_of_program(frame: FrameType) -> str:
 
 
 def warn(message: str) -> None:
-    """Warn, with the line from which the program called torch or syncbn."""
+    """Warns, with the line from which the program called torch or syncbn."""
     frame = _frame_of_program(sys._getframe())
     warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno)
 
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Warn, unless this process has given this warning already."""
+    """Warns, unless this process has given this warning already."""
     warn(message)
 
 

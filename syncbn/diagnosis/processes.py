@@ -28,7 +28,7 @@ def start_of_this() -> float:
 
 @functools.cache
 def host() -> str:
-    """A name of this host, the same in processes that can see one another."""
+    """Host, boot and pid namespace: equal if /proc of one shows the other."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     if not (boot.exists() and namespace.exists()):
         return socket.gethostname()
@@ -36,7 +36,7 @@ def host() -> str:
 
 
 def state_of(process: int) -> str:
-    """'its process (123) has ended' or '... is stopped', of this process on this host; else empty."""
+    """'its process (123) has ended' or '... is stopped', for a process of this host; else empty."""
     if not Path("/proc/self/stat").exists():
         return ""
     state = "X"

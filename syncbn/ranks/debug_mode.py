@@ -8,14 +8,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from syncbn.diagnosis.observer import IN_COMMON, described, require_one_layer
-from syncbn.diagnosis.this_rank import ThisRank
-from syncbn.kernels.plans import NUM_SIGNED
-from syncbn.program import warn
-from syncbn.ranks import reductions
-from syncbn.ranks.reductions import EagerReduction, Guard, guarded_by
+from syncbn.call_stack import warn
+from syncbn.diagnosis.failures import IN_COMMON, described, require_one_layer
+from syncbn.diagnosis.positions import EagerCall, ThisRank
+from syncbn.kernels.interface import TRAILER_NUMBERS
+from syncbn.ranks.collective import Collective
+from syncbn.ranks.guards import Guard, guarded_by, guards, joined_group
 from syncbn.ranks.text_exchange import all_gather_json, ranks_in_words
 from syncbn.torch_internals.distributed import default_store, timeout_of
 
@@ -53,20 +52,21 @@ class _Comparison(Guard):
 
     compares_ranks = True
 
-    def before_all_reduce(self, called: EagerReduction, payload: Tensor, pass_name: str) -> None:
-        group, site = called.group, called.site
-        if not site.counts or reductions.joined_group() is not None:
+    def before_all_reduce(self, call: EagerCall, payload: torch.Tensor, pass_name: str) -> None:
+        group, site = call.group, call.site
+        if not site.is_signed or joined_group() is not None:
             return
         members = dist.get_process_group_ranks(group)
-        sums = payload[: -1 - NUM_SIGNED] if payload.is_cpu else payload[: len(payload) // 2 * 2]  # not what is behind
+        # The sums without n and trailer.
+        sums = payload[:-TRAILER_NUMBERS] if payload.is_cpu else payload[: len(payload) // 2 * 2]
         # The ranks of a large group in words, cut, as all_gather_json takes 4,096 bytes.
-        local = described(called, pass_name) | {"channels": len(sums) // 2, "ranks": ranks_in_words(members)[:1000]}
-        with called.other_collective(pass_name):
+        local = described(call, pass_name) | {"channels": len(sums) // 2, "ranks": ranks_in_words(members)[:1000]}
+        with Collective(site, call.call, pass_name):
             local["finite"] = bool(sums.isfinite().all())
             local["fault"] = payload.is_cpu and bool(payload[len(sums)].isnan())
-            gathered = all_gather_json(local, _side_group(group, site.rank))
-            require_one_layer(site, gathered, () if any(one["fault"] for one in gathered) else IN_COMMON)
-        bad = [rank for rank, one in zip(members, gathered, strict=True) if not one["finite"]]
+            parts = all_gather_json(local, _side_group(group, site.rank))
+            require_one_layer(site, parts, () if any(part["fault"] for part in parts) else IN_COMMON)
+        bad = [rank for rank, part in zip(members, parts, strict=True) if not part["finite"]]
         if bad:
             warn(f"syncbn: NaN or infinity in {local['doing']} on {ranks_in_words(bad)}")
 
@@ -87,12 +87,12 @@ _WANTED = os.environ.get("SYNCBN_DEBUG") or "0"  # for the whole program
 if _WANTED not in ("0", "1"):
     raise ValueError(f"SYNCBN_DEBUG must be 1, 0 or not set, got {_WANTED!r}")
 if _WANTED == "1":
-    reductions.guards.append(_Comparison())
+    guards.append(_Comparison())
 
 
 @functools.cache
 def run_uncompiled_where_wanted() -> None:
-    """With SYNCBN_DEBUG=1, let compiled modules run uncompiled from now on: a graph asks no guard.
+    """With SYNCBN_DEBUG=1, let compiled modules run uncompiled from now on: guards do not run in a graph.
 
     The first layer calls this, as an import must change nothing of torch's.
     """

@@ -1,0 +1,60 @@
+"""Evaluates: F.batch_norm with the running statistics, then + z, then relu. Communicates nothing."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from syncbn import general
+from syncbn.arguments import Arguments
+from syncbn.inputs import masks
+from syncbn.inputs.unwrapping import unwrap
+from syncbn.layout import Layout
+from syncbn.ranks.reductions import ONE_RANK
+from syncbn.statistics import compute_dtype
+from syncbn.torch_internals.state import PLAIN_CLASSES
+
+
+def evaluate(arguments: Arguments) -> Tensor:
+    """y by the running statistics; without them, by those of this rank's batch."""
+    if type(arguments.input) in PLAIN_CLASSES:
+        return _evaluate(arguments)
+    arguments, wrap = unwrap(arguments, synchronises=False)
+    return wrap(_evaluate(arguments))
+
+
+def _evaluate(arguments: Arguments) -> Tensor:
+    arguments.check()
+    if arguments.mask is not None and arguments.running_mean is None:  # the statistics of what counts in this batch
+        return general.normalize(arguments, ONE_RANK)[0]
+    arguments, apply_mask = masks.apply(arguments)
+    x, eps = arguments.input, arguments.eps
+    mean, var, weight, bias = arguments.per_channel().values()
+    if any(tensor is not None and tensor.dtype != x.dtype for tensor in (mean, var, weight, bias)):
+        # F.batch_norm takes parameters of the input's dtype, or all in float32 beside a lower one.
+        dtype = compute_dtype(x.dtype)
+        mean, var, weight, bias = (None if tensor is None else tensor.to(dtype) for tensor in (mean, var, weight, bias))
+    if arguments.channel_dim in (1, 1 - x.ndim):
+        y = plain_batch_norm(x, mean, var, weight, bias, mean is None, 0.0, eps)
+    else:
+        x = x.contiguous()
+        folded = Layout.of(x, arguments.channel_dim).fold(x)
+        y = plain_batch_norm(folded, mean, var, weight, bias, mean is None, 0.0, eps).view_as(x)
+    if arguments.z is not None:
+        y = y + arguments.z.to(y.dtype)
+    if arguments.relu:
+        y = F.relu(y)
+    return apply_mask(y)
+
+
+def plain_batch_norm(
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None,
+    bias: Tensor | None, training: bool, momentum: float, eps: float,
+) -> Tensor:  # fmt: skip
+    """F.batch_norm, not by that name, which synchronised_classes.py makes mean batch norm of all ranks."""
+    if input.shape[1] == 0:  # this rank's share of a DTensor may have no channels, for which torch has no batch norm
+        return input.clone()
+    if training and input.numel() == input.shape[1]:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
+    return torch.batch_norm(
+        input, weight, bias, running_mean, running_var, training, momentum, eps, torch.backends.cudnn.enabled
+    )

@@ -1,0 +1,1 @@
+"""Makes inputs ordinary and outputs what the inputs were: subclasses, NestedTensors, DTensors, masks, gaps, Proxies."""

@@ -1,0 +1,129 @@
+"""Runs the ordinary training step, forward and backward, and tells which calls are ordinary.
+
+Symbols: C channels; n values per channel over all ranks r; x, y, dy of any shape, with C channels in one of its dims.
+
+    forward   mean = sum_r sum x / n                    var = max(0, sum_r sum x^2 / n - mean^2)
+              y = (x - mean) / sqrt(var + eps) * weight + bias (+ residual) (then relu)
+    backward  mean_dy = sum_r sum dy / n                mean_dy_xmu = sum_r sum dy * (x - mean) / n
+              grad_input = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight
+              grad_weight = sum dy * (x - mean) * invstd,  grad_bias = sum dy
+                            (sums over this rank: DistributedDataParallel averages them)
+
+Each pass is the local sums, one all_reduce, one elementwise kernel.
+
+An ordinary call has plain tensors without gaps and no mask, in eager mode; there are kernels for them, and nobody but
+autograd and autocast watches the operators that it calls. This is asked once in each pass. A call with a mask, a tensor
+with gaps, a subclass of Tensor, a NestedTensor or a DTensor becomes an ordinary one in inputs/unwrapping.py. All others
+run in general.py.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncbn import general, gradients
+from syncbn.arguments import Arguments, require_two_values
+from syncbn.diagnosis.positions import CallsOnGroups
+from syncbn.inputs.unwrapping import to_ordinary
+from syncbn.kernels.interface import Kernels
+from syncbn.plan import backward_plan, forward_plan
+from syncbn.ranks.reductions import Reduction, reduction_of
+from syncbn.torch_internals.autograd import direct_apply
+from syncbn.torch_internals.state import current_backward, runs_plainly
+
+
+def train(arguments: Arguments, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
+    """y, and the statistics of all ranks, packed as in statistics.py; `caller` is a layer or a `Caller`.
+
+    The running statistics are updated, and the counter counts. **Raises** a fault in the arguments of any rank on every
+    rank, see general.py.
+    """
+    if not runs_plainly():
+        return general.train(arguments, caller)
+    if current_backward() != -1:  # activation checkpointing computes again what the first forward has updated
+        arguments = arguments.without_running_stats()
+    kernels = forward_plan(arguments)
+    return _train_unwrapped(arguments, caller) if kernels is None else _train(arguments, caller, kernels)
+
+
+def _train(arguments: Arguments, caller: CallsOnGroups, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    """`train` with ordinary arguments, for which there are these kernels."""
+    x, weight, bias, z = arguments.input, arguments.weight, arguments.bias, arguments.z
+    reduction, num_values = reduction_of(arguments.process_group, caller, x), arguments.num_values
+    is_alone = reduction.group is None and num_values is None  # else the sums are not complete
+    try:
+        sums, handle = kernels.forward_sums(x, reduction.signatures["forward", x.dtype], is_alone)
+    except RuntimeError as error:
+        general.raise_on_all_ranks(error, [arguments], reduction, "forward")
+    outer, num_channels, inner = kernels.kind.layout.sizes
+    if num_values is not None:  # a mask has set the other values to 0; n stands behind sum x and sum x^2
+        sums[2 * num_channels] = num_values
+    reduction.all_reduce(sums, "forward")
+    if outer * inner < 2 or num_values is not None:  # else this rank alone has two values
+        require_two_values(sums[2 * num_channels], x)
+    momentum = arguments.momentum
+    assert not isinstance(momentum, Tensor)  # there is no plan for such a call
+    y, statistics, is_finite = kernels.forward_outputs(
+        handle, x, sums, weight, bias, z, arguments.running_mean, arguments.running_var, arguments.counter, momentum
+    )
+    if not is_finite:
+        reduction.warn_not_finite(not x.isfinite().all())
+    if caller._synchronised_ranks != reduction.num_ranks:
+        caller._synchronised_ranks = reduction.num_ranks
+    return _apply(x, weight, bias, z, (y, statistics), (kernels, reduction)), statistics
+
+
+def _train_unwrapped(arguments: Arguments, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
+    """`train` with arguments that have no plan: subclasses, masks and gaps are removed, and put back in the output."""
+    try:
+        unwrapped, wrap = to_ordinary(arguments)
+    except Exception:  # of whatever class a bad argument brings about; the general road raises it on all ranks
+        return general.train(arguments, caller)
+    kernels = forward_plan(unwrapped)
+    y, statistics = general.train(unwrapped, caller) if kernels is None else _train(unwrapped, caller, kernels)
+    return wrap(y), statistics
+
+
+class _Step(torch.autograd.Function):
+    """(x, weight, bias, residual, computed, call) -> y: holds the backward.
+
+    `computed` is (y, statistics), in a tuple because autograd would take bare tensors for inputs.
+
+    Saved for backward: x, weight, the statistics, and y when relu is fused behind a residual. Collectives: one
+    all_reduce each way, see ranks/reductions.py; none for one rank. Backward issues its all_reduce whatever
+    needs_input_grad says: another rank may need the sums.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+        computed: tuple[Tensor, Tensor], call: tuple[Kernels, Reduction],
+    ) -> Tensor:  # fmt: skip
+        y, statistics = computed
+        kernels, ctx.reduction = call
+        kind = ctx.kind = kernels.kind
+        ctx.save_for_backward(x, weight, statistics, y if kind.relu and residual is not None else None)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        saved = x, _, _, y = ctx.saved_tensors
+        needed = _, _, _, needs_residual = ctx.needs_input_grad[:4]
+        kernels = None
+        if runs_plainly() and not torch.is_grad_enabled():
+            if dy.stride() != x.stride():
+                dy = ctx.kind.layout.dense(dy)
+            kernels = backward_plan(ctx.kind, dy, saved, needed)
+        if kernels is None:
+            return *gradients.gradients(ctx.kind, dy, saved, needed, ctx.reduction), None, None
+
+        reduction = ctx.reduction
+        signature = reduction.signatures["backward", x.dtype]
+        sums, *of_parameters, handle = kernels.backward_sums(dy, saved, signature, reduction.group is None)
+        reduction.all_reduce(sums, "backward")
+        grad_x, grad_residual = kernels.backward_outputs(handle, dy, saved, sums)
+        return grad_x, *of_parameters, dy if needs_residual and y is None else grad_residual, None, None
+
+
+_apply = direct_apply(_Step)
