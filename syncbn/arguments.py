@@ -1,4 +1,4 @@
-"""Holds what the user passed to one batch norm, and checks it: ValueError or TypeError with the values and the remedy.
+"""Holds the arguments of one batch norm, and checks them: ValueError or TypeError with the values and the remedy.
 
 Nothing is changed before the checks have passed; a fault is raised on all ranks, see general.py.
 """
