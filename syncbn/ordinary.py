@@ -33,22 +33,21 @@ from syncbn.torch_internals.autograd import direct_apply
 from syncbn.torch_internals.state import current_backward, runs_plainly
 
 
-def train(arguments: Arguments, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
+def train(arguments: Arguments, caller: CallsOnGroups, kernels: Kernels | None = None) -> tuple[Tensor, Tensor]:
     """y, and the statistics of all ranks, packed as in statistics.py; `caller` is a layer or a `Caller`.
 
     The running statistics are updated, and the counter counts. **Raises** a fault in the arguments of any rank on every
-    rank, see general.py.
+    rank, see general.py. `kernels`: those for ordinary arguments, if they are known.
     """
-    if not runs_plainly():
-        return general.train(arguments, caller)
-    if current_backward() != -1:  # activation checkpointing computes again what the first forward has updated
-        arguments = arguments.without_running_stats()
-    kernels = forward_plan(arguments)
-    return _train_unwrapped(arguments, caller) if kernels is None else _train(arguments, caller, kernels)
+    if kernels is None:
+        if not runs_plainly():
+            return general.train(arguments, caller)
+        if current_backward() != -1:  # activation checkpointing computes again what the first forward has updated
+            arguments = arguments.without_running_stats()
+        kernels = forward_plan(arguments)
+        if kernels is None:
+            return _train_unwrapped(arguments, caller)
 
-
-def _train(arguments: Arguments, caller: CallsOnGroups, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """`train` with ordinary arguments, for which there are these kernels."""
     x, weight, bias, z = arguments.input, arguments.weight, arguments.bias, arguments.z
     reduction, num_values = reduction_of(arguments.process_group, caller, x), arguments.num_values
     is_alone = reduction.group is None and num_values is None  # else the sums are not complete
@@ -81,7 +80,7 @@ def _train_unwrapped(arguments: Arguments, caller: CallsOnGroups) -> tuple[Tenso
     except Exception:  # of whatever class a bad argument brings about; the general road raises it on all ranks
         return general.train(arguments, caller)
     kernels = forward_plan(unwrapped)
-    y, statistics = general.train(unwrapped, caller) if kernels is None else _train(unwrapped, caller, kernels)
+    y, statistics = general.train(unwrapped, caller) if kernels is None else train(unwrapped, caller, kernels)
     return wrap(y), statistics
 
 
