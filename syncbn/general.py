@@ -53,9 +53,14 @@ def reduction_now(arguments: Arguments, caller: CallsOnGroups) -> Reduction:
 
 
 def check(arguments: Arguments) -> None:
-    """**Raises** ValueError or TypeError unless the arguments fit together, RuntimeError where a buffer's memory was
-    freed: torch's operations, which may write there, would crash."""
+    """**Raises** ValueError or TypeError unless the arguments fit together; and as `require_buffers`."""
     arguments.check()
+    require_buffers(arguments)
+
+
+def require_buffers(arguments: Arguments) -> None:
+    """**Raises** RuntimeError where a buffer's memory was freed: torch's operations, which may write there, would
+    crash."""
     if not is_compiling():
         for buffer in (arguments.running_mean, arguments.running_var, arguments.counter):
             if type(buffer) is Tensor and not is_wrapped(buffer) and is_freed(buffer):

@@ -107,6 +107,7 @@ def _train(all_arguments: list[Arguments], fault: Exception | None) -> list[Tens
             if plan is None:
                 _named(index, general.check, arguments)
                 arguments.check_numbers()
+            general.require_buffers(arguments)  # which its plan does not write
             _named(index, _require_one_call, arguments, unwrapped[0])
     except Exception as error:
         general.raise_on_all_ranks(error, unwrapped, reduction, "forward")

@@ -10,6 +10,7 @@ All tensors here have that size, so the cost does not depend on the batch. Knows
 import torch
 from torch import Tensor
 
+from syncbn.torch_internals.autograd import copy_into_captured
 from syncbn.torch_internals.state import inside_functorch, inside_vmap, is_compiling
 
 
@@ -69,13 +70,12 @@ def update_buffers(
         momentum = 1.0 / (counter + 1).to(torch.float64)  # without waiting for a GPU
     if running_mean is not None and running_var is not None and momentum is not None:
         mean, var, num_values = unbiased(statistics.detach(), len(running_mean))  # no_grad leaves tangents
-        # torch.func.grad refuses copy_ on what its function has captured; vmap knows copy_ alone.
-        by_foreach = not is_compiling() and inside_functorch() and not inside_vmap()
+        captured = not is_compiling() and inside_functorch() and not inside_vmap()
         for running, statistic, enough in ((running_mean, mean, num_values > 0), (running_var, var, num_values > 1)):
             updated = (1 - momentum) * running.to(torch.float64) + momentum * statistic
             updated = torch.where(enough, updated, running)
-            if updates and by_foreach:
-                torch._foreach_copy_((running,), (updated,))
+            if updates and captured:
+                copy_into_captured(running, updated)
             elif updates:
                 running.copy_(updated)
     if counter is not None and updates:

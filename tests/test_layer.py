@@ -230,5 +230,5 @@ def test_evaluation_of_a_dtensor_needs_no_process_group(training: bool, request:
 
 
 def test_eps_of_another_class() -> None:
-    """Calls with an eps that is no float take a side road, so the layer makes it one."""
+    """Calls with an eps that is no float take the general road, so the layer makes it one."""
     assert all(type(syncbn.SyncBatchNorm(3, eps=eps).eps) is float for eps in (1, np.float64(0.1)))

@@ -1,1 +1,1 @@
-"""Tells where every rank is, and why the ranks disagree: names, signatures, positions, reports, debug mode."""
+"""Tells where every rank is, and why the ranks disagree: names, positions, waits, reports, failures."""

@@ -28,8 +28,8 @@ def unwrap(arguments: Arguments) -> tuple[Arguments, Callable[[Tensor], Tensor]]
     """The arguments with plain tensors in place of subclasses that have memory, and a function that hands the output to
     the classes of the tensors which nn.BatchNorm would see."""
     unwrapped, check = replace(arguments), arguments.check_input_dim
-    if check is not None and getattr(check, "__func__", check) not in CHECKS_OF_DIMS:  # it may look at more than dims
-        unwrapped.check_input_dim = lambda _: check(arguments.input)
+    if check is not None and has_memory(arguments.input) and getattr(check, "__func__", check) not in CHECKS_OF_DIMS:
+        unwrapped.check_input_dim = lambda _: check(arguments.input)  # it may look at more than the dims
     for name in TENSORS:
         tensor = getattr(arguments, name)
         if type(tensor) not in PLAIN_OR_NONE and has_memory(tensor):

@@ -291,7 +291,7 @@ def test_an_error_of_the_gpu_is_told_as_it_is(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("debug", [pytest.param(False, marks=on_cpu), True])
-@pytest.mark.parametrize(("bad", "masked"), [(torch.nan, False), (torch.inf, True)])  # a mask takes a side road
+@pytest.mark.parametrize(("bad", "masked"), [(torch.nan, False), (torch.inf, True)])
 def test_the_rank_of_a_nan_is_named(ranks: Ranks, bad: float, masked: bool, debug: bool) -> None:
     """Once, and by no rank to which it comes by the statistics alone. It is no error: as in torch, all becomes NaN."""
     layer, last = syncbn.SyncBatchNorm(3, device=ranks.device), ranks.size - 1

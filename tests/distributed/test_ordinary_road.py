@@ -1,4 +1,4 @@
-"""Ordinary calls over ranks: beside ranks on a side road, and what they keep of a group."""
+"""Ordinary calls over ranks: beside ranks on the general road, and what they keep of a group."""
 
 import contextlib
 import copy
@@ -23,7 +23,7 @@ from syncbn.kernels import available
 from syncbn.ranks import text_exchange
 from syncbn.ranks.guards import Guard, guarded_by
 
-HAS_PLANS = "torch operations" not in available()  # without kernels each call takes a side road
+HAS_PLANS = "torch operations" not in available()  # without kernels each call takes the general road
 has_plans = pytest.mark.skipif(not HAS_PLANS, reason="without kernels there is no ordinary road")
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs nobody reads a total")
 C = 3
@@ -60,7 +60,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_one_rank_is_watched(
     ranks: Ranks, sent: list[int], watch: Callable[[], contextlib.AbstractContextManager[object]], first_pass: str
 ) -> None:
-    """It takes the side roads, and must send as much as the others, in the same order and signed alike; else gloo
+    """It takes the general road, and must send as much as the others, in the same order and signed alike; else gloo
     aborts, or the ranks compare what they do."""
     layer, x = layer_and_input(ranks)
     other = copy.deepcopy(layer)
