@@ -5,12 +5,13 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from syncbn.diagnosis.positions import WITH_GRAPH
 from syncbn.inputs import subclasses
 from syncbn.kernels import reference
 from syncbn.kernels.interface import GradientPair, Handle, Kernels, Kind, Needed, Saved
 from syncbn.kernels.select import general_kernels
 from syncbn.plan import kind_of_backward
-from syncbn.ranks.reductions import Reduction, total
+from syncbn.ranks.reductions import Reduction, total, totals
 from syncbn.torch_internals.state import recorded
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of x, weight, bias, residual
@@ -46,7 +47,7 @@ def gradients(kind: Kind, dy: Tensor | None, saved: Saved, needed: Needed, reduc
     inputs = BackwardInput.of(kind, dy, saved, needed)
     with recorded("syncbn.backward"):
         if torch.is_grad_enabled():  # the saved statistics are constants to autograd
-            return gradients_with_graph(inputs, reduction)
+            return gradients_with_graph([inputs], reduction)[0]
         kernels = inputs.kernels()
         sums, grad_weight, grad_bias, handle = kernels.backward_sums(inputs.dy, inputs.saved)
         sums = total(sums, reduction, "backward")
@@ -63,30 +64,44 @@ def outputs(kernels: Kernels, handle: Handle | None, inputs: BackwardInput, sums
     return grad_x, dy if needs_residual and saved[3] is None else grad_residual
 
 
-def gradients_with_graph(inputs: BackwardInput, reduction: Reduction) -> Gradients:
-    """The gradients as a graph. Mean and variance are computed again from x, with the all_reduce as part of the graph:
-    two all_reduces in all."""
-    kind, dy, (x, weight, statistics, y), needs_residual = inputs
-    layout, num_channels = kind.layout, kind.layout.sizes[1]
-    num_values = statistics[3 * num_channels].clamp(min=1)
+def gradients_with_graph(all_inputs: list[BackwardInput], reduction: Reduction) -> list[Gradients]:
+    """The gradients of each input, as a graph. Mean and variance are computed again from x, with their all_reduce as
+    part of the graph: two all_reduces in all.
 
-    def means(first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
-        sums = torch.cat((first.sum((0, 2)), second.sum((0, 2))))
-        return (total(sums, reduction, "backward") / num_values).chunk(2)
+    The first has a pass name of its own: a rank without create_graph issues only the second.
+    """
+    xs, dys = [], []
+    for kind, dy, (x, _, statistics, y), _ in all_inputs:
+        xs.append(kind.layout.fold(x).double())
+        dys.append(reference.through_relu(kind, dy, x, y, statistics).double())
+    all_num_values = [inputs.saved[2][3 * inputs.kind.layout.sizes[1]].clamp(min=1) for inputs in all_inputs]
 
-    wide_x = layout.fold(x).double()
-    wide_dy = reference.through_relu(kind, dy, x, y, statistics).double()
-    mean, mean_square = means(wide_x, wide_x.square())
-    invstd, xmu = ((mean_square - mean.square()).clamp(min=0) + kind.eps).rsqrt(), wide_x - mean[:, None]
-    mean_dy, mean_dy_xmu = means(wide_dy, wide_dy * xmu)
+    def means(pairs: list[tuple[Tensor, Tensor]], pass_name: str) -> list[tuple[Tensor, ...]]:
+        sums = [torch.cat((first.sum((0, 2)), second.sum((0, 2)))) for first, second in pairs]
+        all_totals = totals(sums, reduction, pass_name)
+        return [(total / n).chunk(2) for total, n in zip(all_totals, all_num_values, strict=True)]
 
+    xmus, invstds = [], []
+    of_x = means([(x, x.square()) for x in xs], WITH_GRAPH)
+    for inputs, x, (mean, mean_square) in zip(all_inputs, xs, of_x, strict=True):
+        xmus.append(x - mean[:, None])
+        invstds.append(((mean_square - mean.square()).clamp(min=0) + inputs.kind.eps).rsqrt())
+    of_dy = means([(dy, dy * xmu) for dy, xmu in zip(dys, xmus, strict=True)], "backward")
+    return [_gradients_from_means(*of_input) for of_input in zip(all_inputs, dys, xmus, invstds, of_dy, strict=True)]
+
+
+def _gradients_from_means(
+    inputs: BackwardInput, dy: Tensor, xmu: Tensor, invstd: Tensor, means: tuple[Tensor, ...]
+) -> Gradients:
+    """The gradients by mean_dy and mean_dy_xmu. dy and x - mean are folded, in float64."""
+    (kind, _, (x, weight, *_), needs_residual), (mean_dy, mean_dy_xmu) = inputs, means
     scale = invstd if weight is None else invstd * weight
-    wide_grad_x = (wide_dy - mean_dy[:, None] - xmu * (invstd.square() * mean_dy_xmu)[:, None]) * scale[:, None]
-    grad_x, grad_residual = (layout.unfold(wide, x.shape).to(x.dtype) for wide in (wide_grad_x, wide_dy))
+    wide_grad_x = (dy - mean_dy[:, None] - xmu * (invstd.square() * mean_dy_xmu)[:, None]) * scale[:, None]
+    grad_x, grad_residual = (kind.layout.unfold(wide, x.shape).to(x.dtype) for wide in (wide_grad_x, dy))
     weight_dtype, bias_dtype = kind.grad_weight_dtype, kind.grad_bias_dtype
     return (
         grad_x if kind.needs_x else None,
-        None if weight_dtype is None else ((wide_dy * xmu).sum((0, 2)) * invstd).to(weight_dtype),
-        None if bias_dtype is None else wide_dy.sum((0, 2)).to(bias_dtype),
+        None if weight_dtype is None else ((dy * xmu).sum((0, 2)) * invstd).to(weight_dtype),
+        None if bias_dtype is None else dy.sum((0, 2)).to(bias_dtype),
         grad_residual if needs_residual else None,
     )

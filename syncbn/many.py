@@ -46,7 +46,7 @@ def sync_batch_norm_many(
     latency. There is no all_reduce in evaluation, with one rank or without a process group. All ranks must pass the
     same number of inputs in the same order: another order on one rank mixes their statistics, and is not noticed.
 
-    Backward issues one all_reduce too, with create_graph=True two for each input.
+    Backward issues one all_reduce too, with create_graph=True two.
 
     Args:
         inputs: k tensors as `sync_batch_norm` takes them, on one device; their shapes and channels may differ.
@@ -156,7 +156,7 @@ class Call:
 class SyncBatchNormManyFunction(torch.autograd.Function):
     """(call, x_0, weight_0, bias_0, x_1, ...) -> (y_0, y_1, ..., statistics_0, ...), as general.SyncBatchNormFunction.
 
-    Collectives: one all_reduce each way, of the sums of all inputs one behind another; 2k in backward of k inputs with
+    Collectives: one all_reduce each way, of the sums of all inputs one behind another; two in backward with
     create_graph=True.
     """
 
@@ -200,7 +200,7 @@ class SyncBatchNormManyFunction(torch.autograd.Function):
             plans.append(backward_plan(kind, inputs[-1].dy, saved, all_four) if is_plain else None)
         with recorded("syncbn.backward"):
             if torch.is_grad_enabled():
-                results = [gradients_with_graph(backward_input, ctx.reduction) for backward_input in inputs]
+                results = gradients_with_graph(inputs, ctx.reduction)
             else:
                 results = _gradients(inputs, plans, ctx.reduction)
         return None, *[gradient for gradients in results for gradient in gradients[:NUM_TENSORS]]

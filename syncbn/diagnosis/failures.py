@@ -134,9 +134,10 @@ def require_one_layer(site: Site, parts: Sequence[Part], in_common: Iterable[str
     # In its first call on a rank a layer may have another name there, or be another model's as well.
     has_one_name = all_have("identity") or (may_be_one_layer(paths) and any(part["call"] == 1 for part in parts))
     if not (has_one_name and all_have("pass")):
+        passes = {str(part["pass"]) for part in parts}
         # Layers of two models may have the same path.
         where = by_their_rank("in {doing}; {first call}" if all_have("doing") else "in {doing}")
-        remedy = report.or_debug(report.REMEDY) if all_have("pass") else report.REMEDY_OF_PASSES
+        remedy = report.or_debug(report.REMEDY) if all_have("pass") else report.remedy_of_passes(passes)
         raise RanksDifferError(f"{where}\n{remedy}")
     for key in in_common:
         if not all_have(key):

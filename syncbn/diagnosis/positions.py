@@ -40,6 +40,7 @@ from syncbn.kernels.interface import UNSIGNED, Signature
 from syncbn.torch_internals.distributed import default_store
 
 HAS_LEFT = "has left"
+WITH_GRAPH = "backward with create_graph or torch.func"  # the first all_reduce of such a backward
 SECONDS_BETWEEN_WRITES = 0.05  # of a rank, at least
 SECONDS_PER_WRITE = 10e-6  # of all ranks together: a store takes some 100,000 writes a second
 
@@ -77,7 +78,7 @@ class Position(NamedTuple):
 
     group: str = ""  # the name of the process group
     number: int = 0  # of the all_reduce among syncbn's on the group, from 1
-    pass_name: str = ""  # of the all_reduce: forward, backward
+    pass_name: str = ""  # of the all_reduce: forward, backward, WITH_GRAPH, or a derivative or tangent of these
     doing: str = ""  # layer4.1.bn3 forward, call 17
     has_evaluated: bool = False  # the rank has called a layer in evaluation mode since
     left: str = ""  # HAS_LEFT, and why

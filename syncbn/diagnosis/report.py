@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from syncbn.diagnosis import processes
-from syncbn.diagnosis.positions import HAS_LEFT, Position
+from syncbn.diagnosis.positions import HAS_LEFT, WITH_GRAPH, Position
 from syncbn.diagnosis.waits import Wait
 from syncbn.ranks.guards import in_debug_mode
 from syncbn.ranks.text_exchange import by_rank
@@ -39,12 +39,18 @@ REMEDY_OF_PASSES = (
     "syncbn.join; or the rank that is ahead called the model once more, as in a validation without model.eval(); or it "
     "called ddp.module where the others call ddp."
 )
+REMEDY_OF_GRAPHS = "Pass create_graph=True on every rank or on none, and differentiate by torch.func on all or on none."
 REMEDY_OF_DTYPES = "Use autocast on every rank or on none, and give model and inputs the same dtype on all."
 
 
 def or_debug(remedy: str) -> str:
     """The remedy, and outside of debug mode that there is such a mode."""
     return remedy if in_debug_mode() else f"{remedy} SYNCBN_DEBUG=1 makes the ranks compare before each all_reduce."
+
+
+def remedy_of_passes(passes: set[str]) -> str:
+    """The remedy where ranks are in these passes of one layer."""
+    return REMEDY_OF_GRAPHS if {"backward", WITH_GRAPH} <= passes else REMEDY_OF_PASSES
 
 
 class Finding(NamedTuple):
@@ -104,9 +110,10 @@ def _remedies(findings: list[Finding]) -> list[str]:
     known += [REMEDY_OF_EVALUATION] * any(position.has_evaluated for position in positions)
     if known:
         return known
-    in_other_passes = {"forward", "backward"} <= {position.pass_name for position in positions}
+    passes = {position.pass_name for position in positions}
+    in_other_passes = {"forward", "backward"} <= passes or WITH_GRAPH in passes
     if HAS_LEFT in left or (in_other_passes and not any(rank.state for rank in findings)):
-        return [REMEDY_OF_PASSES]
+        return [remedy_of_passes(passes)]
     if a_rank_is_gone(findings):
         return []
     return [REMEDY_OF_UNSEEN] * any(UNSEEN in rank.words for rank in findings) + [or_debug(REMEDY)]

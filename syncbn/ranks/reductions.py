@@ -216,12 +216,12 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None, None]:
         reduction, pass_name, ends_in_n = ctx.of_call
-        pass_name = "backward" if pass_name == "forward" else "double backward"
-        return _differentiable_total(grad_total, reduction, pass_name, ends_in_n), None, None, None
+        return _differentiable_total(grad_total, reduction, f"derivative of {pass_name}", ends_in_n), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _differentiable_total(tangent, *ctx.of_call)
+        reduction, pass_name, ends_in_n = ctx.of_call
+        return _differentiable_total(tangent, reduction, f"tangent of {pass_name}", ends_in_n)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, ...], sums: Tensor, *of_call: Any) -> tuple[Tensor, int]:

@@ -184,6 +184,36 @@ def test_many_inputs_of_which_one_has_no_gradient(ranks: Ranks) -> None:
     torch.testing.assert_close(of_x, expected[:, batch.samples], rtol=1e-10, atol=1e-10)
 
 
+def backward_of_many(given: list[Tensor], create_graph: bool) -> None:
+    ys = sync_batch_norm_many([given[0], given[0] * 2])
+    torch.autograd.grad(ys[0].pow(3).sum() + ys[1].sum(), given[0], create_graph=create_graph)
+
+
+# What rank 0 does, and what the others do at its side; and the remedy.
+DIFFERENCES: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
+    "create_graph": (WAYS["create_graph"][0], WAYS["autograd.grad"][0], "Pass create_graph=True on every rank or"),
+    "torch.func.grad": (WAYS["grad"][0], WAYS["autograd.grad"][0], "differentiate by torch.func on all or on none"),
+    "create_graph, several inputs": (
+        lambda _, given, stack: backward_of_many(given, create_graph=True),
+        lambda _, given, stack: backward_of_many(given, create_graph=False),
+        "Pass create_graph=True on every rank or",
+    ),
+    "jvp": (WAYS["jvp"][0], lambda f, given, _: (f(*given), f(*given)), "A rank has left out a layer or a backward"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_ranks_that_differentiate_in_different_ways(ranks: Ranks, name: str) -> None:
+    """All ranks raise an error with the remedy, instead of adding up different sums."""
+    if ranks.device.type != "cpu":
+        pytest.skip("the host does not read what a GPU has added up")
+    of_rank_0, of_others, remedy = DIFFERENCES[name]
+    batch = Batch(ranks, given="x")
+    x = batch.tensors["x"][batch.samples].clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=remedy):
+        (of_others if ranks.rank else of_rank_0)(batch.share, [x], batch.stack[:, batch.samples])
+
+
 def test_hand_written_backward(ranks: Ranks) -> None:
     """batch_norm_backward sends its count beside the whole stack."""
     batch = Batch(ranks, given="x weight")

@@ -20,7 +20,7 @@ from voting import Ranks
 
 import syncbn
 from syncbn.diagnosis import positions, waits, watchdog
-from syncbn.diagnosis.positions import Position
+from syncbn.diagnosis.positions import WITH_GRAPH, Position
 from syncbn.ranks import debug_mode
 from syncbn.ranks.guards import Caller, Guard, guarded_by
 from syncbn.ranks.reductions import reduction_of
@@ -72,7 +72,8 @@ def test_names_passes_and_calls(ranks: Ranks, doing: list[str]) -> None:
     y = syncbn.functional.sync_batch_norm(x, None, None, training=True)
     (gradient,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
     gradient.pow(2).sum().backward()
-    of_functions = {f"sync_batch_norm{end}" for end in ("_many forward", " forward", " backward", " double backward")}
+    passes = "forward", WITH_GRAPH, "backward", "derivative of backward", f"derivative of {WITH_GRAPH}"
+    of_functions = {"sync_batch_norm_many forward", *(f"sync_batch_norm {pass_name}" for pass_name in passes)}
     assert {text.partition(",")[0] for text in doing} == {"SyncBatchNorm forward", *of_functions}
 
 
