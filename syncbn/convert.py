@@ -44,10 +44,12 @@ def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, c
 
     The name is apex's. Only the class of a layer changes: nn.BatchNorm1d/2d/3d and nn.SyncBatchNorm become ours, a
     subclass becomes a class that keeps its behaviour and gains synchronisation (see synchronised_classes.py), a
-    parametrization stays, a lazy layer is synchronised from its first forward. Converting again sets the group, if one
-    is given, of layers that are synchronised already, and changes nothing else. What cannot be converted is left alone
-    and named in one warning, by class, with what to do: subclasses of nn.SyncBatchNorm, scripted and exported layers,
-    layers that have an attribute of a name that ours need, and other modules with running statistics of their own.
+    parametrization stays, a lazy layer is synchronised from its first forward. Where a wrapper of the forward was set
+    on a layer (layer.forward = ...), the bound method in it becomes that of the new class (see bound_methods.py).
+    Converting again sets the group, if one is given, of layers that are synchronised already, and changes nothing else.
+    What cannot be converted is left alone and named in one warning, by class, with what to do: subclasses of
+    nn.SyncBatchNorm, scripted and exported layers, layers that have an attribute of a name that ours need or a forward
+    set on them in which no call of their class's is found, and other modules with running statistics of their own.
 
     Args:
         model: any module, also a single batch-norm layer. Convert before wrapping it:
@@ -98,7 +100,8 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
 
     Statistics and parameters are those that training left. Layers that were built as syncbn layers have no original
     class and stay. One warning names the layers that compute something else then, as they had `fuse_relu=True` or
-    `channel_last=True`, and, with a `target`, those that stay.
+    `channel_last=True`, those that stay as a forward set on them hides what it calls, and, with a `target`, others that
+    stay.
 
     Args:
         model: any module, also a single layer.
