@@ -18,7 +18,7 @@ from syncbn.torch_internals.autograd import jagged_parts
 
 __all__ = ["batch_norm_backward", "sync_batch_norm", "sync_batch_norm_many"]
 
-SYNC_BATCH_NORM = Caller("sync_batch_norm")
+_SYNC_BATCH_NORM = Caller("sync_batch_norm")
 _BATCH_NORM_BACKWARD = Caller("batch_norm_backward")
 
 
@@ -99,7 +99,7 @@ def sync_batch_norm(
         process_group=spec,
     )  # fmt: skip
     if training:
-        return ordinary.train(arguments, SYNC_BATCH_NORM)[0]
+        return ordinary.train(arguments, _SYNC_BATCH_NORM)[0]
     arguments.require_running_stats()
     return evaluate(arguments)
 

@@ -75,7 +75,7 @@ def finish(arguments: Arguments, statistics: Tensor, caller: CallsOnGroups, redu
     buffers = arguments.running_mean, arguments.running_var, arguments.counter
     update_buffers(*buffers, statistics, arguments.momentum, updates)
     if not compiling:  # where an attribute that changes would compile a graph again
-        caller._synchronised_ranks = reduction.num_ranks
+        object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)  # a layer's own may refuse
 
 
 def normalize(arguments: Arguments, reduction: Reduction) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,7 @@ class SyncBatchNorm(_BatchNorm):
 
     channel_last: bool = False
     fuse_relu: bool = False
-    # The number of ranks that the last training step in eager mode synchronised; None before the first.
+    # The number of ranks that the last training step in eager mode synchronised; None before the first, 0: not known.
     _synchronised_ranks: int | None = None
     _call_site: Site | None = None  # of this layer in its group, see diagnosis/positions.py
     _process_group: GroupSpec = None

@@ -69,7 +69,7 @@ def train(arguments: Arguments, caller: CallsOnGroups, kernels: Kernels | None =
     if not is_finite:
         reduction.warn_not_finite(not x.isfinite().all())
     if caller._synchronised_ranks != reduction.num_ranks:
-        caller._synchronised_ranks = reduction.num_ranks
+        object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)  # a layer's own may refuse
     return _apply(x, weight, bias, z, (y, statistics), (kernels, reduction)), statistics
 
 

@@ -9,9 +9,11 @@ that by the batch norm of all ranks.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Collection
 from typing import Any, SupportsIndex, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.overrides import TorchFunctionMode
@@ -19,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 from syncbn.arguments import Arguments
 from syncbn.call_stack import warn_once
 from syncbn.evaluation import plain_batch_norm
-from syncbn.functional import SYNC_BATCH_NORM
 from syncbn.inputs import traced
 from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, raise_with_name
+from syncbn.ranks.guards import layer_in_forward
 from syncbn.torch_internals.state import is_compiling
 
 OURS: dict[type[nn.Module], type[SyncBatchNorm]] = {
@@ -38,6 +40,16 @@ ADDED = (
     "_original_class", "_process_group", "channel_last", "fuse_relu", "_synchronised_ranks", "_call_site",
     "_train_over_ranks",
 )  # fmt: skip
+
+NOT_KNOWN = 0  # ranks: a step in eager mode has left no note
+
+# Functions that a forward may take the statistics of a batch by, and those that synchronise in a graph, by name.
+STATISTICS = {
+    "mean", "sum", "var", "std", "var_mean", "std_mean", "batch_norm", "native_batch_norm", "batch_norm_stats",
+    "cudnn_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+}  # fmt: skip
+SYNCHRONISE = {"forward_sums", "all_reduce", "all_reduce_"}
+WATCHED = STATISTICS | SYNCHRONISE
 
 _classes = dict(OURS)  # with the classes that have been made
 
@@ -79,18 +91,23 @@ class _KeepsForward(_Made):
         first = args if isinstance(args, Proxy) else next(iter((*args, *kwargs.values())), None)
         if isinstance(first, Proxy):
             return traced.leaf(self, first.tracer, args, kwargs)
-        trains = self.training and not is_compiling()
-        if trains:
-            SYNC_BATCH_NORM._synchronised_ranks = None
-        with BatchNormReplaced(functools.partial(_batch_norm, self)):
-            output = super().forward(*args, **kwargs)
-        if trains:  # and may have called sync_batch_norm
-            self._synchronised_ranks = SYNC_BATCH_NORM._synchronised_ranks or self._synchronised_ranks
-            if self._synchronised_ranks is None:
-                warn_once(
-                    f"syncbn is not synchronising: {self._syncbn_original.__qualname__}.forward calls neither "
-                    "super().forward nor F.batch_norm. Let it call one of them, or syncbn.functional.sync_batch_norm."
-                )
+        if not self.training or is_compiling():
+            with BatchNormReplaced(functools.partial(_batch_norm, self)):
+                return super().forward(*args, **kwargs)
+        note, outer = vars(self), layer_in_forward.set(self)
+        note["_synchronised_ranks"] = NOT_KNOWN
+        try:
+            with Watching(self) as watching:
+                output = super().forward(*args, **kwargs)
+        finally:
+            layer_in_forward.reset(outer)
+        # A compiled part of the forward leaves no note, so without one the layer may be synchronised.
+        if self._synchronised_ranks == NOT_KNOWN and watching.takes_statistics and not watching.synchronises_in_graph:
+            note["_synchronised_ranks"] = 1
+            warn_once(
+                f"syncbn is not synchronising: {self._syncbn_original.__qualname__}.forward calls neither "
+                "super().forward nor F.batch_norm. Let it call one of them, or syncbn.functional.sync_batch_norm."
+            )
         return output
 
 
@@ -110,6 +127,41 @@ class BatchNormReplaced(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class Watching(BatchNormReplaced):
+    """Replaces F.batch_norm within the forward of a layer, and watches which other functions that calls."""
+
+    def __init__(self, layer: SyncBatchNorm) -> None:
+        super().__init__(functools.partial(_batch_norm, layer))
+        self.num_channels = layer.num_features
+        self.takes_statistics = False  # a function has reduced a tensor of this rank to one value per channel
+        self.synchronises_in_graph = False  # a compiled part of the forward, which leaves no note on the layer
+
+    def __torch_function__(
+        self, func: Callable[..., Result], types: Collection[type],
+        args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None,
+    ) -> Result | Tensor:  # fmt: skip
+        if torch.compiler.is_dynamo_compiling():
+            return super().__torch_function__(func, types, args, kwargs)
+        name = getattr(func, "__name__", "").partition(".")[0]  # that of mean.dim, as in a graph, is mean
+        if name not in WATCHED:
+            return func(*args, **(kwargs or {}))
+        output = super().__torch_function__(func, types, args, kwargs)
+        if name in SYNCHRONISE:
+            self.synchronises_in_graph = True
+        # syncbn's own code takes statistics for a layer within this one.
+        elif not sys._getframe(1).f_globals.get("__name__", "").startswith("syncbn."):
+            self.takes_statistics |= self._are_statistics(func, (*args, *(kwargs or {}).values()), output)
+        return output
+
+    def _are_statistics(self, func: Callable[..., Any], args: tuple[Any, ...], output: Any) -> bool:
+        """Whether this call has normalised by statistics of the batch, or has made one value per channel of more."""
+        if func in (torch.batch_norm, nn.functional.batch_norm):
+            return func is torch.batch_norm and bool(args[5])  # training
+        outputs = output if isinstance(output, tuple) else (output,)
+        sizes = [part.numel() for part in outputs if isinstance(part, Tensor)]
+        return self.num_channels in sizes and isinstance(args[0], Tensor) and args[0].numel() > self.num_channels
+
+
 def _batch_norm(
     layer: SyncBatchNorm, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
     weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1,
@@ -122,7 +174,7 @@ def _batch_norm(
         if training and layer.training:
             return layer._train_over_ranks(arguments, layer)[0]
         if layer.training and not is_compiling():
-            layer._synchronised_ranks = 1  # the original normalises by frozen statistics
+            vars(layer)["_synchronised_ranks"] = 1  # the original normalises by frozen statistics
         try:
             return plain_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
         except RuntimeError:  # torch's, which may say neither values nor remedy

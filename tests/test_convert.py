@@ -1,8 +1,10 @@
 """Conversion keeps the module object and everything that hangs on it; revert is exact."""
 
 import copy
+import functools
 import pickle
 import re
+from types import MethodType
 
 import pytest
 import torch
@@ -203,6 +205,132 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
         with pytest.raises((RuntimeError, ValueError), match=error):
             syncbn.convert_syncbn_model(model, channel_last=True)
         assert [type(one) for one in model] == [nn.BatchNorm2d, kind]
+
+
+class RefusesAttributes(nn.BatchNorm2d):
+    """Once it is built."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if "num_batches_tracked" in vars(self).get("_buffers", ()):
+            raise AttributeError(f"{name} cannot be set")
+        super().__setattr__(name, value)
+
+
+def test_a_layer_that_refuses_attributes_is_converted_trained_and_reverted() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), RefusesAttributes(3), syncbn.SyncBatchNorm(3))
+    syncbn.convert_syncbn_model(model, process_group=1)
+    assert [layer.process_group for layer in model] == [1, 1, 1]
+    model(torch.randn(4, 3, 2, 2))
+    assert [row.last_step for row in syncbn.summary(model)] == ["not synchronised"] * 3
+    syncbn.revert_syncbn_model(model)
+    assert [type(layer) for layer in model] == [nn.BatchNorm2d, RefusesAttributes, syncbn.SyncBatchNorm]
+
+
+class RefusesClasses(nn.BatchNorm2d):
+    @property
+    def __class__(self) -> type:
+        return RefusesClasses
+
+
+def test_a_layer_whose_class_cannot_change_leaves_all_as_they_were() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), syncbn.SyncBatchNorm(3), RefusesClasses(3))
+    forward = model[0].forward
+    model[0].forward = lambda x: forward(x)
+    before = [dict(vars(layer)) for layer in model]
+    with pytest.raises(AttributeError, match="has no setter"):
+        syncbn.convert_syncbn_model(model, process_group=1)
+    assert [type(layer) for layer in model] == [nn.BatchNorm2d, syncbn.SyncBatchNorm, RefusesClasses]
+    assert [vars(layer) for layer in model] == before
+    assert forward.__func__ is nn.BatchNorm2d.forward  # the variable of the closure
+
+
+def test_a_warning_made_an_error_comes_before_any_change() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), SubclassOfSyncBatchNorm(3))  # pytest makes warnings errors
+    with pytest.raises(UserWarning, match="did not convert"):
+        syncbn.convert_syncbn_model(model)
+    assert type(model[0]) is nn.BatchNorm2d
+
+
+REMEMBERED: dict[nn.Module, object] = {}
+
+
+def remember(layer: nn.Module) -> None:
+    """Wraps the forward, and keeps the old one where no search finds it."""
+    REMEMBERED[layer] = layer.forward
+    layer.forward = functools.wraps(layer.forward)(lambda x: REMEMBERED[layer](x))
+
+
+def call_by_name(layer: nn.Module) -> None:
+    layer.forward = MethodType(lambda self, x: nn.BatchNorm2d.forward(self, x), layer)
+
+
+def test_a_forward_on_a_layer_that_leads_nowhere_is_named() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3), nn.SyncBatchNorm(3))
+    for layer, change in zip(model, (remember, call_by_name, call_by_name), strict=True):
+        change(layer)
+    classes = [type(layer) for layer in model]
+    hidden = (
+        r"a forward that was set on the layer hides the class's; convert before you wrap it, or write it in a sub\w+"
+    )
+    expected = rf"2 BatchNorm2d \(layer '0', layer '1'\): {hidden}; 1 SyncBatchNorm \(layer '2'\): {hidden}"
+    assert re.fullmatch(f"syncbn did not convert these layers: {expected}", warning_of(model))
+    assert str(syncbn.summary(model)).startswith("no synchronised layers: 2 BatchNorm2d")
+    assert [type(layer) for layer in model] == classes
+
+
+def test_a_revert_leaves_a_layer_whose_forward_may_call_its_class() -> None:
+    model = syncbn.convert_syncbn_model(nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)))
+    remember(model[1])
+    expected = r"^syncbn: a forward .* they stay: delete it and revert again \(layer '1'\)$"
+    with pytest.warns(UserWarning, match=expected):
+        syncbn.revert_syncbn_model(model)
+    model(torch.randn(4, 3, 2, 2))
+    assert [type(layer) for layer in model] == [nn.BatchNorm2d, syncbn.SyncBatchNorm2d]
+    del model[1].forward
+    assert type(syncbn.revert_syncbn_model(model)[1]) is nn.BatchNorm2d
+
+
+class TorchsFunction(nn.BatchNorm2d):
+    """Calls what F.batch_norm calls."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.batch_norm(x, None, None, None, None, training=True, momentum=0.1, eps=1e-5, cudnn_enabled=False)
+
+
+class OfEachSample(nn.BatchNorm2d):
+    """Takes no statistics over the batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.group_norm(x * x.mean((2, 3), keepdim=True), 3, self.weight, self.bias)
+
+
+class Delegates(OwnMathematics):
+    """Leaves all to a layer within it."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.inner = type("Inner", (OwnMathematics,), {})(num_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_statistics_within_an_inner_layer_are_that_layers() -> None:
+    layer = syncbn.convert_syncbn_model(Delegates(3))
+    with pytest.warns(UserWarning, match="not synchronising: Inner") as warned:
+        layer(torch.randn(4, 3, 2, 2))
+    assert len(warned) == 1
+    assert [row.last_step for row in syncbn.summary(layer)] == ["not known", "not synchronised"]
+
+
+def test_only_statistics_of_a_batch_are_warned_of() -> None:
+    layer = syncbn.convert_syncbn_model(OfEachSample(3))
+    layer(torch.randn(4, 3, 2, 2))  # without a warning
+    assert syncbn.summary(layer)[0].last_step == "not known"
+    layer = syncbn.convert_syncbn_model(TorchsFunction(3))
+    with pytest.warns(UserWarning, match="not synchronising: TorchsFunction"):
+        layer(torch.randn(4, 3, 2, 2))
+    assert syncbn.summary(layer)[0].last_step == "not synchronised"
 
 
 def test_a_forward_that_cannot_be_synchronised_says_so_once() -> None:

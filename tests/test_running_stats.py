@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
+from training import unchanged
 
 import syncbn
 
@@ -71,3 +72,10 @@ def test_a_block_inside_another_is_refused_through_a_measurement_too() -> None:
         layer(second)
     assert noise[0].num_calls == 2
     torch.testing.assert_close(layer.running_var, DATA.var(0))
+
+
+def test_a_buffer_that_cannot_be_written_leaves_all_layers_as_they_were() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    model[1].running_mean = torch.zeros(1).expand(3)
+    with unchanged(model), pytest.raises(RuntimeError, match="single memory location"):
+        syncbn.recompute_running_stats(model, [torch.randn(5, 3)])

@@ -2,21 +2,36 @@
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from syncbn.diagnosis.positions import EagerCall, Site
+from syncbn.diagnosis.positions import CallsOnGroups, EagerCall, Site
+
+# The layer whose forward trains in this context, which may call functions such as sync_batch_norm.
+layer_in_forward: ContextVar[CallsOnGroups | None] = ContextVar("layer_in_forward", default=None)
 
 
 class Caller:
     """A function that calls on process groups, as a layer does; a layer has the same two attributes."""
 
     _call_site: Site | None = None
-    _synchronised_ranks: int | None = None
 
     def __init__(self, name: str, is_signed: bool = True) -> None:
         self.name, self.is_signed = name, is_signed
+
+    @property
+    def _synchronised_ranks(self) -> int | None:
+        """That of the layer whose forward calls the function; None outside of such."""
+        layer = layer_in_forward.get()
+        return None if layer is None else layer._synchronised_ranks
+
+    @_synchronised_ranks.setter
+    def _synchronised_ranks(self, num_ranks: int | None) -> None:
+        layer = layer_in_forward.get()
+        if layer is not None:
+            object.__setattr__(layer, "_synchronised_ranks", num_ranks)  # the layer's own may refuse
 
 
 class Guard:

@@ -155,7 +155,8 @@ def reduction_of(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor |
         group = groups.resolve(spec)
         if group is None:
             return ONE_RANK
-        site = caller._call_site = failures.new_site(caller, group)
+        site = failures.new_site(caller, group)
+        object.__setattr__(caller, "_call_site", site)  # a layer's own may refuse
     return EagerReduction(group, site, getattr(input, "dtype", None))
 
 

@@ -10,7 +10,7 @@ from syncbn.ranks import groups
 from syncbn.ranks.guards import Caller
 from syncbn.ranks.reductions import reduction_of, totals
 from syncbn.ranks.text_exchange import all_reduce_max
-from syncbn.tools.running_stats import agreed_layers, buffers_of, overwrite
+from syncbn.tools.running_stats import agreed_layers, buffers_of, overwrite, unchanged_after_error
 
 _CALLER = Caller("merge_running_stats")
 
@@ -40,6 +40,8 @@ def merge_running_stats(model: nn.Module, count: float | Mapping[str, float] | N
     Raises:
         ValueError: there is no BatchNorm with running statistics; a count is negative or missing; the ranks' models
             differ in their layers. On every rank, before anything is changed.
+
+    After any error all buffers are as before.
     """
     layers = agreed_layers(model, count)
     world = groups.world()
@@ -50,11 +52,12 @@ def merge_running_stats(model: nn.Module, count: float | Mapping[str, float] | N
     sums = [_weighted_sums(layer, counts[name], b) for name, layer in layers.items()]
     of_all_ranks = totals(sums, reduction_of(None, _CALLER, sums[0]), "all_reduce")
     counters = all_reduce_max(torch.stack([buffers_of(layer)[-1] for layer in layers.values()]), world)
-    for layer, total, counter in zip(layers.values(), of_all_ranks, counters, strict=True):
-        (weighted_mean, weighted_square), n = total[:-1].chunk(2), total[-1]
-        mean = weighted_mean / n
-        var = ((weighted_square - n * mean * mean) / (n - b)).clamp(min=0)
-        overwrite(layer, (mean, var, counter), (n > 0, n > b, counter > 0))
+    with unchanged_after_error(layers.values()):
+        for layer, total, counter in zip(layers.values(), of_all_ranks, counters, strict=True):
+            (weighted_mean, weighted_square), n = total[:-1].chunk(2), total[-1]
+            mean = weighted_mean / n
+            var = ((weighted_square - n * mean * mean) / (n - b)).clamp(min=0)
+            overwrite(layer, (mean, var, counter), (n > 0, n > b, counter > 0))
 
 
 def _weighted_sums(layer: _BatchNorm, count: float | None, b: int) -> Tensor:

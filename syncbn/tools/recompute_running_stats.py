@@ -18,7 +18,7 @@ from syncbn.ranks import groups
 from syncbn.ranks.join_protocol import Shadowing
 from syncbn.statistics import unbiased
 from syncbn.tools.replace import replace
-from syncbn.tools.running_stats import agreed_layers, buffers_of, overwrite, pooling
+from syncbn.tools.running_stats import agreed_layers, buffers_of, overwrite, pooling, unchanged_after_error
 from syncbn.torch_internals.modules import without_compile
 
 Batch = TypeVar("Batch")
@@ -81,10 +81,11 @@ def recompute_running_stats(
                 shadowing.take_from_the_last(pool.packed for pool in pools.values())
     if not any(pool.packed[-1] for pool in pools.values()):
         raise ValueError("no rank has a batch to recompute the running statistics from")
-    for layer, pool in pools.items():
-        mean, var, num_values = unbiased(pool.statistics(), layer.num_features)
-        num_calls = pool.packed[-1]
-        overwrite(layer, (mean, var, num_calls), (num_values > 0, num_values > 1, num_calls > 0))
+    with unchanged_after_error(layers):
+        for layer, pool in pools.items():
+            mean, var, num_values = unbiased(pool.statistics(), layer.num_features)
+            num_calls = pool.packed[-1]
+            overwrite(layer, (mean, var, num_calls), (num_values > 0, num_values > 1, num_calls > 0))
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

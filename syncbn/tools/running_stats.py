@@ -152,6 +152,17 @@ def buffers_of(layer: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
     return layer.get_buffer("running_mean"), layer.get_buffer("running_var"), layer.get_buffer("num_batches_tracked")
 
 
+@contextlib.contextmanager
+def unchanged_after_error(layers: Iterable[_BatchNorm]) -> Iterator[None]:
+    """If an error ends the block, as where one buffer cannot be written, the buffers of all layers are put back."""
+    with contextlib.ExitStack() as undo:
+        for layer in layers:
+            for buffer in buffers_of(layer):
+                undo.callback(buffer.copy_, buffer.clone())
+        yield
+        undo.pop_all()
+
+
 def overwrite(layer: _BatchNorm, values: Sequence[Tensor], known: Sequence[Tensor]) -> None:
     """Gives running_mean, running_var and num_batches_tracked these values where they are `known`."""
     for buffer, value, is_known in zip(buffers_of(layer), values, known, strict=True):

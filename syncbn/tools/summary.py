@@ -9,6 +9,7 @@ from syncbn.convert import check_module, described, unsynchronised
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.layer import SyncBatchNorm
 from syncbn.ranks import groups
+from syncbn.synchronised_classes import NOT_KNOWN
 from syncbn.tools.table import table
 from syncbn.torch_internals.modules import is_compiled
 
@@ -48,8 +49,8 @@ def summary(model: nn.Module) -> Summary:
     Columns: name; class; channels; number of ranks in its group; bytes that a rank sends per training step, forward and
         backward; and whether the layer really synchronised in its last training step, and over how many ranks. The
         last is recorded in eager mode only: for a layer in a compiled module, if that is `model` or inside it, the
-        column says "compiled"; for a layer without an eager step how many batches num_batches_tracked has counted, in a
-        compiled graph or before the layer was converted, copied or loaded.
+        column says "compiled"; for a layer that has counted batches without a record, as in a compiled function or
+        before it was converted, copied or loaded, "not known"; for one that has counted none, "none yet".
 
     **Raises** TypeError unless `model` is a module; ValueError for a layer with process_group="node" where
     LOCAL_WORLD_SIZE is not set.
@@ -71,15 +72,15 @@ def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
 
 
 def _last_eager_step(layer: SyncBatchNorm) -> str:
-    """Whether the layer synchronised in its last eager step. A layer without one since it was converted, copied or
-    loaded may have counted batches, in compiled graphs or before."""
+    """What is known of the layer's last eager step. Without one since it was converted, copied or loaded the layer may
+    have counted batches, in compiled graphs or before."""
     num_ranks, counter = layer._synchronised_ranks, layer.num_batches_tracked
-    if num_ranks is not None:
-        return "not synchronised" if num_ranks == 1 else f"synchronised over {num_ranks} ranks"
-    num_batches = 0 if counter is None or counter.is_meta else int(counter)
-    if not num_batches:
-        return "none yet"
-    return f"none: {num_batches} batch{'es' * (num_batches > 1)} ran compiled, or before conversion or loading"
+    if num_ranks is None:
+        has_trained = counter is not None and not counter.is_meta and int(counter) > 0
+        return "not known" if has_trained else "none yet"
+    if num_ranks == NOT_KNOWN:
+        return "not known"
+    return "not synchronised" if num_ranks == 1 else f"synchronised over {num_ranks} ranks"
 
 
 def bytes_if_synchronised(layer: nn.modules.batchnorm._BatchNorm) -> tuple[int, int]:

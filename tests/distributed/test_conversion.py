@@ -2,13 +2,18 @@
 (pytorch#187298, #41081; timm#2422; mmcv#1253)."""
 
 import copy
+import functools
+import threading
 from collections.abc import Callable
+from types import MethodType
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.fx
 from counting import CountCollectives
-from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d, parametrized
+from subclasses_of_batchnorm import BatchNormAct2d, CallsFunctional, CallsSuper2d, OwnMathematics, parametrized
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
@@ -17,6 +22,7 @@ from training import mine, require_equal_state, require_trains_as, step, train, 
 from voting import Ranks
 
 import syncbn
+from syncbn.functional import sync_batch_norm_many
 
 STEPS = 3
 
@@ -146,3 +152,173 @@ def test_a_lazy_layer_synchronises_its_first_forward(ranks: Ranks) -> None:
     torch.testing.assert_close(layer(x[0, own]), expected(x[0])[own], rtol=1e-5, atol=1e-5)
     assert syncbn.summary(layer)[0].last_step == f"synchronised over {ranks.size} ranks"
     torch.testing.assert_close(layer.state_dict(), expected.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+def logged(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def inner(*args: Any, **options: Any) -> Any:
+        return forward(*args, **options)
+
+    return inner
+
+
+def as_method(layer: nn.Module) -> None:
+    forward = layer.forward
+    layer.forward = MethodType(lambda self, x: forward(x), layer)
+
+
+class Wrapper:
+    """Wraps the forward of a layer by a method of its own, or by its call."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.original = layer.forward
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.original(x)
+
+    def method(self, x: Tensor) -> Tensor:
+        return self.original(x)
+
+
+def with_accelerate(layer: nn.Module) -> None:
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    hooks.add_hook_to_module(layer, hooks.ModelHook())
+    hooks.add_hook_to_module(layer, hooks.ModelHook(), append=True)
+
+
+def with_a_hook(layer: nn.Module) -> None:
+    forward = layer.forward
+    layer.register_forward_hook(lambda layer, inputs, output: forward(*inputs))
+
+
+WRAPS: dict[str, Callable[[nn.Module], None]] = {
+    "itself": lambda layer: setattr(layer, "forward", layer.forward),
+    "closure": lambda layer: setattr(layer, "forward", logged(logged(layer.forward))),
+    "default": lambda layer: setattr(layer, "forward", lambda x, forward=layer.forward: forward(x)),
+    "keyword default": lambda layer: setattr(layer, "forward", lambda x, *, forward=layer.forward: forward(x)),
+    "partial": lambda layer: setattr(layer, "forward", functools.partial(layer.forward)),
+    "argument": lambda layer: setattr(
+        layer, "forward", functools.partial(lambda forward, x: forward(x), layer.forward)
+    ),
+    "method": as_method,
+    "callable": lambda layer: setattr(layer, "forward", Wrapper(layer)),
+    "another object's method": lambda layer: setattr(layer, "forward", Wrapper(layer).method),
+    "mock": lambda layer: setattr(layer, "forward", mock.MagicMock(wraps=layer.forward)),
+    "accelerate": with_accelerate,
+    "hook": with_a_hook,
+}
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, CallsSuper2d])
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("converted_first", [False, True])
+def test_a_forward_that_was_set_on_a_layer(
+    ranks: Ranks, wrap: str, kind: type[nn.Module], converted_first: bool
+) -> None:
+    """As by accelerate's add_hook_to_module: it calls the forward of the class that the layer has."""
+    x = whole_batches(ranks, 1)[0][0].expand(-1, 3, -1, -1)
+    own = ranks.even(len(x))
+    layer, plain = (kind(3, dtype=torch.float64, device=ranks.device) for _ in range(2))
+    changes = [syncbn.convert_syncbn_model, WRAPS[wrap]]
+    for change in reversed(changes) if not converted_first else changes:
+        change(layer)
+    torch.testing.assert_close(layer(x[own]), plain(x)[own])
+    assert syncbn.summary(layer)[0].last_step == f"synchronised over {ranks.size} ranks"
+    syncbn.revert_syncbn_model(layer)
+    plain.load_state_dict(layer.state_dict())
+    assert type(layer) is kind
+    assert torch.equal(layer(x[own]), plain(x[own]))
+
+
+def test_a_hook_of_accelerate_goes_after_the_conversion(ranks: Ranks) -> None:
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    x = whole_batches(ranks, 1)[0][0]
+    layer, plain = (nn.BatchNorm2d(1, dtype=torch.float64, device=ranks.device) for _ in range(2))
+    hooks.add_hook_to_module(layer, hooks.ModelHook())
+    hooks.remove_hook_from_module(syncbn.convert_syncbn_model(layer))
+    own = ranks.even(len(x))
+    torch.testing.assert_close(layer(x[own]), plain(x)[own])
+
+
+def test_a_forward_that_another_module_holds(ranks: Ranks) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(1, dtype=torch.float64, device=ranks.device))
+    model.norm = model[0].forward
+    syncbn.convert_syncbn_model(model)
+    x = whole_batches(ranks, 1)[0][0]
+    own = ranks.even(len(x))
+    torch.testing.assert_close(model.norm(x[own]), nn.BatchNorm2d(1, dtype=torch.float64, device=ranks.device)(x)[own])
+
+
+class Compiled(nn.BatchNorm2d):
+    @torch.compile(backend="eager", fullgraph=True)
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class CompiledInside(nn.BatchNorm2d):
+    """Takes the mean of each channel too."""
+
+    def __init__(self, num_features: int, **options: Any) -> None:
+        super().__init__(num_features, **options)
+        self.compiled = torch.compile(super().forward, backend="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last_mean = x.mean((0, 2, 3))
+        return self.compiled(x) * 2
+
+
+class CallsMany(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return sync_batch_norm_many([x])[0] * 2
+
+
+class Nested(CallsFunctional):
+    """A norm within a norm, after its own and before it."""
+
+    def __init__(self, num_features: int, **options: Any) -> None:
+        super().__init__(num_features, **options)
+        self.inner = CallsSuper2d(num_features, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner(x)
+        y = super().forward(x)
+        self.inner(x)
+        return y * 2
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("kind", "known"), [(Compiled, False), (CompiledInside, False), (CallsMany, True), (Nested, True)]
+)
+def test_a_layer_that_synchronises_is_not_warned_of(ranks: Ranks, kind: type[nn.Module], known: bool) -> None:
+    x = whole_batches(ranks, 1)[0][0].expand(-1, 3, -1, -1)
+    layer = syncbn.convert_syncbn_model(kind(3, dtype=torch.float64, device=ranks.device))
+    expected = nn.BatchNorm2d(3, dtype=torch.float64, device=ranks.device)(x) * 2
+    own = ranks.even(len(x))
+    for _ in range(2):
+        torch.testing.assert_close(layer(x[own]), expected[own])
+        last_step = f"synchronised over {ranks.size} ranks" if known else "not known"
+        assert {row.last_step for row in syncbn.summary(layer)} == {last_step}
+
+
+def test_the_note_of_a_layer_is_that_of_its_thread(ranks: Ranks) -> None:
+    """Another layer trains in the middle of the forward, and synchronises nothing."""
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(CallsFunctional):
+        def forward(self, x: Tensor) -> Tensor:
+            is_inside.set()
+            assert may_go_on.wait(60)
+            return super().forward(x)
+
+    slow, other = (syncbn.convert_syncbn_model(kind(3, device=ranks.device)) for kind in (Slow, OwnMathematics))
+    x = torch.randn(4, 3, 2, 2, device=ranks.device)
+    thread = threading.Thread(target=slow, args=(x,))
+    thread.start()
+    assert is_inside.wait(60)
+    with pytest.warns(UserWarning, match="not synchronising: OwnMathematics"):
+        other(x)
+    may_go_on.set()
+    thread.join()
+    assert syncbn.summary(slow)[0].last_step == f"synchronised over {ranks.size} ranks"
+    assert syncbn.summary(other)[0].last_step == "not synchronised"

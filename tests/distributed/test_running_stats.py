@@ -244,6 +244,14 @@ def test_what_cannot_be_merged(ranks: Ranks) -> None:
 # Equal on all ranks.
 
 
+def test_a_buffer_that_cannot_be_written_ends_a_merge_without_changes(ranks: Ranks) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)).to(ranks.device)
+    model(torch.randn(4, 3, device=ranks.device) + ranks.rank)
+    model[1].running_mean = torch.zeros(1, device=ranks.device).expand(3)
+    with unchanged(model), pytest.raises(RuntimeError, match="single memory location"):
+        syncbn.merge_running_stats(model)
+
+
 def test_differences_are_named(ranks: Ranks) -> None:
     """And nothing else: not the same NaN, not an order in memory."""
     model, last = net(ranks), ranks.size - 1
