@@ -49,9 +49,14 @@ def require_statistics(layer: nn.Module, batches: list[Tensor]) -> None:
     close(layer.running_var, values_of(batches).var(1))
 
 
+class TextlessError(KeyError):
+    def __str__(self) -> str:
+        raise AttributeError("no text")
+
+
 def failing_loader(*batches: Tensor) -> Iterator[Tensor]:
     yield from batches
-    raise KeyError("no such image")
+    raise TextlessError("no such image")
 
 
 # Gradient accumulation (https://github.com/pytorch/pytorch/issues/46516).
@@ -151,9 +156,13 @@ def test_recomputed_over_uneven_loaders(
 @pytest.mark.parametrize("num_batches", [0, 1])
 def test_a_loader_that_fails_on_one_rank(ranks: Ranks, num_batches: int) -> None:
     model, x = net(ranks), part(ranks, ranks.rank, 0)
-    batches, error, message = [x, x], RuntimeError, "inside recompute_running_stats another rank failed: rank 0: KeyE"
+    batches, error, message = (
+        [x, x],
+        RuntimeError,
+        "inside recompute_running_stats another rank failed: rank 0: .*TextlessError",
+    )
     if ranks.rank == 0:
-        batches, error, message = failing_loader(*[x] * num_batches), KeyError, "no such image"
+        batches, error, message = failing_loader(*[x] * num_batches), TextlessError, None
     with unchanged(model), pytest.raises(error, match=message):
         syncbn.recompute_running_stats(model, batches)
 
