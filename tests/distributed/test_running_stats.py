@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from subclasses_of_batchnorm import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -78,6 +79,15 @@ def test_micro_batches_count_as_one(ranks: Ranks, momentum: float | None, checkp
                 assert torch.equal(layer.running_mean, before)
         expected(values_of(parts(ranks, *indices)).t())
         close(dict(layer.named_buffers()), dict(expected.named_buffers()))
+
+
+def test_a_forward_that_counts_counts_once(ranks: Ranks) -> None:
+    """timm's layers add 1 to the counter by themselves in each forward; the block has one step."""
+    layer = syncbn.convert_syncbn_model(BatchNormAct2d(CHANNELS)).to(ranks.device, torch.float64)
+    with syncbn.accumulate_running_stats(layer):
+        for index in range(3):
+            layer(part(ranks, ranks.rank, index))
+    assert layer.num_batches_tracked == 1
 
 
 def test_an_exception_loses_the_block_and_nothing_else(ranks: Ranks) -> None:
