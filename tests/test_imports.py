@@ -36,7 +36,7 @@ ORDER = [
     "diagnosis.waits",
     "ranks.guards",
     "diagnosis.positions ranks.text_exchange",
-    "diagnosis.names diagnosis.processes",
+    "diagnosis.names diagnosis.processes diagnosis.termination",
     "kernels.__init__",
     "kernels.select",
     "kernels.operators",
