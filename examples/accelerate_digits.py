@@ -57,4 +57,5 @@ result = {"processes": accelerator.num_processes, "final loss": losses.mean().it
 accelerator.print(result)
 if arguments.output and accelerator.is_main_process:
     arguments.output.write_text(json.dumps(result))
-accelerator.end_training()
+model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)  # before the process group
+accelerator.end_training()  # destroys the process group

@@ -16,8 +16,8 @@ python -m build --outdir "$folder/dist" "$folder/clone" >runs/build.log 2>&1 || 
 auditwheel repair --exclude libtorch_cpu.so --wheel-dir runs/dist "$folder"/dist/*.whl
 cp "$folder"/dist/*.tar.gz runs/dist
 (cd "$folder" && python -m zipfile -e dist/*.whl wheel)
-echo "symbols that the library takes from others:"
-nm --dynamic --undefined-only "$folder/wheel/syncbn/kernels/_cpu.so"
+echo "symbols that the libraries take from others:"
+nm --dynamic --undefined-only "$folder"/wheel/syncbn/*/_*.so
 CXX=false python -m build --wheel --outdir runs/dist "$folder/clone" >>runs/build.log 2>&1
 ls -l runs/dist
 
@@ -38,7 +38,7 @@ try() { # WAY COMMAND...: with a compiler and without, and a line of the table f
         printf '%s\t%s\t%s s\t%s\t%s\n' "$1" "$([[ $compiler == c++ ]] && echo compiler || echo none)" "$seconds" "$says" "$tested" |
             tee -a "$folder/table"
         "$folder/user/bin/python" -m pip uninstall --quiet --yes syncbn
-        rm -f "$folder/clone/syncbn/kernels/_cpu.so"
+        rm -f "$folder"/clone/syncbn/*/_*.so
     done
 }
 try "pip install ." install_for_user "$folder/clone"

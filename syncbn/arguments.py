@@ -96,6 +96,8 @@ def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor],
         try:
             check_input_dim(x)
         except ValueError as error:
+            if type(error) is not ValueError:
+                raise
             raise ValueError(f"{error}; its shape is {tuple(x.shape)}") from error
     if x.ndim < 2:
         raise ValueError(f"expected at least 2D input (got {x.ndim}D input of shape {tuple(x.shape)})")

@@ -30,7 +30,7 @@ class Fault(NamedTuple):
 
     remedy: str  # the table's words
     said: str  # a regular expression for what rank 0 says
-    said_in_debug: str = ""  # with SYNCBN_DEBUG=1, where it is more; without, gloo may end rank 0 before it says a word
+    said_in_debug: str = ""  # with SYNCBN_DEBUG=1, where it is more
     said_at_fault: str = ""  # by the last rank
     num_ranks: int = 2
     well: int = 0  # so many ranks end well, from rank 0 on
@@ -47,6 +47,7 @@ AFTER_1 = "after body.bn1 forward, call 3"
 BEFORE_STEP = "after body.bn1 backward, call 2"
 LAST = "after body.bn1 backward, call 6"
 EVALUATES = rf"{BEFORE_STEP}; has called a layer in evaluation mode(; has left with .*)?"
+TERMINATION = r"syncbn: an exception of C\+\+, which follows, ends rank 0, which waits for others\.\n"  # it is gloo's
 ENDED = r"last seen {}; its process \(\d+\) has ended"
 NO_MORE = r"[^\n]*\n\Z"  # of a rank that ends by its own exception, and prints nothing of syncbn
 FIRST = "in body.bn1 forward, call 1"
@@ -78,13 +79,17 @@ FAULTS = {
         + r"A rank has left out .*syncbn\.join",
         well=1,
     ),
-    "in evaluation": Fault("call `model.train()` on all ranks before a training step", "", _where(IN_1, EVALUATES)),
+    "in evaluation": Fault(
+        "call `model.train()` on all ranks before a training step",
+        TERMINATION + _where(IN_1, EVALUATES),
+        _where(IN_1, EVALUATES),
+    ),
     "not converted": Fault(
         "call `convert_syncbn_model(model)` on all ranks", _where(FIRST, "has not been seen in body.bn1(; .*)?")
     ),
     "channels": Fault(
         "build the same model on all ranks",
-        "",
+        rf"{TERMINATION}ranks 0-1: {FIRST}\n(.*\n)*If it wrote gloo::EnforceNotMet, .* one of them has other channels",
         "different numbers of channels.\n" + _where(f"{FIRST}, with 4 channels", f"{FIRST}, with 5 channels"),
     ),
     "dtype": Fault("give model and inputs the same dtype on all ranks", _of_dtypes(FIRST, "float32", "float64")),
@@ -119,7 +124,9 @@ FAULTS = {
         "let no rank skip a step alone; use smaller batches", _where(IN_BACKWARD, "in body.bn1 forward, call 4")
     ),
     "group destroyed": Fault(
-        "destroy the process group on all ranks, after the last step", "", _where(IN_1, f"{BEFORE_STEP}; has left.*")
+        "destroy the process group on all ranks, after the last step",
+        TERMINATION + _where(IN_1, r"after body\.bn\d .*"),
+        _where(IN_1, f"{BEFORE_STEP}; has left.*"),
     ),
     "group made anew": Fault("destroy and make groups on all ranks at the same place", _where(IN_1, "after .*")),
     "fork after use": Fault(

@@ -106,6 +106,7 @@ def test_node_rejects_what_is_not_consecutive_hosts() -> None:
         ([("2", "0"), (None, "1")], "the same positive number everywhere:\nrank 0: 2\nrank 1: not set"),
         ([("x", "0")], "rank 0: x"),
         ([("0", "0")], "rank 0: 0"),
+        ([(5000 * "9", "0")], "rank 0: 999"),
         ([("2", "0"), ("1", "0")], "rank 0: 2\nrank 1: 1"),
         ([("2", "0"), ("2", "1"), ("2", "0")], "divide WORLD_SIZE; they are 2 and 3"),
         ([("2", "0"), ("2", "0"), ("2", "1"), ("2", "1")], "rank 1 has LOCAL_RANK 0, expected 1"),

@@ -36,7 +36,7 @@ ORDER = [
     "diagnosis.waits",
     "ranks.guards",
     "diagnosis.positions ranks.text_exchange",
-    "diagnosis.names diagnosis.processes",
+    "diagnosis.names diagnosis.processes diagnosis.termination",
     "kernels.__init__",
     "kernels.select",
     "kernels.operators",
@@ -44,7 +44,7 @@ ORDER = [
     "kernels.gpu_channels kernels.gpu_tiles kernels.interface",
     "statistics",
     "layout torch_internals.autograd torch_internals.modules torch_internals.distributed",
-    "torch_internals.state call_stack bound_methods tools.replace tools.table",
+    "torch_internals.state call_stack texts bound_methods tools.replace tools.table",
 ]  # fmt: skip
 LEVELS = {module: level for level, line in enumerate(ORDER) for module in line.split()}
 

@@ -151,6 +151,16 @@ def test_first_pages_say_whether_it_has_run_on_a_gpu() -> None:
     assert syncbn.__version__.startswith("0.") or not nothing_has
 
 
+def test_programs_that_make_a_process_group_destroy_it() -> None:
+    """Else they may abort at their end, see docs/rules.md."""
+    files = [ROOT / "README.md", *GUIDES, *(ROOT / "examples").rglob("*.py")]
+    programs = [program for file in files if file.suffix == ".md" for program in blocks(file.read_text(), "python")]
+    programs += [file.read_text() for file in files if file.suffix == ".py"]
+    made = [program for program in programs if "dist.init_process_group(" in program]
+    assert len(made) >= 6
+    assert all("dist.destroy_process_group()" in program for program in made)
+
+
 def test_versions() -> None:
     """The citation has the package's; scripts/matrix.sh, tests.yml and pyproject.toml agree on Python's and torch's."""
     assert f"version = {{{syncbn.__version__}}}," in (ROOT / "docs" / "citing.md").read_text()

@@ -6,6 +6,7 @@ import sys
 from torch import nn
 
 from syncbn.call_stack import callers, line_of_program
+from syncbn.texts import printable
 
 
 def quoted(path: str) -> str:
@@ -33,7 +34,7 @@ def path_in_model(layer: nn.Module) -> str:
             name = next((name for name, module in below if module is inner), None)
             if name is not None:
                 inner, path = outer, f"{name}.{path}"
-    return ".".join(part for part in path.split(".") if part not in ("", "_orig_mod"))
+    return printable(".".join(part for part in path.split(".") if part not in ("", "_orig_mod")))
 
 
 def line_that_calls_model() -> str:

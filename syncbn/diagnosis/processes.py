@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from syncbn.texts import in_words
+
 HAS_ENDED = "has ended"
 
 
@@ -67,7 +69,7 @@ def main_thread_seconds() -> float | None:
 def why_it_ends() -> str:
     """The first line of the exception that ends this program, or a part of it; empty without an exception."""
     handled, error = sys.exc_info()[1], _last_error()
-    why = "" if error is None else f" {'while handling' if handled else 'with'} {type(error).__name__}: {error}"
+    why = "" if error is None else f" {'while handling' if handled else 'with'} {in_words(error)}"
     return why.partition("\n")[0][:200]
 
 
@@ -77,8 +79,8 @@ def a_collective_failed() -> bool:
     gloo's exceptions are RuntimeErrors that name a file of its source.
     """
     error = _last_error()
-    while error is not None and "syncbn: " not in str(error):
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
+    while error is not None and "syncbn: " not in in_words(error):
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in in_words(error)):
             return True
         error = error.__cause__ or error.__context__
     return False

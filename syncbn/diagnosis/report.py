@@ -24,10 +24,13 @@ REMEDY = (
     "loss = loss + layer(x[:0]).sum(). Ranks that hold different layers, as a pipeline's, need a process_group for "
     "each stage."
 )
+REMEDY_OF_SIZES = (
+    "If it wrote gloo::EnforceNotMet, the ranks sent different sizes: one of them has other channels, has not "
+    "converted its model, evaluates, or left out a layer."
+)
 REMEDY_OF_ENDED = (
-    "Read what the ended process wrote last. If it wrote nothing, memory may have run out: see dmesg. If it wrote "
-    "gloo::EnforceNotMet, the ranks sent different sizes: one of them has other channels, has not converted its model, "
-    "or evaluates."
+    "Read what the ended process wrote last. If it wrote nothing, memory may have run out: see dmesg. "
+    f"{REMEDY_OF_SIZES}"
 )
 REMEDY_OF_EVALUATION = (
     "A layer in evaluation mode waits for nobody: call model.train() on every rank before the next step. To evaluate "

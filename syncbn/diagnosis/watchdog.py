@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 import torch
 import torch.distributed as dist
 
-from syncbn.diagnosis import processes, report
+from syncbn.diagnosis import processes, report, termination
 from syncbn.diagnosis.positions import HAS_LEFT, Entry, ThisRank
 from syncbn.diagnosis.waits import OnGpu, Wait, WaitInLayer, WaitOutside, event_behind, wait_outside
 
@@ -36,6 +36,7 @@ class WatchedRank(ThisRank):
         finalize(world, _leave, self)
         self.watchdog = threading.Thread(target=_watch, args=[self, ref(world)], name="syncbn.watchdog", daemon=True)
         self.watchdog.start()
+        termination.watch()
 
     def left_to_gpu(self, entry: Entry, device: torch.device) -> None:
         self.on_gpu.add(WaitInLayer(entry), event_behind(device))
@@ -70,6 +71,7 @@ def _after_fork() -> None:
     if dist.group.WORLD is not None:
         _inherited.add(dist.group.WORLD)
     for rank in _ranks.values():
+        termination.ignore()  # there is no thread that would report
         for of_group in rank.groups.values():
             for site in of_group.sites.values():
                 site.group = lambda: None
@@ -83,6 +85,8 @@ def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
     """The thread. Between its looks it holds nothing that would keep the group alive."""
     last: Wait | None = None
     while not rank.ended.wait(min(rank.interval, HEARTBEAT_SECONDS)) and dist.group.WORLD is world():
+        if termination.has_begun():
+            _report_termination(rank, last)
         last = _look(rank, last)
     rank.on_gpu.clear()
     rank.ended.wait()  # a group that is destroyed may be held, and the program end later
@@ -91,6 +95,16 @@ def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
         log.error("syncbn: a collective outside of syncbn's layers failed on rank %d.\n%s", rank.rank, where)
     # Layers that have called on the group still know this rank, and must not keep its store.
     rank.store_answers, rank.store = False, dist.HashStore()
+
+
+def _report_termination(rank: WatchedRank, last: Wait | None) -> None:
+    """Log where every rank is, if this rank waits for others, and let the process end."""
+    wait = _current_wait(rank, last)
+    if wait is not None:
+        where = report.where_all_are(wait, report.a_rank_is_gone)
+        text = "syncbn: an exception of C++, which follows, ends rank %d, which waits for others%s.\n%s\n%s"
+        log.error(text, rank.rank, wait.place, where, report.REMEDY_OF_SIZES)
+    termination.ignore()
 
 
 def _look(rank: WatchedRank, last: Wait | None) -> Wait | None:
@@ -124,6 +138,8 @@ def _current_wait(rank: WatchedRank, last: Wait | None) -> Wait | None:
 def _leave(rank: WatchedRank) -> None:
     """The default process group, or this program, ends, perhaps because of an exception."""
     here = rank.process == os.getpid()  # a forked process has no thread
+    if here:
+        termination.ignore()
     rank.failed = here and processes.a_collective_failed()
     rank.ended.set()
     # The heartbeat may be in a call of a dead store.

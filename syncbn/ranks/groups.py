@@ -253,7 +253,7 @@ def ranks_per_host(gathered: list[tuple[str | None, str | None]]) -> int:
     """
     needs = 'process_group="node" needs the environment variable LOCAL_WORLD_SIZE (ranks per host; torchrun sets it)'
     values = [local_world_size or "not set" for local_world_size, _ in gathered]
-    size = int(values[0]) if values[0].isdecimal() else 0
+    size = int(values[0]) if values[0].isdecimal() and len(values[0]) < 10 else 0  # int() refuses thousands of digits
     if size < 1 or len(set(values)) > 1:
         raise ValueError(f"{needs} to be the same positive number everywhere:\n{by_rank(range(len(values)), values)}")
     if len(gathered) % size:

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from syncbn.diagnosis.failures import new_site
 from syncbn.diagnosis.positions import CallsOnGroups, EagerCall
-from syncbn.ranks import text_exchange
 from syncbn.ranks.collective import Collective
 from syncbn.ranks.guards import Caller, Guard, guarded_by, joined_group
 from syncbn.ranks.reductions import EagerReduction
+from syncbn.ranks.text_exchange import gather_by_rank
+from syncbn.texts import in_words
 from syncbn.torch_internals.distributed import device_of, timeout_of
 from syncbn.torch_internals.state import inside_selective_checkpoint
 
@@ -82,7 +83,7 @@ class Shadowing(Guard):
         agreed = int(header)
         if agreed == FAILED:
             self.over = True
-            failures = text_exchange.gather_by_rank(failure, self.header_group)
+            failures = gather_by_rank(failure, self.header_group)
             if local != FAILED:
                 raise RuntimeError(f"inside {self.name} another rank failed: {failures}")
         return agreed
@@ -95,7 +96,7 @@ class Shadowing(Guard):
         except Exception as error:
             if not self.over:
                 with contextlib.suppress(RuntimeError):
-                    self.agree(FAILED, failure=text_exchange.in_words(error))
+                    self.agree(FAILED, failure=in_words(error))
             raise
 
     def run(self, body: Callable[[], None]) -> None:

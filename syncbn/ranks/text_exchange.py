@@ -6,7 +6,6 @@ These are for errors and agreements, not for training steps: the host waits for 
 import hashlib
 import itertools
 import json
-import traceback
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -14,22 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from syncbn.texts import in_words
 from syncbn.torch_internals.distributed import device_of
 
-TEXT_BYTES = 4096
 Json = TypeVar("Json")  # a value that JSON can hold
 
 
 def all_gather_json(value: Json, group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> list[Json]:
-    """Every rank's value, which must fit into 4096 bytes as JSON."""
-    return [json.loads(text) for text in all_gather_text(json.dumps(value), group)]
+    """Every rank's value. Two all_gathers: the lengths of the texts, then the texts, padded to the longest.
 
-
-def all_gather_text(text: str, group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> list[str]:
-    """Every rank's text, cut at 4096 bytes: one all_gather. (torch's all_gather_object needs NumPy.)"""
-    encoded = text.encode()[:TEXT_BYTES]
-    gathered = all_gather(torch.tensor(list(encoded.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8), group)
-    return [bytes(text.tolist()).rstrip(b"\0").decode(errors="replace") for text in gathered]
+    JSON escapes all but ASCII, also surrogates that no UTF-8 can hold, as in names of files. (torch's all_gather_object
+    needs NumPy.)
+    """
+    text = json.dumps(value)
+    longest = int(max(all_gather(torch.tensor([len(text)]), group)))
+    gathered = all_gather(torch.tensor(list(text.ljust(longest).encode()), dtype=torch.uint8), group)
+    return [json.loads(bytes(encoded.tolist())) for encoded in gathered]
 
 
 def all_gather(values: Tensor, group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> list[Tensor]:
@@ -54,51 +53,39 @@ def exchange_errors(error: Exception | None, group: dist.ProcessGroup, where: st
     Returns what this rank is to raise: its own error, else one with all texts, a TypeError if the first faulty rank
     raises one and otherwise a ValueError.
     """
-    are_type_errors = all_gather(torch.tensor(isinstance(error, TypeError), dtype=torch.uint8), group)
-    texts = all_gather_text("" if error is None else in_words(error), group)
+    faults = all_gather_json(None if error is None else (isinstance(error, TypeError), in_words(error)), group)
     if error is not None:
         return error
-    first_faulty = next(rank for rank, text in enumerate(texts) if text)
-    error_class = TypeError if are_type_errors[first_faulty] else ValueError
-    errors = by_rank(dist.get_process_group_ranks(group), texts)
-    return error_class(f"syncbn: another rank failed{where}.\n{errors}")
-
-
-def in_words(error: BaseException) -> str:
-    """The class and the text, as the last line of a traceback has them."""
-    return "".join(traceback.format_exception_only(error)).strip()
+    is_type_error = next(fault[0] for fault in faults if fault is not None)
+    errors = by_rank(dist.get_process_group_ranks(group), ["" if fault is None else fault[1] for fault in faults])
+    return (TypeError if is_type_error else ValueError)(f"syncbn: another rank failed{where}.\n{errors}")
 
 
 def require_equal(lines: Sequence[str], error: Exception | None, group: dist.ProcessGroup | None) -> None:
     """Check that the models are the same, as far as these lines say, before collectives that depend on it.
 
     **Raises** on every rank: what `exchange_errors` returns, if a rank has an `error`; ValueError, if the lines differ,
-    with the first line that does, or its last 900 characters.
+    with the first line that does. Without errors and differences it is one all_gather of 16 bytes.
     """
     if group is None:
         if error is not None:
             raise error
         return
-    digest = _digest("\n".join(lines))
-    gathered = all_gather_text(digest if error is None else "", group)
-    if "" in gathered:
+    digest = hashlib.blake2b(json.dumps(lines).encode(), digest_size=16).digest()
+    gathered = all_gather(torch.tensor(list(digest) if error is None else [0] * 16, dtype=torch.uint8), group)
+    if not all(map(torch.Tensor.any, gathered)):
         raise exchange_errors(error, group)
-    if len(set(gathered)) > 1:
-        # A line fits into an exchange, with at most 4 bytes a character.
-        rest = (line if len(line) < 1000 else f"{_digest(line)[:8]}...{line[-900:]}" for line in lines)
-        while len(set(gathered := all_gather_text(next(rest, "nothing more"), group))) == 1:
-            pass  # each line up to the first that differs costs a collective
-        ranks = dist.get_process_group_ranks(group)
-        raise ValueError(f"the ranks' models differ, first in:\n{by_rank(ranks, gathered)}")
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode()).hexdigest()
+    if any(not torch.equal(of_rank, gathered[0]) for of_rank in gathered):
+        rest = iter(lines)
+        while len(set(of_ranks := all_gather_json(next(rest, None), group))) == 1:
+            pass  # each line up to the first that differs costs two collectives; one list may end before the others
+        texts = ["nothing more" if line is None else line for line in of_ranks]
+        raise ValueError(f"the ranks' models differ, first in:\n{by_rank(dist.get_process_group_ranks(group), texts)}")
 
 
 def gather_by_rank(text: str, group: dist.ProcessGroup) -> str:
     """The ranks' texts, as `by_rank`."""
-    return by_rank(dist.get_process_group_ranks(group), all_gather_text(text, group))
+    return by_rank(dist.get_process_group_ranks(group), all_gather_json(text, group))
 
 
 def by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:

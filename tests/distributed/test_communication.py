@@ -1,4 +1,6 @@
-"""How often ranks communicate, what the profiler shows, and how well sums survive hard inputs."""
+"""How often ranks communicate, also by texts, what the profiler shows, and how well sums survive hard inputs."""
+
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -37,11 +39,40 @@ def test_functional_backward_is_one_collective(ranks: Ranks) -> None:
         assert collectives.get_total_counts() == training
 
 
-def test_long_lines_that_differ(ranks: Ranks) -> None:
-    """An exchange cuts texts at 4,096 bytes, and must still end where they differ behind that."""
-    lines = ["the same", f"{ranks.rank}{5000 * 'x'}"]
-    with pytest.raises(ValueError, match=r"models differ, first in:\nrank 0: \w{8}\.\.\.x{900}\nrank 1: "):
-        text_exchange.require_equal(lines, None, dist.group.WORLD)
+LONG = 5000 * "x"
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([["the same", LONG + "a"], ["the same", LONG + "b"]], f"rank 0: {LONG}a\nrank 1: {LONG}b"),
+        ([["a"], ["a", "b"]], "rank 0: nothing more\nrank 1: b"),
+        ([["a"], ["a", "nothing more"]], "ranks 0-1: nothing more"),  # once the ranks went on for ever
+        ([["a", "b"], ["a\nb"]], "rank 0: a\nrank 1: a\nb"),
+    ],
+    ids=["long", "shorter", "nothing more", "newline"],
+)
+def test_the_first_line_that_differs_is_found(ranks: Ranks, lines: list[list[str]], words: str) -> None:
+    if ranks.size != 2:
+        pytest.skip("the texts are those of two ranks")
+    text_exchange.require_equal(lines[0], None, dist.group.WORLD)
+    with pytest.raises(ValueError, match=f"models differ, first in:\n{words}$"):
+        text_exchange.require_equal(lines[ranks.rank], None, dist.group.WORLD)
+
+
+def test_texts_arrive_whole(ranks: Ranks) -> None:
+    """Of any length, of different lengths, with letters of several bytes and with a surrogate, which no UTF-8 holds."""
+    texts = [rank * 1000 * "layer, \u5c42, \U0001f600, \udcff" for rank in range(ranks.size)]
+    assert text_exchange.all_gather_json(texts[ranks.rank], dist.group.WORLD) == texts
+
+
+@pytest.mark.parametrize("name", [1300 * "a", 230 * "\u5c42", 110 * "\U0001f600", "\udcff"], ids=ascii)
+def test_names_of_layers(ranks: Ranks, name: str) -> None:
+    """Debug mode once cut them; the store and the signature refused a surrogate."""
+    model = nn.Sequential(OrderedDict([(name, syncbn.SyncBatchNorm1d(3, device=ranks.device))]))
+    with syncbn.debug():
+        model(torch.ones(2, 3, device=ranks.device) * ranks.rank)
+    model(torch.ones(2, 3, device=ranks.device) * ranks.rank)
 
 
 @pytest.mark.parametrize("case", HARD_INPUTS)

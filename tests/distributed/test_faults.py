@@ -57,20 +57,37 @@ def test_a_bad_argument_of_the_backward(ranks: Ranks, name: str, bad: object, me
         batch_norm_backward(**arguments | ({name: bad} if ranks.rank == 0 else {}))
 
 
+class TextlessError(ValueError):
+    def __str__(self) -> str:
+        raise AttributeError("no text")
+
+
 class OwnCheck(torch.nn.modules.batchnorm._BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         assert input.ndim == 4, "my own words"
         if len(input) > 3:
-            raise AssertionError
+            raise self.error
 
 
-def test_an_own_check_of_dims_may_raise_any_class(ranks: Ranks) -> None:
-    """Even without a text."""
+@pytest.mark.parametrize(
+    ("own_error", "text"),
+    [
+        (None, "AssertionError: my own words"),  # of another number of dims
+        (AssertionError(), "AssertionError$"),
+        (TextlessError(), r".*\.TextlessError: <exception str\(\) failed>$"),
+        (ValueError("cannot read \udcff.png"), r"ValueError: cannot read \\udcff\.png; its shape is \(4, 3, 4, 1\)$"),
+    ],
+    ids=["words", "no words", "no text", "surrogate"],
+)
+def test_an_own_check_of_dims_may_raise_any_class(ranks: Ranks, own_error: Exception | None, text: str) -> None:
     layer, good = syncbn.convert_syncbn_model(OwnCheck(3)), GOOD[..., None]
-    for bad, text in ((GOOD, "AssertionError: my own words"), (torch.cat((good, good)), "AssertionError$")):
-        error, message = (AssertionError, None) if ranks.rank == 1 else (ValueError, f"\nrank 1: {text}")
-        with pytest.raises(error, match=message):
-            layer(bad if ranks.rank == 1 else good)
+    layer.error = own_error
+    error, message = ValueError, f"\nrank 1: {text}"
+    if ranks.rank == 1:
+        error, message = type(own_error or AssertionError()), None
+    bad = GOOD if own_error is None else torch.cat((good, good))
+    with pytest.raises(error, match=message):
+        layer(bad if ranks.rank == 1 else good)
 
 
 def test_the_layer_and_every_faulty_rank_are_named(ranks: Ranks) -> None:

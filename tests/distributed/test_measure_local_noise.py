@@ -17,7 +17,7 @@ from voting import Ranks
 import syncbn
 from syncbn.diagnosis import watchdog
 from syncbn.diagnosis.positions import position_in
-from syncbn.ranks.text_exchange import all_gather_text
+from syncbn.ranks.text_exchange import all_gather_json
 
 CHANNELS = 3
 
@@ -48,7 +48,7 @@ def test_figures_are_the_same_on_all_ranks(ranks: Ranks, kind: Any, num_slices: 
         for call in range(2)
     ]
     assert noise[0][3:10] == pytest.approx(figures_by_hand(calls), rel=1e-9)
-    assert {*all_gather_text(str([*noise[0]]), dist.group.WORLD)} == {str([*noise[0]])}
+    assert {*all_gather_json(str([*noise[0]]), dist.group.WORLD)} == {str([*noise[0]])}
 
 
 def test_each_layer_is_measured_in_its_group(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

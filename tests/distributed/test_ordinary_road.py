@@ -41,13 +41,13 @@ def layer_and_input(ranks: Ranks, **options: object) -> tuple[syncbn.SyncBatchNo
 def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many numbers this rank has sent in each all_reduce of a layer."""
     numbers: list[int] = []
-    exchange = text_exchange.all_gather_text
+    exchange = text_exchange.all_gather_json
 
-    def report(text: str, group: dist.ProcessGroup) -> list[str]:
+    def report(value: object, group: dist.ProcessGroup) -> list[object]:
         numbers.append(REPORT)
-        return exchange(text, group)
+        return exchange(value, group)
 
-    monkeypatch.setattr(text_exchange, "all_gather_text", report)
+    monkeypatch.setattr(text_exchange, "all_gather_json", report)
     guard = Guard()
     guard.before_all_reduce = lambda call, payload, pass_name: numbers.append(payload.numel())
     with guarded_by(guard):
