@@ -8,6 +8,7 @@ from syncbn.arguments import Arguments, check_channels, check_input, check_like_
 from syncbn.evaluation import evaluate
 from syncbn.gradients import BackwardInput, outputs
 from syncbn.kernels.interface import Kind
+from syncbn.kernels.select import why_forced
 from syncbn.layout import Layout
 from syncbn.many import sync_batch_norm_many
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
@@ -158,6 +159,7 @@ def batch_norm_backward(
         check_like_input("grad_output", grad_output, input)
         per_channel = {"mean": mean, "invstd": invstd} | ({} if weight is None else {"weight": weight})
         check_channels(input, channel_dim, None, per_channel)
+        why_forced()
     except (TypeError, ValueError) as error:
         general.raise_on_all_ranks(error, [arguments], reduction, "backward")
 

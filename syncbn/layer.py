@@ -8,12 +8,13 @@ from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn import ordinary
-from syncbn.arguments import Arguments, check_eps, check_momentum, check_num_features
+from syncbn.arguments import Arguments
 from syncbn.diagnosis.names import path_in_model, quoted
 from syncbn.diagnosis.positions import Site
 from syncbn.diagnosis.watchdog import note_evaluation
 from syncbn.evaluation import evaluate
 from syncbn.inputs import traced
+from syncbn.options import as_eps, as_momentum, check_num_features
 from syncbn.ranks import debug_mode, groups
 from syncbn.ranks.groups import GroupSpec, ProcessGroupLike
 from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling, runs_plainly
@@ -76,10 +77,8 @@ class SyncBatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_num_features(num_features)
-        check_eps(eps)
-        if momentum is not None:
-            check_momentum(momentum)
-        super().__init__(num_features, float(eps), momentum, affine, track_running_stats, device, dtype)
+        momentum = None if momentum is None else as_momentum(momentum)
+        super().__init__(num_features, as_eps(eps), momentum, affine, track_running_stats, device, dtype)
         if not bias:
             self.register_parameter("bias", None)
         self.process_group = process_group

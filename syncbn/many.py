@@ -106,8 +106,6 @@ def _train(all_arguments: list[Arguments], fault: Exception | None) -> list[Tens
         for index, (arguments, plan) in enumerate(zip(unwrapped, plans, strict=True)):
             if plan is None:
                 _named(index, general.check, arguments)
-                arguments.check_numbers()
-            general.require_buffers(arguments)  # which its plan does not write
             _named(index, _require_one_call, arguments, unwrapped[0])
     except Exception as error:
         general.raise_on_all_ranks(error, unwrapped, reduction, "forward")
@@ -129,7 +127,8 @@ def _named(index: int, function: Callable[..., Item], *arguments: Arguments) -> 
     try:
         return function(*arguments)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"inputs[{index}]: {error}") from error
+        error.args = (f"inputs[{index}]: {error}",)
+        raise
 
 
 def _require_one_call(arguments: Arguments, first: Arguments) -> None:

@@ -600,7 +600,7 @@ def test_a_library_that_does_not_fit(name: str, value: object, words: str, monke
 def test_slow_training_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of small inputs, as in tests, and not in evaluation."""
     monkeypatch.setattr(cpu, "load", lambda: "no compiler here")
-    monkeypatch.setattr(select, "_why_forced", lambda: None)
+    monkeypatch.setattr(select, "why_forced", lambda: None)
     monkeypatch.setattr(plan, "_plans", {})
     layer, large = syncbn.SyncBatchNorm1d(1), torch.randn(250_001, 1)
     layer(large[:1000])
