@@ -16,6 +16,7 @@ from syncbn.ranks.guards import Caller
 from syncbn.ranks.reductions import ONE_RANK, Reduction, total
 from syncbn.statistics import compute_dtype
 from syncbn.torch_internals.autograd import jagged_parts
+from syncbn.tracebacks import hides_checks
 
 __all__ = ["batch_norm_backward", "sync_batch_norm", "sync_batch_norm_many"]
 
@@ -23,6 +24,7 @@ SYNC_BATCH_NORM = Caller("sync_batch_norm")
 _BATCH_NORM_BACKWARD = Caller("batch_norm_backward")
 
 
+@hides_checks
 def sync_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -105,6 +107,7 @@ def sync_batch_norm(
     return evaluate(arguments)
 
 
+@hides_checks
 def batch_norm_backward(
     grad_output: Tensor,
     input: Tensor,

@@ -20,12 +20,14 @@ from syncbn.ranks.groups import ProcessGroupLike, to_spec
 from syncbn.ranks.guards import Caller
 from syncbn.ranks.reductions import Reduction, totals
 from syncbn.torch_internals.state import recorded, runs_plainly
+from syncbn.tracebacks import hides_checks
 
 _CALLER = Caller("sync_batch_norm_many")
 NUM_TENSORS = 3  # of an input in the Function: x, weight, bias
 Item = TypeVar("Item")
 
 
+@hides_checks
 def sync_batch_norm_many(
     inputs: Iterable[Tensor],
     running_means: Iterable[Tensor | None] | None = None,

@@ -21,7 +21,7 @@ from syncbn.call_stack import warn_once
 from syncbn.evaluation import plain_batch_norm
 from syncbn.functional import SYNC_BATCH_NORM
 from syncbn.inputs import traced
-from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, raise_with_name
+from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, add_name
 from syncbn.torch_internals.state import is_compiling
 
 OURS: dict[type[nn.Module], type[SyncBatchNorm]] = {
@@ -129,7 +129,8 @@ def _batch_norm(
             arguments.check()
             raise
     except (RuntimeError, TypeError, ValueError) as error:
-        raise_with_name(error, layer)
+        add_name(error, layer)
+        raise error
 
 
 def _empty_instance(original: type[nn.Module]) -> SyncBatchNorm:

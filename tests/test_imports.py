@@ -43,7 +43,7 @@ ORDER = [
     "kernels.gpu kernels.reference kernels.cpu",
     "kernels.gpu_channels kernels.gpu_tiles kernels.interface",
     "statistics",
-    "layout torch_internals.autograd torch_internals.modules torch_internals.distributed",
+    "layout tracebacks torch_internals.autograd torch_internals.modules torch_internals.distributed",
     "torch_internals.state call_stack options tools.replace tools.table",
 ]  # fmt: skip
 LEVELS = {module: level for level, line in enumerate(ORDER) for module in line.split()}
