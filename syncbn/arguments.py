@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn.kernels.interface import NO_MEMORY, is_freed
 from syncbn.options import as_eps, as_momentum, check_one_number, in_short
@@ -112,6 +113,13 @@ class Arguments:
     def per_channel(self) -> dict[str, Tensor | None]:
         """The tensors (C,), by their names."""
         return {name: getattr(self, name) for name in PER_CHANNEL}
+
+
+def num_channels_of(layer: _BatchNorm) -> int:
+    """The number of channels of a layer: that of its tensors, and num_features without any."""
+    tensors = [getattr(layer, name) for name in PER_CHANNEL]
+    sizes = (len(tensor) for tensor in tensors if tensor is not None and not nn.parameter.is_lazy(tensor))
+    return next(sizes, layer.num_features)
 
 
 def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor], Any] | None = None) -> None:
