@@ -35,6 +35,7 @@ def train(arguments: Arguments, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
     reduction = reduction_now(arguments, caller)
     try:
         check(arguments)
+        arguments.check_numbers()
     except Exception as error:  # of whatever class a subclass's _check_input_dim raises
         raise_on_all_ranks(error, [arguments], reduction, "forward")
     y, statistics = normalize(arguments, reduction)
@@ -52,10 +53,10 @@ def reduction_now(arguments: Arguments, caller: CallsOnGroups) -> Reduction:
 
 
 def check(arguments: Arguments) -> None:
-    """**Raises** unless a step with these unwrapped arguments can be completed, once other ranks have taken part."""
+    """**Raises** unless a step with these unwrapped arguments can be completed, once the other ranks have taken part;
+    but for its numbers."""
     arguments.check()
     arguments.check_memory()
-    arguments.check_numbers()
     arguments.check_saved()
     if not is_compiling():
         why_forced()

@@ -108,6 +108,7 @@ def _train(all_arguments: list[Arguments], fault: Exception | None) -> list[Tens
         for index, (arguments, plan) in enumerate(zip(unwrapped, plans, strict=True)):
             if plan is None:
                 _named(index, general.check, arguments)
+                arguments.check_numbers()
             _named(index, _require_one_call, arguments, unwrapped[0])
     except Exception as error:
         general.raise_on_all_ranks(error, unwrapped, reduction, "forward")
