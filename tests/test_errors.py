@@ -99,9 +99,29 @@ def test_torch_says_the_same_words() -> None:
             getattr(syncbn, f"SyncBatchNorm{dims}d")(3)(x)
 
 
+@pytest.mark.parametrize(
+    ("dims", "shape", "remedy"),
+    [
+        (1, (2, 3, 4, 4), "; use SyncBatchNorm2d (nn.BatchNorm2d before conversion)"),
+        (1, (3,), "; add the dim of the batch by input[None]"),
+        (2, (3, 4, 4), "; add the dim of the batch by input[None], or use SyncBatchNorm1d (nn.BatchNorm1d before"),
+        (3, (2, 3, 4, 4), "; add the dim of the batch by input[None], or use SyncBatchNorm2d (nn.BatchNorm2d before"),
+        (2, (2, 3, 4, 4, 4), "; use SyncBatchNorm3d (nn.BatchNorm3d before conversion)"),
+        (2, (2, 3, 4, 4, 4, 4), ""),
+    ],
+)
+def test_the_remedy_of_a_number_of_dims(dims: int, shape: tuple[int, ...], remedy: str) -> None:
+    """In training, evaluation, and for the class that a conversion makes."""
+    ours = getattr(syncbn, f"SyncBatchNorm{dims}d")(3)
+    for used in (ours, syncbn.convert_syncbn_model(getattr(torch.nn, f"BatchNorm{dims}d")(3))):
+        for training in (True, False):
+            with pytest.raises(ValueError, match=re.escape(f"its shape is {shape}{remedy}") + "$" * (not remedy)):
+                used.train(training)(torch.ones(shape))
+
+
 def test_node_rejects_what_is_not_consecutive_hosts() -> None:
     assert ranks_per_host([("2", "0"), ("2", "1"), ("2", "0"), ("2", "1")]) == 2
-    assert ranks_per_host([("2", None)] * 4) == 2
+    assert ranks_per_host([("2", None)] * 4) == ranks_per_host([("2", "")] * 4) == 2
     for told, words in (
         ([("2", "0"), (None, "1")], "the same positive number everywhere:\nrank 0: 2\nrank 1: not set"),
         ([("x", "0")], "rank 0: x"),

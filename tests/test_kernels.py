@@ -580,6 +580,7 @@ def test_the_reference_can_be_forced() -> None:
     forced = run_text(program, SYNCBN_KERNELS="reference")
     assert "cpu: torch operations (SYNCBN_KERNELS=reference)" in forced
     assert "'fast'" in run_text(program, status=1, SYNCBN_KERNELS="fast")
+    assert "SYNCBN_KERNELS" not in run_text(program, SYNCBN_KERNELS="")  # as where it is not set
 
 
 @needs_operators
