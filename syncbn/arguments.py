@@ -3,16 +3,19 @@
 Nothing is changed before the checks have passed; a fault is raised on all ranks, see general.py.
 """
 
-import numbers
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NoReturn, Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from syncbn.kernels.interface import NO_MEMORY, is_freed
+from syncbn.options import as_eps, as_momentum, check_one_number, in_short
 from syncbn.ranks.groups import GroupSpec, OfMesh
-from syncbn.torch_internals.autograd import innermost
+from syncbn.torch_internals.autograd import innermost, is_wrapped, is_zero_tensor, overlaps_itself
 from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -21,7 +24,7 @@ PER_CHANNEL = "running_mean", "running_var", "weight", "bias"
 TENSORS = "input", *PER_CHANNEL, "z", "mask", "counter"
 # The functions `_check_input_dim` that look at the number of dims alone; None: a function has no such check.
 CHECKS_OF_DIMS = {None, *(layer._check_input_dim for layer in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))}
-REMEDY = "correct num_features, channel_last or channel_dim"
+NUMBERED = {2: "1d", 3: "1d", 4: "2d", 5: "3d"}  # the classes that take an input of so many dims
 
 
 @dataclass(slots=True)
@@ -39,7 +42,7 @@ class Arguments:
     z: Tensor | None = None
     relu: bool = False
     mask: Tensor | None = None
-    num_channels: int | None = None  # of the layer; None for a function
+    num_channels: int | None = None  # num_features, which counts where no tensor has C values; None for a function
     check_input_dim: Callable[[Tensor], Any] | None = None  # of a layer that takes some numbers of dims only
     process_group: GroupSpec | OfMesh = None
     counter: Tensor | None = None  # num_batches_tracked
@@ -59,10 +62,43 @@ class Arguments:
             check_mask(self.mask, x, self.channel_dim)
 
     def check_numbers(self) -> None:
-        """Raises ValueError or TypeError unless momentum is one number, or None, and eps is positive."""
-        if type(self.momentum) is not float and (self.momentum is not None or self.counter is None):
-            check_momentum(self.momentum)
-        check_eps(self.eps)
+        """Makes momentum a float, if it is neither a tensor nor None, and eps. Raises ValueError or TypeError unless
+        each is one number, and eps is positive."""
+        if self.momentum is None and self.counter is not None:
+            check_one_number("num_batches_tracked", self.counter)
+        elif type(self.momentum) is not float:
+            self.momentum = as_momentum(self.momentum)
+        number = self.counter if self.momentum is None else self.momentum
+        if isinstance(number, Tensor) and not (number.is_cpu and number.ndim == 0):  # which goes to any device
+            _check_device("momentum", number, self.input)
+        self.eps = as_eps(self.eps)
+
+    def check_saved(self) -> None:
+        """Raises ValueError where autograd would have to save a tensor of inference mode, which it refuses."""
+        tensors = self.input, self.weight, self.bias, self.z
+        if is_compiling() or torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+            return
+        if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors):
+            for name in ("input", "weight", "mask"):
+                tensor = getattr(self, name)
+                if isinstance(tensor, Tensor) and tensor.is_inference():
+                    raise ValueError(
+                        f"{name} was made in torch.inference_mode(), and autograd cannot save it for backward; use "
+                        f"{name}.clone() outside of inference_mode, or torch.no_grad() in its place"
+                    )
+
+    def check_memory(self) -> None:
+        """Raises RuntimeError where a tensor's memory was freed, ValueError or TypeError unless the buffers can be
+        updated in place."""
+        if is_compiling():
+            return
+        for name in TENSORS:
+            tensor = getattr(self, name)
+            if _is_plain(tensor) and is_freed(tensor):
+                raise RuntimeError(NO_MEMORY)
+        buffers = {"running_mean": self.running_mean, "running_var": self.running_var}
+        for name, buffer in (buffers | {"num_batches_tracked": self.counter}).items():
+            check_writable(name, buffer)
 
     def require_running_stats(self) -> None:
         """Raises ValueError where there are no running statistics; `check` refuses one of them without the other."""
@@ -77,6 +113,13 @@ class Arguments:
     def per_channel(self) -> dict[str, Tensor | None]:
         """The tensors (C,), by their names."""
         return {name: getattr(self, name) for name in PER_CHANNEL}
+
+
+def num_channels_of(layer: _BatchNorm) -> int:
+    """The number of channels of a layer: that of its tensors, and num_features without any."""
+    tensors = [getattr(layer, name) for name in PER_CHANNEL]
+    sizes = (len(tensor) for tensor in tensors if tensor is not None and not nn.parameter.is_lazy(tensor))
+    return next(sizes, layer.num_features)
 
 
 def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor], Any] | None = None) -> None:
@@ -98,7 +141,10 @@ def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor],
         except ValueError as error:
             if type(error) is not ValueError:
                 raise
-            raise ValueError(f"{error}; its shape is {tuple(x.shape)}") from error
+            text = f"{error}; its shape is {tuple(x.shape)}"
+            if getattr(check_input_dim, "__func__", None) in CHECKS_OF_DIMS:  # torch's own
+                raise ValueError(text + _remedy_of_dims(x, check_input_dim)) from None
+            raise ValueError(text) from error
     if x.ndim < 2:
         raise ValueError(f"expected at least 2D input (got {x.ndim}D input of shape {tuple(x.shape)})")
     if not isinstance(channel_dim, int):
@@ -107,25 +153,44 @@ def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor],
         raise ValueError(f"channel_dim={channel_dim} does not exist in an input of shape {tuple(x.shape)}")
 
 
+def _remedy_of_dims(x: Tensor, check_input_dim: Callable[[Tensor], Any]) -> str:
+    """What to do about an input that one of torch's numbered classes does not take."""
+    remedies = []
+    with contextlib.suppress(ValueError):
+        check_input_dim(x[None])
+        remedies.append("add the dim of the batch by input[None]")
+    if number := NUMBERED.get(x.ndim):
+        remedies.append(f"use SyncBatchNorm{number} (nn.BatchNorm{number} before conversion)")
+    return f"; {', or '.join(remedies)}" if remedies else ""
+
+
 def check_channels(x: Tensor, channel_dim: int, num_channels: int | None, per_channel: dict[str, Tensor]) -> None:
-    """Raises ValueError or TypeError unless `per_channel` are float tensors (C,) on the device of x, with C as in x."""
+    """Raises ValueError or TypeError unless `per_channel` are float tensors (C,) on the device of x, with C as in x.
+
+    Where there is none, x must have `num_channels`, if that is known. (It is 0 in a lazy layer without tensors.)
+    """
     actual = x.shape[channel_dim]
     for name, tensor in per_channel.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"expected {name} to be a Tensor of shape ({actual},), got {type(tensor).__name__}")
         _check_tensor(name, tensor, x)
+    for name, tensor in per_channel.items():
         if tensor.shape != (actual,):
+            if tensor.ndim == 1 and all(other.shape == tensor.shape for other in per_channel.values()):
+                _refuse_channels(len(tensor), x, channel_dim)
             raise ValueError(
-                f"{_not_as_many(tensor.numel(), x, channel_dim)}: {name} should contain {actual} elements not "
-                f"{tensor.numel()}, shape ({actual},) not {tuple(tensor.shape)}; {REMEDY}"
+                f"expected {name} of shape ({actual},), as the input has {actual} channels in dim {channel_dim} (input "
+                f"shape {tuple(x.shape)}), got {tuple(tensor.shape)}"
             )
-    if num_channels is not None and actual != num_channels:
-        raise ValueError(f"{_not_as_many(num_channels, x, channel_dim)}; {REMEDY}")
+    if num_channels and not per_channel and actual != num_channels:
+        _refuse_channels(num_channels, x, channel_dim)
 
 
-def _not_as_many(expected: int, x: Tensor, channel_dim: int) -> str:
-    where = f"in dim {channel_dim} of the input, got {x.shape[channel_dim]} (input shape {tuple(x.shape)})"
-    return f"expected {expected} channels {where}"
+def _refuse_channels(expected: int, x: Tensor, channel_dim: int) -> NoReturn:
+    raise ValueError(
+        f"expected {expected} channels in dim {channel_dim} of the input, got {x.shape[channel_dim]} (input shape "
+        f"{tuple(x.shape)}); correct num_features, channel_last or channel_dim"
+    )
 
 
 def check_like_input(name: str, tensor: Tensor, x: Tensor) -> None:
@@ -180,28 +245,23 @@ def _check_dtype(name: str, tensor: Tensor) -> None:
         raise TypeError(f"expected {name} to be a float tensor, got {dtype}; {remedy}")
 
 
-def check_num_features(num_features: int) -> None:
-    """Raises TypeError unless `num_features` is an int, ValueError unless it is positive."""
-    if isinstance(num_features, bool) or not isinstance(num_features, numbers.Integral):
-        raise TypeError(f"num_features must be an int, the number of channels, got {num_features!r}; pass int(...)")
-    if num_features < 1:
-        raise ValueError(f"num_features must be positive, got {num_features}")
-
-
-def check_momentum(momentum: float | Tensor | None) -> None:
-    """Raises TypeError unless `momentum` is a number or a tensor, ValueError for a tensor of several numbers."""
-    if not isinstance(momentum, Tensor):
-        _check_number("momentum", momentum)
-    elif momentum.numel() != 1:
-        raise ValueError(f"momentum must be one number, got a tensor of shape {tuple(momentum.shape)}")
-
-
-def check_eps(eps: float) -> None:
-    """Raises TypeError unless `eps` is a number, ValueError unless it is positive."""
-    if type(eps) is not float:
-        _check_number("eps", eps)
-    if not eps > 0:
-        raise ValueError(f"batch_norm eps must be positive during training, but got {eps}")
+def check_writable(name: str, buffer: Tensor | None) -> None:
+    """Raises ValueError or TypeError unless this buffer can be updated in place. (Tensors of other classes say it
+    themselves.)"""
+    if buffer is None or (isinstance(buffer, Tensor) and not _is_plain(buffer)):
+        return
+    if not isinstance(buffer, Tensor) or buffer.dtype == torch.bool:
+        got = f"a tensor of {buffer.dtype}" if isinstance(buffer, Tensor) else in_short(buffer)
+        raise TypeError(f"expected {name} to be a tensor of numbers, got {got}; use torch.tensor(0)")
+    reason = None
+    if overlaps_itself(buffer):
+        reason = "several of its numbers share one place in memory, as expand() makes them"
+    elif is_zero_tensor(buffer):
+        reason = "it is a tensor of zeros without memory"
+    elif buffer.is_inference() and not torch.is_inference_mode_enabled():
+        reason = "it was made in torch.inference_mode()"
+    if reason is not None:
+        raise ValueError(f"{name} cannot be updated in place, as {reason}; replace it by {name}.clone()")
 
 
 def require_two_values(num_values: Tensor, x: Tensor, name: str = "") -> None:
@@ -218,6 +278,6 @@ def require_two_values(num_values: Tensor, x: Tensor, name: str = "") -> None:
         )
 
 
-def _check_number(name: str, number: float | None) -> None:
-    if isinstance(number, bool) or not isinstance(number, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {number!r} of type {type(number).__name__}")
+def _is_plain(tensor: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor of a class of torch's that has its memory itself."""
+    return type(tensor) in PLAIN_CLASSES and isinstance(tensor, Tensor) and not is_wrapped(tensor)

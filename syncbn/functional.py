@@ -8,6 +8,7 @@ from syncbn.arguments import Arguments, check_channels, check_input, check_like_
 from syncbn.evaluation import evaluate
 from syncbn.gradients import BackwardInput, outputs
 from syncbn.kernels.interface import Kind
+from syncbn.kernels.select import why_forced
 from syncbn.layout import Layout
 from syncbn.many import sync_batch_norm_many
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
@@ -15,6 +16,7 @@ from syncbn.ranks.guards import Caller
 from syncbn.ranks.reductions import ONE_RANK, Reduction, total
 from syncbn.statistics import compute_dtype
 from syncbn.torch_internals.autograd import jagged_parts
+from syncbn.tracebacks import hides_checks
 
 __all__ = ["batch_norm_backward", "sync_batch_norm", "sync_batch_norm_many"]
 
@@ -22,6 +24,7 @@ _SYNC_BATCH_NORM = Caller("sync_batch_norm")
 _BATCH_NORM_BACKWARD = Caller("batch_norm_backward")
 
 
+@hides_checks
 def sync_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -104,6 +107,7 @@ def sync_batch_norm(
     return evaluate(arguments)
 
 
+@hides_checks
 def batch_norm_backward(
     grad_output: Tensor,
     input: Tensor,
@@ -158,6 +162,7 @@ def batch_norm_backward(
         check_like_input("grad_output", grad_output, input)
         per_channel = {"mean": mean, "invstd": invstd} | ({} if weight is None else {"weight": weight})
         check_channels(input, channel_dim, None, per_channel)
+        why_forced()
     except (TypeError, ValueError) as error:
         general.raise_on_all_ranks(error, [arguments], reduction, "backward")
 

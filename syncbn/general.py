@@ -20,12 +20,12 @@ from syncbn.diagnosis.positions import CallsOnGroups
 from syncbn.gradients import gradients
 from syncbn.inputs import masks, traced
 from syncbn.inputs.unwrapping import unwrap, without_gaps
-from syncbn.kernels.interface import NO_MEMORY, Kind, is_freed
-from syncbn.kernels.select import general_kernels, is_transformed
+from syncbn.kernels.interface import Kind
+from syncbn.kernels.select import general_kernels, is_transformed, why_forced
 from syncbn.plan import kind_of
 from syncbn.ranks.reductions import Reduction, reduction_in_graph, reduction_of, total
 from syncbn.statistics import update_buffers
-from syncbn.torch_internals.autograd import innermost, is_wrapped
+from syncbn.torch_internals.autograd import innermost
 from syncbn.torch_internals.state import current_backward, inside_vmap, is_compiling, is_jit_tracing, recorded
 
 
@@ -53,18 +53,13 @@ def reduction_now(arguments: Arguments, caller: CallsOnGroups) -> Reduction:
 
 
 def check(arguments: Arguments) -> None:
-    """**Raises** ValueError or TypeError unless the arguments fit together; and as `require_buffers`."""
+    """**Raises** unless a step with these unwrapped arguments can be completed, once the other ranks have taken part;
+    but for its numbers."""
     arguments.check()
-    require_buffers(arguments)
-
-
-def require_buffers(arguments: Arguments) -> None:
-    """**Raises** RuntimeError where a buffer's memory was freed: torch's operations, which may write there, would
-    crash."""
+    arguments.check_memory()
+    arguments.check_saved()
     if not is_compiling():
-        for buffer in (arguments.running_mean, arguments.running_var, arguments.counter):
-            if type(buffer) is Tensor and not is_wrapped(buffer) and is_freed(buffer):
-                raise RuntimeError(NO_MEMORY)
+        why_forced()
 
 
 def finish(arguments: Arguments, statistics: Tensor, caller: CallsOnGroups, reduction: Reduction) -> None:
@@ -175,9 +170,9 @@ def raise_on_all_ranks(error: Exception, inputs: Sequence[Arguments], reduction:
 
 def _likely_channels(arguments: Arguments) -> int | None:
     """The number of channels that most arguments have, as one of them is wrong; None if only a bad input tells it."""
-    if arguments.num_channels is not None:
-        return arguments.num_channels
     votes = [tensor.numel() for tensor in arguments.per_channel().values() if isinstance(tensor, Tensor)]
+    if not votes and arguments.num_channels:
+        return arguments.num_channels
     with contextlib.suppress(Exception):  # of whatever class a subclass's _check_input_dim raises
         if not votes:
             arguments.check()

@@ -1,6 +1,6 @@
 """Defines the layer: parameters and buffers of nn.BatchNorm, statistics of all ranks."""
 
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -8,15 +8,17 @@ from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn import ordinary
-from syncbn.arguments import Arguments, check_eps, check_momentum, check_num_features
+from syncbn.arguments import Arguments
 from syncbn.diagnosis.names import path_in_model, quoted
 from syncbn.diagnosis.positions import Site
 from syncbn.diagnosis.watchdog import note_evaluation
 from syncbn.evaluation import evaluate
 from syncbn.inputs import traced
+from syncbn.options import as_eps, as_momentum, check_num_features
 from syncbn.ranks import debug_mode, groups
 from syncbn.ranks.groups import GroupSpec, ProcessGroupLike
 from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling, runs_plainly
+from syncbn.tracebacks import hide_checks
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -76,10 +78,8 @@ class SyncBatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_num_features(num_features)
-        check_eps(eps)
-        if momentum is not None:
-            check_momentum(momentum)
-        super().__init__(num_features, float(eps), momentum, affine, track_running_stats, device, dtype)
+        momentum = None if momentum is None else as_momentum(momentum)
+        super().__init__(num_features, as_eps(eps), momentum, affine, track_running_stats, device, dtype)
         if not bias:
             self.register_parameter("bias", None)
         self.process_group = process_group
@@ -161,7 +161,8 @@ class SyncBatchNorm(_BatchNorm):
                 note_evaluation()
             return evaluate(arguments)
         except (RuntimeError, TypeError, ValueError) as error:
-            raise_with_name(error, self)
+            add_name(error, self)
+            raise error
 
     # F.batch_norm(training=True) over all ranks of the group: (arguments, layer) -> y, statistics. Tools replace it.
     _train_over_ranks = staticmethod(ordinary.train)
@@ -202,16 +203,15 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """SyncBatchNorm for (N, C, D, H, W), or (N, D, H, W, C) with channel_last; it is an nn.BatchNorm3d too."""
 
 
-def raise_with_name(error: Exception, layer: nn.Module) -> NoReturn:
-    """Raise `error`, from the forward of `layer`, with the layer's name before it, unless it names the layer already.
+def add_name(error: Exception, layer: nn.Module) -> None:
+    """Puts the layer's name before an error of its forward, unless the error has it already, and hides our checks.
 
-    Exceptions of other classes are re-raised unchanged. So are all exceptions in a compiled graph: it has no frames
-    from which the name could be found.
+    Exceptions of other classes are left unchanged. So are all exceptions in a compiled graph: it has no frames from
+    which the name could be found.
     """
     if is_compiling() or type(error) not in (RuntimeError, TypeError, ValueError):
-        raise error
+        return
     name = quoted(path_in_model(layer)) or type(layer).__name__
-    if any(f"{name}{after}" in str(error) for after in (" forward", " backward", ":")):
-        raise error
-    error.args = (f"{name}: {error}",)
-    raise error
+    if not any(f"{name}{after}" in str(error) for after in (" forward", " backward", ":")):
+        error.args = (f"{name}: {error}",)
+    hide_checks(error)

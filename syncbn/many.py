@@ -20,12 +20,14 @@ from syncbn.ranks.groups import ProcessGroupLike, to_spec
 from syncbn.ranks.guards import Caller
 from syncbn.ranks.reductions import Reduction, totals
 from syncbn.torch_internals.state import recorded, runs_plainly
+from syncbn.tracebacks import hides_checks
 
 _CALLER = Caller("sync_batch_norm_many")
 NUM_TENSORS = 3  # of an input in the Function: x, weight, bias
 Item = TypeVar("Item")
 
 
+@hides_checks
 def sync_batch_norm_many(
     inputs: Iterable[Tensor],
     running_means: Iterable[Tensor | None] | None = None,
@@ -107,7 +109,6 @@ def _train(all_arguments: list[Arguments], fault: Exception | None) -> list[Tens
             if plan is None:
                 _named(index, general.check, arguments)
                 arguments.check_numbers()
-            general.require_buffers(arguments)  # which its plan does not write
             _named(index, _require_one_call, arguments, unwrapped[0])
     except Exception as error:
         general.raise_on_all_ranks(error, unwrapped, reduction, "forward")
@@ -129,7 +130,8 @@ def _named(index: int, function: Callable[..., Item], *arguments: Arguments) -> 
     try:
         return function(*arguments)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"inputs[{index}]: {error}") from error
+        error.args = (f"inputs[{index}]: {error}",)
+        raise
 
 
 def _require_one_call(arguments: Arguments, first: Arguments) -> None:

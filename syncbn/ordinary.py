@@ -67,7 +67,7 @@ def train(arguments: Arguments, caller: CallsOnGroups, kernels: Kernels | None =
         handle, x, sums, weight, bias, z, arguments.running_mean, arguments.running_var, arguments.counter, momentum
     )
     if not is_finite:
-        reduction.warn_not_finite(not x.isfinite().all())
+        reduction.warn_unless_finite(kernels.forward_sums(x)[0])  # again, as the all_reduce has overwritten them
     if caller._synchronised_ranks != reduction.num_ranks:
         object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)  # a layer's own may refuse
     return _apply(x, weight, bias, z, (y, statistics), (kernels, reduction)), statistics

@@ -18,7 +18,7 @@ from syncbn.kernels.interface import NO_MEMORY, Kernels, Kind, Needed, Saved, is
 from syncbn.kernels.select import ordinary_kernels
 from syncbn.layout import Layout
 from syncbn.statistics import num_statistics
-from syncbn.torch_internals.autograd import is_wrapped, is_zero_tensor
+from syncbn.torch_internals.autograd import is_zero_tensor
 from syncbn.torch_internals.state import PLAIN_OR_NONE
 
 MOST_PLANS = 4096  # then all are forgotten
@@ -44,7 +44,8 @@ def forward_plan(arguments: Arguments, is_single: bool = True) -> Kernels | None
     check: Any = arguments.check_input_dim
     try:
         key = (
-            classes, _kinds(tensors), type(momentum), type(arguments.eps), arguments.eps, type(arguments.relu),
+            classes, _kinds(tensors), momentum if type(momentum) is int else type(momentum),  # an int may be too large
+            type(arguments.eps), arguments.eps, type(arguments.relu),
             arguments.relu, type(arguments.channel_dim), arguments.channel_dim, arguments.num_channels,
             is_single, None if check is None else check.__func__,
         )  # fmt: skip
@@ -56,9 +57,10 @@ def forward_plan(arguments: Arguments, is_single: bool = True) -> Kernels | None
         try:
             arguments.check()
             arguments.check_numbers()
+            plan = _new_forward_plan(arguments, is_single)
         except Exception:  # the general road says what is wrong, on all ranks
             return None
-        return _remember(key, _new_forward_plan(arguments, is_single))
+        return _remember(key, plan)
     except (AttributeError, RuntimeError, TypeError):  # a check of the instance; no strides or memory; a bad option
         return None
 
@@ -83,15 +85,26 @@ def backward_plan(kind: Kind, dy: Tensor, saved: Saved, needed: Needed) -> Kerne
 
 
 def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[object, ...]:
-    """The part of a key that tensors give, beside their classes: shapes, dtypes, devices, strides, and whether their
-    memory holds their values. **Raises** RuntimeError where one has no memory."""
+    """The part of a key that tensors give, beside their classes: shapes, dtypes, devices and strides.
+
+    **Raises** RuntimeError where the values of a tensor are not at its address; data_ptr does so by itself for sparse
+    tensors and torch.func's wrappers. And for an inference tensor outside of inference mode, as autograd cannot save
+    it.
+    """
     present = [tensor for tensor in tensors if tensor is not None]
-    if any(map(Tensor.storage_offset, present)) and any(map(is_freed, present)):  # it is a view: its address is not 0
+    # `in` stops at the first, and is no call as `any` is.
+    is_odd = 0 in map(Tensor.data_ptr, present) or any(map(Tensor.storage_offset, present))
+    if True in map(Tensor.is_neg, present) or (is_odd and not all(map(_has_memory, present))):
         raise RuntimeError(NO_MEMORY)
-    return (
-        *map(_facts_of, present), *map(Tensor.stride, present), *map(Tensor.is_neg, present),
-        *map(is_zero_tensor, present), *map(is_wrapped, present),
-    )  # fmt: skip
+    if True in map(Tensor.is_inference, present) and not torch.is_inference_mode_enabled():
+        raise RuntimeError("an inference tensor")
+    return (*map(_facts_of, present), *map(Tensor.stride, present))
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has memory, although its address is 0, as that of an empty one, or lies behind an offset, which
+    is all that a view of freed memory has."""
+    return not (is_zero_tensor(tensor) or is_freed(tensor))
 
 
 def _remember(key: tuple[object, ...], plan: Kernels | None) -> Kernels | None:
@@ -159,14 +172,9 @@ def _new_backward_plan(kind: Kind, dy: Tensor, saved: Saved, needed: Needed) -> 
 
 def _are_dense(tensors: Iterable[Tensor | None], layout: Layout) -> bool:
     """Whether kernels can read these at their addresses, in this layout."""
-    return all(tensor is None or (_has_values(tensor) and layout.dense(tensor) is tensor) for tensor in tensors)
+    return all(tensor is None or layout.dense(tensor) is tensor for tensor in tensors)
 
 
 def _are_contiguous(per_channel: Iterable[Tensor | None]) -> bool:
     """Whether kernels can read these per-channel values at their addresses."""
-    return all(tensor is None or (_has_values(tensor) and tensor.is_contiguous()) for tensor in per_channel)
-
-
-def _has_values(tensor: Tensor) -> bool:
-    """Whether its memory holds its values."""
-    return tensor.layout == torch.strided and not (tensor.is_neg() or is_zero_tensor(tensor) or is_wrapped(tensor))
+    return all(tensor is None or tensor.is_contiguous() for tensor in per_channel)

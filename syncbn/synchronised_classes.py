@@ -22,7 +22,7 @@ from syncbn.arguments import Arguments
 from syncbn.call_stack import warn_once
 from syncbn.evaluation import plain_batch_norm
 from syncbn.inputs import traced
-from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, raise_with_name
+from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, add_name
 from syncbn.ranks.guards import layer_in_forward
 from syncbn.torch_internals.state import is_compiling
 
@@ -181,7 +181,8 @@ def _batch_norm(
             arguments.check()
             raise
     except (RuntimeError, TypeError, ValueError) as error:
-        raise_with_name(error, layer)
+        add_name(error, layer)
+        raise error
 
 
 def _empty_instance(original: type[nn.Module]) -> SyncBatchNorm:

@@ -55,12 +55,12 @@ CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], s
     (lambda: layer()(X.numpy()), lambda: layer()(X), TypeError, "expected a Tensor as input, got ndarray"),
     (lambda: layer()(X, X[:1]), lambda: layer()(X, X), ValueError, "expected z of the input's shape (4, 3, 5), got (1, 3, 5)"),
     (lambda: layer()(X, 1.0), lambda: layer()(X, None), TypeError, "expected z to be a float tensor, got float"),
-    (lambda: function(weight=torch.zeros(3, 1)), lambda: function(weight=torch.zeros(3)), ValueError, "weight should contain 3 elements not 3, shape (3,) not (3, 1)"),
+    (lambda: function(weight=torch.zeros(3, 1)), lambda: function(weight=torch.zeros(3)), ValueError, "expected weight of shape (3,), as the input has 3 channels in dim 1 (input shape (4, 3, 5)), got (3, 1)"),
     (lambda: function(weight=[1.0, 1.0, 1.0]), lambda: function(weight=torch.ones(3)), TypeError, "expected weight to be a Tensor of shape (3,), got list"),
     (lambda: layer()(X.to("meta")), lambda: layer()(X), ValueError, "the input is on meta but running_mean on cpu; move one with .to(device)"),
     (lambda: backward(invstd=None), backward, TypeError, "expected invstd to be a Tensor of shape (3,), got None"),
-    (lambda: backward(mean=torch.ones(5)), backward, ValueError, "mean should contain 3 elements not 5"),
-    (lambda: backward(weight=torch.ones(4)), backward, ValueError, "weight should contain 3 elements not 4"),
+    (lambda: backward(mean=torch.ones(5)), backward, ValueError, "expected mean of shape (3,), as the input has 3 channels in dim 1 (input shape (4, 3, 5)), got (5,)"),
+    (lambda: backward(weight=torch.ones(4)), backward, ValueError, "expected weight of shape (3,), as the input has 3 channels in dim 1 (input shape (4, 3, 5)), got (4,)"),
     (lambda: backward(grad_output=X[..., :1]), backward, ValueError, "grad_output of the input's shape (4, 3, 5), got (4, 3, 1)"),
     (lambda: backward(input=X[:, 0, 0]), backward, ValueError, "expected at least 2D input (got 1D input"),
     (lambda: backward(input=X.long()), backward, TypeError, "input, got torch.int64"),
@@ -99,9 +99,29 @@ def test_torch_says_the_same_words() -> None:
             getattr(syncbn, f"SyncBatchNorm{dims}d")(3)(x)
 
 
+@pytest.mark.parametrize(
+    ("dims", "shape", "remedy"),
+    [
+        (1, (2, 3, 4, 4), "; use SyncBatchNorm2d (nn.BatchNorm2d before conversion)"),
+        (1, (3,), "; add the dim of the batch by input[None]"),
+        (2, (3, 4, 4), "; add the dim of the batch by input[None], or use SyncBatchNorm1d (nn.BatchNorm1d before"),
+        (3, (2, 3, 4, 4), "; add the dim of the batch by input[None], or use SyncBatchNorm2d (nn.BatchNorm2d before"),
+        (2, (2, 3, 4, 4, 4), "; use SyncBatchNorm3d (nn.BatchNorm3d before conversion)"),
+        (2, (2, 3, 4, 4, 4, 4), ""),
+    ],
+)
+def test_the_remedy_of_a_number_of_dims(dims: int, shape: tuple[int, ...], remedy: str) -> None:
+    """In training, evaluation, and for the class that a conversion makes."""
+    ours = getattr(syncbn, f"SyncBatchNorm{dims}d")(3)
+    for used in (ours, syncbn.convert_syncbn_model(getattr(torch.nn, f"BatchNorm{dims}d")(3))):
+        for training in (True, False):
+            with pytest.raises(ValueError, match=re.escape(f"its shape is {shape}{remedy}") + "$" * (not remedy)):
+                used.train(training)(torch.ones(shape))
+
+
 def test_node_rejects_what_is_not_consecutive_hosts() -> None:
     assert ranks_per_host([("2", "0"), ("2", "1"), ("2", "0"), ("2", "1")]) == 2
-    assert ranks_per_host([("2", None)] * 4) == 2
+    assert ranks_per_host([("2", None)] * 4) == ranks_per_host([("2", "")] * 4) == 2
     for told, words in (
         ([("2", "0"), (None, "1")], "the same positive number everywhere:\nrank 0: 2\nrank 1: not set"),
         ([("x", "0")], "rank 0: x"),
@@ -124,8 +144,8 @@ def test_errors_of_a_layer_name_it_and_the_remedy() -> None:
             return self.body(x)
 
     values = (
-        "expected 3 channels in dim 1 of the input, got 5 (input shape (2, 5, 4, 4)): running_mean should contain 5 "
-        "elements not 3, shape (5,) not (3,); correct num_features"
+        "expected 3 channels in dim 1 of the input, got 5 (input shape (2, 5, 4, 4)); correct num_features, "
+        "channel_last or channel_dim"
     )
     for kind in (torch.nn.BatchNorm2d, BatchNormAct2d, CallsSuper2d):
         model = Model({"body": torch.nn.Sequential(syncbn.convert_syncbn_model(kind(3)))})

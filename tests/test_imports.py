@@ -43,8 +43,8 @@ ORDER = [
     "kernels.gpu kernels.reference kernels.cpu",
     "kernels.gpu_channels kernels.gpu_tiles kernels.interface",
     "statistics",
-    "layout torch_internals.autograd torch_internals.modules torch_internals.distributed",
-    "torch_internals.state call_stack texts bound_methods tools.replace tools.table",
+    "layout tracebacks torch_internals.autograd torch_internals.modules torch_internals.distributed",
+    "torch_internals.state call_stack texts bound_methods options tools.replace tools.table",
 ]  # fmt: skip
 LEVELS = {module: level for level, line in enumerate(ORDER) for module in line.split()}
 

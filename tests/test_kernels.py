@@ -580,6 +580,7 @@ def test_the_reference_can_be_forced() -> None:
     forced = run_text(program, SYNCBN_KERNELS="reference")
     assert "cpu: torch operations (SYNCBN_KERNELS=reference)" in forced
     assert "'fast'" in run_text(program, status=1, SYNCBN_KERNELS="fast")
+    assert "SYNCBN_KERNELS" not in run_text(program, SYNCBN_KERNELS="")  # as where it is not set
 
 
 @needs_operators
@@ -600,7 +601,7 @@ def test_a_library_that_does_not_fit(name: str, value: object, words: str, monke
 def test_slow_training_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of small inputs, as in tests, and not in evaluation."""
     monkeypatch.setattr(cpu, "load", lambda: "no compiler here")
-    monkeypatch.setattr(select, "_why_forced", lambda: None)
+    monkeypatch.setattr(select, "why_forced", lambda: None)
     monkeypatch.setattr(plan, "_plans", {})
     layer, large = syncbn.SyncBatchNorm1d(1), torch.randn(250_001, 1)
     layer(large[:1000])

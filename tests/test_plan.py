@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,11 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     "eps is a list": ({"eps": [1.0]}, TypeError),
     "eps is 0": ({"eps": 0.0}, ValueError),
     "no momentum": ({"momentum": None}, PLAN),
+    "momentum is an int": ({"momentum": 1}, PLAN),
+    "momentum is too large": ({"momentum": 10**400}, ValueError),
+    "momentum is a large fraction": ({"momentum": Fraction(10**400)}, ValueError),
+    "momentum is a fraction": ({"momentum": Fraction(1, 4)}, GENERAL),
+    "eps is too large": ({"eps": 10**400}, ValueError),
     "momentum without a counter": ({"momentum": None, "counter": None}, TypeError),
     "momentum is a tensor": ({"momentum": torch.tensor(0.5)}, GENERAL),
     "momentum is True": ({"momentum": True}, TypeError),
@@ -133,7 +139,8 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     "class of channel_dim": ({"channel_dim": 1.0}, TypeError),
     "relu": ({"relu": True}, PLAN),
     "class of relu": ({"relu": np.bool_(False)}, GENERAL),
-    "num_channels": ({"num_channels": 4}, ValueError),
+    "num_channels": ({"num_channels": 4}, PLAN),  # only a name beside tensors
+    "num_channels alone": ({"num_channels": 4, **dict.fromkeys(PER_CHANNEL)}, ValueError),
     "no num_channels": ({"num_channels": None}, PLAN),
     "mask": ({"mask": torch.ones(3, dtype=torch.bool)}, MADE_ORDINARY),
     "no check of dims": ({"check_input_dim": None}, PLAN),
@@ -190,7 +197,7 @@ def test_gpus_are_told_apart() -> None:
     """By their numbers: a weight on another GPU than the input is a fault, also after a plan was made."""
     with FakeTensorMode():
         first, second = (torch.empty(3, device=f"cuda:{index}") for index in range(2))
-    assert plan._kinds((first,)) != plan._kinds((second,))
+    assert plan._facts_of(first) != plan._facts_of(second)
 
 
 # Backward.

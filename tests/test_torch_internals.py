@@ -123,6 +123,8 @@ def test_names_of_tensors() -> None:
         autograd.increment_version((x, torch.zeros(2)))  # the second has no version
     assert x._version == 1
     assert [autograd.is_zero_tensor(one) for one in (x, torch._efficientzerotensor(2))] == [False, True]
+    several = x, x.expand(3, 2), torch.zeros(6)[::2], torch.zeros(1).expand(1)
+    assert [*map(autograd.overlaps_itself, several)] == [False, True, False, False]
     for dim, shape in ((1, (5, 4)), (2, (4, 5))):
         nested = torch.nested.nested_tensor_from_jagged(torch.randn(shape), torch.tensor([0, 2, 5]), jagged_dim=dim)
         values, offsets, ragged_dim = autograd.jagged_parts(nested)

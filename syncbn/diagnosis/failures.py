@@ -21,6 +21,8 @@ from syncbn.ranks.guards import Caller, in_debug_mode, joined_group
 from syncbn.ranks.text_exchange import all_gather_json, by_rank, exchange_errors, ranks_in_words
 from syncbn.torch_internals.distributed import ddp_that_broadcasts, is_pipeline_stage, timeout_of
 
+# Finite values of these dtypes whose squares are infinite in the sums; those of the others are added in float64.
+SQUARES_OVERFLOW = {torch.bfloat16: "1e19", torch.float64: "1e154"}
 FIRST_MEETING_SECONDS = 9.0  # that a rank waits for the others before the first collective of a group
 
 
@@ -83,12 +85,14 @@ def fault_in_total(call: EagerCall, entry: Entry, trailer: list[float], error: E
 
 
 def warn_not_finite(call: EagerCall) -> None:
-    """Warn, once for a layer, that this rank's input has NaN or infinity."""
+    """Warn, once for a layer, that the sums of this rank's input are not finite."""
     site = call.site
     if not (site.warned_of_nan or in_debug_mode()):  # debug mode warns by itself
         site.warned_of_nan = True
         what = f"NaN or infinity in the input of {site.doing(call.call, 'forward')} on rank {site.rank.rank}"
-        then = "the statistics of all ranks, and so their running statistics, become NaN"
+        if call.dtype in SQUARES_OVERFLOW:
+            what += f", or values beyond about {SQUARES_OVERFLOW[call.dtype]}, whose squares overflow"
+        then = "the statistics of all ranks, and so their running statistics, become NaN or infinite"
         look = "Look at this rank's batch first, then at the learning rate and the loss scale"
         by_torch = "torch.autograd.set_detect_anomaly(True) finds a backward that makes NaN."
         warn(f"syncbn: {what}; {then}. {look}; {by_torch}")

@@ -33,6 +33,8 @@ def to_ordinary(arguments: Arguments) -> tuple[Arguments, Callable[[Tensor], Ten
     """Unwraps the arguments, applies a mask and copies what has gaps. **Raises** whatever a bad argument brings about,
     unexplained."""
     arguments, wrap = unwrap(arguments)
+    arguments.check_memory()  # which is read in the following
+    arguments.check_saved()
     if type(arguments.input) not in PLAIN_CLASSES or arguments.input.dtype not in SUPPORTED_DTYPES:
         return arguments, wrap
     if arguments.mask is None:

@@ -58,7 +58,7 @@ def _has_kernels(kind: Kind) -> bool:
     if device.type not in ("cpu", "cuda"):
         return False
     reason = _reason_unavailable(device, compiling=False)
-    if reason is not None and math.prod(kind.layout.sizes) * kind.dtype.itemsize > LARGE_BYTES and not _why_forced():
+    if reason is not None and math.prod(kind.layout.sizes) * kind.dtype.itemsize > LARGE_BYTES and not why_forced():
         which = f"this {device.type} device"
         warn_once(f"syncbn has no fast kernels for {which}, torch operations take several times as long: {reason}")
     return reason is None
@@ -93,7 +93,7 @@ def _gpu_kernels(kind: Kind) -> Kernels:
 @constant_in_graphs
 def _reason_unavailable(device: torch.device, compiling: bool) -> str | None:
     """None when there are kernels for tensors on this device, which loads them, else the reason in a line."""
-    return _why_forced() or (cpu.load() if device.type == "cpu" else _why_no_triton(device, compiling))
+    return why_forced() or (cpu.load() if device.type == "cpu" else _why_no_triton(device, compiling))
 
 
 _triton_works: dict[torch.device, str | None] = {}  # or why not
@@ -136,8 +136,9 @@ def _try_triton(device: torch.device) -> None:
 
 
 @functools.cache
-def _why_forced() -> str | None:
-    forced = os.environ.get("SYNCBN_KERNELS")
+def why_forced() -> str | None:
+    """Why torch operations are used although there may be kernels. **Raises** ValueError for an unknown value."""
+    forced = os.environ.get("SYNCBN_KERNELS") or None
     if forced not in (None, "reference"):
-        raise ValueError(f"SYNCBN_KERNELS must be 'reference' or not set, got {forced!r}")
+        raise ValueError(f"the environment variable SYNCBN_KERNELS must be 'reference' or not set, got {forced!r}")
     return f"SYNCBN_KERNELS={forced}" if forced else None

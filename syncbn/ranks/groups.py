@@ -259,7 +259,7 @@ def ranks_per_host(gathered: list[tuple[str | None, str | None]]) -> int:
     if len(gathered) % size:
         raise ValueError(f"{needs} to divide WORLD_SIZE; they are {size} and {len(gathered)}")
     for rank, (_, local_rank) in enumerate(gathered):
-        if local_rank not in (None, str(rank % size)):
+        if local_rank not in (None, "", str(rank % size)):
             found = f"rank {rank} has LOCAL_RANK {local_rank}, expected {rank % size}"
             raise ValueError(f"{needs} and consecutive ranks on each host; {found}")
     return size
@@ -268,7 +268,7 @@ def ranks_per_host(gathered: list[tuple[str | None, str | None]]) -> int:
 @functools.cache
 def warn_if_meant_for_several_ranks() -> None:
     """Warn, in the first call without a process group, if there are other ranks."""
-    world_size = os.environ.get("WORLD_SIZE", "1")
+    world_size = os.environ.get("WORLD_SIZE") or "1"
     if world_size != "1":
         why = f"WORLD_SIZE is {world_size} but torch.distributed has no process group"
         remedy = "Call torch.distributed.init_process_group() before the first training step."

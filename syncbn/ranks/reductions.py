@@ -63,8 +63,8 @@ class Reduction:
         raises this error. **Raises** as all_reduce."""
         return sums
 
-    def warn_not_finite(self, is_local: bool) -> None:
-        """A total of forward has NaN or infinity. Warns, once for a layer, if this rank's input has (`is_local`)."""
+    def warn_unless_finite(self, sums: Tensor) -> None:
+        """A total of forward has NaN or infinity. Warns, once for a layer, if these `sums` of this rank have."""
 
     def other_collective(self, pass_name: str) -> contextlib.AbstractContextManager[Collective | None]:
         """The context for a collective of this call that is no all_reduce of sums."""
@@ -115,11 +115,11 @@ class EagerReduction(Reduction):
         total = self.all_reduce(payload, pass_name, error, in_place=current_dispatch_mode() is None)
         # By lists, as operators would be seen by the mode that watches this call. cat has left the sums as they were.
         if is_read and not all(map(math.isfinite, total.tolist())):
-            self.warn_not_finite(not all(map(math.isfinite, sums.tolist())))
+            self.warn_unless_finite(sums)
         return total[: len(sums)]
 
-    def warn_not_finite(self, is_local: bool) -> None:
-        if is_local:
+    def warn_unless_finite(self, sums: Tensor) -> None:
+        if not all(map(math.isfinite, sums.tolist())):
             failures.warn_not_finite(self)
 
     def other_collective(self, pass_name: str) -> Collective:

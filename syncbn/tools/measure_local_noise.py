@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from syncbn.arguments import num_channels_of
 from syncbn.convert import check_module, kind_of
 from syncbn.ranks.groups import ProcessGroupLike, resolve, to_spec
 from syncbn.ranks.guards import Caller
@@ -177,7 +178,9 @@ def measure_local_noise(
         yield noise
     ranks = reduction_of(spec, CALLER, None)
     with ranks.other_collective("exchange"):
-        lines = [f"{its.name}: {its.layer.num_features} channels, called {its.num_calls} times" for its in recorders]
+        lines = [
+            f"{its.name}: {num_channels_of(its.layer)} channels, called {its.num_calls} times" for its in recorders
+        ]
         require_equal([f"num_slices={num_slices}", *lines], None, ranks.group)
         noise.not_measured.update(_not_measured(recorders, ranks))
     measured = [recorder for recorder in recorders if recorder.num_calls and recorder.name not in noise.not_measured]
@@ -227,8 +230,9 @@ def _totals(recorders: list[Recorder], local: list[Tensor]) -> list[Tensor]:
 def _squares(local: Tensor, total: Tensor, recorder: Recorder) -> Tensor:
     """The terms of one layer, added up over ranks, calls and the channels that are not constant: 1; n_r; n; and the
     squares of the deviations in the order of `LayerNoise`. (8,)"""
-    mean, var, invstd, local_n = unpack(from_sums(local, recorder.eps), recorder.layer.num_features)
-    group_mean, group_var, group_invstd, n = unpack(from_sums(total, recorder.eps), recorder.layer.num_features)
+    num_channels = len(local) // 2
+    mean, var, invstd, local_n = unpack(from_sums(local, recorder.eps), num_channels)
+    group_mean, group_var, group_invstd, n = unpack(from_sums(total, recorder.eps), num_channels)
     off = mean - group_mean
     times, b1, b2 = n / local_n, (local_n - 1) / (n - 1), (local_n.square() - 1) / (n.square() - 1)
     terms = (

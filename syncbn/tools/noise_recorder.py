@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn.arguments import Arguments
+from syncbn.arguments import Arguments, num_channels_of
 from syncbn.convert import kind_of
 from syncbn.inputs import dtensors, masks
 from syncbn.inputs.unwrapping import unwrap
@@ -108,7 +108,7 @@ class Recorder:
         if dtensors.is_dtensor(arguments.input):
             raise TypeError("its input is a DTensor, whose mesh says which ranks share a batch; measure plain tensors")
         self.eps, channel_dim = arguments.eps, arguments.channel_dim
-        arguments = dataclasses.replace(arguments, num_channels=self.layer.num_features, check_input_dim=None)
+        arguments = dataclasses.replace(arguments, num_channels=num_channels_of(self.layer), check_input_dim=None)
         arguments, _ = unwrap(arguments)
         arguments.check()
         x, mask = arguments.input.detach(), arguments.mask

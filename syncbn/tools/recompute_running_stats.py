@@ -83,7 +83,7 @@ def recompute_running_stats(
         raise ValueError("no rank has a batch to recompute the running statistics from")
     with unchanged_after_error(layers):
         for layer, pool in pools.items():
-            mean, var, num_values = unbiased(pool.statistics(), layer.num_features)
+            mean, var, num_values = unbiased(pool.statistics(), pool.num_channels)
             num_calls = pool.packed[-1]
             overwrite(layer, (mean, var, num_calls), (num_values > 0, num_values > 1, num_calls > 0))
 

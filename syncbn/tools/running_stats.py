@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn import ordinary
-from syncbn.arguments import Arguments
+from syncbn.arguments import Arguments, num_channels_of
 from syncbn.layer import SyncBatchNorm
 from syncbn.ranks import groups
 from syncbn.ranks.text_exchange import require_equal
@@ -67,6 +67,7 @@ class Pool:
     """The statistics of all batches of a layer: their sums, and the number of forwards."""
 
     def __init__(self, num_channels: int, device: torch.device) -> None:
+        self.num_channels = num_channels
         self.packed = torch.zeros(2 * num_channels + 2, dtype=torch.float64, device=device)
         self.is_empty = True
 
@@ -78,7 +79,7 @@ class Pool:
         if is_compiling():  # the graph breaks here
             raise RuntimeError("compiled graphs cannot collect running statistics; compile without fullgraph=True")
         y, statistics = ordinary.train(arguments.without_running_stats(), layer)
-        packed = torch.cat((to_sums(statistics.detach(), layer.num_features), statistics.new_ones(1)))
+        packed = torch.cat((to_sums(statistics.detach(), self.num_channels), statistics.new_ones(1)))
         if current_backward() == -1:
             self.packed += packed
             self.is_empty = False
@@ -95,7 +96,7 @@ def pooling(layers: Iterable[_BatchNorm]) -> Iterator[dict[_BatchNorm, Pool]]:
 
     **Raises** RuntimeError if one of the layers is in such a block already.
     """
-    pools = {layer: Pool(layer.num_features, buffers_of(layer)[0].device) for layer in layers}
+    pools = {layer: Pool(num_channels_of(layer), buffers_of(layer)[0].device) for layer in layers}
     if not _layers_that_pool.isdisjoint(pools):
         raise RuntimeError("accumulate_running_stats and recompute_running_stats cannot run inside one another")
     with contextlib.ExitStack() as undo:
@@ -132,7 +133,7 @@ def agreed_layers(model: nn.Module, count: Count = None) -> dict[str, _BatchNorm
     except (TypeError, ValueError) as error:
         fault = error
     numbered = enumerate(layers.values(), 1)
-    lines = [f"BatchNorm layer {index}: {layer.num_features} channels" for index, layer in numbered]
+    lines = [f"BatchNorm layer {index}: {num_channels_of(layer)} channels" for index, layer in numbered]
     require_equal(["BatchNorm layers" + ", with count" * (count is not None), *lines], fault, groups.world())
     return layers
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from torch import nn
 
 from syncbn import kernels
+from syncbn.arguments import num_channels_of
 from syncbn.convert import check_module, described, unsynchronised
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.layer import SyncBatchNorm
@@ -68,7 +69,7 @@ def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
     group_size = groups.size(layer._process_group)
     num_bytes = bytes_if_synchronised(layer) if group_size > 1 else (0, 0)
     last_step = "compiled" if compiled else _last_eager_step(layer)
-    return LayerSummary(name, type(layer).__name__, layer.num_features, group_size, *num_bytes, last_step)
+    return LayerSummary(name, type(layer).__name__, num_channels_of(layer), group_size, *num_bytes, last_step)
 
 
 def _last_eager_step(layer: SyncBatchNorm) -> str:
@@ -85,7 +86,7 @@ def _last_eager_step(layer: SyncBatchNorm) -> str:
 
 def bytes_if_synchronised(layer: nn.modules.batchnorm._BatchNorm) -> tuple[int, int]:
     """The bytes that a rank sends in a call's forward and in its backward, in a group of two ranks or more."""
-    numbers = 2 * layer.num_features
+    numbers = 2 * num_channels_of(layer)
     on_cpu = all(tensor.is_cpu for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))
     forward, backward = (TRAILER_NUMBERS, TRAILER_NUMBERS) if on_cpu else (1, 0)  # beside the sums
     return BYTES_PER_NUMBER * (numbers + forward), BYTES_PER_NUMBER * (numbers + backward)

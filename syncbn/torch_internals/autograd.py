@@ -15,6 +15,13 @@ is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_
 # Whether the tensor has no memory: torch makes up its zeros.
 is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
 
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether several elements are known to share one place in memory, as in an expanded tensor, which torch does not
+    write."""
+    return torch._debug_has_internal_overlap(tensor) == 1
+
+
 # Tells autograd that code has written to these tensors without the dispatcher. The public function,
 # torch.autograd.graph.increment_version, makes three calls more.
 increment_version: Callable[[Collection[Tensor]], None] = torch._C._increment_version

@@ -126,8 +126,8 @@ def test_channels_last_dim_and_no_parameters(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("alone", "name", "index", "value", "message"),
     [
-        (False, "weights", 1, torch.ones(7), r"inputs\[1\]: .*weight should contain 1 elements not 7"),
-        (True, "weights", 0, torch.ones(7), r"inputs\[0\]: .*weight should contain 3 elements not 7"),
+        (False, "weights", 1, torch.ones(7), r"inputs\[1\]: expected weight of shape \(1,\), .* got \(7,\)"),
+        (True, "weights", 0, torch.ones(7), r"inputs\[0\]: expected weight of shape \(3,\), .* got \(7,\)"),
         (True, "inputs", 2, torch.ones(0, 4, device="meta"), r"inputs\[2\]: the input is on meta but inputs\[0\] on"),
         (False, "inputs", 3, torch.ones(5, 3).long(), r"inputs\[3\]: expected a float16, .* got torch.int64"),
         (False, "means", slice(4, 5), [], "expected 5 running_means, one for each input, got 4"),

@@ -1,0 +1,306 @@
+"""A call of one rank that cannot be completed is refused on every rank, before anything is added up or changed."""
+
+import copy
+import os
+import re
+import traceback
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import unchanged
+from voting import Ranks
+
+import syncbn
+from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_norm_many
+
+C = 3
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs the faulty rank raises alone")
+
+
+def inference(tensor: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return tensor.detach().clone()
+
+
+def parameter(layer: nn.Module, name: str, **options: bool) -> None:
+    with torch.inference_mode():
+        setattr(layer, name, nn.Parameter(getattr(layer, name).clone(), **options))
+
+
+def buffer(name: str, change: Callable[[Tensor], object]) -> Callable[[nn.Module], object]:
+    def put(layer: nn.Module) -> None:
+        value = change(layer._buffers.pop(name))
+        setattr(layer, name, value) if not isinstance(value, Tensor) else layer.register_buffer(name, value)
+
+    return put
+
+
+def once(tensor: Tensor) -> Tensor:
+    """The same shape, with one number in memory."""
+    return tensor.new_zeros(1).expand(tensor.shape)
+
+
+IN_PLACE = "cannot be updated in place, as "
+# What rank 0 does to its layer, and what it says; "": nothing, all train.
+LAYERS: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "weight of inference mode": (lambda layer: parameter(layer, "weight"), "weight was made in torch.inference_mode"),
+    "frozen": (lambda layer: parameter(layer, "weight", requires_grad=False), "weight was made in torch.inference"),
+    "bias of inference mode": (lambda layer: parameter(layer, "bias"), ""),  # nothing saves it
+    **{
+        f"{name} of inference mode": (buffer(name, inference), f"{name} {IN_PLACE}it was made in torch.inference_mode")
+        for name in ("running_mean", "running_var", "num_batches_tracked")
+    },
+    "expanded mean": (buffer("running_mean", once), f"running_mean {IN_PLACE}several of its numbers"),
+    "expanded var": (buffer("running_var", once), f"running_var {IN_PLACE}several of its numbers"),
+    "with gaps": (buffer("running_var", lambda var: var.repeat_interleave(2)[::2]), ""),
+    "zeros": (buffer("running_mean", lambda mean: torch._efficientzerotensor(mean.shape)), IN_PLACE + "it is a tensor"),
+    "counter of flags": (buffer("num_batches_tracked", Tensor.bool), "num_batches_tracked to be a tensor of numbers"),
+    "no counter": (buffer("num_batches_tracked", int), "num_batches_tracked to be a tensor of numbers, got 0"),
+    "counters": (
+        buffer("num_batches_tracked", lambda count: count.expand(2)),
+        f"num_batches_tracked {IN_PLACE}several",
+    ),
+    "int32 counter": (buffer("num_batches_tracked", Tensor.int), ""),
+    "momentum": (lambda layer: setattr(layer, "momentum", 10**400), "momentum must fit into a float, got 1000"),
+    "digits": (lambda layer: setattr(layer, "momentum", 10**5000), "momentum must fit into a float, got a large int"),
+    "eps": (lambda layer: setattr(layer, "eps", 10**400), "eps must fit into a float, got 1000"),
+    "flag": (
+        lambda layer: setattr(layer, "momentum", torch.tensor(True)),
+        "momentum must be a number, got a tensor of",
+    ),
+    "meta": (lambda layer: setattr(layer, "momentum", torch.ones((), device="meta")), "but momentum on meta"),
+    "momentum in a tensor": (lambda layer: setattr(layer, "momentum", torch.tensor(0.1)), ""),
+}
+
+
+def check_refused(ranks: Ranks, call: Callable[[], object], layer: nn.Module, words: str) -> None:
+    """Rank 0 raises it, the others that it does; the layer is as before."""
+    faulty = ranks.rank == 0
+    before = copy.deepcopy(layer.state_dict()) if not faulty else {}
+    match = "" if faulty else r"another rank failed(.|\n)*rank 0: \w+Error: (.|\n)*"
+    with pytest.raises((TypeError, ValueError), match=match + re.escape(words)):
+        call()
+    torch.testing.assert_close({name: layer.state_dict()[name] for name in before}, before, rtol=0, atol=0)
+
+
+@on_cpu
+@pytest.mark.parametrize("trained_before", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_that_cannot_be_trained(ranks: Ranks, name: str, trained_before: bool) -> None:
+    """Otherwise rank 0 would fail when the others have trained, and wait in their backward."""
+    change, words = LAYERS[name]
+    layer, x = syncbn.SyncBatchNorm1d(C), torch.randn(4, C)
+    if trained_before:  # so that there is a plan
+        layer(x)
+        layer.reset_running_stats()
+    if ranks.rank == 0:
+        change(layer)
+    if words:
+        check_refused(ranks, lambda: layer(x), layer, words)
+    else:
+        layer(x).sum().backward()
+    if ranks.rank == 0 and words and isinstance(layer.running_mean, Tensor):
+        assert not layer.running_mean.any()
+    syncbn.SyncBatchNorm1d(C)(x)  # the group goes on
+
+
+@on_cpu
+@pytest.mark.parametrize("name", ["input", "mask", "z"])
+@pytest.mark.parametrize("mode", ["autograd", "frozen", "no_grad", "inference_mode"])
+def test_inputs_of_inference_mode(ranks: Ranks, name: str, mode: str) -> None:
+    """They are refused where autograd must save them, also where a plan was made in inference mode."""
+    layer = syncbn.SyncBatchNorm1d(C).requires_grad_(mode != "frozen")
+    tensors = {"input": torch.randn(4, C), "z": torch.randn(4, C), "mask": torch.ones(4, dtype=torch.bool)}
+    with torch.inference_mode():
+        layer(**{key: inference(tensor) for key, tensor in tensors.items() if key in ("input", name)})
+    if ranks.rank == 0:
+        tensors[name] = inference(tensors[name])
+    given = {key: tensor for key, tensor in tensors.items() if key in ("input", name)}
+    if mode == "autograd" and name != "z":
+        check_refused(ranks, lambda: layer(**given), layer, f"{name} was made in torch.inference_mode()")
+        layer(**{key: tensor.clone() for key, tensor in given.items()}).sum().backward()  # the remedy
+    elif mode in ("autograd", "frozen"):
+        y = layer(**given)
+        assert y.requires_grad == (mode == "autograd")
+    else:
+        with getattr(torch, mode)():
+            layer(**given)
+    assert layer.num_batches_tracked == 2
+
+
+@on_cpu
+def test_several_inputs_of_which_one_is_of_inference_mode(ranks: Ranks) -> None:
+    xs, weights = [torch.randn(4, C), torch.randn(4, C)], [torch.ones(C, requires_grad=True)] * 2
+    if ranks.rank == 0:
+        xs[1] = inference(xs[1])
+    check_refused(
+        ranks, lambda: sync_batch_norm_many(xs, weights=weights), nn.Identity(), "inputs[1]: input was made in"
+    )
+
+
+# What the number of channels is read from.
+
+
+@on_cpu
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("converted_before", [False, True])
+def test_num_features_is_not_believed(ranks: Ranks, converted_before: bool, assign: bool) -> None:
+    """A lazy layer that has loaded its tensors has num_features 0; torch's layers train. A fault of one rank must still
+    find the number of channels that the others send."""
+    of, x = nn.BatchNorm2d(C), torch.randn(2, C, 4, 4)
+    layer = nn.LazyBatchNorm2d()
+    if converted_before:
+        layer = syncbn.convert_syncbn_model(layer)
+    layer.load_state_dict(of.state_dict(), assign=assign)
+    layer = syncbn.convert_syncbn_model(layer)
+    assert layer.num_features == 0
+    layer(x)
+    assert layer.num_features == 0
+    assert syncbn.summary(layer)[0].channels == C
+    bad = torch.randn(2, C + 1, 4, 4) if ranks.rank == 0 else x
+    check_refused(ranks, lambda: layer(bad), layer, f"expected {C} channels in dim 1 of the input, got {C + 1}")
+    with unchanged(layer), pytest.raises(ValueError, match=f"expected {C} channels in dim 1 of the input, got {C + 1}"):
+        layer.eval()(torch.randn(2, C + 1, 4, 4))
+    layer(x)
+
+
+@on_cpu
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compiles)])
+def test_a_pruned_layer(ranks: Ranks, compiled: bool) -> None:
+    """Its tensors have been cut by hand; its num_features have not."""
+    layer, plain = syncbn.SyncBatchNorm2d(2 * C), nn.BatchNorm2d(C)
+    for name, tensor in plain.state_dict(keep_vars=True).items():
+        setattr(layer, name, copy.deepcopy(tensor))
+    x = torch.randn(2, C, 4, 4, generator=torch.Generator().manual_seed(0))
+    run = torch.compile(layer, backend="eager", fullgraph=True) if compiled else layer
+    torch.testing.assert_close(run(x), plain(x), rtol=1e-4, atol=1e-4)
+    with syncbn.accumulate_running_stats(layer):
+        layer(x)
+    assert syncbn.summary(layer)[0][2:6] == (C, ranks.size, 8 * (2 * C + 4), 8 * (2 * C + 4))
+    torch.testing.assert_close(layer.eval()(x), plain.eval()(x), rtol=0.1, atol=0.1)
+
+
+# Values beyond what their squares can be.
+
+
+@on_cpu
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "value", "beyond"),
+    [
+        (torch.bfloat16, 1e20, "1e19"), (torch.bfloat16, 3e38, "1e19"), (torch.float64, 1e200, "1e154"),
+        (torch.float32, 3e38, None), (torch.float16, 6e4, None),
+    ],
+)  # fmt: skip
+def test_squares_that_overflow_are_warned_of(
+    ranks: Ranks, dtype: torch.dtype, value: float, beyond: str | None, channels_last: bool, watched: bool
+) -> None:
+    """Their rank alone warns, although its input is finite. y would be 0 and running_var infinite without a word."""
+    layer = syncbn.SyncBatchNorm2d(C, dtype=torch.float64)
+    x = torch.randn(4, C, 5, 5, generator=torch.Generator().manual_seed(ranks.rank)).to(dtype)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    if ranks.rank == 0:
+        x = x.clamp(-1, 1) * value
+    assert x.isfinite().all()
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
+    with warnings.catch_warnings(record=True) as caught, profile if watched else torch.enable_grad():
+        warnings.simplefilter("always")
+        layer(x)
+    said = [str(warning.message) for warning in caught if "syncbn" in str(warning.message)]
+    overflows = not layer.running_var.isfinite().all()
+    assert overflows == (beyond is not None and (dtype != torch.bfloat16 or "C++" in syncbn.kernels.available()))
+    assert len(said) == (overflows and ranks.rank == 0)
+    if said:
+        words = f"in the input of SyncBatchNorm2d forward, call 1 on rank 0, or values beyond about {beyond}, whose"
+        assert said[0].startswith(f"syncbn: NaN or infinity {words} squares overflow; ")
+
+
+# Environment.
+
+
+@on_cpu
+@pytest.mark.parametrize("call", ["layer", "many", "backward"])
+def test_an_unknown_value_of_the_kernels_on_one_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    from syncbn.kernels import select
+
+    select.why_forced.cache_clear()
+    monkeypatch.setattr("syncbn.plan._plans", {})
+    monkeypatch.setenv("SYNCBN_KERNELS", "fast" if ranks.rank == 0 else os.environ.get("SYNCBN_KERNELS", ""))
+    layer, x = syncbn.SyncBatchNorm1d(C), torch.randn(4, C)
+    calls = {
+        "layer": lambda: layer(x),
+        "many": lambda: sync_batch_norm_many([x, x], [torch.zeros(C)] * 2, [torch.ones(C)] * 2),
+        "backward": lambda: batch_norm_backward(x, x, torch.zeros(C), torch.ones(C)),
+    }
+    check_refused(ranks, calls[call], layer, "SYNCBN_KERNELS must be 'reference' or not set, got 'fast'")
+    select.why_forced.cache_clear()
+
+
+# Tracebacks.
+
+
+def files_of(error: BaseException) -> list[str]:
+    return [frame.filename.replace(os.sep, "/") for frame in traceback.extract_tb(error.__traceback__)]
+
+
+BAD = {
+    "channels": lambda ranks: torch.randn(2, C + 1, 4, 4),
+    "dims": lambda ranks: torch.randn(2, C),
+    "dtype": lambda ranks: torch.ones(2, C, 4, 4, dtype=torch.int64),
+    "no tensor": lambda ranks: [1.0],
+}
+
+
+@on_cpu
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_traceback_ends_at_the_door(ranks: Ranks, bad: str, training: bool) -> None:
+    """One line of the user's, torch's two frames of a module, and one of ours, on every rank; no other error before."""
+    layer = syncbn.SyncBatchNorm2d(C).train(training)
+    x = BAD[bad](ranks) if ranks.rank == 0 or not training else torch.randn(2, C, 4, 4)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        layer(x)
+    assert [name.rpartition("/")[2] for name in files_of(raised.value)] == [
+        "test_arguments.py", "module.py", "module.py", "layer.py"
+    ]  # fmt: skip
+    assert "During handling" not in "".join(traceback.format_exception(raised.value))
+    assert "direct cause" not in "".join(traceback.format_exception(raised.value))
+
+
+@on_cpu
+@pytest.mark.parametrize("call", ["one", "several", "backward"])
+def test_a_traceback_of_a_function_ends_there(ranks: Ranks, call: str) -> None:
+    good, mean, var = torch.randn(2, C), torch.zeros(C), torch.ones(C)
+    x = good.long() if ranks.rank == 0 else good
+    calls = {
+        "one": lambda: sync_batch_norm(x, mean, var, training=True),
+        "several": lambda: sync_batch_norm_many([good, x], [mean, mean], [var, var]),
+        "backward": lambda: batch_norm_backward(good, x, mean, var),
+    }
+    with pytest.raises(TypeError) as raised:
+        calls[call]()
+    assert [name.rpartition("/")[2] for name in files_of(raised.value)] == [
+        "test_arguments.py", "test_arguments.py", "tracebacks.py"
+    ]  # fmt: skip
+
+
+@on_cpu
+def test_errors_of_others_keep_their_traceback(ranks: Ranks) -> None:
+    """A check of the user's own, on its rank: the line of it is what must be found."""
+
+    class Own(nn.BatchNorm1d):
+        def _check_input_dim(self, input: Tensor) -> None:
+            if ranks.rank == 0:
+                raise LookupError("my own words")
+
+    layer = syncbn.convert_syncbn_model(Own(C))
+    with pytest.raises((LookupError, ValueError), match="my own words") as raised:
+        layer(torch.randn(2, C))
+    files = files_of(raised.value)
+    assert ("test_arguments.py" in files[-1]) == (ranks.rank == 0)
+    assert len(files) > 4 if ranks.rank == 0 else len(files) == 4
