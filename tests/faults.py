@@ -45,9 +45,10 @@ def _where(rank_0: str, rank_1: str) -> str:
 IN_1, IN_2, IN_3 = (f"in body.bn{layer} forward, call 3" for layer in (1, 2, 3))
 AFTER_1 = "after body.bn1 forward, call 3"
 BEFORE_STEP = "after body.bn1 backward, call 2"
-LAST = "after body.bn1 backward, call 6"
+LAST, LAST_BUT_ONE = "after body.bn1 backward, call 6", "after body.bn1 backward, call 5"
 EVALUATES = rf"{BEFORE_STEP}; has called a layer in evaluation mode(; has left with .*)?"
 ENDED = r"last seen {}; its process \(\d+\) has ended"
+OF_JOB = r" at faulty_job.py:\d+(; has left with .*)?"
 NO_MORE = r"[^\n]*\n\Z"  # of a rank that ends by its own exception, and prints nothing of syncbn
 FIRST = "in body.bn1 forward, call 1"
 IN_BACKWARD = "in body.bn3 backward, call 3"
@@ -56,6 +57,14 @@ OF_TWO_MODELS = r"in layer '1' forward, call 3; first called at faulty_job.py:\d
 
 def _of_dtypes(where: str, *dtypes: str) -> str:
     return _where(*(f"{where}, with an input of torch.{dtype}" for dtype in dtypes))
+
+
+def _one_batch_less(collective: str, num_ranks: int = 2) -> Fault:
+    """Beside DistributedDataParallel with its defaults, by which it broadcasts buffers."""
+    in_ddp = f"{LAST_BUT_ONE}; in DistributedDataParallel{OF_JOB}"
+    at_fault = rf"rank {num_ranks - 1}: {LAST_BUT_ONE}; in {collective}{OF_JOB}"
+    where = rf"ranks? 0(-1)?: {in_ddp}\n(.*\n)?{at_fault}\n"
+    return Fault(BATCHES, rf"{where}The ranks wait in different calls: .*syncbn\.join", num_ranks=num_ranks)
 
 
 # What to do about several faults.
@@ -69,6 +78,16 @@ FAULTS = {
     "another order": Fault("call the layers in the same order on all ranks", _where(IN_2, IN_3)),
     "one more step": Fault(
         BATCHES, "", said_at_fault=_where(f"{LAST}; has left", "in body.bn1 forward, call 7"), well=1
+    ),
+    "one batch less, then a metric": _one_batch_less("all_reduce"),
+    "one batch less, then a barrier": _one_batch_less("barrier"),
+    "one batch less, then a logger": _one_batch_less("all_gather"),
+    "one batch less of three ranks, then a metric": _one_batch_less("all_reduce", num_ranks=3),
+    "one more step of three ranks, then a metric, DDP broadcasts buffers": Fault(
+        BATCHES,
+        rf"ranks? 0(-1)?: {LAST}; in all_reduce{OF_JOB}\n(.*\n)?rank 2: {LAST}; in DistributedDataParallel{OF_JOB}\n"
+        r"The ranks wait in different calls",
+        num_ranks=3,
     ),
     "one more step, DDP broadcasts buffers": Fault(  # whose broadcast fails: not a collective of syncbn
         BATCHES,
@@ -96,7 +115,7 @@ FAULTS = {
         "evaluate with `ddp.module(x)`, not with `ddp(x)`", _where(IN_1, EVALUATES) + r".*call ddp\.module\(x\)"
     ),
     "one more step, then a barrier": Fault(  # in which the others wait
-        BATCHES, rf"rank 0: {LAST}\nrank 1: in body.bn1 forward, call 7.*\n.*syncbn\.join"
+        BATCHES, rf"rank 0: {LAST}; in barrier{OF_JOB}\nrank 1: in body.bn1 forward, call 7.*\n.*syncbn\.join"
     ),
     "exception in forward": Fault(
         "correct the error that the rank has left with",
@@ -207,7 +226,7 @@ def condensed(outcome: Outcome) -> str:
         return own[1]
     if outcome.statuses[failed[0]] == -signal.SIGABRT:
         return "gloo aborts"
-    gloo = re.search(r"Connection closed by peer|Connection reset by peer|Timed out waiting|Connect timeout", text)
+    gloo = re.search(r"Connection closed by peer|Connection reset by peer|Timed out waiting|caused pair closure", text)
     return gloo[0] if gloo else text.splitlines()[-1]
 
 

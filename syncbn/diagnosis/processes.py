@@ -9,9 +9,12 @@ import threading
 import time
 from pathlib import Path
 
-import torch.distributed as dist
-
 HAS_ENDED = "has ended"
+# In the class or the text of torch's errors that follow from another rank's end or absence.
+FAILED_COLLECTIVE = (
+    "DistBackendError", "DistError", "DistNetworkError", "DistStoreError",
+    "/gloo/", "caused pair closure", "monitoredBarrier", "Operation timed out!",
+)  # fmt: skip
 
 
 @functools.cache
@@ -67,21 +70,23 @@ def main_thread_seconds() -> float | None:
 def why_it_ends() -> str:
     """The first line of the exception that ends this program, or a part of it; empty without an exception."""
     handled, error = sys.exc_info()[1], _last_error()
-    why = "" if error is None else f" {'while handling' if handled else 'with'} {type(error).__name__}: {error}"
+    why = "" if error is None else f" {'while handling' if handled else 'with'} {_in_words(error)}"
     return why.partition("\n")[0][:200]
 
 
-def a_collective_failed() -> bool:
-    """Whether the exception comes from a collective outside of syncbn, whose own errors say where the ranks are.
-
-    gloo's exceptions are RuntimeErrors that name a file of its source.
-    """
+def failure_of_collective() -> RuntimeError | None:
+    """The exception of a collective outside of syncbn that ends this program, or None. (syncbn's own errors say where
+    the ranks are.)"""
     error = _last_error()
     while error is not None and "syncbn: " not in str(error):
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
-            return True
+        if isinstance(error, RuntimeError) and any(text in _in_words(error) for text in FAILED_COLLECTIVE):
+            return error
         error = error.__cause__ or error.__context__
-    return False
+    return None
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _last_error() -> BaseException | None:

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+import traceback
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
@@ -18,7 +19,8 @@ import torch.distributed as dist
 
 from syncbn.diagnosis import processes, report
 from syncbn.diagnosis.positions import HAS_LEFT, Entry, ThisRank
-from syncbn.diagnosis.waits import OnGpu, Wait, WaitInLayer, WaitOutside, event_behind, wait_outside
+from syncbn.diagnosis.waits import IN_COLLECTIVE, OnGpu, Wait, WaitInLayer, WaitOutside, event_behind, look_outside
+from syncbn.diagnosis.waits import place_of
 
 HEARTBEAT_SECONDS = 1.0  # between writes of an unchanged position; with 10,000 ranks a tenth of the store's time
 LEAVE_SECONDS = 1.0  # for which a rank that leaves waits for its own heartbeat
@@ -33,6 +35,7 @@ class WatchedRank(ThisRank):
     def __init__(self, world: dist.ProcessGroup) -> None:
         super().__init__(world)
         self.on_gpu = OnGpu()
+        self.outside: WaitOutside | None = None  # where the previous look found the main thread
         finalize(world, _leave, self)
         self.watchdog = threading.Thread(target=_watch, args=[self, ref(world)], name="syncbn.watchdog", daemon=True)
         self.watchdog.start()
@@ -81,9 +84,20 @@ if hasattr(os, "register_at_fork"):
 
 def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
     """The thread. Between its looks it holds nothing that would keep the group alive."""
-    last: Wait | None = None
+    wait: Wait | None = None
+    has_complained = False
     while not rank.ended.wait(min(rank.interval, HEARTBEAT_SECONDS)) and dist.group.WORLD is world():
-        last = _look(rank, last)
+        _beat(rank, wait)
+        try:
+            wait = _current_wait(rank, wait)
+            _warn_if_long(rank, wait)
+        except Exception as error:  # as of an event on a GPU that has failed
+            wait = None
+            rank.on_gpu.clear()
+            if not has_complained:
+                has_complained = True
+                text = "syncbn: the watchdog of rank %d has failed once, and goes on: %s: %s"
+                log.warning(text, rank.rank, type(error).__name__, error)
     rank.on_gpu.clear()
     rank.ended.wait()  # a group that is destroyed may be held, and the program end later
     if rank.failed:
@@ -93,38 +107,46 @@ def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
     rank.store_answers, rank.store = False, dist.HashStore()
 
 
-def _look(rank: WatchedRank, last: Wait | None) -> Wait | None:
-    """Write the position if it is new or old; warn of a long wait. Returns the wait that this rank is in."""
-    wait = _current_wait(rank, last)
+def _beat(rank: WatchedRank, wait: Wait | None) -> None:
+    """Write the position if it is new or old; `wait` is the wait of the previous look."""
     with rank.writing:
         is_new = rank.position() != rank.written_position
         is_old = time.monotonic() - rank.written >= HEARTBEAT_SECONDS
         due = is_new or is_old if rank.beats else is_new and wait is not None
         if due and not rank.ended.is_set():
             rank.write_position()
+
+
+def _warn_if_long(rank: WatchedRank, wait: Wait | None) -> None:
     if wait is None or not wait.is_long():
-        return wait
+        return
     seconds = wait.seconds()
     wait.next_warning_seconds *= 2
     with contextlib.suppress(ValueError):  # a group that has ended
         if wait.ranks().index(rank.rank) < WARNING_RANKS:
             where = report.where_all_are(wait)
             log.warning("syncbn: rank %d has waited %.0f s for others%s.\n%s", rank.rank, seconds, wait.place, where)
-    return wait
 
 
 def _current_wait(rank: WatchedRank, last: Wait | None) -> Wait | None:
     """The wait that this rank is in; the previous look found `last`."""
     entry = rank.waiting
     if entry is None:
-        return rank.on_gpu.oldest() or wait_outside(rank, last)
+        outside = rank.outside = look_outside(rank, rank.outside)
+        waits = outside is not None and outside.blocked.startswith(IN_COLLECTIVE)
+        return rank.on_gpu.oldest() or (outside if waits else None)
     return last if isinstance(last, WaitInLayer) and last.entry is entry else WaitInLayer(entry)
 
 
 def _leave(rank: WatchedRank) -> None:
     """The default process group, or this program, ends, perhaps because of an exception."""
     here = rank.process == os.getpid()  # a forked process has no thread
-    rank.failed = here and processes.a_collective_failed()
+    error = processes.failure_of_collective() if here else None
+    rank.failed = error is not None
+    if error is not None and (frames := [*traceback.walk_tb(error.__traceback__)]):
+        place = place_of(reversed(frames))
+        collective = "" if place.startswith(IN_COLLECTIVE) else f"{IN_COLLECTIVE}a collective "  # as in work.wait()
+        rank.blocked_after = rank.last, collective + place
     rank.ended.set()
     # The heartbeat may be in a call of a dead store.
     if here and rank.writing.acquire(timeout=LEAVE_SECONDS):
