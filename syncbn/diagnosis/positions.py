@@ -168,7 +168,7 @@ class ThisRank:
         self.blocked_after: tuple[Entry | None, str] = (None, "")  # `last` when its main thread was blocked; where
         self.left = ""
         self.ended = threading.Event()
-        self.failed = False  # a collective outside of the layers failed, and ends this rank
+        self.failed_at = ""  # where a collective outside of the layers failed, which ends this rank
         self.write_position()
 
     def left_to_gpu(self, entry: Entry, device: torch.device) -> None:
@@ -177,9 +177,8 @@ class ThisRank:
     def position(self) -> Position:
         """The last all_reduce of this rank, and what it has done since."""
         last, (before, blocked) = self.last, self.blocked_after  # other threads may begin the next
-        return position_in(last)._replace(
-            has_evaluated=self.evaluated_after is last, left=self.left, blocked=blocked if before is last else ""
-        )
+        blocked = self.failed_at or (blocked if before is last else "")
+        return position_in(last)._replace(has_evaluated=self.evaluated_after is last, left=self.left, blocked=blocked)
 
     def write_position(self) -> None:
         with self.writing:

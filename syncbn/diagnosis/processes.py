@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import re
 import socket
 import sys
 import threading
@@ -10,11 +11,12 @@ import time
 from pathlib import Path
 
 HAS_ENDED = "has ended"
-# In the class or the text of torch's errors that follow from another rank's end or absence.
-FAILED_COLLECTIVE = (
-    "DistBackendError", "DistError", "DistNetworkError", "DistStoreError",
-    "/gloo/", "caused pair closure", "monitoredBarrier", "Operation timed out!",
-)  # fmt: skip
+# Class and text of torch's errors that follow from another rank's end or absence. gloo's mostly name a file of gloo's.
+FAILED_COLLECTIVE = re.compile(
+    r"\bDist(Backend|Network|Store|)Error: |"
+    r"\bRuntimeError: .*(/gloo/|caused pair closure|monitoredBarrier|Operation timed out!)",
+    re.DOTALL,
+)
 
 
 @functools.cache
@@ -74,12 +76,12 @@ def why_it_ends() -> str:
     return why.partition("\n")[0][:200]
 
 
-def failure_of_collective() -> RuntimeError | None:
+def failure_of_collective() -> BaseException | None:
     """The exception of a collective outside of syncbn that ends this program, or None. (syncbn's own errors say where
     the ranks are.)"""
     error = _last_error()
-    while error is not None and "syncbn: " not in str(error):
-        if isinstance(error, RuntimeError) and any(text in _in_words(error) for text in FAILED_COLLECTIVE):
+    while error is not None and "syncbn: " not in (words := _in_words(error)):
+        if error.__traceback__ and FAILED_COLLECTIVE.match(words):
             return error
         error = error.__cause__ or error.__context__
     return None

@@ -17,7 +17,6 @@ SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; 
 SETTLE_SECONDS = 0.3  # in which a rank that leaves can say why
 READ_SECONDS = 5.0  # the longest time that reading may take
 UNSEEN, EVALUATES = "has not been seen", "has called a layer in evaluation mode"
-CONSEQUENCES = "syncbn: a collective failed", *processes.FAILED_COLLECTIVE  # of another rank's fault
 REMEDY = (
     "Every rank must call the same layers in the same order, all converted with the same process_group and in training "
     "mode. A layer in a branch that only some ranks take must be called on the others too, for their backward as well: "
@@ -106,10 +105,15 @@ def _without_store(wait: Wait, ranks: list[int]) -> str:
     return by_rank(ranks, words)
 
 
+def is_consequence(left: str) -> bool:
+    """Whether the error that a rank has left with follows from another rank's end or absence."""
+    return "syncbn: a collective failed" in left or processes.FAILED_COLLECTIVE.search(left) is not None
+
+
 def _remedies(findings: list[Finding]) -> list[str]:
     """No remedy if a rank's own error is known; errors that only follow another rank's end do not count."""
     positions = [rank.position for rank in findings]
-    left = [position.left for position in positions if not any(part in position.left for part in CONSEQUENCES)]
+    left = [position.left for position in positions if not is_consequence(position.left)]
     if any(len(why) > len(HAS_LEFT) for why in left):
         return []
     known = [or_debug(REMEDY_OF_ENDED)] * any(rank.state.endswith(processes.HAS_ENDED) for rank in findings)

@@ -9,7 +9,7 @@
 The main thread is blocked if its CPU time has not changed since the previous look. The position says where, also if it
 is not known to wait for other ranks, as in `work.wait()` or while it loads data.
 
-Collectives outside of the layers are DistributedDataParallel's, the data loader's or the program's. Their waits are seen
+Collectives outside of the layers are DistributedDataParallel's, the data loader's or the program's. Such a wait is seen
 while the host waits without spinning, as with gloo. Under nccl the host most often goes on, and waits later, if at all.
 """
 
@@ -82,13 +82,13 @@ class WaitInLayer(Wait):
 IN_COLLECTIVE = "in "  # how `place_of` begins for a collective
 
 
-def place_of(frames: Iterable[tuple[FrameType, int]]) -> str:
+def place_of(frames: Iterable[tuple[FrameType, int]], unknown: str = "") -> str:
     """Where a thread is, from its frames and their lines, the innermost first: "in all_reduce at train.py:57", or "at
-    train.py:57" if that is not known to wait for other ranks."""
+    train.py:57" if that is not known to wait for other ranks; an `unknown` collective is called so."""
     frames = [*frames]
     innermost = frames[0][0]
     is_exchange = innermost.f_globals is vars(text_exchange)
-    collective = innermost.f_code.co_name if is_exchange else collective_in(innermost)
+    collective = innermost.f_code.co_name if is_exchange else collective_in(innermost) or unknown
     line = f"at {line_of_program(frames)}"
     return f"{IN_COLLECTIVE}{collective} {line}" if collective else line
 
@@ -103,6 +103,10 @@ class WaitOutside(Wait):
         super().__init__(rank, position, position.number + 1, time.monotonic())
         self.last, self.blocked = rank.last, blocked
         self.cpu_seconds = cpu_seconds  # of the main thread when it was first seen there
+
+    def is_in_collective(self) -> bool:
+        """Whether it is known to wait for other ranks."""
+        return self.blocked.startswith(IN_COLLECTIVE)
 
 
 def look_outside(rank: ThisRank, previous: WaitOutside | None) -> WaitOutside | None:

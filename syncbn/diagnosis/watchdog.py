@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from syncbn.diagnosis import processes, report
 from syncbn.diagnosis.positions import HAS_LEFT, Entry, ThisRank
-from syncbn.diagnosis.waits import IN_COLLECTIVE, OnGpu, Wait, WaitInLayer, WaitOutside, event_behind, look_outside
-from syncbn.diagnosis.waits import place_of
+from syncbn.diagnosis.waits import OnGpu, Wait, WaitInLayer, WaitOutside, event_behind, look_outside, place_of
 
 HEARTBEAT_SECONDS = 1.0  # between writes of an unchanged position; with 10,000 ranks a tenth of the store's time
 LEAVE_SECONDS = 1.0  # for which a rank that leaves waits for its own heartbeat
@@ -87,8 +86,8 @@ def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
     wait: Wait | None = None
     has_complained = False
     while not rank.ended.wait(min(rank.interval, HEARTBEAT_SECONDS)) and dist.group.WORLD is world():
-        _beat(rank, wait)
         try:
+            _beat(rank, wait)
             wait = _current_wait(rank, wait)
             _warn_if_long(rank, wait)
         except Exception as error:  # as of an event on a GPU that has failed
@@ -100,7 +99,7 @@ def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
                 log.warning(text, rank.rank, type(error).__name__, error)
     rank.on_gpu.clear()
     rank.ended.wait()  # a group that is destroyed may be held, and the program end later
-    if rank.failed:
+    if rank.failed_at:
         where = report.where_all_are(WaitOutside(rank), report.a_rank_is_gone, at_exit=True)
         log.error("syncbn: a collective outside of syncbn's layers failed on rank %d.\n%s", rank.rank, where)
     # Layers that have called on the group still know this rank, and must not keep its store.
@@ -133,8 +132,7 @@ def _current_wait(rank: WatchedRank, last: Wait | None) -> Wait | None:
     entry = rank.waiting
     if entry is None:
         outside = rank.outside = look_outside(rank, rank.outside)
-        waits = outside is not None and outside.blocked.startswith(IN_COLLECTIVE)
-        return rank.on_gpu.oldest() or (outside if waits else None)
+        return rank.on_gpu.oldest() or (outside if outside is not None and outside.is_in_collective() else None)
     return last if isinstance(last, WaitInLayer) and last.entry is entry else WaitInLayer(entry)
 
 
@@ -142,17 +140,14 @@ def _leave(rank: WatchedRank) -> None:
     """The default process group, or this program, ends, perhaps because of an exception."""
     here = rank.process == os.getpid()  # a forked process has no thread
     error = processes.failure_of_collective() if here else None
-    rank.failed = error is not None
-    if error is not None and (frames := [*traceback.walk_tb(error.__traceback__)]):
-        place = place_of(reversed(frames))
-        collective = "" if place.startswith(IN_COLLECTIVE) else f"{IN_COLLECTIVE}a collective "  # as in work.wait()
-        rank.blocked_after = rank.last, collective + place
+    if error is not None:
+        rank.failed_at = place_of(reversed([*traceback.walk_tb(error.__traceback__)]), unknown="a collective")
     rank.ended.set()
     # The heartbeat may be in a call of a dead store.
     if here and rank.writing.acquire(timeout=LEAVE_SECONDS):
         rank.left = HAS_LEFT + processes.why_it_ends()
         rank.write_position()
         rank.writing.release()
-    if rank.failed:
+    if rank.failed_at:
         with contextlib.suppress(RuntimeError):  # this thread itself may let the group go
             rank.watchdog.join(report.READ_SECONDS)
