@@ -177,7 +177,7 @@ class ThisRank:
     def position(self) -> Position:
         """The last all_reduce of this rank, and what it has done since."""
         last, (before, blocked) = self.last, self.blocked_after  # other threads may begin the next
-        blocked = self.failed_at or (blocked if before is last else "")
+        blocked = self.failed_at or (blocked if before is last and not self.left else "")
         return position_in(last)._replace(has_evaluated=self.evaluated_after is last, left=self.left, blocked=blocked)
 
     def write_position(self) -> None:

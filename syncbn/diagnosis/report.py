@@ -116,17 +116,18 @@ def _remedies(findings: list[Finding]) -> list[str]:
     left = [position.left for position in positions if not is_consequence(position.left)]
     if any(len(why) > len(HAS_LEFT) for why in left):
         return []
+    is_silent = any(rank.state for rank in findings)
+    places = {position.blocked for position in positions}
+    collectives = [place for place in places if place.startswith(IN_COLLECTIVE)]
     known = [or_debug(REMEDY_OF_ENDED)] * any(rank.state.endswith(processes.HAS_ENDED) for rank in findings)
+    known += [REMEDY_OF_BATCHES] * (len(collectives) > 1 and not is_silent)
     known += [REMEDY_OF_EVALUATION] * any(position.has_evaluated for position in positions)
     if known:
         return known
     if HAS_LEFT in left:
         return [REMEDY_OF_PASSES]
-    if any(rank.state for rank in findings):
+    if is_silent:
         return []
-    places = {position.blocked for position in positions}
-    if sum(place.startswith(IN_COLLECTIVE) for place in places) > 1:
-        return [REMEDY_OF_BATCHES]
     if {"forward", "backward"} <= {position.pass_name for position in positions}:
         return [REMEDY_OF_PASSES]
     if len(places) > 1 and len({(position.group, position.number) for position in positions}) == 1:
