@@ -2,11 +2,14 @@
 
 import functools
 import sys
+import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+LIBRARIES = {"torch", "syncbn", *sys.stdlib_module_names}
 
 
 def callers() -> Iterator[tuple[FrameType, Any]]:
@@ -17,16 +20,17 @@ def callers() -> Iterator[tuple[FrameType, Any]]:
         frame = frame.f_back
 
 
-def line_of_program(frame: FrameType) -> str:
-    """The file and line of the innermost frame outside of torch and syncbn, from this frame on: train.py:57."""
-    frame = _frame_of_program(frame)
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+def line_of_program(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The file and line of the first of these frames with their lines that is outside of torch, syncbn and Python's own
+    library: train.py:57."""
+    frame, line = _first_of_program(frames)
+    return f"{Path(frame.f_code.co_filename).name}:{line}"
 
 
 def warn(message: str) -> None:
     """Warns, with the line from which the program called torch or syncbn."""
-    frame = _frame_of_program(sys._getframe())
-    warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+    frame, line = _first_of_program(traceback.walk_stack(sys._getframe()))
+    warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, line)
 
 
 @functools.cache
@@ -35,7 +39,9 @@ def warn_once(message: str) -> None:
     warn(message)
 
 
-def _frame_of_program(frame: FrameType) -> FrameType:
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "syncbn.")):
-        frame = frame.f_back
-    return frame
+def _first_of_program(frames: Iterable[tuple[FrameType, int]]) -> tuple[FrameType, int]:
+    """The first frame of the program; the last of all frames if there is none."""
+    for frame, line in frames:  # noqa: B007, as the last is returned
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES:
+            break
+    return frame, line

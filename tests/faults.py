@@ -45,10 +45,12 @@ def _where(rank_0: str, rank_1: str) -> str:
 IN_1, IN_2, IN_3 = (f"in body.bn{layer} forward, call 3" for layer in (1, 2, 3))
 AFTER_1 = "after body.bn1 forward, call 3"
 BEFORE_STEP = "after body.bn1 backward, call 2"
-LAST = "after body.bn1 backward, call 6"
-EVALUATES = rf"{BEFORE_STEP}; has called a layer in evaluation mode(; has left with .*)?"
+LAST, LAST_BUT_ONE = "after body.bn1 backward, call 6", "after body.bn1 backward, call 5"
+OF_JOB = r" at faulty_job.py:\d+(; has left with .*)?"
+BLOCKED = r"(;( in \w+)? at faulty_job.py:\d+)?"
+EVALUATES = rf"{BEFORE_STEP}; has called a layer in evaluation mode{BLOCKED}(; has left with .*)?"
 TERMINATION = r"syncbn: an exception of C\+\+, which follows, ends rank 0, which waits for others\.\n"  # it is gloo's
-ENDED = r"last seen {}; its process \(\d+\) has ended"
+ENDED = rf"last seen {{}}{BLOCKED}; its process \(\d+\) has ended"
 NO_MORE = r"[^\n]*\n\Z"  # of a rank that ends by its own exception, and prints nothing of syncbn
 FIRST = "in body.bn1 forward, call 1"
 IN_BACKWARD = "in body.bn3 backward, call 3"
@@ -57,6 +59,15 @@ OF_TWO_MODELS = r"in layer '1' forward, call 3; first called at faulty_job.py:\d
 
 def _of_dtypes(where: str, *dtypes: str) -> str:
     return _where(*(f"{where}, with an input of torch.{dtype}" for dtype in dtypes))
+
+
+def _one_batch_less(collective: str, num_ranks: int = 2, has_evaluated: bool = False) -> Fault:
+    """Beside DistributedDataParallel with its defaults, by which it broadcasts buffers."""
+    in_ddp = f"{LAST_BUT_ONE}; in DistributedDataParallel{OF_JOB}"
+    evaluates = "; has called a layer in evaluation mode" * has_evaluated
+    at_fault = rf"rank {num_ranks - 1}: {LAST_BUT_ONE}{evaluates}; in {collective}{OF_JOB}"
+    where = rf"ranks? 0(-1)?: {in_ddp}\n(.*\n)?{at_fault}\n"
+    return Fault(BATCHES, rf"{where}The ranks wait in different calls: .*syncbn\.join", num_ranks=num_ranks)
 
 
 # What to do about several faults.
@@ -71,11 +82,22 @@ FAULTS = {
     "one more step": Fault(
         BATCHES, "", said_at_fault=_where(f"{LAST}; has left", "in body.bn1 forward, call 7"), well=1
     ),
+    "one batch less, then a metric": _one_batch_less("all_reduce"),
+    "one batch less, then a barrier": _one_batch_less("barrier"),
+    "one batch less, then a logger": _one_batch_less("all_gather"),
+    "one batch less, then an evaluation and a metric": _one_batch_less("all_reduce", has_evaluated=True),
+    "one batch less of three ranks, then a metric": _one_batch_less("all_reduce", num_ranks=3),
+    "one more step of three ranks, then a metric, DDP broadcasts buffers": Fault(
+        BATCHES,
+        rf"ranks? 0(-1)?: {LAST}; in all_reduce{OF_JOB}\n(.*\n)?rank 2: {LAST}; in DistributedDataParallel{OF_JOB}\n"
+        r"The ranks wait in different calls",
+        num_ranks=3,
+    ),
     "one more step, DDP broadcasts buffers": Fault(  # whose broadcast fails: not a collective of syncbn
         BATCHES,
         "",
         said_at_fault=r"a collective outside of syncbn's layers failed on rank 1\.\n"
-        + _where(f"{LAST}; has left", LAST)
+        + _where(f"{LAST}; has left", f"{LAST}; in DistributedDataParallel{OF_JOB}")
         + r"A rank has left out .*syncbn\.join",
         well=1,
     ),
@@ -101,7 +123,7 @@ FAULTS = {
         "evaluate with `ddp.module(x)`, not with `ddp(x)`", _where(IN_1, EVALUATES) + r".*call ddp\.module\(x\)"
     ),
     "one more step, then a barrier": Fault(  # in which the others wait
-        BATCHES, rf"rank 0: {LAST}\nrank 1: in body.bn1 forward, call 7.*\n.*syncbn\.join"
+        BATCHES, rf"rank 0: {LAST}; in barrier{OF_JOB}\nrank 1: in body.bn1 forward, call 7.*\n.*syncbn\.join"
     ),
     "exception in forward": Fault(
         "correct the error that the rank has left with",
@@ -118,7 +140,7 @@ FAULTS = {
     "kill -9 in the all_reduce": Fault(KILLED, _where(IN_1, ENDED.format(IN_1))),
     "stopped for longer than the time-out": Fault(
         "find what stopped the process; if it must pause, raise `timeout` of `init_process_group`",
-        _where(IN_1, rf"last seen {BEFORE_STEP}; its process \(\d+\) is stopped"),
+        _where(IN_1, rf"last seen {BEFORE_STEP}{BLOCKED}; its process \(\d+\) is stopped"),
     ),
     "out of memory, caught": Fault(
         "let no rank skip a step alone; use smaller batches", _where(IN_BACKWARD, "in body.bn1 forward, call 4")
@@ -214,7 +236,7 @@ def condensed(outcome: Outcome) -> str:
         return own[1]
     if outcome.statuses[failed[0]] == -signal.SIGABRT:
         return "gloo aborts"
-    gloo = re.search(r"Connection closed by peer|Connection reset by peer|Timed out waiting|Connect timeout", text)
+    gloo = re.search(r"Connection closed by peer|Connection reset by peer|Timed out waiting|caused pair closure", text)
     return gloo[0] if gloo else text.splitlines()[-1]
 
 

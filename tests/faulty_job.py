@@ -31,6 +31,7 @@ STEPS, FAULTY_STEP = 6, 3
 FAULT, LAYER, *FOLDER = sys.argv[1:]
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 AT_FAULT = RANK == RANKS - 1
+HAS_LESS = FAULT.startswith("one batch less")  # DistributedDataParallel has its defaults
 SYNCHRONISES = not (AT_FAULT and FAULT == "not converted")
 
 
@@ -184,10 +185,11 @@ def train() -> None:
         model.double()
     # It compares the parameters at its start; these two faults are for models that it does not wrap.
     unwrapped = FAULT in ("channels", "dtype")
-    ddp = model if unwrapped else DistributedDataParallel(model, broadcast_buffers="buffers" in FAULT)
+    ddp = model if unwrapped else DistributedDataParallel(model, broadcast_buffers="buffers" in FAULT or HAS_LESS)
     if FAULT in OTHER_JOBS:
         OTHER_JOBS[FAULT](ddp, body)
-    for step in range(1, STEPS + 1 + (AT_FAULT and FAULT.startswith("one more step"))):
+    more_steps = AT_FAULT * (FAULT.startswith("one more step") - HAS_LESS)
+    for step in range(1, STEPS + 1 + more_steps):
         body.faulty = AT_FAULT and step == FAULTY_STEP
         if step == FAULTY_STEP:
             before_step(model)
@@ -206,6 +208,12 @@ def train() -> None:
         y.detach().cpu()  # waits for a GPU
     if FAULT.endswith("a barrier"):
         dist.barrier()
+    if "an evaluation" in FAULT:
+        model.eval()(torch.randn(4, 3))
+    if "a metric" in FAULT:
+        dist.all_reduce(torch.ones(1))
+    if FAULT.endswith("a logger"):
+        dist.all_gather([torch.ones(1) for _ in range(RANKS)], torch.ones(1))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 import torch
 from jobs import ON_TWO_RANKS, run
 
-from syncbn.diagnosis import termination
+from syncbn.diagnosis import processes, report, termination
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the catalogue is of CPUs and gloo")
 TERMINATION = Path(termination.__file__).with_name("_termination.so")
@@ -31,6 +31,28 @@ def test_a_healthy_job_says_nothing(fault: str) -> None:
     outcome = faults.run(fault)
     assert outcome.statuses == [0, 0]
     assert outcome.texts == ["", ""]
+
+
+TOLD = [  # an error that ends a program, and whether it is a collective's
+    (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
+    (RuntimeError("Application timeout caused pair closure"), True),
+    (RuntimeError("Rank 1 successfully reached monitoredBarrier, but received errors"), True),
+    (torch.distributed.DistBackendError("NCCL communicator was aborted"), True),
+    (RuntimeError("syncbn: a collective failed on rank 0 after 3.0 s.\n... [/pytorch/gloo/pair.cc:553]"), False),
+    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    (FileNotFoundError("/data/gloo/image.png"), False),
+]
+
+
+@pytest.mark.parametrize(("error", "is_of_collective"), TOLD)
+def test_errors_of_collectives_are_told_from_others(error: Exception, is_of_collective: bool) -> None:
+    """A report follows them, with the line; and beside another rank's error they are consequences."""
+    try:
+        raise error
+    except type(error):
+        assert processes.failure_of_collective() is (error if is_of_collective else None)
+        why = processes.why_it_ends()
+    assert report.is_consequence(why) == (is_of_collective or "syncbn" in str(error))
 
 
 def test_under_torchrun() -> None:

@@ -16,6 +16,7 @@ from conftest import GROUP_TIMEOUT
 from jobs import run
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.distributed import _functional_collectives
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -212,24 +213,30 @@ def test_device_of_a_group(backend: str | None, monkeypatch: pytest.MonkeyPatch)
     dist.destroy_process_group()
 
 
-def test_waits_for_others(group_of_one: dist.ProcessGroup) -> None:
+def test_collective_in(group_of_one: dist.ProcessGroup) -> None:
     """The frames that call into torch's C++ and wait there, and none of a forward or of this test."""
     calling = set()
 
     def watch(frame: FrameType, event: str, function: object) -> None:
         if event == "c_call":
-            calling.add((getattr(function, "__name__", ""), distributed.waits_for_others(frame)))
+            calling.add((getattr(function, "__name__", ""), distributed.collective_in(frame)))
 
     sys.setprofile(watch)
     try:
         dist.barrier()
+        _functional_collectives.wait_tensor(_functional_collectives.all_reduce(torch.ones(2), "sum", group_of_one))
         ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
         ddp(torch.ones(2, 3)).sum().backward()
     finally:
         sys.setprofile(None)
-    waiting = {"wait", "_verify_params_across_processes", "_broadcast_coalesced", "run_backward"}
-    assert {name for name, waits in calling if waits} >= waiting
-    assert {name for name, waits in calling if not waits} >= {"linear", "batch_norm"}
+    in_ddp, in_constructor = "DistributedDataParallel", "verify_param_shape_across_processes"
+    waiting = {("wait", "barrier"), ("_broadcast_coalesced", in_ddp), ("run_backward", "backward")}
+    assert calling >= waiting | {
+        ("_verify_params_across_processes", in_constructor),
+        ("linear", ""),
+        ("batch_norm", ""),
+    }
+    assert "wait_tensor" in {collective for _, collective in calling}
 
 
 def test_no_default_argument_keeps_the_group() -> None:

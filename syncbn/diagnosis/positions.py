@@ -27,7 +27,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary, ref
 
@@ -82,6 +82,7 @@ class Position(NamedTuple):
     doing: str = ""  # layer4.1.bn3 forward, call 17
     has_evaluated: bool = False  # the rank has called a layer in evaluation mode since
     left: str = ""  # HAS_LEFT, and why
+    blocked: str = ""  # where its main thread is blocked since: in all_reduce at train.py:57
 
 
 class Group:
@@ -165,9 +166,10 @@ class ThisRank:
         self.interval = _interval(self.store, self.num_ranks)
         self.beats = self.interval < math.inf  # whether it writes every second
         self.evaluated_after: Entry | bool | None = False  # `last` at a call in evaluation mode; False: no such call
+        self.blocked_after: tuple[Entry | None, str] = (None, "")  # `last` when its main thread was blocked; where
         self.left = ""
         self.ended = threading.Event()
-        self.failed = False  # a collective outside of the layers failed, and ends this rank
+        self.failed_at = ""  # where a collective outside of the layers failed, which ends this rank
         self.write_position()
 
     def left_to_gpu(self, entry: Entry, device: torch.device) -> None:
@@ -175,8 +177,9 @@ class ThisRank:
 
     def position(self) -> Position:
         """The last all_reduce of this rank, and what it has done since."""
-        last = self.last  # other threads may begin the next
-        return position_in(last)._replace(has_evaluated=self.evaluated_after is last, left=self.left)
+        last, (before, blocked) = self.last, self.blocked_after  # other threads may begin the next
+        blocked = self.failed_at or (blocked if before is last and not self.left else "")
+        return position_in(last)._replace(has_evaluated=self.evaluated_after is last, left=self.left, blocked=blocked)
 
     def write_position(self) -> None:
         with self.writing:
@@ -189,13 +192,13 @@ class ThisRank:
 
         Ranks meet by the store and not by a collective, so that other threads go on and a missing rank harms nobody.
         """
-        if not self.beats:
+        if not (self.beats and self.store_answers):
             return True
         ranks = dist.get_process_group_ranks(group)
         name = f"syncbn/met/{name}/{zlib.crc32(str(ranks).encode())}"
         self.meetings[name] += 1
         meeting, deadline = f"{name}/{self.meetings[name]}", time.monotonic() + seconds
-        with contextlib.suppress(RuntimeError, ValueError):  # a store that has ended
+        with self.using_store():
             if self.store.add(meeting, 1) == len(ranks):
                 self.store.set(f"{meeting}/all", "")
             pause = SECONDS_BETWEEN_WRITES / 50
@@ -208,8 +211,17 @@ class ThisRank:
 
     def write(self, key: str, text: str) -> None:
         if self.store_answers:
-            with contextlib.suppress(RuntimeError, ValueError):  # a store that has ended
+            with self.using_store():
                 self.store.set(f"syncbn/{self.rank}/{key}", text)
+
+    @contextlib.contextmanager
+    def using_store(self) -> Iterator[None]:
+        """Within, the store is called. After an error it is taken as gone, and not called again: torch prints a
+        backtrace of C++ for each call that fails."""
+        try:
+            yield
+        except (RuntimeError, ValueError):
+            self.store_answers = False
 
 
 def _interval(store: dist.Store, num_ranks: int) -> float:

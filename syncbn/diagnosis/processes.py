@@ -3,17 +3,22 @@
 import contextlib
 import functools
 import os
+import re
 import socket
 import sys
 import threading
 import time
 from pathlib import Path
 
-import torch.distributed as dist
-
 from syncbn.texts import in_words
 
 HAS_ENDED = "has ended"
+# Class and text of torch's errors that follow from another rank's end or absence. gloo's mostly name a file of gloo's.
+FAILED_COLLECTIVE = re.compile(
+    r"\b([\w.]+\.)?(Dist(Backend|Network|Store|)Error: |"
+    r"RuntimeError: .*(/gloo/|caused pair closure|monitoredBarrier|Operation timed out!))",
+    re.DOTALL,
+)
 
 
 @functools.cache
@@ -73,17 +78,15 @@ def why_it_ends() -> str:
     return why.partition("\n")[0][:200]
 
 
-def a_collective_failed() -> bool:
-    """Whether the exception comes from a collective outside of syncbn, whose own errors say where the ranks are.
-
-    gloo's exceptions are RuntimeErrors that name a file of its source.
-    """
+def failure_of_collective() -> BaseException | None:
+    """The exception of a collective outside of syncbn that ends this program, or None. (syncbn's own errors say where
+    the ranks are.)"""
     error = _last_error()
-    while error is not None and "syncbn: " not in in_words(error):
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in in_words(error)):
-            return True
+    while error is not None and "syncbn: " not in (words := in_words(error)):
+        if error.__traceback__ and FAILED_COLLECTIVE.match(words):
+            return error
         error = error.__cause__ or error.__context__
-    return False
+    return None
 
 
 def _last_error() -> BaseException | None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from syncbn.diagnosis import processes
 from syncbn.diagnosis.positions import HAS_LEFT, WITH_GRAPH, Position
-from syncbn.diagnosis.waits import Wait
+from syncbn.diagnosis.waits import IN_COLLECTIVE, Wait
 from syncbn.ranks.guards import in_debug_mode
 from syncbn.ranks.text_exchange import by_rank
 
@@ -17,7 +17,6 @@ SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; 
 SETTLE_SECONDS = 0.3  # in which a rank that leaves can say why
 READ_SECONDS = 5.0  # the longest time that reading may take
 UNSEEN, EVALUATES = "has not been seen", "has called a layer in evaluation mode"
-CONSEQUENCES = "syncbn: a collective failed", "/gloo/", "caused pair closure"  # of another rank's fault
 REMEDY = (
     "Every rank must call the same layers in the same order, all converted with the same process_group and in training "
     "mode. A layer in a branch that only some ranks take must be called on the others too, for their backward as well: "
@@ -43,6 +42,14 @@ REMEDY_OF_PASSES = (
     "called ddp.module where the others call ddp."
 )
 REMEDY_OF_GRAPHS = "Pass create_graph=True on every rank or on none, and differentiate by torch.func on all or on none."
+REMEDY_OF_BATCHES = (
+    "The ranks wait in different calls: one has come to the end of its batches, or has left a loop early. Give all "
+    "ranks as many batches, or train inside syncbn.join."
+)
+REMEDY_OF_LATE = (
+    "A rank that is in no collective is late, as while it loads data or saves a checkpoint; or it has come to the end "
+    "of its batches: give all ranks as many, or train inside syncbn.join."
+)
 REMEDY_OF_DTYPES = "Use autocast on every rank or on none, and give model and inputs the same dtype on all."
 
 
@@ -72,51 +79,69 @@ def a_rank_is_gone(findings: list[Finding]) -> bool:
 def where_all_are(wait: Wait, enough: Callable[[list[Finding]], bool] = bool, at_exit: bool = False) -> str:
     """A line for each position of the ranks that wait for one another, and the remedies. The positions are read again
     and again, until the findings are `enough` or 0.3 s have passed. `at_exit` no thread may be started."""
-    tables: list[str] = []
+    ranks, tables = wait.ranks(), list[str]()
     if not at_exit:
         wait.rank.write_position()
-        thread = threading.Thread(target=_read_table, args=[wait, enough, tables], daemon=True)
-        thread.start()
-        thread.join(READ_SECONDS)  # the store's host may be stopped
+    if wait.rank.store_answers:
+        arguments = wait, ranks, enough, tables
+        if at_exit:
+            _read_table(*arguments)
+        else:
+            thread = threading.Thread(target=_read_table, args=arguments, daemon=True)
+            thread.start()
+            thread.join(READ_SECONDS)  # the store's host may be stopped
         wait.rank.store_answers = bool(tables)  # else it is not called again
-    elif wait.rank.store_answers:
-        _read_table(wait, enough, tables)
-    return tables[0] if tables else _without_store(wait)
+    return tables[0] if tables else _without_store(wait, ranks)
 
 
-def _read_table(wait: Wait, enough: Callable[[list[Finding]], bool], tables: list[str]) -> None:
+def _read_table(wait: Wait, ranks: list[int], enough: Callable[[list[Finding]], bool], tables: list[str]) -> None:
     """Add the table of positions to `tables`."""
-    # A store or a group that has ended, or positions that another version of syncbn has written.
+    # A store that has ended, or positions that another version of syncbn has written.
     with contextlib.suppress(RuntimeError, TypeError, ValueError):
         deadline = time.monotonic() + SETTLE_SECONDS
-        ranks = wait.ranks()
         while not enough(findings := _read(wait, ranks)) and time.monotonic() < deadline:
             time.sleep(0.02)
         tables.append("\n".join((by_rank(ranks, [rank.words for rank in findings]), *_remedies(findings))))
 
 
-def _without_store(wait: Wait) -> str:
+def _without_store(wait: Wait, ranks: list[int]) -> str:
     """A line for this rank, and lines for the others, whose positions it cannot read."""
-    ranks, unknown = wait.ranks(), f"not known, as the process group's store has not answered for {READ_SECONDS:.0f} s"
+    unknown = "not known, as the process group's store does not answer"
     words = [unknown if processes.on_this_host(rank) else f"on another host; {unknown}" for rank in ranks]
-    words[ranks.index(wait.rank.rank)] = _place(wait, wait.position)
+    words[ranks.index(wait.rank.rank)] = "; ".join(
+        filter(None, (_place(wait, wait.position), wait.rank.position().blocked))
+    )
     return by_rank(ranks, words)
+
+
+def is_consequence(left: str) -> bool:
+    """Whether the error that a rank has left with follows from another rank's end or absence."""
+    return "syncbn: a collective failed" in left or processes.FAILED_COLLECTIVE.search(left) is not None
 
 
 def _remedies(findings: list[Finding]) -> list[str]:
     """No remedy if a rank's own error is known; errors that only follow another rank's end do not count."""
     positions = [rank.position for rank in findings]
-    left = [position.left for position in positions if not any(part in position.left for part in CONSEQUENCES)]
+    left = [position.left for position in positions if not is_consequence(position.left)]
     if any(len(why) > len(HAS_LEFT) for why in left):
         return []
+    is_silent = any(rank.state for rank in findings)
+    places = {position.blocked for position in positions}
+    collectives = [place for place in places if place.startswith(IN_COLLECTIVE)]
     known = [or_debug(REMEDY_OF_ENDED)] * any(rank.state.endswith(processes.HAS_ENDED) for rank in findings)
+    known += [REMEDY_OF_BATCHES] * (len(collectives) > 1 and not is_silent)
     known += [REMEDY_OF_EVALUATION] * any(position.has_evaluated for position in positions)
     if known:
         return known
     passes = {position.pass_name for position in positions}
-    in_other_passes = {"forward", "backward"} <= passes or WITH_GRAPH in passes
-    if HAS_LEFT in left or (in_other_passes and not any(rank.state for rank in findings)):
+    if HAS_LEFT in left:
         return [remedy_of_passes(passes)]
+    if is_silent:
+        return []
+    if {"forward", "backward"} <= passes or WITH_GRAPH in passes:
+        return [remedy_of_passes(passes)]
+    if len(places) > 1 and len({(position.group, position.number) for position in positions}) == 1:
+        return [REMEDY_OF_LATE]
     if a_rank_is_gone(findings):
         return []
     return [REMEDY_OF_UNSEEN] * any(UNSEEN in rank.words for rank in findings) + [or_debug(REMEDY)]
@@ -152,7 +177,7 @@ def _finding(wait: Wait, rank: int, text: bytes) -> Finding:
         called = f"syncbn/{rank}/called/{wait.position.group}/{wait.layer}"
         if not position.doing or not wait.rank.store.check([called]):
             words.append(f"{UNSEEN} in {wait.layer}")
-    words += [text for text in (EVALUATES * position.has_evaluated, position.left, state) if text]
+    words += [text for text in (EVALUATES * position.has_evaluated, position.blocked, position.left, state) if text]
     return Finding("; ".join(words) or UNSEEN, state, position)
 
 

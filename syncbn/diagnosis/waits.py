@@ -4,17 +4,22 @@
 |------------------------------------|-------------------------------------------------------------------------------|
 | an all_reduce of a layer, on a CPU | the `with` block around it                                                    |
 | an all_reduce of a layer, on a GPU | an event behind it on the GPU's stream: the host goes on at once              |
-| a collective outside of the layers | the main thread is in a function that waits for other ranks; its CPU time has |
-|                                    | not changed since the previous look, so it is blocked                         |
+| a collective outside of the layers | the main thread is blocked, in a function that waits for other ranks          |
 
-The last is a collective of DistributedDataParallel, the data loader or the program. It is seen while the host waits
-without spinning, as with gloo. Under nccl the host most often goes on, and waits later, if at all.
+The main thread is blocked if its CPU time has not changed since the previous look. The position says where, also if it
+is not known to wait for other ranks, as in `work.wait()` or while it loads data.
+
+Collectives outside of the layers are DistributedDataParallel's, the data loader's or the program's. Such a wait is seen
+while the host waits without spinning, as with gloo. Under nccl the host most often goes on, and waits later, if at all.
 """
 
 import sys
 import threading
 import time
+import traceback
 from collections import deque
+from collections.abc import Iterable
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -24,7 +29,7 @@ from syncbn.diagnosis import processes
 from syncbn.diagnosis.positions import Entry, Position, ThisRank, position_in
 from syncbn.ranks import text_exchange
 from syncbn.ranks.guards import in_debug_mode
-from syncbn.torch_internals.distributed import beside_captures, waits_for_others
+from syncbn.torch_internals.distributed import beside_captures, collective_in
 
 FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
 DEBUG_WARNING_SECONDS = 3.0  # in debug mode
@@ -74,29 +79,50 @@ class WaitInLayer(Wait):
         return dist.get_process_group_ranks(group)
 
 
-class WaitOutside(Wait):
-    """A wait in a collective outside of the layers, for any rank. It came after the last all_reduce of a layer."""
+IN_COLLECTIVE = "in "  # how `place_of` begins for a collective
 
-    def __init__(self, rank: ThisRank, line: str = "", cpu_seconds: float | None = None) -> None:
+
+def place_of(frames: Iterable[tuple[FrameType, int]], unknown: str = "") -> str:
+    """Where a thread is, from its frames and their lines, the innermost first: "in all_reduce at train.py:57", or "at
+    train.py:57" if that is not known to wait for other ranks; an `unknown` collective is called so."""
+    frames = [*frames]
+    innermost = frames[0][0]
+    is_exchange = innermost.f_globals is vars(text_exchange)
+    collective = innermost.f_code.co_name if is_exchange else collective_in(innermost) or unknown
+    line = f"at {line_of_program(frames)}"
+    return f"{IN_COLLECTIVE}{collective} {line}" if collective else line
+
+
+class WaitOutside(Wait):
+    """The main thread is outside of the layers, after their last all_reduce. In a collective it waits for any rank."""
+
+    place = ", in a collective outside of syncbn's layers"
+
+    def __init__(self, rank: ThisRank, blocked: str = "", cpu_seconds: float | None = None) -> None:
         position = rank.position()
         super().__init__(rank, position, position.number + 1, time.monotonic())
-        self.place = f", at {line} in a collective outside of syncbn's layers"
+        self.last, self.blocked = rank.last, blocked
         self.cpu_seconds = cpu_seconds  # of the main thread when it was first seen there
 
+    def is_in_collective(self) -> bool:
+        """Whether it is known to wait for other ranks."""
+        return self.blocked.startswith(IN_COLLECTIVE)
 
-def wait_outside(rank: ThisRank, last: Wait | None) -> WaitOutside | None:
-    """The wait of the main thread outside of the layers, or None; `last` is the wait that the previous look found.
 
-    The first look at a wait records the CPU time of the main thread. While it stays the same, the wait goes on.
+def look_outside(rank: ThisRank, previous: WaitOutside | None) -> WaitOutside | None:
+    """The place of the main thread outside of the layers; `previous` is what the previous look found.
+
+    The first look at a place records the CPU time of the main thread. While it stays the same, the thread is blocked
+    there, and the position of this rank says so.
     """
     seconds = processes.main_thread_seconds()
-    if isinstance(last, WaitOutside) and last.cpu_seconds == seconds and last.position == rank.position():
-        return last
+    if previous is not None and previous.cpu_seconds == seconds:
+        rank.blocked_after = previous.last, previous.blocked
+        return previous
+    rank.blocked_after = None, ""
     # The time is read before the frame: if it stays the same, the thread has not left this frame.
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None or not (frame.f_globals is vars(text_exchange) or waits_for_others(frame)):
-        return None
-    return None if seconds is None else WaitOutside(rank, line_of_program(frame), seconds)
+    return WaitOutside(rank, place_of(traceback.walk_stack(frame)), seconds) if frame and seconds is not None else None
 
 
 class EventOn:

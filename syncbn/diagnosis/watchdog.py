@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+import traceback
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from syncbn.diagnosis import processes, report, termination
 from syncbn.diagnosis.positions import HAS_LEFT, Entry, ThisRank
-from syncbn.diagnosis.waits import OnGpu, Wait, WaitInLayer, WaitOutside, event_behind, wait_outside
+from syncbn.diagnosis.waits import OnGpu, Wait, WaitInLayer, WaitOutside, event_behind, look_outside, place_of
 
 HEARTBEAT_SECONDS = 1.0  # between writes of an unchanged position; with 10,000 ranks a tenth of the store's time
 LEAVE_SECONDS = 1.0  # for which a rank that leaves waits for its own heartbeat
@@ -33,6 +34,7 @@ class WatchedRank(ThisRank):
     def __init__(self, world: dist.ProcessGroup) -> None:
         super().__init__(world)
         self.on_gpu = OnGpu()
+        self.outside: WaitOutside | None = None  # where the previous look found the main thread
         finalize(world, _leave, self)
         self.watchdog = threading.Thread(target=_watch, args=[self, ref(world)], name="syncbn.watchdog", daemon=True)
         self.watchdog.start()
@@ -83,14 +85,25 @@ if hasattr(os, "register_at_fork"):
 
 def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
     """The thread. Between its looks it holds nothing that would keep the group alive."""
-    last: Wait | None = None
+    wait: Wait | None = None
+    has_complained = False
     while not rank.ended.wait(min(rank.interval, HEARTBEAT_SECONDS)) and dist.group.WORLD is world():
-        if termination.has_begun():
-            _report_termination(rank, last)
-        last = _look(rank, last)
+        try:
+            if termination.has_begun():
+                _report_termination(rank, wait)
+            _beat(rank, wait)
+            wait = _current_wait(rank, wait)
+            _warn_if_long(rank, wait)
+        except Exception as error:  # as of an event on a GPU that has failed
+            wait = None
+            rank.on_gpu.clear()
+            if not has_complained:
+                has_complained = True
+                text = "syncbn: the watchdog of rank %d has failed once, and goes on: %s: %s"
+                log.warning(text, rank.rank, type(error).__name__, error)
     rank.on_gpu.clear()
     rank.ended.wait()  # a group that is destroyed may be held, and the program end later
-    if rank.failed:
+    if rank.failed_at:
         where = report.where_all_are(WaitOutside(rank), report.a_rank_is_gone, at_exit=True)
         log.error("syncbn: a collective outside of syncbn's layers failed on rank %d.\n%s", rank.rank, where)
     # Layers that have called on the group still know this rank, and must not keep its store.
@@ -99,39 +112,43 @@ def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
 
 def _report_termination(rank: WatchedRank, last: Wait | None) -> None:
     """Log where every rank is, if this rank waits for others, and let the process end."""
-    wait = _current_wait(rank, last)
-    if wait is not None:
-        where = report.where_all_are(wait, report.a_rank_is_gone)
-        text = "syncbn: an exception of C++, which follows, ends rank %d, which waits for others%s.\n%s\n%s"
-        log.error(text, rank.rank, wait.place, where, report.REMEDY_OF_SIZES)
-    termination.ignore()
+    try:
+        wait = _current_wait(rank, last)
+        if wait is not None:
+            where = report.where_all_are(wait, report.a_rank_is_gone)
+            text = "syncbn: an exception of C++, which follows, ends rank %d, which waits for others%s.\n%s\n%s"
+            log.error(text, rank.rank, wait.place, where, report.REMEDY_OF_SIZES)
+    finally:
+        termination.ignore()
 
 
-def _look(rank: WatchedRank, last: Wait | None) -> Wait | None:
-    """Write the position if it is new or old; warn of a long wait. Returns the wait that this rank is in."""
-    wait = _current_wait(rank, last)
+def _beat(rank: WatchedRank, wait: Wait | None) -> None:
+    """Write the position if it is new or old; `wait` is the wait of the previous look."""
     with rank.writing:
         is_new = rank.position() != rank.written_position
         is_old = time.monotonic() - rank.written >= HEARTBEAT_SECONDS
         due = is_new or is_old if rank.beats else is_new and wait is not None
         if due and not rank.ended.is_set():
             rank.write_position()
+
+
+def _warn_if_long(rank: WatchedRank, wait: Wait | None) -> None:
     if wait is None or not wait.is_long():
-        return wait
+        return
     seconds = wait.seconds()
     wait.next_warning_seconds *= 2
     with contextlib.suppress(ValueError):  # a group that has ended
         if wait.ranks().index(rank.rank) < WARNING_RANKS:
             where = report.where_all_are(wait)
             log.warning("syncbn: rank %d has waited %.0f s for others%s.\n%s", rank.rank, seconds, wait.place, where)
-    return wait
 
 
 def _current_wait(rank: WatchedRank, last: Wait | None) -> Wait | None:
     """The wait that this rank is in; the previous look found `last`."""
     entry = rank.waiting
     if entry is None:
-        return rank.on_gpu.oldest() or wait_outside(rank, last)
+        outside = rank.outside = look_outside(rank, rank.outside)
+        return rank.on_gpu.oldest() or (outside if outside is not None and outside.is_in_collective() else None)
     return last if isinstance(last, WaitInLayer) and last.entry is entry else WaitInLayer(entry)
 
 
@@ -140,13 +157,15 @@ def _leave(rank: WatchedRank) -> None:
     here = rank.process == os.getpid()  # a forked process has no thread
     if here:
         termination.ignore()
-    rank.failed = here and processes.a_collective_failed()
+    error = processes.failure_of_collective() if here else None
+    if error is not None:
+        rank.failed_at = place_of(reversed([*traceback.walk_tb(error.__traceback__)]), unknown="a collective")
     rank.ended.set()
     # The heartbeat may be in a call of a dead store.
     if here and rank.writing.acquire(timeout=LEAVE_SECONDS):
         rank.left = HAS_LEFT + processes.why_it_ends()
         rank.write_position()
         rank.writing.release()
-    if rank.failed:
+    if rank.failed_at:
         with contextlib.suppress(RuntimeError):  # this thread itself may let the group go
             rank.watchdog.join(report.READ_SECONDS)

@@ -25,6 +25,8 @@ class Collective:
         return self
 
     def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
-        self.site.rank.waiting = None
-        if isinstance(error, RuntimeError):
-            failures.explain(self, error)
+        try:
+            if isinstance(error, RuntimeError):
+                failures.explain(self, error)
+        finally:  # until then this rank is in the collective
+            self.site.rank.waiting = None

@@ -133,11 +133,25 @@ def _exchange_capture_mode() -> Callable[..., int]:
         return lambda mode: 0
 
 
-def waits_for_others(frame: FrameType) -> bool:
-    """Whether torch may be waiting for other ranks, if this is a thread's innermost frame. In backward it waits for the
-    gradients of DistributedDataParallel."""
-    modules = "autograd.graph", "distributed.distributed_c10d", "distributed.utils", "nn.parallel.distributed"
-    return frame.f_globals.get("__name__") in [f"torch.{module}" for module in modules]
+# The modules of torch that call into C++ and wait there for other ranks, and what the program has called; empty where
+# the function's own name says it. Backward waits for the gradients of DistributedDataParallel.
+_WAITING = {
+    "torch.autograd.graph": "backward",
+    "torch.distributed._functional_collectives": "",
+    "torch.distributed.distributed_c10d": "",
+    "torch.distributed.utils": "",
+    "torch.nn.parallel.distributed": "DistributedDataParallel",
+}
+_CALLS_OPERATORS = "torch._ops", "torch._library.autograd"  # among them functional collectives
+
+
+def collective_in(frame: FrameType) -> str:
+    """What torch may be waiting for other ranks in, if this is a thread's innermost frame: "all_reduce", "barrier",
+    "backward"; else empty."""
+    while frame.f_back is not None and frame.f_globals.get("__name__") in _CALLS_OPERATORS:
+        frame = frame.f_back
+    module = frame.f_globals.get("__name__", "")
+    return _WAITING[module] or frame.f_code.co_name.strip("_") if module in _WAITING else ""
 
 
 # torch.distributed.nn.functional, which DistributedDataParallel imports, keeps the default group in the defaults of its

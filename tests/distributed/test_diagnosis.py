@@ -3,8 +3,10 @@
 import contextlib
 import copy
 import functools
+import json
 import queue
 import re
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ from training import step, unchanged
 from voting import Ranks
 
 import syncbn
-from syncbn.diagnosis import positions, waits, watchdog
+from syncbn.diagnosis import failures, positions, processes, report, waits, watchdog
 from syncbn.diagnosis.positions import WITH_GRAPH, Position
 from syncbn.ranks import debug_mode
 from syncbn.ranks.guards import Caller, Guard, guarded_by
@@ -164,11 +166,11 @@ def test_debug_mode_tells_a_wait_of_3_seconds(ranks: Ranks, caplog: pytest.LogCa
 # What comes before a collective outside of the layers, and the collective.
 OUTSIDE: dict[str, Callable[[], Callable[[], object]]] = {
     "barrier": lambda: dist.barrier,
-    "buffers": lambda: functools.partial(DistributedDataParallel(Block()), torch.randn(4, 3)),
-    "gradients": lambda: functools.partial(
+    "DistributedDataParallel": lambda: functools.partial(DistributedDataParallel(Block()), torch.randn(4, 3)),
+    "backward": lambda: functools.partial(
         lambda ddp: ddp(torch.randn(4, 3)).sum().backward(), DistributedDataParallel(nn.Linear(3, 3))
     ),
-    "exchanged": lambda: functools.partial(syncbn.assert_synced, nn.BatchNorm1d(3)),
+    "all_gather": lambda: functools.partial(syncbn.assert_synced, nn.BatchNorm1d(3)),
 }
 
 
@@ -185,11 +187,110 @@ def test_a_long_wait_outside_of_the_layers_is_told(
         time.sleep(2)
     collective()
     expected = (
-        rf"rank {ranks.rank} has waited \d+ s for others, at \w+.py:\d+ in a collective outside of syncbn's layers.\n"
-        r"ranks 0-1: after SyncBatchNorm forward, call 1\nEvery rank must"
+        rf"rank {ranks.rank} has waited \d+ s for others, in a collective outside of syncbn's layers.\n"
+        r"rank 0: after SyncBatchNorm forward, call 1; at test_diagnosis.py:\d+\n"
+        rf"rank 1: after SyncBatchNorm forward, call 1; in {kind} at \w+.py:\d+\nA rank that is in no collective is"
     )
     assert re.search(expected, log_of_waits.text) if ranks.rank else not log_of_waits.text, log_of_waits.text
     dist.barrier()  # all have read the positions
+
+
+@pytest.mark.two_ranks
+@on_cpu
+def test_the_calls_are_told_in_which_ranks_wait(ranks: Ranks, log_of_waits: pytest.LogCaptureFixture) -> None:
+    """As where one rank has a batch less, but for two groups, in which a thread of the other rank comes at last."""
+    layer, x = layer_and_input(ranks)
+    layer(x)
+    groups = [dist.new_group(), dist.new_group()]
+    first, second = (dist.barrier, functools.partial(dist.all_reduce, torch.ones(1)))[:: -1 if ranks.rank else 1]
+    thread = threading.Timer(2, lambda: second(group=groups[1 - ranks.rank]))
+    thread.start()
+    first(group=groups[ranks.rank])
+    thread.join()
+    expected = (
+        rf"rank {ranks.rank} has waited \d+ s for others, .*\n"
+        r"rank 0: after SyncBatchNorm forward, call 1; in barrier at test_diagnosis.py:\d+\n"
+        r"rank 1: after SyncBatchNorm forward, call 1; in all_reduce at test_diagnosis.py:\d+\n"
+        r"The ranks wait in different calls: one has come to the end of its batches"
+    )
+    assert re.search(expected, log_of_waits.text), log_of_waits.text
+    dist.barrier()
+
+
+@on_cpu
+@pytest.mark.compiles
+def test_the_first_meeting_is_announced_once(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the first all_reduce is explained: here by rank 1, beside one that is late and compiled."""
+    monkeypatch.setattr(failures, "FIRST_MEETING_SECONDS", 1.0)
+    layer, x = syncbn.SyncBatchNorm1d(3, process_group=dist.new_group()), torch.ones(4, 3)
+    if ranks.rank == 0:
+        time.sleep(2)
+        torch.compile(layer, backend="eager", fullgraph=True)(x)
+    else:
+        with pytest.raises(ValueError, match="expected 3 channels"):
+            layer(x[:, :2])
+    assert caplog.text.count("before its first collective with them") == (ranks.rank > 0)
+
+
+def test_a_copied_layer_is_another_one(ranks: Ranks) -> None:
+    """Though it has the attributes of the first, and so its call site: nn.DataParallel copies modules so."""
+    first, x = layer_and_input(ranks)
+    first(x)
+    second = copy.copy(first)
+    vars(second).update(vars(first))
+    second(x)
+    layer = second if ranks.rank else first
+    if torch.cuda.is_available():
+        assert second._call_site is not first._call_site
+        return
+    with pytest.raises(
+        RuntimeError, match=r"different layers or calls.\nrank 0: in SyncBatchNorm forward, call 2; first"
+    ):
+        layer(x)
+
+
+# The store.
+
+
+def test_positions_of_an_earlier_process_are_not_read(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun may keep the store when it starts the ranks again."""
+    rank, store = watchdog.this_rank(), dist.HashStore()
+    monkeypatch.setattr(rank, "store", store)
+    others = ranks_in_words([other for other in range(ranks.size) if other != ranks.rank])
+    for seconds, said in ((-60.0, "has not been seen"), (0.0, "in bn forward, call 7")):
+        written = processes.start_of_this() + seconds
+        for other in range(ranks.size):
+            position = Position("0", 10**9, "forward", "bn forward, call 7")
+            store.set(f"syncbn/{other}/position", json.dumps((position, written, 0, "a host")))
+        with rank.writing:  # the heartbeat
+            where = report.where_all_are(waits.WaitOutside(rank))
+        assert f"{others}: {said}" in where
+
+
+def test_a_store_that_is_gone_is_called_once(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch prints a backtrace of C++ for each call that fails, of whatever kind."""
+    calls, rank = mock.Mock(side_effect=RuntimeError("Broken pipe")), watchdog.this_rank()
+    with rank.writing:
+        monkeypatch.setattr(rank, "store_answers", True)  # put back in the end
+        monkeypatch.setattr(rank, "store", mock.Mock(set=calls, check=calls, add=calls, get=calls, multi_get=calls))
+    layer, x = layer_and_input(ranks)
+    for _ in range(4):
+        layer(x).sum().backward()
+        time.sleep(0.2)
+    assert rank.meet("gone", dist.group.WORLD, seconds=60)
+    assert "not known, as the process group's store does not answer" in report.where_all_are(waits.WaitOutside(rank))
+    assert calls.call_count == 1
+
+
+def test_a_store_that_fails_in_a_meeting_is_gone(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = watchdog.this_rank()
+    with rank.writing:
+        monkeypatch.setattr(rank, "store_answers", True)
+        monkeypatch.setattr(rank, "store", mock.Mock(**{"add.side_effect": RuntimeError("Broken pipe")}))
+        assert rank.meet("gone", dist.group.WORLD, seconds=60)
+        assert not rank.store_answers
 
 
 @pytest.mark.two_ranks
@@ -239,7 +340,7 @@ def test_a_long_wait_of_the_gpu_is_told(
     time.sleep(1.2)
     expected = (
         rf"rank {ranks.rank} has waited \d s for others, in second forward, call 1 on the GPU, .*\n"
-        r"ranks 0-1: in third forward, call 1\n"
+        r"ranks 0-1: in third forward, call 1; at test_diagnosis.py:\d+\n"
     )
     assert re.search(expected, log_of_waits.text), log_of_waits.text
     second.query.return_value = third.query.return_value = True
@@ -262,6 +363,22 @@ def test_a_gpu_that_is_behind_does_not_wait() -> None:
     assert on_gpu.oldest().is_long()
     first.query.return_value = True
     assert not on_gpu.oldest().is_long()
+
+
+@on_cpu
+def test_the_watchdog_survives_a_gpu_that_failed(
+    ranks: Ranks, log_of_waits: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so once, and goes on writing positions: after an error of CUDA each query of an event raises."""
+    failed = mock.Mock(**{"query.side_effect": RuntimeError("CUDA error: unspecified launch failure")})
+    rank = watchdog.this_rank()
+    for _ in range(2):
+        rank.on_gpu.add(waits.Wait(rank, Position("0", 1), number=1, start=-1e9), failed)
+        time.sleep(1.5)
+    said = f"syncbn: the watchdog of rank {ranks.rank} has failed once, and goes on: RuntimeError: CUDA error"
+    assert log_of_waits.text.count(said) == log_of_waits.text.count("syncbn: ") == 1
+    assert rank.watchdog.is_alive()
+    assert time.monotonic() - rank.written < 1.5
 
 
 def test_an_event_is_asked_on_its_own_gpu_and_beside_captures(monkeypatch: pytest.MonkeyPatch) -> None:
