@@ -157,8 +157,7 @@ def raise_on_all_ranks(error: Exception, inputs: Sequence[Arguments], reduction:
     for arguments in inputs:
         traced.refuse_proxies(arguments)
     known = [number for arguments in inputs if (number := _likely_channels(arguments)) is not None]
-    others_wait = reduction.group is not None and not is_compiling()
-    if not others_wait or len(known) < len(inputs) or _device_of(inputs[0]).type != "cpu":
+    if not reduction.is_read or len(known) < len(inputs) or _device_of(inputs[0]).type != "cpu":
         raise error  # no rank would read the mark
     sums = torch.zeros(2 * sum(known) + len(inputs), dtype=torch.float64)
     if inside_vmap() and isinstance(x := inputs[0].input, Tensor):  # the others send a stack

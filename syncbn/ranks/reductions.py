@@ -49,6 +49,7 @@ class Reduction:
     group: dist.ProcessGroup | None = None
     num_ranks: int | None = 1
     signatures = Signatures(1)
+    is_read = False  # whether ranks read the total, and so the marks of others in it
 
     def all_reduce(self, payload: Tensor, pass_name: str) -> Tensor:
         """The total of `payload`, which it overwrites. On CPU the payload ends in a trailer.
@@ -78,6 +79,7 @@ class EagerReduction(Reduction):
     """The ranks of a group, in eager mode."""
 
     group: dist.ProcessGroup
+    is_read = True
 
     def __init__(self, group: dist.ProcessGroup, site: Site, dtype: torch.dtype | None) -> None:
         site.num_calls += 1

@@ -138,3 +138,17 @@ def test_one_all_reduce_each_way(ranks: Ranks) -> None:
         assert sum("all_reduce" in name for name in called) == 1
         if HAS_OPERATORS:
             assert {f"syncbn.{way}_sums.default", f"syncbn.{way}_outputs.default"} <= {*called}
+
+
+def test_a_bad_input_behind_a_graph_break(ranks: Ranks) -> None:
+    """Parts of the call are compiled, and no rank reads the marks of others: each raises its own error."""
+    layer = syncbn.SyncBatchNorm2d(3).to(ranks.device)
+
+    def forward(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return layer(x * 2)
+
+    compiled = torch.compile(forward, backend="eager")
+    compiled(torch.randn(2, 3, 4, 4, device=ranks.device))
+    with pytest.raises(ValueError, match="expected 3 channels in dim 1 of the input, got 4"):
+        compiled(torch.randn(2, 4, 4, 4, device=ranks.device))
