@@ -169,7 +169,7 @@ def run(name: str, layer: str = "syncbn", debug: bool = False) -> Outcome:
     num_ranks = FAULTS[name].num_ranks if name in FAULTS else 2
     ranks, store = start_ranks(num_ranks, JOB, name, layer, SYNCBN_DEBUG=str(int(debug)))
     try:
-        store.wait([f"rank {rank} is there" for rank in range(num_ranks)], timedelta(minutes=2))
+        store.wait([f"rank {rank} is there" for rank in range(num_ranks)], timedelta(minutes=10))
         start = time.monotonic()
         if name.startswith("stopped"):
             while "stopped" not in state_of(ranks[-1].pid) and time.monotonic() < start + MOST_SECONDS:

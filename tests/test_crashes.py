@@ -78,7 +78,7 @@ def test_killed_at_random_moments(folder: Path, pytestconfig: pytest.Config) -> 
             if ranks := [rank for rank, command in started if "torch.distributed.run" not in command]:
                 os.kill(chance.choice(ranks), signal.SIGKILL)
                 steps_at_kills.append(num_steps(folder))
-        process.wait(300)
+        process.wait()
     assert process.returncode == 0, (folder / "said").read_text()[-3000:]
     assert len(steps_at_kills) == num_kills, f"the job had ended after {steps_at_kills}: give it more steps"
     assert steps_at_kills == sorted(steps_at_kills)
@@ -107,7 +107,7 @@ def test_goes_on_with_fewer_ranks(folder: Path) -> None:
     for process in (lost, *Path(f"/proc/{lost}/task/{lost}/children").read_text().split()):
         os.kill(int(process), signal.SIGKILL)
     agents[1].wait()
-    assert agents[0].wait(300) == 0, (folder / "said 0").read_text()[-3000:]
+    assert agents[0].wait() == 0, (folder / "said 0").read_text()[-3000:]
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["ranks"] == 2
     assert len(metrics["runs"]["syncbn"]["losses"]) == 60
