@@ -43,9 +43,9 @@ pip_reaches_an_index() {
 }
 
 # pip writes nothing for minutes while it downloads into a log, or unpacks. So there is a line every 10 s on a terminal, where
-# it takes the place of pip's bar, which then goes on below; and every minute in a log.
+# it takes the place of pip's bar, which then goes on below; and every 30 s in a log.
 install_pinned() {
-    local start=$SECONDS pause=60 erase="" status=0 clock
+    local start=$SECONDS pause=30 erase="" status=0 clock
     if [[ -t 1 ]]; then
         pause=10 erase=$'\r\e[K'
     fi

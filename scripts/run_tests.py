@@ -1,4 +1,4 @@
-"""Runs the tests in parts and says when each starts and ends, and every 10 s (in a log every minute) how far they are.
+"""Runs the tests in parts and says when each starts and ends, and every 10 s (in a log every 30 s) how far they are.
 
     scripts/test.sh                     makes .venv first
     scripts/test.sh --quick             2 ranks, and no file that mostly starts programs, compiles or interprets
@@ -19,7 +19,7 @@ from pathlib import Path
 
 LOGS = Path("runs/tests")
 AT_ONCE = 4  # parts run, as those that start programs wait more than they compute
-LINE_SECONDS = 10.0 if sys.stdout.isatty() else 60.0
+LINE_SECONDS = 10.0 if sys.stdout.isatty() else 30.0
 FAILED_LINES = 200  # of a log are shown
 STARTS_PROGRAMS = {  # part -> its files, tests/test_NAME.py; the longest part comes first
     "programs": "accelerate gpu_run lightning package readme testing voting",

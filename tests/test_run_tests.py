@@ -1,7 +1,6 @@
 """scripts/run_tests.py: what a user reads while the tests run, and in the end."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
