@@ -7,7 +7,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks share the cores
 
 prepare_environment() {
     local extra wanted
-    wanted=$(cat pyproject.toml scripts/constraints.txt scripts/{environment.sh,build_kernels.py} syncbn/kernels/*.{cpp,h} | cksum)
+    wanted=$(cat pyproject.toml scripts/constraints.txt scripts/environment.sh scripts/build_*.py syncbn/kernels/*.{cpp,h} | cksum)
     if [[ ! -x .venv/bin/pip ]]; then
         python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "syncbn needs Python 3.11 or newer, got " + sys.version)' || exit 1
         if python3 -c 'import torch' 2>/dev/null && ! pip_reaches_an_index; then
