@@ -3,5 +3,5 @@
 # Arguments go to examples/digits.py (see --help); results go to runs/digits.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-prepare_environment
+prepare_environment examples
 python -m torch.distributed.run --standalone --nproc-per-node 2 examples/digits.py "$@"

@@ -10,5 +10,5 @@ else
 fi
 python -c 'import furo, myst_parser, sphinx, sphinx_copybutton' 2>/dev/null ||
     install_pinned furo myst-parser sphinx sphinx-copybutton
-python -m sphinx --fail-on-warning --keep-going --quiet -b html docs runs/docs
+python -m sphinx --fail-on-warning --keep-going -b html docs runs/docs
 echo "runs/docs/index.html"

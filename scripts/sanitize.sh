@@ -3,7 +3,7 @@
 # some minutes and 16 GB. Ends with pytest's summary. Arguments go to pytest.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-prepare_environment
+prepare_environment test
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

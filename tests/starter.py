@@ -8,6 +8,7 @@ import contextlib
 import functools
 import gc
 import json
+import math
 import os
 import runpy
 import shutil
@@ -39,7 +40,7 @@ class Started:
         """The exit status, negative where a signal ended it; None of one that runs."""
         return int(self.status_file.read_text()) if self.status_file.exists() else None
 
-    def wait(self, seconds: float) -> int:
+    def wait(self, seconds: float = math.inf) -> int:
         """The exit status. **Raises** TimeoutError."""
         deadline = time.monotonic() + seconds
         while (status := self.poll()) is None:

@@ -1,4 +1,4 @@
-"""The catalogue of faults: every rank ends within 30 s and says why. The table is made by faults.py."""
+"""The catalogue of faults: every rank ends and says why. The table is made by faults.py."""
 
 import re
 from pathlib import Path

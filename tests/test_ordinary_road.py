@@ -406,7 +406,7 @@ def test_two_threads_in_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, layer = [one for _, one in pairs], syncbn.SyncBatchNorm2d(3)
     expected = [step(plain, plain, one) for (plain, _), one in zip(pairs, x, strict=True)]
     step(layer, layer, x[0])
-    met = threading.Barrier(2, timeout=30)
+    met = threading.Barrier(2, timeout=300)
     monkeypatch.setattr(Reduction, "all_reduce", lambda *_: met.wait())
     with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=[1]) as threads:
         actual = [*threads.map(step, ours, ours, x)]

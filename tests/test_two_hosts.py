@@ -37,7 +37,7 @@ class Host:
 
     def finish(self) -> tuple[int, str]:
         """The exit status of what was started, and what it has printed."""
-        return self.agent.wait(200), self.said.read_text()
+        return self.agent.wait(), self.said.read_text()
 
     def remove(self) -> None:
         """With all that runs there."""
@@ -96,14 +96,12 @@ def test_cut_link(hosts: list[Host], tmp_path: Path) -> None:
     """The side that has the store finds who is silent; the other says that it is cut off."""
     for host in hosts:
         host.start(Path(__file__).with_name("faulty_job.py"), "link cut", "syncbn", tmp_path)
-    deadline = time.monotonic() + 300
-    while len(list(tmp_path.glob("rank ?"))) < 4:
-        assert time.monotonic() < deadline, "the ranks have not come to the third step"
+    while len(list(tmp_path.glob("rank ?"))) < 4:  # until the third step
+        assert all(host.agent.poll() is None for host in hosts), [host.said.read_text() for host in hosts]
         time.sleep(0.1)
     ip(f"-n {hosts[0].namespace} link set {hosts[0].link} down")
     (tmp_path / "cut").touch()
     while any("torch.distributed.run" not in command for command in processes_with(tmp_path).values()):
-        assert time.monotonic() < deadline, "a rank has not ended"
         time.sleep(0.1)
     status, said = hosts[0].finish()
     assert status

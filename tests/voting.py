@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a group: it would keep that group
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=30)
-VOTE_TIMEOUT = timedelta(seconds=60)  # longer than a collective's: a rank that waits in one still comes to vote
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # on a busy machine one rank may be minutes behind
+VOTE_TIMEOUT = timedelta(minutes=10)  # longer than a collective's: a rank that waits in one still comes to vote
 
 
 class Ranks(NamedTuple):
