@@ -101,12 +101,13 @@ def test_the_reference_has_all_that_is_public() -> None:
 
 
 def test_each_report_names_its_test() -> None:
-    """In rows of | [pytorch#1](address) | problem and cause | **verdict** remedy | [`test_name`](file) |"""
-    text = (ROOT / "docs" / "reports.md").read_text()
-    row = r"^\| \[(\w+#\d+)]\((\S+)\) \|.*\| \*\*(?:solved|partly)\*\* .* \| \[`(\w+)`]\((\S+)\) \|$"
-    rows = re.findall(row, text, re.MULTILINE)
-    assert len(rows) == text.count("\n| [") == 18
-    for report, address, test, file in rows:
+    """In items of - [pytorch#1](address). Problem. **Solved.** Remedy. Shown by [`test_name`](file)."""
+    text = " ".join((ROOT / "docs" / "reports.md").read_text().split())
+    verdict, rest = r"\*\*(?:Solved|Partly)\.\*\*", r"(?:(?!Shown by).)*"
+    item = rf"- \[(\w+#\d+)]\((\S+)\)\. {rest} {verdict} {rest}Shown by \[`(\w+)`]\((\S+)\)\."
+    items = re.findall(item, text)
+    assert len(items) == text.count("Shown by [") == 18
+    for report, address, test, file in items:
         assert address.endswith("/" + report.partition("#")[2])
         assert f"\ndef {test}(" in (ROOT / "docs" / file).read_text(), report
 

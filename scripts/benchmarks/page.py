@@ -24,6 +24,7 @@ PLAIN, FUSED = "nn.BatchNorm2d", "nn.BatchNorm2d + residual + relu"
 COLUMNS = {PLAIN: ("nn.BatchNorm", "syncbn"), FUSED: ("nn.BatchNorm fused", "syncbn fused")}
 COLUMNS |= {"by hand": ("hand-written", "syncbn")}  # of the table -> the peer, and what its time is divided by
 COLOURS = {"contiguous": "#0072b2", "channels last": "#56b4e9"}
+OTHERS = {"nn.BatchNorm": PLAIN, "hand-written": "by hand"}
 MODELS = {"resnet": "ResNet-50, 8 images a rank", "segmentation": "U-Net, 2 images a rank"}
 Times = dict[tuple[str, str], dict[str, Any]]  # (case, peer) -> its row
 
@@ -65,12 +66,12 @@ def written(about: dict[str, str], times: Times, steps: dict[str, dict[str, dict
     names = list(dict.fromkeys(case for case, _ in times))
     layers, memory = [], []
     for name in names:
-        layers.append([name, *(f"{ratio:.2g}" for ratio in ratios(times, name).values())])
-    for peer in ("syncbn", "nn.BatchNorm", "hand-written"):
+        layers.append([name, *(f"{ratio:.1f}" for ratio in ratios(times, name).values())])
+    for peer in ("syncbn", *OTHERS):
         needs = [times[names[0], f"{peer}{kind}"][need] for kind in ("", " fused") for need in ("saved", "peak")]
-        memory.append([peer, *(f"{need:.1f}" for need in needs)])
+        memory.append([OTHERS.get(peer, peer), *(f"{need:.1f}" for need in needs)])
     models = [
-        [MODELS[name], *(f"{of_kind[kind]['both'] / of_kind['syncbn']['both']:.2f}" for kind in of_kind)]
+        [MODELS[name], *(f"{of_kind[other]['both'] / of_kind['syncbn']['both']:.2f}" for other in OTHERS)]
         for name, of_kind in steps.items()
     ]
     return f"""
@@ -85,7 +86,7 @@ syncbn's. Above 1 syncbn is faster.
 {table(["input", *COLUMNS], layers)}
 **Whole steps** on 2 ranks under DDP, one thread each: the time with another layer divided by that with syncbn.
 
-{table(["model", *(f"with {kind}" for kind in next(iter(steps.values())))], models)}
+{table(["model", *OTHERS.values()], models)}
 **Memory** of a step of {names[0]}:
 what is saved for backward, and the most that is allocated at once, divided by the size of the input.
 
@@ -99,7 +100,7 @@ def draw(times: Times, file: Path) -> None:
 
     names = list(dict.fromkeys(case for case, _ in times))
     inputs = list(dict.fromkeys(name.replace(" contiguous", "").replace(" channels last", "") for name in names))
-    figure, grid = plt.subplots(1, 2, sharey=True, figsize=(10, 1.5 + 0.45 * len(inputs)), layout="constrained")
+    figure, grid = plt.subplots(1, 2, sharey=True, figsize=(7.5, 1.2 + 0.42 * len(inputs)), layout="constrained")
     for axes, kind in zip(grid, (PLAIN, FUSED), strict=True):
         for place, (layout, colour) in enumerate(COLOURS.items()):
             heights = [index + 0.38 * (place - 0.5) for index in range(len(inputs))]
@@ -108,11 +109,11 @@ def draw(times: Times, file: Path) -> None:
             bars.set_label(layout)
         axes.axvline(1, color="black", linewidth=1)
         axes.set(title=f"times as fast as\n{kind}", yticks=range(len(inputs)))
-        axes.set_yticklabels(name.replace("x", " x ") for name in inputs)
+        axes.set_yticklabels(inputs)
         axes.spines[["right", "top"]].set_visible(False)
     grid[0].invert_yaxis()
     grid[0].legend(loc="lower right", frameon=False)
-    figure.savefig(file, dpi=150)
+    figure.savefig(file, dpi=200)
 
 
 def run(arguments: argparse.Namespace) -> None:
