@@ -112,7 +112,7 @@ def draw(times: Times, file: Path) -> None:
         axes.set_yticklabels(inputs)
         axes.spines[["right", "top"]].set_visible(False)
     grid[0].invert_yaxis()
-    grid[0].legend(loc="lower right", frameon=False)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(file, dpi=200)
 
 
