@@ -1,6 +1,13 @@
 """Configures Sphinx: the guides in this folder, and the API from the docstrings. See scripts/docs.sh."""
 
+import tomllib
+from pathlib import Path
+
 import syncbn
+
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+ADDRESSES = PROJECT.get("urls", {})  # none before the first release, see releasing.md
+BLUE, LIGHT_BLUE = "#0072b2", "#56b4e9"  # on white and on black; examples/ draws syncbn in the first
 
 project = "syncbn"
 author = "the syncbn authors"
@@ -8,9 +15,22 @@ release = syncbn.__version__
 extensions = [
     "myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton",
 ]  # fmt: skip
+myst_enable_extensions = ["attrs_block"]  # {.doors} gives the list below it a class of static/pages.css
 myst_heading_anchors = 3  # of which a link may name one, as on GitHub
 html_theme = "furo"
 html_title = f"syncbn {release}"
+html_baseurl = ADDRESSES.get("Documentation", "")
+html_favicon = "static/mark.svg"
+ACCENTED = ("color-brand-primary", "color-brand-content", "color-brand-visited")
+html_theme_options = {
+    "light_logo": "mark.svg",
+    "dark_logo": "mark_dark.svg",
+    "light_css_variables": dict.fromkeys(ACCENTED, BLUE),
+    "dark_css_variables": dict.fromkeys(ACCENTED, LIGHT_BLUE),
+}
+if "Repository" in ADDRESSES:
+    html_theme_options |= {"source_repository": ADDRESSES["Repository"], "source_directory": "docs/"}
+    html_theme_options["source_branch"] = "main"
 html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["pages.css"]

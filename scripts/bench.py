@@ -4,6 +4,7 @@
     python scripts/bench.py kernels       each function of the kernels beside a copy
     python scripts/bench.py guard [REF]   the C++ kernels beside those of another commit
     python scripts/bench.py steps         whole training steps
+    python scripts/bench.py page          the figures of docs/performance.md: layers and steps
     python scripts/bench.py launches      the host's time for a tiny layer on a GPU, without a GPU
     torchrun --nproc-per-node 2 scripts/bench.py overhead        the host's time beside two all_reduces
 
@@ -14,7 +15,7 @@ import argparse
 import importlib
 import sys
 
-PARTS = ("layers", "kernels", "guard", "steps", "launches", "overhead")
+PARTS = ("layers", "kernels", "guard", "steps", "page", "launches", "overhead")
 
 
 def main() -> None:

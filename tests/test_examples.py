@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from benchmarks.page import MARKS
 from jobs import ENVIRONMENT, EXAMPLES, ON_TWO_RANKS, processes_with, run, run_job, run_on_ranks, run_script
 
 SCRIPTS = EXAMPLES.parent / "scripts"
@@ -80,6 +81,32 @@ def test_bench_steps_on_two_ranks(tmp_path: Path) -> None:
     for model in models:
         assert results["times"][model].keys() == {"nn.BatchNorm", "syncbn", "hand-written"}
         assert all(0 < one["forward"] < one["both"] for one in results["times"][model].values())
+
+
+def test_bench_writes_its_page(tmp_path: Path) -> None:
+    (page := tmp_path / "page.md").write_text(f"before\n{MARKS[0]}old\n{MARKS[1]}behind\n")
+    (tmp_path / "static").mkdir()
+    settings = (
+        "--rounds",
+        2,
+        "--dtypes",
+        "float32",
+        "--shapes",
+        "4x8x6x6",
+        "--models",
+        "segmentation",
+        "--scale",
+        0.15,
+    )
+    run_script(SCRIPTS / "bench.py", "page", *settings, "--output", tmp_path, "--page", page)
+    text = page.read_text()
+    assert text.startswith(f"before\n{MARKS[0]}")
+    assert text.endswith(f"{MARKS[1]}behind\n")
+    assert "old" not in text
+    rows = re.findall(r"^\| 4x8x6x6 float32 (?:contiguous|channels last)(?: \| \d+\.\d){3} \|$", text, re.MULTILINE)
+    assert len(rows) == 2
+    assert re.search(r"^\| U-Net, 2 images a rank(?: \| \d+\.\d\d){2} \|$", text, re.MULTILINE)
+    assert (tmp_path / "static" / "speed.png").stat().st_size > 10_000
 
 
 def test_bench_of_the_hosts_time() -> None:

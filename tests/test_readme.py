@@ -6,14 +6,18 @@ import pkgutil
 import re
 import shutil
 import sys
+import tarfile
 import zipfile
+from email import message_from_string
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 import torch
+from build_description import BADGES, description
 from faults import FAULTS
 from jobs import run, run_on_ranks
+from readme_renderer import markdown
 
 import syncbn
 from syncbn.diagnosis.failures import RanksDifferError
@@ -21,8 +25,10 @@ from syncbn.diagnosis.failures import RanksDifferError
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
+FIRST_GUIDE = ROOT / "docs" / "index.md"
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", ROOT / ".github" / "CONTRIBUTING.md", *GUIDES]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+NOTHING_ON_A_GPU = "nothing has run on a GPU yet"
 OF_PROFILER = {"syncbn.forward", "syncbn.backward"}  # names that are no objects
 
 
@@ -59,6 +65,25 @@ def test_links() -> None:
             assert not anchor or anchor in anchors(target), (page, link)
 
 
+def title(page: Path) -> str:
+    return "Changelog" if page.name == "changelog.md" else page.read_text().split("\n", 1)[0].removeprefix("# ")
+
+
+def test_each_page_has_one_title() -> None:
+    """The sidebar has it from the page. The first page of the guides lists each page by it, and wherever else a link to
+    a whole page begins with a capital, its text is the title; those in bold letters are the doors of the first page."""
+    for page in (*GUIDES, ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md"):
+        for text, file in re.findall(r"(?<!\*)\[([^]]+)]\((?!http)([\w./]+\.md)\)", without_blocks(page)):
+            target, text = (page.parent / file).resolve(), " ".join(text.split())
+            if target in GUIDES and target != FIRST_GUIDE and (page == FIRST_GUIDE or re.match("[A-Z][a-z]", text)):
+                assert text in (title(target), NOTHING_ON_A_GPU), (page, text)
+    first = FIRST_GUIDE.read_text()
+    others = {page.stem for page in GUIDES if page != FIRST_GUIDE}
+    in_sidebar = re.findall(r"^\w+$", "".join(blocks(first, "{toctree}")), re.MULTILINE)
+    assert sorted(in_sidebar) == sorted(others)
+    assert [name for name in others if f"[{title(ROOT / 'docs' / f'{name}.md')}]({name}.md)" not in first] == []
+
+
 def test_names() -> None:
     """Those of files, from the root, and those in the package."""
     for page in PAGES + WORKFLOWS:
@@ -76,12 +101,13 @@ def test_the_reference_has_all_that_is_public() -> None:
 
 
 def test_each_report_names_its_test() -> None:
-    """In rows of | [pytorch#1](address) | symptom | cause | **verdict** | [`test_name`](file) |"""
-    text = (ROOT / "docs" / "reports.md").read_text()
-    row = r"^\| \[(\w+#\d+)]\((\S+)\) \|.*\| \*\*(?:settled|partly)\*\* \| \[`(\w+)`]\((\S+)\) \|$"
-    rows = re.findall(row, text, re.MULTILINE)
-    assert len(rows) == text.count("\n| [") == 18
-    for report, address, test, file in rows:
+    """In items of - [pytorch#1](address). Problem. **Solved.** Remedy. Shown by [`test_name`](file)."""
+    text = " ".join((ROOT / "docs" / "reports.md").read_text().split())
+    verdict, rest = r"\*\*(?:Solved|Partly)\.\*\*", r"(?:(?!Shown by).)*"
+    item = rf"- \[(\w+#\d+)]\((\S+)\)\. {rest} {verdict} {rest}Shown by \[`(\w+)`]\((\S+)\)\."
+    items = re.findall(item, text)
+    assert len(items) == text.count("Shown by [") == 18
+    for report, address, test, file in items:
         assert address.endswith("/" + report.partition("#")[2])
         assert f"\ndef {test}(" in (ROOT / "docs" / file).read_text(), report
 
@@ -145,9 +171,9 @@ def test_the_texts_that_are_explained() -> None:
 def test_first_pages_say_whether_it_has_run_on_a_gpu() -> None:
     """As docs/gpu.md does; and there is no 1.0 before that (docs/releasing.md)."""
     nothing_has = "has run on a GPU so far" in (ROOT / "docs" / "gpu.md").read_text()
-    for page in (ROOT / "README.md", ROOT / "docs" / "index.md"):
+    for page in (ROOT / "README.md", FIRST_GUIDE):
         first_paragraphs = " ".join(page.read_text()[:800].split())
-        assert ("[nothing has run on a GPU yet](" in first_paragraphs) == nothing_has, page
+        assert (f"[{NOTHING_ON_A_GPU}](" in first_paragraphs) == nothing_has, page
     assert syncbn.__version__.startswith("0.") or not nothing_has
 
 
@@ -162,14 +188,16 @@ def test_programs_that_make_a_process_group_destroy_it() -> None:
 
 
 def test_versions() -> None:
-    """The citation has the package's; scripts/matrix.sh, tests.yml and pyproject.toml agree on Python's and torch's."""
+    """Citations have the package's; scripts/matrix.sh, tests.yml and pyproject.toml agree on Python's and torch's."""
     assert f"version = {{{syncbn.__version__}}}," in (ROOT / "docs" / "citing.md").read_text()
+    assert f"\nversion: {syncbn.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     matrix = re.findall(r"^ +(?:python|torch): \[(.*)\]$", "\n".join(map(Path.read_text, WORKFLOWS)), re.MULTILINE)
     pythons, torches = (re.findall(r"[\d.]+", versions) for versions in matrix)
     script, project = (ROOT / "scripts" / "matrix.sh").read_text(), (ROOT / "pyproject.toml").read_text()
     assert f"set -- {' '.join(torches)}\n" in script
     assert f"for python in python{' python'.join(pythons)}" in script
     assert f'requires-python = ">={pythons[0]}"' in project
+    assert re.findall(r'"Programming Language :: Python :: (3\..*)"', project) == pythons
     assert f'"torch>={torches[0].removesuffix(".0")}' in project
 
 
@@ -204,11 +232,69 @@ def test_programs_on_two_ranks(program: str, tmp_path: Path) -> None:
     run_on_ranks(2, script)
 
 
+def copy_of_the_project(folder: Path) -> Path:
+    ignored = shutil.ignore_patterns(".*", "build", "runs", "*.so", "__pycache__")
+    return shutil.copytree(ROOT, folder / "copy", ignore=ignored)
+
+
+REPOSITORY, DOCUMENTATION = "https://example.org/syncbn", "https://guides.example.org/syncbn"
+TARGETS = re.compile(r'(?:href|src)="([^"]*)"')
+
+
+def file_behind(address: str) -> tuple[Path, str]:
+    """The file and the anchor that an address of the project would show."""
+    path, _, anchor = address.partition("#")
+    if path.startswith(f"{DOCUMENTATION}/"):
+        return ROOT / "docs" / path.removeprefix(f"{DOCUMENTATION}/").replace(".html", ".md"), anchor
+    tagged = re.fullmatch(rf"{REPOSITORY}/(?:blob|raw)/v{re.escape(syncbn.__version__)}/(.*)", path)
+    assert tagged, address
+    return ROOT / tagged[1], anchor
+
+
+def test_the_description_on_the_package_index_has_no_dead_link(tmp_path: Path) -> None:
+    """That of sdist and wheel, rendered as the index does, with the setting of the first release."""
+    copy = copy_of_the_project(tmp_path)
+    project = copy / "pyproject.toml"
+    urls = f'[project.urls]\nRepository = "{REPOSITORY}"\nDocumentation = "{DOCUMENTATION}/"\n'
+    project.write_text(project.read_text() + urls)
+    build = "import hatchling.build as b; print(b.build_sdist('.'), b.build_wheel('.'))"
+    sdist, wheel = run(sys.executable, "-c", build, folder=copy, CXX="false").split()
+    with tarfile.open(copy / sdist) as archive, zipfile.ZipFile(copy / wheel) as other:
+        files = (
+            archive.extractfile(f"{sdist.removesuffix('.tar.gz')}/PKG-INFO"),
+            other.open(f"{wheel.removesuffix('-py3-none-any.whl')}.dist-info/METADATA"),
+        )
+        of_sdist, of_wheel = (message_from_string(file.read().decode()) for file in files if file)
+    text = of_wheel.get_payload()
+    assert text == of_sdist.get_payload()
+    assert of_wheel["Description-Content-Type"] == "text/markdown"
+    rendered = markdown.render(text)
+    targets = TARGETS.findall(rendered)
+    assert len(targets) == len(TARGETS.findall(markdown.render(README))) + 2 * len(BADGES)
+    outside = ("https://github.com/", "https://img.shields.io/pypi/", "https://pypi.org/project/")
+    headings = "#user-content-"  # which the index makes
+    workflows = {f"{REPOSITORY}/actions/workflows/{file.name}" for file in WORKFLOWS}
+    for address in targets:
+        if (
+            address.startswith((headings, *outside))
+            or address.removesuffix("/badge.svg") in workflows
+            or address == DOCUMENTATION
+        ):
+            continue
+        file, anchor = file_behind(address)
+        assert file.exists(), address
+        assert not anchor or anchor in anchors(file), address
+    assert blocks(text, "python") == blocks(README, "python")
+
+
+def test_without_addresses_the_description_is_the_readme() -> None:
+    assert description(README, {}, syncbn.__version__) == README
+
+
 def test_installs(tmp_path: Path) -> None:
     """`pip install .` and `python -m syncbn info`, of a copy and without a compiler, which makes it fast. An editable
     install offers the package alone, and not `import tests`, which may be meant to be the user's."""
-    ignored = shutil.ignore_patterns(".*", "build", "runs", "*.so", "__pycache__")
-    copy, installed = shutil.copytree(ROOT, tmp_path / "copy", ignore=ignored), tmp_path / "installed"
+    copy, installed = copy_of_the_project(tmp_path), tmp_path / "installed"
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", installed]
     run(sys.executable, "-m", "pip", "install", *options, copy, CXX="false")
     info = [sys.executable, "-m", "syncbn", "info", "--json"]

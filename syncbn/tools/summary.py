@@ -37,7 +37,7 @@ class Summary(tuple[LayerSummary, ...]):
     def __str__(self) -> str:
         if not self:
             return f"no synchronised layers: {self.why_empty}"
-        header = ("layer", "class", "channels", "group size", "bytes forward", "bytes backward", "last eager step")
+        header = ("layer", "class", "channels", "group size", "bytes forward", "bytes backward", "last step")
         num_bytes = (sum(row.forward_bytes for row in self), sum(row.backward_bytes for row in self))
         return f"{table(header, self, ('total', '', '', '', *num_bytes, ''))}\nkernels: {kernels.available()}"
 
