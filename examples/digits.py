@@ -5,6 +5,7 @@
     local           the same with nn.BatchNorm2d: every rank normalises its slice alone
 
 With syncbn the loss curve lies on that of one process, to rounding; with local statistics of two images it does not.
+Which of the two has the better test accuracy here depends on the seed: segmentation.py shows where it matters.
 
     python examples/digits.py                                          one process: all three are the same
     torchrun --standalone --nproc-per-node 2 examples/digits.py        two ranks: nccl when each has a GPU, else gloo
