@@ -4,8 +4,8 @@
     syncbn          W ranks under DistributedDataParallel, each with its slice of the batch, syncbn
     local           the same with nn.BatchNorm2d: every rank normalises its slice alone
 
-Each scene has a light of its own. If a rank has one image, local statistics take that light away: training is easier
-and its loss lower. But evaluation uses running statistics, which leave the light in, so dark scenes come out empty.
+Each scene has a light of its own. If a rank has one image, local statistics take that light away, which makes training
+easier. But evaluation uses running statistics, which leave the light in, so dark scenes come out empty.
 Statistics of all ranks are nearer to the running ones. The digits of the test scenes are held out.
 
 A run has one seed. Beside its result it prints the committed results of several seeds, which
