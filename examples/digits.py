@@ -5,6 +5,7 @@
     local           the same with nn.BatchNorm2d: every rank normalises its slice alone
 
 With syncbn the loss curve lies on that of one process, to rounding; with local statistics of two images it does not.
+Which of the two has the better test accuracy here depends on the seed: segmentation.py shows where it matters.
 
     python examples/digits.py                                          one process: all three are the same
     torchrun --standalone --nproc-per-node 2 examples/digits.py        two ranks: nccl when each has a GPU, else gloo
@@ -30,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from launch import new_parser, positive, progress_bar, rank, resume, run_on_ranks, save, world_size
+from plots import LOOKS
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from trainer import SMOOTHING, Trainer, last_losses, report, three_ways
@@ -192,17 +194,16 @@ def draw_curves(figure: Any, trainers: list[Trainer]) -> None:
     """The three loss curves, and below them the distances of two of them from one process."""
     figure.set_size_inches(8, 7)
     curves, distances = figure.subplots(2, 1, sharex=True)
-    styles = {"one process": ("black", "-", 4.0), "syncbn": ("gold", "--", 2.0), "local": ("tab:red", "-", 1.5)}
     reference = torch.tensor(trainers[0].losses, dtype=torch.float64)
-    for trainer in trainers:
-        color, line, width = styles[trainer.name]
+    for trainer, line, width in zip(trainers, ("-", "--", "-"), (5.0, 2.0, 1.5), strict=True):
+        look = {"color": LOOKS[trainer.name][0], "label": trainer.name}
         losses = torch.tensor(trainer.losses, dtype=torch.float64)
         blocks = losses.split(SMOOTHING)
         steps = [SMOOTHING * index + len(block) / 2 for index, block in enumerate(blocks)]
-        curves.plot(steps, [block.mean() for block in blocks], line, color=color, linewidth=width, label=trainer.name)
+        curves.plot(steps, [block.mean() for block in blocks], line, linewidth=width, **look)
         if trainer is not trainers[0]:
             difference = (losses - reference).abs().clamp(min=1e-17)  # 0 has no logarithm
-            distances.semilogy(difference, color=color, linewidth=1, label=trainer.name)
+            distances.semilogy(difference, linewidth=1, **look)
     curves.set(ylabel=f"training loss (mean of {SMOOTHING} steps)", title="One batch, three ways to normalise it")
     distances.set(xlabel="step", ylabel="difference of the loss from one process's")
     curves.legend()

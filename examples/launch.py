@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import gc
 import glob
+import importlib.util
 import itertools
 import json
 import os
@@ -18,11 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from plots import STYLE
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 START = time.monotonic()  # of the job
-LINE_EVERY = 50  # steps, without rich
+LINE_EVERY = 10  # seconds, without a terminal or rich
 
 
 class ManualFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -134,12 +136,20 @@ def progress_bar(done: int, total: int) -> Iterator[Callable[[str], None]]:
     if rank() != 0:
         yield lambda text: None
         return
-    try:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    except ImportError:
-        step = itertools.count(1)
-        yield lambda text: print(text) if next(step) % LINE_EVERY == 0 else None
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        steps, printed = itertools.count(done + 1), time.monotonic()
+
+        def print_sometimes(text: str) -> None:
+            nonlocal printed
+            step, now = next(steps), time.monotonic()
+            if step == total or now - printed > LINE_EVERY:
+                print(f"{step}/{total}  {text}", flush=True)
+                printed = now
+
+        yield print_sometimes
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns) as progress:
         task = progress.add_task("training", completed=done, total=total)
@@ -159,8 +169,13 @@ def print_table(title: str, headings: tuple[str, ...], rows: list[tuple[str, ...
     Console().print(table)
 
 
-def write(arguments: argparse.Namespace, metrics: dict[str, Any], **pictures: Callable[[Any], None]) -> None:
-    """Write metrics.json, with how it was made, and the pictures that functions draw on a matplotlib figure."""
+def write(
+    arguments: argparse.Namespace,
+    metrics: dict[str, Any],
+    file: str = "metrics.json",
+    **pictures: Callable[[Any], None],
+) -> None:
+    """Write a JSON file, with how it was made, and the pictures that functions draw on a matplotlib figure."""
     seconds = time.monotonic() - START
     made = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -173,13 +188,16 @@ def write(arguments: argparse.Namespace, metrics: dict[str, Any], **pictures: Ca
         "settings": {name: str(value) for name, value in vars(arguments).items()},
     }
     arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "metrics.json").write_text(json.dumps(made | metrics, indent=1))
+    (arguments.output / file).write_text(json.dumps(made | metrics, indent=1))
     for name, draw in pictures.items():
         try:
+            from matplotlib import rc_context
             from matplotlib.figure import Figure
         except ImportError as error:
             print(f"no picture: {error}")
             break
-        draw(figure := Figure(layout="constrained"))
-        figure.savefig(arguments.output / f"{name}.png", dpi=120)
-    print(f"{seconds:.0f} s; wrote to {arguments.output}: {', '.join(sorted(os.listdir(arguments.output)))}")
+        with rc_context(STYLE):
+            draw(figure := Figure(layout="constrained"))
+            figure.savefig(arguments.output / f"{name}.png", dpi=120)
+    written = file, *(f"{name}.png" for name in pictures)
+    print(f"{seconds:.0f} s; wrote to {arguments.output}: {', '.join(written)}")

@@ -1,13 +1,15 @@
-"""Scenes of real handwritten digits, of which a small U-Net names every pixel, trained three ways on the same batches.
+"""Scenes of real handwritten digits. A small U-Net names every pixel, trained three ways on the same batches.
 
     one process     the whole batch on one process, nn.BatchNorm2d
     syncbn          W ranks under DistributedDataParallel, each with its slice of the batch, syncbn
     local           the same with nn.BatchNorm2d: every rank normalises its slice alone
 
-Each scene has a light of its own. Where a rank has one image, as large images may leave room for no more, local
-statistics take that light away: the training is easier and its loss lower. But evaluation uses running statistics, as
-always, which leave the light, so that local's dark scenes come out empty. Statistics of all ranks are nearer to those.
-Digits of the tests are held out.
+Each scene has a light of its own. If a rank has one image, local statistics take that light away, which makes training
+easier. But evaluation uses running statistics, which leave the light in, so dark scenes come out empty.
+Statistics of all ranks are nearer to the running ones. The digits of the test scenes are held out.
+
+A run has one seed. Beside its result it prints the committed results of several seeds, which
+evidence/segmentation_seeds.py makes.
 
     python examples/segmentation.py                                          one process: all three are the same
     torchrun --standalone --nproc-per-node 2 examples/segmentation.py        two ranks
@@ -18,18 +20,25 @@ Writes predictions.png (scenes, their labels, what each of the three says) to --
 """
 
 import argparse
+import copy
 import functools
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
+import launch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import new_parser, positive, progress_bar, rank, run_on_ranks, sum_over_ranks, world_size
+from launch import own, positive, print_table, progress_bar, rank, run_on_ranks, sum_over_ranks, world_size
+from plots import BLUE, GREEN, LOOKS, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, mean_and_spread
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
-from trainer import Trainer, last_losses, report, three_ways
+from trainer import Trainer, distance, last_losses, report, three_ways
+
+import syncbn
 
 SIZE = 32  # pixels of a scene's side
 DIGIT = 8  # pixels of a digit's side
@@ -38,17 +47,24 @@ DIGIT_WEIGHT = 5.0  # of a digit's pixel in the loss; the background's is 1
 DARKEST = 0.1  # light of a scene; the brightest has 1
 NUM_TEST = 297  # digits held out; 1,500 to train
 NUM_CLASSES = 11  # background, digits
-NUM_SHOWN = 6  # scenes of the picture
+NUM_SHOWN = 4  # scenes of the picture, the first ones
+NUM_RECOMPUTED = 100  # batches for recomputed running statistics
+SAME = 1e-3  # of mean IoU: less is no difference; a rounding may change a pixel
+OVER_SEEDS = Path(__file__).parent / "evidence" / "segmentation_seeds.json"
+CLASS_COLOURS = [BLUE, ORANGE, GREEN, VERMILLION, PURPLE, "#9a7b4f", YELLOW, "#999999", SKY, "#ffffff"]  # of 0 to 9
 
-parser = new_parser(__doc__, "segmentation")
-add = parser.add_argument
-add("--steps", type=positive, default=1000, help="steps of the optimizer")
-add("--images-per-rank", type=positive, default=1, help="scenes per rank and step")
-add("--learning-rate", type=float, default=0.01, help="highest, of Adam")
-add("--width", type=positive, default=8, help="channels at full resolution")
-add("--test-scenes", type=positive, default=200, help="number of them")
-add("--dtype", choices=["float64", "float32"], default="float64", help="training amplifies float32's rounding")
-add("--seed", type=int, default=0, help="of weights and scenes")
+
+def new_parser(manual: str, name: str, timeout: float = 60) -> argparse.ArgumentParser:
+    """A parser with all options but the seed."""
+    parser = launch.new_parser(manual, name, timeout)
+    add = parser.add_argument
+    add("--steps", type=positive, default=1000, help="steps of the optimizer")
+    add("--images-per-rank", type=positive, default=1, help="scenes per rank and step")
+    add("--learning-rate", type=float, default=0.01, help="highest, of Adam")
+    add("--width", type=positive, default=8, help="channels at full resolution")
+    add("--test-scenes", type=positive, default=200, help="number of them")
+    add("--dtype", choices=["float64", "float32"], default="float64", help="training amplifies float32's rounding")
+    return parser
 
 
 class Scenes:
@@ -119,75 +135,131 @@ class UNet(nn.Module):
 
 
 @torch.no_grad()
-def predict(trainer: Trainer, images: Tensor) -> Tensor:
+def predict(model: nn.Module, images: Tensor) -> Tensor:
     """Labels (N, 32, 32) for images (N, 3, 32, 32), with running statistics."""
-    return torch.cat([trainer.module.eval()(some).argmax(1) for some in images.split(10)])
+    return torch.cat([model.eval()(some).argmax(1) for some in images.split(10)])
 
 
-def test(trainer: Trainer, images: Tensor, labels: Tensor) -> None:
-    """Note each class's intersection over union on all ranks' scenes, of which each rank takes a share."""
-    if trainer.sliced:
-        for buffer in trainer.module.buffers():  # rank 0's; local ones have become different in the last step
-            dist.broadcast(buffer, 0)
+def ious(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """Intersection over union (11,) of background, 0, 1, ..., 9 on all scenes. Each rank predicts a share of them."""
     images, labels = (whole[rank() :: world_size()] for whole in (images, labels))
-    said, true = (F.one_hot(x, NUM_CLASSES).bool() for x in (predict(trainer, images), labels))
-    overlap, union = (sum_over_ranks(both.sum((0, 1, 2))) for both in (said & true, said | true))  # (11,)
-    ious = overlap / union.clamp(min=1)  # of background, 0, 1, ..., 9
-    trainer.tests = {"mean_iou": ious.mean().item(), "ious": ious.tolist()}
+    said, true = (F.one_hot(x, NUM_CLASSES).bool() for x in (predict(model, images), labels))
+    overlap, union = (sum_over_ranks(both.sum((0, 1, 2))) for both in (said & true, said | true))
+    return overlap / union.clamp(min=1)
+
+
+def test(trainer: Trainer, images: Tensor, labels: Tensor, training: Tensor) -> None:
+    """Note IoUs; of local batch norm also with running statistics that are recomputed from training scenes."""
+    if trainer.sliced:
+        for buffer in trainer.module.buffers():  # rank 0's, which a job would save
+            dist.broadcast(buffer, 0)
+    of_classes = ious(trainer.module, images, labels)
+    trainer.tests = {"mean_iou": of_classes.mean().item(), "ious": of_classes.tolist()}
+    if trainer.name == "local":
+        recomputed = copy.deepcopy(trainer.module)
+        syncbn.recompute_running_stats(recomputed, own(training).split(1), progress=False)
+        trainer.tests["mean_iou_recomputed"] = ious(recomputed, images, labels).mean().item()
 
 
 def draw_predictions(figure: Any, trainers: list[Trainer], images: Tensor, labels: Tensor) -> None:
     """A row for each scene: the scene, its labels, and what each model says."""
-    from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
-    colours = ListedColormap([(0.1, 0.1, 0.12), *colormaps["tab10"].colors])
-    columns = {"scene": images.permute(0, 2, 3, 1), "truth": labels}
+    colours = ListedColormap(["#1a1a1f", *CLASS_COLOURS])
+    columns = {"scene": images.permute(0, 2, 3, 1), "labels": labels}
     for trainer in trainers:
-        columns[f"{trainer.name}\nmean IoU {trainer.tests['mean_iou']:.0%}"] = predict(trainer, images)
+        columns[f"{trainer.name}\nmean IoU {trainer.tests['mean_iou']:.0%}"] = predict(trainer.module, images)
     figure.set_size_inches(1.6 * len(columns), 1.6 * len(images) + 0.9)
     grid = figure.subplots(len(images), len(columns), squeeze=False)
     for column, (title, cells) in zip(grid.T, columns.items(), strict=True):
-        column[0].set_title(title, fontsize=11)
+        way = title.partition("\n")[0]
+        column[0].set_title(title, fontsize=11, color=LOOKS[way][0] if way in LOOKS else "black")
         for axes, cell in zip(column, cells, strict=True):
             axes.imshow(cell.cpu(), cmap=colours, vmin=0, vmax=NUM_CLASSES - 1, interpolation="nearest")
             axes.axis("off")
     patches = [Patch(color=colours(digit + 1), label=str(digit)) for digit in range(NUM_CLASSES - 1)]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, handlelength=1)
+    legend = figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), handlelength=1)
+    legend.set(frame_on=True)
+    legend.get_frame().set(facecolor="#e5e5e5", edgecolor="none")
 
 
-def job(arguments: argparse.Namespace, device: torch.device) -> None:
-    torch.manual_seed(arguments.seed)
+def train(arguments: argparse.Namespace, seed: int, device: torch.device) -> tuple[list[Trainer], Tensor, Tensor]:
+    """Train and test the three ways from one seed. Returns them with the first test scenes and their labels."""
+    torch.manual_seed(seed)
     dtype, highest = getattr(torch, arguments.dtype), arguments.learning_rate
     trainers = three_ways(UNet(arguments.width).to(device, dtype), functools.partial(torch.optim.Adam, lr=highest))
     schedules = [OneCycleLR(trainer.optimizer, highest, total_steps=arguments.steps) for trainer in trainers]
     class_weights = torch.tensor([1.0] + (NUM_CLASSES - 1) * [DIGIT_WEIGHT], dtype=dtype, device=device)
-    scenes, batch = Scenes(False, arguments.seed, dtype, device), arguments.images_per_rank * world_size()
+    scenes, batch = Scenes(False, seed, dtype, device), arguments.images_per_rank * world_size()
     with progress_bar(0, arguments.steps) as advance:
         for _ in range(arguments.steps):
             images, labels = scenes.draw(batch)
             for trainer, schedule in zip(trainers, schedules, strict=True):
                 trainer.step(images, labels, class_weights)
                 schedule.step()
-            advance(last_losses(trainers))
-    images, labels = Scenes(True, arguments.seed, dtype, device).draw(arguments.test_scenes)
+            advance(f"seed {seed}  {last_losses(trainers)}")
+    training, _ = scenes.draw(NUM_RECOMPUTED * world_size())
+    images, labels = Scenes(True, seed, dtype, device).draw(arguments.test_scenes)
     for trainer in trainers:
-        test(trainer, images, labels)
-    if rank() == 0:
-        scores = [trainer.tests["mean_iou"] for trainer in trainers]
-        shown = {"trainers": trainers, "images": images[:NUM_SHOWN], "labels": labels[:NUM_SHOWN]}
-        predictions = functools.partial(draw_predictions, **shown)
-        report(trainers, "mean IoU", scores, f"{batch} scenes", arguments, predictions=predictions)
-        one_process, _, local = trainers
-        if local.final_loss() < one_process.final_loss():
-            print(
-                "Local has the lower training loss: the statistics of one scene take its light away, which is easier."
-            )
-            print(
-                "The running statistics, which evaluation uses, do not take it away, so that local has the lower IoU."
-            )
+        test(trainer, images, labels, training)
+    return trainers, images[:NUM_SHOWN], labels[:NUM_SHOWN]
+
+
+def result(trainer: Trainer, reference: Trainer) -> dict[str, float]:
+    """What is compared over seeds."""
+    return {
+        "final loss": trainer.final_loss(),
+        "largest distance": distance(trainer, reference),
+        **{name: value for name, value in trainer.tests.items() if name.startswith("mean")},
+    }
+
+
+def print_over_seeds(file: Path) -> None:
+    """The table of several seeds that evidence/segmentation_seeds.py wrote into a file, and the command."""
+    results = json.loads(file.read_text())
+    ways, rows = results["ways"], []
+    alone = [seed["mean_iou"] for seed in ways["one process"]]
+    for way, seeds in ways.items():
+        scores = [seed["mean_iou"] for seed in seeds]
+        loss, score = mean_and_spread([seed["final loss"] for seed in seeds]), mean_and_spread(scores)
+        lower = sum(a < b - SAME for a, b in zip(scores, alone, strict=True))
+        largest = max(seed["largest distance"] for seed in seeds)
+        row = "{:.2f} ± {:.2f}".format(*loss), "{:.1%} ± {:.1%}".format(*score), f"{lower} of {len(seeds)}"
+        rows.append((way, *row, f"{largest:.1e}"))
+    recomputed = mean_and_spread([seed["mean_iou_recomputed"] for seed in ways["local"]])
+    headings = "training", "final loss", "mean IoU", "seeds with a lower IoU", "largest distance, all seeds"
+    print_table(f"{len(alone)} seeds: mean ± standard deviation ({results['date'][:10]})", headings, rows)
+    print("Local with recomputed running statistics: mean IoU {:.1%} ± {:.1%}".format(*recomputed))
+    how = f"torchrun --standalone --nproc-per-node {results['ranks']} {results['command']}"
+    print(f"Measured with torch {results['torch']} ({results['device']}) by\n  {how}")
+
+
+def conclusion(trainers: list[Trainer], arguments: argparse.Namespace) -> str:
+    """One line that says what this run has shown, and what not."""
+    if world_size() == 1:
+        return "Nothing is shown: in one process all three ways are the same. Start two ranks with torchrun."
+    one_process, synchronised, local = (f"{trainer.tests['mean_iou']:.0%}" for trainer in trainers)
+    return (
+        f"Shown, at seed {arguments.seed}: {world_size()} ranks with syncbn train as one process does, each loss to "
+        f"{distance(trainers[1], trainers[0]):.0e}; mean IoU is {one_process} (one process), {synchronised} (syncbn), "
+        f"{local} (local). Not shown: other seeds (the table above), other tasks, more images a rank, GPUs."
+    )
+
+
+def job(arguments: argparse.Namespace, device: torch.device) -> None:
+    trainers, images, labels = train(arguments, arguments.seed, device)
+    if rank() != 0:
+        return
+    scores = [trainer.tests["mean_iou"] for trainer in trainers]
+    predictions = functools.partial(draw_predictions, trainers=trainers, images=images, labels=labels)
+    batch = f"{arguments.images_per_rank * world_size()} scenes"
+    report(trainers, "mean IoU", scores, batch, arguments, predictions=predictions)
+    print_over_seeds(OVER_SEEDS)
+    print(conclusion(trainers, arguments))
 
 
 if __name__ == "__main__":
+    parser = new_parser(__doc__, "segmentation")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and scenes")
     run_on_ranks(job, parser)

@@ -87,6 +87,6 @@ def report(
         far = distance(trainer, trainers[0])
         rows.append((trainer.name, f"{trainer.final_loss():.4f}", f"{score:.1%}", f"{far:.1e}"))
         runs[trainer.name] = {"losses": trainer.losses, "distance": far, **trainer.tests}
-    title = f"{world_size()} ranks, {batch} a step, {arguments.dtype}"
+    title = f"this run: seed {arguments.seed}, {world_size()} ranks, {batch} a step, {arguments.dtype}"
     print_table(title, ("training", "final loss", test, "largest distance from one process"), rows)
     write(arguments, {"runs": runs}, **pictures)

@@ -148,7 +148,8 @@ def draw_samples(figure: Any, real: Tensor, fake: Tensor) -> None:
     for axes, title, images in zip(figure.subplots(2, 1), ("real", "generated"), (real, fake), strict=True):
         rows = [torch.cat(list(nn.functional.pad(row, (1, 1, 1, 1))), 1) for row in images.squeeze(1).split(16)]
         axes.imshow(torch.cat(rows).cpu(), cmap="gray_r")
-        axes.set(title=title, xticks=[], yticks=[])
+        axes.set_title(title)
+        axes.axis("off")
 
 
 def job(arguments: argparse.Namespace, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Train on real digits three ways: one process, 2 ranks with syncbn, 2 ranks with local batch norm. About a minute.
-# Arguments go to examples/digits.py (see --help); results go to runs/digits.
+# Train a segmentation network on scenes of real digits, one image a rank: one process, 2 ranks with syncbn, 2 ranks with
+# local batch norm. Arguments go to examples/segmentation.py (see --help); results go to runs/segmentation.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment examples
-python -m torch.distributed.run --standalone --nproc-per-node 2 examples/digits.py "$@"
+python -m torch.distributed.run --standalone --nproc-per-node 2 examples/segmentation.py "$@"

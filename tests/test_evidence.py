@@ -1,9 +1,14 @@
-"""The jobs of examples/evidence/ run with tiny settings, on 2 ranks, and train what they say."""
+"""The jobs of examples/evidence/ run with tiny settings, on 2 ranks, and train what they say. What README.md says of
+segmentation is what is committed."""
 
+import json
+import statistics
 from pathlib import Path
 from typing import Any
 
 from jobs import EXAMPLES, run_job
+
+SEGMENTATION = EXAMPLES / "evidence" / "segmentation_seeds.json"
 
 
 def run_evidence(name: str, output: Path, *settings: object) -> tuple[str, dict[str, Any]]:
@@ -55,3 +60,38 @@ def test_uneven_data(tmp_path: Path) -> None:
     assert metrics["steps"] == {"join": {"90 %": 67}, "drop": {"90 %": 7}, "drop, as many steps": {"90 %": 67}}
     assert errors["join"]["90 %"] < errors["drop"]["90 %"]
     assert errors["join"] != errors["drop, as many steps"]
+
+
+def test_segmentation_seeds(tmp_path: Path) -> None:
+    script = EXAMPLES / "evidence" / "segmentation_seeds.py"
+    settings = ("--seeds", 2, "--steps", 5, "--width", 4, "--test-scenes", 4)
+    output, metrics = run_job(tmp_path, script, *settings, file=SEGMENTATION.name)
+    assert metrics["ways"].keys() == {"one process", "syncbn", "local"}
+    assert all(seed["largest distance"] < 1e-11 for seed in metrics["ways"]["syncbn"])
+    assert all(seed["largest distance"] > 1e-3 for seed in metrics["ways"]["local"])
+    assert len({seed["final loss"] for seed in metrics["ways"]["one process"]}) == 2, "each seed has its own weights"
+    assert "2 seeds" in output
+    assert all((tmp_path / f"segmentation_{name}.png").stat().st_size > 10_000 for name in ("scenes", "seeds"))
+
+
+def test_the_committed_segmentation_is_what_the_first_page_says() -> None:
+    ways = json.loads(SEGMENTATION.read_text())["ways"]
+    page = (EXAMPLES.parent / "README.md").read_text()
+    for way, seeds in ways.items():
+        assert len(seeds) >= 5
+        scores = [100 * seed["mean_iou"] for seed in seeds]
+        assert f"{statistics.mean(scores):.0f} ± {statistics.stdev(scores):.0f}" in page, way
+    assert f"{max(seed['largest distance'] for seed in ways['syncbn']):.1e}".replace("e-0", "e-") in page
+    for alone, synchronised, local in zip(*ways.values(), strict=True):
+        assert synchronised["largest distance"] < 1e-6
+        assert abs(synchronised["mean_iou"] - alone["mean_iou"]) < 1e-3
+        assert local["mean_iou"] < alone["mean_iou"] - 0.05
+
+
+def test_rounding(tmp_path: Path) -> None:
+    script = EXAMPLES / "evidence" / "rounding.py"
+    _, metrics = run_job(tmp_path, script, "--seeds", 1, "--steps", 3)
+    largest = metrics["largest difference of each step"]
+    assert max(largest["float64"]["syncbn"]) < 1e-13
+    assert all(len(steps) == 3 for names in largest.values() for steps in names.values())
+    assert max(largest["float64"]["local"]) > 1e-3

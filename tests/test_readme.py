@@ -310,5 +310,6 @@ def test_installs(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="scripts/demo.sh would make its environment first")
 def test_demo(tmp_path: Path) -> None:
-    run(ROOT / "scripts" / "demo.sh", "--epochs", 1, "--steps", 5, "--output", tmp_path)
-    assert (tmp_path / "curves.png").exists()
+    output = run(ROOT / "scripts" / "demo.sh", "--steps", 5, "--width", 4, "--test-scenes", 4, "--output", tmp_path)
+    assert (tmp_path / "predictions.png").exists()
+    assert output.splitlines()[-1].startswith("Shown, at seed 0: ")

@@ -8,7 +8,6 @@ import collections
 import copy
 import functools
 import itertools
-import statistics
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ import launch
 from digits import build_model, load_images
 from launch import positive, print_table, progress_bar, rank, world_size, write
 from local_noise import in_words, measure
+from plots import Lines, draw_panels, mean_and_spread
 
 NUM_TRAIN = 600  # of the 1,797 digits; the others test, so that an error is known to 0.1 %
 NUM_MEASURED = 20  # batches on which local noise is measured
@@ -39,7 +39,7 @@ Errors = functools.partial(collections.defaultdict, functools.partial(collection
 def new_parser(manual: str, name: str, epochs: int = 8) -> argparse.ArgumentParser:
     """A parser with the options of all jobs."""
     parser = launch.new_parser(manual, name)
-    parser.add_argument("--seeds", type=positive, default=3, help="runs, of which mean and spread are shown")
+    parser.add_argument("--seeds", type=positive, default=5, help="runs, of which mean and spread are shown")
     parser.add_argument("--epochs", type=positive, default=epochs, help="passes over the training data")
     return parser
 
@@ -108,9 +108,26 @@ def local_noise(model: nn.Module, images: Tensor, batches: list[Tensor]) -> Loca
     return measure(copy.deepcopy(model).train(), (images[picked] for picked in batches[:NUM_MEASURED]))
 
 
-def report(errors: Any, axis: str, title: str, arguments: argparse.Namespace, joined: bool, **more: Any) -> None:
+def in_panels(errors: Lines, panel_of: str, title: str) -> dict[str, Lines]:
+    """The errors of each panel of a plot. A way or a setting ("way" or "setting") names its panel before a comma."""
+    panels: dict[str, Lines] = collections.defaultdict(lambda: collections.defaultdict(dict))
+    for way, settings in errors.items():
+        for setting, seeds in settings.items():
+            panel, line, place = title, way, setting
+            if panel_of == "way":
+                panel, line = way.split(", ", 1)
+            elif panel_of == "setting":
+                panel, place = setting.split(", ", 1)
+            panels[panel][line][place] = seeds
+    return panels
+
+
+def report(
+    errors: Any, axis: str, title: str, arguments: argparse.Namespace, joined: bool, panel_of: str = "", **more: Any
+) -> None:
     """On rank 0 table, JSON and plot of the errors against the settings, which `axis` names, the noise there, and
-    the summary of a model. Lines join the settings where they are `joined`: numbers, and not categories."""
+    the summary of a model. Lines join the settings where they are `joined`: numbers, and not categories. `panel_of`:
+    see `in_panels`."""
     if rank() != 0:
         return
     if model := more.pop("model", None):
@@ -121,28 +138,11 @@ def report(errors: Any, axis: str, title: str, arguments: argparse.Namespace, jo
         rows = [(setting, *in_words(layers)) for setting, layers in noise.items()]
         print_table("What local batch norm would do", (axis, "layers that gain", "outputs off by up to"), rows)
         more["local noise"] = {setting: [row._asdict() for row in layers] for setting, layers in noise.items()}
-    # Means and standard deviations over seeds, of each way in each setting
-    spread = {way: [statistics.stdev(x) if x[1:] else 0.0 for x in errors[way].values()] for way in errors}
-    mean = {way: [statistics.mean(x) for x in errors[way].values()] for way in errors}
-    rows = [(way, *map("{:.1f} ± {:.1f}".format, mean[way], spread[way])) for way in errors]
+    cells = {way: [mean_and_spread(seeds) for seeds in errors[way].values()] for way in errors}
+    rows = [(way, *("{:.1f} ± {:.1f}".format(*cell) for cell in cells[way])) for way in errors]
     settings = list(next(iter(errors.values())))
     print_table(f"{title}: test error (%), {world_size()} ranks, {arguments.seeds} seeds", (axis, *settings), rows)
-
-    def draw(figure: Any) -> None:
-        """Each way's means with their spread as bars. Ways that differ after a comma have shades of one colour."""
-        from matplotlib import colormaps
-
-        figure.set_size_inches(6.4, 4.4)
-        axes = figure.subplots()
-        for number, (_, family) in enumerate(itertools.groupby(errors, key=lambda way: way.partition(",")[0])):
-            for shade, way in enumerate(family):
-                offset = 0.08 * (list(errors).index(way) - (len(errors) - 1) / 2)  # so that bars stand side by side
-                places = [place + offset for place in range(len(settings))]
-                line = ("-" if joined else "none", "os^"[shade], colormaps["tab20c"](4 * number + shade))
-                style = dict(zip(("linestyle", "marker", "color"), line, strict=True))
-                axes.errorbar(places, mean[way], spread[way], label=way, markersize=5, capsize=3, **style)
-        axes.set(title=title, xlabel=axis, ylabel="test error (%)", ylim=(0, None))
-        axes.set_xticks(range(len(settings)), settings)
-        axes.legend(title=f"mean ± standard deviation of {arguments.seeds} seeds")
-
-    write(arguments, {"test errors in %": errors, **more}, errors=draw)
+    panels = in_panels(errors, panel_of, title)
+    write(
+        arguments, {"test errors in %": errors, **more}, errors=lambda figure: draw_panels(figure, panels, axis, joined)
+    )

@@ -119,10 +119,10 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
         if way == "padded, mask":
             distance = max(distance, *(abs(a - b) for a, b in zip(losses[way], losses["alone"], strict=True)))
         tests = data[0][torch.arange(NUM_TRAIN, NUM_TRAIN + NUM_TEST)], labels[NUM_TRAIN:]
-        errors[way][f"{mean}, {share}"].append(test_error(model, tests))
+        errors[way][f"mean {mean}, {share if share == VARIED else share + ' %'}"].append(test_error(model, tests))
     name = "largest distance of the losses with a mask from those without padding"
-    axis = "mean of the values (in units of their noise), share of padding (%)"
-    report(errors, axis, "Padded sequences", arguments, joined=False, model=model, **{name: distance})
+    axis, more = "mean of the values in units of their noise, share of padding", {"model": model, name: distance}
+    report(errors, axis, "Padded sequences", arguments, joined=False, panel_of="setting", **more)
     if rank() == 0:
         print(f"{name}: {distance:.1e}")
 

@@ -43,7 +43,7 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
             syncbn.recompute_running_stats(recomputed, own(training[0]).split(CHUNK), progress=False)
             errors[f"batch {batch}, moving average"][str(epoch)].append(test_error(model, test))
             errors[f"batch {batch}, recomputed"][str(epoch)].append(test_error(recomputed, test))
-    report(errors, "epochs", "Population statistics", arguments, joined=True, model=model)
+    report(errors, "epochs", "Population statistics", arguments, joined=True, panel_of="way", model=model)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,76 @@
+"""Segmentation with one image a rank over several seeds: ../segmentation.py is one of them.
+
+    one process         the whole batch on one process, nn.BatchNorm2d
+    syncbn              synchronised batch norm; each rank has its slice of the batch
+    local               nn.BatchNorm2d: every rank normalises its slice alone
+    local, recomputed   the same model with syncbn.recompute_running_stats over training scenes of all ranks
+
+Two claims are measured apart. W ranks equal one process: the distance between loss curves, at every seed. It matters
+where a rank has one image: mean IoU, at every seed.
+
+    torchrun --standalone --nproc-per-node 2 examples/evidence/segmentation_seeds.py --output examples/evidence
+    torchrun --standalone --nproc-per-node 2 examples/evidence/segmentation_seeds.py --seeds 2 --steps 20 --width 4
+
+Writes segmentation_seeds.json, whose table README.md and `scripts/demo.sh` show, segmentation_seeds.png, and
+segmentation_scenes.png, the first test scenes of seed 0. The first command takes 90 seconds a seed on two idle cores.
+"""
+
+import argparse
+import functools
+from typing import Any
+
+import common  # noqa: F401  makes the modules of examples/ importable
+import torch
+from launch import positive, rank, run_on_ranks, write
+from plots import LOOKS, mean_and_spread
+from segmentation import OVER_SEEDS, draw_predictions, new_parser, print_over_seeds, result, train
+
+parser = new_parser(__doc__, "segmentation_seeds")
+parser.add_argument("--seeds", type=positive, default=6, help="0, 1, ...: of weights and scenes")
+
+
+def draw_claims(figure: Any, ways: dict[str, list[dict[str, float]]]) -> None:
+    """Each seed's mean IoU, and each seed's distance of the loss curve from one process's."""
+    figure.set_size_inches(9.5, 4.4)
+    scores, distances = figure.subplots(1, 2)
+    percents = {way: [100 * seed["mean_iou"] for seed in seeds] for way, seeds in ways.items()}
+    percents["local, recomputed"] = [100 * seed["mean_iou_recomputed"] for seed in ways["local"]]
+    for seed in zip(*percents.values(), strict=True):
+        scores.plot(seed, ".-", color="#999999", linewidth=0.7, markersize=5)
+    for place, (way, values) in enumerate(percents.items()):
+        mean, spread = mean_and_spread(values)
+        colour, marker = LOOKS[way]
+        scores.errorbar(place, mean, spread, color=colour, marker=marker, markersize=8, capsize=4, zorder=3)
+    scores.set_xticks(range(len(percents)), [way.replace(", ", ",\n") for way in percents])
+    for label, way in zip(scores.get_xticklabels(), percents, strict=True):
+        label.set_color(LOOKS[way][0])
+    scores.grid(visible=False, axis="x")
+    scores.set(title="One image a rank: does it matter?", ylabel="mean IoU on test scenes (%)", ylim=(0, None))
+    seeds = range(len(ways["syncbn"]))
+    scores.set_xlabel(f"mark and bar: mean ± standard deviation; grey: each of {len(seeds)} seeds")
+    for way in "local", "syncbn":
+        colour, marker = LOOKS[way]
+        values = [seed["largest distance"] for seed in ways[way]]
+        distances.semilogy(seeds, values, marker, color=colour, markersize=7)
+        distances.annotate(way, (seeds[-1], values[-1]), (10, -3), textcoords="offset points", color=colour)
+    distances.set_xticks(seeds)
+    distances.set(title="Do 2 ranks equal one process?", xlabel="seed", xlim=(-0.5, len(seeds) + 0.8), ylim=(1e-16, 10))
+    distances.set_ylabel("largest difference of the training loss")
+
+
+def job(arguments: argparse.Namespace, device: torch.device) -> None:
+    ways: dict[str, list[dict[str, float]]] = {}
+    for seed in range(arguments.seeds):
+        trainers, images, labels = train(arguments, seed, device)
+        for trainer in trainers:
+            ways.setdefault(trainer.name, []).append(result(trainer, trainers[0]))
+        if seed == 0:
+            scenes = functools.partial(draw_predictions, trainers=trainers, images=images, labels=labels)
+    if rank() == 0:
+        pictures = {"segmentation_seeds": lambda figure: draw_claims(figure, ways), "segmentation_scenes": scenes}
+        write(arguments, {"ways": ways}, OVER_SEEDS.name, **pictures)
+        print_over_seeds(arguments.output / OVER_SEEDS.name)
+
+
+if __name__ == "__main__":
+    run_on_ranks(job, parser)
