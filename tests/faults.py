@@ -233,7 +233,7 @@ def condensed(outcome: Outcome) -> str:
         short = positions[-1].strip().replace("\n", "<br>")
         short = re.sub(r"has left with RuntimeError: .*?(?=<br>|$)", "has left with a RuntimeError", short)
         return re.sub(r"its process \(\d+\)", "its process", short)
-    if own := re.search(r"Error: (the ranks ask for .*);", text):
+    if own := re.search(r"Error: (?:[\w.]+: )?(the ranks ask for .*);", text):
         return own[1]
     if outcome.statuses[failed[0]] == -signal.SIGABRT:
         return "gloo aborts"
