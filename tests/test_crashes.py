@@ -124,4 +124,4 @@ def test_goes_on_with_fewer_ranks(folder: Path) -> None:
     assert metrics["ranks"] == 2
     assert len(metrics["runs"]["syncbn"]["losses"]) == 60
     assert metrics["runs"]["syncbn"]["distance"] < 1e-11
-    assert load(folder)["batch"] == 8
+    assert load(folder)["batch"] == (4 if alone else 8)  # of the ranks that began
