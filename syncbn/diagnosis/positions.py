@@ -38,11 +38,17 @@ from syncbn.diagnosis import processes
 from syncbn.diagnosis.names import line_that_calls_model, quoted
 from syncbn.kernels.interface import UNSIGNED, Signature
 from syncbn.torch_internals.distributed import default_store
+from syncbn.torch_internals.state import constant_in_graphs
 
 HAS_LEFT = "has left"
 WITH_GRAPH = "backward with create_graph or torch.func"  # the first all_reduce of such a backward
 SECONDS_BETWEEN_WRITES = 0.05  # of a rank, at least
 SECONDS_PER_WRITE = 10e-6  # of all ranks together: a store takes some 100,000 writes a second
+
+
+@constant_in_graphs
+def _hash_of(text: str) -> int:
+    return zlib.crc32(text.encode())
 
 
 def largest_signature(num_ranks: int) -> int:
@@ -60,7 +66,7 @@ class Signatures(dict[tuple[str, torch.dtype | None], Signature]):
     def __missing__(self, key: tuple[str, torch.dtype | None]) -> Signature:
         pass_name, dtype = key
         text = f"{self.identity} {pass_name} {dtype}"
-        s = float(1 + zlib.crc32(text.encode()) % largest_signature(self.num_ranks))
+        s = float(1 + _hash_of(text) % largest_signature(self.num_ranks))
         self[key] = signature = (1.0, s, s * s) if self.identity else UNSIGNED
         return signature
 
