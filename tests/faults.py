@@ -141,7 +141,9 @@ FAULTS = {
         "let no rank skip a step alone; use smaller batches", _where(IN_BACKWARD, "in body.bn1 forward, call 4")
     ),
     "group destroyed": Fault(
-        "destroy the process group on all ranks, after the last step", "", _where(IN_1, f"{BEFORE_STEP}; has left.*")
+        "destroy the process group on all ranks, after the last step",
+        "",
+        _where(IN_1, f"{BEFORE_STEP}{BLOCKED}; has left.*"),
     ),
     "group made anew": Fault("destroy and make groups on all ranks at the same place", _where(IN_1, "after .*")),
     "fork after use": Fault(
@@ -225,7 +227,7 @@ def condensed(outcome: Outcome) -> str:
         short = positions[-1].strip().replace("\n", "<br>")
         short = re.sub(r"has left with RuntimeError: .*?(?=<br>|$)", "has left with a RuntimeError", short)
         return re.sub(r"its process \(\d+\)", "its process", short)
-    if own := re.search(r"Error: (the ranks ask for .*);", text):
+    if own := re.search(r"Error: .*(the ranks ask for .*);", text):
         return own[1]
     if outcome.statuses[failed[0]] == -signal.SIGABRT:
         return "gloo aborts"
