@@ -134,10 +134,11 @@ def _exchange_capture_mode() -> Callable[..., int]:
 
 
 # The modules of torch that call into C++ and wait there for other ranks, and what the program has called; empty where
-# the function's own name says it. Backward waits for the gradients of DistributedDataParallel.
+# the name of a function says it. Backward waits for the gradients of DistributedDataParallel.
 _WAITING = {
     "torch.autograd.graph": "backward",
     "torch.distributed._functional_collectives": "",
+    "torch.distributed.c10d_logger": "_decorator",
     "torch.distributed.distributed_c10d": "",
     "torch.distributed.utils": "",
     "torch.nn.parallel.distributed": "DistributedDataParallel",
@@ -147,11 +148,16 @@ _CALLS_OPERATORS = "torch._ops", "torch._library.autograd"  # among them functio
 
 def collective_in(frame: FrameType) -> str:
     """What torch may be waiting for other ranks in, if this is a thread's innermost frame: "all_reduce", "barrier",
-    "backward"; else empty."""
-    while frame.f_back is not None and frame.f_globals.get("__name__") in _CALLS_OPERATORS:
-        frame = frame.f_back
-    module = frame.f_globals.get("__name__", "")
-    return _WAITING[module] or frame.f_code.co_name.strip("_") if module in _WAITING else ""
+    "backward"; else empty. It is the outermost function without an underscore."""
+    name, caller = "", frame.f_back
+    while caller is not None and frame.f_globals.get("__name__") in _CALLS_OPERATORS:
+        frame, caller = caller, caller.f_back
+    while caller is not None and (module := frame.f_globals.get("__name__", "")) in _WAITING:
+        called = _WAITING[module] or frame.f_code.co_name
+        if not (name and called.startswith("_")):
+            name = called
+        frame, caller = caller, caller.f_back
+    return name.strip("_")
 
 
 # torch.distributed.nn.functional, which DistributedDataParallel imports, keeps the default group in the defaults of its
