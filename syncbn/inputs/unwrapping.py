@@ -33,12 +33,11 @@ def to_ordinary(arguments: Arguments) -> tuple[Arguments, Callable[[Tensor], Ten
     """Unwraps the arguments, applies a mask and copies what has gaps. **Raises** whatever a bad argument brings about,
     unexplained."""
     arguments, wrap = unwrap(arguments)
-    arguments.check_memory()  # which is read in the following
-    arguments.check_saved()
     if type(arguments.input) not in PLAIN_CLASSES or arguments.input.dtype not in SUPPORTED_DTYPES:
         return arguments, wrap
     if arguments.mask is None:
         return without_gaps(arguments), wrap
+    arguments.check_saved()  # the mask, of which a plan knows nothing
     arguments, apply_mask = masks.apply(arguments)
     return without_gaps(arguments), lambda output: wrap(apply_mask(output))
 
