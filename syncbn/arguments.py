@@ -70,7 +70,7 @@ class Arguments:
             self.momentum = as_momentum(self.momentum)
         number = self.counter if self.momentum is None else self.momentum
         if isinstance(number, Tensor) and not (number.is_cpu and number.ndim == 0):  # which goes to any device
-            _check_device("momentum", number, self.input)
+            _check_device("num_batches_tracked" if self.momentum is None else "momentum", number, self.input)
         self.eps = as_eps(self.eps)
 
     def check_saved(self) -> None:
@@ -180,7 +180,7 @@ def check_channels(x: Tensor, channel_dim: int, num_channels: int | None, per_ch
                 _refuse_channels(len(tensor), x, channel_dim)
             raise ValueError(
                 f"expected {name} of shape ({actual},), as the input has {actual} channels in dim {channel_dim} (input "
-                f"shape {tuple(x.shape)}), got {tuple(tensor.shape)}"
+                f"shape {tuple(x.shape)}), got {tuple(tensor.shape)}; cut or replace it"
             )
     if num_channels and not per_channel and actual != num_channels:
         _refuse_channels(num_channels, x, channel_dim)

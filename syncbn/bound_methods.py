@@ -1,5 +1,6 @@
 """Finds the bound methods that modules hold: a wrapped forward on a layer outlives a change of the layer's class."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from types import CellType, FunctionType, MethodType
@@ -59,7 +60,10 @@ def _places(holder: Any) -> Iterator[Place]:
         for index, part in enumerate((holder.func, *holder.args)):
             yield Place("", part, functools.partial(_put_part, holder, index))
         yield from _items(holder.keywords)
-    yield from _items(getattr(holder, "__dict__", {}))
+    attributes: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # of whatever class a property of that name raises
+        attributes = vars(holder)
+    yield from _items(attributes)
 
 
 def _items(mapping: dict[str, Any]) -> Iterator[Place]:

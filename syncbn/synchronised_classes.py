@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.overrides import TorchFunctionMode
 
-from syncbn.arguments import Arguments
+from syncbn.arguments import Arguments, num_channels_of
 from syncbn.call_stack import warn_once
 from syncbn.evaluation import plain_batch_norm
 from syncbn.inputs import traced
@@ -132,7 +132,7 @@ class Watching(BatchNormReplaced):
 
     def __init__(self, layer: SyncBatchNorm) -> None:
         super().__init__(functools.partial(_batch_norm, layer))
-        self.num_channels = layer.num_features
+        self.num_channels = num_channels_of(layer)
         self.takes_statistics = False  # a function has reduced a tensor of this rank to one value per channel
         self.synchronises_in_graph = False  # a compiled part of the forward, which leaves no note on the layer
 
@@ -150,16 +150,19 @@ class Watching(BatchNormReplaced):
             self.synchronises_in_graph = True
         # syncbn's own code takes statistics for a layer within this one.
         elif not sys._getframe(1).f_globals.get("__name__", "").startswith("syncbn."):
-            self.takes_statistics |= self._are_statistics(func, (*args, *(kwargs or {}).values()), output)
+            self.takes_statistics |= self._are_statistics(func, args, kwargs or {}, output)
         return output
 
-    def _are_statistics(self, func: Callable[..., Any], args: tuple[Any, ...], output: Any) -> bool:
+    def _are_statistics(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> bool:
         """Whether this call has normalised by statistics of the batch, or has made one value per channel of more."""
         if func in (torch.batch_norm, nn.functional.batch_norm):
-            return func is torch.batch_norm and bool(args[5])  # training
+            return func is torch.batch_norm and bool(kwargs["training"] if "training" in kwargs else args[5])
         outputs = output if isinstance(output, tuple) else (output,)
         sizes = [part.numel() for part in outputs if isinstance(part, Tensor)]
-        return self.num_channels in sizes and isinstance(args[0], Tensor) and args[0].numel() > self.num_channels
+        values = kwargs.get("input", next(iter(args), None))
+        return self.num_channels in sizes and isinstance(values, Tensor) and values.numel() > self.num_channels
 
 
 def _batch_norm(

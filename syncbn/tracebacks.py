@@ -19,7 +19,7 @@ def hide_checks(error: Exception) -> None:
     which raises `error` again. Other errors, such as one of torch or of a user's own check, keep theirs."""
     if isinstance(error, (TypeError, ValueError)) and not is_compiling():
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        if frame.f_globals["__name__"].startswith(CHECKS):
+        if (frame.f_globals.get("__name__") or "").startswith(CHECKS):
             error.__traceback__, error.__suppress_context__ = None, True
 
 

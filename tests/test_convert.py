@@ -294,7 +294,8 @@ class TorchsFunction(nn.BatchNorm2d):
     """Calls what F.batch_norm calls."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.batch_norm(x, None, None, None, None, training=True, momentum=0.1, eps=1e-5, cudnn_enabled=False)
+        tensors = {"weight": self.weight, "bias": self.bias, "running_mean": None, "running_var": None}
+        return torch.batch_norm(x, training=True, momentum=0.1, eps=1e-5, cudnn_enabled=False, **tensors)
 
 
 class OfEachSample(nn.BatchNorm2d):

@@ -41,6 +41,7 @@ TOLD = [  # an error that ends a program, and whether it is a collective's
     (RuntimeError("syncbn: a collective failed on rank 0 after 3.0 s.\n... [/pytorch/gloo/pair.cc:553]"), False),
     (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
     (FileNotFoundError("/data/gloo/image.png"), False),
+    (RuntimeError("cannot read /data/gloo/image.png"), False),
 ]
 
 

@@ -16,7 +16,7 @@ HAS_ENDED = "has ended"
 # Class and text of torch's errors that follow from another rank's end or absence. gloo's mostly name a file of gloo's.
 FAILED_COLLECTIVE = re.compile(
     r"\b([\w.]+\.)?(Dist(Backend|Network|Store|)Error: |"
-    r"RuntimeError: .*(/gloo/|caused pair closure|monitoredBarrier|Operation timed out!))",
+    r"RuntimeError: .*(/gloo/[\w/]+\.(cc|h):\d+|caused pair closure|monitoredBarrier|Operation timed out!))",
     re.DOTALL,
 )
 

@@ -138,7 +138,7 @@ def _remedies(findings: list[Finding]) -> list[str]:
         return [remedy_of_passes(passes)]
     if is_silent:
         return []
-    if {"forward", "backward"} <= passes or WITH_GRAPH in passes:
+    if {"forward", "backward"} <= passes or (WITH_GRAPH in passes and len(passes) > 1):
         return [remedy_of_passes(passes)]
     if len(places) > 1 and len({(position.group, position.number) for position in positions}) == 1:
         return [REMEDY_OF_LATE]

@@ -155,7 +155,8 @@ def _current_wait(rank: WatchedRank, last: Wait | None) -> Wait | None:
 def _leave(rank: WatchedRank) -> None:
     """The default process group, or this program, ends, perhaps because of an exception."""
     here = rank.process == os.getpid()  # a forked process has no thread
-    if here:
+    current = dist.group.WORLD
+    if here and (current is None or _ranks.get(current, rank) is rank):  # else a later group is watched
         termination.ignore()
     error = processes.failure_of_collective() if here else None
     if error is not None:
