@@ -112,17 +112,18 @@ class WaitOutside(Wait):
 def look_outside(rank: ThisRank, previous: WaitOutside | None) -> WaitOutside | None:
     """The place of the main thread outside of the layers; `previous` is what the previous look found.
 
-    The first look at a place records the CPU time of the main thread. While it stays the same, the thread is blocked
-    there, and the position of this rank says so.
+    The first look records the CPU time of the main thread. If it is the same at the next look, the thread is blocked, and
+    the position of this rank says where. Only then are its frames walked: those of a running thread may be half made.
     """
     seconds = processes.main_thread_seconds()
     if previous is not None and previous.cpu_seconds == seconds:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        if frame is not None and not previous.blocked:
+            previous.blocked = place_of(traceback.walk_stack(frame))
         rank.blocked_after = previous.last, previous.blocked
         return previous
     rank.blocked_after = None, ""
-    # The time is read before the frame: if it stays the same, the thread has not left this frame.
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return WaitOutside(rank, place_of(traceback.walk_stack(frame)), seconds) if frame and seconds is not None else None
+    return None if seconds is None else WaitOutside(rank, cpu_seconds=seconds)
 
 
 class EventOn:
