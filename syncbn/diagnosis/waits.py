@@ -112,7 +112,7 @@ class WaitOutside(Wait):
 def look_outside(rank: ThisRank, previous: WaitOutside | None) -> WaitOutside | None:
     """The place of the main thread outside of the layers; `previous` is what the previous look found.
 
-    The first look records the CPU time of the main thread. If it is the same at the next look, the thread is blocked, and
+    The first look records the CPU time of the main thread. If it is the same at the next, the thread is blocked, and
     the position of this rank says where. Only then are its frames walked: those of a running thread may be half made.
     """
     seconds = processes.main_thread_seconds()
