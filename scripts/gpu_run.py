@@ -239,7 +239,9 @@ def ranks(part: Part) -> None:
         part.processes.remove(first)
         backend = {"TESTS_BACKEND": "gloo"}
     names = ["no_host_sync"] if part.dry_run else DISTRIBUTED_TESTS
-    part.pytest(*[f"tests/distributed/test_{name}.py" for name in names], ranks=2, **backend)
+    # torch 2.11's nccl crashes where it splits a group of ranks on one GPU, as a DeviceMesh does.
+    chosen = ["-k", "not mesh and not own_group_was_destroyed"] if backend.get("TESTS_BACKEND") == "nccl" else []
+    part.pytest(*[f"tests/distributed/test_{name}.py" for name in names], *chosen, ranks=2, **backend)
     faulty = {} if backend == {"TESTS_BACKEND": "gloo"} else {name: start_ranks(part, name, backend) for name in FAULTS}
     part.wait()
     for name, processes in faulty.items():

@@ -132,7 +132,7 @@ class Watching(BatchNormReplaced):
 
     def __init__(self, layer: SyncBatchNorm) -> None:
         super().__init__(functools.partial(_batch_norm, layer))
-        self.num_channels = num_channels_of(layer)
+        self.layer = layer
         self.takes_statistics = False  # a function has reduced a tensor of this rank to one value per channel
         self.synchronises_in_graph = False  # a compiled part of the forward, which leaves no note on the layer
 
@@ -161,8 +161,8 @@ class Watching(BatchNormReplaced):
             return func is torch.batch_norm and bool(kwargs["training"] if "training" in kwargs else args[5])
         outputs = output if isinstance(output, tuple) else (output,)
         sizes = [part.numel() for part in outputs if isinstance(part, Tensor)]
-        values = kwargs.get("input", next(iter(args), None))
-        return self.num_channels in sizes and isinstance(values, Tensor) and values.numel() > self.num_channels
+        values, num_channels = kwargs.get("input", next(iter(args), None)), num_channels_of(self.layer)
+        return num_channels in sizes and isinstance(values, Tensor) and values.numel() > num_channels
 
 
 def _batch_norm(

@@ -13,6 +13,7 @@ Collectives outside of the layers are DistributedDataParallel's, the data loader
 while the host waits without spinning, as with gloo. Under nccl the host most often goes on, and waits later, if at all.
 """
 
+import contextlib
 import sys
 import threading
 import time
@@ -33,6 +34,7 @@ from syncbn.torch_internals.distributed import beside_captures, collective_in
 
 FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
 DEBUG_WARNING_SECONDS = 3.0  # in debug mode
+QUERY_SECONDS = 1.0  # the longest time that a query of the GPU may take
 
 
 class Wait:
@@ -154,32 +156,56 @@ class OnGpu:
 
     def __init__(self) -> None:
         self._unfinished: deque[tuple[Wait, EventOn]] = deque()
-        self._lock = threading.Lock()  # the program and the watchdog query
+        self._querying = threading.Lock()  # held by the one thread that queries
 
     def add(self, wait: Wait, event: EventOn | None) -> None:
         """Add an all_reduce that the host has left. It ends with the event; None while a graph is captured."""
         if event is None:
             self.clear()
             return
-        with self._lock:
-            self._forget_finished()
-            wait.place = f", in {wait.position.doing} on the GPU, beside which the hosts may go on"
-            self._unfinished.append((wait, event))
+        self._forget_finished()
+        wait.place = f", in {wait.position.doing} on the GPU, beside which the hosts may go on"
+        self._unfinished.append((wait, event))
 
     def oldest(self) -> Wait | None:
-        """The first of them. Its event is queried again when a warning is due."""
-        with self._lock:
-            if self._unfinished and self._unfinished[0][0].is_long():
-                self._forget_finished()
-            return self._unfinished[0][0] if self._unfinished else None
+        """The first of them. Its event is queried again when a warning is due.
+
+        In a thread of its own, for 1 s at most: while nccl fails a query may itself wait (seen on an H100, nccl 2.28).
+        """
+        oldest = self._oldest()
+        if oldest is None or not oldest.is_long():
+            return oldest
+        errors: list[Exception] = []
+        thread = threading.Thread(target=self._forget_finished, args=[errors], daemon=True)
+        thread.start()
+        thread.join(QUERY_SECONDS)
+        if errors:
+            raise errors[0]
+        return self._oldest()
 
     def clear(self) -> None:
         """Forget all, and so their groups."""
-        with self._lock:
-            self._unfinished.clear()
+        self._unfinished.clear()
 
-    def _forget_finished(self) -> None:
-        while self._unfinished and self._unfinished[0][1].query():
-            self._unfinished.popleft()
-            if self._unfinished:  # until now the GPU may have been behind
-                self._unfinished[0][0].start = time.monotonic()
+    def _oldest(self) -> Wait | None:
+        with contextlib.suppress(IndexError):  # other threads may forget the last
+            return self._unfinished[0][0]
+        return None
+
+    def _forget_finished(self, errors: list[Exception] | None = None) -> None:
+        """Unless another thread is about to. An error of the query is raised, or added to `errors`."""
+        if not self._querying.acquire(blocking=False):
+            return
+        try:
+            while self._unfinished and self._unfinished[0][1].query():
+                self._unfinished.popleft()
+                if self._unfinished:  # until now the GPU may have been behind
+                    self._unfinished[0][0].start = time.monotonic()
+        except IndexError:  # cleared meanwhile
+            pass
+        except Exception as error:
+            if errors is None:
+                raise
+            errors.append(error)
+        finally:
+            self._querying.release()

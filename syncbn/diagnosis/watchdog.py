@@ -111,13 +111,14 @@ def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
 
 
 def _report_termination(rank: WatchedRank, last: Wait | None) -> None:
-    """Log where every rank is, if this rank waits for others, and let the process end."""
+    """Log where every rank is, if there are several, and let the process end. nccl may end it long after the wait."""
     try:
         wait = _current_wait(rank, last)
-        if wait is not None:
-            where = report.where_all_are(wait, report.a_rank_is_gone)
-            text = "syncbn: an exception of C++, which follows, ends rank %d, which waits for others%s.\n%s\n%s"
-            log.error(text, rank.rank, wait.place, where, report.REMEDY_OF_SIZES)
+        waits = "" if wait is None else f", which waits for others{wait.place}"
+        if rank.num_ranks > 1:
+            where = report.where_all_are(wait or WaitOutside(rank), report.a_rank_is_gone)
+            text = "syncbn: an exception of C++, which follows, ends rank %d%s.\n%s\n%s"
+            log.error(text, rank.rank, waits, where, report.REMEDY_OF_SIZES)
     finally:
         termination.ignore()
 

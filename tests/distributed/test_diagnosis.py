@@ -375,6 +375,18 @@ def test_a_gpu_that_is_behind_does_not_wait() -> None:
     assert not on_gpu.oldest().is_long()
 
 
+def test_a_query_that_waits_itself_holds_nobody_up() -> None:
+    """Neither the watchdog, which has to warn, nor the program's next all_reduce."""
+    on_gpu, released = waits.OnGpu(), threading.Event()
+    blocked = mock.Mock(**{"query.side_effect": lambda: released.wait(20)})
+    on_gpu.add(waits.Wait(None, Position("0", 1), number=1, start=-1e9), blocked)
+    start = time.monotonic()
+    assert on_gpu.oldest().is_long()
+    on_gpu.add(waits.Wait(None, Position("0", 2), number=2, start=time.monotonic()), event())
+    assert time.monotonic() - start < 10
+    released.set()
+
+
 @on_cpu
 def test_the_watchdog_survives_a_gpu_that_failed(
     ranks: Ranks, log_of_waits: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
