@@ -27,7 +27,7 @@ def info() -> dict[str, str]:
         "triton": next((found.version for found in importlib.metadata.distributions(name="triton")), "not installed"),
         "cuda": torch.version.cuda or "none",
         "gpus": ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))) or "none",
-        "cpu": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
+        "cpu": f"{torch.backends.cpu.get_cpu_capability()}, torch threads: {torch.get_num_threads()}",
         "kernels": syncbn.kernels.available(),
         "backends": ", ".join(backends) or "none",
         "environment": " ".join(variables) or "none of " + " ".join(VARIABLES),
