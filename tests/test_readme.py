@@ -119,7 +119,7 @@ def test_the_table_of_faults() -> None:
     table = GUIDE_OF_TEXTS[GUIDE_OF_TEXTS.index("## A catalogue of faults") :]
     rows = re.findall(r"^\| (.*?) \| (.*?) \|", table, re.MULTILINE)
     assert rows == [("one rank", "what to do"), *((name, fault.remedy) for name, fault in FAULTS.items())]
-    assert f"{len(FAULTS)} faults tried" in README
+    assert f"for {len(FAULTS)} faults" in README
 
 
 def strings_in(scope: ast.AST) -> dict[str, ast.expr]:
