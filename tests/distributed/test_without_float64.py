@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from oracle import full_batch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils._pytree import tree_leaves
 from voting import Ranks
 from without_float64 import PerChannelAlone, take_for_one
 
@@ -180,12 +183,10 @@ def test_compiled_graphs(ranks: Ranks) -> None:
     x, dy, _, own = batch(ranks, SIZES[ranks.size], shift=100.0)
     seen: list[Tensor] = []
 
-    def compiler(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
-        seen.extend(tensor for node in graph.graph.nodes for tensor in tree_of(node))
-        return graph
-
-    def tree_of(node: torch.fx.Node) -> list[Tensor]:
-        return [value for value in torch.utils._pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+    def compiler(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        values = tree_leaves([node.meta.get("val") for node in graph.graph.nodes])
+        seen.extend(value for value in values if isinstance(value, Tensor))
+        return make_boxed_func(graph)
 
     layer = syncbn.SyncBatchNorm(C, fuse_relu=True)
     expected = full_batch(x, dy, layer.weight, layer.bias, relu=True)
@@ -193,8 +194,17 @@ def test_compiled_graphs(ranks: Ranks) -> None:
     x = x[own].clone().requires_grad_()
     y = compiled(x)
     y.backward(dy[own])
+    assert seen
     assert all(tensor.dtype != torch.float64 or tensor.numel() <= 5 * C + 8 for tensor in seen)
     compare(ranks, layer, expected, own, {"output": y, "grad_input": x.grad})
+
+
+@pytest.mark.two_ranks
+def test_a_group_without_a_backend_for_cpus(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    layer = syncbn.SyncBatchNorm(C, process_group=dist.new_group(backend="cuda:gloo"))
+    with pytest.raises(RuntimeError, match=r'on the CPU if that has no float64. Name a backend .*"cpu:gloo,cuda:nccl"'):
+        layer(torch.randn(2, C, 4))
 
 
 @pytest.mark.two_ranks
