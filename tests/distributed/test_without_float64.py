@@ -95,6 +95,21 @@ def test_a_step(
 
 
 @pytest.mark.two_ranks
+@pytest.mark.parametrize("sizes", [[4, 0], [3, 2]])
+def test_beside_a_cpu(ranks: Ranks, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 has float64, and maybe no values."""
+    if ranks.rank == 1:
+        monkeypatch.undo()
+    x, dy, _, own = batch(ranks, sizes, shift=100.0)
+    layer = syncbn.SyncBatchNorm(C)
+    expected = full_batch(x, dy, layer.weight, layer.bias)
+    x = x[own].clone().requires_grad_()
+    y = layer(x)
+    y.backward(dy[own])
+    compare(ranks, layer, expected, own, {"output": y, "grad_input": x.grad})
+
+
+@pytest.mark.two_ranks
 def test_an_empty_rank(ranks: Ranks) -> None:
     x, dy, _, own = batch(ranks, [4, 0], shift=100.0)
     layer = syncbn.SyncBatchNorm(C)
