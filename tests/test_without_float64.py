@@ -43,7 +43,12 @@ def test_layers_and_tools(no_float64: None, beside: str, momentum: float | None,
 
 @pytest.mark.parametrize(
     ("error", "lacks"),
-    [(None, False), (TypeError("Cannot convert a MPS Tensor to float64"), True), (RuntimeError("fp64"), True)],
+    [
+        (None, False),
+        (TypeError("Cannot convert a MPS Tensor to float64"), True),
+        (RuntimeError("fp64"), True),
+        (AssertionError("XPU"), False),
+    ],
 )
 def test_a_device_is_tried_once(monkeypatch: pytest.MonkeyPatch, error: Exception | None, lacks: bool) -> None:
     monkeypatch.setattr(statistics, "_lacks_float64", {})

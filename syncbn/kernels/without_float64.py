@@ -22,8 +22,8 @@ class Kernels(reference.Kernels):
         (folded,) = self._folded(x)
         assert folded is not None
         values = folded.to(torch.float32)
-        counts = (values != 0).to(torch.float32)
-        num_counted = counts.sum((0, 2))
+        is_counted = values != 0
+        counts, num_counted = is_counted.to(torch.float32), is_counted.sum((0, 2))
         center = values.detach().sum((0, 2)) / num_counted.clamp(min=1)
         # Of values that are 0 too, as autograd is to see that their sum and that of their squares depend on them.
         centered = values - counts * center.unsqueeze(1)
