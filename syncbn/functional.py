@@ -14,7 +14,7 @@ from syncbn.many import sync_batch_norm_many
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
 from syncbn.ranks.guards import Caller
 from syncbn.ranks.reductions import ONE_RANK, Reduction, total
-from syncbn.statistics import compute_dtype
+from syncbn.statistics import compute_dtype, from_float64, to_float64
 from syncbn.torch_internals.autograd import jagged_parts
 from syncbn.tracebacks import hides_checks
 
@@ -170,7 +170,7 @@ def batch_norm_backward(
         layout = Layout.of(input, channel_dim)
         if weight is None:
             weight = torch.ones_like(mean, dtype=compute_dtype(input.dtype))
-        mean, invstd = mean.to(torch.float64), invstd.to(torch.float64)
+        mean, invstd = to_float64(mean), to_float64(invstd)
         num_values = mean.new_full((1,), layout.sizes[0] * layout.sizes[2])
         statistics = torch.cat((mean, torch.zeros_like(mean), invstd, num_values))  # the var is unused
         kind = Kind(layout, input.dtype, input.device, weight_dtype=weight.dtype, bias_dtype=weight.dtype)
@@ -183,6 +183,6 @@ def batch_norm_backward(
         inputs = inputs._replace(saved=(inputs.saved[0], weight, statistics, None))
         grad_input, _ = outputs(kernels, handle, inputs, sums[:-1])
         if needs_input and not training:
-            scale = (invstd * weight).to(compute_dtype(input.dtype))[:, None]
+            scale = from_float64(invstd * to_float64(weight), compute_dtype(input.dtype), input.device)[:, None]
             grad_input = layout.unfold(layout.fold(grad_output) * scale, input.shape).to(input.dtype)
     return grad_input, grad_weight, grad_bias

@@ -24,7 +24,7 @@ from syncbn.kernels.interface import Kind
 from syncbn.kernels.select import general_kernels, is_transformed, why_forced
 from syncbn.plan import kind_of
 from syncbn.ranks.reductions import Reduction, reduction_in_graph, reduction_of, total
-from syncbn.statistics import update_buffers
+from syncbn.statistics import lacks_float64, to_float64, update_buffers
 from syncbn.torch_internals.autograd import innermost
 from syncbn.torch_internals.state import current_backward, inside_vmap, is_compiling, is_jit_tracing, recorded
 
@@ -111,7 +111,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
         kernels = general_kernels(call.kind, x, weight, bias, residual)
         sums, handle = kernels.forward_sums(x)
         if num_values is not None:
-            sums = torch.cat((sums[:-1], num_values.to(torch.float64).view(1)))
+            sums = torch.cat((sums[:-1], to_float64(num_values).view(1)))
         sums = total(sums, call.reduction, "forward", ends_in_n=True)
         if num_values is not None or x.numel() <= call.kind.layout.sizes[1]:  # else this rank alone has two values
             require_two_values(sums[-1], x)
@@ -157,11 +157,12 @@ def raise_on_all_ranks(error: Exception, inputs: Sequence[Arguments], reduction:
     for arguments in inputs:
         traced.refuse_proxies(arguments)
     known = [number for arguments in inputs if (number := _likely_channels(arguments)) is not None]
-    if not reduction.is_read or len(known) < len(inputs) or _device_of(inputs[0]).type != "cpu":
+    device = _device_of(inputs[0])
+    if not reduction.is_read or len(known) < len(inputs) or not (device.type == "cpu" or lacks_float64(device)):
         raise error  # no rank would read the mark
     sums = torch.zeros(2 * sum(known) + len(inputs), dtype=torch.float64)
     if inside_vmap() and isinstance(x := inputs[0].input, Tensor):  # the others send a stack
-        sums = x.new_zeros(len(sums), dtype=torch.float64)
+        sums = x.new_zeros(len(sums), dtype=torch.float64, device=sums.device)
     sums[-1] = math.nan
     reduction.total(innermost(sums).flatten(), pass_name, ends_in_n=True, error=error)
     raise AssertionError("internal error: no rank reported the bad argument") from error

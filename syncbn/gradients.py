@@ -9,9 +9,10 @@ from syncbn.diagnosis.positions import WITH_GRAPH
 from syncbn.inputs import subclasses
 from syncbn.kernels import reference
 from syncbn.kernels.interface import GradientPair, Handle, Kernels, Kind, Needed, Saved
-from syncbn.kernels.select import general_kernels
+from syncbn.kernels.select import general_kernels, torch_kernels
 from syncbn.plan import kind_of_backward
 from syncbn.ranks.reductions import Reduction, total, totals
+from syncbn.statistics import from_float64, to_float64
 from syncbn.torch_internals.state import recorded
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of x, weight, bias, residual
@@ -33,7 +34,7 @@ class BackwardInput(NamedTuple):
         if subclasses.has_memory(dy):
             dy = subclasses.plain(dy)
         dense_y = None if y is None else layout.dense(y.to(dy.dtype))
-        saved = layout.dense(x.to(dy.dtype)), weight, statistics.to(torch.float64).contiguous(), dense_y
+        saved = layout.dense(x.to(dy.dtype)), weight, to_float64(statistics).contiguous(), dense_y
         return cls(kind_of_backward(kind, dy, weight, needed), layout.dense(dy), saved, needed[3])
 
     def kernels(self, *others: Tensor) -> Kernels:
@@ -70,38 +71,41 @@ def gradients_with_graph(all_inputs: list[BackwardInput], reduction: Reduction) 
 
     The first has a pass name of its own: a rank without create_graph issues only the second.
     """
-    xs, dys = [], []
-    for kind, dy, (x, _, statistics, y), _ in all_inputs:
-        xs.append(kind.layout.fold(x).double())
-        dys.append(reference.through_relu(kind, dy, x, y, statistics).double())
+    all_kernels = [torch_kernels(inputs.kind) for inputs in all_inputs]
     all_num_values = [inputs.saved[2][3 * inputs.kind.layout.sizes[1]].clamp(min=1) for inputs in all_inputs]
 
-    def means(pairs: list[tuple[Tensor, Tensor]], pass_name: str) -> list[tuple[Tensor, ...]]:
-        sums = [torch.cat((first.sum((0, 2)), second.sum((0, 2)))) for first, second in pairs]
+    def means(sums: list[Tensor], pass_name: str) -> list[tuple[Tensor, ...]]:
         all_totals = totals(sums, reduction, pass_name)
         return [(total / n).chunk(2) for total, n in zip(all_totals, all_num_values, strict=True)]
 
-    xmus, invstds = [], []
-    of_x = means([(x, x.square()) for x in xs], WITH_GRAPH)
-    for inputs, x, (mean, mean_square) in zip(all_inputs, xs, of_x, strict=True):
-        xmus.append(x - mean[:, None])
-        invstds.append(((mean_square - mean.square()).clamp(min=0) + inputs.kind.eps).rsqrt())
-    of_dy = means([(dy, dy * xmu) for dy, xmu in zip(dys, xmus, strict=True)], "backward")
-    return [_gradients_from_means(*of_input) for of_input in zip(all_inputs, dys, xmus, invstds, of_dy, strict=True)]
+    of_x = means(
+        [kernels.forward_sums(x)[0][:-1] for kernels, (_, _, (x, *_), _) in zip(all_kernels, all_inputs, strict=True)],
+        WITH_GRAPH,
+    )
+    steps, sums = [], []
+    for kernels, inputs, (mean, mean_square) in zip(all_kernels, all_inputs, of_x, strict=True):
+        kind, dy, (x, _, statistics, y), _ = inputs
+        xmu = kernels.minus_mean(kind.layout.fold(x), mean)
+        invstd = ((mean_square - mean.square()).clamp(min=0) + kind.eps).rsqrt()
+        wide_dy = reference.through_relu(kind, dy, x, y, statistics).to(kernels.wide)
+        sums.append(torch.cat((kernels.total(wide_dy), kernels.total(wide_dy * xmu))))
+        steps.append((kernels, inputs, wide_dy, xmu, invstd))
+    return [_gradients_from_means(*step, of_dy) for step, of_dy in zip(steps, means(sums, "backward"), strict=True)]
 
 
 def _gradients_from_means(
-    inputs: BackwardInput, dy: Tensor, xmu: Tensor, invstd: Tensor, means: tuple[Tensor, ...]
-) -> Gradients:
-    """The gradients by mean_dy and mean_dy_xmu. dy and x - mean are folded, in float64."""
-    (kind, _, (x, weight, *_), needs_residual), (mean_dy, mean_dy_xmu) = inputs, means
-    scale = invstd if weight is None else invstd * weight
-    wide_grad_x = (dy - mean_dy[:, None] - xmu * (invstd.square() * mean_dy_xmu)[:, None]) * scale[:, None]
+    kernels: reference.Kernels, inputs: BackwardInput, dy: Tensor, xmu: Tensor, invstd: Tensor,
+    means: tuple[Tensor, ...],
+) -> Gradients:  # fmt: skip
+    """The gradients by mean_dy and mean_dy_xmu. dy and x - mean are folded, and `wide`."""
+    (kind, _, (x, weight, *_), needs_residual), (mean_dy, mean_dy_xmu), column = inputs, means, kernels.column
+    scale = invstd if weight is None else invstd * to_float64(weight)
+    wide_grad_x = (dy - column(mean_dy) - xmu * column(invstd.square() * mean_dy_xmu)) * column(scale)
     grad_x, grad_residual = (kind.layout.unfold(wide, x.shape).to(x.dtype) for wide in (wide_grad_x, dy))
     weight_dtype, bias_dtype = kind.grad_weight_dtype, kind.grad_bias_dtype
     return (
         grad_x if kind.needs_x else None,
-        None if weight_dtype is None else ((dy * xmu).sum((0, 2)) * invstd).to(weight_dtype),
-        None if bias_dtype is None else dy.sum((0, 2)).to(bias_dtype),
+        None if weight_dtype is None else from_float64(kernels.total(dy * xmu) * invstd, weight_dtype, x.device),
+        None if bias_dtype is None else from_float64(kernels.total(dy), bias_dtype, x.device),
         grad_residual if needs_residual else None,
     )

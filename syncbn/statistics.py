@@ -4,14 +4,47 @@ C channels, n values of a channel over all ranks; S = sum x and Q = sum x^2 of a
     sums          (2C + 1,)  S, Q, n
     statistics    (3C + 1,)  mean, biased var, invstd = 1 / sqrt(var + eps), n
                   (5C + 1,)  of a relu without residual: then scale and shift, see kernels/reference.py
-All tensors here have that size, so the cost does not depend on the batch. Knows no ranks, no layout.
+All tensors here have that size, so the cost does not depend on the batch. They are on the input's device or, where that
+has no float64, on the CPU. Knows no ranks, no layout.
 """
 
 import torch
 from torch import Tensor
 
 from syncbn.torch_internals.autograd import copy_into_captured
-from syncbn.torch_internals.state import inside_functorch, inside_vmap, is_compiling
+from syncbn.torch_internals.state import constant_in_graphs, inside_functorch, inside_vmap, is_compiling, outside_modes
+
+_lacks_float64: dict[torch.device, bool] = {}
+HAVE_FLOAT64 = "cpu", "cuda", "meta"  # types of devices that are not asked
+
+
+@constant_in_graphs
+def lacks_float64(device: torch.device) -> bool:
+    """Whether there is no float64 on a device, as on Apple's MPS and on some GPUs of Intel; it is tried once."""
+    if device not in _lacks_float64:
+        lacks = False
+        if device.type not in HAVE_FLOAT64:
+            try:
+                with outside_modes():
+                    torch.ones(2, dtype=torch.float64, device=device).sum().item()
+            except torch.OutOfMemoryError:  # says nothing of the next time
+                raise
+            except (RuntimeError, TypeError):  # TypeError: MPS's
+                lacks = True
+            except AssertionError:  # torch was built without such devices: the tensors are fake
+                pass
+        _lacks_float64[device] = lacks
+    return _lacks_float64[device]
+
+
+def to_float64(tensor: Tensor) -> Tensor:
+    """`tensor` in float64; on the CPU if its device has none."""
+    return (tensor.cpu() if lacks_float64(tensor.device) else tensor).to(torch.float64)
+
+
+def from_float64(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`tensor` in this dtype, on this device, which may have no float64."""
+    return tensor.to(dtype).to(device)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -67,13 +100,16 @@ def update_buffers(
     selective checkpointing matches saved results by call order.
     """
     if momentum is None and counter is not None:
-        momentum = 1.0 / (counter + 1).to(torch.float64)  # without waiting for a GPU
+        momentum = 1.0 / to_float64(counter + 1)  # without waiting for a GPU
+    elif isinstance(momentum, Tensor):
+        momentum = to_float64(momentum)
     if running_mean is not None and running_var is not None and momentum is not None:
         mean, var, num_values = unbiased(statistics.detach(), len(running_mean))  # no_grad leaves tangents
         captured = not is_compiling() and inside_functorch() and not inside_vmap()
         for running, statistic, enough in ((running_mean, mean, num_values > 0), (running_var, var, num_values > 1)):
-            updated = (1 - momentum) * running.to(torch.float64) + momentum * statistic
-            updated = torch.where(enough, updated, running)
+            wide = to_float64(running)
+            updated = torch.where(enough, (1 - momentum) * wide + momentum * statistic, wide)
+            updated = from_float64(updated, running.dtype, running.device)
             if updates and captured:
                 copy_into_captured(running, updated)
             elif updates:

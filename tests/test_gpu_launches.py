@@ -1,6 +1,8 @@
 """How many kernels a training step on a GPU compiles and launches, by a driver whose launches do nothing."""
 
+import gc
 import os
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -30,8 +32,15 @@ RESNET = [(64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (256, 14), (1024
 DETECTOR = [(800, 1216), (640, 1024), (736, 1120), (672, 992), (768, 1344)]
 
 
+def forget_compiled_of_triton() -> None:
+    for module in (gpu_channels, gpu_tiles):
+        for function in vars(module).values():
+            if isinstance(function, triton.JITFunction):
+                function.device_caches.clear()
+
+
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The kernels that were launched; gpu._compiled are those that were compiled."""
     names: list[str] = []
 
@@ -42,12 +51,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(plan, "_plans", {})
     monkeypatch.setattr(plan, "ordinary_kernels", gpu.Kernels)
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
-    for module in (gpu_channels, gpu_tiles):  # what the driver of an earlier test has compiled
-        for function in vars(module).values():
-            if isinstance(function, triton.JITFunction):
-                function.device_caches.clear()
     monkeypatch.setattr(triton.runtime.driver, "_active", stand_in_driver(90, launch))
-    return names
+    forget_compiled_of_triton()  # what the driver of an earlier test has compiled
+    yield names
+    for ours in (gpu._compiled, plan._plans):
+        ours.clear()
+    forget_compiled_of_triton()  # since Triton 3.8 a kernel is unloaded then, by the driver
 
 
 def step(channels: int, height: int, width: int, channels_last: bool, batch: int = 8) -> None:
@@ -90,6 +99,18 @@ def test_addresses_choose_the_kernel(launched: list[str], offsets: tuple[int, ..
         syncbn.SyncBatchNorm1d(32)(storage[offset : offset + 8 * 32].view(8, 32))
         num_compiled.append(len(gpu._compiled))
     assert num_compiled[0] < num_compiled[1]
+
+
+def test_what_triton_forgets_stays_loaded(launched: list[str]) -> None:
+    """Since Triton 3.8 a kernel that nobody keeps is unloaded from the GPU, and its function may not be launched."""
+    unloaded: list[object] = []
+    with mock.patch.object(triton.runtime.driver.active.utils, "unload_module", unloaded.append):
+        for _ in range(2):
+            step(8, 4, 4, channels_last=False)
+            forget_compiled_of_triton()
+            gc.collect()
+        assert not unloaded
+    assert len(launched) == 2 * 6
 
 
 @pytest.mark.parametrize(("num_samples", "fits"), [(1, True), (2, False)])  # of 1 GiB

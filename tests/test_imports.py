@@ -40,6 +40,7 @@ ORDER = [
     "kernels.__init__",
     "kernels.select",
     "kernels.operators",
+    "kernels.without_float64",
     "kernels.gpu kernels.reference kernels.cpu",
     "kernels.gpu_channels kernels.gpu_tiles kernels.interface",
     "statistics",

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from conftest import GROUP_TIMEOUT
 from jobs import run
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import _functional_collectives
 from torch.nn.parallel import DistributedDataParallel
@@ -49,6 +50,13 @@ def within(context: Any) -> Callable[[Function, Tensor], object]:
 def checkpointed(**options: Any) -> Callable[[Function, Tensor], object]:
     """The last call is the recompute."""
     return lambda function, x: checkpoint(function, x.requires_grad_(), **options).backward()
+
+
+def test_outside_modes() -> None:
+    with FakeTensorMode():
+        with state.outside_modes():
+            assert torch.ones(2).sum().item() == 2
+        assert type(torch.ones(2)) is FakeTensor
 
 
 selective = partial(create_selective_checkpoint_contexts, [])  # of which nothing is saved

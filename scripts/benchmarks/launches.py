@@ -43,6 +43,7 @@ def stand_in_driver(capability: int, launch: Callable[..., None]) -> SimpleNames
         utils=SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 227 << 10},
             load_binary=lambda name, binary, *_: (1, binary, 32, 0, 1024),  # module, registers, spills, most threads
+            unload_module=lambda module: None,
         ),
         launcher_cls=lambda source, metadata: partial(launch, source, metadata),
         get_current_device=lambda: 0,

@@ -55,6 +55,10 @@ def explain(entry: Entry, error: RuntimeError) -> None:
     if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
         what = f"the GPU's error is older than {wait.position.doing}, where the host has learnt of it"
         error.add_note(f"syncbn: {what}; with CUDA_LAUNCH_BLOCKING=1 it is raised where it happens.")
+    elif "No backend type associated with device type" in str(error):
+        what = f"syncbn: {wait.position.doing} cannot send its sums: {error} in its process group"
+        why = "the sums are on the input's device, or on the CPU if that has no float64"
+        raise RuntimeError(f'{what}; {why}. Name a backend for both, as in init_process_group("cpu:gloo,cuda:nccl").')
     elif not isinstance(error, RanksDifferError):
         where = report.where_all_are(wait, report.a_rank_is_gone)
         failed = f"syncbn: a collective failed on rank {wait.rank.rank} after {wait.seconds():.1f} s."

@@ -31,8 +31,9 @@ MAPPING_PROGRAMS = 8192
 MULTIPROCESSORS = 132  # where there is no GPU
 
 Dtypes: TypeAlias = tuple[torch.dtype | None, ...]
-# How to run a compiled kernel, the function that gives a device's stream, and what Triton's launch takes next.
-Ready: TypeAlias = tuple[Callable[..., None], Callable[[int], int], tuple[int | tuple[int, ...] | None, ...]]
+# How to run a compiled kernel, the function that gives a device's stream, what Triton's launch takes next, and the
+# kernel itself: since Triton 3.8 its function is unloaded from the GPU when nobody keeps it.
+Ready: TypeAlias = tuple[Callable[..., None], Callable[[int], int], tuple[int | tuple[int, ...] | None, ...], object]
 
 # Key: all that a kernel is compiled for, and which addresses are multiples of the alignment.
 _compiled: dict[tuple[Hashable, tuple[bool, ...]], Ready] = {}
@@ -74,7 +75,7 @@ class Launch:
         if ready is None:  # Triton has launched it
             return
         # As compiled[grid] of Triton, without what that does for the hooks of a profiler.
-        run, stream_of, handles = ready
+        run, stream_of, handles, _ = ready
         run(*self.grid, stream_of(self.device), *handles, *addresses, *floats, *self.numbers)
 
     def _ready(self, addresses: tuple[int, ...], floats: tuple[float, ...]) -> Ready | None:
@@ -86,7 +87,7 @@ class Launch:
             compiled = self.kernel[self.grid](*tensors, *floats, *self.numbers, **self.options)
             if compiled is not None:  # neither interpreted nor recorded
                 handles = compiled.function, compiled.packed_metadata, None, None, None
-                ready = compiled.run, triton.runtime.driver.active.get_current_stream, handles
+                ready = compiled.run, triton.runtime.driver.active.get_current_stream, handles, compiled
                 _compiled[self.key, are_aligned] = ready
             return None
         if all(are_aligned):

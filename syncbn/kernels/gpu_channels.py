@@ -113,7 +113,7 @@ def forward_channels(
         shift = _number(bias, channel, exists, 0.0) - rest * scale
         _store_number(coefficients, channels + channel, scale, exists)
         _store_number(coefficients, 2 * channels + channel, shift, exists)
-        keeps = exists & (of_relu != 0)
+        keeps = tl.where(of_relu != 0, exists, False)  # with &, Triton's interpreter makes an int32
         tl.store(statistics + 3 * channels + 1 + channel, scale, mask=keeps)
         tl.store(statistics + 4 * channels + 1 + channel, shift, mask=keeps)
         if running_mean is not None:
@@ -150,7 +150,7 @@ def backward_channels(
         _store_number(coefficients, channels + channel, a, exists)
         _store_number(coefficients, 2 * channels + channel, b, exists)
         _store_number(coefficients, 3 * channels + channel, -a * (sum_dy / count) - b * rest, exists)
-        keeps = exists & (of_relu != 0)  # scale and shift, which follow the statistics
+        keeps = tl.where(of_relu != 0, exists, False)  # scale and shift, which follow the statistics
         for row in tl.static_range(3, 5):
             number = tl.load(statistics + row * channels + 1 + channel, mask=keeps, other=0.0)
             _store_number(coefficients, (row + 1) * channels + channel, number, keeps)

@@ -6,8 +6,9 @@
     backward_outputs their totals over all ranks -> grad_x, and the gradient of a residual
 
 An all_reduce of the sums stands between the two calls of a pass. reference.py defines the calls by torch operations;
-cpu.py, gpu.py and operators.py must compute the same. Kernels compute: they know no ranks and refuse nothing but
-tensors without memory. What ranks have sent is compared by the caller.
+cpu.py, gpu.py and operators.py must compute the same, without_float64.py to within 1e-5 and with sums, totals and
+statistics on the CPU. Kernels compute: they know no ranks and refuse nothing but tensors without memory. What ranks
+have sent is compared by the caller.
 """
 
 from collections.abc import Sequence

@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels.interface import UNSIGNED, GradientPair, Handle, Kind, Saved, Signature
-from syncbn.statistics import compute_dtype, from_sums, unpack, update_buffers
+from syncbn.statistics import compute_dtype, from_float64, from_sums, to_float64, unpack, update_buffers
 
 PART_VALUES = 2**18  # of a part of KernelsInParts: 2 MB in float64
 
 
 class Kernels:
     """See interface.Kernels. Autograd, torch.func and compilers see each operation."""
+
+    wide = torch.float64  # in which values are added
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
@@ -49,8 +51,8 @@ class Kernels:
         kind, statistics = self.kind, from_sums(total, self.kind.eps)
         mean, _, invstd, _ = unpack(statistics, kind.layout.sizes[1])
         _, rest = _split(mean, x.dtype)
-        scale = invstd if weight is None else invstd * weight
-        shift = -rest * scale if bias is None else bias - rest * scale
+        scale = invstd if weight is None else invstd * to_float64(weight)
+        shift = -rest * scale if bias is None else to_float64(bias) - rest * scale
         if kind.masks_by_x():
             statistics = torch.cat((statistics, scale, shift))
 
@@ -72,14 +74,15 @@ class Kernels:
         mean, _, invstd, _ = unpack(statistics, self.kind.layout.sizes[1])
 
         def terms(x: Tensor, dy: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-            wide_dy = _through_relu(self.kind, dy, x, y, statistics).to(torch.float64)
-            return wide_dy, wide_dy * (x.to(torch.float64) - mean[:, None])
+            wide_dy = _through_relu(self.kind, dy, x, y, statistics).to(self.wide)
+            return wide_dy, wide_dy * self.minus_mean(x, mean)
 
         sums = self._sum(terms, x, dy, y)
         sum_dy, sum_dy_xmu = sums.chunk(2)
         weight_dtype, bias_dtype = self.kind.grad_weight_dtype, self.kind.grad_bias_dtype
-        grad_weight = None if weight_dtype is None else (sum_dy_xmu * invstd).to(weight_dtype)
-        return sums, grad_weight, None if bias_dtype is None else sum_dy.to(bias_dtype, copy=True), None
+        grad_weight = None if weight_dtype is None else from_float64(sum_dy_xmu * invstd, weight_dtype, x.device)
+        grad_bias = None if bias_dtype is None else from_float64(sum_dy.clone(), bias_dtype, x.device)
+        return sums, grad_weight, grad_bias, None
 
     def backward_outputs(self, handle: Handle | None, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
         """grad_x = dy * a + (x - center) * b + c, by all ranks' sums of dy and of dy * (x - mean), with which it is
@@ -90,9 +93,9 @@ class Kernels:
         mean, _, invstd, num_values = unpack(statistics, self.kind.layout.sizes[1])
         narrow_mean, rest = _split(mean, x.dtype)
         mean_dy, mean_dy_xmu = (total / num_values.clamp(min=1)).chunk(2)
-        wide_a = invstd if weight is None else invstd * weight
+        wide_a = invstd if weight is None else invstd * to_float64(weight)
         wide_b = -wide_a * invstd.square() * mean_dy_xmu
-        center, a, b, c = _columns(narrow_mean, wide_a, wide_b, -wide_a * mean_dy - wide_b * rest)
+        center, a, b, c = _columns(x.device, narrow_mean, wide_a, wide_b, -wide_a * mean_dy - wide_b * rest)
 
         def behind_relu(x: Tensor, dy: Tensor, y: Tensor | None) -> Tensor:
             return _through_relu(self.kind, dy, x, y, statistics)
@@ -103,10 +106,21 @@ class Kernels:
         grad_residual = self._map(behind_relu, x, dy, y) if self.kind.needs_residual else None
         return self._map(input_gradient, x, dy, y) if self.kind.needs_x else None, grad_residual
 
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over each channel of folded values, which are `wide`: float64 (C,)."""
+        return values.sum((0, 2))
+
+    def minus_mean(self, x: Tensor, mean: Tensor) -> Tensor:
+        """x - mean of a folded x, `wide`; the mean is float64."""
+        return x.to(torch.float64) - mean[:, None]
+
+    def column(self, values: Tensor) -> Tensor:
+        """Per-channel values in float64 as `wide` ones (C, 1), beside folded values."""
+        return from_float64(values, self.wide, self.kind.device).unsqueeze(1)
+
     def _sum(self, terms: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Tensor | None) -> Tensor:
         """The sums of two terms, of these tensors folded, over the values of each channel: float64 (2C,)."""
-        first, second = terms(*self._folded(x, *others))
-        return torch.cat((first.sum((0, 2)), second.sum((0, 2))))
+        return torch.cat([*map(self.total, terms(*self._folded(x, *others)))])
 
     def _map(self, function: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Tensor:
         """What the function makes of these tensors folded, in the shape, dtype and memory format of x; not as a view,
@@ -124,7 +138,7 @@ class KernelsInParts(Kernels):
     def _sum(self, terms: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Tensor | None) -> Tensor:
         sums = x.new_zeros(2 * self.kind.layout.sizes[1], dtype=torch.float64)
         for part in self._parts(x, *others):
-            sums += torch.cat([term.sum((0, 2)) for term in terms(*part)])
+            sums += torch.cat([*map(self.total, terms(*part))])
         return sums
 
     def _map(self, function: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Tensor:
@@ -166,7 +180,7 @@ def _through_relu(kind: Kind, dy: Tensor, x: Tensor, y: Tensor | None, statistic
 
 def _normalized(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """(x - center) * scale + shift of a folded x, in the dtype of computation."""
-    center, scale, shift = _columns(_split(mean, x.dtype)[0], scale, shift)
+    center, scale, shift = _columns(x.device, _split(mean, x.dtype)[0], scale, shift)
     return (x.to(center.dtype) - center) * scale + shift
 
 
@@ -176,8 +190,8 @@ def _split(mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return center, mean - center
 
 
-def _columns(center: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """These per-channel values, each (C, 1), in the dtype of the center. Inductor does not compute again, for each
-    value of a map, what torch.cat puts in memory."""
-    packed = torch.cat((center, *[values.to(center.dtype) for values in others]))
+def _columns(device: torch.device, center: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """These per-channel values, each (C, 1), on this device in the dtype of the center. Inductor does not compute
+    again, for each value of a map, what torch.cat puts in memory."""
+    packed = torch.cat((center, *[values.to(center.dtype) for values in others])).to(device)
     return packed.view(1 + len(others), center.shape[0], 1).unbind()

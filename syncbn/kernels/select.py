@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from syncbn.call_stack import warn_once
-from syncbn.kernels import cpu, reference
+from syncbn.kernels import cpu, reference, without_float64
 from syncbn.kernels.interface import Kernels, Kind
 from syncbn.layout import Layout
+from syncbn.statistics import lacks_float64
 from syncbn.torch_internals.autograd import is_batched_gradient
 from syncbn.torch_internals.state import constant_in_graphs, inside_vmap_or_forward_mode, is_compiling
 
@@ -37,8 +38,8 @@ def general_kernels(kind: Kind, x: Tensor, *others: Tensor | None) -> Kernels:
     autograd.Functions alone; but Dynamo traces through the forward of a Function when nothing outside requires grad, as
     in torch.func, and then grad mode stays on. So a graph with grad mode on gets torch operations.
     """
-    if type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
-        return reference.Kernels(kind)
+    if type(x) is not Tensor or not (x.is_cpu or x.is_cuda) or lacks_float64(x.device):
+        return torch_kernels(kind)
     if is_compiling():
         needs_torch = torch.is_grad_enabled() or torch.compiler.is_exporting()
         if needs_torch or _reason_unavailable(x.device, compiling=True) is not None:
@@ -50,6 +51,11 @@ def general_kernels(kind: Kind, x: Tensor, *others: Tensor | None) -> Kernels:
     from syncbn.kernels import operators  # which registers them
 
     return operators.Kernels(kind)
+
+
+def torch_kernels(kind: Kind) -> reference.Kernels:
+    """The kernels by operations of torch, which have derivatives and serve tensors of all classes and devices."""
+    return without_float64.Kernels(kind) if lacks_float64(kind.device) else reference.Kernels(kind)
 
 
 def _has_kernels(kind: Kind) -> bool:

@@ -26,6 +26,7 @@ from syncbn.ranks.collective import Collective
 from syncbn.ranks.guards import Caller, Guard, guarded_by, joined_group
 from syncbn.ranks.reductions import EagerReduction
 from syncbn.ranks.text_exchange import gather_by_rank
+from syncbn.statistics import to_float64
 from syncbn.texts import in_words
 from syncbn.torch_internals.distributed import device_of, timeout_of
 from syncbn.torch_internals.state import inside_selective_checkpoint
@@ -118,7 +119,7 @@ class Shadowing(Guard):
 
     def give_zeros(self, length: int) -> None:
         """Take part in an all_reduce with nothing."""
-        payload = torch.zeros(length, dtype=torch.float64, device=self.device)
+        payload = to_float64(torch.zeros(length, device=self.device))
         reduction = EagerReduction(self.group, new_site(self.shadow_caller, self.group), None)
         with contextlib.suppress(TypeError, ValueError):  # which the ranks with data raise
             reduction.all_reduce(payload, "backward")

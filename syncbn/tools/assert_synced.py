@@ -11,6 +11,7 @@ from syncbn.inputs import dtensors
 from syncbn.layer import SyncBatchNorm
 from syncbn.ranks import groups
 from syncbn.ranks.text_exchange import all_gather, all_reduce_max, ranks_in_words, require_equal
+from syncbn.statistics import to_float64
 
 LINES = 20  # tensors that an error names
 
@@ -74,7 +75,7 @@ def _report(differing: list[tuple[str, Tensor, list[list[int]]]], num_tensors: i
     world, lines = groups.world(), []
     assert world is not None
     for name, tensor, versions in differing[:LINES]:
-        values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).to(torch.float64).reshape(-1)
+        values = to_float64(torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
         is_finite = values.isfinite()
         kinds = torch.where(is_finite, 0.0, values.nan_to_num(2.0, 1.0, -1.0))  # of NaN, infinity, -infinity
         bounds = torch.stack((values, -values, kinds, -kinds))

@@ -10,6 +10,7 @@ from syncbn.ranks import groups
 from syncbn.ranks.guards import Caller
 from syncbn.ranks.reductions import reduction_of, totals
 from syncbn.ranks.text_exchange import all_reduce_max
+from syncbn.statistics import to_float64
 from syncbn.tools.running_stats import agreed_layers, buffers_of, overwrite, unchanged_after_error
 
 _CALLER = Caller("merge_running_stats")
@@ -63,7 +64,7 @@ def merge_running_stats(model: nn.Module, count: float | Mapping[str, float] | N
 def _weighted_sums(layer: _BatchNorm, count: float | None, b: int) -> Tensor:
     """n mean, (n - b) var + n mean^2 and n, float64 (2C + 1,); zeros where n is 0, whatever the buffers hold. Without a
     `count` n is the number of batches."""
-    mean, var, n = (buffer.double() for buffer in buffers_of(layer))
+    mean, var, n = map(to_float64, buffers_of(layer))
     if count is not None:
         n = torch.as_tensor(count, dtype=torch.float64, device=mean.device)
     sums = torch.cat((n * mean, (n - b) * var + n * mean * mean, n.view(1)))

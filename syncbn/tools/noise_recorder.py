@@ -18,6 +18,7 @@ from syncbn.kernels.select import general_kernels
 from syncbn.layer import SyncBatchNorm
 from syncbn.layout import Layout
 from syncbn.ranks.groups import GroupSpec, to_spec
+from syncbn.statistics import to_float64
 from syncbn.synchronised_classes import BatchNormReplaced
 from syncbn.tools.replace import replace
 from syncbn.torch_internals.state import current_backward, inside_vmap
@@ -117,7 +118,7 @@ class Recorder:
             x = torch.where(mask, x, 0)
         sums = torch.stack([_sums(part, channel_dim) for part in x.tensor_split(self.num_slices)], dim=1)
         if mask is not None:
-            sums[-1] = torch.stack([part.sum() for part in mask.tensor_split(self.num_slices)])
+            sums[-1] = to_float64(torch.stack([part.sum() for part in mask.tensor_split(self.num_slices)]))
         return sums
 
 

@@ -18,7 +18,7 @@ from syncbn.arguments import Arguments, num_channels_of
 from syncbn.layer import SyncBatchNorm
 from syncbn.ranks import groups
 from syncbn.ranks.text_exchange import require_equal
-from syncbn.statistics import from_sums, to_sums, update_buffers
+from syncbn.statistics import from_float64, from_sums, to_float64, to_sums, update_buffers
 from syncbn.tools.replace import replace
 from syncbn.torch_internals.state import current_backward, is_compiling
 
@@ -68,7 +68,7 @@ class Pool:
 
     def __init__(self, num_channels: int, device: torch.device) -> None:
         self.num_channels = num_channels
-        self.packed = torch.zeros(2 * num_channels + 2, dtype=torch.float64, device=device)
+        self.packed = to_float64(torch.zeros(2 * num_channels + 2, device=device))
         self.is_empty = True
 
     def train(self, arguments: Arguments, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
@@ -167,4 +167,5 @@ def unchanged_after_error(layers: Iterable[_BatchNorm]) -> Iterator[None]:
 def overwrite(layer: _BatchNorm, values: Sequence[Tensor], known: Sequence[Tensor]) -> None:
     """Gives running_mean, running_var and num_batches_tracked these values where they are `known`."""
     for buffer, value, is_known in zip(buffers_of(layer), values, known, strict=True):
-        buffer.copy_(torch.where(is_known, value, buffer))
+        new = from_float64(value, buffer.dtype, buffer.device)
+        buffer.copy_(torch.where(is_known.to(buffer.device), new, buffer))

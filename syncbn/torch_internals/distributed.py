@@ -108,7 +108,8 @@ def device_of(group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> torch.devic
     # Not by its get_backend, which may be "undefined" or "cuda:nccl".
     if not isinstance(group, dist.ProcessGroup) or "cpu" in dist.get_backend_config(group):
         return torch.device("cpu")
-    return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
+    device_type = dist.get_backend_config(group).partition(":")[0]
+    return group.bound_device_id or torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
 @contextlib.contextmanager
