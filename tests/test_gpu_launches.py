@@ -20,7 +20,7 @@ from triton.backends.amd.compiler import HIPBackend
 
 import syncbn
 from syncbn import plan
-from syncbn.kernels import gpu, gpu_channels, gpu_tiles
+from syncbn.kernels import gpu, gpu_channels, gpu_tiles, select
 from syncbn.kernels.interface import Kind
 from syncbn.layout import Layout
 
@@ -80,6 +80,13 @@ def test_other_sizes_compile_nothing(launched: list[str], channels_last: bool) -
             step(16, height // stride, width // stride, channels_last, batch=1 + index)
         compiled.add(len(gpu._compiled))
     assert len(compiled) == 1
+
+
+def test_kernels_that_do_nothing_are_found_out(launched: list[str]) -> None:
+    """As is an error that the GPU has told nobody."""
+    with pytest.raises(RuntimeError, match="the kernels compute wrong values: .* in place of"):
+        select._try_triton(torch.device("cpu"))
+    assert launched
 
 
 @pytest.mark.parametrize("offsets", [(0, 1), (1, 0)])

@@ -58,6 +58,12 @@ def runs_plainly() -> bool:
 current_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of this GPU captures a CUDA graph; torch itself tells this of the current GPU."""
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 @constant_in_graphs
 def inside_vmap_or_forward_mode() -> bool:
     """Whether torch.func.vmap or any forward mode is active. Dynamo enters them while it traces."""
