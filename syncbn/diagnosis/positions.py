@@ -145,6 +145,7 @@ class Entry(Protocol):
     pass_name: str
     number: int  # of the collective among syncbn's on the group, from 1
     start: float  # by time.monotonic
+    device_type: str  # of what is sent
 
 
 def position_in(entry: Entry | None) -> Position:

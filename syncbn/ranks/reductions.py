@@ -95,7 +95,7 @@ class EagerReduction(Reduction):
         for guard in guards:
             guard.before_all_reduce(self, payload, pass_name)
         fault = None
-        with Collective(self.site, self.call, pass_name) as collective:
+        with Collective(self.site, self.call, pass_name, payload.device.type) as collective:
             if not in_place:
                 payload = all_reduce_operator(payload, self.group)
             else:

@@ -23,7 +23,7 @@ from voting import Ranks
 import syncbn
 from syncbn.diagnosis import failures, positions, processes, report, waits, watchdog
 from syncbn.diagnosis.positions import WITH_GRAPH, Position
-from syncbn.ranks import debug_mode
+from syncbn.ranks import debug_mode, groups
 from syncbn.ranks.guards import Caller, Guard, guarded_by
 from syncbn.ranks.reductions import reduction_of
 from syncbn.ranks.text_exchange import ranks_in_words
@@ -232,6 +232,21 @@ def test_the_first_meeting_is_announced_once(
         with pytest.raises(ValueError, match="expected 3 channels"):
             layer(x[:, :2])
     assert caplog.text.count("before its first collective with them") == (ranks.rank > 0)
+
+
+@pytest.mark.parametrize(("device", "num_meetings"), [("cpu", 1), ("meta", 0)])  # meta in the place of cuda
+def test_ranks_meet_first_if_gloo_sends_the_payload(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, device: str, num_meetings: int
+) -> None:
+    """The backends of init_process_group() are "cpu:gloo,cuda:nccl", and nccl needs no meeting: a rank that still
+    compiles its first step would be reported after 9 s."""
+    spec = groups.to_spec(dist.new_group())
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,meta:nccl")
+    monkeypatch.setattr(dist, "all_reduce", mock.Mock())
+    monkeypatch.setattr(watchdog.this_rank(), "meet", meet := mock.Mock(return_value=True))
+    payload = torch.zeros(4, dtype=torch.float64, device=device)
+    reduction_of(spec, Caller("first"), None).all_reduce(payload, "forward")
+    assert meet.call_count == num_meetings
 
 
 def test_a_copied_layer_is_another_one(ranks: Ranks) -> None:
