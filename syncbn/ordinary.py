@@ -53,7 +53,7 @@ def train(arguments: Arguments, caller: CallsOnGroups, kernels: Kernels | None =
     is_alone = reduction.group is None and num_values is None  # else the sums are not complete
     try:
         sums, handle = kernels.forward_sums(x, reduction.signatures["forward", x.dtype], is_alone)
-    except RuntimeError as error:
+    except Exception as error:  # of whatever class, as kernels may be compiled here
         general.raise_on_all_ranks(error, [arguments], reduction, "forward")
     outer, num_channels, inner = kernels.kind.layout.sizes
     if num_values is not None:  # a mask has set the other values to 0; n stands behind sum x and sum x^2
@@ -119,7 +119,11 @@ class _Step(torch.autograd.Function):
 
         reduction = ctx.reduction
         signature = reduction.signatures["backward", x.dtype]
-        sums, *of_parameters, handle = kernels.backward_sums(dy, saved, signature, reduction.group is None)
+        try:
+            sums, *of_parameters, handle = kernels.backward_sums(dy, saved, signature, reduction.group is None)
+        except Exception as error:
+            reduction.leave_out(error, "backward")
+            raise
         reduction.all_reduce(sums, "backward")
         grad_x, grad_residual = kernels.backward_outputs(handle, dy, saved, sums)
         return grad_x, *of_parameters, dy if needs_residual and y is None else grad_residual, None, None

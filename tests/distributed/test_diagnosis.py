@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import itertools
 import json
 import queue
 import re
@@ -17,12 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._debug_mode import DebugMode
 from training import step, unchanged
 from voting import Ranks
 
 import syncbn
+from syncbn import general
 from syncbn.diagnosis import failures, positions, processes, report, waits, watchdog
 from syncbn.diagnosis.positions import WITH_GRAPH, Position
+from syncbn.kernels import cpu, operators
 from syncbn.ranks import debug_mode, groups
 from syncbn.ranks.guards import Caller, Guard, guarded_by
 from syncbn.ranks.reductions import reduction_of
@@ -161,6 +165,64 @@ def test_debug_mode_tells_a_wait_of_3_seconds(ranks: Ranks, caplog: pytest.LogCa
         layer.train()(x)
     expected = rf"rank {ranks.rank} has waited \d s for others\.\nrank 0: after .*; has called a layer in evaluation"
     assert re.search(expected, caplog.text) if ranks.rank else not caplog.text, caplog.text
+
+
+class CompilationError(Exception):
+    """Stands for Triton's, which is of no class that syncbn knows."""
+
+
+# What a rank cannot do alone, and the all_reduce that it leaves out.
+LONE_ERRORS: dict[str, tuple[Callable[[nn.Module, Tensor, Tensor], object], str]] = {
+    "forward": (lambda layer, x, y: layer(x), "SyncBatchNorm forward, call 2"),
+    "backward": (lambda layer, x, y: y.sum().backward(retain_graph=True), "SyncBatchNorm backward, call 1"),
+    "forward on the general road": (
+        lambda layer, x, y: within_mode(lambda: layer(x)), "SyncBatchNorm forward, call 2"
+    ),
+    "backward on the general road": (
+        lambda layer, x, y: within_mode(lambda: y.sum().backward(retain_graph=True)), "SyncBatchNorm backward, call 1"
+    ),
+    "forward of many": (
+        lambda layer, x, y: syncbn.functional.sync_batch_norm_many([x]), "sync_batch_norm_many forward, call 1"
+    ),
+    "batch_norm_backward": (
+        lambda layer, x, y: syncbn.functional.batch_norm_backward(x, x, torch.zeros(3), torch.ones(3)),
+        "batch_norm_backward backward, call 1",
+    ),
+}  # fmt: skip
+
+
+def within_mode(call: Callable[[], object]) -> None:
+    with DebugMode():
+        call()
+
+
+@pytest.mark.two_ranks
+@on_cpu
+@pytest.mark.parametrize("name", LONE_ERRORS)
+def test_an_error_of_one_rank_alone_is_told_by_the_others(
+    ranks: Ranks, log_of_waits: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As on a GPU, where no rank reads a mark: its kernels do not compile, and the program handles the error."""
+    run, doing = LONE_ERRORS[name]
+    (layer, x), kernels = layer_and_input(ranks), [cpu.Kernels, operators.Kernels]
+    y = layer(x.requires_grad_())
+    if ranks.rank == 1:
+        error = CompilationError("at 12:4:\nand much more")
+        with monkeypatch.context() as broken:
+            broken.setattr(general, "_device_of", lambda arguments: torch.device("cuda"))
+            for function in itertools.product(kernels, ("forward_sums", "backward_sums")):
+                broken.setattr(*function, mock.Mock(side_effect=error))
+            with pytest.raises(CompilationError):
+                run(layer, x, y)
+        time.sleep(2)
+    run(layer, x, y)
+    expected = (
+        rf"rank 0 has waited \d+ s for others\.\nrank 0: in {doing}\n"
+        rf"rank 1: after SyncBatchNorm forward, call 1; .*left out {doing}, because of \S*CompilationError: at 12:4:"
+        r"(; at test_diagnosis.py:\d+)?\n?(?!.*Every rank must)"
+    )
+    assert re.search(expected, log_of_waits.text) if ranks.rank == 0 else not log_of_waits.text, log_of_waits.text
+    dist.barrier()
 
 
 # What comes before a collective outside of the layers, and the collective.
