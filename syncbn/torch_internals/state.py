@@ -55,6 +55,13 @@ def runs_plainly() -> bool:
     )
 
 
+def only_profiled() -> bool:
+    """Whether a profiler watches this thread, and nothing else of `runs_plainly`."""
+    if torch.compiler.is_dynamo_compiling() or not profiler._is_profiler_enabled:
+        return False
+    return not (_included_keys().raw_repr() & ~_USUAL_KEYS or forward_ad._current_level >= 0)
+
+
 current_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
 
 
