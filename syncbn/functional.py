@@ -166,7 +166,7 @@ def batch_norm_backward(
     except (TypeError, ValueError) as error:
         general.raise_on_all_ranks(error, [arguments], reduction, "backward")
 
-    with torch.no_grad():
+    with torch.no_grad(), reduction.telling_errors("backward"):
         layout = Layout.of(input, channel_dim)
         if weight is None:
             weight = torch.ones_like(mean, dtype=compute_dtype(input.dtype))

@@ -75,7 +75,7 @@ def finish(arguments: Arguments, statistics: Tensor, caller: CallsOnGroups, redu
 
 def normalize(arguments: Arguments, reduction: Reduction) -> tuple[Tensor, Tensor]:
     """y and the statistics. The arguments are plain tensors and have been checked."""
-    with recorded("syncbn.forward"):
+    with recorded("syncbn.forward"), reduction.telling_errors("forward"):
         arguments, apply_mask = masks.apply(arguments)
         arguments = without_gaps(arguments)
         call = Call(kind_of(arguments), reduction)
@@ -152,13 +152,14 @@ def raise_on_all_ranks(error: Exception, inputs: Sequence[Arguments], reduction:
     """Join the all_reduce of the others as a faulty rank, and raise `error` on every rank.
 
     Only this rank raises on a GPU, in a compiled graph, in a trace of torch.fx, and where the arguments do not tell how
-    many numbers the others send.
+    many numbers the others send. In eager mode its position then has the error.
     """
     for arguments in inputs:
         traced.refuse_proxies(arguments)
     known = [number for arguments in inputs if (number := _likely_channels(arguments)) is not None]
     device = _device_of(inputs[0])
     if not reduction.is_read or len(known) < len(inputs) or not (device.type == "cpu" or lacks_float64(device)):
+        reduction.leave_out(error, pass_name)
         raise error  # no rank would read the mark
     sums = torch.zeros(2 * sum(known) + len(inputs), dtype=torch.float64)
     if inside_vmap() and isinstance(x := inputs[0].input, Tensor):  # the others send a stack

@@ -46,7 +46,7 @@ def gradients(kind: Kind, dy: Tensor | None, saved: Saved, needed: Needed, reduc
     """The gradients behind a forward of this kind. One all_reduce, whichever gradients are needed; with a graph
     (create_graph=True) two."""
     inputs = BackwardInput.of(kind, dy, saved, needed)
-    with recorded("syncbn.backward"):
+    with recorded("syncbn.backward"), reduction.telling_errors("backward"):
         if torch.is_grad_enabled():  # the saved statistics are constants to autograd
             return gradients_with_graph([inputs], reduction)[0]
         kernels = inputs.kernels()

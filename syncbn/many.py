@@ -112,7 +112,7 @@ def _train(all_arguments: list[Arguments], fault: Exception | None) -> list[Tens
             _named(index, _require_one_call, arguments, unwrapped[0])
     except Exception as error:
         general.raise_on_all_ranks(error, unwrapped, reduction, "forward")
-    with recorded("syncbn.forward"):
+    with recorded("syncbn.forward"), reduction.telling_errors("forward"):
         call, tensors = Call([], plans, reduction), []
         for arguments, plan in zip(unwrapped, plans, strict=True):
             dense = arguments if plan else without_gaps(arguments)
@@ -200,7 +200,7 @@ class SyncBatchNormManyFunction(torch.autograd.Function):
             saved, all_four = (x, weight, statistics, None), (*needed, False)
             inputs.append(BackwardInput.of(kind, dy, saved, all_four))
             plans.append(backward_plan(kind, inputs[-1].dy, saved, all_four) if is_plain else None)
-        with recorded("syncbn.backward"):
+        with recorded("syncbn.backward"), ctx.reduction.telling_errors("backward"):
             if torch.is_grad_enabled():
                 results = gradients_with_graph(inputs, ctx.reduction)
             else:

@@ -30,7 +30,7 @@ from syncbn.kernels.interface import Kernels
 from syncbn.plan import backward_plan, forward_plan
 from syncbn.ranks.reductions import Reduction, reduction_of
 from syncbn.torch_internals.autograd import direct_apply
-from syncbn.torch_internals.state import current_backward, runs_plainly
+from syncbn.torch_internals.state import current_backward, only_profiled, recorded, runs_plainly
 
 
 def train(arguments: Arguments, caller: CallsOnGroups, kernels: Kernels | None = None) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,7 @@ def train(arguments: Arguments, caller: CallsOnGroups, kernels: Kernels | None =
     """
     if kernels is None:
         if not runs_plainly():
-            return general.train(arguments, caller)
+            return _train_watched(arguments, caller)
         if current_backward() != -1:  # activation checkpointing computes again what the first forward has updated
             arguments = arguments.without_running_stats()
         kernels = forward_plan(arguments)
@@ -53,7 +53,7 @@ def train(arguments: Arguments, caller: CallsOnGroups, kernels: Kernels | None =
     is_alone = reduction.group is None and num_values is None  # else the sums are not complete
     try:
         sums, handle = kernels.forward_sums(x, reduction.signatures["forward", x.dtype], is_alone)
-    except RuntimeError as error:
+    except Exception as error:  # of whatever class, as kernels may be compiled here
         general.raise_on_all_ranks(error, [arguments], reduction, "forward")
     outer, num_channels, inner = kernels.kind.layout.sizes
     if num_values is not None:  # a mask has set the other values to 0; n stands behind sum x and sum x^2
@@ -71,6 +71,19 @@ def train(arguments: Arguments, caller: CallsOnGroups, kernels: Kernels | None =
     if caller._synchronised_ranks != reduction.num_ranks:
         object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)  # a layer's own may refuse
     return _apply(x, weight, bias, z, (y, statistics), (kernels, reduction)), statistics
+
+
+def _train_watched(arguments: Arguments, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
+    """`train` where torch does not run plainly. On a GPU a profiler sees the launches themselves, so the step launches
+    what it does without one; on a CPU it sees operators alone."""
+    kernels = forward_plan(arguments) if only_profiled() else None
+    if kernels is None or not arguments.input.is_cuda:
+        return general.train(arguments, caller)
+    if current_backward() != -1:  # as in `train`
+        arguments = arguments.without_running_stats()
+        kernels = forward_plan(arguments)
+    with recorded("syncbn.forward"):
+        return train(arguments, caller, kernels)
 
 
 def _train_unwrapped(arguments: Arguments, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
@@ -110,7 +123,8 @@ class _Step(torch.autograd.Function):
         saved = x, _, _, y = ctx.saved_tensors
         needed = _, _, _, needs_residual = ctx.needs_input_grad[:4]
         kernels = None
-        if runs_plainly() and not torch.is_grad_enabled():
+        # A profiler shows the range of this node, _StepBackward.
+        if (runs_plainly() or (dy.is_cuda and only_profiled())) and not torch.is_grad_enabled():
             if dy.stride() != x.stride():
                 dy = ctx.kind.layout.dense(dy)
             kernels = backward_plan(ctx.kind, dy, saved, needed)
@@ -119,7 +133,11 @@ class _Step(torch.autograd.Function):
 
         reduction = ctx.reduction
         signature = reduction.signatures["backward", x.dtype]
-        sums, *of_parameters, handle = kernels.backward_sums(dy, saved, signature, reduction.group is None)
+        try:
+            sums, *of_parameters, handle = kernels.backward_sums(dy, saved, signature, reduction.group is None)
+        except Exception as error:
+            reduction.leave_out(error, "backward")
+            raise
         reduction.all_reduce(sums, "backward")
         grad_x, grad_residual = kernels.backward_outputs(handle, dy, saved, sums)
         return grad_x, *of_parameters, dy if needs_residual and y is None else grad_residual, None, None

@@ -22,7 +22,8 @@ from triton.backends.amd.compiler import HIPBackend
 
 import syncbn
 from syncbn import plan
-from syncbn.kernels import gpu, gpu_channels, gpu_tiles
+from syncbn.diagnosis import watchdog
+from syncbn.kernels import gpu, gpu_channels, gpu_tiles, select
 from syncbn.kernels.interface import Kind
 from syncbn.layout import Layout
 
@@ -65,17 +66,41 @@ def step(channels: int, height: int, width: int, channels_last: bool, batch: int
     syncbn.SyncBatchNorm2d(channels)(x.requires_grad_()).backward(x.detach())
 
 
+def join_fake_group(num_ranks: int) -> None:
+    options = FakeProcessGroup.Options()
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore(), pg_options=options)
+
+
 @pytest.mark.parametrize(("channels_last", "compiled"), [(True, 6), (False, 10)])
 @pytest.mark.parametrize(("num_ranks", "launches"), [(1, {6}), (2, {7, 8})])  # 7: a sum of one part
 def test_a_resnet(launched: list[str], num_ranks: int, launches: set[int], channels_last: bool, compiled: int) -> None:
     if num_ranks > 1:
-        options = FakeProcessGroup.Options()
-        dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore(), pg_options=options)
+        join_fake_group(num_ranks)
     for channels, size in RESNET:
         launched.clear()
         step(channels, size, size, channels_last)
         assert len(launched) in launches, launched
     assert len(gpu._compiled) == compiled, "docs/gpu.md"
+    if num_ranks > 1:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_profiled_step_launches_the_same(
+    launched: list[str], monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    """Else it would be another step that is measured."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(watchdog, "event_behind", lambda device: None)
+    if num_ranks > 1:
+        join_fake_group(num_ranks)
+    step(64, 28, 28, channels_last=True)
+    ordinary = [*launched]
+    launched.clear()
+    with torch.profiler.profile(acc_events=True) as profile:
+        step(64, 28, 28, channels_last=True)
+    assert launched == ordinary
+    assert {"syncbn.forward", "_StepBackward"} <= {event.name for event in profile.events()}
     if num_ranks > 1:
         dist.destroy_process_group()
 
@@ -89,6 +114,13 @@ def test_other_sizes_compile_nothing(launched: list[str], channels_last: bool) -
             step(16, height // stride, width // stride, channels_last, batch=1 + index)
         compiled.add(len(gpu._compiled))
     assert len(compiled) == 1
+
+
+def test_kernels_that_do_nothing_are_found_out(launched: list[str]) -> None:
+    """As is an error that the GPU has told nobody."""
+    with pytest.raises(RuntimeError, match=r"the kernels compute wrong values: .* in place of"):
+        select._try_triton(torch.device("cpu"))
+    assert launched
 
 
 @pytest.mark.parametrize("offsets", [(0, 1), (1, 0)])

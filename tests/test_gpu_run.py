@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import gpu_run
 from jobs import run
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -24,6 +25,15 @@ else:
     print("========= ERROR SUMMARY: 0 errors")
 sys.exit(done.returncode)
 """
+
+
+def test_nccl_that_refuses_two_ranks_on_one_gpu_is_no_failure(tmp_path: Path) -> None:
+    """NVIDIA does not support it (nccl#418); the tests of two ranks then run under gloo."""
+    part = gpu_run.Part(tmp_path, 60, dry_run=False)
+    refuses = "import os, sys; sys.exit(os.environ['TESTS_BACKEND'] == 'nccl')"
+    part.pytest = lambda *_, ranks, **environment: part.start(sys.executable, "-c", refuses, **environment)
+    gpu_run.ranks(part)
+    assert part.verdict().startswith("passed: nccl took no two ranks on one GPU, which NVIDIA does not support")
 
 
 def test_a_dry_run(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable
+from subprocess import CalledProcessError
 from typing import Any, TypeAlias
 from unittest.mock import Mock
 
@@ -621,6 +622,9 @@ STALE = OSError(116, "Stale file handle")  # of a cache on a network file system
         ([ModuleNotFoundError("No module named 'triton'")], "No module named 'triton'; pip install triton"),
         ([RuntimeError("Failed to find C compiler. Set CC")], "Set CC; install a C compiler, such as gcc"),
         ([RuntimeError("sm_13\n and much more")], "sm_13"),
+        ([CalledProcessError(1, ["/usr/bin/gcc", "main.c", "-shared"])], "install Python's headers (python3-dev)"),
+        ([AssertionError("libcuda.so cannot found!\nPossible")], "TRITON_LIBCUDA_PATH to the folder of libcuda.so.1"),
+        ([FileNotFoundError(2, "No such file", "/sbin/ldconfig")] * 2, "to the folder of libcuda.so.1"),  # no cache's
         ([STALE, None], "None"),  # it is tried again
         ([STALE, STALE], "set TRITON_CACHE_DIR to a folder on a local disk"),  # the other ranks would not fall back
     ],
@@ -632,14 +636,32 @@ def test_what_keeps_triton_from_running_is_told(
     ask = functools.partial(select._why_no_triton, torch.device("cuda", 1))
     monkeypatch.setattr(select, "_triton_works", {})
     monkeypatch.setattr(select, "_try_triton", tried := Mock(side_effect=errors))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", Mock(side_effect=[True, False]))
+    monkeypatch.setattr(select, "is_capturing", is_capturing := Mock(side_effect=[True, False]))
     assert ask(compiling=True) is ask(compiling=False) is None
     assert not tried.called
+    is_capturing.assert_called_with(torch.device("cuda", 1))
     if errors == [STALE, STALE]:
         with pytest.raises(RuntimeError, match=f"Stale file handle; {reason}"):
             ask(compiling=False)
     else:
         assert all(str(ask(compiling=False)).endswith(reason) for _ in range(2))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), torch.AcceleratorError("CUDA error")], ids=str)
+def test_an_error_of_the_gpu_says_nothing_of_triton(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """It is raised, and Triton is tried again."""
+    monkeypatch.setattr(select, "_triton_works", {})
+    monkeypatch.setattr(select, "_try_triton", Mock(side_effect=[error, None]))
+    monkeypatch.setattr(select, "is_capturing", Mock(return_value=False))
+    with pytest.raises(type(error), match=str(error)):
+        select._why_no_triton(torch.device("cuda"), compiling=False)
+    assert select._why_no_triton(torch.device("cuda"), compiling=False) is None
+
+
+def test_the_try_of_triton_knows_the_right_values(kernels: MakesKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/test_gpu_launches.py tries kernels that do nothing."""
+    monkeypatch.setattr(select, "_gpu_kernels", kernels)
+    select._try_triton(torch.get_default_device())
 
 
 @pytest.mark.triton
@@ -677,6 +699,13 @@ def test_parts_need_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             with LargestTensor() as largest:
                 all_results(kernels, x, x, relu=True, weight=torch.ones(8), bias=torch.ones(8), residual=x)
             assert largest.num_bytes == share * x.nbytes
+
+
+def test_parts_on_a_gpu_are_few() -> None:
+    """Launches would take most of the time: parts as on a CPU are 128."""
+    x = torch.empty(32, 64, 112, 112, device="meta")
+    on_gpu = reference.KernelsInParts(Kind(Layout.of(x, 1), x.dtype, torch.device("cuda")))
+    assert len([*on_gpu._parts(x)]) == 2
 
 
 @pytest.mark.parametrize("inner", [0, 1])

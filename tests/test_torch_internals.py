@@ -28,6 +28,7 @@ QUESTIONS: dict[str, Callable[[], object]] = {
     "functorch": state.inside_functorch,
     "forward mode": lambda: state.forward_mode_level() >= 0,
     "profiler": state.profiler_enabled,
+    "only profiled": state.only_profiled,
     "jit": state.is_jit_tracing,
     "backward": lambda: state.current_backward() != -1,
     "vmap": state.inside_vmap,
@@ -63,7 +64,7 @@ selective = partial(create_selective_checkpoint_contexts, [])  # of which nothin
 
 # How a function is called, and which questions are then answered by yes.
 WAYS: dict[str, tuple[Callable[[Function, Tensor], object], set[str]]] = {
-    "profiler": (within(torch.profiler.profile(acc_events=True)), {"profiler"}),
+    "profiler": (within(torch.profiler.profile(acc_events=True)), {"profiler", "only profiled"}),
     "dual level": (within(forward_ad.dual_level()), {"forward mode", "vmap or forward mode"}),
     "jvp": (lambda f, x: torch.func.jvp(f, (x,), (x,)), {"functorch", "forward mode", "vmap or forward mode"}),
     "vmap of grad": (

@@ -37,13 +37,13 @@ def meet_first(entry: Entry) -> None:
     """This rank enters the first collective of a group. It waits at most 9 s for the others, and then warns.
 
     gloo aborts ranks that meet in different collectives, for example if some have not converted their model, and an
-    aborted rank says nothing.
+    aborted rank says nothing. nccl waits, also beside gloo in a group that has both.
     """
     rank, group = entry.site.rank, entry.site.group()
     assert group is not None
     rank.write_position()
     seconds = min(FIRST_MEETING_SECONDS, timeout_of(group).total_seconds() / 2)
-    may_abort = joined_group() is None and "gloo" in dist.get_backend_config(group)
+    may_abort = joined_group() is None and f"{entry.device_type}:gloo" in dist.get_backend_config(group)
     if may_abort and not rank.meet("first", group, seconds):
         text = "syncbn: rank %d has waited %g s for others before its first collective with them, and goes on.\n%s"
         log.warning(text, rank.rank, seconds, report.where_all_are(WaitInLayer(entry)))

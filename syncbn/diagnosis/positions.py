@@ -37,6 +37,7 @@ import torch.distributed as dist
 from syncbn.diagnosis import processes
 from syncbn.diagnosis.names import line_that_calls_model, quoted
 from syncbn.kernels.interface import UNSIGNED, Signature
+from syncbn.texts import in_words
 from syncbn.torch_internals.distributed import default_store
 from syncbn.torch_internals.state import constant_in_graphs
 
@@ -89,6 +90,7 @@ class Position(NamedTuple):
     has_evaluated: bool = False  # the rank has called a layer in evaluation mode since
     left: str = ""  # HAS_LEFT, and why
     blocked: str = ""  # where its main thread is blocked since: in all_reduce at train.py:57
+    left_out: str = ""  # the all_reduce that it has left out since, and its error
 
 
 class Group:
@@ -145,6 +147,7 @@ class Entry(Protocol):
     pass_name: str
     number: int  # of the collective among syncbn's on the group, from 1
     start: float  # by time.monotonic
+    device_type: str  # of what is sent
 
 
 def position_in(entry: Entry | None) -> Position:
@@ -173,6 +176,7 @@ class ThisRank:
         self.beats = self.interval < math.inf  # whether it writes every second
         self.evaluated_after: Entry | bool | None = False  # `last` at a call in evaluation mode; False: no such call
         self.blocked_after: tuple[Entry | None, str] = (None, "")  # `last` when its main thread was blocked; where
+        self.left_out_after: tuple[Entry | None, str] = (None, "")  # `last` when an error prevented the next; the error
         self.left = ""
         self.ended = threading.Event()
         self.failed_at = ""  # where a collective outside of the layers failed, which ends this rank
@@ -185,7 +189,17 @@ class ThisRank:
         """The last all_reduce of this rank, and what it has done since."""
         last, (before, blocked) = self.last, self.blocked_after  # other threads may begin the next
         blocked = self.failed_at or (blocked if before is last and not self.left else "")
-        return position_in(last)._replace(has_evaluated=self.evaluated_after is last, left=self.left, blocked=blocked)
+        before, left_out = self.left_out_after
+        return position_in(last)._replace(
+            has_evaluated=self.evaluated_after is last, left=self.left, blocked=blocked,
+            left_out=left_out if before is last else "",
+        )  # fmt: skip
+
+    def leave_out(self, doing: str, error: BaseException) -> None:
+        """Write that an error of this rank alone prevents its next all_reduce: the others wait for it."""
+        text = f"left out {doing}, because of {in_words(error)}"
+        self.left_out_after = self.last, text.partition("\n")[0][:300]
+        self.write_position()
 
     def write_position(self) -> None:
         with self.writing:

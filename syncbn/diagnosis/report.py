@@ -123,7 +123,7 @@ def _remedies(findings: list[Finding]) -> list[str]:
     """No remedy if a rank's own error is known; errors that only follow another rank's end do not count."""
     positions = [rank.position for rank in findings]
     left = [position.left for position in positions if not is_consequence(position.left)]
-    if any(len(why) > len(HAS_LEFT) for why in left):
+    if any(len(why) > len(HAS_LEFT) for why in left) or any(position.left_out for position in positions):
         return []
     is_silent = any(rank.state for rank in findings)
     places = {position.blocked for position in positions}
@@ -177,7 +177,9 @@ def _finding(wait: Wait, rank: int, text: bytes) -> Finding:
         called = f"syncbn/{rank}/called/{wait.position.group}/{wait.layer}"
         if not position.doing or not wait.rank.store.check([called]):
             words.append(f"{UNSEEN} in {wait.layer}")
-    words += [text for text in (EVALUATES * position.has_evaluated, position.blocked, position.left, state) if text]
+    left_out = position.left_out * (len(position.left) <= len(HAS_LEFT))  # else that has an error of its own
+    after = EVALUATES * position.has_evaluated, left_out, position.blocked, position.left, state
+    words += filter(None, after)
     return Finding("; ".join(words) or UNSEEN, state, position)
 
 

@@ -31,10 +31,12 @@ from syncbn.diagnosis.positions import Entry, Position, ThisRank, position_in
 from syncbn.ranks import text_exchange
 from syncbn.ranks.guards import in_debug_mode
 from syncbn.torch_internals.distributed import beside_captures, collective_in
+from syncbn.torch_internals.state import is_capturing
 
 FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
 DEBUG_WARNING_SECONDS = 3.0  # in debug mode
-QUERY_SECONDS = 1.0  # the longest time that a query of the GPU may take
+QUERY_SECONDS = 1.0  # between queries of the GPU by the watchdog, and the longest time that they may take
+MOST_UNQUERIED = 1000  # all_reduces on a GPU, some ten steps of a ResNet-50; from then on the program queries too
 
 
 class Wait:
@@ -143,19 +145,21 @@ class EventOn:
 
 
 def event_behind(device: torch.device) -> EventOn | None:
-    """An event at the end of the current stream of a GPU; None while a graph is captured."""
-    return None if torch.cuda.is_current_stream_capturing() else EventOn(device)
+    """An event at the end of the current stream of this GPU; None while that stream captures a graph."""
+    return None if is_capturing(device) else EventOn(device)
 
 
 class OnGpu:
     """The all_reduces that the GPU may not have finished.
 
-    The program queries their events at its next all_reduce, and the watchdog when a warning is due. While a CUDA graph
-    is captured the list is cleared: events may not be queried then.
+    The watchdog queries their events each second, and when a warning is due; the program only where the list is long,
+    as a query costs it some microseconds. While a CUDA graph is captured the list is cleared: events may not be queried
+    then.
     """
 
     def __init__(self) -> None:
         self._unfinished: deque[tuple[Wait, EventOn]] = deque()
+        self._next_query = 0.0  # of the watchdog, by time.monotonic
         self._querying = threading.Lock()  # held by the one thread that queries
 
     def add(self, wait: Wait, event: EventOn | None) -> None:
@@ -163,18 +167,20 @@ class OnGpu:
         if event is None:
             self.clear()
             return
-        self._forget_finished()
         wait.place = f", in {wait.position.doing} on the GPU, beside which the hosts may go on"
         self._unfinished.append((wait, event))
+        if len(self._unfinished) > MOST_UNQUERIED:
+            self._forget_finished()
 
     def oldest(self) -> Wait | None:
-        """The first of them. Its event is queried again when a warning is due.
+        """The first of them. The watchdog's query.
 
         In a thread of its own, for 1 s at most: while nccl fails a query may itself wait (seen on an H100, nccl 2.28).
         """
-        oldest = self._oldest()
-        if oldest is None or not oldest.is_long():
+        oldest, now = self._oldest(), time.monotonic()
+        if oldest is None or (now < self._next_query and not oldest.is_long()):
             return oldest
+        self._next_query = now + QUERY_SECONDS
         errors: list[Exception] = []
         thread = threading.Thread(target=self._forget_finished, args=[errors], daemon=True)
         thread.start()

@@ -19,7 +19,8 @@ from torch import Tensor
 from syncbn.kernels.interface import UNSIGNED, GradientPair, Handle, Kind, Saved, Signature
 from syncbn.statistics import compute_dtype, from_float64, from_sums, to_float64, unpack, update_buffers
 
-PART_VALUES = 2**18  # of a part of KernelsInParts: 2 MB in float64
+PART_VALUES = 2**18  # of a part of KernelsInParts: 2 MB in float64, which caches hold
+GPU_PART_VALUES = 2**24  # 128 MB: launches would take longer than what they do to smaller parts
 
 
 class Kernels:
@@ -151,8 +152,9 @@ class KernelsInParts(Kernels):
     def _parts(self, *tensors: Tensor | None) -> Iterator[list[Tensor | None]]:
         """Yields the views of each part of these tensors, (outer, channel, inner)."""
         outer, channels, inner = self.kind.layout.sizes
-        rows = max(1, PART_VALUES // max(1, channels * inner))
-        columns = max(1, PART_VALUES // max(1, channels * rows))
+        most_values = PART_VALUES if self.kind.device.type == "cpu" else GPU_PART_VALUES
+        rows = max(1, most_values // max(1, channels * inner))
+        columns = max(1, most_values // max(1, channels * rows))
         folded = self._folded(*tensors)
         for row in range(0, max(1, outer), rows):
             for column in range(0, max(1, inner), columns):

@@ -16,7 +16,12 @@ from syncbn.kernels.interface import Kernels, Kind
 from syncbn.layout import Layout
 from syncbn.statistics import lacks_float64
 from syncbn.torch_internals.autograd import is_batched_gradient
-from syncbn.torch_internals.state import constant_in_graphs, inside_vmap_or_forward_mode, is_compiling
+from syncbn.torch_internals.state import (
+    constant_in_graphs,
+    inside_vmap_or_forward_mode,
+    is_capturing,
+    is_compiling,
+)
 
 LARGE_BYTES = 1_000_000  # of an input with which it matters how fast the kernels are
 
@@ -105,12 +110,23 @@ def _reason_unavailable(device: torch.device, compiling: bool) -> str | None:
 _triton_works: dict[torch.device, str | None] = {}  # or why not
 
 
+# What an error says, and what to do.
+REMEDIES = {
+    "No module named 'triton'": "pip install triton",
+    "C compiler": "install a C compiler, such as gcc",
+    "'-shared'": "the C compiler has said why above; if it found no Python.h, install Python's headers (python3-dev)",
+    "libcuda": "run ldconfig as root, or set TRITON_LIBCUDA_PATH to the folder of libcuda.so.1",
+    "ldconfig'": "install ldconfig, or set TRITON_LIBCUDA_PATH to the folder of libcuda.so.1",
+}
+
+
 def _why_no_triton(device: torch.device, compiling: bool) -> str | None:
     """None when kernels in Triton run on this GPU, which is tried once, else the reason in a line. **Raises**
-    RuntimeError where Triton cannot use its cache."""
+    RuntimeError where Triton cannot use its cache, and what says nothing of Triton: an error of the GPU, or no memory.
+    """
     if device in _triton_works:
         return _triton_works[device]
-    if compiling or torch.cuda.is_current_stream_capturing():
+    if compiling or is_capturing(device):
         return None  # nothing can be launched for a try while a graph is made
     reason = None
     try:
@@ -118,27 +134,36 @@ def _why_no_triton(device: torch.device, compiling: bool) -> str | None:
             _try_triton(device)
         except OSError:  # of Triton's cache, which other ranks may be writing
             _try_triton(device)
-    except torch.OutOfMemoryError:  # says nothing of the next time
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
-    except OSError as error:  # a rank that went on by torch's operations would have running statistics of other bits
-        raise RuntimeError(
-            f"syncbn: Triton cannot use its cache: {error}; set TRITON_CACHE_DIR to a folder on a local disk"
-        ) from error
     except Exception as error:  # of whatever class: no triton, no C compiler, a GPU that it does not know
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        remedies = {"No module named 'triton'": "pip install triton", "C compiler": "install a C compiler, such as gcc"}
-        reason += "".join(f"; {remedy}" for part, remedy in remedies.items() if part in reason)
+        reason += "".join(f"; {remedy}" for part, remedy in REMEDIES.items() if part in reason)
+        # Where the cache fails the other ranks would not fall back, and their running statistics had other bits.
+        if isinstance(error, OSError) and "ldconfig" not in reason:
+            remedy = "set TRITON_CACHE_DIR to a folder on a local disk"
+            raise RuntimeError(f"syncbn: Triton cannot use its cache: {error}; {remedy}") from error
     _triton_works[device] = reason
     return reason
 
 
 def _try_triton(device: torch.device) -> None:
-    """Runs kernels of each sort: over a tensor, a reduction and a map, and over per-channel values."""
-    x, mean, var = (torch.zeros(size, device=device) for size in ((2, 1), 1, 1))
+    """Runs kernels of each sort: over a tensor, a reduction and a map, and over per-channel values. **Raises**
+    RuntimeError where they compute wrong values. The host waits for the GPU, whose errors so show here."""
+    mean, var = torch.zeros(2, 1, device=device)
+    x = torch.tensor([[1.0], [3.0]], device=device)
     kind = Kind(Layout.of(x, 1), x.dtype, device, mean_dtype=mean.dtype, var_dtype=var.dtype)
     kernels = _gpu_kernels(kind)
     sums, handle = kernels.forward_sums(x)
-    kernels.forward_outputs(handle, x, sums, None, None, None, mean, var)
+    y, statistics, _ = kernels.forward_outputs(handle, x, sums, None, None, None, mean, var, momentum=1.0)
+    # Not by a copy for which the host waits, which torch.cuda.set_sync_debug_mode("error") refuses.
+    computed = torch.cat((y.view(2), statistics, mean, var)).to("cpu", non_blocking=True)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    invstd = (1 + kind.eps) ** -0.5
+    expected = [-invstd, invstd, 2.0, 1.0, invstd, 2.0, 2.0, 2.0]
+    if not all(abs(value - right) < 1e-5 for value, right in zip(computed.tolist(), expected, strict=True)):
+        raise RuntimeError(f"the kernels compute wrong values: {computed.tolist()} in place of {expected}")
 
 
 @functools.cache

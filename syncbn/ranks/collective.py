@@ -13,9 +13,10 @@ class Collective:
     **Raises** RuntimeError with the positions of all ranks when the collective fails.
     """
 
-    def __init__(self, site: Site, call: int, pass_name: str) -> None:
+    def __init__(self, site: Site, call: int, pass_name: str, device_type: str = "cpu") -> None:
         site.state.num_collectives += 1
         self.site, self.call, self.pass_name, self.number = site, call, pass_name, site.state.num_collectives
+        self.device_type = device_type  # of what is sent
         self.start = time.monotonic()
 
     def __enter__(self) -> "Collective":

@@ -23,6 +23,7 @@ layers have met. On a GPU the host would have to wait to read it.
 import contextlib
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -67,6 +68,13 @@ class Reduction:
     def warn_unless_finite(self, sums: Tensor) -> None:
         """A total of forward has NaN or infinity. Warns, once for a layer, if these `sums` of this rank have."""
 
+    def leave_out(self, error: BaseException, pass_name: str) -> None:
+        """This rank is about to raise `error`. Tells the others if it has not come to the all_reduce of the pass."""
+
+    def telling_errors(self, pass_name: str) -> contextlib.AbstractContextManager[None]:
+        """The context for a pass, from whose errors it calls `leave_out`."""
+        return contextlib.nullcontext()
+
     def other_collective(self, pass_name: str) -> contextlib.AbstractContextManager[Collective | None]:
         """The context for a collective of this call that is no all_reduce of sums."""
         return contextlib.nullcontext()
@@ -95,7 +103,7 @@ class EagerReduction(Reduction):
         for guard in guards:
             guard.before_all_reduce(self, payload, pass_name)
         fault = None
-        with Collective(self.site, self.call, pass_name) as collective:
+        with Collective(self.site, self.call, pass_name, payload.device.type) as collective:
             if not in_place:
                 payload = all_reduce_operator(payload, self.group)
             else:
@@ -123,6 +131,19 @@ class EagerReduction(Reduction):
     def warn_unless_finite(self, sums: Tensor) -> None:
         if not all(map(math.isfinite, sums.tolist())):
             failures.warn_not_finite(self)
+
+    def leave_out(self, error: BaseException, pass_name: str) -> None:
+        site, last = self.site, self.site.rank.last
+        if last is None or (last.site, last.call, last.pass_name) != (site, self.call, pass_name):
+            site.rank.leave_out(site.doing(self.call, pass_name), error)
+
+    @contextlib.contextmanager
+    def telling_errors(self, pass_name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.leave_out(error, pass_name)
+            raise
 
     def other_collective(self, pass_name: str) -> Collective:
         return Collective(self.site, self.call, pass_name)

@@ -6,6 +6,7 @@ join_protocol.py; a thread of ours shadows these, beside Join, which works on th
 """
 
 import contextlib
+import os
 import queue
 import threading
 from collections.abc import Iterator
@@ -21,8 +22,11 @@ from syncbn.layer import SyncBatchNorm
 from syncbn.ranks import groups
 from syncbn.ranks.guards import Caller, guarded_by
 from syncbn.ranks.join_protocol import ITERATION, Shadowing
+from syncbn.ranks.text_exchange import require_equal
 from syncbn.torch_internals.distributed import JoinAfter
 from syncbn.torch_internals.modules import is_compiled
+
+ONE_AT_A_TIME = "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"  # environment variables with the value 1
 
 
 @contextlib.contextmanager
@@ -48,7 +52,8 @@ def join(ddp_model: DistributedDataParallel, *, divide_by_initial_world_size: bo
 
     Raises:
         TypeError: not a DistributedDataParallel, or compiled.
-        ValueError: the model or one of its layers works on a part of the ranks.
+        ValueError: the model or one of its layers works on a part of the ranks; or the model is on GPUs under nccl and
+            a rank has CUDA_LAUNCH_BLOCKING=1 or CUDA_DEVICE_MAX_CONNECTIONS=1, with which it could wait for ever.
         RuntimeError: inside another `join`; the model is called without gradients; another rank left its body with an
             exception (this error has its text; that rank raises the exception itself); or a collective of syncbn
             failed or timed out (the error says where every rank is).
@@ -64,6 +69,7 @@ def join(ddp_model: DistributedDataParallel, *, divide_by_initial_world_size: bo
     if dist.get_world_size() == 1:
         yield
         return
+    _require_kernels_at_once(ddp_model.join_device)
     with contextlib.closing(_Session(ddp_model)) as session:
         session.warm_up()
         torch_join = _Join(session, divide_by_initial_world_size)
@@ -162,3 +168,12 @@ def _check(ddp_model: torch.nn.Module) -> None:
     if partial:
         wanted = f"syncbn.join needs everything to run over all {world_size} ranks"
         raise ValueError(f"{wanted}, but these do not: {', '.join(partial)}")
+
+
+def _require_kernels_at_once(device: torch.device) -> None:
+    """**Raises** ValueError on every rank if the GPU of a rank may run one kernel at a time. A finished rank waits in
+    two of nccl's at once, Join's and our thread's, and another rank may come to the second first (NVIDIA/nccl#522)."""
+    if f"{device.type}:nccl" in dist.get_backend_config():
+        found = " and ".join(f"{name}=1" for name in ONE_AT_A_TIME if os.environ.get(name) == "1")
+        what = f"syncbn.join may wait for ever under nccl with the environment variable {found}; leave it unset"
+        require_equal((), ValueError(what) if found else None, dist.group.WORLD)

@@ -55,9 +55,22 @@ def runs_plainly() -> bool:
     )
 
 
+def only_profiled() -> bool:
+    """Whether a profiler watches this thread, and nothing else of `runs_plainly`."""
+    if torch.compiler.is_dynamo_compiling() or not profiler._is_profiler_enabled:
+        return False
+    return not (_included_keys().raw_repr() & ~_USUAL_KEYS or forward_ad._current_level >= 0)
+
+
 current_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
 # Within, no dispatch mode watches this thread, so that tensors are real also under FakeTensorMode.
 outside_modes: Callable[[], contextlib.AbstractContextManager[object]] = _disable_current_modes
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of this GPU captures a CUDA graph; torch itself tells this of the current GPU."""
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 @constant_in_graphs

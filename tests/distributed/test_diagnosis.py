@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import itertools
 import json
 import queue
 import re
@@ -17,13 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._debug_mode import DebugMode
 from training import step, unchanged
 from voting import Ranks
 
 import syncbn
+from syncbn import general
 from syncbn.diagnosis import failures, positions, processes, report, waits, watchdog
 from syncbn.diagnosis.positions import WITH_GRAPH, Position
-from syncbn.ranks import debug_mode
+from syncbn.kernels import cpu, operators
+from syncbn.ranks import debug_mode, groups
 from syncbn.ranks.guards import Caller, Guard, guarded_by
 from syncbn.ranks.reductions import reduction_of
 from syncbn.ranks.text_exchange import ranks_in_words
@@ -163,6 +167,64 @@ def test_debug_mode_tells_a_wait_of_3_seconds(ranks: Ranks, caplog: pytest.LogCa
     assert re.search(expected, caplog.text) if ranks.rank else not caplog.text, caplog.text
 
 
+class CompilationError(Exception):
+    """Stands for Triton's, which is of no class that syncbn knows."""
+
+
+# What a rank cannot do alone, and the all_reduce that it leaves out.
+LONE_ERRORS: dict[str, tuple[Callable[[nn.Module, Tensor, Tensor], object], str]] = {
+    "forward": (lambda layer, x, y: layer(x), "SyncBatchNorm forward, call 2"),
+    "backward": (lambda layer, x, y: y.sum().backward(retain_graph=True), "SyncBatchNorm backward, call 1"),
+    "forward on the general road": (
+        lambda layer, x, y: within_mode(lambda: layer(x)), "SyncBatchNorm forward, call 2"
+    ),
+    "backward on the general road": (
+        lambda layer, x, y: within_mode(lambda: y.sum().backward(retain_graph=True)), "SyncBatchNorm backward, call 1"
+    ),
+    "forward of many": (
+        lambda layer, x, y: syncbn.functional.sync_batch_norm_many([x]), "sync_batch_norm_many forward, call 1"
+    ),
+    "batch_norm_backward": (
+        lambda layer, x, y: syncbn.functional.batch_norm_backward(x, x, torch.zeros(3), torch.ones(3)),
+        "batch_norm_backward backward, call 1",
+    ),
+}  # fmt: skip
+
+
+def within_mode(call: Callable[[], object]) -> None:
+    with DebugMode():
+        call()
+
+
+@pytest.mark.two_ranks
+@on_cpu
+@pytest.mark.parametrize("name", LONE_ERRORS)
+def test_an_error_of_one_rank_alone_is_told_by_the_others(
+    ranks: Ranks, log_of_waits: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As on a GPU, where no rank reads a mark: its kernels do not compile, and the program handles the error."""
+    run, doing = LONE_ERRORS[name]
+    (layer, x), kernels = layer_and_input(ranks), [cpu.Kernels, operators.Kernels]
+    y = layer(x.requires_grad_())
+    if ranks.rank == 1:
+        error = CompilationError("at 12:4:\nand much more")
+        with monkeypatch.context() as broken:
+            broken.setattr(general, "_device_of", lambda arguments: torch.device("cuda"))
+            for function in itertools.product(kernels, ("forward_sums", "backward_sums")):
+                broken.setattr(*function, mock.Mock(side_effect=error))
+            with pytest.raises(CompilationError):
+                run(layer, x, y)
+        time.sleep(2)
+    run(layer, x, y)
+    expected = (
+        rf"rank 0 has waited \d+ s for others\.\nrank 0: in {doing}\n"
+        rf"rank 1: after SyncBatchNorm forward, call 1; .*left out {doing}, because of \S*CompilationError: at 12:4:"
+        r"(; at test_diagnosis.py:\d+)?\n?(?!.*Every rank must)"
+    )
+    assert re.search(expected, log_of_waits.text) if ranks.rank == 0 else not log_of_waits.text, log_of_waits.text
+    dist.barrier()
+
+
 # What comes before a collective outside of the layers, and the collective.
 OUTSIDE: dict[str, Callable[[], Callable[[], object]]] = {
     "barrier": lambda: dist.barrier,
@@ -232,6 +294,21 @@ def test_the_first_meeting_is_announced_once(
         with pytest.raises(ValueError, match="expected 3 channels"):
             layer(x[:, :2])
     assert caplog.text.count("before its first collective with them") == (ranks.rank > 0)
+
+
+@pytest.mark.parametrize(("device", "num_meetings"), [("cpu", 1), ("meta", 0)])  # meta in the place of cuda
+def test_ranks_meet_first_if_gloo_sends_the_payload(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, device: str, num_meetings: int
+) -> None:
+    """The backends of init_process_group() are "cpu:gloo,cuda:nccl", and nccl needs no meeting: a rank that still
+    compiles its first step would be reported after 9 s."""
+    spec = groups.to_spec(dist.new_group())
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,meta:nccl")
+    monkeypatch.setattr(dist, "all_reduce", mock.Mock())
+    monkeypatch.setattr(watchdog.this_rank(), "meet", meet := mock.Mock(return_value=True))
+    payload = torch.zeros(4, dtype=torch.float64, device=device)
+    reduction_of(spec, Caller("first"), None).all_reduce(payload, "forward")
+    assert meet.call_count == num_meetings
 
 
 def test_a_copied_layer_is_another_one(ranks: Ranks) -> None:
@@ -375,6 +452,22 @@ def test_a_gpu_that_is_behind_does_not_wait() -> None:
     assert not on_gpu.oldest().is_long()
 
 
+def test_the_program_queries_no_event_unless_the_list_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query, with what is around it, costs the host of a ResNet-50 some microseconds 106 times a step."""
+    on_gpu, events = waits.OnGpu(), [event(happened=True) for _ in range(212)]
+
+    def add(these: list[mock.Mock]) -> None:
+        for one in these:
+            on_gpu.add(waits.Wait(None, Position("0", 1), number=1, start=time.monotonic()), one)
+
+    add(events[:106])
+    assert not any(one.query.called for one in events)
+    monkeypatch.setattr(waits, "MOST_UNQUERIED", 106)
+    add(events[106:])
+    assert sum(one.query.called for one in events) == 107
+    assert on_gpu.oldest() is None  # the watchdog queries all others
+
+
 def test_a_query_that_waits_itself_holds_nobody_up() -> None:
     """Neither the watchdog, which has to warn, nor the program's next all_reduce."""
     on_gpu, released = waits.OnGpu(), threading.Event()
@@ -406,8 +499,17 @@ def test_the_watchdog_survives_a_gpu_that_failed(
 def test_an_event_is_asked_on_its_own_gpu_and_beside_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own query makes a context on GPU 0, and fails the capture of a graph by another thread."""
     cuda = mock.MagicMock()
-    cuda.is_current_stream_capturing.return_value = False
+    cuda.is_current_stream_capturing.side_effect = lambda: (
+        cuda.mock_calls[-3:]
+        == [
+            mock.call.device(torch.device("cuda", 3)),
+            mock.call.device().__enter__(),
+            mock.call.is_current_stream_capturing(),
+        ]
+    )
     monkeypatch.setattr(torch, "cuda", cuda)
+    assert waits.event_behind(torch.device("cuda", 3)) is None
+    cuda.is_current_stream_capturing.side_effect = [False]
     monkeypatch.setattr(torch_distributed, "_exchange_capture_mode", lambda: cuda.exchange)
     waits.event_behind(torch.device("cuda", 3)).query()
     *_, on, entered, relaxed, asked, _, restored, left = cuda.mock_calls

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from counting import CountCollectives
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +19,7 @@ from training import SHARE, mine, require_equal_state, small_model, train, whole
 from voting import Ranks
 
 import syncbn
+from syncbn.tools import join as join_module
 from syncbn.torch_internals.distributed import existing_groups
 
 NUM_BATCHES, NUM_LAYERS = 6, 2
@@ -183,6 +185,28 @@ def test_what_cannot_be_joined_is_refused_on_entry(ranks: Ranks) -> None:
         refused(ddp, RuntimeError, "cannot be used inside")
     ddp.module[1][1].process_group = 1
     refused(ddp, ValueError, r"all \d ranks, but these do not: module.1.1 \(1 rank\)")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("CUDA_LAUNCH_BLOCKING", "1"), ("CUDA_DEVICE_MAX_CONNECTIONS", "1"), ("CUDA_DEVICE_MAX_CONNECTIONS", "8")],
+)
+def test_kernels_one_at_a_time_are_refused_under_nccl(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    """On every rank, if one has the variable: a finished rank waits in two of nccl's kernels at once."""
+    ddp = make_ddp(ranks)
+    monkeypatch.setattr(DistributedDataParallel, "join_device", torch.device("cuda"))
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
+    if ranks.rank == 0:
+        monkeypatch.setenv(name, value)
+    if value == "8":
+        join_module._require_kernels_at_once(ddp.join_device)
+        return
+    others = "another rank failed.\nrank 0: ValueError: " if ranks.rank else "^"
+    message = f"{others}syncbn.join may wait for ever under nccl with the environment variable {name}=1; leave it unset"
+    with pytest.raises(ValueError, match=message), syncbn.join(ddp):
+        pass
 
 
 SELECTIVE = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, [])}
