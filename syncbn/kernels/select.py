@@ -151,12 +151,12 @@ def _try_triton(device: torch.device) -> None:
     """Runs kernels of each sort: over a tensor, a reduction and a map, and over per-channel values. **Raises**
     RuntimeError where they compute wrong values. The host waits for the GPU, whose errors so show here."""
     mean, var = torch.zeros(2, 1, device=device)
-    x = torch.tensor([[1.0], [3.0]], device=device)
+    x = torch.arange(1.0, 4.0, 2.0, device=device)[:, None]
     kind = Kind(Layout.of(x, 1), x.dtype, device, mean_dtype=mean.dtype, var_dtype=var.dtype)
     kernels = _gpu_kernels(kind)
     sums, handle = kernels.forward_sums(x)
     y, statistics, _ = kernels.forward_outputs(handle, x, sums, None, None, None, mean, var, momentum=1.0)
-    # Not by a copy for which the host waits, which torch.cuda.set_sync_debug_mode("error") refuses.
+    # Copies between host and GPU for which the host waits are refused by torch.cuda.set_sync_debug_mode("error").
     computed = torch.cat((y.view(2), statistics, mean, var)).to("cpu", non_blocking=True)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
