@@ -35,7 +35,7 @@ ORDER = [
     "diagnosis.report",
     "diagnosis.waits",
     "ranks.guards",
-    "diagnosis.positions ranks.text_exchange",
+    "diagnosis.positions ranks.text_exchange ranks.unregistered",
     "diagnosis.names diagnosis.processes diagnosis.termination",
     "kernels.__init__",
     "kernels.select",

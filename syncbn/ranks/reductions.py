@@ -1,7 +1,8 @@
 """Adds up over the ranks: one all_reduce each pass, by a reduction that is chosen once for a call.
 
-There are three reductions: for one rank, for a group in eager mode, and for a group in a compiled graph. Calls that are
-not ordinary add up by `total` or `totals`, whose results have derivatives and may be batched.
+There are four reductions: for one rank, for a group in eager mode, for one that torch.distributed did not make, and for
+a group in a compiled graph. Calls that are not ordinary add up by `total` or `totals`, whose results have derivatives
+and may be batched.
 
 W ranks; C channels; n_r values per channel on rank r.
 
@@ -23,12 +24,14 @@ layers have met. On a GPU the host would have to wait to read it.
 import contextlib
 import itertools
 import math
+import secrets
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from syncbn.call_stack import warn_once
 from syncbn.diagnosis import failures
 from syncbn.diagnosis.positions import CallsOnGroups, Signatures, Site
 from syncbn.kernels.interface import TRAILER_NUMBERS
@@ -36,10 +39,12 @@ from syncbn.kernels.select import is_transformed
 from syncbn.ranks import groups
 from syncbn.ranks.collective import Collective
 from syncbn.ranks.guards import guards, joined_group
+from syncbn.ranks.unregistered import TOKEN_NUMBERS, UnregisteredGroup
 from syncbn.torch_internals.autograd import apply_to_stack
 from syncbn.torch_internals.distributed import all_reduce_operator, group_in_graph
 from syncbn.torch_internals.state import current_dispatch_mode, inside_vmap_or_forward_mode, is_compiling
 
+UNCOMPILED = "leave out torch.compile"
 TRANSFORMED_GRAPH = "A compiled graph cannot all_reduce inside vmap or forward mode: compile without fullgraph=True."
 
 
@@ -128,6 +133,57 @@ class EagerReduction(Reduction):
         return Collective(self.site, self.call, pass_name)
 
 
+class UnregisteredReduction(EagerReduction):
+    """The ranks of a group that torch.distributed did not make, in eager mode. It has no positions and no texts.
+
+    `num_ranks` is what the total says, 0 before the first and on a GPU. On CPU each rank r sends t_r and t_r^2 besides,
+    a random number and its square. A group that averages, where sums are needed, looks like a group of one rank, whose
+    sum of squares is not the square of its sum.
+    """
+
+    signatures = Signatures(1024)
+    signatures.identity = "a layer"  # the ranks cannot agree on a name
+
+    def __init__(self, spec: UnregisteredGroup, group: dist.ProcessGroup, dtype: torch.dtype | None) -> None:
+        self.group, self.dtype, self.num_ranks, self.who = group, dtype, 0, f"syncbn: process_group is {spec}"
+
+    def all_reduce(
+        self, payload: Tensor, pass_name: str, error: Exception | None = None, in_place: bool = True
+    ) -> Tensor:
+        if not (payload.is_cpu and type(payload) is Tensor):  # the host cannot read it
+            self._add_up(payload)
+            return payload
+        t = float(1 + secrets.randbelow(2**16))
+        extended = torch.cat((payload, payload.new_tensor((t, t * t))))
+        self._add_up(extended)
+        payload.copy_(extended[:-TOKEN_NUMBERS])
+        n, num_signed, total, squares, t_total, t_squares = extended[-TRAILER_NUMBERS - TOKEN_NUMBERS :].tolist()
+        if error is not None or n != n:
+            raise error or ValueError(f"{self.who}; another rank has a bad argument, and says which")
+        if num_signed % 1 or (num_signed == 1 and t_squares != t_total * t_total):
+            raise RuntimeError(f"{self.who}; its all_reduce averages where it should add up")
+        if num_signed * squares != total * total:
+            what = "the ranks are in different passes, or have inputs of different dtypes"
+            raise RuntimeError(f"{self.who}; {what}. {failures.report.REMEDY}")
+        if pass_name != "forward" and num_signed != self.num_ranks:
+            changed = f"forward has added up {self.num_ranks} ranks and {pass_name} {num_signed:g}"
+            warn_once(f"{self.who}; {changed}. This step's gradients are wrong: discard it")
+        self.num_ranks = int(num_signed)
+        return payload
+
+    def _add_up(self, payload: Tensor) -> None:
+        try:
+            dist.all_reduce(payload, group=self.group)
+        except Exception as error:
+            raise RuntimeError(f"{self.who}; its all_reduce failed: {error}") from error
+
+    def warn_unless_finite(self, sums: Tensor) -> None:
+        pass  # it has no name for the layer
+
+    def other_collective(self, pass_name: str) -> Any:
+        return contextlib.nullcontext()
+
+
 class GraphReduction(Reduction):
     """The ranks of a group in a compiled graph, which cannot tell its layer. The total is not read there."""
 
@@ -154,6 +210,8 @@ def reduction_of(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor |
     site = caller._call_site
     # The site of the last call is used again if it still fits; a guard may bring a group of its own.
     if group is None or site is None or site.group() is not group or site.caller() is not caller or guards:
+        if isinstance(spec, UnregisteredGroup) and group is not None and joined_group() is None:
+            return UnregisteredReduction(spec, group, getattr(input, "dtype", None))
         group = groups.resolve(spec)
         if group is None:
             return ONE_RANK
@@ -165,11 +223,13 @@ def reduction_of(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor |
 def reduction_in_graph(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor | None) -> Reduction:
     """The ranks that a call synchronises in a compiled graph, as `reduction_of`. **Raises** RuntimeError where new
     groups would have to be made, and inside syncbn.join."""
+    if isinstance(spec, UnregisteredGroup):
+        raise RuntimeError(f"process_group is {spec}, over which a compiled graph cannot all_reduce: {UNCOMPILED}")
     if not dist.is_initialized():  # in graphs of torch 2.11 WORLD itself is never None
         return ONE_RANK
     if joined_group() is not None:
         where = "inside syncbn.join and recompute_running_stats"
-        raise RuntimeError(f"{where} nothing may be compiled: leave out torch.compile")
+        raise RuntimeError(f"{where} nothing may be compiled: {UNCOMPILED}")
     group = groups.existing(spec)
     if group is None and not isinstance(spec, groups.OfMesh):
         remedy = "construct or convert the layers after torch.distributed.init_process_group()"
