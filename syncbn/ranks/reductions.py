@@ -42,7 +42,12 @@ from syncbn.ranks.guards import guards, joined_group
 from syncbn.ranks.unregistered import TOKEN_NUMBERS, UnregisteredGroup
 from syncbn.torch_internals.autograd import apply_to_stack
 from syncbn.torch_internals.distributed import all_reduce_operator, group_in_graph
-from syncbn.torch_internals.state import current_dispatch_mode, inside_vmap_or_forward_mode, is_compiling
+from syncbn.torch_internals.state import (
+    constant_in_graphs,
+    current_dispatch_mode,
+    inside_vmap_or_forward_mode,
+    is_compiling,
+)
 
 UNCOMPILED = "leave out torch.compile"
 TRANSFORMED_GRAPH = "A compiled graph cannot all_reduce inside vmap or forward mode: compile without fullgraph=True."
@@ -137,8 +142,7 @@ class UnregisteredReduction(EagerReduction):
     """The ranks of a group that torch.distributed did not make, in eager mode. It has no positions and no texts.
 
     `num_ranks` is what the total says, 0 before the first and on a GPU. On CPU each rank r sends t_r and t_r^2 besides,
-    a random number and its square. A group that averages, where sums are needed, looks like a group of one rank, whose
-    sum of squares is not the square of its sum.
+    a random number and its square: a group that averages looks like one rank, but its t^2 is not the square of its t.
     """
 
     signatures = Signatures(1024)
@@ -163,8 +167,8 @@ class UnregisteredReduction(EagerReduction):
         if num_signed % 1 or (num_signed == 1 and t_squares != t_total * t_total):
             raise RuntimeError(f"{self.who}; its all_reduce averages where it should add up")
         if num_signed * squares != total * total:
-            what = "the ranks are in different passes, or have inputs of different dtypes"
-            raise RuntimeError(f"{self.who}; {what}. {failures.report.REMEDY}")
+            what = "the ranks are in different passes, or have inputs of different dtypes; all must do the same"
+            raise RuntimeError(f"{self.who}; {what}")
         if pass_name != "forward" and num_signed != self.num_ranks:
             changed = f"forward has added up {self.num_ranks} ranks and {pass_name} {num_signed:g}"
             warn_once(f"{self.who}; {changed}. This step's gradients are wrong: discard it")
@@ -175,13 +179,11 @@ class UnregisteredReduction(EagerReduction):
         try:
             dist.all_reduce(payload, group=self.group)
         except Exception as error:
-            raise RuntimeError(f"{self.who}; its all_reduce failed: {error}") from error
+            cause = error.__context__ or error  # torch's report of the error fails: the group is not in its registry
+            raise RuntimeError(f"{self.who}; its all_reduce failed: {cause}") from error
 
     def warn_unless_finite(self, sums: Tensor) -> None:
         pass  # it has no name for the layer
-
-    def other_collective(self, pass_name: str) -> Any:
-        return contextlib.nullcontext()
 
 
 class GraphReduction(Reduction):
@@ -220,11 +222,17 @@ def reduction_of(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor |
     return EagerReduction(group, site, getattr(input, "dtype", None))
 
 
+@constant_in_graphs  # Dynamo calls it and lets its error out; an error in what it traces makes it run eagerly
+def _refuse_unregistered() -> None:
+    what = "a layer's process_group, which torch.distributed did not make, cannot be in a compiled graph"
+    raise RuntimeError(f"{what}: {UNCOMPILED}")
+
+
 def reduction_in_graph(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor | None) -> Reduction:
     """The ranks that a call synchronises in a compiled graph, as `reduction_of`. **Raises** RuntimeError where new
     groups would have to be made, and inside syncbn.join."""
     if isinstance(spec, UnregisteredGroup):
-        raise RuntimeError(f"process_group is {spec}, over which a compiled graph cannot all_reduce: {UNCOMPILED}")
+        _refuse_unregistered()
     if not dist.is_initialized():  # in graphs of torch 2.11 WORLD itself is never None
         return ONE_RANK
     if joined_group() is not None:

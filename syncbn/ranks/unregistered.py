@@ -8,7 +8,6 @@ from typing import Self
 
 import torch.distributed as dist
 
-
 TOKEN_NUMBERS = 2  # that a rank sends on CPU behind the trailer, see UnregisteredReduction
 
 
