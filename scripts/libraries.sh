@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Trains models of other libraries on 2 ranks and on one process, with scripts/libraries.py, and writes the figures to
-# docs/works_with.md. The libraries go to an environment of their own, runs/libraries, in their newest versions beside the
-# torch of scripts/constraints.txt; gigabytes, so by hand. Arguments: only these libraries, and nothing is written.
+# docs/works_with.md; then by engines that launch jobs, whose distances (docs/engines.md) are printed. The libraries go
+# to an environment of their own, runs/libraries, in their newest versions beside the torch of scripts/constraints.txt;
+# gigabytes, so by hand. Arguments: only these libraries, no engine, and nothing is written.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 [[ -x runs/libraries/bin/pip ]] || python3 -m venv runs/libraries
@@ -12,3 +13,11 @@ install_pinned --no-build-isolation --editable .
 install_pinned --no-deps torchvision lightly segmentation-models-pytorch timm ultralytics opencv-python-headless
 install_pinned matplotlib monai polars psutil pytorch-ignite pytorch-lightning requests torch-geometric transformers
 torchrun --standalone --nproc-per-node 2 --local-ranks-filter 0 scripts/libraries.py "$@"
+[[ $# == 0 ]] || exit 0
+install_pinned accelerate lightning torchft
+for engine in torchrun accelerate fabric trainer; do
+    torchrun --standalone --nproc-per-node 2 scripts/engines.py "$engine"
+done
+torchrun --standalone --nproc-per-node 4 scripts/engines.py hsdp
+python scripts/engines.py spawn
+python scripts/torchft_replicas.py

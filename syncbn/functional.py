@@ -13,7 +13,8 @@ from syncbn.layout import Layout
 from syncbn.many import sync_batch_norm_many
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
 from syncbn.ranks.guards import Caller
-from syncbn.ranks.reductions import ONE_RANK, Reduction, total
+from syncbn.ranks.reductions import ONE_RANK, Reduction
+from syncbn.ranks.totals import total
 from syncbn.statistics import compute_dtype, from_float64, to_float64
 from syncbn.torch_internals.autograd import jagged_parts
 from syncbn.tracebacks import hides_checks

@@ -11,7 +11,8 @@ from syncbn.kernels import reference
 from syncbn.kernels.interface import GradientPair, Handle, Kernels, Kind, Needed, Saved
 from syncbn.kernels.select import general_kernels, torch_kernels
 from syncbn.plan import kind_of_backward
-from syncbn.ranks.reductions import Reduction, total, totals
+from syncbn.ranks.reductions import Reduction
+from syncbn.ranks.totals import total, totals
 from syncbn.statistics import from_float64, to_float64
 from syncbn.torch_internals.state import recorded
 

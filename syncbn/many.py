@@ -18,7 +18,8 @@ from syncbn.kernels.select import general_kernels
 from syncbn.plan import backward_plan, forward_plan, kind_of
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
 from syncbn.ranks.guards import Caller
-from syncbn.ranks.reductions import Reduction, totals
+from syncbn.ranks.reductions import Reduction
+from syncbn.ranks.totals import totals
 from syncbn.torch_internals.state import recorded, runs_plainly
 from syncbn.tracebacks import hides_checks
 

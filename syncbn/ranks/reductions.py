@@ -1,7 +1,8 @@
 """Adds up over the ranks: one all_reduce each pass, by a reduction that is chosen once for a call.
 
-There are three reductions: for one rank, for a group in eager mode, and for a group in a compiled graph. Calls that are
-not ordinary add up by `total` or `totals`, whose results have derivatives and may be batched.
+There are four reductions: for one rank, for a group in eager mode, for one that torch.distributed did not make, and for
+a group in a compiled graph. Calls that are not ordinary add up by `total` or `totals` of totals.py, whose results have
+derivatives and may be batched.
 
 W ranks; C channels; n_r values per channel on rank r.
 
@@ -21,26 +22,30 @@ layers have met. On a GPU the host would have to wait to read it.
 """
 
 import contextlib
-import itertools
 import math
+import secrets
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from syncbn.call_stack import warn_once
 from syncbn.diagnosis import failures
 from syncbn.diagnosis.positions import CallsOnGroups, Signatures, Site
 from syncbn.kernels.interface import TRAILER_NUMBERS
-from syncbn.kernels.select import is_transformed
 from syncbn.ranks import groups
 from syncbn.ranks.collective import Collective
 from syncbn.ranks.guards import guards, joined_group
-from syncbn.torch_internals.autograd import apply_to_stack
+from syncbn.ranks.unregistered import TOKEN_NUMBERS, UnregisteredGroup
 from syncbn.torch_internals.distributed import all_reduce_operator, group_in_graph
-from syncbn.torch_internals.state import current_dispatch_mode, inside_vmap_or_forward_mode, is_compiling
+from syncbn.torch_internals.state import (
+    constant_in_graphs,
+    current_dispatch_mode,
+    inside_vmap_or_forward_mode,
+)
 
+UNCOMPILED = "leave out torch.compile"
 TRANSFORMED_GRAPH = "A compiled graph cannot all_reduce inside vmap or forward mode: compile without fullgraph=True."
 
 
@@ -149,6 +154,57 @@ class EagerReduction(Reduction):
         return Collective(self.site, self.call, pass_name)
 
 
+class UnregisteredReduction(EagerReduction):
+    """The ranks of a group that torch.distributed did not make, in eager mode. It has no positions and no texts.
+
+    `num_ranks` is what the total says, 0 before the first and on a GPU. On CPU each rank r sends t_r and t_r^2 besides,
+    a random number and its square: a group that averages looks like one rank, but its t^2 is not the square of its t.
+    """
+
+    signatures = Signatures(1024)
+    signatures.identity = "a layer"  # the ranks cannot agree on a name
+
+    def __init__(self, spec: UnregisteredGroup, group: dist.ProcessGroup, dtype: torch.dtype | None) -> None:
+        self.group, self.dtype, self.num_ranks, self.who = group, dtype, 0, f"syncbn: process_group is {spec}"
+
+    def all_reduce(
+        self, payload: Tensor, pass_name: str, error: Exception | None = None, in_place: bool = True
+    ) -> Tensor:
+        if not (payload.is_cpu and type(payload) is Tensor):  # the host cannot read it
+            self._add_up(payload)
+            return payload
+        t = float(1 + secrets.randbelow(2**16))
+        extended = torch.cat((payload, payload.new_tensor((t, t * t))))
+        self._add_up(extended)
+        payload.copy_(extended[:-TOKEN_NUMBERS])
+        n, num_signed, total, squares, t_total, t_squares = extended[-TRAILER_NUMBERS - TOKEN_NUMBERS :].tolist()
+        if error is not None or n != n:
+            raise error or ValueError(f"{self.who}; another rank has a bad argument, and says which")
+        if num_signed % 1 or (num_signed == 1 and t_squares != t_total * t_total):
+            raise RuntimeError(f"{self.who}; its all_reduce averages where it should add up")
+        if num_signed * squares != total * total:
+            what = "the ranks are in different passes, or have inputs of different dtypes; all must do the same"
+            raise RuntimeError(f"{self.who}; {what}")
+        if pass_name != "forward" and num_signed != self.num_ranks:
+            changed = f"forward has added up {self.num_ranks} ranks and {pass_name} {num_signed:g}"
+            warn_once(f"{self.who}; {changed}. This step's gradients are wrong: discard it")
+        self.num_ranks = int(num_signed)
+        return payload
+
+    def _add_up(self, payload: Tensor) -> None:
+        try:
+            dist.all_reduce(payload, group=self.group)
+        except Exception as error:
+            cause = error.__context__ or error  # torch's report of the error fails: the group is not in its registry
+            raise RuntimeError(f"{self.who}; its all_reduce failed: {cause}") from error
+
+    def warn_unless_finite(self, sums: Tensor) -> None:
+        pass  # it has no name for the layer
+
+    def leave_out(self, error: BaseException, pass_name: str) -> None:
+        pass  # there is no position
+
+
 class GraphReduction(Reduction):
     """The ranks of a group in a compiled graph, which cannot tell its layer. The total is not read there."""
 
@@ -175,6 +231,8 @@ def reduction_of(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor |
     site = caller._call_site
     # The site of the last call is used again if it still fits; a guard may bring a group of its own.
     if group is None or site is None or site.group() is not group or site.caller() is not caller or guards:
+        if isinstance(spec, UnregisteredGroup) and group is not None and joined_group() is None:
+            return UnregisteredReduction(spec, group, getattr(input, "dtype", None))
         group = groups.resolve(spec)
         if group is None:
             return ONE_RANK
@@ -183,70 +241,25 @@ def reduction_of(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor |
     return EagerReduction(group, site, getattr(input, "dtype", None))
 
 
+@constant_in_graphs  # Dynamo calls it and lets its error out; an error in what it traces makes it run eagerly
+def _refuse_unregistered() -> None:
+    what = "a layer's process_group, which torch.distributed did not make, cannot be in a compiled graph"
+    raise RuntimeError(f"{what}: {UNCOMPILED}")
+
+
 def reduction_in_graph(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor | None) -> Reduction:
     """The ranks that a call synchronises in a compiled graph, as `reduction_of`. **Raises** RuntimeError where new
     groups would have to be made, and inside syncbn.join."""
+    if isinstance(spec, UnregisteredGroup):
+        _refuse_unregistered()
     if not dist.is_initialized():  # in graphs of torch 2.11 WORLD itself is never None
         return ONE_RANK
     if joined_group() is not None:
         where = "inside syncbn.join and recompute_running_stats"
-        raise RuntimeError(f"{where} nothing may be compiled: leave out torch.compile")
+        raise RuntimeError(f"{where} nothing may be compiled: {UNCOMPILED}")
     group = groups.existing(spec)
     if group is None and not isinstance(spec, groups.OfMesh):
         remedy = "construct or convert the layers after torch.distributed.init_process_group()"
         what = f"process_group={spec!r} needs new groups, which cannot be made inside a compiled graph"
         raise RuntimeError(f"{what}; {remedy}")
     return ONE_RANK if group is None or group.size() == 1 else GraphReduction(group)
-
-
-def total(sums: Tensor, reduction: Reduction, pass_name: str, ends_in_n: bool = False) -> Tensor:
-    """The totals of float64 `sums`, which it may overwrite, by one all_reduce.
-
-    In eager mode with gradients they are differentiable, as often as one likes, and may be batched, by any vmap: the
-    sum is linear, so that its gradient, its tangent and a stack of it are sums over the ranks, too, each one
-    all_reduce.
-    """
-    has_graph = torch.is_grad_enabled() and not is_compiling()
-    if reduction.group is None or not (has_graph or is_transformed(sums)):
-        return reduction.total(sums, pass_name, ends_in_n)
-    result = _differentiable_total(sums, reduction, pass_name, ends_in_n)
-    return torch.cat((result[:-1], result[-1:].detach())) if ends_in_n and has_graph else result  # n is a constant
-
-
-def totals(several: list[Tensor], reduction: Reduction, pass_name: str, ends_in_n: bool = False) -> list[Tensor]:
-    """The totals of each of these sums, by one all_reduce; `ends_in_n` when the last number is an n."""
-    result = total(torch.cat(several), reduction, pass_name, ends_in_n)
-    # Not by torch.split: graphs of torch 2.11 under activation checkpointing can neither save it nor compute it again.
-    ends = itertools.accumulate(map(len, several))
-    return [result[end - len(sums) : end] for sums, end in zip(several, ends, strict=True)]
-
-
-def _differentiable_total(sums: Tensor, reduction: Reduction, pass_name: str, ends_in_n: bool) -> Tensor:
-    # A batched gradient hides its graph from an autograd Function, the stack does not.
-    return apply_to_stack(lambda stack: _Total.apply(stack, reduction, pass_name, ends_in_n), sums)  # type: ignore[no-untyped-call]
-
-
-class _Total(torch.autograd.Function):
-    """(sums, reduction, pass_name, ends_in_n) -> total. The derivatives of n are 0, and are sent in its place."""
-
-    @staticmethod
-    def forward(sums: Tensor, reduction: Reduction, pass_name: str, ends_in_n: bool) -> Tensor:
-        return reduction.total(sums.flatten().clone(), pass_name, ends_in_n).view_as(sums)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.of_call = inputs[1:]
-
-    @staticmethod
-    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None, None]:
-        reduction, pass_name, ends_in_n = ctx.of_call
-        return _differentiable_total(grad_total, reduction, f"derivative of {pass_name}", ends_in_n), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        reduction, pass_name, ends_in_n = ctx.of_call
-        return _differentiable_total(tangent, reduction, f"tangent of {pass_name}", ends_in_n)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, ...], sums: Tensor, *of_call: Any) -> tuple[Tensor, int]:
-        return _differentiable_total(sums, *of_call), in_dims[0]

@@ -8,8 +8,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn.ranks import groups
 from syncbn.ranks.guards import Caller
-from syncbn.ranks.reductions import reduction_of, totals
+from syncbn.ranks.reductions import reduction_of
 from syncbn.ranks.text_exchange import all_reduce_max
+from syncbn.ranks.totals import totals
 from syncbn.statistics import to_float64
 from syncbn.tools.running_stats import agreed_layers, buffers_of, overwrite, unchanged_after_error
 

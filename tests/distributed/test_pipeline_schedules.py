@@ -1,0 +1,74 @@
+"""Each schedule that torch ships trains a pipeline of converted stages as one process does."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.pipelining as pipelining
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from voting import Ranks
+
+import syncbn
+
+pytestmark = pytest.mark.skipif(int(os.environ.get("WORLD_SIZE", "1")) % 2 == 1, reason="a pipeline of two ranks")
+WIDTH, MICRO_BATCHES, SHARE = 6, 4, 3  # SHARE: samples of a rank in a micro-batch
+# Rank 0 and 1 of the pipeline hold these stages.
+LOOP, V = ((0, 2), (1, 3)), ((0, 3), (1, 2))
+SCHEDULES = {
+    "ScheduleGPipe": ((0,), (1,)),
+    "Schedule1F1B": ((0,), (1,)),
+    "ScheduleLoopedBFS": LOOP,
+    "ScheduleInterleaved1F1B": LOOP,
+    "ScheduleInterleavedZeroBubble": LOOP,
+    "ScheduleZBVZeroBubble": V,
+    "ScheduleDualPipeV": V,
+}
+
+
+def stage_of(index: int) -> nn.Module:
+    torch.manual_seed(index)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()).double()
+
+
+def loss_fn(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def test_every_schedule_of_torch_is_here() -> None:
+    shipped = {name for name in dir(pipelining) if name.startswith("Schedule")}
+    assert shipped == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_trains_as_one_process(ranks: Ranks, name: str) -> None:
+    """Each micro-batch is normalised by itself, over the ranks that hold the stage: a schedule changes nothing else."""
+    mesh = init_device_mesh(ranks.device.type, (2, ranks.size // 2), mesh_dim_names=("pp", "dp"))
+    held, num_stages = SCHEDULES[name][mesh["pp"].get_local_rank()], 2 * len(SCHEDULES[name][0])
+    num_parts, part = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    whole = nn.Sequential(*map(stage_of, range(num_stages))).to(ranks.device)
+    torch.manual_seed(7)
+    batch = torch.randn(MICRO_BATCHES, num_parts, SHARE, WIDTH, dtype=torch.float64, device=ranks.device)
+    for micro_batch in batch:
+        (loss_fn(whole(micro_batch.flatten(0, 1)), batch.new_tensor(1.0)) / MICRO_BATCHES).backward()
+
+    modules = [syncbn.convert_syncbn_model(stage_of(index), process_group=mesh["dp"]) for index in held]
+    x = batch.new_empty(SHARE, WIDTH)
+    stages = []
+    for module, index in zip(modules, held, strict=True):
+        shapes = {"input_args": x.clone().requires_grad_(index > 0), "output_args": x.clone().requires_grad_()}
+        group = mesh.get_group("pp")
+        stages.append(PipelineStage(module.to(ranks.device), index, num_stages, ranks.device, **shapes, group=group))
+    kind = getattr(pipelining, name)
+    schedule = kind(stages if issubclass(kind, PipelineScheduleMulti) else stages[0], MICRO_BATCHES, loss_fn=loss_fn)
+    target = batch.new_ones(MICRO_BATCHES * SHARE, WIDTH)
+    inputs = [batch[:, part].flatten(0, 1)] * (0 in held)
+    schedule.step(*inputs, **{"target": target} if num_stages - 1 in held else {})
+    for module, index in zip(modules, held, strict=True):
+        torch.testing.assert_close(dict(module.named_buffers()), dict(whole[index].named_buffers()))
+        for parameter, expected in zip(module.parameters(), whole[index].parameters(), strict=True):
+            dist.all_reduce(parameter.grad, group=mesh.get_group("dp"))
+            torch.testing.assert_close(parameter.grad / num_parts, expected.grad)
