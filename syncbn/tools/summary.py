@@ -6,7 +6,7 @@ from torch import nn
 
 from syncbn import kernels
 from syncbn.arguments import num_channels_of
-from syncbn.convert import check_module, described, unsynchronised
+from syncbn.convert import BY_ITSELF, check_module, described, unsynchronised
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.layer import SyncBatchNorm
 from syncbn.ranks import groups
@@ -63,7 +63,8 @@ def summary(model: nn.Module) -> Summary:
     compiled = {part for module in model.modules() if is_compiled(module) for part in module.modules()}
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)}
     rows = Summary(_row(name or "(the model)", layer, layer in compiled) for name, layer in layers.items())
-    rows.others = described(unsynchronised(model))
+    found = unsynchronised(model)
+    rows.others = described([row for row in found if not rows or row[2] != BY_ITSELF])  # which may call ours
     return rows
 
 
