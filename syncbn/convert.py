@@ -28,6 +28,7 @@ Change: TypeAlias = tuple[nn.Module, type[nn.Module], dict[str, Any]]  # a layer
 
 CONVERT = "call syncbn.convert_syncbn_model(model)"
 BUILT = "these layers were built as syncbn layers and stay: build them as nn.BatchNorm1d, 2d or 3d"
+BY_ITSELF = "normalises by itself; if by its batch, let its forward call syncbn.functional.sync_batch_norm"
 HIDDEN = "a forward that was set on the layer hides the class's; convert before you wrap it, or write it in a subclass"
 HIDES = "a forward that was set on these layers may call their class's, and they stay: delete it and revert again"
 # What a layer loses in a revert, by its option.
@@ -233,7 +234,7 @@ def _remedy(module: nn.Module) -> str | None:
             return None
         if type(module) is nn.Module or type(module).__module__ == "torch.export.unflatten":
             return "a part of an exported graph, convert before torch.export"
-        return "normalises by itself; if by its batch, let its forward call syncbn.functional.sync_batch_norm"
+        return BY_ITSELF
     original_class = class_of(module)
     if original_class is nn.SyncBatchNorm:
         return HIDDEN if _hides_forward(module) else CONVERT

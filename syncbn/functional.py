@@ -1,10 +1,11 @@
-"""Offers the functional forms: batch norm of one input and of several, and the gradient for a hand-written backward."""
+"""Offers the functional forms: batch norm of one input and of several, its statistics, and its backward."""
 
 import torch
 from torch import Tensor
 
 from syncbn import general, ordinary
 from syncbn.arguments import Arguments, check_channels, check_input, check_like_input
+from syncbn.batch_stats import sync_batch_stats
 from syncbn.evaluation import evaluate
 from syncbn.gradients import BackwardInput, outputs
 from syncbn.kernels.interface import Kind
@@ -19,7 +20,7 @@ from syncbn.statistics import compute_dtype, from_float64, to_float64
 from syncbn.torch_internals.autograd import jagged_parts
 from syncbn.tracebacks import hides_checks
 
-__all__ = ["batch_norm_backward", "sync_batch_norm", "sync_batch_norm_many"]
+__all__ = ["batch_norm_backward", "sync_batch_norm", "sync_batch_norm_many", "sync_batch_stats"]
 
 _SYNC_BATCH_NORM = Caller("sync_batch_norm")
 _BATCH_NORM_BACKWARD = Caller("batch_norm_backward")
@@ -88,9 +89,9 @@ def sync_batch_norm(
             pass and call. On CPU also when ranks in different layers have met.
         ValueError, TypeError: a bad argument, before any buffer is changed. On CPU in eager mode every rank raises, the
             others an error with the faulty ranks' numbers, as long as most of running_mean, running_var, weight,
-            bias and the input agree on C (without a per-channel argument the faulty rank raises alone). One value per
-            channel in the whole group is a ValueError too, on every rank; on a GPU and in compiled graphs it leaves
-            running_var as it is.
+            bias and the input agree on C (if none of them tells C, the faulty rank raises alone). One value per channel
+            in the whole group is a ValueError too, on every rank; on a GPU and in compiled graphs it leaves running_var
+            as it is.
 
     >>> x = torch.tensor([[1.0, 10.0], [3.0, 30.0]])  # (N, C) on the only rank
     >>> sync_batch_norm(x, None, None, training=True)

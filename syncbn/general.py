@@ -66,11 +66,15 @@ def check(arguments: Arguments) -> None:
 def finish(arguments: Arguments, statistics: Tensor, caller: CallsOnGroups, reduction: Reduction) -> None:
     """Update the running statistics, count the batch, and note over how many ranks the layer was synchronised. In the
     recompute of activation checkpointing nothing is updated, but the same operators run."""
-    compiling = is_compiling()  # a compiled graph leaves updates out of its recompute by itself
-    updates = compiling or current_backward() == -1
+    updates = is_compiling() or current_backward() == -1  # a graph leaves updates out of its recompute by itself
     buffers = arguments.running_mean, arguments.running_var, arguments.counter
     update_buffers(*buffers, statistics, arguments.momentum, updates)
-    if not compiling:  # where an attribute that changes would compile a graph again
+    note_ranks(caller, reduction)
+
+
+def note_ranks(caller: CallsOnGroups, reduction: Reduction) -> None:
+    """Note over how many ranks the layer was synchronised."""
+    if not is_compiling():  # where an attribute that changes would compile a graph again
         object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)  # a layer's own may refuse
 
 
@@ -111,9 +115,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         kernels = general_kernels(call.kind, x, weight, bias, residual)
         sums, handle = kernels.forward_sums(x)
-        if num_values is not None:
-            sums = torch.cat((sums[:-1], to_float64(num_values).view(1)))
-        sums = total(sums, call.reduction, "forward", ends_in_n=True)
+        sums = total_of_all(sums, num_values, call.reduction)
         if num_values is not None or x.numel() <= call.kind.layout.sizes[1]:  # else this rank alone has two values
             require_two_values(sums[-1], x)
         y, statistics, _ = kernels.forward_outputs(handle, x, sums, weight, bias, residual)
@@ -132,6 +134,13 @@ class SyncBatchNormFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:5]
         return None, *gradients(ctx.kind, dy, ctx.saved_tensors, needed, ctx.reduction), None
+
+
+def total_of_all(sums: Tensor, num_values: Tensor | None, reduction: Reduction) -> Tensor:
+    """The totals of a forward's sums, with `num_values` in the place of n where a mask has counted them."""
+    if num_values is not None:
+        sums = torch.cat((sums[:-1], to_float64(num_values).view(1)))
+    return total(sums, reduction, "forward", ends_in_n=True)
 
 
 def apply(function: type[torch.autograd.Function], call: object, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -175,10 +184,8 @@ def _likely_channels(arguments: Arguments) -> int | None:
     votes = [tensor.numel() for tensor in arguments.per_channel().values() if isinstance(tensor, Tensor)]
     if not votes and arguments.num_channels:
         return arguments.num_channels
-    with contextlib.suppress(Exception):  # of whatever class a subclass's _check_input_dim raises
-        if not votes:
-            arguments.check()
-        votes.append(arguments.input.shape[arguments.channel_dim])
+    with contextlib.suppress(Exception):  # no tensor, no such dim, or one whose sizes differ
+        votes.append(int(arguments.input.shape[arguments.channel_dim]))
     return max(votes, key=votes.count, default=None)  # the first of equals: a per-channel tensor's
 
 

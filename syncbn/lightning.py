@@ -1,17 +1,22 @@
-"""Offers the conversion as a plugin of Lightning, https://lightning.ai/docs/pytorch/stable/extensions/plugins.html."""
+"""Offers the conversion as a plugin of Lightning, https://lightning.ai/docs/pytorch/stable/extensions/plugins.html.
+
+Installed, it also gives each Trainer a callback, by the entry points in pyproject.toml.
+"""
 
 import sys
 
 from torch import nn
 
-from syncbn.convert import convert_syncbn_model, revert_syncbn_model
+from syncbn.convert import CONVERT, convert_syncbn_model, described, revert_syncbn_model, unsynchronised
 from syncbn.layer import SyncBatchNorm
 from syncbn.ranks.groups import ProcessGroupLike
 
 try:
+    from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.plugins.layer_sync import LayerSync
 except ModuleNotFoundError as error:
     try:
+        from pytorch_lightning import Callback, Trainer
         from pytorch_lightning.plugins.layer_sync import LayerSync
     except ModuleNotFoundError:
         raise ImportError(f'syncbn.lightning needs Lightning (pip install "lightning>=2.4"): {error}') from error
@@ -25,6 +30,9 @@ class SyncBatchNormPlugin(LayerSync):  # type: ignore[misc]
     In place of `sync_batchnorm=True`, which takes torch.nn.SyncBatchNorm; not beside it. The layers are converted when
     the fit begins and reverted when it ends, so checkpoints, which have BatchNorm's keys anyway, and the fitted model
     need no syncbn. Validation inside the fit communicates nothing.
+
+    Only the DDP and FSDP strategies call plugins of this kind. Under the others, such as ModelParallelStrategy and
+    DeepSpeedStrategy, `SyncBatchNormCheck` raises an error: call `convert_syncbn_model` in configure_model there.
 
     Args:
         process_group, channel_last: as in `convert_syncbn_model`.
@@ -50,3 +58,26 @@ class SyncBatchNormPlugin(LayerSync):  # type: ignore[misc]
         for layer in self.converted:
             revert_syncbn_model(layer)
         return model
+
+
+class SyncBatchNormCheck(Callback):  # type: ignore[misc]
+    """Raises RuntimeError, before the first step, where a strategy has not called the `SyncBatchNormPlugin` that its
+    Trainer was given, and batch norm would stay local without a word.
+
+    Each Trainer has one where syncbn is installed; without such a plugin it does nothing.
+    """
+
+    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
+        """The Trainer calls this when the strategy has set the model up."""
+        if isinstance(getattr(trainer.strategy, "_layer_sync", None), SyncBatchNormPlugin):
+            found = [row for row in unsynchronised(pl_module) if row[2] == CONVERT and row[1].training]
+            if found:
+                raise RuntimeError(
+                    f"{type(trainer.strategy).__name__} does not call SyncBatchNormPlugin, so each rank would "
+                    f"normalise its own batch: {described(found)} in configure_model, before the model is wrapped"
+                )
+
+
+def callbacks() -> list[SyncBatchNormCheck]:
+    """Lightning's entry points for callbacks call this for each Trainer."""
+    return [SyncBatchNormCheck()]

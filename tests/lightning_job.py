@@ -1,6 +1,6 @@
 """What test_lightning.py starts: a fit on as many CPU processes as are asked for, each with its part of one batch.
 
-python tests/lightning_job.py DEVICES FOLDER
+python tests/lightning_job.py DEVICES FOLDER [ENTRY_POINTS]     # a folder for sys.path, and ModelParallelStrategy
 """
 
 import sys
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,6 +30,9 @@ class Net(LightningModule):
         (x,) = batch
         return self.net(x).square().mean()
 
+    def configure_model(self) -> None:
+        """ModelParallelStrategy wants one, which shards the model."""
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -36,9 +40,11 @@ class Net(LightningModule):
 def main() -> None:
     data = torch.randn(BATCH, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     loader = DataLoader(TensorDataset(data), BATCH // DEVICES)  # one batch, of which the Trainer gives each rank a part
-    ranks = {"strategy": "ddp", "plugins": [SyncBatchNormPlugin()]} if DEVICES > 1 else {}
+    sys.path += sys.argv[3:]
+    strategy, precision = (ModelParallelStrategy(DEVICES, 1), "32-true") if sys.argv[3:] else ("ddp", "64-true")
+    ranks = {"strategy": strategy, "plugins": [SyncBatchNormPlugin()]} if DEVICES > 1 else {}
     output = {"default_root_dir": FOLDER, "logger": False, "enable_progress_bar": False}
-    trainer = Trainer(accelerator="cpu", devices=DEVICES, max_epochs=5, precision="64-true", **ranks, **output)
+    trainer = Trainer(accelerator="cpu", devices=DEVICES, max_epochs=5, precision=precision, **ranks, **output)
     model = Net()
     trainer.fit(model, loader)
     if trainer.global_rank == 0:

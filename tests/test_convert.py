@@ -417,6 +417,44 @@ def test_summary_says_why_there_are_no_synchronised_layers() -> None:
     assert str(syncbn.summary(without)) == "no synchronised layers: the model has no batch norm that trains"
 
 
+class SplitBatchNorm2d(nn.BatchNorm2d):
+    """As timm's: a layer of its own for each further part of the batch."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.aux_bn = nn.ModuleList([nn.BatchNorm2d(num_features)])
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        first, second = input.chunk(2)
+        return torch.cat((super().forward(first), self.aux_bn[0](second)))
+
+
+def convert_splitbn_model(module: nn.Module) -> nn.Module:
+    """As timm's, which replaces each batch norm, and so synchronised ones."""
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return SplitBatchNorm2d(module.num_features)
+    for name, child in module.named_children():
+        module.add_module(name, convert_splitbn_model(child))
+    return module
+
+
+def test_summary_names_layers_that_another_converter_has_made_local() -> None:
+    """Also beside synchronised ones; but no layer that normalises by itself, whose forward may call ours."""
+    model = nn.Sequential(nn.Sequential(nn.BatchNorm2d(3)), nn.BatchNorm2d(3), HeteroBatchNorm())
+    with pytest.warns(UserWarning, match="1 HeteroBatchNorm"):
+        syncbn.convert_syncbn_model(model)
+    assert "not synchronised" not in str(syncbn.summary(model))
+    convert_splitbn_model(model[0])
+    remedy = "call syncbn.convert_syncbn_model(model)"
+    expected = f"not synchronised: 1 SplitBatchNorm2d (layer '0.0'): {remedy}; 1 BatchNorm2d (0.0.aux_bn.0): {remedy}"
+    assert expected in str(syncbn.summary(model)).splitlines()
+    with pytest.warns(UserWarning, match="1 HeteroBatchNorm"):
+        syncbn.convert_syncbn_model(model)
+    assert [row.kind for row in syncbn.summary(model)] == ["SyncSplitBatchNorm2d", *["SyncBatchNorm2d"] * 2]
+    assert "not synchronised" not in str(syncbn.summary(model))
+    assert model[:2](torch.randn(4, 3, 2, 2)).shape == (4, 3, 2, 2)
+
+
 def test_a_revert_names_the_layers_that_compute_something_else() -> None:
     model = syncbn.convert_syncbn_model(nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(3))))
     model[1].fuse_relu = model[2].channel_last = True

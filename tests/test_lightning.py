@@ -1,5 +1,6 @@
 """Lightning's Trainer with our plugin, on two processes that it starts itself."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from jobs import run_script, run_text
 
 pytest.importorskip("lightning", reason="lightning is not installed (pip install syncbn[lightning])")
 
+ROOT = Path(__file__).parents[1]
 WITHOUT_SYNCBN = """
 import sys
 sys.modules["syncbn"] = None
@@ -28,6 +30,59 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     assert (one["seen"], one["after"]) == (["BatchNorm1d"], "BatchNorm1d")
     assert (two["seen"], two["after"]) == (["SyncBatchNorm1d"], "BatchNorm1d")
     run_text(WITHOUT_SYNCBN, two["checkpoint"])
+
+
+@pytest.fixture
+def entry_points(tmp_path: Path) -> Path:
+    """A folder for sys.path where syncbn's entry points are, whether it is installed or not."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (folder := tmp_path / "syncbn_test-0.dist-info").mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: syncbn-test\nVersion: 0\n")
+    sections = [
+        f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in targets.items())
+        for group, targets in project["entry-points"].items()
+    ]
+    (folder / "entry_points.txt").write_text("\n".join(sections))
+    return tmp_path
+
+
+def test_a_strategy_that_does_not_call_the_plugin(tmp_path: Path, entry_points: Path) -> None:
+    """Its ranks would train local batch norm, and nothing would say so."""
+    job = Path(__file__).with_name("lightning_job.py")
+    text = run_script(job, 2, tmp_path, entry_points, status=1)
+    assert "ModelParallelStrategy does not call SyncBatchNormPlugin" in text
+    assert "1 BatchNorm1d (net.1): call syncbn.convert_syncbn_model(model) in configure_model" in text
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_each_trainer_checks_the_plugin(package: str, entry_points: Path) -> None:
+    """It asks for layers that train and can be converted, and only where the Trainer has the plugin."""
+    pytest.importorskip(package.partition(".")[0])
+    code = f"""
+import sys
+sys.path.append({str(entry_points)!r})
+from {package} import Trainer
+from {package}.strategies import ModelParallelStrategy
+from syncbn import convert_syncbn_model
+from syncbn.lightning import SyncBatchNormCheck, SyncBatchNormPlugin
+from torch.nn import BatchNorm1d, Sequential
+
+def starts(model, *plugins):
+    strategy = ModelParallelStrategy()
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, plugins=[*plugins], logger=False)
+    (check,) = (callback for callback in trainer.callbacks if isinstance(callback, SyncBatchNormCheck))
+    try:
+        check.on_train_start(trainer, model)
+    except RuntimeError:
+        return False
+    return True
+
+assert not starts(Sequential(BatchNorm1d(3)), SyncBatchNormPlugin())
+assert starts(Sequential(BatchNorm1d(3)))
+assert starts(Sequential(BatchNorm1d(3)).eval(), SyncBatchNormPlugin())
+assert starts(convert_syncbn_model(Sequential(BatchNorm1d(3))), SyncBatchNormPlugin())
+"""
+    run_text(code)
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])

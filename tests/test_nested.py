@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import syncbn
-from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_norm_many
+from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_norm_many, sync_batch_stats
 
 OFFSETS = torch.tensor([0, 3, 4, 9])
 in_each_mode = pytest.mark.parametrize("training", [True, False])
@@ -71,6 +71,7 @@ def test_several_inputs() -> None:
     assert torch.equal(plain, sync_batch_norm(x, None, None, training=True))
     assert torch.equal(means[0], means[1])
     assert means[0].any()
+    torch.testing.assert_close(sync_batch_stats(jagged(x)), sync_batch_stats(x), rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")

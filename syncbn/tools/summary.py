@@ -6,7 +6,7 @@ from torch import nn
 
 from syncbn import kernels
 from syncbn.arguments import num_channels_of
-from syncbn.convert import check_module, described, unsynchronised
+from syncbn.convert import BY_ITSELF, check_module, described, unsynchronised
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.layer import SyncBatchNorm
 from syncbn.ranks import groups
@@ -33,14 +33,15 @@ class LayerSummary(NamedTuple):
 class Summary(tuple[LayerSummary, ...]):
     """The rows that `summary` returns; printed, a table with a line of totals and one about the kernels."""
 
-    why_empty: str = ""
+    others: str = ""  # the layers of the model that are not synchronised, with what to do
 
     def __str__(self) -> str:
         if not self:
-            return f"no synchronised layers: {self.why_empty}"
+            return f"no synchronised layers: {self.others or 'the model has no batch norm that trains'}"
         header = ("layer", "class", "channels", "group size", "bytes forward", "bytes backward", "last step")
         num_bytes = (sum(row.forward_bytes for row in self), sum(row.backward_bytes for row in self))
-        return f"{table(header, self, ('total', '', '', '', *num_bytes, ''))}\nkernels: {kernels.available()}"
+        others = f"\nnot synchronised: {self.others}" if self.others else ""
+        return f"{table(header, self, ('total', '', '', '', *num_bytes, ''))}{others}\nkernels: {kernels.available()}"
 
     __repr__ = __str__
 
@@ -52,7 +53,9 @@ def summary(model: nn.Module) -> Summary:
         backward; and whether the layer really synchronised in its last training step, and over how many ranks. The
         last is recorded in eager mode only: for a layer in a compiled module, if that is `model` or inside it, the
         column says "compiled"; for a layer that has counted batches without a record, as in a compiled function or
-        before it was converted, copied or loaded, "not known"; for one that has counted none, "none yet".
+        before it was converted, copied or loaded, "not known"; for one that has counted none, "none yet". A line below
+        names the batch norm of the model that is not synchronised, as another converter may have made it since, with
+        what to do.
 
     **Raises** TypeError unless `model` is a module; ValueError for a layer with process_group="node" where
     LOCAL_WORLD_SIZE is not set.
@@ -61,8 +64,8 @@ def summary(model: nn.Module) -> Summary:
     compiled = {part for module in model.modules() if is_compiled(module) for part in module.modules()}
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)}
     rows = Summary(_row(name or "(the model)", layer, layer in compiled) for name, layer in layers.items())
-    if not rows:
-        rows.why_empty = described(unsynchronised(model)) or "the model has no batch norm that trains"
+    found = unsynchronised(model)
+    rows.others = described([row for row in found if not rows or row[2] != BY_ITSELF])  # which may call ours
     return rows
 
 

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from voting import Ranks
 
 import syncbn
-from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_norm_many
+from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_norm_many, sync_batch_stats
 
 pytestmark = pytest.mark.two_ranks
 
@@ -41,6 +41,9 @@ def test_functional_forms(ranks: Ranks) -> None:
         sum(y.sum() for y in ys).backward()
         batch_norm_backward(x.detach(), x.detach(), torch.zeros(3), torch.ones(3))
         sync_batch_norm(x, None, None, training=True)
+        _, var, count = sync_batch_stats(x, mask=torch.ones(2, dtype=torch.bool))
+        (first,) = torch.autograd.grad((var / count).sum(), x, create_graph=True)
+        first.square().sum().backward()
 
 
 def test_export_of_a_training_step(ranks: Ranks) -> None:

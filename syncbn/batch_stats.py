@@ -1,0 +1,112 @@
+"""Offers the mean and variance of a batch over all ranks, as differentiable tensors."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncbn import general
+from syncbn.arguments import Arguments
+from syncbn.inputs import masks
+from syncbn.inputs.unwrapping import unwrap, without_gaps
+from syncbn.kernels.select import general_kernels, torch_kernels
+from syncbn.plan import kind_of
+from syncbn.ranks.groups import ProcessGroupLike, to_spec
+from syncbn.ranks.guards import Caller
+from syncbn.ranks.totals import total
+from syncbn.statistics import compute_dtype, from_float64
+from syncbn.torch_internals.state import recorded
+from syncbn.tracebacks import hides_checks
+
+_CALLER = Caller("sync_batch_stats")
+
+
+@hides_checks
+def sync_batch_stats(
+    input: Tensor,
+    process_group: ProcessGroupLike = None,
+    *,
+    channel_dim: int = 1,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""The mean, the biased variance and the number of values of each channel, over all ranks of a process group.
+
+        forward   n = sum_r n_r      mean = sum_r sum x / n      var = max(0, sum_r sum x^2 / n - mean^2)
+        backward  grad_input = (sum_r dmean_r + 2 * (x - mean) * sum_r dvar_r) / n
+
+    For losses and layers that need the batch's statistics themselves. All ranks get the same numbers, bit by bit. They
+    are differentiable as often as one likes; each derivative is that of the sum of the ranks' losses. So where every
+    rank computes the same loss from them, divide that by the number of ranks, unless DistributedDataParallel averages
+    the gradients.
+
+    Issues one all_reduce of 8 * (2C + 1) bytes in forward and one of 16 * C bytes in backward, also with
+    create_graph=True, on CPU of 8 * (2C + 4) bytes each; none with one rank or without a process group. Every rank of
+    the group must make the same calls in the same order, and so the same backwards: `requires_grad` of the input must
+    agree on all ranks.
+
+    Args:
+        input: as in `sync_batch_norm`; a rank may have no values.
+        process_group, channel_dim, mask: as in `sync_batch_norm`.
+
+    Returns:
+        mean, var: (C,), float32, or float64 for float64 input; 0 where no rank has a value. The unbiased variance is
+            var * count / (count - 1).
+        count: (), int64, the number n of values of a channel, without a gradient.
+
+        Plain tensors; for a DTensor whose channels are sharded those of this rank's channels.
+
+    Raises:
+        RuntimeError: as `sync_batch_norm`.
+        ValueError, TypeError: a bad argument. On CPU in eager mode every rank raises, the others an error with the
+            faulty ranks' numbers, as long as the input has a dim `channel_dim`.
+
+    >>> mean, var, count = sync_batch_stats(torch.tensor([[1.0, 10.0], [3.0, 30.0]]))  # (N, C) on the only rank
+    >>> mean, var, count
+    (tensor([ 2., 20.]), tensor([  1., 100.]), tensor(2))
+    """
+    spec = to_spec(process_group)
+    arguments, _ = unwrap(Arguments(input, channel_dim=channel_dim, mask=mask, process_group=spec))
+    reduction = general.reduction_now(arguments, _CALLER)
+    try:
+        general.check(arguments)
+    except (RuntimeError, TypeError, ValueError) as error:
+        general.raise_on_all_ranks(error, [arguments], reduction, "forward")
+    with recorded("syncbn.forward"), reduction.telling_errors("forward"):
+        arguments = without_gaps(masks.apply(arguments)[0])
+        x = arguments.input
+        (sums,) = general.apply(_Sums, general.Call(kind_of(arguments), reduction), x, arguments.num_values)
+    general.note_ranks(_CALLER, reduction)
+    count = sums[-1].detach()
+    mean, mean_square = (sums[:-1] / count.clamp(min=1)).chunk(2)
+    var = mean_square - mean.square()
+    var = var + (var.clamp(min=0) - var).detach()  # the clamp must not stop the gradients of a constant channel
+    mean, var = (from_float64(values, compute_dtype(x.dtype), x.device) for values in (mean, var))
+    return mean, var, from_float64(count, torch.int64, x.device)
+
+
+class _Sums(torch.autograd.Function):
+    """(call, x, num_values) -> the sums over all ranks, packed as in statistics.py; see general.SyncBatchNormFunction.
+
+    Saved for backward: x. Collectives: one all_reduce each way. Backward needs no statistics, so second derivatives
+    need no other.
+    """
+
+    @staticmethod
+    def forward(call: general.Call, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
+        sums, _ = general_kernels(call.kind, x).forward_sums(x)
+        return (general.total_of_all(sums, num_values, call.reduction),)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor]) -> None:
+        call, x, _ = inputs
+        ctx.kind, ctx.reduction = call.kind, call.reduction
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad_sums: Tensor) -> tuple[None, Tensor, None]:
+        (x,), layout = ctx.saved_tensors, ctx.kind.layout
+        kernels = torch_kernels(ctx.kind)
+        with recorded("syncbn.backward"), ctx.reduction.telling_errors("backward"):
+            of_sum, of_square = map(kernels.column, total(grad_sums[:-1], ctx.reduction, "backward").chunk(2))
+            wide_grad_x = of_sum + 2 * of_square * layout.fold(x).to(kernels.wide)
+            return None, layout.unfold(wide_grad_x, x.shape).to(x.dtype), None
