@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
@@ -72,7 +73,9 @@ def test_no_input_of_an_operator_is_copied(
     model = nn.Sequential(*layers).to(memory_format=memory_format)
     x, eager = torch.randn(2, 3, 10, 10).to(memory_format=memory_format), copy.deepcopy(model)
     compiled = torch.compile(model, fullgraph=True)
-    with config.patch(layout_optimization=is_forced, force_layout_optimization=is_forced):
+    options = {"layout_optimization": is_forced, "force_layout_optimization": is_forced}
+    # Both caches would give out graphs that an operator with other tags was in.
+    with config.patch(fx_graph_cache=False, **options), functorch_config.patch(enable_autograd_cache=False):
         output, [forward] = run_and_get_code(compiled, x)
         _, [backward] = run_and_get_code(lambda: output.square().mean().backward())
     expected = eager(x)
