@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import numpy
 import pytest
 import torch
+import torch.nn.functional as F
 from accuracy_cases import HARD_INPUTS, errors_of_one_step
 from jobs import run, run_text
 from torch import Tensor
@@ -560,20 +561,43 @@ def test_other_instructions(capability: str) -> None:
 @needs_operators
 @pytest.mark.parametrize("name", CALLS)
 def test_operators_pass_opcheck_and_check_their_tensors(name: str) -> None:
-    """Each tensor in turn has another dtype, size, or strides that are no layout."""
+    """Each tensor in turn has another dtype or another size."""
     importlib.import_module("syncbn.kernels.operators")  # which registers them
     operator, good = getattr(torch.ops.syncbn, name).default, CALLS[name]
     torch.library.opcheck(operator, good)
     for index, argument in enumerate(good):
         if isinstance(argument, Tensor):
             bad = [argument.to(torch.int32)]
-            if name == "forward_sums":
-                bad.append(argument.permute(1, 2, 0).contiguous().permute(2, 0, 1))
-            else:
+            if name != "forward_sums":
                 bad.append(torch.cat((argument, argument)))
             for other in bad:
                 with pytest.raises(RuntimeError, match="expected"):
                     operator(*good[:index], other, *good[index + 1 :])
+
+
+OTHER_STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "channels innermost": lambda x: x.mT.contiguous().mT,
+    "channels outermost": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "another order": lambda x: x.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+    "the reverse order": lambda x: x.permute(2, 1, 0).contiguous().permute(2, 1, 0),
+    "gaps": lambda x: torch.stack((x, x), dim=-1)[..., 0],
+    "padded rows": lambda x: F.pad(x.mT, (0, 1))[..., :-1].mT,
+    "values that share memory": lambda x: x[:1].expand_as(x),
+}
+
+
+@needs_operators
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("change", OTHER_STRIDES.values(), ids=OTHER_STRIDES)
+def test_operators_take_all_strides(name: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Inductor may give any to each of their inputs; in memory outputs are as x, or as a copy of x without gaps."""
+    importlib.import_module("syncbn.kernels.operators")
+    operator, large = getattr(torch.ops.syncbn, name).default, [i for i, a in enumerate(CALLS[name]) if a is X]
+    for changed in (large, *([index] for index in large)):
+        arguments = tuple(change(X) if i in changed else argument for i, argument in enumerate(CALLS[name]))
+        torch.library.opcheck(operator, arguments, test_utils="test_faketensor")  # compares strides of outputs
+        contiguous = (a.contiguous() if isinstance(a, Tensor) else a for a in arguments)
+        torch.testing.assert_close(operator(*arguments), operator(*contiguous))
 
 
 def test_the_reference_can_be_forced() -> None:

@@ -59,7 +59,8 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Fun
 
     def register(function: Function) -> Function:
         name = schema.partition("(")[0]
-        _library.define(schema)  # type: ignore[no-untyped-call]
+        # Without this tag Inductor copies tensors whose strides it has changed, once for each operator that reads them.
+        _library.define(schema, tags=(torch.Tag.flexible_layout,))  # type: ignore[no-untyped-call]
         for device in ("CPU", "CUDA"):
             _library.impl(name, function, device)  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"syncbn::{name}", fake, lib=_library)
@@ -74,7 +75,8 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Fun
     fake=lambda x, channel_dim: x.new_empty(2 * x.shape[channel_dim] + 1, dtype=torch.float64),
 )
 def _forward_sums(x: Tensor, channel_dim: int) -> Tensor:
-    kernels, _ = _checked(_kind(x, channel_dim), x)
+    kind, x = _kind(x, channel_dim)
+    kernels, _ = _checked(kind, x)
     return kernels.forward_sums(x)[0]
 
 
@@ -91,7 +93,7 @@ def _forward_outputs(
     eps: float, relu: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dtypes = {"weight_dtype": getattr(weight, "dtype", None), "bias_dtype": getattr(bias, "dtype", None)}
-    kind = _kind(x, channel_dim, eps=eps, relu=relu, has_residual=residual is not None, **dtypes)
+    kind, x = _kind(x, channel_dim, eps=eps, relu=relu, has_residual=residual is not None, **dtypes)
     kernels, tensors = _checked(kind, x, 1, total=total, weight=weight, bias=bias, residual=residual)
     return kernels.forward_outputs(None, x, *tensors)[:2]
 
@@ -109,7 +111,7 @@ def _backward_sums(
     grad_weight_dtype: torch.dtype | None, grad_bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     dtypes = {"grad_weight_dtype": grad_weight_dtype, "grad_bias_dtype": grad_bias_dtype}
-    kind = _kind(x, channel_dim, relu=relu, has_residual=y is not None, **dtypes)
+    kind, x = _kind(x, channel_dim, relu=relu, has_residual=y is not None, **dtypes)
     kernels, (dy, y, statistics) = _checked(kind, x, dy=dy, y=y, statistics=statistics)
     return kernels.backward_sums(dy, (x, None, statistics, y))[:3]
 
@@ -124,35 +126,37 @@ def _backward_outputs(
     weight: Tensor | None, relu: bool, needs_residual: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     options = {"weight_dtype": getattr(weight, "dtype", None), "needs_x": True, "needs_residual": needs_residual}
-    kind = _kind(x, channel_dim, relu=relu, has_residual=y is not None, **options)
+    kind, x = _kind(x, channel_dim, relu=relu, has_residual=y is not None, **options)
     kernels, tensors = _checked(kind, x, dy=dy, weight=weight, statistics=statistics, y=y, total=total)
     dy, weight, statistics, y, total = tensors
     return kernels.backward_outputs(None, dy, (x, weight, statistics, y), total)
 
 
-def _kind(x: Tensor, channel_dim: int, **options: Any) -> Kind:
-    """The kind of x with these options. **Raises** RuntimeError unless x has floats without gaps, in a row or with the
-    channels innermost."""
-    return Kind(_layout(x.shape, x.stride(), x.dtype, channel_dim), x.dtype, x.device, **options)
+def _kind(x: Tensor, channel_dim: int, **options: Any) -> tuple[Kind, Tensor]:
+    """The kind of x with these options, whatever the order of its dims in memory; and x, copied if it has gaps.
+    **Raises** RuntimeError unless x has floats and this dim."""
+    if x.dtype not in cpu.CODES or not 0 <= channel_dim < x.ndim:
+        raise RuntimeError(
+            f"expected an input of floats with channels in dim {channel_dim}, got {tuple(x.shape)}, {x.dtype}"
+        )
+    layout = _layout(x.shape, x.stride(), channel_dim)
+    if layout is None:
+        return _kind(x.clone(), channel_dim, **options)
+    return Kind(layout, x.dtype, x.device, **options), x
 
 
 @functools.lru_cache(4096)
-def _layout(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, channel_dim: int) -> Layout:
-    x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    if dtype not in cpu.CODES or not 0 <= channel_dim < x.ndim:
-        raise RuntimeError(
-            f"expected an input of floats with channels in dim {channel_dim}, got {tuple(shape)}, {dtype}"
-        )
-    layout = Layout.of(x, channel_dim)
-    if layout.dense(x) is not x:
-        raise RuntimeError(f"expected an input contiguous or with the channels innermost, got strides {strides}")
-    return layout
+def _layout(shape: torch.Size, strides: tuple[int, ...], channel_dim: int) -> Layout | None:
+    """The layout of a tensor whose dims are put in their order in memory; None if there are gaps."""
+    order = sorted(range(len(shape)), key=strides.__getitem__, reverse=True)
+    in_order = torch.empty_strided(shape, strides, device="meta").permute(order)
+    return Layout.of(in_order, order.index(channel_dim)) if in_order.is_contiguous() else None
 
 
 def _checked(
     kind: Kind, x: Tensor, num_counts: int = 0, **tensors: Tensor | None
 ) -> tuple[interface.Kernels, list[Any]]:
-    """The kernels of this kind, and the tensors without gaps; a total ends in `num_counts` numbers of values.
+    """The kernels of this kind, and the tensors, in memory as x; a total ends in `num_counts` numbers of values.
 
     **Raises** RuntimeError unless dy, y and residual have the dtype and shape of x, and the others their numbers of
     per-channel values; all on the device of x, and with memory.
@@ -169,7 +173,8 @@ def _checked(
                     f"expected {name} of {x.dtype} and {tuple(x.shape)} on {x.device}, got {tensor.dtype} and "
                     f"{tuple(tensor.shape)} on {tensor.device}"
                 )
-            checked.append(kind.layout.dense(tensor))  # zeros that autograd has made up have strides of 0
+            # Zeros that autograd has made up have strides of 0.
+            checked.append(tensor if tensor.stride() == x.stride() else torch.empty_like(x).copy_(tensor))
         else:
             count, is_parameter = counts.get(name, channels), name in ("weight", "bias")
             fits = tensor.dtype in cpu.CODES if is_parameter else tensor.dtype == torch.float64
