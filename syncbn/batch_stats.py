@@ -49,11 +49,10 @@ def sync_batch_stats(
         process_group, channel_dim, mask: as in `sync_batch_norm`.
 
     Returns:
-        mean, var: (C,), float32, or float64 for float64 input; 0 where no rank has a value. The unbiased variance is
-            var * count / (count - 1).
-        count: (), int64, the number n of values of a channel, without a gradient.
-
-        Plain tensors; for a DTensor whose channels are sharded those of this rank's channels.
+        (mean, var, count): mean and var (C,), float32, or float64 for float64 input; 0 where no rank has a value.
+        count (), int64, the number n of values of a channel, without a gradient. The unbiased variance is
+        var * count / (count - 1). All are plain tensors; for a DTensor whose channels are sharded those of this rank's
+        channels.
 
     Raises:
         RuntimeError: as `sync_batch_norm`.
