@@ -40,7 +40,7 @@ class Net(LightningModule):
 def main() -> None:
     data = torch.randn(BATCH, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     loader = DataLoader(TensorDataset(data), BATCH // DEVICES)  # one batch, of which the Trainer gives each rank a part
-    sys.path += sys.argv[3:]
+    sys.path[:0] = sys.argv[3:]
     strategy, precision = (ModelParallelStrategy(DEVICES, 1), "32-true") if sys.argv[3:] else ("ddp", "64-true")
     ranks = {"strategy": strategy, "plugins": [SyncBatchNormPlugin()]} if DEVICES > 1 else {}
     output = {"default_root_dir": FOLDER, "logger": False, "enable_progress_bar": False}

@@ -34,10 +34,10 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
 
 @pytest.fixture
 def entry_points(tmp_path: Path) -> Path:
-    """A folder for sys.path where syncbn's entry points are, whether it is installed or not."""
+    """A folder for the front of sys.path where syncbn's entry points are, in place of those of an installed syncbn."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (folder := tmp_path / "syncbn_test-0.dist-info").mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: syncbn-test\nVersion: 0\n")
+    (folder := tmp_path / "syncbn-0.dist-info").mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: syncbn\nVersion: 0\n")
     sections = [
         f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in targets.items())
         for group, targets in project["entry-points"].items()
@@ -60,7 +60,7 @@ def test_each_trainer_checks_the_plugin(package: str, entry_points: Path) -> Non
     pytest.importorskip(package.partition(".")[0])
     code = f"""
 import sys
-sys.path.append({str(entry_points)!r})
+sys.path.insert(0, {str(entry_points)!r})
 from {package} import Trainer
 from {package}.strategies import ModelParallelStrategy
 from syncbn import convert_syncbn_model

@@ -23,7 +23,7 @@ layers have met. On a GPU the host would have to wait to read it.
 
 import contextlib
 import math
-import secrets
+import os
 from collections.abc import Iterator
 
 import torch
@@ -173,7 +173,7 @@ class UnregisteredReduction(EagerReduction):
         if not (payload.is_cpu and type(payload) is Tensor):  # the host cannot read it
             self._add_up(payload)
             return payload
-        t = float(1 + secrets.randbelow(2**16))
+        t = float(1 + int.from_bytes(os.urandom(2)))
         extended = torch.cat((payload, payload.new_tensor((t, t * t))))
         self._add_up(extended)
         payload.copy_(extended[:-TOKEN_NUMBERS])
