@@ -26,7 +26,7 @@ from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
 import syncbn
 from syncbn import general
 from syncbn.ranks import groups
-from syncbn.ranks.reductions import GraphReduction
+from syncbn.ranks.graph_reduction import GraphReduction
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 

@@ -23,7 +23,8 @@ from syncbn.inputs.unwrapping import unwrap, without_gaps
 from syncbn.kernels.interface import Kind
 from syncbn.kernels.select import general_kernels, is_transformed, why_forced
 from syncbn.plan import kind_of
-from syncbn.ranks.reductions import Reduction, reduction_in_graph, reduction_of
+from syncbn.ranks.graph_reduction import reduction_in_graph
+from syncbn.ranks.reductions import Reduction, reduction_of
 from syncbn.ranks.totals import total
 from syncbn.statistics import lacks_float64, to_float64, update_buffers
 from syncbn.torch_internals.autograd import innermost

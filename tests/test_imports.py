@@ -27,7 +27,7 @@ ORDER = [
     "inputs.dtensors inputs.nested inputs.subclasses inputs.traced",
     "plan",
     "arguments ranks.join_protocol",
-    "ranks.totals",
+    "ranks.graph_reduction ranks.totals",
     "ranks.reductions",
     "ranks.groups ranks.debug_mode",
     "ranks.collective",

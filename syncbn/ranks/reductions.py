@@ -1,8 +1,8 @@
 """Adds up over the ranks: one all_reduce each pass, by a reduction that is chosen once for a call.
 
-There are four reductions: for one rank, for a group in eager mode, for one that torch.distributed did not make, and for
-a group in a compiled graph. Calls that are not ordinary add up by `total` or `totals` of totals.py, whose results have
-derivatives and may be batched.
+There are four reductions: for one rank, for a group in eager mode, for one that torch.distributed did not make, and,
+in graph_reduction.py, for a group in a compiled graph. Calls that are not ordinary add up by `total` or `totals` of
+totals.py, whose results have derivatives and may be batched.
 
 W ranks; C channels; n_r values per channel on rank r.
 
@@ -38,14 +38,11 @@ from syncbn.ranks import groups
 from syncbn.ranks.collective import Collective
 from syncbn.ranks.guards import guards, joined_group
 from syncbn.ranks.unregistered import TOKEN_NUMBERS, UnregisteredGroup
-from syncbn.torch_internals.distributed import all_reduce_operator, group_in_graph
+from syncbn.torch_internals.distributed import all_reduce_operator
 from syncbn.torch_internals.state import (
-    constant_in_graphs,
     current_dispatch_mode,
-    inside_vmap_or_forward_mode,
 )
 
-UNCOMPILED = "leave out torch.compile"
 TRANSFORMED_GRAPH = "A compiled graph cannot all_reduce inside vmap or forward mode: compile without fullgraph=True."
 
 
@@ -205,23 +202,6 @@ class UnregisteredReduction(EagerReduction):
         pass  # there is no position
 
 
-class GraphReduction(Reduction):
-    """The ranks of a group in a compiled graph, which cannot tell its layer. The total is not read there."""
-
-    group: dist.ProcessGroup
-    num_ranks = None  # unused in a graph
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-
-    def total(self, sums: Tensor, pass_name: str, ends_in_n: bool = False, error: Exception | None = None) -> Tensor:
-        if inside_vmap_or_forward_mode():  # Dynamo would lose the total
-            raise RuntimeError(TRANSFORMED_GRAPH)
-        payload = torch.cat((sums, sums.new_zeros(TRAILER_NUMBERS - ends_in_n))) if sums.is_cpu else sums  # unsigned
-        dist.all_reduce(payload, group=group_in_graph(self.group))
-        return payload[: len(sums)]
-
-
 def reduction_of(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor | None) -> Reduction:
     """The reduction over the ranks that a call synchronises in eager mode; counts the call. See `groups.resolve`."""
     group = dist.group.WORLD if spec is None else groups.existing(spec)
@@ -239,27 +219,3 @@ def reduction_of(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor |
         site = failures.new_site(caller, group)
         object.__setattr__(caller, "_call_site", site)  # a layer's own may refuse
     return EagerReduction(group, site, getattr(input, "dtype", None))
-
-
-@constant_in_graphs  # Dynamo calls it and lets its error out; an error in what it traces makes it run eagerly
-def _refuse_unregistered() -> None:
-    what = "a layer's process_group, which torch.distributed did not make, cannot be in a compiled graph"
-    raise RuntimeError(f"{what}: {UNCOMPILED}")
-
-
-def reduction_in_graph(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor | None) -> Reduction:
-    """The ranks that a call synchronises in a compiled graph, as `reduction_of`. **Raises** RuntimeError where new
-    groups would have to be made, and inside syncbn.join."""
-    if isinstance(spec, UnregisteredGroup):
-        _refuse_unregistered()
-    if not dist.is_initialized():  # in graphs of torch 2.11 WORLD itself is never None
-        return ONE_RANK
-    if joined_group() is not None:
-        where = "inside syncbn.join and recompute_running_stats"
-        raise RuntimeError(f"{where} nothing may be compiled: {UNCOMPILED}")
-    group = groups.existing(spec)
-    if group is None and not isinstance(spec, groups.OfMesh):
-        remedy = "construct or convert the layers after torch.distributed.init_process_group()"
-        what = f"process_group={spec!r} needs new groups, which cannot be made inside a compiled graph"
-        raise RuntimeError(f"{what}; {remedy}")
-    return ONE_RANK if group is None or group.size() == 1 else GraphReduction(group)

@@ -1,0 +1,57 @@
+"""Adds up over the ranks in a compiled graph, which cannot tell its layer. The total is not read there."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncbn.diagnosis.positions import CallsOnGroups
+from syncbn.kernels.interface import TRAILER_NUMBERS
+from syncbn.ranks import groups
+from syncbn.ranks.guards import joined_group
+from syncbn.ranks.reductions import ONE_RANK, TRANSFORMED_GRAPH, Reduction
+from syncbn.ranks.unregistered import UnregisteredGroup
+from syncbn.torch_internals.distributed import group_in_graph
+from syncbn.torch_internals.state import constant_in_graphs, inside_vmap_or_forward_mode
+
+UNCOMPILED = "leave out torch.compile"
+
+
+class GraphReduction(Reduction):
+    """The ranks of a group in a compiled graph."""
+
+    group: dist.ProcessGroup
+    num_ranks = None  # unused in a graph
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def total(self, sums: Tensor, pass_name: str, ends_in_n: bool = False, error: Exception | None = None) -> Tensor:
+        if inside_vmap_or_forward_mode():  # Dynamo would lose the total
+            raise RuntimeError(TRANSFORMED_GRAPH)
+        payload = torch.cat((sums, sums.new_zeros(TRAILER_NUMBERS - ends_in_n))) if sums.is_cpu else sums  # unsigned
+        dist.all_reduce(payload, group=group_in_graph(self.group))
+        return payload[: len(sums)]
+
+
+@constant_in_graphs  # Dynamo calls it and lets its error out; an error in what it traces makes it run eagerly
+def _refuse_unregistered() -> None:
+    what = "a layer's process_group, which torch.distributed did not make, cannot be in a compiled graph"
+    raise RuntimeError(f"{what}: {UNCOMPILED}")
+
+
+def reduction_in_graph(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor | None) -> Reduction:
+    """The ranks that a call synchronises in a compiled graph, as `reduction_of`. **Raises** RuntimeError where new
+    groups would have to be made, and inside syncbn.join."""
+    if isinstance(spec, UnregisteredGroup):
+        _refuse_unregistered()
+    if not dist.is_initialized():  # in graphs of torch 2.11 WORLD itself is never None
+        return ONE_RANK
+    if joined_group() is not None:
+        where = "inside syncbn.join and recompute_running_stats"
+        raise RuntimeError(f"{where} nothing may be compiled: {UNCOMPILED}")
+    group = groups.existing(spec)
+    if group is None and not isinstance(spec, groups.OfMesh):
+        remedy = "construct or convert the layers after torch.distributed.init_process_group()"
+        what = f"process_group={spec!r} needs new groups, which cannot be made inside a compiled graph"
+        raise RuntimeError(f"{what}; {remedy}")
+    return ONE_RANK if group is None or group.size() == 1 else GraphReduction(group)
