@@ -121,6 +121,7 @@ def by_hsdp() -> nn.Module:
 
 ENGINES = {
     "torchrun": by_torchrun,
+    "spawn": by_torchrun,
     "accelerate": by_accelerate,
     "fabric": by_fabric,
     "trainer": by_trainer,
@@ -149,7 +150,7 @@ def try_engine(name: str) -> bool:
 
 def spawned(rank: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(PORT), RANK=str(rank))
-    if not try_engine("torchrun"):
+    if not try_engine("spawn"):
         raise SystemExit(1)
 
 
