@@ -68,7 +68,7 @@ def sync_batch_stats(
     reduction = general.reduction_now(arguments, _CALLER)
     try:
         general.check(arguments)
-    except (RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:
         general.raise_on_all_ranks(error, [arguments], reduction, "forward")
     with recorded("syncbn.forward"), reduction.telling_errors("forward"):
         arguments = without_gaps(masks.apply(arguments)[0])
@@ -86,8 +86,8 @@ def sync_batch_stats(
 class _Sums(torch.autograd.Function):
     """(call, x, num_values) -> the sums over all ranks, packed as in statistics.py; see general.SyncBatchNormFunction.
 
-    Saved for backward: x. Collectives: one all_reduce each way. Backward needs no statistics, so second derivatives
-    need no other.
+    Saved for backward: x and the sums. Collectives: one all_reduce each way. The gradient is d sum + 2 x d sum of
+    squares; x is taken as center + (x - center), by any constant center, so that second derivatives need no other.
     """
 
     @staticmethod
@@ -99,13 +99,16 @@ class _Sums(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor]) -> None:
         call, x, _ = inputs
         ctx.kind, ctx.reduction = call.kind, call.reduction
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x, *output)
 
     @staticmethod
     def backward(ctx: Any, grad_sums: Tensor) -> tuple[None, Tensor, None]:
-        (x,), layout = ctx.saved_tensors, ctx.kind.layout
-        kernels = torch_kernels(ctx.kind)
+        kernels, layout = torch_kernels(ctx.kind), ctx.kind.layout
         with recorded("syncbn.backward"), ctx.reduction.telling_errors("backward"):
-            of_sum, of_square = map(kernels.column, total(grad_sums[:-1], ctx.reduction, "backward").chunk(2))
-            wide_grad_x = of_sum + 2 * of_square * layout.fold(x).to(kernels.wide)
+            x, sums = ctx.saved_tensors
+            sum_x, _, n = sums.detach().split((layout.sizes[1], layout.sizes[1], 1))
+            center = sum_x / n.clamp(min=1)
+            of_sum, of_square = total(grad_sums[:-1], ctx.reduction, "backward").chunk(2)
+            at_center, slope = kernels.column(of_sum + 2 * of_square * center), kernels.column(2 * of_square)
+            wide_grad_x = at_center + slope * kernels.minus_mean(layout.fold(x), center)
             return None, layout.unfold(wide_grad_x, x.shape).to(x.dtype), None

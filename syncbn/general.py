@@ -134,7 +134,8 @@ class SyncBatchNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:5]
-        return None, *gradients(ctx.kind, dy, ctx.saved_tensors, needed, ctx.reduction), None
+        with ctx.reduction.telling_errors("backward"):
+            return None, *gradients(ctx.kind, dy, ctx.saved_tensors, needed, ctx.reduction), None
 
 
 def total_of_all(sums: Tensor, num_values: Tensor | None, reduction: Reduction) -> Tensor:
@@ -181,7 +182,7 @@ def raise_on_all_ranks(error: Exception, inputs: Sequence[Arguments], reduction:
 
 
 def _likely_channels(arguments: Arguments) -> int | None:
-    """The number of channels that most arguments have, as one of them is wrong; None if only a bad input tells it."""
+    """The number of channels that most arguments have, as one of them is wrong; None if nothing tells it."""
     votes = [tensor.numel() for tensor in arguments.per_channel().values() if isinstance(tensor, Tensor)]
     if not votes and arguments.num_channels:
         return arguments.num_channels

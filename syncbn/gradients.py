@@ -45,9 +45,9 @@ class BackwardInput(NamedTuple):
 
 def gradients(kind: Kind, dy: Tensor | None, saved: Saved, needed: Needed, reduction: Reduction) -> Gradients:
     """The gradients behind a forward of this kind. One all_reduce, whichever gradients are needed; with a graph
-    (create_graph=True) two."""
+    (create_graph=True) two. The caller tells the errors of this rank to the others."""
     inputs = BackwardInput.of(kind, dy, saved, needed)
-    with recorded("syncbn.backward"), reduction.telling_errors("backward"):
+    with recorded("syncbn.backward"):
         if torch.is_grad_enabled():  # the saved statistics are constants to autograd
             return gradients_with_graph([inputs], reduction)[0]
         kernels = inputs.kernels()

@@ -69,7 +69,8 @@ class SyncBatchNormCheck(Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """The Trainer calls this when the strategy has set the model up."""
-        if isinstance(getattr(trainer.strategy, "_layer_sync", None), SyncBatchNormPlugin):
+        plugin = getattr(trainer.strategy, "_layer_sync", None)
+        if trainer.world_size > 1 and isinstance(plugin, SyncBatchNormPlugin):
             found = [row for row in unsynchronised(pl_module) if row[2] == CONVERT and row[1].training]
             if found:
                 raise RuntimeError(

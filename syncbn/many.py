@@ -195,13 +195,13 @@ class SyncBatchNormManyFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        all_saved, all_needed = _in_threes(ctx.saved_tensors), _in_threes(ctx.needs_input_grad[1:])
         inputs, plans, is_plain = [], [], runs_plainly() and not torch.is_grad_enabled()
-        for kind, dy, (x, weight, statistics), needed in zip(ctx.kinds, dys, all_saved, all_needed, strict=False):
-            saved, all_four = (x, weight, statistics, None), (*needed, False)
-            inputs.append(BackwardInput.of(kind, dy, saved, all_four))
-            plans.append(backward_plan(kind, inputs[-1].dy, saved, all_four) if is_plain else None)
         with recorded("syncbn.backward"), ctx.reduction.telling_errors("backward"):
+            all_saved, all_needed = _in_threes(ctx.saved_tensors), _in_threes(ctx.needs_input_grad[1:])
+            for kind, dy, (x, weight, statistics), needed in zip(ctx.kinds, dys, all_saved, all_needed, strict=False):
+                saved, all_four = (x, weight, statistics, None), (*needed, False)
+                inputs.append(BackwardInput.of(kind, dy, saved, all_four))
+                plans.append(backward_plan(kind, inputs[-1].dy, saved, all_four) if is_plain else None)
             if torch.is_grad_enabled():
                 results = gradients_with_graph(inputs, ctx.reduction)
             else:

@@ -120,20 +120,19 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        saved = x, _, _, y = ctx.saved_tensors
+        reduction, kernels = ctx.reduction, None
         needed = _, _, _, needs_residual = ctx.needs_input_grad[:4]
-        kernels = None
-        # A profiler shows the range of this node, _StepBackward.
-        if (runs_plainly() or (dy.is_cuda and only_profiled())) and not torch.is_grad_enabled():
-            if dy.stride() != x.stride():
-                dy = ctx.kind.layout.dense(dy)
-            kernels = backward_plan(ctx.kind, dy, saved, needed)
-        if kernels is None:
-            return *gradients.gradients(ctx.kind, dy, saved, needed, ctx.reduction), None, None
-
-        reduction = ctx.reduction
-        signature = reduction.signatures["backward", x.dtype]
         try:
+            saved = x, _, _, y = ctx.saved_tensors  # which calls hooks of users and of activation checkpointing
+            # A profiler shows the range of this node, _StepBackward.
+            if (runs_plainly() or (dy.is_cuda and only_profiled())) and not torch.is_grad_enabled():
+                if dy.stride() != x.stride():
+                    dy = ctx.kind.layout.dense(dy)
+                kernels = backward_plan(ctx.kind, dy, saved, needed)
+            if kernels is None:
+                return *gradients.gradients(ctx.kind, dy, saved, needed, reduction), None, None
+
+            signature = reduction.signatures["backward", x.dtype]
             sums, *of_parameters, handle = kernels.backward_sums(dy, saved, signature, reduction.group is None)
         except Exception as error:
             reduction.leave_out(error, "backward")

@@ -27,7 +27,7 @@ def lacks_float64(device: torch.device) -> bool:
             try:
                 with outside_modes():
                     torch.ones(2, dtype=torch.float64, device=device).sum().item()
-            except torch.OutOfMemoryError:  # says nothing of the next time
+            except (torch.OutOfMemoryError, torch.AcceleratorError):  # say nothing of the next time
                 raise
             except (RuntimeError, TypeError):  # TypeError: MPS's
                 lacks = True

@@ -43,7 +43,7 @@ def meet_first(entry: Entry) -> None:
     assert group is not None
     rank.write_position()
     seconds = min(FIRST_MEETING_SECONDS, timeout_of(group).total_seconds() / 2)
-    may_abort = joined_group() is None and f"{entry.device_type}:gloo" in dist.get_backend_config(group)
+    may_abort = joined_group() is None and f"{entry.device.type}:gloo" in dist.get_backend_config(group)
     if may_abort and not rank.meet("first", group, seconds):
         text = "syncbn: rank %d has waited %g s for others before its first collective with them, and goes on.\n%s"
         log.warning(text, rank.rank, seconds, report.where_all_are(WaitInLayer(entry)))

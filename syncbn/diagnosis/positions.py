@@ -147,7 +147,8 @@ class Entry(Protocol):
     pass_name: str
     number: int  # of the collective among syncbn's on the group, from 1
     start: float  # by time.monotonic
-    device_type: str  # of what is sent
+    device: torch.device  # of what is sent
+    has_failed: bool
 
 
 def position_in(entry: Entry | None) -> Position:

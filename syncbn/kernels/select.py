@@ -115,7 +115,7 @@ REMEDIES = {
     "No module named 'triton'": "pip install triton",
     "C compiler": "install a C compiler, such as gcc",
     "'-shared'": "the C compiler has said why above; if it found no Python.h, install Python's headers (python3-dev)",
-    "libcuda": "run ldconfig as root, or set TRITON_LIBCUDA_PATH to the folder of libcuda.so.1",
+    "libcuda.so cannot found": "run ldconfig as root, or set TRITON_LIBCUDA_PATH to the folder of libcuda.so.1",
     "ldconfig'": "install ldconfig, or set TRITON_LIBCUDA_PATH to the folder of libcuda.so.1",
 }
 
@@ -138,9 +138,12 @@ def _why_no_triton(device: torch.device, compiling: bool) -> str | None:
         raise
     except Exception as error:  # of whatever class: no triton, no C compiler, a GPU that it does not know
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if reason.startswith("RuntimeError: Triton Error [CUDA]: out of memory"):
+            raise
         reason += "".join(f"; {remedy}" for part, remedy in REMEDIES.items() if part in reason)
         # Where the cache fails the other ranks would not fall back, and their running statistics had other bits.
-        if isinstance(error, OSError) and "ldconfig" not in reason:
+        is_of_compiler = isinstance(error, FileNotFoundError) and error.filename == os.environ.get("CC")
+        if isinstance(error, OSError) and "ldconfig" not in reason and not is_of_compiler:
             remedy = "set TRITON_CACHE_DIR to a folder on a local disk"
             raise RuntimeError(f"syncbn: Triton cannot use its cache: {error}; {remedy}") from error
     _triton_works[device] = reason

@@ -2,8 +2,12 @@
 
 import time
 
+import torch
+
 from syncbn.diagnosis import failures
 from syncbn.diagnosis.positions import Site
+
+CPU = torch.device("cpu")
 
 
 class Collective:
@@ -13,10 +17,12 @@ class Collective:
     **Raises** RuntimeError with the positions of all ranks when the collective fails.
     """
 
-    def __init__(self, site: Site, call: int, pass_name: str, device_type: str = "cpu") -> None:
+    has_failed = False
+
+    def __init__(self, site: Site, call: int, pass_name: str, device: torch.device = CPU) -> None:
         site.state.num_collectives += 1
         self.site, self.call, self.pass_name, self.number = site, call, pass_name, site.state.num_collectives
-        self.device_type = device_type  # of what is sent
+        self.device = device  # of what is sent
         self.start = time.monotonic()
 
     def __enter__(self) -> "Collective":
@@ -26,6 +32,7 @@ class Collective:
         return self
 
     def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
+        self.has_failed = error is not None
         try:
             if isinstance(error, RuntimeError):
                 failures.explain(self, error)

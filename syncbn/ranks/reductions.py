@@ -105,7 +105,7 @@ class EagerReduction(Reduction):
         for guard in guards:
             guard.before_all_reduce(self, payload, pass_name)
         fault = None
-        with Collective(self.site, self.call, pass_name, payload.device.type) as collective:
+        with Collective(self.site, self.call, pass_name, payload.device) as collective:
             if not in_place:
                 payload = all_reduce_operator(payload, self.group)
             else:
@@ -136,7 +136,8 @@ class EagerReduction(Reduction):
 
     def leave_out(self, error: BaseException, pass_name: str) -> None:
         site, last = self.site, self.site.rank.last
-        if last is None or (last.site, last.call, last.pass_name) != (site, self.call, pass_name):
+        of_this_call = last is not None and (last.site, last.call) == (site, self.call)
+        if last is None or not of_this_call or not (last.has_failed or last.pass_name == pass_name):
             site.rank.leave_out(site.doing(self.call, pass_name), error)
 
     @contextlib.contextmanager
@@ -182,7 +183,7 @@ class UnregisteredReduction(EagerReduction):
         if num_signed * squares != total * total:
             what = "the ranks are in different passes, or have inputs of different dtypes; all must do the same"
             raise RuntimeError(f"{self.who}; {what}")
-        if pass_name != "forward" and num_signed != self.num_ranks:
+        if self.num_ranks and pass_name != "forward" and num_signed != self.num_ranks:
             changed = f"forward has added up {self.num_ranks} ranks and {pass_name} {num_signed:g}"
             warn_once(f"{self.who}; {changed}. This step's gradients are wrong: discard it")
         self.num_ranks = int(num_signed)

@@ -65,7 +65,8 @@ def summary(model: nn.Module) -> Summary:
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)}
     rows = Summary(_row(name or "(the model)", layer, layer in compiled) for name, layer in layers.items())
     found = unsynchronised(model)
-    rows.others = described([row for row in found if not rows or row[2] != BY_ITSELF])  # which may call ours
+    # What normalises by itself may call ours, and a frozen layer normalises by its running statistics.
+    rows.others = described([row for row in found if not rows or (row[2] != BY_ITSELF and row[1].training)])
     return rows
 
 

@@ -225,6 +225,31 @@ def test_an_error_of_one_rank_alone_is_told_by_the_others(
     dist.barrier()
 
 
+@pytest.mark.two_ranks
+@on_cpu
+def test_an_error_of_a_saved_tensors_hook_is_told(ranks: Ranks, log_of_waits: pytest.LogCaptureFixture) -> None:
+    """As of torch.autograd.graph.save_on_cpu, or of activation checkpointing, which computes again."""
+    layer, x = layer_and_input(ranks)
+    is_broken = ranks.rank == 1
+
+    def unpack(tensor: Tensor) -> Tensor:
+        if is_broken:
+            raise MemoryError("no room")
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        y = layer(x.requires_grad_())
+    if ranks.rank == 1:
+        with pytest.raises(MemoryError):
+            y.sum().backward(retain_graph=True)
+        time.sleep(2)
+        is_broken = False
+    y.sum().backward()
+    expected = "left out SyncBatchNorm backward, call 1, because of MemoryError: no room"
+    assert (expected in log_of_waits.text) == (ranks.rank == 0), log_of_waits.text
+    dist.barrier()
+
+
 # What comes before a collective outside of the layers, and the collective.
 OUTSIDE: dict[str, Callable[[], Callable[[], object]]] = {
     "barrier": lambda: dist.barrier,

@@ -161,6 +161,11 @@ def test_copies_share_the_group_and_pickles_drop_it(ranks: Ranks) -> None:
     layer = layer_over(group, ranks)
     assert copy.deepcopy(layer).process_group is layer.process_group is group
     syncbn.assert_synced(layer)
+    if ranks.size > 1:
+        copied = copy.deepcopy(layer)
+        copied.running_mean += ranks.rank
+        with pytest.raises(AssertionError, match="running_mean"):
+            syncbn.assert_synced(copied)
     loaded = pickle.loads(pickle.dumps(layer))
     assert isinstance(loaded.process_group, UnregisteredGroup)
     with pytest.raises(RuntimeError, match=r"a process group, which torch.distributed did not make.* was destroyed"):
@@ -191,3 +196,19 @@ def test_a_group_that_registers_itself_for_this_rank_alone(ranks: Ranks) -> None
     torch.testing.assert_close(layer.running_mean, 0.1 * whole.mean(0))
     # destroy_process_group, and Dynamo where it meets this group in the registry, fail as it has no name.
     dist.distributed_c10d._world.pg_map.pop(group)
+
+
+def test_the_backward_function_needs_no_forward(ranks: Ranks, recwarn: pytest.WarningsRecorder) -> None:
+    x = batch_of(ranks)[1].detach()
+    mean, invstd = torch.zeros(x.shape[1]), torch.ones(x.shape[1])
+    of_group, of_all = (
+        syncbn.functional.batch_norm_backward(x, x, mean, invstd, process_group=group) for group in (UsersGroup(), None)
+    )
+    torch.testing.assert_close(of_group, of_all)
+    assert not recwarn.list
+
+
+def test_statistics_are_not_recomputed_over_other_ranks(ranks: Ranks) -> None:
+    layer, x = layer_over(UsersGroup(), ranks), batch_of(ranks)[1]
+    with pytest.raises(ValueError, match=r"recompute_running_stats.* need a group that it made"):
+        syncbn.recompute_running_stats(layer, [x])
