@@ -146,7 +146,7 @@ struct BackwardOutputs {
   double* scratch;
 };
 
-// The loops over tensors, and over numbers of channels, of a dtype.
+// The loops over tensors, and over per-channel values, of a dtype.
 struct Loops {
   Status (*sum)(const Kind&, const Sums&, bool backward, double* scratch);
   Status (*normalize)(const Kind&, const ForwardOutputs&, const double* coefficients, double* scratch);

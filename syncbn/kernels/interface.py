@@ -27,7 +27,7 @@ Needed: TypeAlias = tuple[bool, bool, bool, bool]  # the gradients of x, weight,
 GradientPair: TypeAlias = tuple[Tensor | None, Tensor | None]  # of x, residual
 TRAILER_NUMBERS = 1 + len(UNSIGNED)  # n (0 in backward) and a signature, which end the sums of a kind that `is_signed`
 
-NO_MEMORY = "a tensor has no memory of its own, as where its storage was resized to 0 bytes"
+NO_MEMORY = "the storage of a tensor was freed (resized to 0 bytes); give it memory before the call"
 
 
 class Handle(NamedTuple):
