@@ -76,12 +76,13 @@ def train(arguments: Arguments, caller: CallsOnGroups, kernels: Kernels | None =
 def _train_watched(arguments: Arguments, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
     """`train` where torch does not run plainly. On a GPU a profiler sees the launches themselves, so the step launches
     what it does without one; on a CPU it sees operators alone."""
-    kernels = forward_plan(arguments) if only_profiled() else None
-    if kernels is None or not arguments.input.is_cuda:
-        return general.train(arguments, caller)
-    if current_backward() != -1:  # as in `train`
-        arguments = arguments.without_running_stats()
+    x, kernels = arguments.input, None
+    if isinstance(x, Tensor) and x.is_cuda and only_profiled():
+        if current_backward() != -1:  # as in `train`
+            arguments = arguments.without_running_stats()
         kernels = forward_plan(arguments)
+    if kernels is None:
+        return general.train(arguments, caller)
     with recorded("syncbn.forward"):
         return train(arguments, caller, kernels)
 

@@ -196,8 +196,9 @@ def test_kernels_one_at_a_time_are_refused_under_nccl(
 ) -> None:
     """On every rank, if one has the variable: a finished rank waits in two of nccl's kernels at once."""
     ddp = make_ddp(ranks)
-    monkeypatch.setattr(DistributedDataParallel, "join_device", torch.device("cuda"))
-    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
+    if ranks.device.type == "cpu":  # stands for a GPU
+        monkeypatch.setattr(DistributedDataParallel, "join_device", torch.device("cuda"))
+        monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
     if ranks.rank == 0:
         monkeypatch.setenv(name, value)
     if value == "8":
