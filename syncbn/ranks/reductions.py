@@ -136,8 +136,12 @@ class EagerReduction(Reduction):
 
     def leave_out(self, error: BaseException, pass_name: str) -> None:
         site, last = self.site, self.site.rank.last
-        of_this_call = last is not None and (last.site, last.call) == (site, self.call)
-        if last is None or not of_this_call or not (last.has_failed or last.pass_name == pass_name):
+        came_to_it = (
+            last is not None
+            and (last.site, last.call) == (site, self.call)
+            and (last.has_failed or last.pass_name == pass_name)
+        )  # with create_graph a pass has two, and the first has another name
+        if not came_to_it:
             site.rank.leave_out(site.doing(self.call, pass_name), error)
 
     @contextlib.contextmanager
@@ -159,7 +163,7 @@ class UnregisteredReduction(EagerReduction):
     a random number and its square: a group that averages looks like one rank, but its t^2 is not the square of its t.
     """
 
-    signatures = Signatures(1024)
+    signatures = Signatures(1024)  # whose sums are exact for so many ranks at most
     signatures.identity = "a layer"  # the ranks cannot agree on a name
 
     def __init__(self, spec: UnregisteredGroup, group: dist.ProcessGroup, dtype: torch.dtype | None) -> None:
