@@ -228,3 +228,17 @@ def test_a_bad_argument_of_one_rank(ranks: Ranks) -> None:
     layer = syncbn.SyncBatchNorm(C)
     with pytest.raises(ValueError, match="expected 3 channels"):
         layer(torch.randn(2, C + ranks.rank, 4))
+
+
+def test_gradients_of_the_statistics_keep_their_digits(ranks: Ranks) -> None:
+    """The gradient of var is 2 (x - mean) / n, which about zero would lose all digits."""
+    whole, _, _, own = batch(ranks, SIZES[ranks.size], shift=1e4)
+    x = whole[own].clone().requires_grad_()
+    mean, var, _ = syncbn.functional.sync_batch_stats(x)
+    (mean.sum() + var.sum()).backward()
+    reference = whole.double().requires_grad_()
+    values = reference.transpose(0, 1).flatten(1)
+    (ranks.size * (values.mean(1).sum() + values.var(1, correction=0).sum())).backward()
+    expected = reference.grad
+    assert expected is not None and x.grad is not None
+    assert (x.grad - expected[own]).abs().max() <= TOLERANCE * expected.abs().max()
