@@ -240,5 +240,6 @@ def test_gradients_of_the_statistics_keep_their_digits(ranks: Ranks) -> None:
     values = reference.transpose(0, 1).flatten(1)
     (ranks.size * (values.mean(1).sum() + values.var(1, correction=0).sum())).backward()
     expected = reference.grad
-    assert expected is not None and x.grad is not None
+    assert expected is not None
+    assert x.grad is not None
     assert (x.grad - expected[own]).abs().max() <= TOLERANCE * expected.abs().max()
