@@ -7,7 +7,8 @@
 Counted are the write calls of a rank and their bytes, as Linux keeps them in /proc/self/io: gloo's messages with their
 headers. Three schemes, for a layer of C channels:
 
-    syncbn    forward all_reduce of 2C + 1 float64, backward all_reduce of 2C float64 (without the signatures of CPUs)
+    syncbn    forward 2C + 1 float64, backward 2C float64 (without the signatures of CPUs): each an all_reduce or, among
+              at most 16 ranks of gloo, an exchange, in which a rank sends its numbers to all others
     torch     nn.SyncBatchNorm: forward all_gather of 2C + 1 float32 from every rank, backward all_reduce of 2C float32
     apex      apex.parallel.SyncBatchNorm without its extension: two all_reduces of C float32 each way
 
@@ -15,6 +16,7 @@ The model, for W ranks, n bytes of each, a latency a in seconds and a bandwidth 
 
     all_reduce    ring 2 (W - 1) (a + n / (W b))      tree 2 log2(W) a + 2 n / b
     all_gather    ring (W - 1) (a + n / b)            tree log2(W) a + (W - 1) n / b
+    exchange      a + (W - 1) n / b
 
 Thakur, Rabenseifner & Gropp 2005, https://doi.org/10.1177/1094342005051521. The tree of the all_reduce is pipelined, as
 nccl's; that of the all_gather is recursive doubling, where nccl has a ring. gloo's are rings, so a and b are fitted to
@@ -39,6 +41,8 @@ import torch.distributed as dist
 from benchmarks.measuring import Session, in_turn, session, slowest_rank, time_stages
 from torch import Tensor
 
+from syncbn.ranks.all_reduce import MOST_RANKS_OF_EXCHANGE, all_reduce, exchanges
+
 COUNTED_STEPS = 20
 CHANNELS = 256  # of the layer whose messages are counted
 TIMED_BYTES = (1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000)
@@ -51,10 +55,10 @@ RESNET = [64]  # channels of ResNet-50's layers
 for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
     RESNET += [4 * width] + blocks * [width, width, 4 * width]
 
-Collective = tuple[str, int]  # all_reduce or all_gather, and the bytes that a rank gives to it
+Collective = tuple[str, int]  # all_reduce, all_gather or total, which is syncbn's; the bytes that a rank gives to it
 # Name -> the collectives of the forward and backward of a layer of c channels.
 SCHEMES: dict[str, Callable[[int], list[Collective]]] = {
-    "syncbn": lambda c: [("all_reduce", 8 * (2 * c + 1)), ("all_reduce", 8 * 2 * c)],
+    "syncbn": lambda c: [("total", 8 * (2 * c + 1)), ("total", 8 * 2 * c)],
     "torch": lambda c: [("all_gather", 4 * (2 * c + 1)), ("all_reduce", 4 * 2 * c)],
     "apex": lambda c: [("all_reduce", 4 * c)] * 4,
 }
@@ -64,6 +68,9 @@ def call_of(kind: str, num_bytes: int) -> Callable[[], object]:
     mine = torch.zeros(num_bytes // 4) if num_bytes % 8 else torch.zeros(num_bytes // 8, dtype=torch.float64)
     if kind == "all_reduce":
         return partial(dist.all_reduce, mine)
+    if kind == "total":
+        assert dist.group.WORLD is not None
+        return partial(all_reduce, mine, dist.group.WORLD, exchanges(dist.group.WORLD))
     return partial(dist.all_gather, [torch.empty_like(mine) for _ in range(dist.get_world_size())], mine)
 
 
@@ -92,7 +99,7 @@ def measure(arguments: argparse.Namespace, here: Session) -> None:
     sent = {scheme: count(scheme) for scheme in SCHEMES}
     rows = [(scheme, f"{one['messages']:.0f}", f"{one['bytes']:,.0f}") for scheme, one in sent.items()]
     here.show(f"a step of {CHANNELS} channels on {ranks} ranks", ("scheme", "messages a rank", "bytes a rank"), rows)
-    timed = itertools.product(("all_reduce", "all_gather"), TIMED_BYTES if arguments.rounds else ())
+    timed = itertools.product(("all_reduce", "all_gather", "total"), TIMED_BYTES if arguments.rounds else ())
     calls = {one: partial(time_stages, here.device, call_of(*one)) for one in timed}
     times = []
     for (kind, num_bytes), samples in in_turn(calls, arguments.rounds, warm_up=3).items():
@@ -113,6 +120,8 @@ class Network(NamedTuple):
 def coefficients(topology: str, kind: str, ranks: int, num_bytes: int) -> tuple[float, float]:
     """Of the latency and of the inverse bandwidth in the time of a collective."""
     turns = ranks - 1 if topology == "ring" else math.log2(ranks)
+    if kind == "total" and topology == "ring" and ranks <= MOST_RANKS_OF_EXCHANGE:
+        return 1, (ranks - 1) * num_bytes
     if kind == "all_gather":
         return turns, (ranks - 1) * num_bytes
     return 2 * turns, 2 * num_bytes * ((ranks - 1) / ranks if topology == "ring" else 1)

@@ -58,16 +58,16 @@ def train(arguments: Arguments, caller: CallsOnGroups, kernels: Kernels | None =
     outer, num_channels, inner = kernels.kind.layout.sizes
     if num_values is not None:  # a mask has set the other values to 0; n stands behind sum x and sum x^2
         sums[2 * num_channels] = num_values
-    reduction.all_reduce(sums, "forward")
+    total = reduction.all_reduce(sums, "forward")
     if outer * inner < 2 or num_values is not None:  # else this rank alone has two values
-        require_two_values(sums[2 * num_channels], x)
+        require_two_values(total[2 * num_channels], x)
     momentum = arguments.momentum
     assert not isinstance(momentum, Tensor)  # there is no plan for such a call
     y, statistics, is_finite = kernels.forward_outputs(
-        handle, x, sums, weight, bias, z, arguments.running_mean, arguments.running_var, arguments.counter, momentum
+        handle, x, total, weight, bias, z, arguments.running_mean, arguments.running_var, arguments.counter, momentum
     )
     if not is_finite:
-        reduction.warn_unless_finite(kernels.forward_sums(x)[0])  # again, as the all_reduce has overwritten them
+        reduction.warn_unless_finite(kernels.forward_sums(x)[0])  # again, as an all_reduce may have overwritten them
     if caller._synchronised_ranks != reduction.num_ranks:
         object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)  # a layer's own may refuse
     return _apply(x, weight, bias, z, (y, statistics), (kernels, reduction)), statistics
@@ -138,8 +138,8 @@ class _Step(torch.autograd.Function):
         except Exception as error:
             reduction.leave_out(error, "backward")
             raise
-        reduction.all_reduce(sums, "backward")
-        grad_x, grad_residual = kernels.backward_outputs(handle, dy, saved, sums)
+        total = reduction.all_reduce(sums, "backward")
+        grad_x, grad_residual = kernels.backward_outputs(handle, dy, saved, total)
         return grad_x, *of_parameters, dy if needs_residual and y is None else grad_residual, None, None
 
 

@@ -104,7 +104,7 @@ FAULTS = {
     ),
     "in evaluation": Fault(
         "call `model.train()` on all ranks before a training step",
-        TERMINATION + _where(IN_1, EVALUATES),
+        _where(IN_1, EVALUATES),
         _where(IN_1, EVALUATES),
     ),
     "not converted": Fault(
@@ -148,7 +148,7 @@ FAULTS = {
     ),
     "group destroyed": Fault(
         "destroy the process group on all ranks, after the last step",
-        TERMINATION + _where(IN_1, r"after body\.bn\d .*"),
+        _where(IN_1, r"after body\.bn\d .*"),
         _where(IN_1, f"{BEFORE_STEP}{BLOCKED}; has left.*"),
     ),
     "group made anew": Fault("destroy and make groups on all ranks at the same place", _where(IN_1, "after .*")),

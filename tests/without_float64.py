@@ -19,11 +19,11 @@ def take_for_one(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class PerChannelAlone(TorchDispatchMode):
-    """Refuses float64 tensors larger than what is computed of the channels on the CPU."""
+    """Refuses float64 tensors larger than what is computed of the channels on the CPU, and sent to so many ranks."""
 
-    def __init__(self, num_channels: int) -> None:
+    def __init__(self, num_channels: int, num_ranks: int) -> None:
         super().__init__()
-        self.most = 5 * num_channels + 8
+        self.most = max(5 * num_channels + 8, num_ranks * (2 * num_channels + 5))
 
     def __torch_dispatch__(
         self, operator: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None

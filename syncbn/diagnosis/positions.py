@@ -37,6 +37,7 @@ import torch.distributed as dist
 from syncbn.diagnosis import processes
 from syncbn.diagnosis.names import line_that_calls_model, quoted
 from syncbn.kernels.interface import UNSIGNED, Signature
+from syncbn.ranks.all_reduce import exchanges
 from syncbn.texts import in_words
 from syncbn.torch_internals.distributed import default_store
 from syncbn.torch_internals.state import constant_in_graphs
@@ -111,6 +112,7 @@ class Site:
         self.caller, self.rank, self.state = ref(caller), rank, rank.groups[group]
         self.group: Callable[[], dist.ProcessGroup | None] = ref(group)
         self.group_name, self.num_ranks, self.num_calls = group.group_name, group.size(), 0
+        self.exchanges = exchanges(group)
         self.path = path  # the dotted name in the model, or the function's name; empty for a layer without a model
         self.first_line = line_that_calls_model()
         self.name = quoted(path) or type(caller).__name__

@@ -7,6 +7,7 @@ from torch import Tensor
 from syncbn.diagnosis.positions import CallsOnGroups
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.ranks import groups
+from syncbn.ranks.all_reduce import all_reduce, exchanges
 from syncbn.ranks.guards import joined_group
 from syncbn.ranks.reductions import ONE_RANK, TRANSFORMED_GRAPH, Reduction
 from syncbn.ranks.unregistered import UnregisteredGroup
@@ -29,8 +30,7 @@ class GraphReduction(Reduction):
         if inside_vmap_or_forward_mode():  # Dynamo would lose the total
             raise RuntimeError(TRANSFORMED_GRAPH)
         payload = torch.cat((sums, sums.new_zeros(TRAILER_NUMBERS - ends_in_n))) if sums.is_cpu else sums  # unsigned
-        dist.all_reduce(payload, group=group_in_graph(self.group))
-        return payload[: len(sums)]
+        return all_reduce(payload, group_in_graph(self.group), exchanges(self.group))[: len(sums)]
 
 
 @constant_in_graphs  # Dynamo calls it and lets its error out; an error in what it traces makes it run eagerly

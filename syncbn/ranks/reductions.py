@@ -12,9 +12,9 @@ W ranks; C channels; n_r values per channel on rank r.
 | backward | sum dy, sum dy * (x - mean)                 | 2C      | their sums over all ranks |
 
 All numbers are float64, and the sums are not centred, so that uneven and empty ranks need no special case. Each pass is
-exactly one all_reduce when the group has two or more ranks, and none otherwise. A rank with bad arguments cannot
-compute its sums but must not leave the others waiting: it joins the forward all_reduce with zeros and n_r = NaN, which
-every rank sees in the total.
+exactly one collective when the group has two or more ranks, and none otherwise: an all_reduce, which small groups of
+gloo make by an exchange, see all_reduce.py. A rank with bad arguments cannot compute its sums but must not leave the
+others waiting: it joins the forward all_reduce with zeros and n_r = NaN, which every rank sees in the total.
 
 On CPU the payload ends in a trailer of four numbers: n (0 in backward, so that both passes send 2C + 4) and a
 signature, see diagnosis/positions.py. Every rank reads the total's trailer, and sees there whether ranks in different
@@ -35,13 +35,11 @@ from syncbn.diagnosis import failures
 from syncbn.diagnosis.positions import CallsOnGroups, Signatures, Site
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.ranks import groups
+from syncbn.ranks.all_reduce import all_reduce
 from syncbn.ranks.collective import Collective
 from syncbn.ranks.guards import guards, joined_group
 from syncbn.ranks.unregistered import TOKEN_NUMBERS, UnregisteredGroup
-from syncbn.torch_internals.distributed import all_reduce_operator
-from syncbn.torch_internals.state import (
-    current_dispatch_mode,
-)
+from syncbn.torch_internals.state import current_dispatch_mode
 
 TRANSFORMED_GRAPH = "A compiled graph cannot all_reduce inside vmap or forward mode: compile without fullgraph=True."
 
@@ -55,7 +53,7 @@ class Reduction:
     is_read = False  # whether ranks read the total, and so the marks of others in it
 
     def all_reduce(self, payload: Tensor, pass_name: str) -> Tensor:
-        """The total of `payload`, which it overwrites. On CPU the payload ends in a trailer.
+        """The total of `payload`, which it may overwrite. On CPU the payload ends in a trailer.
 
         **Raises** RuntimeError when the all_reduce fails, and where ranks in different layers or passes have met; if a
         rank has a fault, a ValueError or TypeError with the texts of the faulty ranks.
@@ -97,34 +95,31 @@ class EagerReduction(Reduction):
         self.num_ranks, self.signatures = site.num_ranks, site.signatures
 
     def all_reduce(
-        self, payload: Tensor, pass_name: str, error: Exception | None = None, in_place: bool = True
+        self, payload: Tensor, pass_name: str, error: Exception | None = None, by_operator: bool = False
     ) -> Tensor:
-        """The total, see `Reduction`; not `in_place` by an operator that a dispatch mode can save."""
+        """The total, see `Reduction`; `by_operator` by one that a dispatch mode can save."""
         if torch.compiler.is_dynamo_compiling():  # after the graph of a caller was broken
             raise RuntimeError(TRANSFORMED_GRAPH)
         for guard in guards:
             guard.before_all_reduce(self, payload, pass_name)
         fault = None
         with Collective(self.site, self.call, pass_name, payload.device) as collective:
-            if not in_place:
-                payload = all_reduce_operator(payload, self.group)
-            else:
-                dist.all_reduce(payload, group=self.group)
-                if payload.is_cuda:
-                    self.site.rank.left_to_gpu(collective, payload.device)
-            if payload.is_cpu and type(payload) is Tensor:  # else the host cannot read it: a GPU's; a FakeTensor
-                trailer = n, num_signed, total, squares = payload[-TRAILER_NUMBERS:].tolist()
-                if num_signed * squares != total * total or n != n:
+            total = all_reduce(payload, self.group, self.site.exchanges, by_operator)
+            if total.is_cuda and not by_operator:
+                self.site.rank.left_to_gpu(collective, total.device)
+            if total.is_cpu and type(total) is Tensor:  # else the host cannot read it: a GPU's; a FakeTensor
+                trailer = n, num_signed, signatures, squares = total[-TRAILER_NUMBERS:].tolist()
+                if num_signed * squares != signatures * signatures or n != n:
                     fault = failures.fault_in_total(self, collective, trailer, error)
         if fault is not None:  # outside of the context, which would say that the collective failed
             raise fault
-        return payload
+        return total
 
     def total(self, sums: Tensor, pass_name: str, ends_in_n: bool = False, error: Exception | None = None) -> Tensor:
         trailer = (0.0, *self.signatures[pass_name, self.dtype])[ends_in_n:]
         payload = torch.cat((sums, sums.new_tensor(trailer))) if sums.is_cpu else sums
         is_read = ends_in_n and pass_name == "forward" and payload.is_cpu and type(payload) is Tensor
-        total = self.all_reduce(payload, pass_name, error, in_place=current_dispatch_mode() is None)
+        total = self.all_reduce(payload, pass_name, error, by_operator=current_dispatch_mode() is not None)
         # By lists, as operators would be seen by the mode that watches this call. cat has left the sums as they were.
         if is_read and not all(map(math.isfinite, total.tolist())):
             self.warn_unless_finite(sums)
@@ -170,7 +165,7 @@ class UnregisteredReduction(EagerReduction):
         self.group, self.dtype, self.num_ranks, self.who = group, dtype, 0, f"syncbn: process_group is {spec}"
 
     def all_reduce(
-        self, payload: Tensor, pass_name: str, error: Exception | None = None, in_place: bool = True
+        self, payload: Tensor, pass_name: str, error: Exception | None = None, by_operator: bool = False
     ) -> Tensor:
         if not (payload.is_cpu and type(payload) is Tensor):  # the host cannot read it
             self._add_up(payload)

@@ -27,6 +27,13 @@ def all_reduce_operator(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return operators.wait_tensor(operators.all_reduce(tensor, "sum", group.group_name))  # type: ignore[no-any-return]
 
 
+def all_to_all_operator(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What the ranks send to this one, by an operator as above: of `tensor` each rank gets an equal part."""
+    operators, num_ranks = torch.ops._c10d_functional, group.size()
+    lengths = [len(tensor) // num_ranks] * num_ranks
+    return operators.wait_tensor(operators.all_to_all_single(tensor, lengths, lengths, group.group_name))  # type: ignore[no-any-return]
+
+
 def group_in_graph(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """`group` for an all_reduce in a compiled graph: under compile_on_one_rank (torch 2.15) it must stay an input of
     the graph, which serves every rank.

@@ -32,8 +32,9 @@ def block(**options: object) -> nn.Module:
 
 def keep_all_reduces(context: object, operator: object, *_: object, **__: object) -> CheckpointPolicy:
     """The recipe of docs/torch_features.md."""
-    is_all_reduce = operator is torch.ops._c10d_functional.all_reduce.default
-    return CheckpointPolicy.MUST_SAVE if is_all_reduce else CheckpointPolicy.PREFER_RECOMPUTE
+    collectives = torch.ops._c10d_functional
+    keeps = operator in (collectives.all_reduce.default, collectives.all_to_all_single.default)
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Checkpointed(nn.Module):

@@ -109,9 +109,12 @@ def test_profiler_ranges_hold_the_all_reduce(ranks: Ranks) -> None:
     with torch.profiler.profile(acc_events=True) as profile:  # without it torch 2.11 warns
         layer(x).sum().backward()
 
+    # _StepBackward is autograd's, see docs/gpu.md.
+    on_cpu = ranks.device.type == "cpu"
+    collective, of_backward = ("alltoall", "syncbn.backward") if on_cpu else ("allreduce", "_StepBackward")
+
     def names_around(event: FunctionEvent | None) -> list[str]:
         return [] if event is None else [event.name, *names_around(event.cpu_parent)]
 
-    inside = [names_around(event) for event in profile.events() if "allreduce" in event.name]
-    of_backward = "syncbn.backward" if ranks.device.type == "cpu" else "_StepBackward"  # autograd's, see docs/gpu.md
+    inside = [names_around(event) for event in profile.events() if collective in event.name]
     assert {"syncbn.forward", of_backward} <= {name for names in inside for name in names}

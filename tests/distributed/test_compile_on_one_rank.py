@@ -38,8 +38,9 @@ def require_portable(graphs: AotEagerAndRecordGraphs) -> None:
     """Each is the same on all ranks, and its group comes from outside."""
     assert len(graphs.fw_graphs) == len(graphs.bw_graphs) == 1
     for graph in (graphs.fw_graphs[0].graph, graphs.bw_graphs[0].graph):
-        [all_reduce] = graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_reduce.default)
-        assert isinstance(all_reduce.args[2], torch.fx.Node), str(graph)  # else a name
+        targets = (torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.all_to_all_single.default)
+        [collective] = (node for node in graph.nodes if node.target in targets)
+        assert isinstance(collective.args[-1], torch.fx.Node), str(graph)  # else a name
         assert not graph.find_nodes(op="get_attr"), str(graph)  # else a group that was there when it was traced
         checksums = all_gather_json(zlib.crc32(str(graph).encode()), dist.group.WORLD)
         assert len(set(checksums)) == 1, str(graph)

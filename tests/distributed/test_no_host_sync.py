@@ -47,10 +47,10 @@ def test_functional_forms(ranks: Ranks) -> None:
 
 
 def test_export_of_a_training_step(ranks: Ranks) -> None:
-    """torch.export takes no Python that depends on values either; the graph holds the one all_reduce, and nothing of
+    """torch.export takes no Python that depends on values either; the graph holds one collective, and nothing of
     this package's own, so that it loads without it."""
     layer = syncbn.SyncBatchNorm2d(3)
     program = torch.export.export(layer, (torch.randn(2, 3, 4, 4),))
     targets = [str(node.target) for node in program.graph.nodes]
-    assert sum("all_reduce" in target for target in targets) == 1
+    assert sum("all_to_all" in target for target in targets) == 1
     assert not any("syncbn" in target for target in targets)

@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from tensor_subclasses import Image, MetaImage, Observed, OwnParameter, as_class, class_and_metadata, plain
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from training import mine, require_equal_state, small_model, step, train, unchan
 from voting import Ranks
 
 import syncbn
+from syncbn.ranks import reductions
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs nobody reads a total")
 C = 3
@@ -37,9 +37,9 @@ for_each_class = pytest.mark.parametrize("class_of", CLASSES.values(), ids=CLASS
 
 @pytest.fixture
 def all_reduce(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
-    """dist.all_reduce, which counts."""
-    counted = mock.Mock(wraps=dist.all_reduce)
-    monkeypatch.setattr(dist, "all_reduce", counted)
+    """Counts the all_reduces of the layers."""
+    counted = mock.Mock(wraps=reductions.all_reduce)
+    monkeypatch.setattr(reductions, "all_reduce", counted)
     return counted
 
 

@@ -83,7 +83,7 @@ def test_a_step(
         x, dy, layer.weight, layer.bias, z if has_residual else None, layer.fuse_relu, momentum=momentum
     )
     x, z = (tensor[own].clone(memory_format=torch.preserve_format).requires_grad_() for tensor in (x, z))
-    with PerChannelAlone(C) if watched else contextlib.nullcontext():
+    with PerChannelAlone(C, ranks.size) if watched else contextlib.nullcontext():
         y = layer(x, z if has_residual else None)
         y.backward(dy[own])
     assert y.dtype == dtype
@@ -115,7 +115,7 @@ def test_an_empty_rank(ranks: Ranks) -> None:
     layer = syncbn.SyncBatchNorm(C)
     expected = full_batch(x, dy, layer.weight, layer.bias)
     x = x[own].clone().requires_grad_()
-    with PerChannelAlone(C):
+    with PerChannelAlone(C, ranks.size):
         y = layer(x)
         y.backward(dy[own])
     compare(ranks, layer, expected, own, {"output": y, "grad_input": x.grad})
@@ -132,7 +132,7 @@ def test_a_mask(ranks: Ranks) -> None:
     scattered = {name: whole.masked_scatter(mask.view(-1, 1, 1, 1), getattr(expected, name))
                  for name in ("output", "grad_input")}  # fmt: skip
     x = x[own].clone().requires_grad_()
-    with PerChannelAlone(C):
+    with PerChannelAlone(C, ranks.size):
         y = layer(x, mask=mask[own])
         y.backward(dy[own])
         evaluated = layer.eval()(x)
@@ -163,7 +163,7 @@ def test_second_derivatives(ranks: Ranks, relu: bool, shift: float) -> None:
         return syncbn.functional.sync_batch_norm(x, None, None, scale, shift, training=True, fuse_relu=relu)
 
     expected = second(definition, *(tensor.double() for tensor in (x, dy, vector)))
-    with PerChannelAlone(C):
+    with PerChannelAlone(C, ranks.size):
         found = second(ours, *(tensor[own] for tensor in (x, dy, vector)))
     for actual, of_all in zip(found, expected, strict=True):
         wanted = of_all[own] if of_all.ndim > 1 else of_all
@@ -176,7 +176,7 @@ def test_the_tools(ranks: Ranks) -> None:
     x, dy, _, own = batch(ranks, SIZES[ranks.size], shift=100.0)
     layer = syncbn.SyncBatchNorm(C, momentum=1.0)
     expected = full_batch(x, dy, layer.weight, layer.bias, momentum=1.0)
-    with PerChannelAlone(2 * C):  # two inputs
+    with PerChannelAlone(2 * C, ranks.size):  # two inputs
         ys = syncbn.functional.sync_batch_norm_many([x[own], dy[own]], None, None, None, None, training=True)
         with syncbn.accumulate_running_stats(layer):
             for part in x[own].tensor_split(2):

@@ -1,0 +1,73 @@
+"""How payloads are added up: small groups of gloo exchange theirs on CPU, all others all_reduce."""
+
+import functools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import AotEagerAndRecordGraphs
+from torch.nn.parallel import DistributedDataParallel
+from training import require_trains_as, small_model
+from voting import Ranks
+
+import syncbn
+from syncbn.ranks import all_reduce as module
+
+NUM_LAYERS, NUM_STEPS = 2, 4  # of small_model and require_trains_as
+
+
+def gathered(ranks: Ranks, mine: torch.Tensor) -> list[torch.Tensor]:
+    of_all = [torch.empty_like(mine) for _ in range(ranks.size)]
+    dist.all_gather(of_all, mine)
+    return of_all
+
+
+@pytest.mark.parametrize("by_operator", [False, True])
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_all_ranks_have_the_same_bits(ranks: Ranks, exchanges: bool, by_operator: bool) -> None:
+    """Those of a sum in the order of the ranks, if they exchange."""
+    generator = torch.Generator().manual_seed(ranks.rank)
+    payload = torch.randn(1001, dtype=torch.float64, generator=generator).to(ranks.device)
+    expected = functools.reduce(torch.add, gathered(ranks, payload))
+    total = module.all_reduce(payload.clone(), dist.group.WORLD, exchanges, by_operator)
+    tolerance = 0.0 if exchanges and payload.is_cpu else 1e-14
+    torch.testing.assert_close(total, expected, rtol=tolerance, atol=tolerance)
+    assert all(torch.equal(other, total) for other in gathered(ranks, total))
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_training(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, is_large: bool) -> None:
+    if is_large:
+        monkeypatch.setattr(module, "MOST_RANKS_OF_EXCHANGE", ranks.size - 1)
+    counted = {name: mock.Mock(wraps=getattr(dist, name)) for name in ("all_reduce", "all_to_all_single")}
+    for name, function in counted.items():
+        monkeypatch.setattr(dist, name, function)
+    model = syncbn.convert_syncbn_model(small_model()).to(ranks.device)
+    require_trains_as(small_model().to(ranks.device), ranks, model)
+    used = "all_reduce" if is_large or ranks.device.type != "cpu" else "all_to_all_single"
+    counts = {name: 2 * NUM_LAYERS * NUM_STEPS * (name == used) for name in counted}
+    assert {name: function.call_count for name, function in counted.items()} == counts
+
+
+@pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")  # torch's own
+def test_compiled_training_of_a_large_group(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_RANKS_OF_EXCHANGE", ranks.size - 1)
+    model = syncbn.convert_syncbn_model(small_model()).to(ranks.device)
+    graphs = AotEagerAndRecordGraphs()
+    compiled = torch.compile(model, backend=graphs)
+    require_trains_as(small_model().to(ranks.device), ranks, model, DistributedDataParallel(compiled))
+    assert graphs.bw_graphs
+    for graph in graphs.fw_graphs + graphs.bw_graphs:
+        collectives = {str(node.target) for node in graph.graph.nodes if "_c10d" in str(node.target)}
+        assert collectives == {"_c10d_functional.all_reduce.default", "_c10d_functional.wait_tensor.default"}
+
+
+@pytest.mark.parametrize(("size", "config", "expected"), [
+    (2, "cpu:gloo,cuda:nccl", True), (16, "cpu:gloo,cuda:gloo", True), (17, "cpu:gloo,cuda:gloo", False),
+    (2, "cuda:nccl", False), (2, "cpu:mpi,cuda:mpi", False), (2, "cuda:gloo", False),
+])  # fmt: skip
+def test_which_groups_exchange(monkeypatch: pytest.MonkeyPatch, size: int, config: str, expected: bool) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    assert module.exchanges(mock.Mock(size=lambda: size)) == expected
