@@ -9,6 +9,7 @@ from syncbn import general
 from syncbn.arguments import Arguments
 from syncbn.inputs import masks
 from syncbn.inputs.unwrapping import unwrap, without_gaps
+from syncbn.kernels.interface import Kind
 from syncbn.kernels.select import general_kernels, torch_kernels
 from syncbn.plan import kind_of
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
@@ -103,12 +104,26 @@ class _Sums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_sums: Tensor) -> tuple[None, Tensor, None]:
-        kernels, layout = torch_kernels(ctx.kind), ctx.kind.layout
+        num_channels = ctx.kind.layout.sizes[1]
         with recorded("syncbn.backward"), ctx.reduction.telling_errors("backward"):
             x, sums = ctx.saved_tensors
-            sum_x, _, n = sums.detach().split((layout.sizes[1], layout.sizes[1], 1))
+            sum_x, _, n = sums.detach().split((num_channels, num_channels, 1))
             center = sum_x / n.clamp(min=1)
             of_sum, of_square = total(grad_sums[:-1], ctx.reduction, "backward").chunk(2)
-            at_center, slope = kernels.column(of_sum + 2 * of_square * center), kernels.column(2 * of_square)
-            wide_grad_x = at_center + slope * kernels.minus_mean(layout.fold(x), center)
+            at_center, slope = of_sum + 2 * of_square * center, 2 * of_square
+            if not torch.is_grad_enabled():
+                return None, _map(ctx.kind, x, center, slope, at_center), None
+            kernels, layout = torch_kernels(ctx.kind), ctx.kind.layout
+            xmu = kernels.minus_mean(layout.fold(x), center)
+            wide_grad_x = kernels.column(at_center) + kernels.column(slope) * xmu
             return None, layout.unfold(wide_grad_x, x.shape).to(x.dtype), None
+
+
+def _map(kind: Kind, x: Tensor, center: Tensor, slope: Tensor, at_center: Tensor) -> Tensor:
+    """(x - center) * slope + at_center, as the output of a batch norm: the sums of squares are 0 and eps is 1, which
+    make the variance 0 and invstd 1."""
+    kind = kind._replace(eps=1.0, weight_dtype=torch.float64, bias_dtype=torch.float64)
+    x = kind.layout.dense(x.to(kind.dtype))  # which saved_tensors_hooks may have rounded or moved
+    total = torch.cat((center, torch.zeros_like(center), torch.ones_like(center[:1])))
+    kernels = general_kernels(kind, x, slope)
+    return kernels.forward_outputs(None, x, total, slope, at_center, None)[0]

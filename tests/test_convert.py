@@ -274,7 +274,7 @@ def test_a_forward_on_a_layer_that_leads_nowhere_is_named() -> None:
     )
     expected = rf"2 BatchNorm2d \(layer '0', layer '1'\): {hidden}; 1 SyncBatchNorm \(layer '2'\): {hidden}"
     assert re.fullmatch(f"syncbn did not convert these layers: {expected}", warning_of(model))
-    assert str(syncbn.summary(model)).startswith("no synchronised layers: 2 BatchNorm2d")
+    assert str(syncbn.summary(model)).startswith("not synchronised: 2 BatchNorm2d")
     assert [type(layer) for layer in model] == classes
 
 
@@ -405,12 +405,13 @@ def test_a_target_concerns_torchs_synchronised_layers_alone() -> None:
     assert kinds == [nn.BatchNorm1d, SubclassOfSyncBatchNorm, syncbn.SyncBatchNorm, nn.BatchNorm2d]
 
 
-def test_summary_says_why_there_are_no_synchronised_layers() -> None:
+def test_summary_says_what_is_not_ours() -> None:
     model = nn.ModuleDict({"a": nn.BatchNorm2d(3), "b": nn.SyncBatchNorm(3), "c": HeteroBatchNorm()})
     assert str(syncbn.summary(model)) == (
-        "no synchronised layers: 1 BatchNorm2d (a): call syncbn.convert_syncbn_model(model); "
-        "1 SyncBatchNorm (b): call syncbn.convert_syncbn_model(model); 1 HeteroBatchNorm (c): normalises by itself; if "
-        "by its batch, let its forward call syncbn.functional.sync_batch_norm"
+        "not synchronised: 1 BatchNorm2d (a): call syncbn.convert_syncbn_model(model); 1 HeteroBatchNorm (c): "
+        "normalises by itself; if by its batch, let its forward call syncbn.functional.sync_batch_norm\n"
+        "synchronised by torch's nn.SyncBatchNorm, on GPUs alone: 1 SyncBatchNorm (b): call "
+        "syncbn.convert_syncbn_model(model)"
     )
     assert syncbn.summary(model) == ()
     without = syncbn.convert_syncbn_model(nn.Linear(2, 2))

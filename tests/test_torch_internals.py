@@ -191,6 +191,7 @@ def test_names_of_groups(group_of_one: dist.ProcessGroup) -> None:
     assert distributed.default_store().get("syncbn/test") == b"here"
     second = dist.new_group([0], timeout=timedelta(seconds=33))
     assert [*distributed.existing_groups()] == [group_of_one, second]
+    assert distributed.name_of(second) == second.group_name
     assert distributed.timeout_of(second) == timedelta(seconds=33)
 
     layer, asked = nn.Linear(2, 2), Mock()

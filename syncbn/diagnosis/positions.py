@@ -39,7 +39,7 @@ from syncbn.diagnosis.names import line_that_calls_model, quoted
 from syncbn.kernels.interface import UNSIGNED, Signature
 from syncbn.ranks.all_reduce import exchanges
 from syncbn.texts import in_words
-from syncbn.torch_internals.distributed import default_store
+from syncbn.torch_internals.distributed import default_store, name_of
 from syncbn.torch_internals.state import constant_in_graphs
 
 HAS_LEFT = "has left"
@@ -111,7 +111,7 @@ class Site:
     ) -> None:
         self.caller, self.rank, self.state = ref(caller), rank, rank.groups[group]
         self.group: Callable[[], dist.ProcessGroup | None] = ref(group)
-        self.group_name, self.num_ranks, self.num_calls = group.group_name, group.size(), 0
+        self.group_name, self.num_ranks, self.num_calls = name_of(group), group.size(), 0
         self.exchanges = exchanges(group)
         self.path = path  # the dotted name in the model, or the function's name; empty for a layer without a model
         self.first_line = line_that_calls_model()

@@ -16,7 +16,7 @@ from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.ranks.collective import Collective
 from syncbn.ranks.guards import Guard, guarded_by, guards, joined_group
 from syncbn.ranks.text_exchange import all_gather_json, ranks_in_words
-from syncbn.torch_internals.distributed import default_store, timeout_of
+from syncbn.torch_internals.distributed import default_store, name_of, timeout_of
 
 # For each group a gloo group of the same ranks, for comparisons alone. An entry goes with its group.
 _side_groups: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo]" = WeakKeyDictionary()
@@ -73,7 +73,7 @@ class _Comparison(Guard):
 def _side_group(group: dist.ProcessGroup, this_rank: ThisRank) -> "dist.ProcessGroupGloo":
     # dist.new_group would name the group by the number of a rank's groups, which may differ, and would keep it.
     if group not in _side_groups:
-        store = dist.PrefixStore(f"syncbn/debug/{group.group_name}", default_store())
+        store = dist.PrefixStore(f"syncbn/debug/{name_of(group)}", default_store())
         rank, timeout = dist.get_rank(group), timeout_of(group)
         # Ranks wait for each other here, where other threads run, and not in the constructor, where none does.
         if not this_rank.meet("debug", group, timeout.total_seconds()):

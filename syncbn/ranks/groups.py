@@ -28,8 +28,9 @@ from syncbn.diagnosis.failures import new_site
 from syncbn.ranks.collective import Collective
 from syncbn.ranks.guards import Caller, joined_group
 from syncbn.ranks.text_exchange import all_gather_json, by_rank
-from syncbn.ranks.unregistered import UnregisteredGroup, has_own_all_reduce
+from syncbn.ranks.unregistered import UnregisteredGroup, is_unregistered
 from syncbn.torch_internals.distributed import existing_groups, timeout_of
+from syncbn.torch_internals.state import constant_in_graphs
 
 # Default group -> {int or "node": this rank's group, or None for the default group itself}. A re-made default group
 # starts with nothing made, and the old entry goes with the old group.
@@ -57,10 +58,15 @@ class GlobalRanks:
     def group(self) -> dist.ProcessGroup | None:
         """The handle; after unpickling, or when its group was destroyed, the oldest group of exactly these ranks, if
         there is one."""
-        candidates = existing_groups()
-        if self.handle not in candidates:
-            self.handle = next((group for group in candidates if tuple(ranks_in(group)) == self.ranks), None)
+        _look_up_again(self)
         return self.handle
+
+
+@constant_in_graphs  # Dynamo cannot read torch's registry if a group without a name is there, as torchft's may be
+def _look_up_again(spec: GlobalRanks) -> None:
+    candidates = existing_groups()
+    if spec.handle not in candidates:
+        spec.handle = next((group for group in candidates if tuple(ranks_in(group)) == spec.ranks), None)
 
 
 class OfMesh(NamedTuple):
@@ -90,7 +96,7 @@ def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
             raise ValueError(f"process_group={process_group}: an int is the number of ranks per group, at least 1")
         return process_group
     if isinstance(process_group, dist.ProcessGroup):
-        if has_own_all_reduce(process_group):
+        if is_unregistered(process_group):
             return UnregisteredGroup(process_group)
         if process_group not in existing_groups():
             raise ValueError("process_group was destroyed; pass one that exists, or None for the default group")
@@ -154,7 +160,7 @@ def world() -> dist.ProcessGroup | None:
 
 def ranks_in(group: dist.ProcessGroup | None) -> list[int]:
     """The global ranks of a group, as far as they are known; None is this rank alone."""
-    if group is None or has_own_all_reduce(group):
+    if group is None or is_unregistered(group):
         return [dist.get_rank()]
     return dist.get_process_group_ranks(group)
 

@@ -8,6 +8,8 @@ from typing import Self
 
 import torch.distributed as dist
 
+from syncbn.torch_internals.distributed import existing_groups
+
 TOKEN_NUMBERS = 2  # that a rank sends on CPU behind the trailer, see UnregisteredReduction
 
 
@@ -32,6 +34,10 @@ class UnregisteredGroup:
         return self.handle
 
 
-def has_own_all_reduce(group: dist.ProcessGroup) -> bool:
-    """Whether the class of a group does its all_reduce in Python."""
-    return type(group).allreduce is not dist.ProcessGroup.allreduce
+def is_unregistered(group: dist.ProcessGroup) -> bool:
+    """Whether a group does its all_reduce in Python, over ranks that torch's registry does not know: it does not know
+    the group, or takes it for this rank alone. A group of several ranks that new_group has made of a backend in Python
+    is like any other."""
+    if type(group).allreduce is dist.ProcessGroup.allreduce:
+        return False
+    return group not in existing_groups() or len(dist.get_process_group_ranks(group)) == 1

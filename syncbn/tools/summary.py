@@ -16,6 +16,7 @@ from syncbn.tools.table import table
 from syncbn.torch_internals.modules import is_compiled
 
 BYTES_PER_NUMBER = 8  # float64
+BY_TORCH = "synchronised by torch's nn.SyncBatchNorm, on GPUs alone"
 
 
 class LayerSummary(NamedTuple):
@@ -31,17 +32,17 @@ class LayerSummary(NamedTuple):
 
 
 class Summary(tuple[LayerSummary, ...]):
-    """The rows that `summary` returns; printed, a table with a line of totals and one about the kernels."""
+    """The rows that `summary` returns; printed, a table with a line of totals, `others` and one about the kernels."""
 
-    others: str = ""  # the layers of the model that are not synchronised, with what to do
+    others: tuple[str, ...] = ()  # a line for those that are not synchronised and one for torch's, with what to do
 
     def __str__(self) -> str:
         if not self:
-            return f"no synchronised layers: {self.others or 'the model has no batch norm that trains'}"
+            return "\n".join(self.others) or "no synchronised layers: the model has no batch norm that trains"
         header = ("layer", "class", "channels", "group size", "bytes forward", "bytes backward", "last step")
         num_bytes = (sum(row.forward_bytes for row in self), sum(row.backward_bytes for row in self))
-        others = f"\nnot synchronised: {self.others}" if self.others else ""
-        return f"{table(header, self, ('total', '', '', '', *num_bytes, ''))}{others}\nkernels: {kernels.available()}"
+        rows = table(header, self, ("total", "", "", "", *num_bytes, ""))
+        return "\n".join((rows, *self.others, f"kernels: {kernels.available()}"))
 
     __repr__ = __str__
 
@@ -53,9 +54,9 @@ def summary(model: nn.Module) -> Summary:
         backward; and whether the layer really synchronised in its last training step, and over how many ranks. The
         last is recorded in eager mode only: for a layer in a compiled module, if that is `model` or inside it, the
         column says "compiled"; for a layer that has counted batches without a record, as in a compiled function or
-        before it was converted, copied or loaded, "not known"; for one that has counted none, "none yet". A line below
-        names the batch norm of the model that is not synchronised, as another converter may have made it since, with
-        what to do.
+        before it was converted, copied or loaded, "not known"; for one that has counted none, "none yet". Lines
+        below name the batch norm of the model that is not synchronised, as another converter may have made it since,
+        and what torch's nn.SyncBatchNorm synchronises, with what to do.
 
     **Raises** TypeError unless `model` is a module; ValueError for a layer with process_group="node" where
     LOCAL_WORLD_SIZE is not set.
@@ -64,9 +65,11 @@ def summary(model: nn.Module) -> Summary:
     compiled = {part for module in model.modules() if is_compiled(module) for part in module.modules()}
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)}
     rows = Summary(_row(name or "(the model)", layer, layer in compiled) for name, layer in layers.items())
-    found = unsynchronised(model)
     # What normalises by itself may call ours, and a frozen layer normalises by its running statistics.
-    rows.others = described([row for row in found if not rows or (row[2] != BY_ITSELF and row[1].training)])
+    found = [row for row in unsynchronised(model) if not rows or (row[2] != BY_ITSELF and row[1].training)]
+    by_torch = [row for row in found if isinstance(row[1], nn.SyncBatchNorm)]
+    kinds = {"not synchronised": [row for row in found if row not in by_torch], BY_TORCH: by_torch}
+    rows.others = tuple(f"{kind}: {described(of_kind)}" for kind, of_kind in kinds.items() if of_kind)
     return rows
 
 

@@ -24,14 +24,15 @@ def all_reduce_operator(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     https://github.com/pytorch/pytorch/blob/main/torch/distributed/_functional_collectives.py
     """
     operators = torch.ops._c10d_functional
-    return operators.wait_tensor(operators.all_reduce(tensor, "sum", group.group_name))  # type: ignore[no-any-return]
+    return operators.wait_tensor(operators.all_reduce(tensor, "sum", name_of(group)))  # type: ignore[no-any-return]
 
 
 def all_to_all_operator(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """What the ranks send to this one, by an operator as above: of `tensor` each rank gets an equal part."""
     operators, num_ranks = torch.ops._c10d_functional, group.size()
     lengths = [len(tensor) // num_ranks] * num_ranks
-    return operators.wait_tensor(operators.all_to_all_single(tensor, lengths, lengths, group.group_name))  # type: ignore[no-any-return]
+    received = operators.all_to_all_single(tensor, lengths, lengths, name_of(group))
+    return operators.wait_tensor(received)  # type: ignore[no-any-return]
 
 
 def group_in_graph(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -103,9 +104,18 @@ def existing_groups() -> Collection[dist.ProcessGroup]:
     return dist.distributed_c10d._world.pg_map.keys()
 
 
+def name_of(group: dist.ProcessGroup) -> str:
+    """The name in torch's registry. `group.group_name` raises for a group that is written in Python, unless its class
+    overrides getGroupName."""
+    return dist.distributed_c10d._get_process_group_name(group)
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long its collectives wait. (torch gives a new group 10 or 30 minutes, whatever the default group has.)"""
-    options = getattr(group._get_backend(device_of(group)), "options", None)  # torch's fake backend has none
+    try:
+        options = getattr(group._get_backend(device_of(group)), "options", None)  # torch's fake backend has none
+    except RuntimeError:  # a group that is written in Python has no backend
+        options = None
     return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout
 
 

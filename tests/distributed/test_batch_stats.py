@@ -1,5 +1,6 @@
 """sync_batch_stats gives the mean and variance of the whole batch, and their derivatives of any order."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from counting import CountCollectives
 from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 from voting import Ranks
 
 import syncbn
@@ -126,6 +128,34 @@ def test_dtypes_and_layouts(ranks: Ranks, dtype: torch.dtype) -> None:
         expected = expected or [mean, var, leaf.grad]
         torch.testing.assert_close([mean, var, leaf.grad.to(dtype)], expected)
     assert int(count) == ranks.size * x.numel() // C
+
+
+class LargestOutputs(TorchDispatchMode):
+    """Notes how many values the largest output of each dtype has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_values: Counter[torch.dtype] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = function(*args, **kwargs or {})
+        for tensor in outputs if isinstance(outputs, tuple) else [outputs]:
+            if isinstance(tensor, Tensor):
+                self.num_values[tensor.dtype] = max(self.num_values[tensor.dtype], tensor.numel())
+        return outputs
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_the_first_derivative_makes_no_float64_copies(ranks: Ranks, channels_last: bool) -> None:
+    """These took three times as long as the backward of a batch norm."""
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    x = torch.randn(4, C, 5, 6, device=ranks.device).contiguous(memory_format=memory_format).requires_grad_()
+    mean, var, _ = sync_batch_stats(x)
+    with LargestOutputs() as largest:
+        (gradient,) = torch.autograd.grad(mean.sum() + var.sum(), x)
+    assert largest.num_values[torch.float64] < x.numel()
+    (expected,) = torch.autograd.grad(sum(each.sum() for each in sync_batch_stats(x)[:2]), x, create_graph=True)
+    torch.testing.assert_close(gradient, expected)
 
 
 def test_nobody_has_a_value_or_all_have_one_together(ranks: Ranks) -> None:

@@ -2,12 +2,14 @@
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from voting import Ranks
 
 import syncbn
@@ -33,6 +35,19 @@ class UsersGroup(dist.ProcessGroup):
 
     def size(self) -> int:
         raise NotImplementedError("size")
+
+
+class InPython(dist.ProcessGroup):
+    """A backend that is written in Python, by way of the default group; torch's new_group makes it."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+
+    def allreduce(self, tensors: list[Tensor], options: object = None) -> dist.Work:
+        return dist.group.WORLD.allreduce(tensors, options)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], *options: object) -> dist.Work:
+        return dist.group.WORLD.allgather(outputs, inputs, *options)
 
 
 def batch_of(ranks: Ranks) -> tuple[Tensor, Tensor]:
@@ -183,19 +198,60 @@ def test_what_needs_more_than_an_all_reduce_is_refused(ranks: Ranks) -> None:
             torch.compile(layer, backend="eager", fullgraph=fullgraph)(local)
 
 
-def test_a_group_that_registers_itself_for_this_rank_alone(ranks: Ranks) -> None:
-    """As torchft's register() does: torch's registry then says that it is one rank."""
-    name = f"users-{id(ranks)}"
-    group = UsersGroup()
+@pytest.fixture
+def registered_for_this_rank(ranks: Ranks) -> Iterator[UsersGroup]:
+    """As torchft's register() does it: torch's registry then says that the group is one rank. It has no name."""
+    name, group = f"users-{id(ranks)}", UsersGroup()
     dist.Backend.register_backend(name, lambda *_: group, devices=[ranks.device.type])
     assert dist.new_group([ranks.rank], backend=name) is group
-    assert dist.get_process_group_ranks(group) == [ranks.rank]
+    yield group
+    dist.distributed_c10d._world.pg_map.pop(group)  # destroy_process_group asks for its name
+
+
+def test_a_group_that_registers_itself_for_this_rank_alone(registered_for_this_rank: UsersGroup, ranks: Ranks) -> None:
+    assert dist.get_process_group_ranks(registered_for_this_rank) == [ranks.rank]
+    whole, local = batch_of(ranks)
+    layer = layer_over(registered_for_this_rank, ranks)
+    layer(local)
+    torch.testing.assert_close(layer.running_mean, 0.1 * whole.mean(0))
+
+
+@pytest.mark.usefixtures("registered_for_this_rank")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")  # of Dynamo
+def test_other_groups_compile_beside_a_group_without_a_name(ranks: Ranks) -> None:
+    """Dynamo cannot read torch's registry then. A graph outlives groups that are made later, and its own made anew."""
+    everyone = range(ranks.size)
+    layer, x = layer_over(dist.new_group(everyone), ranks), batch_of(ranks)[1]
+    expected, graphs = copy.deepcopy(layer)(x), CompileCounter()
+    compiled = torch.compile(layer, backend=graphs, fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected)
+    dist.new_group(everyone)
+    compiled(x)
+    assert graphs.frame_count == 1
+    torch._dynamo.reset()
+    dist.destroy_process_group(layer.process_group)
+    torch.testing.assert_close(compiled(x), expected)  # over the other group of these ranks
+
+
+def test_a_backend_in_python_makes_a_group_like_any_other(ranks: Ranks) -> None:
+    """torch's registry has its ranks and its name, which the group itself may not know."""
+    name = f"in-python-{id(ranks)}"
+    dist.Backend.register_backend(name, InPython, devices=[ranks.device.type])
+    group = dist.new_group(backend=name)
     whole, local = batch_of(ranks)
     layer = layer_over(group, ranks)
     layer(local)
     torch.testing.assert_close(layer.running_mean, 0.1 * whole.mean(0))
-    # destroy_process_group, and Dynamo where it meets this group in the registry, fail as it has no name.
-    dist.distributed_c10d._world.pg_map.pop(group)
+    (row,) = syncbn.summary(layer)
+    assert row.group_size == ranks.size
+    assert "name no rank" not in row.last_step
+    if ranks.device.type == "cpu":  # a GPU's total is not read
+        words = "expected 3 channels" if ranks.rank == 1 else "rank 1: .*expected 3 channels"
+        with pytest.raises(ValueError, match=words):
+            layer(local[:, :2] if ranks.rank == 1 else local)
+    loaded = pickle.loads(pickle.dumps(layer))
+    assert loaded._process_group.ranks == tuple(range(ranks.size))
+    dist.distributed_c10d._world.pg_map.pop(group)  # destroy_process_group asks for its name
 
 
 def test_the_backward_function_needs_no_forward(ranks: Ranks, recwarn: pytest.WarningsRecorder) -> None:
