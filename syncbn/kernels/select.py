@@ -55,6 +55,8 @@ def general_kernels(kind: Kind, x: Tensor, *others: Tensor | None) -> Kernels:
         return reference.KernelsInParts(kind)
     from syncbn.kernels import operators  # which registers them
 
+    if is_compiling():
+        from syncbn.kernels import graphs  # noqa: F401  # which tells Inductor how to treat them
     return operators.Kernels(kind)
 
 
