@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._inductor import config
@@ -17,6 +18,8 @@ from torch._inductor.virtualized import V
 from torch.fx import Node
 
 Handler: TypeAlias = Callable[..., None]
+# What operators are given in the graph that is compiled: a tensor that several read is copied once.
+_given: WeakKeyDictionary[Any, dict[tuple[object, ...], Any]] = WeakKeyDictionary()
 
 
 def give_in_one_order(operator: torch._ops.OpOverload, leader: str, followers: Collection[str]) -> None:
@@ -30,11 +33,15 @@ def give_in_one_order(operator: torch._ops.OpOverload, leader: str, followers: C
             strides = as_storage_and_layout(first)[1].stride
         order = get_stride_order(strides, V.graph.sizevars.shape_env)
         dense = FlexibleLayout.stride_ordered(first.get_size(), order)
-        given: dict[str, Any] = dict(zip(names, inputs, strict=True)) | {leader: first}
-        for name in (leader, *followers):
-            if given.get(name) is not None:
-                given[name] = ExternKernel.require_exact_strides(given[name], dense)
-        return (*given.values(),), {}
+        arguments: dict[str, Any] = dict(zip(names, inputs, strict=True)) | {leader: first}
+        given = _given.setdefault(V.graph, {})
+        for name, source in zip(names, node.args, strict=True):
+            if name in (leader, *followers) and arguments[name] is not None:
+                key = source, (*dense,)
+                if key not in given:
+                    given[key] = ExternKernel.require_exact_strides(arguments[name], dense)
+                arguments[name] = given[key]
+        return (*arguments.values(),), {}
 
     make_fallback(operator, laid_out)  # type: ignore[no-untyped-call]
 
