@@ -112,13 +112,12 @@ def test_no_input_of_an_operator_is_copied(
 
 @needs_torch_213
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("inplace", [False, True])
-def test_a_relu_is_fused(memory_format: torch.memory_format, dtype: torch.dtype, inplace: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_relu_is_fused(memory_format: torch.memory_format, dtype: torch.dtype) -> None:
     """Forward and backward, with the bits of eager; in a graph without a backward too."""
     torch.manual_seed(0)
     layers = [syncbn.SyncBatchNorm2d(6, momentum=momentum) for momentum in (0.1, None)]
-    model = nn.Sequential(layers[0], nn.ReLU(inplace), layers[1], nn.ReLU(inplace)).to(dtype)
+    model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(inplace=True)).to(dtype)
     x = torch.randn(3, 6, 5, 7, dtype=dtype).to(memory_format=memory_format).requires_grad_()
     x.data[0, 0, 0, 0] = math.nan  # passes a relu, also in the gradient
     dy = torch.randn_like(x)
