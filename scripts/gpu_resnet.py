@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
+from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
 from syncbn import general
@@ -44,10 +45,10 @@ class OfOneRank(nn.SyncBatchNorm):
         return TorchFunction.apply(x, *of_layer, dist.group.WORLD, 1)
 
 
-def synchronise_one_rank() -> None:
+def synchronise_one_rank(group: dist.ProcessGroup) -> None:
     """Likewise for ours."""
-    groups.resolve = lambda spec: dist.group.WORLD
-    general.reduction_in_graph = lambda *of_call: GraphReduction(dist.group.WORLD)
+    groups.resolve = lambda spec: group
+    general.reduction_in_graph = lambda *of_call: GraphReduction(group)
 
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {
@@ -55,6 +56,7 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
     "nn.SyncBatchNorm": OfOneRank,
     "syncbn": syncbn.SyncBatchNorm2d,
     "syncbn with a group": syncbn.SyncBatchNorm2d,
+    "syncbn with its own group": syncbn.SyncBatchNorm2d,  # not that of DistributedDataParallel
 }
 
 
@@ -103,6 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("norm", choices=NORMS)
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--ddp", action="store_true", help="eager steps under DistributedDataParallel alone")
     parser.add_argument("--compile-seconds", type=int, default=60)
     parser.add_argument("--lock", type=Path, required=True, help="a file")
     arguments = parser.parse_args()
@@ -113,14 +116,16 @@ def main() -> None:
     dist.init_process_group(
         backend, store=dist.HashStore(), rank=0, world_size=1, device_id=None if dry_run else device
     )
-    if norm == "syncbn with a group":
-        synchronise_one_rank()
+    if norm.endswith("group"):
+        synchronise_one_rank(dist.new_group() if norm.endswith("its own group") else dist.group.WORLD)
     compiles = not norm.startswith("syncbn") or torch.__version__ >= (2, 12)
     if not compiles:
         emit(norm=norm, note=TORCH_211)
     torch.manual_seed(0)
     model = ResNet(blocks=(1, 0, 0, 0) if dry_run else (3, 4, 6, 3), norm_layer=NORMS[norm])  # dry: the flow alone
     model = model.to(device, memory_format=torch.channels_last)
+    if arguments.ddp:
+        model, compiles = DistributedDataParallel(model), False
     compiled = torch.compile(model, dynamic=False, backend="aot_eager" if dry_run else "inductor")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     sizes, side = ((2,), 32) if dry_run else ((32, 8), 224)
@@ -139,7 +144,7 @@ def main() -> None:
             emit(norm=norm, mode="compiled", ok="TimeoutError" in f"{type(error)} {error}", error=str(error)[-300:])
     signal.setitimer(signal.ITIMER_REAL, 0)
     fcntl.flock(lock, fcntl.LOCK_EX)  # once all have compiled or ended; then for one at a time
-    if not dry_run:  # last, as a capture that fails may leave the GPU unusable
+    if not dry_run and not arguments.ddp:  # last, as a capture that fails may leave the GPU unusable
         modes |= {("CUDA graph", size): modes["eager", size] for size in sizes}
     for (mode, size), call in modes.items():
         try:

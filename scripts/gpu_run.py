@@ -3,6 +3,7 @@
     scripts/gpu.sh                      on a machine with a GPU
     scripts/gpu.sh --dry-run            without one: tiny sizes on CPUs, in Triton's interpreter, gloo for nccl
     scripts/gpu.sh --parts speed ncu
+    scripts/gpu.sh --parts own_group    is run only if named: a process group of the layers' own beside that of DDP
 
 The most informative part comes first, and most are tests or benchmarks that run without a GPU too. Each part ends after
 its limit of seconds, and all after --seconds; one that lacks a package, a program or the GPU is skipped and says so.
@@ -278,6 +279,16 @@ def resnet(part: Part) -> None:
     part.summary = "; ".join([*times, *{one["note"] for one in results if "note" in one}])
 
 
+def own_group(part: Part) -> None:
+    """Steps of a ResNet-50 under DistributedDataParallel, with its group in the layers and with another."""
+    needs("PIL", "rich")
+    for norm in ("syncbn with a group", "syncbn with its own group"):
+        dry_run = ["--dry-run"] * part.dry_run
+        part.wait(part.python(SCRIPTS / "gpu_resnet.py", norm, "--ddp", "--lock", part.folder / "lock", *dry_run))
+    times = [f"{one['norm']} {one['ms']:.1f} ms, batch {one['batch']}" for one in part.all_results() if "ms" in one]
+    part.summary = "; ".join(times)
+
+
 def ends_of(part: Part) -> str:
     """The last line of each pytest."""
     ends = (re.findall(r"^=+ (.* in .*?) =+$", process.text(), re.MULTILINE)[-1:] for process in part.processes)
@@ -294,6 +305,7 @@ PARTS: dict[str, tuple[Callable[[Part], None], float]] = {
     "resnet": (resnet, 150),
     "ncu": (ncu, 50),
     "sanitizer": (sanitizer, 90),
+    "own_group": (own_group, 60),  # where it is asked for
 }
 
 
@@ -325,7 +337,10 @@ def run_part(name: str, seconds: float, dry_run: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="on CPUs, tiny sizes")
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    all_but_last = [*PARTS][:-1]
+    parser.add_argument(
+        "--parts", nargs="+", default=all_but_last, choices=PARTS, metavar="PART", help=", ".join(PARTS)
+    )
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of all parts (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="folder")
     arguments = parser.parse_args()

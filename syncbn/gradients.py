@@ -14,7 +14,7 @@ from syncbn.plan import kind_of_backward
 from syncbn.ranks.reductions import Reduction
 from syncbn.ranks.totals import total, totals
 from syncbn.statistics import from_float64, to_float64
-from syncbn.torch_internals.state import recorded
+from syncbn.torch_internals.state import is_compiling, recorded
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of x, weight, bias, residual
 
@@ -31,12 +31,16 @@ class BackwardInput(NamedTuple):
     def of(cls, kind: Kind, dy: Tensor | None, saved: Saved, needed: Needed) -> Self:
         """From what a forward of this kind has saved, which saved_tensors_hooks may have rounded or moved."""
         x, weight, statistics, y = saved
-        layout, dy = kind.layout, torch.zeros_like(x) if dy is None else dy
+        dy = torch.zeros_like(x) if dy is None else dy
         if subclasses.has_memory(dy):
             dy = subclasses.plain(dy)
-        dense_y = None if y is None else layout.dense(y.to(dy.dtype))
-        saved = layout.dense(x.to(dy.dtype)), weight, to_float64(statistics).contiguous(), dense_y
-        return cls(kind_of_backward(kind, dy, weight, needed), layout.dense(dy), saved, needed[3])
+
+        def dense(tensor: Tensor) -> Tensor:  # Dynamo makes dy contiguous in a backward that asks for its strides
+            return tensor if is_compiling() else kind.layout.dense(tensor)
+
+        dense_y = None if y is None else dense(y.to(dy.dtype))
+        saved = dense(x.to(dy.dtype)), weight, to_float64(statistics).contiguous(), dense_y
+        return cls(kind_of_backward(kind, dy, weight, needed), dense(dy), saved, needed[3])
 
     def kernels(self, *others: Tensor) -> Kernels:
         """The kernels for both calls, whose sums are added up with those of `others`."""

@@ -20,7 +20,7 @@ from syncbn.ranks.groups import ProcessGroupLike, to_spec
 from syncbn.ranks.guards import Caller
 from syncbn.ranks.reductions import Reduction
 from syncbn.ranks.totals import totals
-from syncbn.torch_internals.state import recorded, runs_plainly
+from syncbn.torch_internals.state import only_profiled, recorded, runs_plainly
 from syncbn.tracebacks import hides_checks
 
 _CALLER = Caller("sync_batch_norm_many")
@@ -101,7 +101,7 @@ def _train(all_arguments: list[Arguments], fault: Exception | None) -> list[Tens
     unwrapped, wraps = map(list, zip(*map(unwrap, all_arguments), strict=True))
     reduction = general.reduction_now(unwrapped[0], _CALLER)
     plans: list[Kernels | None] = [None] * len(unwrapped)
-    if runs_plainly():
+    if _kernels_may_run(unwrapped[0].input):
         plans = [forward_plan(arguments, is_single=False) for arguments in unwrapped]
     try:
         if fault is not None:
@@ -124,6 +124,11 @@ def _train(all_arguments: list[Arguments], fault: Exception | None) -> list[Tens
     for arguments, statistics in zip(unwrapped, all_statistics, strict=True):  # in order, as inputs may share buffers
         general.finish(arguments, statistics, _CALLER, reduction)
     return [wrap(y) for wrap, y in zip(wraps, ys, strict=True)]
+
+
+def _kernels_may_run(x: object) -> bool:
+    """Whether torch runs plainly, or on a GPU but for a profiler, as in ordinary.py."""
+    return runs_plainly() or (isinstance(x, Tensor) and x.is_cuda and only_profiled())
 
 
 def _named(index: int, function: Callable[..., Item], *arguments: Arguments) -> Item:
@@ -195,9 +200,10 @@ class SyncBatchNormManyFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs, plans, is_plain = [], [], runs_plainly() and not torch.is_grad_enabled()
+        inputs, plans = [], []
         with recorded("syncbn.backward"), ctx.reduction.telling_errors("backward"):
             all_saved, all_needed = _in_threes(ctx.saved_tensors), _in_threes(ctx.needs_input_grad[1:])
+            is_plain = _kernels_may_run(all_saved[0][0]) and not torch.is_grad_enabled()
             for kind, dy, (x, weight, statistics), needed in zip(ctx.kinds, dys, all_saved, all_needed, strict=False):
                 saved, all_four = (x, weight, statistics, None), (*needed, False)
                 inputs.append(BackwardInput.of(kind, dy, saved, all_four))

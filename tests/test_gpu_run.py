@@ -40,7 +40,7 @@ def test_a_dry_run(tmp_path: Path) -> None:
     for name in ("ncu", "compute-sanitizer"):
         (tmp_path / name).write_text(STAND_IN)
         (tmp_path / name).chmod(0o755)
-    parts = ["machine", "correctness", "tests_gpu", "speed", "resnet", "ncu", "sanitizer"]
+    parts = ["machine", "correctness", "tests_gpu", "speed", "resnet", "ncu", "sanitizer", "own_group"]
     command = [sys.executable, SCRIPTS / "gpu_run.py", "--dry-run", "--parts", *parts, "--output", tmp_path / "runs"]
     said = run(*command, PATH=f"{tmp_path}:{os.environ['PATH']}")
     (file,) = (tmp_path / "runs").iterdir()
@@ -61,3 +61,5 @@ def test_a_dry_run(tmp_path: Path) -> None:
         assert profiled == ["50"] * (2 * 2 * 4)  # memory formats, dtypes, functions
     modes = {result["mode"] for result in of_run["parts"]["resnet"]["results"] if "ms" in result}
     assert modes == {"eager", "compiled"}
+    norms = [result["norm"] for result in of_run["parts"]["own_group"]["results"] if result["mode"] == "eager"]
+    assert norms == ["syncbn with a group", "syncbn with its own group"]

@@ -40,13 +40,14 @@ ORDER = [
     "ranks.all_reduce diagnosis.names diagnosis.processes diagnosis.termination",
     "kernels.__init__",
     "kernels.select",
+    "kernels.graphs",
     "kernels.operators",
     "kernels.without_float64",
     "kernels.gpu kernels.reference kernels.cpu",
     "kernels.gpu_channels kernels.gpu_tiles kernels.interface",
     "statistics",
     "layout tracebacks torch_internals.autograd torch_internals.modules torch_internals.distributed",
-    "torch_internals.state call_stack texts bound_methods options tools.replace tools.table",
+    "torch_internals.state torch_internals.inductor call_stack texts bound_methods options tools.replace tools.table",
 ]  # fmt: skip
 LEVELS = {module: level for level, line in enumerate(ORDER) for module in line.split()}
 

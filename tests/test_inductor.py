@@ -1,8 +1,11 @@
 """What Inductor makes of the operators, and of the reference, which compiled graphs have where there are no faster
 kernels."""
 
+import contextlib
 import copy
+import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -47,44 +50,110 @@ def test_maps_compute_nothing_in_float64(memory_format: torch.memory_format, mon
             assert "double" not in loop, loop
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="other versions generate other code")
-@pytest.mark.parametrize(
-    ("memory_format", "is_forced"),
-    [(torch.contiguous_format, False), (torch.contiguous_format, True), (torch.channels_last, True)],
-    ids=str,
+needs_torch_213 = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13"), reason="other versions generate other code"
 )
+
+
+@contextlib.contextmanager
+def without_caches(**options: object) -> Iterator[None]:
+    """Both caches would give out graphs that were made with other rules for the operators."""
+    torch._dynamo.reset()
+    with config.patch(fx_graph_cache=False, **options), functorch_config.patch(enable_autograd_cache=False):
+        yield
+
+
+@needs_torch_213
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize(("is_forced", "is_padded"), [(False, False), (False, True), (True, True)])
 def test_no_input_of_an_operator_is_copied(
-    memory_format: torch.memory_format, is_forced: bool, monkeypatch: pytest.MonkeyPatch
+    memory_format: torch.memory_format, is_forced: bool, is_padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither by generated code nor by the operator, if Inductor makes convolutions channels last (`is_forced`), as it
-    does on GPUs, or leaves all as it is. An operator without torch.Tag.flexible_layout had six copies of a layer's x
-    and dy in a contiguous model."""
-    copied, in_memory_as_x = [], operators._checked
+    """Neither by generated code nor by the operator, if Inductor makes convolutions channels last (`is_forced`) and
+    leaves gaps between channels (`is_padded`), as it does on GPUs, or leaves all as it is. Operators with
+    torch.Tag.flexible_layout copied each dy that had gaps, and that of the pooling: twice, as two operators read it."""
+    copied, kind_of, in_memory_as_x = [], operators._kind, operators._checked
+
+    def kind(x: Tensor, channel_dim: int, **options: Any) -> tuple[Kind, Tensor]:
+        found, dense = kind_of(x, channel_dim, **options)
+        copied.extend(["x"] * (dense is not x))
+        return found, dense
 
     def checked(kind: Kind, x: Tensor, num_counts: int = 0, **tensors: Tensor | None) -> tuple[Kernels, list[Any]]:
         kernels, results = in_memory_as_x(kind, x, num_counts, **tensors)
         copied.extend(name for name, result in zip(tensors, results, strict=True) if result is not tensors[name])
         return kernels, results
 
+    monkeypatch.setattr(operators, "_kind", kind)
     monkeypatch.setattr(operators, "_checked", checked)
-    torch._dynamo.reset()
     torch.manual_seed(0)
-    layers = nn.Conv2d(3, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3, bias=False)
-    model = nn.Sequential(*layers).to(memory_format=memory_format)
-    x, eager = torch.randn(2, 3, 10, 10).to(memory_format=memory_format), copy.deepcopy(model)
-    compiled = torch.compile(model, fullgraph=True)
-    options = {"layout_optimization": is_forced, "force_layout_optimization": is_forced}
-    # Both caches would give out graphs that an operator with other tags was in.
-    with config.patch(fx_graph_cache=False, **options), functorch_config.patch(enable_autograd_cache=False):
-        output, [forward] = run_and_get_code(compiled, x)
-        _, [backward] = run_and_get_code(lambda: output.square().mean().backward())
+    first = nn.Conv2d(3, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.ReLU()
+    second = nn.Conv2d(8, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.Hardswish(), nn.Conv2d(8, 4, 3, bias=False)
+    model = nn.Sequential(*first, *second, syncbn.SyncBatchNorm2d(4), nn.AdaptiveAvgPool2d(1))
+    model = model.to(memory_format=memory_format)
+    x, eager = torch.randn(2, 3, 12, 12).to(memory_format=memory_format), copy.deepcopy(model)
+    layout = {"layout_optimization": is_forced, "force_layout_optimization": is_forced}
+    gaps = {"comprehensive_padding": is_padded, "disable_padding_cpu": False, "padding_stride_threshold": 16}
+    with without_caches(**layout, **gaps):
+        output, [forward] = run_and_get_code(torch.compile(model, fullgraph=True), x)
+        _, [backward] = run_and_get_code(lambda: output.sin().sum().backward())
     expected = eager(x)
-    expected.square().mean().backward()
-    torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-6)
+    expected.sin().sum().backward()
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
     for actual, parameter in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(actual.grad, parameter.grad, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(actual.grad, parameter.grad, rtol=1e-4, atol=1e-5)
     assert "syncbn.forward_sums" in forward
     assert "syncbn.backward_sums" in backward
-    # A loop's name lists the operators for which it was generated.
-    assert not re.findall(r"cpp_fused\w*(?:forward|backward)_(?:sums|outputs)", forward + backward)
+    # A loop's name lists the operations for which it was generated: a copy's those alone that want it.
+    wants = "clone|permute|as_strided|(?:forward|backward)_(?:sums|outputs)"
+    assert not re.findall(rf"cpp_fused(?:_(?:{wants}))+_\d+\b", forward + backward)
     assert not copied
+
+
+@needs_torch_213
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_relu_is_fused(memory_format: torch.memory_format, dtype: torch.dtype) -> None:
+    """Forward and backward, with the bits of eager; in a graph without a backward too."""
+    torch.manual_seed(0)
+    layers = [syncbn.SyncBatchNorm2d(6, momentum=momentum) for momentum in (0.1, None)]
+    model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(inplace=True)).to(dtype)
+    x = torch.randn(3, 6, 5, 7, dtype=dtype).to(memory_format=memory_format).requires_grad_()
+    x.data[0, 0, 0, 0] = math.nan  # passes a relu, also in the gradient
+    dy = torch.randn_like(x)
+    results, codes = [], []
+    for call in (model, torch.compile(copy.deepcopy(model), fullgraph=True)):
+        with without_caches():
+            y, forward = run_and_get_code(call, x)
+            gradients, backward = run_and_get_code(torch.autograd.grad, y, [x, *call.parameters()], dy)
+            with torch.no_grad():
+                z, alone = run_and_get_code(call, x)
+        results.append([y, z, *gradients, *call.buffers()])
+        codes = [*forward, *backward, *alone]
+    for actual, expected in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    assert len(codes) == 3
+    assert "backward_sums" in codes[1]
+    for code in codes:
+        assert not re.findall(r"cpp_fused\w*(?:relu|threshold|where_self)|aten\.(?:relu|threshold)", code)
+
+
+@needs_torch_213
+def test_a_relu_is_not_fused() -> None:
+    """Where something else reads y, or the relu belongs to another function."""
+
+    def twice(y: Tensor) -> Tensor:
+        return y.relu() + y
+
+    def other(y: Tensor) -> Tensor:
+        return nn.functional.relu6(y)
+
+    for function in (twice, other):
+        layer, x = syncbn.SyncBatchNorm1d(5), torch.randn(8, 5, requires_grad=True)
+        expected = function(copy.deepcopy(layer)(x))
+        (expected_gradient,) = torch.autograd.grad(expected.sin().sum(), x)
+        with without_caches():
+            y, codes = run_and_get_code(torch.compile(lambda x, f=function, of=layer: f(of(x)), fullgraph=True), x)
+            (gradient,) = torch.autograd.grad(y.sin().sum(), x)
+        assert re.search(r"syncbn\.forward_outputs\.default\(.*, False\)", codes[0])
+        torch.testing.assert_close((y, gradient), (expected, expected_gradient))

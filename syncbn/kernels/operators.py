@@ -59,8 +59,7 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Fun
 
     def register(function: Function) -> Function:
         name = schema.partition("(")[0]
-        # Without this tag Inductor copies tensors whose strides it has changed, once for each operator that reads them.
-        _library.define(schema, tags=(torch.Tag.flexible_layout,))  # type: ignore[no-untyped-call]
+        _library.define(schema)  # type: ignore[no-untyped-call]
         for device in ("CPU", "CUDA"):
             _library.impl(name, function, device)  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"syncbn::{name}", fake, lib=_library)

@@ -3,6 +3,7 @@
 This folder may import layout, statistics, torch_internals and call_stack, nothing else of the package.
 """
 
+import contextlib
 import functools
 import math
 import os
@@ -55,7 +56,16 @@ def general_kernels(kind: Kind, x: Tensor, *others: Tensor | None) -> Kernels:
         return reference.KernelsInParts(kind)
     from syncbn.kernels import operators  # which registers them
 
+    if is_compiling():
+        _tell_inductor()
     return operators.Kernels(kind)
+
+
+@constant_in_graphs
+def _tell_inductor() -> None:
+    """Tell Inductor how to treat the operators, if its private names are those that we know: else it copies more."""
+    with contextlib.suppress(ImportError, AttributeError, TypeError):
+        from syncbn.kernels import graphs  # noqa: F401
 
 
 def torch_kernels(kind: Kind) -> reference.Kernels:
