@@ -135,7 +135,7 @@ template <typename T, typename Term>
 Status sum_all(const Kind& kind, const Sums& call, bool backward, const Term& term, double* scratch) {
   const Sizes& sizes = kind.sizes;
   int64_t num_parts = sizes.num_parts(), some = sizes.channels_of_part(), channels = sizes.channels;
-  int64_t pieces = num_parts * divided_up(channels, some);
+  int64_t blocks = divided_up(channels, some), pieces = num_parts * blocks;
   constexpr size_t num = std::tuple_size_v<decltype(Term::numbers)>;
   Status status = parallel(pieces, sizes.numel() / std::max<int64_t>(1, pieces), [&](int64_t begin, int64_t end) {
     double sums[2 * WIDTH_OF_SUMS];
@@ -143,8 +143,8 @@ Status sum_all(const Kind& kind, const Sums& call, bool backward, const Term& te
     Term own = term;  // as far as the compiler knows, what is written could lie in `term`
     for (size_t which = 0; which < num; ++which) own.numbers[which] = of.numbers[which];
     for (int64_t index = begin; index < end; ++index) {
-      int64_t part = index % num_parts, first = index / num_parts * some, count = std::min(some, channels - first);
-      if (num && (index == begin || part == 0)) {
+      int64_t part = index / blocks, first = index % blocks * some, count = std::min(some, channels - first);
+      if (num && (index == begin || blocks > 1)) {
         for (size_t which = 0; which < num; ++which)  // mean; scale and shift
           convert(call.statistics + (which ? (2 + which) * channels + 1 : 0) + first, count, of.numbers[which]);
         of.spread(sizes, count);
