@@ -4,6 +4,8 @@
 // A tensor is (outer, channels, inner) numbers in memory. Where inner is large, each run of it has one channel
 // ("runs"). Else a row of (channels, inner) has channel and inner in its columns ("rows"); short rows make a long one.
 //
+// Both take a block of channels at a time: of a large tensor with many channels some columns of each row.
+//
 // Sums are doubles, made of parts that depend on the sizes only: a result does not depend on the number of threads.
 // Only sums fuse products (fma; -ffp-contract=off): all functions find the same relu mask, and unlike processors agree.
 //
@@ -43,7 +45,8 @@ constexpr int64_t GRAIN = 32768;              // values that are worth the start
 constexpr int64_t PART = 2 * GRAIN;           // values of a part of a sum
 constexpr int64_t SHORTEST_RUN = 32;          // values
 constexpr int64_t LONG_ROW = 64;              // values, so that the rest behind whole vectors is small
-constexpr int64_t BLOCK = 1024;               // columns of a row, whose coefficients the first cache holds
+constexpr int64_t SUMMED = 1024;              // columns of a row, at most, whose sums the first cache holds
+constexpr int64_t MAPPED = 2048;              // columns of a row, at most, whose coefficients it holds
 constexpr int64_t AHEAD = 4096;               // values, at least, that several rows of a sum are fetched ahead
 constexpr int64_t FORWARDS = 1 << 20;         // values of a block; a map takes the last block first, each forwards
 constexpr int64_t PADDING = 16;               // numbers, as many as the widest vector has
@@ -52,7 +55,7 @@ constexpr int64_t LEAST_ROWS = 32;            // in a part of a sum, whose two d
 constexpr int64_t STREAMED_BYTES = 16 << 20;  // of an output, from which on it is not found in the caches again
 constexpr int64_t ALIGNED = 64;               // bytes
 constexpr int64_t ZEROS_BEHIND_ONES[2 * PADDING] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
-constexpr int64_t WIDTH_OF_SUMS = BLOCK + PADDING;
+constexpr int64_t WIDTH_OF_SUMS = SUMMED + PADDING;
 constexpr int64_t OWN_SCRATCH = 8192;  // doubles
 
 int64_t divided_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
@@ -70,9 +73,9 @@ struct Sizes {
   int64_t rows() const { return in_runs() ? outer : inner ? divided_up(outer, rows_in_one()) : 0; }
   int64_t columns_of_channel() const { return in_runs() ? 1 : inner * rows_in_one(); }
 
-  // Blocks of channels are of one size, but for the last.
-  int64_t channels_of_block() const {
-    int64_t most = in_runs() ? BLOCK : BLOCK / std::max<int64_t>(1, inner) / PADDING * PADDING;
+  // Blocks of channels, with so many columns of a row at most, are of one size, but for the last.
+  int64_t channels_of_block(int64_t columns) const {
+    int64_t most = in_runs() ? columns : columns / std::max<int64_t>(1, inner) / PADDING * PADDING;
     int64_t each = divided_up(channels, std::max<int64_t>(1, divided_up(channels, most)));
     return std::max<int64_t>(1, divided_up(each, PADDING)) * PADDING;
   }
@@ -84,11 +87,11 @@ struct Sizes {
     return std::max<int64_t>(1, std::clamp(PART / std::max<int64_t>(1, columns()), least, outer));
   }
   int64_t channels_of_part() const {
-    if (!in_runs()) return channels_of_block();
-    return std::clamp<int64_t>(PART / (outers_of_part() * inner), 1, BLOCK);
+    if (!in_runs()) return channels_of_block(SUMMED);
+    return std::clamp<int64_t>(PART / (outers_of_part() * inner), 1, SUMMED);
   }
   int64_t rows_of_part() const {
-    int64_t columns = std::max<int64_t>(1, std::min(channels, channels_of_block()) * columns_of_channel());
+    int64_t columns = std::max<int64_t>(1, std::min(channels, channels_of_block(SUMMED)) * columns_of_channel());
     return std::max(LEAST_ROWS, PART / columns / LEAST_ROWS * LEAST_ROWS);
   }
   int64_t num_parts() const {  // of the sums of a channel

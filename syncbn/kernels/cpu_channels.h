@@ -1,7 +1,7 @@
-// The mathematics of channels, in double: what sums mean, and the coefficients of maps. Some channels at a time, so
-// that all that is known of them stays in the first cache. See cpu_vectors.h.
+// Per-channel mathematics, in vectors of double: totals of sums, statistics, coefficients of maps. It takes a block of
+// channels at a time, whose values stay in the nearest caches. See cpu_vectors.h.
 
-// Calls body(typed address) for the numbers of channels that a user brings or gets, of any dtype; from `first` on.
+// Calls body(address) for per-channel values of any dtype, from channel `first` on.
 template <typename Body> inline void with_dtype(int dtype, const void* numbers, int64_t first, const Body& body) {
   auto* bytes = (char*)numbers;
   if (dtype == FLOAT32) body((float*)bytes + first);
@@ -10,9 +10,9 @@ template <typename Body> inline void with_dtype(int dtype, const void* numbers, 
   if (dtype == FLOAT16) body((Half*)bytes + first);
 }
 
-// Some numbers of channels; `otherwise` where there are none.
+// Per-channel values of a user in double; `otherwise` where there are none.
 struct Widened {
-  double numbers[BLOCK];
+  double numbers[MAPPED];
 
   Widened(const void* of_channels, int dtype, int64_t first, int64_t count, double otherwise) {
     if (!of_channels) std::fill_n(numbers, count, otherwise);
@@ -23,15 +23,14 @@ inline void narrow(const double* numbers, void* of_channels, int dtype, int64_t 
   if (of_channels) with_dtype(dtype, of_channels, first, [&](auto* to) { convert(numbers, count, to); });
 }
 
-// What maps take of channels, then of columns.
+// Numbers of a block that loops over tensors take: of its channels and, once spread, of its columns.
 template <typename T, size_t num> struct Coefficients {
-  Compute<T> numbers[num][BLOCK + PADDING];
+  Compute<T> numbers[num][MAPPED + PADDING];
   std::array<const Compute<T>*, num> addresses() const {
     std::array<const Compute<T>*, num> each;
     for (size_t which = 0; which < num; ++which) each[which] = numbers[which];
     return each;
   }
-  // The numbers of channels become those of the columns of a long row, with zeros behind.
   void spread(const Sizes& sizes, int64_t count) {
     for (auto* of : numbers) sizes.spread(count, of);
   }
@@ -55,7 +54,7 @@ inline void update(void* running, int dtype, int64_t first, int64_t count, const
   narrow(numbers, running, dtype, first, count);
 }
 
-// center, scale and shift. Who `writes` writes the statistics too, and updates the running ones.
+// center, scale and shift. `writes`: also the statistics and the running statistics; one thread does, for each block.
 template <typename T>
 void coefficients_of(const Kind& kind, const ForwardOutputs& call, int64_t first, int64_t count, bool writes,
                      Coefficients<T, 3>& to) {
@@ -106,7 +105,7 @@ void coefficients_of(const Kind& kind, const BackwardOutputs& call, int64_t firs
     convert(all_invstd + 1 + (which - 3) * channels, count, to.numbers[which]);
 }
 
-// The sums of some channels in each part: (num_parts, 2, width).
+// The sums of a block in each part: (num_parts, 2, width).
 struct Parts {
   const double* sums;
   int64_t num_parts, width;
@@ -115,7 +114,7 @@ struct Parts {
 // Adds the parts up; backward makes sum dy * (x - mean) of sum dy * (x - center), and the gradients of parameters.
 template <typename T>
 void finish(const Kind& kind, const Sums& call, bool backward, Parts parts, int64_t first, int64_t count) {
-  double *sums = call.sums + first, *seconds = sums + kind.sizes.channels, grad_weight[BLOCK];
+  double *sums = call.sums + first, *seconds = sums + kind.sizes.channels, grad_weight[MAPPED];
   const double *all_mean = call.statistics + first, *all_invstd = all_mean + 2 * kind.sizes.channels;
   for_vectors(count, [&](Memory memory, int64_t i) INLINED {
     Pair<Wide> total;

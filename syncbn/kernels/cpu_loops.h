@@ -1,4 +1,4 @@
-// The loops over tensors. See cpu_vectors.h.
+// The loops over tensors: sums, and maps. See cpu_vectors.h.
 
 // A number of a channel, in all lanes; or those of columns.
 template <typename V, bool of_channel, typename Numbers, size_t num>
@@ -122,7 +122,8 @@ void sum_rows(const Sizes& sizes, const Term& term, int64_t part, int64_t first,
   double* seconds = sums + WIDTH_OF_SUMS;
   int64_t numel = sizes.numel(), stride = sizes.row(), length = count * sizes.columns_of_channel();
   int64_t start = part * sizes.rows_of_part() * stride + first * sizes.inner;
-  int64_t end = std::min(numel, (part + 1) * sizes.rows_of_part() * stride), several = (Term::FEW - 1) * stride + length;
+  int64_t end = std::min(numel, (part + 1) * sizes.rows_of_part() * stride);
+  int64_t several = (Term::FEW - 1) * stride + length;
   std::fill_n(sums, length, 0.0), std::fill_n(seconds, length, 0.0);
   for (; start + several <= end; start += Term::FEW * stride)
     add_rows<Term::FEW>(term, start, stride, length, sums, seconds);
@@ -156,8 +157,8 @@ Status sum_all(const Kind& kind, const Sums& call, bool backward, const Term& te
           std::copy_n(sums + which * WIDTH_OF_SUMS, count, scratch + (2 * part + which) * channels + first);
     }
   });
-  for (int64_t first = 0; num_parts != 1 && first < channels; first += BLOCK)
-    finish<T>(kind, call, backward, {scratch + first, num_parts, channels}, first, std::min(BLOCK, channels - first));
+  for (int64_t first = 0; num_parts != 1 && first < channels; first += MAPPED)
+    finish<T>(kind, call, backward, {scratch + first, num_parts, channels}, first, std::min(MAPPED, channels - first));
   return status;
 }
 
@@ -178,9 +179,9 @@ template <typename T> Status sum(const Kind& kind, const Sums& call, bool backwa
 template <typename T> using MapVector = std::conditional_t<std::is_same_v<T, double>, Doubles, Floats>;
 
 // Calls body(memory, index, coefficients) for the vectors of a run of a channel, or of columns of a row. The last
-// vector ends where the piece ends, and has values of the one before.
+// vector ends where the piece ends, and has values of the one before. `ahead`: see Memory.
 template <typename V, bool in_runs, bool streams, typename Numbers, typename Body>
-INLINED inline void map_piece(const Numbers& numbers, int64_t channel, int64_t start, int64_t length,
+INLINED inline void map_piece(const Numbers& numbers, int64_t channel, int64_t start, int64_t length, int64_t ahead,
                               const Body& body) {
   constexpr int64_t step = sizeof(V) / sizeof(*numbers[0]);
   auto of = coefficients<V, in_runs>(numbers, in_runs ? channel : 0);
@@ -189,7 +190,7 @@ INLINED inline void map_piece(const Numbers& numbers, int64_t channel, int64_t s
     body(memory, start + i, of);
   };
   int64_t i = 0;
-  for (; i + step <= length; i += step) apply({LANES, streams}, i);
+  for (; i + step <= length; i += step) apply({LANES, streams, ahead}, i);
   if (i == length) return;
   if (length < step) return apply({length}, 0);
   apply({}, length - step);
@@ -200,7 +201,7 @@ INLINED inline void map_piece(const Numbers& numbers, int64_t channel, int64_t s
 template <typename T, size_t num, typename Call, typename Body>
 Status map_all(const Kind& kind, const Call& call, uintptr_t outputs, const Body& body) {
   const Sizes& sizes = kind.sizes;
-  int64_t some = sizes.channels_of_block(), rows = std::max<int64_t>(1, sizes.rows()), numel = sizes.numel();
+  int64_t some = sizes.channels_of_block(MAPPED), rows = std::max<int64_t>(1, sizes.rows()), numel = sizes.numel();
   int64_t values = std::max<int64_t>(1, some * sizes.columns_of_channel());  // of a piece
   int64_t of_block = rows, pieces = rows * divided_up(sizes.channels, some);
   if (sizes.in_runs()) values = sizes.inner, of_block = rows * some, pieces = rows * sizes.channels;
@@ -211,6 +212,8 @@ Status map_all(const Kind& kind, const Call& call, uintptr_t outputs, const Body
       const auto numbers = coefficients.addresses();
       const Body own = body;  // as in sum_all
       const int64_t inner = sizes.inner, stride = sizes.row();
+      // The next row: a processor does not see by itself that after a part of a row that of the next follows.
+      const int64_t ahead = in_runs.value || some >= sizes.channels ? 0 : stride;
       while (begin < end) {
         int64_t start_of_block = (end - 1) / of_block * of_block, start = std::max(begin, start_of_block);
         int64_t first = start_of_block / of_block * some, count = std::min(some, sizes.channels - first);
@@ -223,7 +226,7 @@ Status map_all(const Kind& kind, const Call& call, uintptr_t outputs, const Body
             if (in_runs.value) channel = row % count, row /= count;
             int64_t from = row * stride + (first + channel) * inner;
             int64_t there = std::clamp<int64_t>(numel - from, 0, length);  // the last of the long rows may be shorter
-            map_piece<MapVector<T>, in_runs.value, streams.value>(numbers, channel, from, there, own);
+            map_piece<MapVector<T>, in_runs.value, streams.value>(numbers, channel, from, there, ahead, own);
           }
       }
 #if WIDTH > 16

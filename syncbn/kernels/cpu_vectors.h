@@ -118,7 +118,8 @@ inline Floats narrowed(Wide values) {
   std::array<HalfOfFloats, 2> halves = {narrowed(values.first), narrowed(values.second)};
   return load<Floats>(&halves);
 }
-template <typename T> inline void write(T* to, Wide values) { write(to, narrowed(values)); }  // as torch rounds a double
+// By way of float, as torch rounds a double.
+template <typename T> inline void write(T* to, Wide values) { write(to, narrowed(values)); }
 template <typename T, typename V> inline void stream(T* to, V values) { write(to, values); }
 
 // How a loop body touches memory. What is known of it when it is compiled costs nothing.
