@@ -744,7 +744,7 @@ def test_more_channels_than_scratch_of_a_function_holds(kernels: MakesKernels, i
 
 @pytest.mark.parametrize("sizes", [(3, 2100, 1), (70, 1100, 3), (3, 150, 31), (2, 2100, 32)], ids=str)
 def test_several_blocks_of_channels(kernels: MakesKernels, sizes: tuple[int, int, int]) -> None:
-    """What the reference finds, in the last block too, where each channel has values, a weight and a bias of its own."""
+    """As the reference, in the last block too, where each channel has values, a weight and a bias of its own."""
     if truncates(kernels):
         pytest.skip("the interpreter takes long, and has no such blocks")
     dy, x = (values + torch.arange(sizes[1])[:, None] % 97 for values in draw(2, sizes, torch.float32))
