@@ -28,7 +28,7 @@ from syncbn.statistics import from_sums, unpack, update_buffers
 
 MakesKernels: TypeAlias = Callable[[Kind], Kernels]
 
-WIDE_ROWS = (9, 2100, 1)  # C++ maps take four at once, one is behind them
+WIDE_ROWS = (9, 2100, 1)  # more channels than a block of C++ has
 SIZES = [
     (4, 3, 63),  # 63: not a multiple of any vector
     (5, 2, 49),  # a run just longer than the shortest
@@ -318,7 +318,7 @@ def test_squares_of_16_bits_lose_nothing(
     torch.testing.assert_close(var, x.double().var((0, 2), correction=0), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("sizes", [(40, 70, 49), (5000, 24, 1), (300, 300, 1), (1, 3, 200_000)], ids=str)
+@pytest.mark.parametrize("sizes", [(40, 70, 49), (5000, 24, 1), (300, 300, 1), (1, 3, 200_000), (40, 5000, 1)], ids=str)
 def test_results_are_the_same_again_and_on_other_threads(kernels: MakesKernels, sizes: tuple[int, int, int]) -> None:
     if kernels.__module__.endswith("reference"):
         pytest.skip("torch's sums depend on the number of threads")
@@ -475,7 +475,7 @@ def test_running_stats_have_the_bits_of_torch(
     """The general road updates by torch operations, and buffers must be the same on ranks of either road."""
     if truncates(kernels) and dtype.itemsize == 2:
         pytest.skip("the interpreter rounds to other bits")
-    mean, invstd, *values = of_channels(4, 600)  # more than C++ takes at once
+    mean, invstd, *values = of_channels(4, 2100)  # more than C++ takes at once
     counter, buffers, by_torch = torch.tensor(2), *([value.to(dtype) for value in values] for _ in range(2))
     for n in (3.0, 7.0, 1e6):
         sums = sums_of(mean, 1 + invstd.abs(), n)
@@ -740,3 +740,16 @@ def test_more_channels_than_scratch_of_a_function_holds(kernels: MakesKernels, i
     assert y.shape == grad_x.shape == x.shape
     torch.testing.assert_close(grad_bias, x.sum((0, 2)))
     assert grad_weight.isfinite().all()
+
+
+@pytest.mark.parametrize("sizes", [(3, 2100, 1), (70, 1100, 3), (3, 150, 31), (2, 2100, 32)], ids=str)
+def test_several_blocks_of_channels(kernels: MakesKernels, sizes: tuple[int, int, int]) -> None:
+    """As the reference, in the last block too, where each channel has values, a weight and a bias of its own."""
+    if truncates(kernels):
+        pytest.skip("the interpreter takes long, and has no such blocks")
+    dy, x = (values + torch.arange(sizes[1])[:, None] % 97 for values in draw(2, sizes, torch.float32))
+    weight, bias = of_channels(2, sizes[1])
+    for relu in (False, True):
+        tensors = {"weight": weight, "bias": bias.float(), "residual": dy} if relu else {"weight": weight}
+        results, expected = (all_results(one, dy, x, relu, **tensors) for one in (kernels, reference.Kernels))
+        torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-3)

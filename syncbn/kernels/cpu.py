@@ -21,14 +21,14 @@ from syncbn.torch_internals.autograd import increment_version
 
 FILE = Path(__file__).with_name("_cpu.so")
 CODES = {None: -1, torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # cpu.cpp's
-INTERFACE = 6  # of the C functions: an older library would read other arguments
+INTERFACE = 7  # of the C functions: an older library would read other arguments
 LACKS_MEMORY, NOT_FINITE = 2, 3  # statuses
 
 # The structs of cpu.cpp: q and i are integers, d a double, P is an address.
 _kind = struct.Struct("3qd12i").pack
-_forward_outputs = struct.Struct("11Pd").pack
+_forward_outputs = struct.Struct("10Pd").pack
 _sums = struct.Struct("8P3d").pack
-_backward_outputs = struct.Struct("9P").pack
+_backward_outputs = struct.Struct("8P").pack
 # The last fields of Kind there.
 _dtypes = attrgetter(
     "dtype", "weight_dtype", "bias_dtype", "mean_dtype", "var_dtype", "grad_weight_dtype", "grad_bias_dtype"
@@ -97,13 +97,12 @@ class Kernels:
         counter: Tensor | None = None, momentum: float | None = 0.0,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         y, statistics = torch.empty_like(x), total.new_empty(self.num_statistics)
-        scratch = x.new_empty(self.num_scratch, dtype=torch.uint8) if self.num_scratch else None
         call = _forward_outputs(
             x.data_ptr(), total.data_ptr(), 0 if residual is None else residual.data_ptr(),
             0 if weight is None else weight.data_ptr(), 0 if bias is None else bias.data_ptr(),
             0 if running_mean is None else running_mean.data_ptr(),
             0 if running_var is None else running_var.data_ptr(), 0 if counter is None else counter.data_ptr(),
-            y.data_ptr(), statistics.data_ptr(), 0 if scratch is None else scratch.data_ptr(), momentum or 0.0,
+            y.data_ptr(), statistics.data_ptr(), momentum or 0.0,
         )  # fmt: skip
         status = _library.forward_outputs(self.in_c, call)
         if status and status != NOT_FINITE:
@@ -137,11 +136,10 @@ class Kernels:
         (x, weight, statistics, y), kind = saved, self.kind
         grad_x = torch.empty_like(x) if kind.needs_x or kind.needs_residual else None
         grad_residual = torch.empty_like(x) if kind.needs_residual else None
-        scratch = x.new_empty(self.num_scratch, dtype=torch.uint8) if self.num_scratch else None
         call = _backward_outputs(
             dy.data_ptr(), x.data_ptr(), 0 if y is None else y.data_ptr(), statistics.data_ptr(), total.data_ptr(),
             0 if weight is None else weight.data_ptr(), 0 if grad_x is None else grad_x.data_ptr(),
-            0 if grad_residual is None else grad_residual.data_ptr(), 0 if scratch is None else scratch.data_ptr(),
+            0 if grad_residual is None else grad_residual.data_ptr(),
         )  # fmt: skip
         if status := _library.backward_outputs(self.in_c, call):
             _refuse(status)

@@ -1,135 +1,6 @@
-// The loops over memory, with vectors of WIDTH bytes. cpu.cpp includes this file once for each instruction set, within
-// a namespace; hence no include guard and no other include. Sums take LANES values at a time, as Floats or as
-// doubles (Wide); maps a vector of Floats, or of Doubles.
-
-constexpr int64_t LANES = WIDTH / sizeof(float);
-static_assert(LANES <= SHORTEST_RUN && LANES <= PADDING);
-
-typedef float Floats __attribute__((vector_size(WIDTH)));
-typedef uint32_t Words __attribute__((vector_size(WIDTH)));
-typedef double Doubles __attribute__((vector_size(WIDTH)));
-typedef float HalfOfFloats __attribute__((vector_size(WIDTH / 2)));
-typedef uint16_t Shorts __attribute__((vector_size(WIDTH / 2)));
-
-template <typename V> struct Pair {
-  V first = {}, second = {};
-};
-template <typename V> Pair<V> operator+(Pair<V> a, Pair<V> b) { return {a.first + b.first, a.second + b.second}; }
-template <typename V> Pair<V> operator-(Pair<V> a, Pair<V> b) { return {a.first - b.first, a.second - b.second}; }
-template <typename V> Pair<V> operator*(Pair<V> a, Pair<V> b) { return {a.first * b.first, a.second * b.second}; }
-using Wide = Pair<Doubles>;  // not one vector of twice the width: GCC makes much slower code of that
-
-// A tensor may begin anywhere, also between the places of its numbers.
-template <typename Vector> inline Vector load(const void* from) {
-  Vector vector;
-  std::memcpy(&vector, from, sizeof(vector));
-  return vector;
-}
-template <typename Vector> inline void store(void* to, Vector vector) { std::memcpy(to, &vector, sizeof(vector)); }
-
-// What each instruction set does in its own way. GCC 12 makes four or five instructions of __builtin_convertvector
-// where there is one. A stream goes past the caches: the processor does not read what it overwrites.
-#if WIDTH == 64
-inline Doubles doubles(HalfOfFloats values) { return _mm512_cvtps_pd(values); }
-inline Words words(Shorts shorts) { return (Words)_mm512_cvtepu16_epi32((__m256i)shorts); }
-inline Shorts shorts(Words words) { return (Shorts)_mm512_cvtepi32_epi16((__m512i)words); }
-inline Floats floats_of_halves(Shorts halves) { return _mm512_cvtph_ps((__m256i)halves); }
-inline Shorts halves(Floats values) { return (Shorts)_mm512_cvtps_ph(values, TO_NEAREST); }
-inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-inline Doubles fma(Doubles a, Doubles b, Doubles c) { return _mm512_fmadd_pd(a, b, c); }
-inline void stream(float* to, Floats values) { _mm512_stream_ps(to, values); }
-inline void stream(double* to, Doubles values) { _mm512_stream_pd(to, values); }
-#elif WIDTH == 32
-inline Doubles doubles(HalfOfFloats values) { return _mm256_cvtps_pd(values); }
-inline Words words(Shorts shorts) { return (Words)_mm256_cvtepu16_epi32((__m128i)shorts); }
-inline Shorts shorts(Words words) {
-  auto all = (__m256i)words;
-  return (Shorts)_mm_packus_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-}
-inline Floats floats_of_halves(Shorts halves) { return _mm256_cvtph_ps((__m128i)halves); }
-inline Shorts halves(Floats values) { return (Shorts)_mm256_cvtps_ph(values, TO_NEAREST); }
-inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
-inline Doubles fma(Doubles a, Doubles b, Doubles c) { return _mm256_fmadd_pd(a, b, c); }
-inline void stream(float* to, Floats values) { _mm256_stream_ps(to, values); }
-inline void stream(double* to, Doubles values) { _mm256_stream_pd(to, values); }
-#else
-inline Doubles doubles(HalfOfFloats values) { return __builtin_convertvector(values, Doubles); }
-inline Words words(Shorts shorts) { return __builtin_convertvector(shorts, Words); }
-inline Shorts shorts(Words words) { return __builtin_convertvector(words, Shorts); }
-inline Floats floats_of_halves(Shorts halves) {
-  Words bits = words(halves), magnitude = bits & 0x7fff;
-  // 2^112 is the difference of the exponents' biases; the product is exact, also of a subnormal.
-  Words finite = (Words)((Floats)(magnitude << 13) * 0x1p112f);
-  Words value = magnitude >= 0x7c00 ? (magnitude << 13) | 0x7f800000 : finite;
-  return (Floats)(value | (bits & 0x8000) << 16);
-}
-inline Shorts halves(Floats values) {
-  Words bits = (Words)values, magnitude = bits & 0x7fffffff;
-  Words normal = ((magnitude + 0xfff + (magnitude >> 13 & 1)) >> 13) - (112 << 10);  // to nearest, ties to even
-  // Beside 0.5 the last bit of a float is worth 2^-24, as that of a subnormal half.
-  Words subnormal = (Words)((Floats)magnitude + 0.5f) - 0x3f000000;
-  Words rounded = magnitude < 0x38800000 ? subnormal : normal;
-  rounded = magnitude >= 0x47800000 ? Words{} + 0x7c00 : rounded;
-  rounded = magnitude > 0x7f800000 ? Words{} + 0x7e00 : rounded;
-  return shorts(rounded | (bits >> 16 & 0x8000));
-}
-template <typename V> inline V fma(V a, V b, V c) { return a * b + c; }  // std::fma would be a slow call
-#endif
-inline Wide fma(Wide a, Wide b, Wide c) { return {fma(a.first, b.first, c.first), fma(a.second, b.second, c.second)}; }
-
-inline Floats floats(const float* from) { return load<Floats>(from); }
-inline Floats floats(const BFloat16* from) { return (Floats)(words(load<Shorts>(from)) << 16); }
-inline Floats floats(const Half* from) { return floats_of_halves(load<Shorts>(from)); }
-inline Wide wide(Wide values) { return values; }
-inline Wide wide(Floats values) {
-  std::array<HalfOfFloats, 2> halves = load<std::array<HalfOfFloats, 2>>(&values);
-  return {doubles(halves[0]), doubles(halves[1])};
-}
-template <typename V, typename T> inline V read(const T* from) {
-  if constexpr (std::is_same_v<V, Doubles>) return load<Doubles>(from);
-  else if constexpr (std::is_same_v<V, Floats>) return floats(from);
-  else if constexpr (sizeof(T) == 8) return {load<Doubles>(from), load<Doubles>(from + LANES / 2)};
-  else return wide(floats(from));
-}
-
-inline void write(double* to, Doubles values) { store(to, values); }
-inline void write(float* to, Floats values) { store(to, values); }
-inline void write(BFloat16* to, Floats values) {
-  Words bits = (Words)values, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to nearest, ties to even
-  store(to, shorts(values == values ? rounded : Words{} + 0x7fc0));                  // NaN
-}
-inline void write(Half* to, Floats values) { store(to, halves(values)); }
-inline void write(double* to, Wide values) { store(to, values.first), store(to + LANES / 2, values.second); }
-template <typename T> inline void write(T* to, Wide values) {  // by way of float, as torch rounds a double
-  HalfOfFloats halves[] = {__builtin_convertvector(values.first, HalfOfFloats),
-                           __builtin_convertvector(values.second, HalfOfFloats)};
-  write(to, load<Floats>(halves));
-}
-template <typename T, typename V> inline void stream(T* to, V values) { write(to, values); }
-
-// How a loop body touches memory. What is known of it when it is compiled costs nothing.
-struct Memory {
-  int64_t count = LANES;  // of values at the address; the other lanes read 0
-  bool streams = false;
-  int64_t ahead = 0;  // if not 0, the numbers so far ahead are fetched to the second cache; sums fill the first
-
-  template <typename V, typename T> INLINED V get(const T* from) const {
-    if (ahead) __builtin_prefetch(from + ahead, 0, 2);
-    if (count == LANES) return read<V>(from);
-    T padded[LANES] = {};
-    std::memcpy(padded, from, count * sizeof(T));
-    return read<V>(padded);
-  }
-  template <typename T, typename V> INLINED void set(T* to, V values) const {
-    if (count == LANES) return streams ? stream(to, values) : write(to, values);
-    T padded[LANES];
-    write(padded, values);
-    std::memcpy(to, padded, count * sizeof(T));
-  }
-};
+// The loops over tensors: sums, and maps. See cpu_vectors.h.
 
 // A number of a channel, in all lanes; or those of columns.
-inline Wide operator-(double number, Wide zero) { return {number - zero.first, number - zero.second}; }
 template <typename V, bool of_channel, typename Numbers, size_t num>
 INLINED inline std::array<V, num> coefficients(const std::array<Numbers, num>& numbers, int64_t at) {
   std::array<V, num> vectors;
@@ -138,24 +9,6 @@ INLINED inline std::array<V, num> coefficients(const std::array<Numbers, num>& n
     else vectors[which] = read<V>(numbers[which] + at);
   return vectors;
 }
-
-template <typename V> inline V behind_relu(V gradient, V y, float zero = 0) { return y <= zero ? V{} : gradient; }
-inline Wide behind_relu(Wide gradient, Wide y, float zero = 0) {
-  return {behind_relu(gradient.first, y.first, zero), behind_relu(gradient.second, y.second, zero)};
-}
-// The largest number that becomes 0 as a T.
-template <typename T>
-constexpr float ZERO = std::is_same_v<T, Half> ? 0x1p-25f : std::is_same_v<T, BFloat16> ? 0x1p-134f : 0;
-
-// For the last LANES of `length` values: ones where whole vectors have the value already, else zeros.
-template <typename V> inline V mask_of_counted(int64_t length) {
-  using Number = std::conditional_t<std::is_same_v<V, Floats>, float, double>;
-  return read<V>((const Number*)(ZEROS_BEHIND_ONES + PADDING) - LANES + length % LANES);
-}
-template <typename V> inline V masked(V values, V mask) { return (V)((Words)values & ~(Words)mask); }
-inline Wide masked(Wide of, Wide mask) { return {masked(of.first, mask.first), masked(of.second, mask.second)}; }
-template <typename V> Pair<V> masked(Pair<V> of, V mask) { return {masked(of.first, mask), masked(of.second, mask)}; }
-template <typename V> inline Pair<Wide> wide(Pair<V> sums) { return {wide(sums.first), wide(sums.second)}; }
 
 // x and x^2; backward, where there is a coefficient, dy and dy * (x - center), of dy behind the relu.
 template <typename T, int num_coefficients, bool has_y> struct Term {
@@ -229,20 +82,21 @@ void sum_channel(const Term& term, int64_t channel, int64_t start, int64_t lengt
   first = firsts[0], second = seconds[0];
 }
 
-// Adds the sums of each column of `rows` rows, which are `length` apart, to first and second. Several rows prefetch the
+// Adds the sums of each column of `rows` rows, which are `stride` apart, to first and second. Several rows prefetch the
 // next ones: a processor does not see by itself that these follow.
 template <int64_t rows, typename Term>
-INLINED inline void add_rows(const Term& term, int64_t start, int64_t length, double* first, double* second) {
+INLINED inline void add_rows(const Term& term, int64_t start, int64_t stride, int64_t length, double* first,
+                             double* second) {
   using V = typename Term::V;
   auto sum = [&](Memory memory, int64_t column, Pair<V> sums) INLINED {
     auto of = coefficients<typename Term::Mapped, false>(term.numbers, column);
-    for (int64_t row = 0; row < rows; ++row) term.add(memory, start + row * length + column, of, sums);
+    for (int64_t row = 0; row < rows; ++row) term.add(memory, start + row * stride + column, of, sums);
     return sums;
   };
   auto get = [&](int64_t at) INLINED { return Pair<Wide>{read<Wide>(first + at), read<Wide>(second + at)}; };
   auto set = [&](int64_t at, Pair<Wide> of) INLINED { write(first + at, of.first), write(second + at, of.second); };
   int64_t column = 0;
-  const Memory memory = {LANES, false, rows > 1 ? std::max(AHEAD, 2 * rows * length) : 0};
+  const Memory memory = {LANES, false, rows > 1 ? std::max(AHEAD, 2 * rows * stride) : 0};
   for (; column + LANES <= length; column += LANES)
     if constexpr (Term::IN_FLOAT) set(column, get(column) + wide(sum(memory, column, {})));
     else set(column, sum(memory, column, get(column)));
@@ -252,54 +106,70 @@ INLINED inline void add_rows(const Term& term, int64_t start, int64_t length, do
   set(column, get(column) + wide(masked(sum({}, column, {}), mask_of_counted<V>(length))));
 }
 
+// The sums of `count` channels in a part of the runs.
 template <typename Term>
-void sum_runs(const Sizes& sizes, const Term& term, int64_t part, int64_t block, double* first, double* second) {
-  int64_t outer = part * sizes.outers_of_part(), count = std::min(sizes.outers_of_part(), sizes.outer - outer);
-  int64_t some = sizes.channels_of_part(), end = std::min(sizes.channels, (block + 1) * some);
-  for (int64_t channel = block * some; channel < end; ++channel)
-    sum_channel(term, channel, (outer * sizes.channels + channel) * sizes.inner, sizes.inner, count, sizes.columns(),
-                first[channel], second[channel]);
+void sum_runs(const Sizes& sizes, const Term& term, int64_t part, int64_t first, int64_t count, double* sums) {
+  int64_t outer = part * sizes.outers_of_part(), runs = std::min(sizes.outers_of_part(), sizes.outer - outer);
+  int64_t start = (outer * sizes.channels + first) * sizes.inner;
+  for (int64_t channel = 0; channel < count; ++channel)
+    sum_channel(term, channel, start + channel * sizes.inner, sizes.inner, runs, sizes.columns(), sums[channel],
+                sums[WIDTH_OF_SUMS + channel]);
 }
 
+// The same in a part of the rows.
 template <typename Term>
-void sum_rows(const Sizes& sizes, const Term& term, int64_t part, double* first, double* second) {
-  std::fill_n(first, 2 * sizes.spread_size(), 0.0);
-  int64_t row = sizes.piece(), start = part * sizes.values_of_part();
-  int64_t end = std::min(sizes.numel(), start + sizes.values_of_part());
-  for (; start + Term::FEW * row <= end; start += Term::FEW * row) add_rows<Term::FEW>(term, start, row, first, second);
-  for (; start < end; start += row) add_rows<1>(term, start, std::min(row, end - start), first, second);
+void sum_rows(const Sizes& sizes, const Term& term, int64_t part, int64_t first, int64_t count, double* sums) {
+  double* seconds = sums + WIDTH_OF_SUMS;
+  int64_t numel = sizes.numel(), stride = sizes.row(), length = count * sizes.columns_of_channel();
+  int64_t start = part * sizes.rows_of_part() * stride + first * sizes.inner;
+  int64_t end = std::min(numel, (part + 1) * sizes.rows_of_part() * stride);
+  int64_t several = (Term::FEW - 1) * stride + length;
+  std::fill_n(sums, length, 0.0), std::fill_n(seconds, length, 0.0);
+  for (; start + several <= end; start += Term::FEW * stride)
+    add_rows<Term::FEW>(term, start, stride, length, sums, seconds);
+  for (; start < end; start += stride) add_rows<1>(term, start, stride, std::min(length, end - start), sums, seconds);
+  sizes.gather(count, sums), sizes.gather(count, seconds);
 }
 
-// Adds the sums of each channel to `sums`, (2, channels).
-template <typename Term> Status sum_all(const Sizes& sizes, const Term& term, double* parts, double* sums) {
-  if (!sizes.numel()) return OK;
-  int64_t width = sizes.spread_size(), blocks = sizes.blocks();
-  Status status = parallel(sizes.num_parts() * blocks, sizes.values_of_part(), [&](int64_t begin, int64_t end) {
-    const Term own = term;  // as far as the compiler knows, what is written could lie in `term`
+// The sums of all channels, of which backward makes the gradients of parameters.
+template <typename T, typename Term>
+Status sum_all(const Kind& kind, const Sums& call, bool backward, const Term& term, double* scratch) {
+  const Sizes& sizes = kind.sizes;
+  int64_t num_parts = sizes.num_parts(), some = sizes.channels_of_part(), channels = sizes.channels;
+  int64_t blocks = divided_up(channels, some), pieces = num_parts * blocks;
+  constexpr size_t num = std::tuple_size_v<decltype(Term::numbers)>;
+  Status status = parallel(pieces, sizes.numel() / std::max<int64_t>(1, pieces), [&](int64_t begin, int64_t end) {
+    double sums[2 * WIDTH_OF_SUMS];
+    Coefficients<T, std::max<size_t>(1, num)> of;
+    Term own = term;  // as far as the compiler knows, what is written could lie in `term`
+    for (size_t which = 0; which < num; ++which) own.numbers[which] = of.numbers[which];
     for (int64_t index = begin; index < end; ++index) {
-      double *first = parts + index / blocks * 2 * width, *second = first + width;
-      if (sizes.in_runs()) sum_runs(sizes, own, index / blocks, index % blocks, first, second);
-      else sum_rows(sizes, own, index, first, second);
+      int64_t part = index / blocks, first = index % blocks * some, count = std::min(some, channels - first);
+      if (num && (index == begin || blocks > 1)) {
+        for (size_t which = 0; which < num; ++which)  // mean; scale and shift
+          convert(call.statistics + (which ? (2 + which) * channels + 1 : 0) + first, count, of.numbers[which]);
+        of.spread(sizes, count);
+      }
+      if (sizes.in_runs()) sum_runs(sizes, own, part, first, count, sums);
+      else sum_rows(sizes, own, part, first, count, sums);
+      if (num_parts == 1) finish<T>(kind, call, backward, {sums, 1, WIDTH_OF_SUMS}, first, count);
+      else for (int64_t which : {0, 1})
+          std::copy_n(sums + which * WIDTH_OF_SUMS, count, scratch + (2 * part + which) * channels + first);
     }
   });
-  for (int64_t part = 0; part < 2 * sizes.num_parts(); ++part)
-    sizes.gather(parts + part * width, sums + part % 2 * sizes.channels);
+  for (int64_t first = 0; num_parts != 1 && first < channels; first += MAPPED)
+    finish<T>(kind, call, backward, {scratch + first, num_parts, channels}, first, std::min(MAPPED, channels - first));
   return status;
 }
 
 template <typename T> Status sum(const Kind& kind, const Sums& call, bool backward, double* scratch) {
   const Sizes& sizes = kind.sizes;
-  int64_t width = sizes.spread_size();
-  double* trailer = std::fill_n(call.sums, 2 * sizes.channels, 0.0);
+  double* trailer = call.sums + 2 * sizes.channels;
   if (kind.is_signed || !backward) *trailer = backward ? 0 : double(sizes.outer * sizes.inner);  // n
   if (kind.is_signed) std::copy_n(call.signature, SIGNATURE, trailer + 1);
   auto sum_of = [&](auto term) {
     term.dy = (const T*)call.dy, term.x = (const T*)call.x, term.y = (const T*)call.y;
-    for (size_t which = 0; which < term.numbers.size(); ++which) {
-      const double* numbers = call.statistics + (which ? (2 + which) * sizes.channels + 1 : 0);  // mean, scale, shift
-      term.numbers[which] = sizes.spread(numbers, (Compute<T>*)scratch + which * width);
-    }
-    return sum_all(sizes, term, scratch + 3 * width, call.sums);
+    return sum_all<T>(kind, call, backward, term, scratch);
   };
   if (!backward) return sum_of(Term<T, 0, false>{});
   if (kind.masks_by_y()) return sum_of(Term<T, 1, true>{});
@@ -308,59 +178,69 @@ template <typename T> Status sum(const Kind& kind, const Sums& call, bool backwa
 
 template <typename T> using MapVector = std::conditional_t<std::is_same_v<T, double>, Doubles, Floats>;
 
-// Calls body(memory, index, coefficients) for the vectors of a run of a channel, or of some rows. The last vector ends
-// where the piece ends, and has values of the one before.
-template <typename V, bool in_runs, bool streams, int64_t rows, typename Numbers, typename Body>
-INLINED inline void map_piece(const Numbers& numbers, int64_t channel, int64_t start, int64_t length,
+// Calls body(memory, index, coefficients) for the vectors of a run of a channel, or of columns of a row. The last
+// vector ends where the piece ends, and has values of the one before. `ahead`: see Memory.
+template <typename V, bool in_runs, bool streams, typename Numbers, typename Body>
+INLINED inline void map_piece(const Numbers& numbers, int64_t channel, int64_t start, int64_t length, int64_t ahead,
                               const Body& body) {
   constexpr int64_t step = sizeof(V) / sizeof(*numbers[0]);
   auto of = coefficients<V, in_runs>(numbers, in_runs ? channel : 0);
-  auto apply = [&](Memory memory, int64_t column) INLINED {
-    if constexpr (!in_runs) of = coefficients<V, false>(numbers, column);
-    for (int64_t row = 0; row < rows; ++row) body(memory, start + row * length + column, of);
+  auto apply = [&](Memory memory, int64_t i) INLINED {
+    if constexpr (!in_runs) of = coefficients<V, false>(numbers, i);
+    body(memory, start + i, of);
   };
   int64_t i = 0;
-  for (; i + step <= length; i += step) apply({LANES, streams}, i);
+  for (; i + step <= length; i += step) apply({LANES, streams, ahead}, i);
   if (i == length) return;
   if (length < step) return apply({length}, 0);
   apply({}, length - step);
 }
 
-// `of_channels` are `num` numbers of each channel; `outputs` the addresses that are written, or-ed.
-template <typename T, size_t num, typename Body>
-Status map_all(const Sizes& sizes, const double* of_channels, double* scratch, uintptr_t outputs, const Body& body) {
-  using V = MapVector<T>;
-  std::array<const Compute<T>*, num> coefficients;
-  for (size_t which = 0; which < num; ++which, of_channels += sizes.channels)
-    coefficients[which] = sizes.spread(of_channels, (Compute<T>*)scratch + which * sizes.spread_size());
-  int64_t piece = std::max<int64_t>(1, sizes.piece()), step = std::max(ROWS, FORWARDS / piece);
-  int64_t numel = sizes.numel(), rest = numel % piece;
+// Calls coefficients_of for some channels and then body for what they have, in each block. `outputs`: the addresses
+// that are written, or-ed. The last values first, as of a large tensor the caches hold what was added up last.
+template <typename T, size_t num, typename Call, typename Body>
+Status map_all(const Kind& kind, const Call& call, uintptr_t outputs, const Body& body) {
+  const Sizes& sizes = kind.sizes;
+  int64_t some = sizes.channels_of_block(MAPPED), rows = std::max<int64_t>(1, sizes.rows()), numel = sizes.numel();
+  int64_t values = std::max<int64_t>(1, some * sizes.columns_of_channel());  // of a piece
+  int64_t of_block = rows, pieces = rows * divided_up(sizes.channels, some);
+  if (sizes.in_runs()) values = sizes.inner, of_block = rows * some, pieces = rows * sizes.channels;
+  int64_t step = std::max<int64_t>(1, FORWARDS / values);
   auto map = [&](auto in_runs, auto streams) {
-    return parallel(numel / piece, piece, [&](int64_t begin, int64_t end) {
-      const auto own = coefficients;  // as in sum_all
-      const Body own_body = body;
-      // The last block first, as of a large tensor the caches hold what was added up last.
-      for (; end > begin; end -= step)
-        for (int64_t index = std::max(begin, end - step); index < end;) {
-          bool some = !in_runs.value && piece >= WIDE_ROW && index + ROWS <= end;
-          int64_t channel = index % sizes.channels, start = index * piece;
-          if (some) map_piece<V, false, streams.value, ROWS>(own, channel, start, piece, own_body);
-          else map_piece<V, in_runs.value, streams.value, 1>(own, channel, start, piece, own_body);
-          index += some ? ROWS : 1;
-        }
+    return parallel(pieces, values, [&](int64_t begin, int64_t end) {
+      Coefficients<T, num> coefficients;
+      const auto numbers = coefficients.addresses();
+      const Body own = body;  // as in sum_all
+      const int64_t inner = sizes.inner, stride = sizes.row();
+      // The next row: a processor does not see by itself that after a part of a row that of the next follows.
+      const int64_t ahead = in_runs.value || some >= sizes.channels ? 0 : stride;
+      while (begin < end) {
+        int64_t start_of_block = (end - 1) / of_block * of_block, start = std::max(begin, start_of_block);
+        int64_t first = start_of_block / of_block * some, count = std::min(some, sizes.channels - first);
+        int64_t length = in_runs.value ? inner : count * sizes.columns_of_channel();
+        coefficients_of(kind, call, first, count, start == start_of_block, coefficients);
+        coefficients.spread(sizes, count);
+        for (; start < end; end = std::max(start, end - step))
+          for (int64_t index = std::max(start, end - step); index < end; ++index) {
+            int64_t row = index - start_of_block, channel = 0;
+            if (in_runs.value) channel = row % count, row /= count;
+            int64_t from = row * stride + (first + channel) * inner;
+            int64_t there = std::clamp<int64_t>(numel - from, 0, length);  // the last of the long rows may be shorter
+            map_piece<MapVector<T>, in_runs.value, streams.value>(numbers, channel, from, there, ahead, own);
+          }
+      }
 #if WIDTH > 16
       if (streams.value) _mm_sfence();
 #endif
     });
   };
-  if (rest) map_piece<V, false, false, 1>(coefficients, 0, numel - rest, rest, body);
-  if (numel * int64_t(sizeof(T)) >= STREAMED_BYTES && outputs % ALIGNED == 0 && piece % LANES == 0)
+  bool streams = numel * int64_t(sizeof(T)) >= STREAMED_BYTES && outputs % ALIGNED == 0;
+  if (streams && (sizes.in_runs() ? sizes.inner : sizes.row()) % LANES == 0)
     return sizes.in_runs() ? map(std::true_type{}, std::true_type{}) : map(std::false_type{}, std::true_type{});
   return sizes.in_runs() ? map(std::true_type{}, std::false_type{}) : map(std::false_type{}, std::false_type{});
 }
 
-template <typename T>
-Status normalize(const Kind& kind, const ForwardOutputs& call, const double* coefficients, double* scratch) {
+template <typename T> Status normalize(const Kind& kind, const ForwardOutputs& call) {
   using V = MapVector<T>;
   auto *x = (const T*)call.x, *residual = (const T*)call.residual;
   auto* y = (T*)call.y;
@@ -371,11 +251,10 @@ Status normalize(const Kind& kind, const ForwardOutputs& call, const double* coe
     if (relu) value = behind_relu(value, value);
     memory.set(y + index, value);
   };
-  return map_all<T, 3>(kind.sizes, coefficients, scratch, (uintptr_t)y, body);
+  return map_all<T, 3>(kind, call, (uintptr_t)y, body);
 }
 
-template <typename T>
-Status input_gradient(const Kind& kind, const BackwardOutputs& call, const double* coefficients, double* scratch) {
+template <typename T> Status input_gradient(const Kind& kind, const BackwardOutputs& call) {
   using V = MapVector<T>;
   auto *dy = (const T*)call.dy, *x = (const T*)call.x, *y = kind.masks_by_y() ? (const T*)call.y : nullptr;
   auto *grad_x = (T*)call.grad_x, *grad_residual = (T*)call.grad_residual;
@@ -388,21 +267,11 @@ Status input_gradient(const Kind& kind, const BackwardOutputs& call, const doubl
       if (grad_residual) memory.set(grad_residual + index, gradient);
       memory.set(grad_x + index, gradient * a + value * b + c);
     };
-    return map_all<T, num>(kind.sizes, coefficients, scratch, (uintptr_t)grad_x | (uintptr_t)grad_residual, body);
+    return map_all<T, num>(kind, call, (uintptr_t)grad_x | (uintptr_t)grad_residual, body);
   };
   return kind.masks_by_x() ? map(std::integral_constant<size_t, 6>{}) : map(std::integral_constant<size_t, 4>{});
 }
 
-template <typename From, typename To> To* convert(const From* from, int64_t count, To* to) {
-  for (int64_t i = 0; i < count; i += LANES) {
-    Memory memory{std::min(LANES, count - i)};
-    memory.set(to + i, memory.get<Wide>(from + i));
-  }
-  return to + count;
-}
-template <typename T> void widen(const void* from, int64_t count, double* to) { convert((const T*)from, count, to); }
-template <typename T> void* narrow(const double* from, int64_t count, void* to) { return convert(from, count, (T*)to); }
-
-template <typename T> constexpr Loops OF = {sum<T>, normalize<T>, input_gradient<T>, widen<T>, narrow<T>};
+template <typename T> constexpr Loops OF = {sum<T>, normalize<T>, input_gradient<T>};
 constexpr Loops LOOPS[] = {OF<float>, OF<double>, OF<BFloat16>, OF<Half>};
 #undef WIDTH
