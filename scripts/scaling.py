@@ -16,7 +16,7 @@ The model, for W ranks, n bytes of each, a latency a in seconds and a bandwidth 
 
     all_reduce    ring 2 (W - 1) (a + n / (W b))      tree 2 log2(W) a + 2 n / b
     all_gather    ring (W - 1) (a + n / b)            tree log2(W) a + (W - 1) n / b
-    exchange      a + (W - 1) n / b
+    exchange      (W - 1) (a + n / b)
 
 Thakur, Rabenseifner & Gropp 2005, https://doi.org/10.1177/1094342005051521. The tree of the all_reduce is pipelined, as
 nccl's; that of the all_gather is recursive doubling, where nccl has a ring. gloo's are rings, so a and b are fitted to
@@ -120,9 +120,8 @@ class Network(NamedTuple):
 def coefficients(topology: str, kind: str, ranks: int, num_bytes: int) -> tuple[float, float]:
     """Of the latency and of the inverse bandwidth in the time of a collective."""
     turns = ranks - 1 if topology == "ring" else math.log2(ranks)
-    if kind == "total" and topology == "ring" and ranks <= MOST_RANKS_OF_EXCHANGE:
-        return 1, (ranks - 1) * num_bytes
-    if kind == "all_gather":
+    exchanges = kind == "total" and topology == "ring" and ranks <= MOST_RANKS_OF_EXCHANGE
+    if kind == "all_gather" or exchanges:
         return turns, (ranks - 1) * num_bytes
     return 2 * turns, 2 * num_bytes * ((ranks - 1) / ranks if topology == "ring" else 1)
 

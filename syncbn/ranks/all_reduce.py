@@ -2,8 +2,8 @@
 
 gloo's all_reduce is a ring, in which W ranks wait for 2 (W - 1) messages one after another. In an exchange
 (all_to_all_single) each rank sends its payload to all others at once and adds up what it receives, in the order of the
-ranks, so that all ranks have the same bits. It sends W / 2 times the bytes: small groups of gloo exchange their
-payloads on CPU. All others all_reduce.
+ranks, so that all ranks have the same bits. It sends W / 2 times the bytes: small groups of gloo exchange payloads on
+CPU that are not long. All others all_reduce.
 """
 
 import functools
@@ -17,6 +17,7 @@ from syncbn.torch_internals.distributed import all_reduce_operator, all_to_all_o
 from syncbn.torch_internals.state import constant_in_graphs
 
 MOST_RANKS_OF_EXCHANGE = 16
+MOST_NUMBERS_OF_EXCHANGE = 8192  # 64 kB; longer payloads take an exchange longer than a ring
 
 
 @constant_in_graphs
@@ -27,7 +28,7 @@ def exchanges(group: dist.ProcessGroup) -> bool:
 
 def all_reduce(payload: Tensor, group: dist.ProcessGroup, exchanges: bool, by_operator: bool = False) -> Tensor:
     """The total of `payload`, which it may overwrite; `by_operator` by one that a dispatch mode can save."""
-    if not (exchanges and payload.is_cpu):
+    if not (exchanges and payload.is_cpu and len(payload) <= MOST_NUMBERS_OF_EXCHANGE):
         if by_operator:
             return all_reduce_operator(payload, group)
         dist.all_reduce(payload, group=group)

@@ -64,6 +64,16 @@ def test_compiled_training_of_a_large_group(ranks: Ranks, monkeypatch: pytest.Mo
         assert collectives == {"_c10d_functional.all_reduce.default", "_c10d_functional.wait_tensor.default"}
 
 
+@pytest.mark.parametrize("extra", [0, 1])
+def test_long_payloads_all_reduce(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, extra: int) -> None:
+    used = "all_reduce" if extra or ranks.device.type != "cpu" else "all_to_all_single"
+    monkeypatch.setattr(dist, used, counted := mock.Mock(wraps=getattr(dist, used)))
+    payload = torch.ones(8192 + extra, dtype=torch.float64, device=ranks.device)
+    total = module.all_reduce(payload, dist.group.WORLD, exchanges=True)
+    assert total.eq(ranks.size).all()
+    assert counted.call_count == 1
+
+
 @pytest.mark.parametrize(("size", "config", "expected"), [
     (2, "cpu:gloo,cuda:nccl", True), (16, "cpu:gloo,cuda:gloo", True), (17, "cpu:gloo,cuda:gloo", False),
     (2, "cuda:nccl", False), (2, "cpu:mpi,cuda:mpi", False), (2, "cuda:gloo", False),
