@@ -54,9 +54,10 @@ def sync_batch_norm(
 
     Issues one all_reduce of 8 * (2C + 1) bytes in forward and one of 16 * C bytes in backward, on CPU of 8 * (2C + 4)
     bytes each, as a signature shows the ranks whether they are in the same layer; none with one rank or without a
-    process group. (Among at most 16 ranks of gloo, on CPU, up to 64 kB, one all_to_all_single with as many bytes to each
-    rank makes the all_reduce.) Every rank of the group must make the same calls in the same order. The gradients of weight and bias
-    are this rank's share; their sum over the ranks is the full batch's (DistributedDataParallel averages them).
+    process group. (Among at most 16 ranks of gloo, on CPU, one all_to_all_single with as many bytes to each rank makes
+    an all_reduce of up to 64 kB.) Every rank of the group must make the same calls in the same order. The gradients of
+    weight and bias are this rank's share; their sum over the ranks is the full batch's (DistributedDataParallel
+    averages them).
 
     Args:
         input: (N, C, ...) or, with `channel_dim=-1`, (N, ..., C); 2 or more dims; float16, bfloat16, float32 or
