@@ -23,25 +23,23 @@ FUNCTIONS = gpu_static.FUNCTIONS.split()
 
 
 @pytest.mark.parametrize(
-    ("capability", "shape", "fraction"),
+    ("capability", "shape"),
     [
-        (90, "32x64x112x112", 0.8),
-        (90, "32x2048x7x7", 0.8),  # no wide loads where 49 values are together
-        (80, "32x512x14x14", 0.8),
-        (86, "32x256x56x56", 0.9),  # 1/64 of float32's rate for float64, as cards for games have it
-        (120, "32x2048x7x7", 0.8),  # and these
+        (90, "32x64x112x112"),
+        (90, "32x2048x7x7"),  # no wide loads where 49 values are together
+        (80, "32x512x14x14"),
+        (86, "32x256x56x56"),
+        (120, "32x2048x7x7"),
     ],
 )
-def test_promises_of_the_table(capability: int, shape: str, fraction: float) -> None:
-    for row in gpu_static.table(capability, [shape], ["float32", "bfloat16"], FUNCTIONS):
-        case, function, predicted = row
-        code = predicted.code
+def test_promises_of_the_table(capability: int, shape: str) -> None:
+    for case, function, code, programs in gpu_static.table(capability, [shape], ["float32", "bfloat16"], FUNCTIONS):
+        row = function, case, code
         assert not code.spills, row
         assert (code.float64, code.conversions) == (0, 0) or not function.endswith("_outputs"), row
         values = 1 if case.shape[-1] == 7 and not case.channels_last else 4
         assert code.widest_load == values * getattr(torch, case.dtype).itemsize, row
-        assert predicted.blocks >= 3, row
-        assert predicted.fraction >= fraction, row
+        assert programs >= 3, row
 
 
 def launches_of_a_step(
