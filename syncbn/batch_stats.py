@@ -124,6 +124,6 @@ def _map(kind: Kind, x: Tensor, center: Tensor, slope: Tensor, at_center: Tensor
     make the variance 0 and invstd 1."""
     kind = kind._replace(eps=1.0, weight_dtype=torch.float64, bias_dtype=torch.float64)
     x = kind.layout.dense(x.to(kind.dtype))  # which saved_tensors_hooks may have rounded or moved
-    total = torch.cat((center, torch.zeros_like(center), torch.ones_like(center[:1])))
+    total = torch.cat((center, torch.zeros_like(center), center.new_ones(1)))
     kernels = general_kernels(kind, x, slope)
     return kernels.forward_outputs(None, x, total, slope, at_center, None)[0]

@@ -61,7 +61,7 @@ def sync_batch_norm_many(
 
     Raises:
         ValueError, TypeError: as `sync_batch_norm`, with the index of the input. (If the ranks pass different numbers
-            of inputs, gloo aborts them.)
+            of inputs, gloo aborts one, or they wait until the time-out.)
 
     >>> levels = [torch.tensor([[1.0], [3.0]]), torch.tensor([[10.0, 0.0], [30.0, 0.0]])]
     >>> sync_batch_norm_many(levels)[1]

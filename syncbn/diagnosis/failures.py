@@ -36,8 +36,8 @@ class RanksDifferError(RuntimeError):
 def meet_first(entry: Entry) -> None:
     """This rank enters the first collective of a group. It waits at most 9 s for the others, and then warns.
 
-    gloo aborts ranks that meet in different collectives, for example if some have not converted their model, and an
-    aborted rank says nothing. nccl waits, also beside gloo in a group that has both.
+    gloo aborts ranks that send different sizes, and ranks in different collectives, as if some have not converted their
+    model, wait until the time-out. nccl needs no meeting, also beside gloo in a group that has both.
     """
     rank, group = entry.site.rank, entry.site.group()
     assert group is not None

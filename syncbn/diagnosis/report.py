@@ -23,6 +23,7 @@ REMEDY = (
     "loss = loss + layer(x[:0]).sum(). Ranks that hold different layers, as a pipeline's, need a process_group for "
     "each stage."
 )
+REMEDY_OF_ONE_CALL = "All ranks are in this call. One of them has other channels, or cannot be reached."
 REMEDY_OF_SIZES = (
     "If it wrote gloo::EnforceNotMet, the ranks sent different sizes: one of them has other channels, has not "
     "converted its model, evaluates, or left out a layer."
@@ -144,6 +145,8 @@ def _remedies(findings: list[Finding]) -> list[str]:
         return [REMEDY_OF_LATE]
     if a_rank_is_gone(findings):
         return []
+    if len({(position.group, position.number, position.doing) for position in positions}) == 1:
+        return [or_debug(REMEDY_OF_ONE_CALL)]
     return [REMEDY_OF_UNSEEN] * any(UNSEEN in rank.words for rank in findings) + [or_debug(REMEDY)]
 
 

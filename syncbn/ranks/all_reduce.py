@@ -3,7 +3,8 @@
 gloo's all_reduce is a ring, in which W ranks wait for 2 (W - 1) messages one after another. In an exchange
 (all_to_all_single) each rank sends its payload to all others at once and adds up what it receives, in the order of the
 ranks, so that all ranks have the same bits. It sends W / 2 times the bytes: small groups of gloo exchange payloads on
-CPU that are not long. All others all_reduce.
+CPU that are not long. All others all_reduce. A rank that exchanges waits until the time-out for one that all_reduces,
+as for one in a collective of DistributedDataParallel: gloo does not notice.
 """
 
 import functools
@@ -23,7 +24,7 @@ MOST_NUMBERS_OF_EXCHANGE = 8192  # 64 kB; longer payloads take an exchange longe
 @constant_in_graphs
 def exchanges(group: dist.ProcessGroup) -> bool:
     """Whether the ranks of a group exchange what they have on CPU."""
-    return group.size() <= MOST_RANKS_OF_EXCHANGE and "cpu:gloo" in dist.get_backend_config(group)
+    return group.size() <= MOST_RANKS_OF_EXCHANGE and "cpu:gloo" in dist.get_backend_config(group).split(",")
 
 
 def all_reduce(payload: Tensor, group: dist.ProcessGroup, exchanges: bool, by_operator: bool = False) -> Tensor:
@@ -37,7 +38,7 @@ def all_reduce(payload: Tensor, group: dist.ProcessGroup, exchanges: bool, by_op
     if by_operator:
         received = all_to_all_operator(payload.repeat(num_ranks), group)
     else:
-        # If another rank sends less, gloo raises there alone, and leaves NaN here.
+        # If another rank sends less, gloo aborts that rank alone, and leaves NaN here, but in a compiled graph.
         received = payload.new_full((num_ranks * len(payload),), math.nan)
         dist.all_to_all_single(received, payload.repeat(num_ranks), group=group)
     return functools.reduce(torch.add, received.view(num_ranks, -1).unbind())

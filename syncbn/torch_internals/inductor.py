@@ -28,6 +28,12 @@ def give_in_one_order(operator: torch._ops.OpOverload, leader: str, followers: C
     names = [argument.name for argument in operator._schema.arguments]
 
     def laid_out(node: Node, *inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        try:
+            return in_one_order(node, inputs), {}
+        except (AttributeError, TypeError):  # another torch has other names; operators then copy what they cannot read
+            return inputs, {}
+
+    def in_one_order(node: Node, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         with config.patch(comprehensive_padding=False):  # which makes gaps
             first = ExternKernel.realize_input(inputs[names.index(leader)])
             strides = as_storage_and_layout(first)[1].stride
@@ -41,7 +47,7 @@ def give_in_one_order(operator: torch._ops.OpOverload, leader: str, followers: C
                 if key not in given:
                     given[key] = ExternKernel.require_exact_strides(arguments[name], dense)
                 arguments[name] = given[key]
-        return (*arguments.values(),), {}
+        return (*arguments.values(),)
 
     make_fallback(operator, laid_out)  # type: ignore[no-untyped-call]
 

@@ -1,17 +1,21 @@
 """How payloads are added up: small groups of gloo exchange theirs on CPU, all others all_reduce."""
 
+import datetime
 import functools
+import warnings
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.nn.parallel import DistributedDataParallel
 from training import require_trains_as, small_model
 from voting import Ranks
 
 import syncbn
+from syncbn.diagnosis import report
 from syncbn.ranks import all_reduce as module
 
 NUM_LAYERS, NUM_STEPS = 2, 4  # of small_model and require_trains_as
@@ -77,7 +81,41 @@ def test_long_payloads_all_reduce(ranks: Ranks, monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize(("size", "config", "expected"), [
     (2, "cpu:gloo,cuda:nccl", True), (16, "cpu:gloo,cuda:gloo", True), (17, "cpu:gloo,cuda:gloo", False),
     (2, "cuda:nccl", False), (2, "cpu:mpi,cuda:mpi", False), (2, "cuda:gloo", False),
+    (2, "cpu:gloo_of_mine,cuda:gloo", False),
 ])  # fmt: skip
 def test_which_groups_exchange(monkeypatch: pytest.MonkeyPatch, size: int, config: str, expected: bool) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     assert module.exchanges(mock.Mock(size=lambda: size)) == expected
+
+
+@pytest.mark.compiles
+def test_a_compiled_part_of_a_subclass_is_seen_to_synchronise(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graph is of torch operations, so that the collective alone shows it."""
+    monkeypatch.setenv("SYNCBN_KERNELS", "reference")
+    layer = syncbn.convert_syncbn_model(CompiledInside(4)).to(ranks.device)
+    layer.compiled = torch.compile(layer.compiled, backend="eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "syncbn is not synchronising")
+        layer(torch.randn(2, 4, 3, 3, device=ranks.device))
+    assert syncbn.summary(layer)[0].last_step != "not synchronised"
+
+
+class CompiledInside(nn.BatchNorm2d):
+    """Takes a mean of its own, and compiles the rest."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last_mean = x.mean((0, 2, 3)).detach()
+        return self.compiled(x)
+
+    def compiled(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.two_ranks
+def test_ranks_with_payloads_on_both_sides_of_64_kb(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait until the time-out, which says what may be the cause."""
+    monkeypatch.setattr(report, "SETTLE_SECONDS", 0.3)
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    layer = syncbn.SyncBatchNorm1d(4090 + 10 * ranks.rank, device=ranks.device, process_group=group)
+    with pytest.raises(RuntimeError, match=r"All ranks are in this call\. One of them has other channels"):
+        layer(torch.randn(2, layer.num_features, device=ranks.device))

@@ -248,3 +248,11 @@ def test_inside_join(ranks: Ranks) -> None:
             mean.sum().backward()
             counts.append(int(count))
     assert counts == [4 * (ranks.size - step) for step in range(1 + ranks.rank)]
+
+
+def test_no_channels(ranks: Ranks) -> None:
+    """As a rank has that holds none of a DTensor's."""
+    x = torch.randn(3, 0, 4, device=ranks.device, requires_grad=True)
+    mean, var, _ = sync_batch_stats(x)
+    (mean.sum() + var.sum()).backward()
+    assert x.grad.shape == x.shape
