@@ -112,7 +112,8 @@ FAULTS = {
     ),
     "channels": Fault(
         "build the same model on all ranks",
-        rf"{TERMINATION}ranks 0-1: {FIRST}\n(.*\n)*If it wrote gloo::EnforceNotMet, .* one of them has other channels",
+        rf"{TERMINATION}(ranks 0-1: {FIRST}|rank 0: {FIRST}\nrank 1: {FIRST}; has left.*)\n(.*\n)*"
+        "If it wrote gloo::EnforceNotMet, .* one of them has other channels",
         "different numbers of channels.\n" + _where(f"{FIRST}, with 4 channels", f"{FIRST}, with 5 channels"),
     ),
     "dtype": Fault("give model and inputs the same dtype on all ranks", _of_dtypes(FIRST, "float32", "float64")),

@@ -104,24 +104,29 @@ def by_ring(model: nn.Module) -> nn.Module:
     return model
 
 
-def run(arguments: argparse.Namespace) -> None:
+def samples_of(name: str, device: torch.device, arguments: argparse.Namespace) -> dict[str, list[list[float]]]:
+    """Of each kind of batch norm in a model. The models end here: DistributedDataParallel must go before the group."""
     memory_format = torch.channels_last if arguments.channels_last else torch.contiguous_format
+    make, shape = MODELS[name]
+    sides = [max(32, int(arguments.scale * side)) for side in shape[2:]]
+    x = torch.randn(*shape[:2], *sides, device=device).to(memory_format=memory_format)
+    calls = {}
+    for kind, convert in (KINDS | ({"syncbn, ring": by_ring} if arguments.ring else {})).items():
+        model = convert(make()).to(device, memory_format=memory_format)
+        if arguments.compiled:
+            model = torch.compile(model)
+        if dist.is_initialized():
+            model = DistributedDataParallel(model)
+        calls[kind] = partial(time_step, model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), x)
+    return in_turn(calls, arguments.rounds, warm_up=2, repeats=2)
+
+
+def run(arguments: argparse.Namespace) -> None:
     columns = ("batch norm", "forward ms", "backward ms", "both ms", "+-", "both / syncbn")
     results: dict[str, dict[str, dict[str, float]]] = {}
     with session(arguments.threads) as here:
         for name in arguments.models:
-            make, shape = MODELS[name]
-            sides = [max(32, int(arguments.scale * side)) for side in shape[2:]]
-            x = torch.randn(*shape[:2], *sides, device=here.device).to(memory_format=memory_format)
-            calls = {}
-            for kind, convert in (KINDS | ({"syncbn, ring": by_ring} if arguments.ring else {})).items():
-                model = convert(make()).to(here.device, memory_format=memory_format)
-                if arguments.compiled:
-                    model = torch.compile(model)
-                if dist.is_initialized():
-                    model = DistributedDataParallel(model)
-                calls[kind] = partial(time_step, model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), x)
-            samples = in_turn(calls, arguments.rounds, warm_up=2, repeats=2)
+            samples = samples_of(name, here.device, arguments)
             results[name] = times = {kind: summarize(of_kind) for kind, of_kind in samples.items()}
             rows = [
                 (kind, *(f"{ms:.1f}" for ms in one.values()), f"{one['both'] / times['syncbn']['both']:.2f}")
