@@ -2,7 +2,7 @@
 # All tests, in parts, by scripts/run_tests.py. With --quick as the first argument the essential ones. Other arguments go to
 # pytest, as in: scripts/test.sh -k voting
 set -euo pipefail
-echo "All tests take about 15 minutes on two cores, the essential ones (--quick) 3; what is not installed is installed first."
+echo "All tests take about 10 minutes on two cores, the essential ones (--quick) 2; what is not installed is installed first."
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment test
 [[ ${1-} == --quick ]] || prepare_triton || echo "Triton cannot be had here: its tests are skipped"

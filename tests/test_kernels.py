@@ -691,6 +691,7 @@ def test_the_try_of_triton_knows_the_right_values(kernels: MakesKernels, monkeyp
 @pytest.mark.triton
 def test_registers_are_limited_where_triton_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """On AMD's GPUs, which torch calls cuda too, `maxnreg` is an unknown option, and a KeyError."""
+    pytest.importorskip("triton")
     from syncbn.kernels import gpu
 
     for version in ("6.4", None):
