@@ -1,5 +1,6 @@
-"""Tells Inductor, when it is imported, how to treat the operators in a compiled graph: it cannot look into them."""
+"""Tells Inductor how to treat the operators in a compiled graph, as it cannot look into them."""
 
+import functools
 import operator
 from typing import Any
 
@@ -18,15 +19,18 @@ from syncbn.torch_internals.inductor import (
 _aten, _ours = torch.ops.aten, torch.ops.syncbn
 _FORWARD, _BACKWARDS = _ours.forward_outputs.default, (_ours.backward_sums.default, _ours.backward_outputs.default)
 
-for _operator in (_ours.forward_sums.default, _FORWARD, *_BACKWARDS):
-    give_in_one_order(_operator, "x", ("dy", "y", "residual"))
 
-_tensors = [Ignored() for _ in range(5)]  # and the channels' dim, of whatever values
-_outputs = CallFunction(_FORWARD, *_tensors, None, Ignored(), False, _users=MULTIPLE)  # no residual, no relu
-_relu = CallFunction(_aten.relu.default, CallFunction(operator.getitem, _outputs, 0))  # the only user of y
+@functools.cache
+def tell_inductor() -> None:
+    """Tell it once."""
+    for ours in (_ours.forward_sums.default, _FORWARD, *_BACKWARDS):
+        give_in_one_order(ours, "x", ("dy", "y", "residual"))
+    tensors = [Ignored() for _ in range(5)]  # and the channels' dim, of whatever values
+    outputs = CallFunction(_FORWARD, *tensors, None, Ignored(), False, _users=MULTIPLE)  # no residual, no relu
+    relu = CallFunction(_aten.relu.default, CallFunction(operator.getitem, outputs, 0))  # the only user of y
+    in_joint_graphs(relu)(fuse_relu)
 
 
-@in_joint_graphs(_relu)
 def fuse_relu(match: Match, *_: object) -> None:
     """The relu of y becomes the operators' own; it masks dy in backward, for which statistics get longer.
 

@@ -65,7 +65,9 @@ def general_kernels(kind: Kind, x: Tensor, *others: Tensor | None) -> Kernels:
 def _tell_inductor() -> None:
     """Tell Inductor how to treat the operators, if its private names are those that we know: else it copies more."""
     with contextlib.suppress(ImportError, AttributeError, TypeError):
-        from syncbn.kernels import graphs  # noqa: F401
+        from syncbn.kernels import graphs
+
+        graphs.tell_inductor()
 
 
 def torch_kernels(kind: Kind) -> reference.Kernels:

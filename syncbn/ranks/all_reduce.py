@@ -35,10 +35,11 @@ def all_reduce(payload: Tensor, group: dist.ProcessGroup, exchanges: bool, by_op
         dist.all_reduce(payload, group=group)
         return payload
     num_ranks = group.size()
+    sent = payload.repeat(num_ranks)
     if by_operator:
-        received = all_to_all_operator(payload.repeat(num_ranks), group)
+        received = all_to_all_operator(sent, group)
     else:
-        # If another rank sends less, gloo aborts that rank alone, and leaves NaN here, but in a compiled graph.
-        received = payload.new_full((num_ranks * len(payload),), math.nan)
-        dist.all_to_all_single(received, payload.repeat(num_ranks), group=group)
+        # In eager mode NaN stays where another rank has sent less; gloo aborts that rank alone.
+        received = torch.full_like(sent, math.nan)
+        dist.all_to_all_single(received, sent, group=group)
     return functools.reduce(torch.add, received.view(num_ranks, -1).unbind())
