@@ -264,7 +264,7 @@ def check_writable(name: str, buffer: Tensor | None) -> None:
         raise ValueError(f"{name} cannot be updated in place, as {reason}; replace it by {name}.clone()")
 
 
-def require_two_values(num_values: Tensor, x: Tensor, name: str = "") -> None:
+def require_two_values(num_values: Tensor, x: Tensor) -> None:
     """Raises F.batch_norm's ValueError when the whole group has one value per channel.
 
     On a GPU the host would stop to read that, a compiled graph would break, and a subclass such as FakeTensor may have
@@ -273,7 +273,7 @@ def require_two_values(num_values: Tensor, x: Tensor, name: str = "") -> None:
     can_read = not is_compiling() and num_values.is_cpu and type(num_values) is Tensor
     if can_read and 1 in innermost(num_values).flatten().tolist():
         raise ValueError(
-            f"{name}Expected more than 1 value per channel when training, got 1 over all ranks "
+            "Expected more than 1 value per channel when training, got 1 over all ranks "
             f"(input size on this rank {tuple(x.shape)}). Use a larger batch or eval()."
         )
 

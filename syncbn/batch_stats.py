@@ -70,7 +70,7 @@ def sync_batch_stats(
     try:
         general.check(arguments)
     except Exception as error:
-        general.raise_on_all_ranks(error, [arguments], reduction, "forward")
+        general.raise_on_all_ranks(error, arguments, reduction, "forward")
     with recorded("syncbn.forward"), reduction.telling_errors("forward"):
         arguments = without_gaps(masks.apply(arguments)[0])
         x = arguments.input

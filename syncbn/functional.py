@@ -1,4 +1,4 @@
-"""Offers the functional forms: batch norm of one input and of several, its statistics, and its backward."""
+"""Offers the functional forms: batch norm, its statistics, and its backward."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from syncbn.gradients import BackwardInput, outputs
 from syncbn.kernels.interface import Kind
 from syncbn.kernels.select import why_forced
 from syncbn.layout import Layout
-from syncbn.many import sync_batch_norm_many
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
 from syncbn.ranks.guards import Caller
 from syncbn.ranks.reductions import ONE_RANK, Reduction
@@ -20,7 +19,7 @@ from syncbn.statistics import compute_dtype, from_float64, to_float64
 from syncbn.torch_internals.autograd import jagged_parts
 from syncbn.tracebacks import hides_checks
 
-__all__ = ["batch_norm_backward", "sync_batch_norm", "sync_batch_norm_many", "sync_batch_stats"]
+__all__ = ["batch_norm_backward", "sync_batch_norm", "sync_batch_stats"]
 
 _SYNC_BATCH_NORM = Caller("sync_batch_norm")
 _BATCH_NORM_BACKWARD = Caller("batch_norm_backward")
@@ -168,7 +167,7 @@ def batch_norm_backward(
         check_channels(input, channel_dim, None, per_channel)
         why_forced()
     except (TypeError, ValueError) as error:
-        general.raise_on_all_ranks(error, [arguments], reduction, "backward")
+        general.raise_on_all_ranks(error, arguments, reduction, "backward")
 
     with torch.no_grad(), reduction.telling_errors("backward"):
         layout = Layout.of(input, channel_dim)

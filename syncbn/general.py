@@ -8,7 +8,6 @@ ordinary one, so that ranks which differ in this still fit together. gradients.p
 
 import contextlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -39,7 +38,7 @@ def train(arguments: Arguments, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
         check(arguments)
         arguments.check_numbers()
     except Exception as error:  # of whatever class a subclass's _check_input_dim raises
-        raise_on_all_ranks(error, [arguments], reduction, "forward")
+        raise_on_all_ranks(error, arguments, reduction, "forward")
     y, statistics = normalize(arguments, reduction)
     finish(arguments, statistics, caller, reduction)
     return wrap(y), statistics
@@ -160,21 +159,19 @@ def apply(function: type[torch.autograd.Function], call: object, *tensors: Tenso
     return outputs
 
 
-def raise_on_all_ranks(error: Exception, inputs: Sequence[Arguments], reduction: Reduction, pass_name: str) -> NoReturn:
+def raise_on_all_ranks(error: Exception, arguments: Arguments, reduction: Reduction, pass_name: str) -> NoReturn:
     """Join the all_reduce of the others as a faulty rank, and raise `error` on every rank.
 
     Only this rank raises on a GPU, in a compiled graph, in a trace of torch.fx, and where the arguments do not tell how
     many numbers the others send. In eager mode its position then has the error.
     """
-    for arguments in inputs:
-        traced.refuse_proxies(arguments)
-    known = [number for arguments in inputs if (number := _likely_channels(arguments)) is not None]
-    device = _device_of(inputs[0])
-    if not reduction.is_read or len(known) < len(inputs) or not (device.type == "cpu" or lacks_float64(device)):
+    traced.refuse_proxies(arguments)
+    num_channels, device = _likely_channels(arguments), _device_of(arguments)
+    if not reduction.is_read or num_channels is None or not (device.type == "cpu" or lacks_float64(device)):
         reduction.leave_out(error, pass_name)
         raise error  # no rank would read the mark
-    sums = torch.zeros(2 * sum(known) + len(inputs), dtype=torch.float64)
-    if inside_vmap() and isinstance(x := inputs[0].input, Tensor):  # the others send a stack
+    sums = torch.zeros(2 * num_channels + 1, dtype=torch.float64)
+    if inside_vmap() and isinstance(x := arguments.input, Tensor):  # the others send a stack
         sums = x.new_zeros(len(sums), dtype=torch.float64, device=sums.device)
     sums[-1] = math.nan
     reduction.total(innermost(sums).flatten(), pass_name, ends_in_n=True, error=error)

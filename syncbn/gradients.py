@@ -12,7 +12,7 @@ from syncbn.kernels.interface import GradientPair, Handle, Kernels, Kind, Needed
 from syncbn.kernels.select import general_kernels, torch_kernels
 from syncbn.plan import kind_of_backward
 from syncbn.ranks.reductions import Reduction
-from syncbn.ranks.totals import total, totals
+from syncbn.ranks.totals import total
 from syncbn.statistics import from_float64, to_float64
 from syncbn.torch_internals.state import is_compiling, recorded
 
@@ -42,9 +42,8 @@ class BackwardInput(NamedTuple):
         saved = dense(x.to(dy.dtype)), weight, to_float64(statistics).contiguous(), dense_y
         return cls(kind_of_backward(kind, dy, weight, needed), dense(dy), saved, needed[3])
 
-    def kernels(self, *others: Tensor) -> Kernels:
-        """The kernels for both calls, whose sums are added up with those of `others`."""
-        return general_kernels(self.kind, *self.saved, self.dy, *others)
+    def kernels(self) -> Kernels:
+        return general_kernels(self.kind, *self.saved, self.dy)
 
 
 def gradients(kind: Kind, dy: Tensor | None, saved: Saved, needed: Needed, reduction: Reduction) -> Gradients:
@@ -53,7 +52,7 @@ def gradients(kind: Kind, dy: Tensor | None, saved: Saved, needed: Needed, reduc
     inputs = BackwardInput.of(kind, dy, saved, needed)
     with recorded("syncbn.backward"):
         if torch.is_grad_enabled():  # the saved statistics are constants to autograd
-            return gradients_with_graph([inputs], reduction)[0]
+            return _gradients_with_graph(inputs, reduction)
         kernels = inputs.kernels()
         sums, grad_weight, grad_bias, handle = kernels.backward_sums(inputs.dy, inputs.saved)
         sums = total(sums, reduction, "backward")
@@ -70,47 +69,29 @@ def outputs(kernels: Kernels, handle: Handle | None, inputs: BackwardInput, sums
     return grad_x, dy if needs_residual and saved[3] is None else grad_residual
 
 
-def gradients_with_graph(all_inputs: list[BackwardInput], reduction: Reduction) -> list[Gradients]:
-    """The gradients of each input, as a graph. Mean and variance are computed again from x, with their all_reduce as
-    part of the graph: two all_reduces in all.
+def _gradients_with_graph(inputs: BackwardInput, reduction: Reduction) -> Gradients:
+    """The gradients as a graph. Mean and variance are computed again from x, with their all_reduce as part of the
+    graph: two all_reduces in all.
 
     The first has a pass name of its own: a rank without create_graph issues only the second.
     """
-    all_kernels = [torch_kernels(inputs.kind) for inputs in all_inputs]
-    all_num_values = [inputs.saved[2][3 * inputs.kind.layout.sizes[1]].clamp(min=1) for inputs in all_inputs]
-
-    def means(sums: list[Tensor], pass_name: str) -> list[tuple[Tensor, ...]]:
-        all_totals = totals(sums, reduction, pass_name)
-        return [(total / n).chunk(2) for total, n in zip(all_totals, all_num_values, strict=True)]
-
-    of_x = means(
-        [kernels.forward_sums(x)[0][:-1] for kernels, (_, _, (x, *_), _) in zip(all_kernels, all_inputs, strict=True)],
-        WITH_GRAPH,
-    )
-    steps, sums = [], []
-    for kernels, inputs, (mean, mean_square) in zip(all_kernels, all_inputs, of_x, strict=True):
-        kind, dy, (x, _, statistics, y), _ = inputs
-        xmu = kernels.minus_mean(kind.layout.fold(x), mean)
-        invstd = ((mean_square - mean.square()).clamp(min=0) + kind.eps).rsqrt()
-        wide_dy = reference.through_relu(kind, dy, x, y, statistics).to(kernels.wide)
-        sums.append(torch.cat((kernels.total(wide_dy), kernels.total(wide_dy * xmu))))
-        steps.append((kernels, inputs, wide_dy, xmu, invstd))
-    return [_gradients_from_means(*step, of_dy) for step, of_dy in zip(steps, means(sums, "backward"), strict=True)]
-
-
-def _gradients_from_means(
-    kernels: reference.Kernels, inputs: BackwardInput, dy: Tensor, xmu: Tensor, invstd: Tensor,
-    means: tuple[Tensor, ...],
-) -> Gradients:  # fmt: skip
-    """The gradients by mean_dy and mean_dy_xmu. dy and x - mean are folded, and `wide`."""
-    (kind, _, (x, weight, *_), needs_residual), (mean_dy, mean_dy_xmu), column = inputs, means, kernels.column
+    kind, dy, (x, weight, statistics, y), needs_residual = inputs
+    kernels, num_values = torch_kernels(kind), statistics[3 * kind.layout.sizes[1]].clamp(min=1)
+    column = kernels.column
+    mean, mean_square = (total(kernels.forward_sums(x)[0][:-1], reduction, WITH_GRAPH) / num_values).chunk(2)
+    xmu = kernels.minus_mean(kind.layout.fold(x), mean)
+    invstd = ((mean_square - mean.square()).clamp(min=0) + kind.eps).rsqrt()
+    wide_dy = reference.through_relu(kind, dy, x, y, statistics).to(kernels.wide)
+    sum_dy, sum_dy_xmu = kernels.total(wide_dy), kernels.total(wide_dy * xmu)
+    totals = total(torch.cat((sum_dy, sum_dy_xmu)), reduction, "backward")
+    mean_dy, mean_dy_xmu = (totals / num_values).chunk(2)
     scale = invstd if weight is None else invstd * to_float64(weight)
-    wide_grad_x = (dy - column(mean_dy) - xmu * column(invstd.square() * mean_dy_xmu)) * column(scale)
-    grad_x, grad_residual = (kind.layout.unfold(wide, x.shape).to(x.dtype) for wide in (wide_grad_x, dy))
+    wide_grad_x = (wide_dy - column(mean_dy) - xmu * column(invstd.square() * mean_dy_xmu)) * column(scale)
+    grad_x, grad_residual = (kind.layout.unfold(wide, x.shape).to(x.dtype) for wide in (wide_grad_x, wide_dy))
     weight_dtype, bias_dtype = kind.grad_weight_dtype, kind.grad_bias_dtype
     return (
         grad_x if kind.needs_x else None,
-        None if weight_dtype is None else from_float64(kernels.total(dy * xmu) * invstd, weight_dtype, x.device),
-        None if bias_dtype is None else from_float64(kernels.total(dy), bias_dtype, x.device),
+        None if weight_dtype is None else from_float64(sum_dy_xmu * invstd, weight_dtype, x.device),
+        None if bias_dtype is None else from_float64(sum_dy, bias_dtype, x.device),
         grad_residual if needs_residual else None,
     )

@@ -54,7 +54,7 @@ def train(arguments: Arguments, caller: CallsOnGroups, kernels: Kernels | None =
     try:
         sums, handle = kernels.forward_sums(x, reduction.signatures["forward", x.dtype], is_alone)
     except Exception as error:  # of whatever class, as kernels may be compiled here
-        general.raise_on_all_ranks(error, [arguments], reduction, "forward")
+        general.raise_on_all_ranks(error, arguments, reduction, "forward")
     outer, num_channels, inner = kernels.kind.layout.sizes
     if num_values is not None:  # a mask has set the other values to 0; n stands behind sum x and sum x^2
         sums[2 * num_channels] = num_values

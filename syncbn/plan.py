@@ -28,9 +28,8 @@ _NUMBERS = {float, int, NoneType}  # classes of momentum
 _facts_of = attrgetter("shape", "dtype", "device")  # of a tensor
 
 
-def forward_plan(arguments: Arguments, is_single: bool = True) -> Kernels | None:
-    """The kernels for arguments of these kinds; None where they are not ordinary, as with a mask. `is_single`: see
-    `kind_of`."""
+def forward_plan(arguments: Arguments) -> Kernels | None:
+    """The kernels for arguments of these kinds; None where they are not ordinary, as with a mask."""
     if arguments.mask is not None:
         return None
     tensors = (
@@ -47,7 +46,7 @@ def forward_plan(arguments: Arguments, is_single: bool = True) -> Kernels | None
             classes, _kinds(tensors), momentum if type(momentum) is int else type(momentum),  # an int may be too large
             type(arguments.eps), arguments.eps, type(arguments.relu),
             arguments.relu, type(arguments.channel_dim), arguments.channel_dim, arguments.num_channels,
-            is_single, None if check is None else check.__func__,
+            None if check is None else check.__func__,
         )  # fmt: skip
         return _plans[key]
     except KeyError:
@@ -57,7 +56,7 @@ def forward_plan(arguments: Arguments, is_single: bool = True) -> Kernels | None
         try:
             arguments.check()
             arguments.check_numbers()
-            plan = _new_forward_plan(arguments, is_single)
+            plan = _new_forward_plan(arguments)
         except Exception:  # the general road says what is wrong, on all ranks
             return None
         return _remember(key, plan)
@@ -66,8 +65,8 @@ def forward_plan(arguments: Arguments, is_single: bool = True) -> Kernels | None
 
 
 def backward_plan(kind: Kind, dy: Tensor, saved: Saved, needed: Needed) -> Kernels | None:
-    """The kernels for the gradients `needed` behind a forward of this kind, or None. dy lies as x does. On CPU their
-    sums end in a trailer if those of forward did.
+    """The kernels for the gradients `needed` behind an ordinary forward of this kind, or None. dy lies as x does. On
+    CPU their sums end in a trailer.
 
     x, weight, the statistics and y (None unless relu is fused behind a residual) were `saved`.
     """
@@ -76,7 +75,7 @@ def backward_plan(kind: Kind, dy: Tensor, saved: Saved, needed: Needed) -> Kerne
     if not PLAIN_OR_NONE.issuperset(classes):
         return None
     try:
-        key = classes, _kinds(tensors), kind.layout, kind.eps, kind.relu, kind.bias_dtype, kind.is_signed, needed
+        key = classes, _kinds(tensors), kind.layout, kind.eps, kind.relu, kind.bias_dtype, needed
         return _plans[key]
     except KeyError:
         return _remember(key, _new_backward_plan(kind, dy, saved, needed))
@@ -114,33 +113,31 @@ def _remember(key: tuple[object, ...], plan: Kernels | None) -> Kernels | None:
     return plan
 
 
-def _new_forward_plan(arguments: Arguments, is_single: bool) -> Kernels | None:
+def _new_forward_plan(arguments: Arguments) -> Kernels | None:
     """None where no kernel can read the tensors at their addresses."""
     x, z, counter, per_channel = arguments.input, arguments.z, arguments.counter, arguments.per_channel()
-    kind = kind_of(arguments, is_single)
+    kind = kind_of(arguments)
     if not (_are_dense((x, z), kind.layout) and _are_contiguous((*per_channel.values(), counter))):
         return None
     if z is not None and z.dtype != x.dtype:
         return None
     if counter is not None and _facts_of(counter) != ((), torch.int64, x.device):
         return None
+    mean, var = per_channel["running_mean"], per_channel["running_var"]
+    # These kernels write a trailer behind their sums, on CPU, and update the buffers.
+    kind = kind._replace(
+        mean_dtype=None if mean is None else mean.dtype, var_dtype=None if var is None else var.dtype,
+        has_counter=counter is not None, averages=arguments.momentum is None, is_signed=x.is_cpu,
+    )  # fmt: skip
     return ordinary_kernels(kind)
 
 
-def kind_of(arguments: Arguments, is_single: bool = False) -> Kind:
-    """The kind of plain arguments that have been checked. Only the kernels of a single, ordinary input (`is_single`)
-    write a trailer behind their sums, on CPU, and update the buffers."""
-    x = arguments.input
-    dtypes = {name: None if tensor is None else tensor.dtype for name, tensor in arguments.per_channel().items()}
-    kind = Kind(
+def kind_of(arguments: Arguments) -> Kind:
+    """The kind of plain arguments that have been checked, without their buffers."""
+    x, weight, bias = arguments.input, arguments.weight, arguments.bias
+    return Kind(
         Layout.of(x, arguments.channel_dim), x.dtype, x.device, arguments.eps, bool(arguments.relu),
-        arguments.z is not None, dtypes["weight"], dtypes["bias"],
-    )  # fmt: skip
-    if not is_single:
-        return kind
-    return kind._replace(
-        mean_dtype=dtypes["running_mean"], var_dtype=dtypes["running_var"], has_counter=arguments.counter is not None,
-        averages=arguments.momentum is None, is_signed=x.is_cpu,
+        arguments.z is not None, None if weight is None else weight.dtype, None if bias is None else bias.dtype,
     )  # fmt: skip
 
 
@@ -167,7 +164,7 @@ def _new_backward_plan(kind: Kind, dy: Tensor, saved: Saved, needed: Needed) -> 
         return None
     if not (_are_dense((dy, x, y), kind.layout) and _are_contiguous((weight, statistics))):
         return None
-    return ordinary_kernels(kind_of_backward(kind, dy, weight, needed)._replace(is_signed=kind.is_signed))
+    return ordinary_kernels(kind_of_backward(kind, dy, weight, needed)._replace(is_signed=dy.is_cpu))
 
 
 def _are_dense(tensors: Iterable[Tensor | None], layout: Layout) -> bool:

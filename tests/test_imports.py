@@ -19,7 +19,7 @@ ORDER = [
     "convert",
     "synchronised_classes tools.running_stats tools.join tools.assert_synced",
     "functional layer",
-    "ordinary many batch_stats",
+    "ordinary batch_stats",
     "evaluation",
     "general",
     "gradients inputs.unwrapping",

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import syncbn
-from syncbn.functional import sync_batch_norm, sync_batch_norm_many
+from syncbn.functional import sync_batch_norm
 
 OPTIONS = {flag: [True, False] for flag in ("affine", "bias", "track_running_stats")} | {"momentum": [0.1, None]}
 
@@ -223,7 +223,6 @@ def test_evaluation_of_a_dtensor_needs_no_process_group(training: bool, request:
     for call in (
         lambda: layer(sharded),
         lambda: sync_batch_norm(sharded, mean, var, training=training),
-        lambda: sync_batch_norm_many([sharded], [mean], [var], training=training)[0],
     ):
         with refused if training else contextlib.nullcontext():
             torch.testing.assert_close(call().to_local(), F.batch_norm(x, mean, var))

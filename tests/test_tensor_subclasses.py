@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from training import step
 
 import syncbn
-from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_norm_many
+from syncbn.functional import batch_norm_backward, sync_batch_norm
 from syncbn.kernels import available
 
 SHAPE = 4, 3, 5, 2
@@ -312,7 +312,6 @@ def test_converted_layers_with_a_forward_of_their_own(layer_class: type[nn.Batch
 
 @pytest.mark.parametrize("training", [True, False])
 def test_functions(training: bool) -> None:
-    """Of several inputs each output has its own input's class."""
     xs = [draw(subclass, subclass.__name__) for subclass in (Image, Tensor, MetaImage)]
     means, variances = torch.randn(3, 3), torch.rand(3, 3)
 
@@ -321,10 +320,9 @@ def test_functions(training: bool) -> None:
         return [function(*one, training=training) for one in zip(xs, *buffers, strict=True)]
 
     expected = of_each(F.batch_norm)
-    many = sync_batch_norm_many(xs, [*means.clone()], [*variances.clone()], training=training)
-    for actual in (of_each(sync_batch_norm), many):
-        torch.testing.assert_close([*map(plain, actual)], [*map(plain, expected)])
-        assert [*map(class_and_metadata, actual)] == [*map(class_and_metadata, expected)]
+    actual = of_each(sync_batch_norm)
+    torch.testing.assert_close([*map(plain, actual)], [*map(plain, expected)])
+    assert [*map(class_and_metadata, actual)] == [*map(class_and_metadata, expected)]
 
 
 def test_a_hand_written_backward() -> None:

@@ -14,7 +14,7 @@ from training import unchanged
 from voting import Ranks
 
 import syncbn
-from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_norm_many
+from syncbn.functional import batch_norm_backward, sync_batch_norm
 
 C = 3
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs the faulty rank raises alone")
@@ -131,16 +131,6 @@ def test_inputs_of_inference_mode(ranks: Ranks, name: str, mode: str) -> None:
     assert layer.num_batches_tracked == 2
 
 
-@on_cpu
-def test_several_inputs_of_which_one_is_of_inference_mode(ranks: Ranks) -> None:
-    xs, weights = [torch.randn(4, C), torch.randn(4, C)], [torch.ones(C, requires_grad=True)] * 2
-    if ranks.rank == 0:
-        xs[1] = inference(xs[1])
-    check_refused(
-        ranks, lambda: sync_batch_norm_many(xs, weights=weights), nn.Identity(), "inputs[1]: input was made in"
-    )
-
-
 # What the number of channels is read from.
 
 
@@ -224,7 +214,7 @@ def test_squares_that_overflow_are_warned_of(
 
 
 @on_cpu
-@pytest.mark.parametrize("call", ["layer", "many", "backward"])
+@pytest.mark.parametrize("call", ["layer", "backward"])
 def test_an_unknown_value_of_the_kernels_on_one_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     from syncbn.kernels import select
 
@@ -234,7 +224,6 @@ def test_an_unknown_value_of_the_kernels_on_one_rank(ranks: Ranks, monkeypatch: 
     layer, x = syncbn.SyncBatchNorm1d(C), torch.randn(4, C)
     calls = {
         "layer": lambda: layer(x),
-        "many": lambda: sync_batch_norm_many([x, x], [torch.zeros(C)] * 2, [torch.ones(C)] * 2),
         "backward": lambda: batch_norm_backward(x, x, torch.zeros(C), torch.ones(C)),
     }
     check_refused(ranks, calls[call], layer, "SYNCBN_KERNELS must be 'reference' or not set, got 'fast'")
@@ -273,13 +262,12 @@ def test_a_traceback_ends_at_the_door(ranks: Ranks, bad: str, training: bool) ->
 
 
 @on_cpu
-@pytest.mark.parametrize("call", ["one", "several", "backward"])
+@pytest.mark.parametrize("call", ["one", "backward"])
 def test_a_traceback_of_a_function_ends_there(ranks: Ranks, call: str) -> None:
     good, mean, var = torch.randn(2, C), torch.zeros(C), torch.ones(C)
     x = good.long() if ranks.rank == 0 else good
     calls = {
         "one": lambda: sync_batch_norm(x, mean, var, training=True),
-        "several": lambda: sync_batch_norm_many([good, x], [mean, mean], [var, var]),
         "backward": lambda: batch_norm_backward(good, x, mean, var),
     }
     with pytest.raises(TypeError) as raised:

@@ -22,7 +22,6 @@ from training import mine, require_equal_state, require_trains_as, step, train, 
 from voting import Ranks
 
 import syncbn
-from syncbn.functional import sync_batch_norm_many
 
 STEPS = 3
 
@@ -267,11 +266,6 @@ class CompiledInside(nn.BatchNorm2d):
         return self.compiled(x) * 2
 
 
-class CallsMany(nn.BatchNorm2d):
-    def forward(self, x: Tensor) -> Tensor:
-        return sync_batch_norm_many([x])[0] * 2
-
-
 class Nested(CallsFunctional):
     """A norm within a norm, after its own and before it."""
 
@@ -287,9 +281,7 @@ class Nested(CallsFunctional):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(
-    ("kind", "known"), [(Compiled, False), (CompiledInside, False), (CallsMany, True), (Nested, True)]
-)
+@pytest.mark.parametrize(("kind", "known"), [(Compiled, False), (CompiledInside, False), (Nested, True)])
 def test_a_layer_that_synchronises_is_not_warned_of(ranks: Ranks, kind: type[nn.Module], known: bool) -> None:
     x = whole_batches(ranks, 1)[0][0].expand(-1, 3, -1, -1)
     layer = syncbn.convert_syncbn_model(kind(3, dtype=torch.float64, device=ranks.device))

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from voting import Ranks
 
-from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_norm_many
+from syncbn.functional import batch_norm_backward, sync_batch_norm
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # which torch's forward mode uses
 
@@ -172,32 +172,10 @@ def test_hessian(ranks: Ranks, outer: Callable[..., Any], inner: Callable[..., A
     torch.testing.assert_close(ranks.total(actual), expected, rtol=1e-10, atol=1e-10)
 
 
-def test_many_inputs_of_which_one_has_no_gradient(ranks: Ranks) -> None:
-    batch, first = Batch(ranks, given="x"), torch.randn(2, 3, device=ranks.device, requires_grad=True)
-    x, stack = batch.tensors["x"][batch.samples].requires_grad_(), batch.stack[:, batch.samples]
-    with CountCollectives() as counted:
-        y = sync_batch_norm_many([first, x])[1]
-        of_first, of_x = torch.autograd.grad(y, [first, x], stack, is_grads_batched=True, materialize_grads=True)
-    assert counted.total == 2
-    assert not of_first.any()
-    expected = batch.results(WAYS["stack"][0])[1][0]
-    torch.testing.assert_close(of_x, expected[:, batch.samples], rtol=1e-10, atol=1e-10)
-
-
-def backward_of_many(given: list[Tensor], create_graph: bool) -> None:
-    ys = sync_batch_norm_many([given[0], given[0] * 2])
-    torch.autograd.grad(ys[0].pow(3).sum() + ys[1].sum(), given[0], create_graph=create_graph)
-
-
 # What rank 0 does, and what the others do at its side; and the remedy.
 DIFFERENCES: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "create_graph": (WAYS["create_graph"][0], WAYS["autograd.grad"][0], "Pass create_graph=True on every rank or"),
     "torch.func.grad": (WAYS["grad"][0], WAYS["autograd.grad"][0], "differentiate by torch.func on all or on none"),
-    "create_graph, several inputs": (
-        lambda _, given, stack: backward_of_many(given, create_graph=True),
-        lambda _, given, stack: backward_of_many(given, create_graph=False),
-        "Pass create_graph=True on every rank or",
-    ),
     "jvp": (WAYS["jvp"][0], lambda f, given, _: (f(*given), f(*given)), "A rank has left out a layer or a backward"),
 }
 

@@ -74,13 +74,12 @@ def test_names_passes_and_calls(ranks: Ranks, doing: list[str]) -> None:
     assert doing == ["1.bn1 forward, call 1", "1.tail.0 forward, call 1"]
     doing.clear()
     syncbn.SyncBatchNorm(3, device=ranks.device)(x)
-    syncbn.functional.sync_batch_norm_many([x, x])
     y = syncbn.functional.sync_batch_norm(x, None, None, training=True)
     (gradient,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
     gradient.pow(2).sum().backward()
     passes = "forward", WITH_GRAPH, "backward", "derivative of backward", f"derivative of {WITH_GRAPH}"
-    of_functions = {"sync_batch_norm_many forward", *(f"sync_batch_norm {pass_name}" for pass_name in passes)}
-    assert {text.partition(",")[0] for text in doing} == {"SyncBatchNorm forward", *of_functions}
+    of_function = {f"sync_batch_norm {pass_name}" for pass_name in passes}
+    assert {text.partition(",")[0] for text in doing} == {"SyncBatchNorm forward", *of_function}
 
 
 # What ranks meet in that have called model, and its layer bn1, which made y: rank 0; the others; what all of them say.
@@ -180,9 +179,6 @@ LONE_ERRORS: dict[str, tuple[Callable[[nn.Module, Tensor, Tensor], object], str]
     ),
     "backward on the general road": (
         lambda layer, x, y: within_mode(lambda: y.sum().backward(retain_graph=True)), "SyncBatchNorm backward, call 1"
-    ),
-    "forward of many": (
-        lambda layer, x, y: syncbn.functional.sync_batch_norm_many([x]), r"sync_batch_norm_many forward, call \d+"
     ),
     "batch_norm_backward": (
         lambda layer, x, y: syncbn.functional.batch_norm_backward(x, x, torch.zeros(3), torch.ones(3)),

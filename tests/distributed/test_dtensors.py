@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from voting import Ranks
 
 import syncbn
-from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_norm_many
+from syncbn.functional import batch_norm_backward, sync_batch_norm
 
 TORCH_211 = torch.__version__.startswith("2.11")  # whose autograd replicates the gradient of an uneven shard to copy it
 
@@ -147,23 +147,6 @@ def test_function(ranks: Ranks, training: bool) -> None:
     torch.testing.assert_close(output.full_tensor(), expected)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_several_inputs(ranks: Ranks, training: bool) -> None:
-    """As single ones, with one all_reduce; those of one call lie on the same ranks."""
-    x = numbers(0, ranks)
-    inputs = [spread(x, Shard(0), ranks), spread(x + 1, Shard(2), ranks)]
-    stats = [[x.new_full((4,), one) for _ in range(2)] for one in (0, 1)]
-    of_each = zip(inputs, *copy.deepcopy(stats), strict=True)
-    expected = [sync_batch_norm(one, mean, var, training=training) for one, mean, var in of_each]
-    with CommDebugMode() as communication:
-        outputs = sync_batch_norm_many(inputs, *stats, training=training)
-    assert communication.get_total_counts() == training
-    for output, wanted in zip(outputs, expected, strict=True):
-        assert output.placements == wanted.placements
-        # In another place of the payload gloo adds the ranks in another order.
-        torch.testing.assert_close(output.to_local(), wanted.to_local(), rtol=1e-12, atol=1e-12)
-
-
 def test_what_does_not_fit_is_refused(ranks: Ranks) -> None:
     mesh, x, layer, placed_layer = mesh_of(ranks), numbers(0, ranks), new_layer(ranks), new_layer(ranks)
     placed(placed_layer, mesh, (Replicate(),))
@@ -173,16 +156,12 @@ def test_what_does_not_fit_is_refused(ranks: Ranks) -> None:
     def over(process_group: object, x: Tensor) -> Tensor:
         return sync_batch_norm(x, None, None, training=True, process_group=process_group)
 
-    def many(second: Tensor) -> list[Tensor]:
-        return sync_batch_norm_many([shards[0], second], [mean, mean], [invstd, invstd])
-
     layer(shards[0], shards[0])
     batch_norm_backward(x, x, mean, invstd)
     for same in (mesh, torch.distributed.group.WORLD, ranks.size):  # as the mesh says
         over(same, shards[0])
     over(1, replicated)
     other = r"process_group is ranks .*, but the batch of the input.*process_group=None"
-    unlike = r"inputs\[1\]: the batches.*different ranks.*sync_batch_norm for each"
     of_z = r"expected z to have \(Shard\(dim=0\),\) there, got \(Shard\(dim=2\),\)"
     plain = r"{0} is a DTensor.*pass {0}.to_local\(\)".format
     for message, refused in (
@@ -193,7 +172,6 @@ def test_what_does_not_fit_is_refused(ranks: Ranks) -> None:
         (r"pass mask.to_local\(\)", lambda: layer(shards[0], mask=shards[0][:, 0] > 0)),
         (r"channels are sharded.*distribute_tensor\(running_mean, ", lambda: layer(shards[1])),
         (r"expected running_mean to have \(Shard\(dim=0\),\) there", lambda: placed_layer(shards[1])),
-        (unlike, lambda: many(replicated)),
         (plain("input"), lambda: batch_norm_backward(x, replicated, mean, invstd)),
         (plain("z"), lambda: sync_batch_norm(x, mean, invstd, training=True, z=replicated)),
     ):

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from voting import Ranks
 
 import syncbn
-from syncbn.functional import sync_batch_norm, sync_batch_norm_many
+from syncbn.functional import sync_batch_norm
 from syncbn.ranks import groups
 from syncbn.ranks.unregistered import UnregisteredGroup
 
@@ -87,7 +87,6 @@ def test_every_road_adds_up(ranks: Ranks) -> None:
     mean = whole.mean(0)
     for y in (
         sync_batch_norm(local, None, None, training=True, process_group=group),
-        sync_batch_norm_many([local, 2 * local], training=True, process_group=group)[0],
         layer_over(group, ranks)(local, mask=mask),
     ):
         torch.testing.assert_close(ranks.total((y * local).sum(0)), (expected * whole).sum(0))
