@@ -14,7 +14,7 @@ install_pinned --no-deps torchvision lightly segmentation-models-pytorch timm ul
 install_pinned matplotlib monai polars psutil pytorch-ignite pytorch-lightning requests torch-geometric transformers
 torchrun --standalone --nproc-per-node 2 --local-ranks-filter 0 scripts/libraries.py "$@"
 [[ $# == 0 ]] || exit 0
-install_pinned accelerate lightning ray[train] torchft
+install_pinned accelerate lightning ray[train]
 install_pinned --no-build-isolation deepspeed
 for engine in torchrun accelerate fabric trainer ignite deepspeed{0..3}; do
     torchrun --standalone --nproc-per-node 2 scripts/engines.py "$engine"
@@ -33,4 +33,3 @@ if command -v mpirun >/dev/null; then mpirun -np 2 python scripts/engines.py mpi
 export SLURM_NTASKS=2 # as srun does
 SLURM_PROCID=1 SLURM_LOCALID=1 python scripts/engines.py slurm &
 SLURM_PROCID=0 SLURM_LOCALID=0 python scripts/engines.py slurm
-python scripts/torchft_replicas.py

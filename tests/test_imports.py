@@ -36,7 +36,7 @@ ORDER = [
     "diagnosis.report",
     "diagnosis.waits",
     "ranks.guards",
-    "diagnosis.positions ranks.text_exchange ranks.unregistered",
+    "diagnosis.positions ranks.text_exchange",
     "ranks.all_reduce diagnosis.names diagnosis.processes diagnosis.termination",
     "kernels.__init__",
     "kernels.select",

@@ -10,11 +10,8 @@ from syncbn.ranks import groups
 from syncbn.ranks.all_reduce import all_reduce, exchanges
 from syncbn.ranks.guards import joined_group
 from syncbn.ranks.reductions import ONE_RANK, TRANSFORMED_GRAPH, Reduction
-from syncbn.ranks.unregistered import UnregisteredGroup
 from syncbn.torch_internals.distributed import group_in_graph
-from syncbn.torch_internals.state import constant_in_graphs, inside_vmap_or_forward_mode
-
-UNCOMPILED = "leave out torch.compile"
+from syncbn.torch_internals.state import inside_vmap_or_forward_mode
 
 
 class GraphReduction(Reduction):
@@ -33,22 +30,14 @@ class GraphReduction(Reduction):
         return all_reduce(payload, group_in_graph(self.group), exchanges(self.group))[: len(sums)]
 
 
-@constant_in_graphs  # Dynamo calls it and lets its error out; an error in what it traces makes it run eagerly
-def _refuse_unregistered() -> None:
-    what = "a layer's process_group, which torch.distributed did not make, cannot be in a compiled graph"
-    raise RuntimeError(f"{what}: {UNCOMPILED}")
-
-
 def reduction_in_graph(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor | None) -> Reduction:
     """The ranks that a call synchronises in a compiled graph, as `reduction_of`. **Raises** RuntimeError where new
     groups would have to be made, and inside syncbn.join."""
-    if isinstance(spec, UnregisteredGroup):
-        _refuse_unregistered()
     if not dist.is_initialized():  # in graphs of torch 2.11 WORLD itself is never None
         return ONE_RANK
     if joined_group() is not None:
         where = "inside syncbn.join and recompute_running_stats"
-        raise RuntimeError(f"{where} nothing may be compiled: {UNCOMPILED}")
+        raise RuntimeError(f"{where} nothing may be compiled: leave out torch.compile")
     group = groups.existing(spec)
     if group is None and not isinstance(spec, groups.OfMesh):
         remedy = "construct or convert the layers after torch.distributed.init_process_group()"

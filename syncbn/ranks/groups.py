@@ -5,8 +5,7 @@ A layer keeps a group spec and not the group itself, so that it can be copied, p
     int k         k consecutive ranks: 0..k-1, k..2k-1, ...
     "node"        the ranks of one host: LOCAL_WORLD_SIZE consecutive ranks
     DeviceMesh    a mesh of one dim
-    ProcessGroup  kept as `GlobalRanks`: its global ranks and a handle that deepcopy shares and pickle drops; as
-                  `UnregisteredGroup` if torch.distributed did not make it
+    ProcessGroup  kept as `GlobalRanks`: its global ranks and a handle that deepcopy shares and pickle drops
 
 `to_spec` makes the spec of a process group that the user passes, `to_user` gives that group back. A layer may keep a
 group that this rank is not in; training it raises ValueError.
@@ -28,7 +27,6 @@ from syncbn.diagnosis.failures import new_site
 from syncbn.ranks.collective import Collective
 from syncbn.ranks.guards import Caller, joined_group
 from syncbn.ranks.text_exchange import all_gather_json, by_rank
-from syncbn.ranks.unregistered import UnregisteredGroup, is_unregistered
 from syncbn.torch_internals.distributed import existing_groups, timeout_of
 from syncbn.torch_internals.state import constant_in_graphs
 
@@ -76,7 +74,7 @@ class OfMesh(NamedTuple):
 
 
 THIS_RANK_ALONE = OfMesh(None)
-GroupSpec: TypeAlias = int | str | GlobalRanks | UnregisteredGroup | DeviceMesh | None  # what a layer keeps
+GroupSpec: TypeAlias = int | str | GlobalRanks | DeviceMesh | None  # what a layer keeps
 SpecOfCall: TypeAlias = GroupSpec | OfMesh
 ProcessGroupLike: TypeAlias = dist.ProcessGroup | GroupSpec  # what a user passes
 
@@ -84,10 +82,10 @@ ProcessGroupLike: TypeAlias = dist.ProcessGroup | GroupSpec  # what a user passe
 def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
     """The spec that a layer keeps for `process_group`. Communicates nothing.
 
-    **Raises** ValueError for an int below 1, a mesh of several dims and a group that was destroyed; TypeError for
-    anything else.
+    **Raises** ValueError for an int below 1, a mesh of several dims, and a group that was destroyed, or that
+    torch.distributed did not make; TypeError for anything else.
     """
-    if process_group is None or isinstance(process_group, (GlobalRanks, UnregisteredGroup)) or process_group == "node":
+    if process_group is None or isinstance(process_group, GlobalRanks) or process_group == "node":
         return process_group
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
         return GlobalRanks(())
@@ -96,8 +94,7 @@ def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
             raise ValueError(f"process_group={process_group}: an int is the number of ranks per group, at least 1")
         return process_group
     if isinstance(process_group, dist.ProcessGroup):
-        if is_unregistered(process_group):
-            return UnregisteredGroup(process_group)
+        _require_made_by_torch(process_group)
         if process_group not in existing_groups():
             raise ValueError("process_group was destroyed; pass one that exists, or None for the default group")
         return GlobalRanks(tuple(ranks_in(process_group)), process_group)
@@ -110,9 +107,19 @@ def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
     raise TypeError(f"process_group must be {expected}, got {process_group!r} of type {type(process_group).__name__}")
 
 
+def _require_made_by_torch(group: dist.ProcessGroup) -> None:
+    """**Raises** ValueError for a group that does its all_reduce in Python, over ranks that torch's registry does not
+    know: it does not know the group, or takes it for this rank alone, as torchft's."""
+    if type(group).allreduce is not dist.ProcessGroup.allreduce and (
+        group not in existing_groups() or len(ranks_in(group)) == 1
+    ):
+        what = f"process_group is a {type(group).__name__}, which torch.distributed did not make"
+        raise ValueError(f"{what}; pass a group of torch.distributed.new_group() or init_device_mesh()")
+
+
 def to_user(spec: GroupSpec) -> ProcessGroupLike:
     """The process group as the user passed it; `spec` itself for a ProcessGroup that does not exist here."""
-    if not isinstance(spec, (GlobalRanks, UnregisteredGroup)):
+    if not isinstance(spec, GlobalRanks):
         return spec
     return (spec.group() or spec) if includes_this_rank(spec) else dist.GroupMember.NON_GROUP_MEMBER
 
@@ -121,7 +128,7 @@ def includes_this_rank(spec: GroupSpec) -> bool:
     """Whether this rank is in the group."""
     if isinstance(spec, GlobalRanks):
         return bool(spec.ranks)
-    return spec is None or isinstance(spec, (int, str, UnregisteredGroup)) or spec.get_coordinate() is not None
+    return spec is None or isinstance(spec, (int, str)) or spec.get_coordinate() is not None
 
 
 def existing(spec: SpecOfCall) -> dist.ProcessGroup | None:
@@ -139,7 +146,7 @@ def existing(spec: SpecOfCall) -> dist.ProcessGroup | None:
     if isinstance(spec, OfMesh):
         return spec.group
     try:
-        group = spec.group() if isinstance(spec, (GlobalRanks, UnregisteredGroup)) else spec.get_group()
+        group = spec.group() if isinstance(spec, GlobalRanks) else spec.get_group()
     except (RuntimeError, IndexError):  # the mesh's group was destroyed; this rank is not in it
         group = None
     if group is not None:
@@ -159,17 +166,13 @@ def world() -> dist.ProcessGroup | None:
 
 
 def ranks_in(group: dist.ProcessGroup | None) -> list[int]:
-    """The global ranks of a group, as far as they are known; None is this rank alone."""
-    if group is None or is_unregistered(group):
-        return [dist.get_rank()]
-    return dist.get_process_group_ranks(group)
+    """The global ranks of a group; None is this rank alone."""
+    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
 
 def size(spec: GroupSpec) -> int:
     """The number of ranks that `spec` means, also before its group is made; 1 without a process group, 0 where this
-    rank is not in it, or nobody knows. **Raises** ValueError for "node" without LOCAL_WORLD_SIZE."""
-    if isinstance(spec, UnregisteredGroup):
-        return 0
+    rank is not in it. **Raises** ValueError for "node" without LOCAL_WORLD_SIZE."""
     if dist.group.WORLD is None:
         return 1
     if isinstance(spec, int):
@@ -186,7 +189,7 @@ def size(spec: GroupSpec) -> int:
 
 def of_torch(spec: GroupSpec) -> dist.ProcessGroup | int | None:
     """The group for an nn.SyncBatchNorm, which holds one. **Raises** RuntimeError where the group does not exist."""
-    if spec is None or (dist.group.WORLD is None and not isinstance(spec, UnregisteredGroup)):
+    if spec is None or dist.group.WORLD is None:
         return None
     return existing(spec) if includes_this_rank(spec) else dist.GroupMember.NON_GROUP_MEMBER
 
@@ -195,11 +198,8 @@ def resolve(spec: SpecOfCall) -> dist.ProcessGroup | None:
     """The group to synchronise over now; None for a group of one rank, and when there is no process group.
 
     The first call with an int or "node" makes the groups. **Raises** ValueError for a part of the ranks inside
-    syncbn.join, and for a group that torch.distributed did not make; and as `existing`.
+    syncbn.join; and as `existing`.
     """
-    if isinstance(spec, UnregisteredGroup):
-        what = "join, recompute_running_stats, measure_local_noise and DTensors need a group that it made"
-        raise ValueError(f"process_group is {spec}; {what}")
     make_groups(spec)
     group = existing(spec)
     if not (dist.is_initialized() or isinstance(spec, OfMesh)):

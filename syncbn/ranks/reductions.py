@@ -1,7 +1,7 @@
 """Adds up over the ranks: one all_reduce each pass, by a reduction that is chosen once for a call.
 
-There are four reductions: for one rank, for a group in eager mode, for one that torch.distributed did not make, and,
-in graph_reduction.py, for a group in a compiled graph. Calls that are not ordinary add up by `total` or `totals` of
+There are three reductions: for one rank, for a group in eager mode, and, in graph_reduction.py, for a group in a
+compiled graph. Calls that are not ordinary add up by `total` or `totals` of
 totals.py, whose results have derivatives and may be batched.
 
 W ranks; C channels; n_r values per channel on rank r.
@@ -23,22 +23,19 @@ layers have met. On a GPU the host would have to wait to read it.
 
 import contextlib
 import math
-import os
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncbn.call_stack import warn_once
 from syncbn.diagnosis import failures
 from syncbn.diagnosis.positions import CallsOnGroups, Signatures, Site
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.ranks import groups
 from syncbn.ranks.all_reduce import all_reduce
 from syncbn.ranks.collective import Collective
-from syncbn.ranks.guards import guards, joined_group
-from syncbn.ranks.unregistered import TOKEN_NUMBERS, UnregisteredGroup
+from syncbn.ranks.guards import guards
 from syncbn.torch_internals.state import current_dispatch_mode
 
 TRANSFORMED_GRAPH = "A compiled graph cannot all_reduce inside vmap or forward mode: compile without fullgraph=True."
@@ -151,57 +148,6 @@ class EagerReduction(Reduction):
         return Collective(self.site, self.call, pass_name)
 
 
-class UnregisteredReduction(EagerReduction):
-    """The ranks of a group that torch.distributed did not make, in eager mode. It has no positions and no texts.
-
-    `num_ranks` is what the total says, 0 before the first and on a GPU. On CPU each rank r sends t_r and t_r^2 besides,
-    a random number and its square: a group that averages looks like one rank, but its t^2 is not the square of its t.
-    """
-
-    signatures = Signatures(1024)  # whose sums are exact for so many ranks at most
-    signatures.identity = "a layer"  # the ranks cannot agree on a name
-
-    def __init__(self, spec: UnregisteredGroup, group: dist.ProcessGroup, dtype: torch.dtype | None) -> None:
-        self.group, self.dtype, self.num_ranks, self.who = group, dtype, 0, f"syncbn: process_group is {spec}"
-
-    def all_reduce(
-        self, payload: Tensor, pass_name: str, error: Exception | None = None, by_operator: bool = False
-    ) -> Tensor:
-        if not (payload.is_cpu and type(payload) is Tensor):  # the host cannot read it
-            self._add_up(payload)
-            return payload
-        t = float(1 + int.from_bytes(os.urandom(2)))
-        extended = torch.cat((payload, payload.new_tensor((t, t * t))))
-        self._add_up(extended)
-        payload.copy_(extended[:-TOKEN_NUMBERS])
-        n, num_signed, total, squares, t_total, t_squares = extended[-TRAILER_NUMBERS - TOKEN_NUMBERS :].tolist()
-        if error is not None or n != n:
-            raise error or ValueError(f"{self.who}; another rank has a bad argument, and says which")
-        if num_signed % 1 or (num_signed == 1 and t_squares != t_total * t_total):
-            raise RuntimeError(f"{self.who}; its all_reduce averages where it should add up")
-        if num_signed * squares != total * total:
-            what = "the ranks are in different passes, or have inputs of different dtypes; all must do the same"
-            raise RuntimeError(f"{self.who}; {what}")
-        if self.num_ranks and pass_name != "forward" and num_signed != self.num_ranks:
-            changed = f"forward has added up {self.num_ranks} ranks and {pass_name} {num_signed:g}"
-            warn_once(f"{self.who}; {changed}. This step's gradients are wrong: discard it")
-        self.num_ranks = int(num_signed)
-        return payload
-
-    def _add_up(self, payload: Tensor) -> None:
-        try:
-            dist.all_reduce(payload, group=self.group)
-        except Exception as error:
-            cause = error.__context__ or error  # torch's report of the error fails: the group is not in its registry
-            raise RuntimeError(f"{self.who}; its all_reduce failed: {cause}") from error
-
-    def warn_unless_finite(self, sums: Tensor) -> None:
-        pass  # it has no name for the layer
-
-    def leave_out(self, error: BaseException, pass_name: str) -> None:
-        pass  # there is no position
-
-
 def reduction_of(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor | None) -> Reduction:
     """The reduction over the ranks that a call synchronises in eager mode; counts the call. See `groups.resolve`."""
     group = dist.group.WORLD if spec is None else groups.existing(spec)
@@ -211,8 +157,6 @@ def reduction_of(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor |
     site = caller._call_site
     # The site of the last call is used again if it still fits; a guard may bring a group of its own.
     if group is None or site is None or site.group() is not group or site.caller() is not caller or guards:
-        if isinstance(spec, UnregisteredGroup) and group is not None and joined_group() is None:
-            return UnregisteredReduction(spec, group, getattr(input, "dtype", None))
         group = groups.resolve(spec)
         if group is None:
             return ONE_RANK

@@ -11,7 +11,6 @@ from syncbn.inputs import dtensors
 from syncbn.layer import SyncBatchNorm
 from syncbn.ranks import groups
 from syncbn.ranks.text_exchange import all_gather, all_reduce_max, ranks_in_words, require_equal
-from syncbn.ranks.unregistered import UnregisteredGroup
 from syncbn.statistics import to_float64
 
 LINES = 20  # tensors that an error names
@@ -53,13 +52,12 @@ def assert_synced(model: nn.Module) -> None:
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor, int]]:
     """The parameters and buffers of which this rank has all values, by name, each with the first rank of its cohort,
-    the ranks that must have the same: -1 for all ranks, another for the buffers of a layer with a group of its own that
-    torch.distributed made."""
+    the ranks that must have the same: -1 for all ranks, another for the buffers of a layer with a group of its own."""
     tensors = [(name, parameter, -1) for name, parameter in model.named_parameters()]
     for prefix, module in model.named_modules():
         spec = module._process_group if isinstance(module, SyncBatchNorm) else None
         group = groups.existing(spec) if groups.includes_this_rank(spec) else None  # not made yet, or not with it
-        cohort = -1 if spec is None or isinstance(spec, UnregisteredGroup) else groups.ranks_in(group)[0]
+        cohort = -1 if spec is None else groups.ranks_in(group)[0]
         tensors += [(name, buffer, cohort) for name, buffer in module.named_buffers(prefix, recurse=False)]
     return [row for row in tensors if not (row[1].is_meta or is_lazy(row[1]) or dtensors.is_dtensor(row[1]))]
 

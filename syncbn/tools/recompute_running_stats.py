@@ -16,7 +16,6 @@ from syncbn.convert import CONVERT, convert_syncbn_model, revert_syncbn_model, u
 from syncbn.layer import SyncBatchNorm
 from syncbn.ranks import groups
 from syncbn.ranks.join_protocol import Shadowing
-from syncbn.ranks.unregistered import UnregisteredGroup
 from syncbn.statistics import unbiased
 from syncbn.tools.replace import replace
 from syncbn.tools.running_stats import agreed_layers, buffers_of, overwrite, pooling, unchanged_after_error
@@ -106,9 +105,6 @@ def _training_over_ranks(model: nn.Module, layers: Collection[_BatchNorm]) -> It
     refused = [name for name, layer, remedy in unsynchronised(model) if layer in layers and remedy != CONVERT]
     if refused:
         raise ValueError(f"layers that convert_syncbn_model leaves as they are cannot take part: {', '.join(refused)}")
-    for layer in layers:
-        if isinstance(layer, SyncBatchNorm) and isinstance(layer._process_group, UnregisteredGroup):
-            groups.resolve(layer._process_group)  # refuses it
     with contextlib.ExitStack() as undo:
         for module in model.modules():
             replace(module, "training", module in layers, undo)

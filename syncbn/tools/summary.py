@@ -10,7 +10,6 @@ from syncbn.convert import BY_ITSELF, check_module, described, unsynchronised
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.layer import SyncBatchNorm
 from syncbn.ranks import groups
-from syncbn.ranks.unregistered import TOKEN_NUMBERS, UnregisteredGroup
 from syncbn.synchronised_classes import NOT_KNOWN
 from syncbn.tools.table import table
 from syncbn.torch_internals.modules import is_compiled
@@ -25,7 +24,7 @@ class LayerSummary(NamedTuple):
     layer: str  # name in the model
     kind: str  # class
     channels: int  # C
-    group_size: int  # ranks; 1 without a process group; those of the last step if torch.distributed did not make it
+    group_size: int  # ranks; 1 without a process group
     forward_bytes: int  # sent per training step: 8 * (2C + 1), on CPU 8 * (2C + 4); 0 in a group of one
     backward_bytes: int  # 8 * 2C, on CPU 8 * (2C + 4); 0 in a group of one
     last_step: str  # whether the last training step in eager mode synchronised
@@ -74,12 +73,9 @@ def summary(model: nn.Module) -> Summary:
 
 
 def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
-    is_unregistered = isinstance(layer._process_group, UnregisteredGroup)
-    group_size = (layer._synchronised_ranks or 0) if is_unregistered else groups.size(layer._process_group)
+    group_size = groups.size(layer._process_group)
     num_bytes = bytes_if_synchronised(layer) if group_size > 1 else (0, 0)
     last_step = "compiled" if compiled else _last_eager_step(layer)
-    if is_unregistered:
-        last_step += "; errors of this group name no rank"
     return LayerSummary(name, type(layer).__name__, num_channels_of(layer), group_size, *num_bytes, last_step)
 
 
@@ -99,6 +95,5 @@ def bytes_if_synchronised(layer: nn.modules.batchnorm._BatchNorm) -> tuple[int, 
     """The bytes that a rank sends in a call's forward and in its backward, in a group of two ranks or more."""
     numbers = 2 * num_channels_of(layer)
     on_cpu = all(tensor.is_cpu for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))
-    trailer = TRAILER_NUMBERS + TOKEN_NUMBERS * isinstance(getattr(layer, "_process_group", None), UnregisteredGroup)
-    forward, backward = (trailer, trailer) if on_cpu else (1, 0)  # beside the sums
+    forward, backward = (TRAILER_NUMBERS, TRAILER_NUMBERS) if on_cpu else (1, 0)  # beside the sums
     return BYTES_PER_NUMBER * (numbers + forward), BYTES_PER_NUMBER * (numbers + backward)
