@@ -6,8 +6,6 @@ it: a model may hold one layer at several places.
 
 import contextlib
 import sys
-from collections.abc import Callable
-from types import MethodType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -15,7 +13,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from syncbn.bound_methods import bound_methods
 from syncbn.call_stack import warn
 from syncbn.diagnosis.names import quoted
 from syncbn.layer import SyncBatchNorm
@@ -30,7 +27,7 @@ CONVERT = "call syncbn.convert_syncbn_model(model)"
 BUILT = "these layers were built as syncbn layers and stay: build them as nn.BatchNorm1d, 2d or 3d"
 BY_ITSELF = "normalises by itself; if by its batch, let its forward call syncbn.functional.sync_batch_norm"
 HIDDEN = "a forward that was set on the layer hides the class's; convert before you wrap it, or write it in a subclass"
-HIDES = "a forward that was set on these layers may call their class's, and they stay: delete it and revert again"
+HIDES = "a forward that was set on these layers hides their class's, and they stay: delete it and revert again"
 # What a layer loses in a revert, by its option.
 LOST = {
     "fuse_relu": "these layers have lost their relu: put an nn.ReLU behind each",
@@ -45,12 +42,11 @@ def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, c
 
     The name is apex's. Only the class of a layer changes: nn.BatchNorm1d/2d/3d and nn.SyncBatchNorm become ours, a
     subclass becomes a class that keeps its behaviour and gains synchronisation (see synchronised_classes.py), a
-    parametrization stays, a lazy layer is synchronised from its first forward. Where a wrapper of the forward was set
-    on a layer (layer.forward = ...), the bound method in it becomes that of the new class (see bound_methods.py).
+    parametrization stays, a lazy layer is synchronised from its first forward.
     Converting again sets the group, if one is given, of layers that are synchronised already, and changes nothing else.
     What cannot be converted is left alone and named in one warning, by class, with what to do: subclasses of
     nn.SyncBatchNorm, scripted and exported layers, layers that have an attribute of a name that ours need or a forward
-    set on them in which no call of their class's is found, and other modules with running statistics of their own.
+    set on them (layer.forward = ...), and other modules with running statistics of their own.
 
     Args:
         model: any module, also a single batch-norm layer. Convert before wrapping it:
@@ -89,7 +85,7 @@ def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, c
     make_groups(spec)
     debug_mode.run_uncompiled_where_wanted()
     synchronised = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
-    _apply(model, changes)
+    _apply(changes)
     if spec is not None:
         for layer in synchronised:
             vars(layer)["_process_group"] = spec
@@ -135,7 +131,7 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
             if target is not None and isinstance(layer, SyncBatchNorm):
                 noted.setdefault(BUILT, []).append(name)
             continue
-        if _hides_forward(layer):
+        if "forward" in vars(layer):
             noted.setdefault(HIDES, []).append(name)
             continue
         _require_no_fsdp(name, layer, "revert_syncbn_model")
@@ -149,7 +145,7 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
                 noted.setdefault(lost, []).append(name)
     if noted:
         warn(f"syncbn: {'; '.join(f'{what} ({_some(names)})' for what, names in noted.items())}")
-    _apply(model, changes)
+    _apply(changes)
     return model
 
 
@@ -159,21 +155,15 @@ def check_module(model: nn.Module) -> None:
         raise TypeError(f"expected an nn.Module, got {model!r} of type {type(model).__name__}; pass the model")
 
 
-def _apply(model: nn.Module, changes: list[Change]) -> None:
-    """Replaces `class_of` each layer, and the bound methods in `model` that run a forward of the old class. The class
-    that parametrize made above a layer's is made again above the new one. After an error all is as it was.
+def _apply(changes: list[Change]) -> None:
+    """Replaces `class_of` each layer. The class that parametrize made above a layer's is made again above the new one.
+    After an error all is as it was.
 
     Nothing is set by the layer's own __setattr__, which may refuse.
     """
-    methods = list(bound_methods(model.modules()))
     with contextlib.ExitStack() as undo:
         for layer, new_class, attributes in changes:
             undo.callback(_set, layer, type(layer), dict(vars(layer)))
-            for _, method, put in methods:
-                forward = _new_forward(method, layer, new_class)
-                if forward is not None:
-                    undo.callback(put, method)
-                    put(MethodType(forward, layer))
             kept = {name: value for name, value in vars(layer).items() if name not in (*ADDED, "process_group")}
             if class_of(layer) is not type(layer):
                 new_class = type(f"Parametrized{new_class.__name__}", (new_class,), dict(vars(type(layer))))
@@ -185,27 +175,6 @@ def _set(layer: nn.Module, new_class: type[nn.Module], attributes: dict[str, Any
     object.__setattr__(layer, "__class__", new_class)
     vars(layer).clear()
     vars(layer).update(attributes)
-
-
-def _new_forward(method: MethodType, layer: nn.Module, new_class: type[nn.Module]) -> Callable[..., Any] | None:
-    """The forward of `new_class` that replaces this method of the layer; None for other methods."""
-    if method.__self__ is not layer:
-        return None
-    if method.__func__ is class_of(layer).forward:
-        return new_class.forward
-    becomes_ours = issubclass(new_class, SyncBatchNorm)
-    inherited, new = (_BatchNorm, SyncBatchNorm) if becomes_ours else (SyncBatchNorm, _BatchNorm)
-    return new.forward if method.__func__ is inherited.forward else None
-
-
-def _hides_forward(layer: nn.Module) -> bool:
-    """Whether a forward that was set on the layer hides its class's, and is not seen to call that. functools.wraps sets
-    __wrapped__ whether the function is called or not."""
-    forwards = class_of(layer).forward, _BatchNorm.forward, SyncBatchNorm.forward
-    return "forward" in vars(layer) and not any(
-        method.__self__ is layer and any(method.__func__ is forward for forward in forwards)
-        for _, method, _ in bound_methods([layer], skipped="__wrapped__")
-    )
 
 
 def _require_no_fsdp(name: str, module: nn.Module, caller: str) -> None:
@@ -237,7 +206,7 @@ def _remedy(module: nn.Module) -> str | None:
         return BY_ITSELF
     original_class = class_of(module)
     if original_class is nn.SyncBatchNorm:
-        return HIDDEN if _hides_forward(module) else CONVERT
+        return HIDDEN if "forward" in vars(module) else CONVERT
     if issubclass(original_class, nn.SyncBatchNorm):
         if original_class.__module__.startswith("timm."):
             return "do not call timm's convert_sync_batchnorm first: timm's own BatchNorm layers can be converted"
@@ -245,7 +214,7 @@ def _remedy(module: nn.Module) -> str | None:
     taken = [name for name in ("process_group", *ADDED) if hasattr(module, name)]
     if taken:
         return f"has attributes that ours need, rename {', '.join(taken)}"
-    return HIDDEN if _hides_forward(module) else CONVERT
+    return HIDDEN if "forward" in vars(module) else CONVERT
 
 
 def kind_of(module: nn.Module) -> str:

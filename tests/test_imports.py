@@ -47,7 +47,7 @@ ORDER = [
     "kernels.gpu_channels kernels.gpu_tiles kernels.interface",
     "statistics",
     "layout tracebacks torch_internals.autograd torch_internals.modules torch_internals.distributed",
-    "torch_internals.state torch_internals.inductor call_stack texts bound_methods options tools.replace tools.table",
+    "torch_internals.state torch_internals.inductor call_stack texts options tools.replace tools.table",
 ]  # fmt: skip
 LEVELS = {module: level for level, line in enumerate(ORDER) for module in line.split()}
 
