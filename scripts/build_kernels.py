@@ -1,5 +1,4 @@
-"""Builds what is in C++, the kernels for CPUs and a terminate handler, where there is a compiler. pip runs it, see
-pyproject.toml.
+"""Builds the kernels for CPUs, which are in C++, where there is a compiler. pip runs it, see pyproject.toml.
 
 Neither torch nor Python's headers are needed: the one symbol of torch, which the kernels find in the process that loads
 them, is linked against a stub made on the spot. So one file serves every Python, and every torch from 2.11. Without a
@@ -18,8 +17,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-LIBRARY, TERMINATION = Path("syncbn/kernels/_cpu.so"), Path("syncbn/diagnosis/_termination.so")
-SOURCES = {LIBRARY.name: "syncbn/kernels/cpu.cpp", TERMINATION.name: "syncbn/diagnosis/termination.cpp"}
+LIBRARY, SOURCE = Path("syncbn/kernels/_cpu.so"), "syncbn/kernels/cpu.cpp"
 EDITABLE = Path("build/editable/syncbn")
 FLAGS = ["-std=c++20", "-O3", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-ffp-contract=off"]
 FLAGS += ["-fvisibility=hidden", "-Wno-attributes"]
@@ -28,7 +26,7 @@ STUB = 'extern "C" int torch_parallel_for() { return 0; }'
 
 
 def build(root: Path, library: Path, flags: list[str] = FLAGS) -> None:
-    """Compile to the file `library`, whose name says which it is.
+    """Compile to the file `library`.
 
     **Raises** OSError without a compiler, CalledProcessError when it fails.
 
@@ -41,7 +39,7 @@ def build(root: Path, library: Path, flags: list[str] = FLAGS) -> None:
         stub.write_text(STUB)
         names = ["-Wl,-soname,libtorch_cpu.so", "-o", f"{folder}/libtorch_cpu.so"]
         subprocess.run([*compiler, "-shared", "-fPIC", stub, *names], check=True)
-        source = [root / SOURCES[library.name], "-o", f"{folder}/built.so", f"-L{folder}", "-ltorch_cpu"]
+        source = [root / SOURCE, "-o", f"{folder}/built.so", f"-L{folder}", "-ltorch_cpu"]
         subprocess.run([*compiler, *flags, *source], check=True)
         unfinished = library.with_suffix(".unfinished")  # beside it, so that the library is replaced at once
         shutil.copy(f"{folder}/built.so", unfinished)
@@ -62,12 +60,11 @@ class KernelsHook(BuildHookInterface[Any]):
         try:
             if not sys.platform.startswith("linux"):
                 raise OSError(f"there are none for {sys.platform}")
-            for library in (LIBRARY, TERMINATION):
-                build(root, root / library, [*FLAGS, "-Wl,--strip-all"])
+            build(root, root / LIBRARY, [*FLAGS, "-Wl,--strip-all"])
         except (OSError, subprocess.CalledProcessError) as error:
             self.app.display_warning(f"syncbn is built without its kernels for CPUs: {error}")
             return
-        build_data["artifacts"] += [str(LIBRARY), str(TERMINATION)]
+        build_data["artifacts"] += [str(LIBRARY)]
         build_data["pure_python"] = False
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{platform}"

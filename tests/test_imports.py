@@ -37,7 +37,7 @@ ORDER = [
     "diagnosis.waits",
     "ranks.guards",
     "diagnosis.positions ranks.text_exchange",
-    "ranks.all_reduce diagnosis.names diagnosis.processes diagnosis.termination",
+    "ranks.all_reduce diagnosis.names diagnosis.processes",
     "kernels.__init__",
     "kernels.select",
     "kernels.graphs",

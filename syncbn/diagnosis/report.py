@@ -24,13 +24,10 @@ REMEDY = (
     "each stage."
 )
 REMEDY_OF_ONE_CALL = "All ranks are in this call. One of them has other channels, or cannot be reached."
-REMEDY_OF_SIZES = (
-    "If it wrote gloo::EnforceNotMet, the ranks sent different sizes: one of them has other channels, has not "
-    "converted its model, evaluates, or left out a layer."
-)
 REMEDY_OF_ENDED = (
-    "Read what the ended process wrote last. If it wrote nothing, memory may have run out: see dmesg. "
-    f"{REMEDY_OF_SIZES}"
+    "Read what the ended process wrote last. If it wrote nothing, memory may have run out: see dmesg. If it wrote "
+    "gloo::EnforceNotMet, the ranks sent different sizes: one of them has other channels, has not converted its model, "
+    "evaluates, or left out a layer."
 )
 REMEDY_OF_EVALUATION = (
     "A layer in evaluation mode waits for nobody: call model.train() on every rank before the next step. To evaluate "

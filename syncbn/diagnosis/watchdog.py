@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 import torch
 import torch.distributed as dist
 
-from syncbn.diagnosis import processes, report, termination
+from syncbn.diagnosis import processes, report
 from syncbn.diagnosis.positions import HAS_LEFT, Entry, ThisRank
 from syncbn.diagnosis.waits import OnGpu, Wait, WaitInLayer, WaitOutside, event_behind, look_outside, place_of
 
@@ -38,7 +38,6 @@ class WatchedRank(ThisRank):
         finalize(world, _leave, self)
         self.watchdog = threading.Thread(target=_watch, args=[self, ref(world)], name="syncbn.watchdog", daemon=True)
         self.watchdog.start()
-        termination.watch()
 
     def left_to_gpu(self, entry: Entry, device: torch.device) -> None:
         self.on_gpu.add(WaitInLayer(entry), event_behind(device))
@@ -73,7 +72,6 @@ def _after_fork() -> None:
     if dist.group.WORLD is not None:
         _inherited.add(dist.group.WORLD)
     for rank in _ranks.values():
-        termination.ignore()  # there is no thread that would report
         for of_group in rank.groups.values():
             for site in of_group.sites.values():
                 site.group = lambda: None
@@ -89,8 +87,6 @@ def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
     has_complained = False
     while not rank.ended.wait(min(rank.interval, HEARTBEAT_SECONDS)) and dist.group.WORLD is world():
         try:
-            if termination.has_begun():
-                _report_termination(rank, wait)
             _beat(rank, wait)
             wait = _current_wait(rank, wait)
             _warn_if_long(rank, wait)
@@ -108,19 +104,6 @@ def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
         log.error("syncbn: a collective outside of syncbn's layers failed on rank %d.\n%s", rank.rank, where)
     # Layers that have called on the group still know this rank, and must not keep its store.
     rank.store_answers, rank.store = False, dist.HashStore()
-
-
-def _report_termination(rank: WatchedRank, last: Wait | None) -> None:
-    """Log where every rank is, if there are several, and let the process end. nccl may end it long after the wait."""
-    try:
-        wait = _current_wait(rank, last)
-        waits = "" if wait is None else f", which waits for others{wait.place}"
-        if rank.num_ranks > 1:
-            where = report.where_all_are(wait or WaitOutside(rank), report.a_rank_is_gone)
-            text = "syncbn: an exception of C++, which follows, ends rank %d%s.\n%s\n%s"
-            log.error(text, rank.rank, waits, where, report.REMEDY_OF_SIZES)
-    finally:
-        termination.ignore()
 
 
 def _beat(rank: WatchedRank, wait: Wait | None) -> None:
@@ -156,9 +139,6 @@ def _current_wait(rank: WatchedRank, last: Wait | None) -> Wait | None:
 def _leave(rank: WatchedRank) -> None:
     """The default process group, or this program, ends, perhaps because of an exception."""
     here = rank.process == os.getpid()  # a forked process has no thread
-    current = dist.group.WORLD
-    if here and (current is None or _ranks.get(current, rank) is rank):  # else a later group is watched
-        termination.ignore()
     error = processes.failure_of_collective() if here else None
     if error is not None:
         rank.failed_at = place_of(reversed([*traceback.walk_tb(error.__traceback__)]), unknown="a collective")
