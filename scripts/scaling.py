@@ -7,7 +7,7 @@
 Counted are the write calls of a rank and their bytes, as Linux keeps them in /proc/self/io: gloo's messages with their
 headers. Three schemes, for a layer of C channels:
 
-    syncbn    forward 2C + 1 float64, backward 2C float64 (without the signatures of CPUs): each an all_reduce or, among
+    syncbn    forward 2C + 4 float64, backward the same: each an all_reduce or, among
               at most 16 ranks of gloo, an exchange, in which a rank sends its numbers to all others
     torch     nn.SyncBatchNorm: forward all_gather of 2C + 1 float32 from every rank, backward all_reduce of 2C float32
     apex      apex.parallel.SyncBatchNorm without its extension: two all_reduces of C float32 each way
@@ -58,7 +58,7 @@ for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
 Collective = tuple[str, int]  # all_reduce, all_gather or total, which is syncbn's; the bytes that a rank gives to it
 # Name -> the collectives of the forward and backward of a layer of c channels.
 SCHEMES: dict[str, Callable[[int], list[Collective]]] = {
-    "syncbn": lambda c: [("total", 8 * (2 * c + 1)), ("total", 8 * 2 * c)],
+    "syncbn": lambda c: [("total", 8 * (2 * c + 4))] * 2,
     "torch": lambda c: [("all_gather", 4 * (2 * c + 1)), ("all_reduce", 4 * 2 * c)],
     "apex": lambda c: [("all_reduce", 4 * c)] * 4,
 }

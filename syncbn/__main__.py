@@ -90,9 +90,9 @@ def _described(results: SimpleNamespace) -> str:
     rows = [(row.dtype, row.what, f"{row.error:.1e}", f"{row.allowed:.1e}") for row in results.accuracy]
     cost = f"One rank has nothing to synchronise: {TORCHRUN}"
     if results.ranks > 1:
-        times = [(name, f"{1e3 * results.seconds[name]:.2f} ms") for name in ("forward", "backward")]
+        times = [("all_reduce", f"{1e3 * results.seconds['all_reduce']:.2f} ms")]
         step = f"step, {results.layers} layers", f"{1e3 * results.seconds['step']:.1f} ms"
-        cost = f"all_reduces of a layer of {results.channels} channels\n{table(('pass', 'time'), times, step)}"
+        cost = f"a layer of {results.channels} channels\n{table(('of', 'time'), times, step)}"
     lines = (
         f"{ranks} and one process with the whole batch; kernels {results.kernels}",
         table(("dtype", "what", "error", "allowed"), rows),

@@ -9,7 +9,7 @@ from syncbn import general
 from syncbn.arguments import Arguments
 from syncbn.inputs import masks
 from syncbn.inputs.unwrapping import unwrap, without_gaps
-from syncbn.kernels.interface import Kind
+from syncbn.kernels.interface import TRAILER_NUMBERS, Kind
 from syncbn.kernels.select import general_kernels, torch_kernels
 from syncbn.plan import kind_of
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
@@ -40,8 +40,8 @@ def sync_batch_stats(
     rank computes the same loss from them, divide that by the number of ranks, unless DistributedDataParallel averages
     the gradients.
 
-    Issues one all_reduce of 8 * (2C + 1) bytes in forward and one of 16 * C bytes in backward, also with
-    create_graph=True, on CPU of 8 * (2C + 4) bytes each; none with one rank or without a process group. Every rank of
+    Issues one all_reduce of 8 * (2C + 4) bytes in forward and one in backward, also with create_graph=True; none with
+    one rank or without a process group. Every rank of
     the group must make the same calls in the same order, and so the same backwards: `requires_grad` of the input must
     agree on all ranks.
 
@@ -76,8 +76,8 @@ def sync_batch_stats(
         x = arguments.input
         (sums,) = general.apply(_Sums, general.Call(kind_of(arguments), reduction), x, arguments.num_values)
     general.note_ranks(_CALLER, reduction)
-    count = sums[-1].detach()
-    mean, mean_square = (sums[:-1] / count.clamp(min=1)).chunk(2)
+    count = sums[-TRAILER_NUMBERS].detach()
+    mean, mean_square = (sums[:-TRAILER_NUMBERS] / count.clamp(min=1)).chunk(2)
     var = mean_square - mean.square()
     var = var + (var.clamp(min=0) - var).detach()  # the clamp must not stop the gradients of a constant channel
     mean, var = (from_float64(values, compute_dtype(x.dtype), x.device) for values in (mean, var))
@@ -107,9 +107,8 @@ class _Sums(torch.autograd.Function):
         num_channels = ctx.kind.layout.sizes[1]
         with recorded("syncbn.backward"), ctx.reduction.telling_errors("backward"):
             x, sums = ctx.saved_tensors
-            sum_x, _, n = sums.detach().split((num_channels, num_channels, 1))
-            center = sum_x / n.clamp(min=1)
-            of_sum, of_square = total(grad_sums[:-1], ctx.reduction, "backward").chunk(2)
+            center = sums.detach()[:num_channels] / sums[-TRAILER_NUMBERS].detach().clamp(min=1)
+            of_sum, of_square = total(grad_sums, ctx.reduction, "backward")[:-TRAILER_NUMBERS].chunk(2)
             at_center, slope = of_sum + 2 * of_square * center, 2 * of_square
             if not torch.is_grad_enabled():
                 return None, _map(ctx.kind, x, center, slope, at_center), None
@@ -124,6 +123,6 @@ def _map(kind: Kind, x: Tensor, center: Tensor, slope: Tensor, at_center: Tensor
     make the variance 0 and invstd 1."""
     kind = kind._replace(eps=1.0, weight_dtype=torch.float64, bias_dtype=torch.float64)
     x = kind.layout.dense(x.to(kind.dtype))  # which saved_tensors_hooks may have rounded or moved
-    total = torch.cat((center, torch.zeros_like(center), center.new_ones(1)))
+    total = torch.cat((center, torch.zeros_like(center), center.new_ones(TRAILER_NUMBERS)))
     kernels = general_kernels(kind, x, slope)
     return kernels.forward_outputs(None, x, total, slope, at_center, None)[0]

@@ -8,7 +8,7 @@ from syncbn.arguments import Arguments, check_channels, check_input, check_like_
 from syncbn.batch_stats import sync_batch_stats
 from syncbn.evaluation import evaluate
 from syncbn.gradients import BackwardInput, outputs
-from syncbn.kernels.interface import Kind
+from syncbn.kernels.interface import TRAILER_NUMBERS, Kind
 from syncbn.kernels.select import why_forced
 from syncbn.layout import Layout
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
@@ -51,12 +51,11 @@ def sync_batch_norm(
     unbiased variance. Otherwise mean and var are the running statistics and nothing is communicated: F.batch_norm
     itself. Ioffe & Szegedy 2015, https://arxiv.org/abs/1502.03167.
 
-    Issues one all_reduce of 8 * (2C + 1) bytes in forward and one of 16 * C bytes in backward, on CPU of 8 * (2C + 4)
-    bytes each, as a signature shows the ranks whether they are in the same layer; none with one rank or without a
-    process group. (Among at most 16 ranks of gloo, on CPU, one all_to_all_single with as many bytes to each rank makes
-    an all_reduce of up to 64 kB.) Every rank of the group must make the same calls in the same order. The gradients of
-    weight and bias are this rank's share; their sum over the ranks is the full batch's (DistributedDataParallel
-    averages them).
+    Issues one all_reduce of 8 * (2C + 4) bytes in forward and one in backward: on CPU a signature in it shows the ranks
+    whether they are in the same layer. None with one rank or without a process group. (Among at most 16 ranks of gloo,
+    on CPU, one all_to_all_single with as many bytes to each rank makes an all_reduce of up to 64 kB.) Every rank of the
+    group must make the same calls in the same order. The gradients of weight and bias are this rank's share; their sum
+    over the ranks is the full batch's (DistributedDataParallel averages them).
 
     Args:
         input: (N, C, ...) or, with `channel_dim=-1`, (N, ..., C); 2 or more dims; float16, bfloat16, float32 or
@@ -129,8 +128,8 @@ def batch_norm_backward(
         grad_input = (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight
         grad_bias  = sum dy            grad_weight = sum dy * (x - mean) * invstd             (sums over this rank)
 
-    Issues one all_reduce of 8 * (2C + 1) bytes in training (mean_dy, mean_dy_xmu and n together), on CPU 24 more; none
-    with one rank or without a process group. With `training=False` the statistics are constants: grad_input = dy *
+    Issues one all_reduce of 8 * (2C + 4) bytes in training (mean_dy, mean_dy_xmu and n together); none with one rank or
+    without a process group. With `training=False` the statistics are constants: grad_input = dy *
     invstd * weight, and nothing is communicated.
 
     Args:
@@ -181,10 +180,10 @@ def batch_norm_backward(
         inputs = BackwardInput.of(kind, grad_output.to(input.dtype), (input, weight, statistics, None), needed)
         kernels = inputs.kernels()
         sums, grad_weight, grad_bias, handle = kernels.backward_sums(inputs.dy, inputs.saved)
-        sums = total(torch.cat((sums, num_values)), reduction, "backward", ends_in_n=True)
-        statistics = torch.cat((statistics[:-1], sums[-1:]))
+        sums = total(sums, reduction, "backward")
+        statistics = torch.cat((statistics[:-1], sums[-TRAILER_NUMBERS : 1 - TRAILER_NUMBERS]))
         inputs = inputs._replace(saved=(inputs.saved[0], weight, statistics, None))
-        grad_input, _ = outputs(kernels, handle, inputs, sums[:-1])
+        grad_input, _ = outputs(kernels, handle, inputs, sums)
         if needs_input and not training:
             scale = from_float64(invstd * to_float64(weight), compute_dtype(input.dtype), input.device)[:, None]
             grad_input = layout.unfold(layout.fold(grad_output) * scale, input.shape).to(input.dtype)

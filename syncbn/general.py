@@ -19,7 +19,7 @@ from syncbn.diagnosis.positions import CallsOnGroups
 from syncbn.gradients import gradients
 from syncbn.inputs import masks, traced
 from syncbn.inputs.unwrapping import unwrap, without_gaps
-from syncbn.kernels.interface import Kind
+from syncbn.kernels.interface import TRAILER_NUMBERS, Kind
 from syncbn.kernels.select import general_kernels, is_transformed, why_forced
 from syncbn.plan import kind_of
 from syncbn.ranks.graph_reduction import reduction_in_graph
@@ -117,7 +117,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
         sums, handle = kernels.forward_sums(x)
         sums = total_of_all(sums, num_values, call.reduction)
         if num_values is not None or x.numel() <= call.kind.layout.sizes[1]:  # else this rank alone has two values
-            require_two_values(sums[-1], x)
+            require_two_values(sums[-TRAILER_NUMBERS], x)
         y, statistics, _ = kernels.forward_outputs(handle, x, sums, weight, bias, residual)
         return y, statistics
 
@@ -140,8 +140,9 @@ class SyncBatchNormFunction(torch.autograd.Function):
 def total_of_all(sums: Tensor, num_values: Tensor | None, reduction: Reduction) -> Tensor:
     """The totals of a forward's sums, with `num_values` in the place of n where a mask has counted them."""
     if num_values is not None:
-        sums = torch.cat((sums[:-1], to_float64(num_values).view(1)))
-    return total(sums, reduction, "forward", ends_in_n=True)
+        trailer = -TRAILER_NUMBERS
+        sums = torch.cat((sums[:trailer], to_float64(num_values).view(1), sums[trailer + 1 :]))
+    return total(sums, reduction, "forward")
 
 
 def apply(function: type[torch.autograd.Function], call: object, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -170,11 +171,11 @@ def raise_on_all_ranks(error: Exception, arguments: Arguments, reduction: Reduct
     if not reduction.is_read or num_channels is None or not (device.type == "cpu" or lacks_float64(device)):
         reduction.leave_out(error, pass_name)
         raise error  # no rank would read the mark
-    sums = torch.zeros(2 * num_channels + 1, dtype=torch.float64)
+    sums = torch.zeros(2 * num_channels + TRAILER_NUMBERS, dtype=torch.float64)
     if inside_vmap() and isinstance(x := arguments.input, Tensor):  # the others send a stack
         sums = x.new_zeros(len(sums), dtype=torch.float64, device=sums.device)
-    sums[-1] = math.nan
-    reduction.total(innermost(sums).flatten(), pass_name, ends_in_n=True, error=error)
+    sums[-TRAILER_NUMBERS] = math.nan
+    reduction.total(innermost(sums).flatten(), pass_name, error)
     raise AssertionError("internal error: no rank reported the bad argument") from error
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from syncbn.diagnosis.positions import WITH_GRAPH
 from syncbn.inputs import subclasses
 from syncbn.kernels import reference
-from syncbn.kernels.interface import GradientPair, Handle, Kernels, Kind, Needed, Saved
+from syncbn.kernels.interface import TRAILER_NUMBERS, GradientPair, Handle, Kernels, Kind, Needed, Saved
 from syncbn.kernels.select import general_kernels, torch_kernels
 from syncbn.plan import kind_of_backward
 from syncbn.ranks.reductions import Reduction
@@ -78,13 +78,14 @@ def _gradients_with_graph(inputs: BackwardInput, reduction: Reduction) -> Gradie
     kind, dy, (x, weight, statistics, y), needs_residual = inputs
     kernels, num_values = torch_kernels(kind), statistics[3 * kind.layout.sizes[1]].clamp(min=1)
     column = kernels.column
-    mean, mean_square = (total(kernels.forward_sums(x)[0][:-1], reduction, WITH_GRAPH) / num_values).chunk(2)
+    sums = total(kernels.forward_sums(x)[0], reduction, WITH_GRAPH)
+    mean, mean_square = (sums[:-TRAILER_NUMBERS] / num_values).chunk(2)
     xmu = kernels.minus_mean(kind.layout.fold(x), mean)
     invstd = ((mean_square - mean.square()).clamp(min=0) + kind.eps).rsqrt()
     wide_dy = reference.through_relu(kind, dy, x, y, statistics).to(kernels.wide)
     sum_dy, sum_dy_xmu = kernels.total(wide_dy), kernels.total(wide_dy * xmu)
-    totals = total(torch.cat((sum_dy, sum_dy_xmu)), reduction, "backward")
-    mean_dy, mean_dy_xmu = (totals / num_values).chunk(2)
+    sums = total(torch.cat((sum_dy, sum_dy_xmu, sum_dy.new_zeros(TRAILER_NUMBERS))), reduction, "backward")
+    mean_dy, mean_dy_xmu = (sums[:-TRAILER_NUMBERS] / num_values).chunk(2)
     scale = invstd if weight is None else invstd * to_float64(weight)
     wide_grad_x = (wide_dy - column(mean_dy) - xmu * column(invstd.square() * mean_dy_xmu)) * column(scale)
     grad_x, grad_residual = (kind.layout.unfold(wide, x.shape).to(x.dtype) for wide in (wide_grad_x, wide_dy))

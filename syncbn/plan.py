@@ -65,8 +65,7 @@ def forward_plan(arguments: Arguments) -> Kernels | None:
 
 
 def backward_plan(kind: Kind, dy: Tensor, saved: Saved, needed: Needed) -> Kernels | None:
-    """The kernels for the gradients `needed` behind an ordinary forward of this kind, or None. dy lies as x does. On
-    CPU their sums end in a trailer.
+    """The kernels for the gradients `needed` behind an ordinary forward of this kind, or None. dy lies as x does.
 
     x, weight, the statistics and y (None unless relu is fused behind a residual) were `saved`.
     """
@@ -124,10 +123,9 @@ def _new_forward_plan(arguments: Arguments) -> Kernels | None:
     if counter is not None and _facts_of(counter) != ((), torch.int64, x.device):
         return None
     mean, var = per_channel["running_mean"], per_channel["running_var"]
-    # These kernels write a trailer behind their sums, on CPU, and update the buffers.
-    kind = kind._replace(
+    kind = kind._replace(  # these kernels update the buffers
         mean_dtype=None if mean is None else mean.dtype, var_dtype=None if var is None else var.dtype,
-        has_counter=counter is not None, averages=arguments.momentum is None, is_signed=x.is_cpu,
+        has_counter=counter is not None, averages=arguments.momentum is None,
     )  # fmt: skip
     return ordinary_kernels(kind)
 
@@ -164,7 +162,7 @@ def _new_backward_plan(kind: Kind, dy: Tensor, saved: Saved, needed: Needed) -> 
         return None
     if not (_are_dense((dy, x, y), kind.layout) and _are_contiguous((weight, statistics))):
         return None
-    return ordinary_kernels(kind_of_backward(kind, dy, weight, needed)._replace(is_signed=dy.is_cpu))
+    return ordinary_kernels(kind_of_backward(kind, dy, weight, needed))
 
 
 def _are_dense(tensors: Iterable[Tensor | None], layout: Layout) -> bool:

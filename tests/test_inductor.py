@@ -80,8 +80,8 @@ def test_no_input_of_an_operator_is_copied(
         copied.extend(["x"] * (dense is not x))
         return found, dense
 
-    def checked(kind: Kind, x: Tensor, num_counts: int = 0, **tensors: Tensor | None) -> tuple[Kernels, list[Any]]:
-        kernels, results = in_memory_as_x(kind, x, num_counts, **tensors)
+    def checked(kind: Kind, x: Tensor, **tensors: Tensor | None) -> tuple[Kernels, list[Any]]:
+        kernels, results = in_memory_as_x(kind, x, **tensors)
         copied.extend(name for name, result in zip(tensors, results, strict=True) if result is not tensors[name])
         return kernels, results
 

@@ -22,7 +22,7 @@ import syncbn
 from syncbn import general, gradients, plan
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import cpu, reference, select
-from syncbn.kernels.interface import Kernels, Kind
+from syncbn.kernels.interface import TRAILER_NUMBERS, UNSIGNED, Kernels, Kind
 from syncbn.layout import Layout
 from syncbn.statistics import from_sums, unpack, update_buffers
 
@@ -86,7 +86,12 @@ def kind_of(x: Tensor, eps: float = EPS, relu: bool = False, **others: Any) -> K
 
 
 def local_sums(kernels: MakesKernels, x: Tensor) -> Tensor:
-    return kernels(kind_of(x)).forward_sums(x)[0]
+    """S, Q and n, without the signature."""
+    return kernels(kind_of(x)).forward_sums(x)[0][:-3]
+
+
+def with_trailer(sums: Tensor, num_channels: int) -> Tensor:
+    return F.pad(sums, (0, 2 * num_channels + TRAILER_NUMBERS - len(sums)))
 
 
 def normalized(
@@ -98,7 +103,7 @@ def normalized(
     kind = kind_of(x, eps, relu)._replace(
         has_residual=residual is not None, weight_dtype=dtypes[0], bias_dtype=dtypes[1]
     )
-    return kernels(kind).forward_outputs(None, x, sums, *others)[:2]
+    return kernels(kind).forward_outputs(None, x, with_trailer(sums, x.shape[1]), *others)[:2]
 
 
 def local_gradient_sums(
@@ -108,7 +113,8 @@ def local_gradient_sums(
     """And the gradients of weight and bias in these dtypes. A relu is fused where there is y, unless told."""
     relu, names = y is not None if relu is None else relu, ("grad_weight_dtype", "grad_bias_dtype")
     kind = kind_of(x, relu=relu, has_residual=y is not None, **dict(zip(names, dtypes, strict=False)))
-    return kernels(kind).backward_sums(dy, (x, None, statistics, y))[:3]
+    sums, *of_parameters, _ = kernels(kind).backward_sums(dy, (x, None, statistics, y))
+    return sums[:-TRAILER_NUMBERS], *of_parameters
 
 
 def input_gradients(
@@ -120,7 +126,7 @@ def input_gradients(
     sums, statistics, weight = per_channel
     needed = {"needs_x": True, "needs_residual": residual}
     kind = kind_of(x, relu=relu, has_residual=y is not None, weight_dtype=weight_dtype, **needed)
-    return kernels(kind).backward_outputs(None, dy, (x, weight, statistics, y), sums)
+    return kernels(kind).backward_outputs(None, dy, (x, weight, statistics, y), with_trailer(sums, x.shape[1]))
 
 
 def all_results(
@@ -449,6 +455,7 @@ def update(kernels: MakesKernels, sums: Tensor, mean: Tensor, var: Tensor, *coun
     x = torch.empty(0, len(sums) // 2, 1)
     kind = kind_of(x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=bool(counters), averages=momentum is None)
     options = dict(zip(("counter",), counters, strict=False), momentum=momentum)
+    sums = with_trailer(sums, x.shape[1])
     return kernels(kind).forward_outputs(None, x, sums, None, None, None, mean, var, **options)[1]
 
 
@@ -495,41 +502,37 @@ def test_a_total_that_is_not_finite(number: float, signature: tuple[float, ...],
     """Is reported, if ranks have signed it; all is computed as without a signature."""
     if reason := cpu.load():
         pytest.skip(reason)
-    total, results = torch.tensor([1.0, number, 9.0, 9.0, 4.0, *signature], dtype=torch.float64), []
-    for is_signed in (True, False):
+    results = []
+    for sent in (signature, UNSIGNED):
+        total = torch.tensor([1.0, number, 9.0, 9.0, 4.0, *sent], dtype=torch.float64)
         x, mean, var, counter = torch.ones(2, 2, 2), torch.zeros(2), torch.ones(2), torch.tensor(0)
-        kind = kind_of(x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=True, is_signed=is_signed)
+        kind = kind_of(x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=True)
         of_call = x, total, None, None, None, mean, var, counter, 0.1
         y, statistics, found = cpu.Kernels(kind).forward_outputs(None, *of_call)
-        assert found == (is_finite or not is_signed)
+        assert found == (is_finite or sent == UNSIGNED)
         results.append((y, statistics, mean, var, counter))
     torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
 
 
-def test_sums_end_in_a_signature() -> None:
-    if reason := cpu.load():
-        pytest.skip(reason)
-    dy, x = draw(2, (4, 3, 5), torch.float32)
-    unsigned, signed = (cpu.Kernels(kind_of(x, is_signed=is_signed)) for is_signed in (False, True))
-    statistics = torch.ones(10, dtype=torch.float64)
-    for name, arguments, trailer in (
-        ("forward_sums", (x,), [20]),
-        ("backward_sums", (dy, (x, None, statistics, None)), [0]),
-    ):
-        sums, expected = (getattr(one, name)(*arguments, (1.0, 5.0, 25.0))[0] for one in (signed, unsigned))
-        assert torch.equal(sums[:6], expected[:6])
-        assert sums[6:].tolist() == [*trailer, 1, 5, 25]
+def test_sums_end_in_a_signature(kernels: MakesKernels) -> None:
+    """In n alone on the general road, where the reduction signs."""
+    (dy, x), signs = draw(2, (4, 3, 5), torch.float32), kernels is cpu.Kernels or not on_cpu(kernels)
+    ours, statistics, s = kernels(kind_of(x)), torch.ones(10, dtype=torch.float64), 2.0**26 - 3
+    for name, arguments in (("forward_sums", (x,)), ("backward_sums", (dy, (x, None, statistics, None)))):
+        sums = getattr(ours, name)(*arguments, (1.0, s, s * s))[0]
+        assert sums[6:].tolist() == ([20, 1, s, s * s] if signs else [20, 0, 0, 0])
+        assert getattr(ours, name)(*arguments)[0][6:].tolist() == [20, 0, 0, 0]
 
 
 needs_operators = pytest.mark.skipif(cpu.load() is not None, reason=str(cpu.load()))
 X = torch.randn(4, 3, 5)
 ONES = torch.ones(3)
-SUMS, STATISTICS = torch.ones(2 * 3 + 1, dtype=torch.float64), torch.ones(3 * 3 + 1, dtype=torch.float64)
+SUMS, STATISTICS = torch.ones(2 * 3 + TRAILER_NUMBERS, dtype=torch.float64), torch.ones(3 * 3 + 1, dtype=torch.float64)
 CALLS = {
     "forward_sums": (X, 1),
     "forward_outputs": (X, 1, SUMS, ONES, ONES, X, EPS, True),
     "backward_sums": (X, X, X, 1, STATISTICS, True, torch.float32, None),
-    "backward_outputs": (X, X, X, 1, SUMS[1:].clone(), STATISTICS, ONES, True, True),
+    "backward_outputs": (X, X, X, 1, SUMS.clone(), STATISTICS, ONES, True, True),
 }
 
 

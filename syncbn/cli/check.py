@@ -11,6 +11,7 @@ from torch import nn
 
 from syncbn.convert import convert_syncbn_model
 from syncbn.kernels import available
+from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.ranks.guards import Caller
 from syncbn.ranks.reductions import reduction_of
 from syncbn.ranks.text_exchange import all_reduce_max
@@ -46,12 +47,12 @@ def check(device: torch.device, num_layers: int, num_channels: int) -> SimpleNam
             assert_synced(trained)
         except AssertionError as error:
             synced = str(error)
-    forward, backward = _seconds(2 * num_channels + 1, device), _seconds(2 * num_channels, device)
+    seconds = _seconds(2 * num_channels + TRAILER_NUMBERS, device)
     return SimpleNamespace(
         ranks=size, backend="none" if world is None else dist.get_backend(world), device=str(device),
         kernels=available(), accuracy=accuracy, synced=synced, layers=num_layers, channels=num_channels,
-        # Of the all_reduces of a layer of `channels`, and of `layers` such layers in a step.
-        seconds={"forward": forward, "backward": backward, "step": num_layers * (forward + backward)},
+        # Of an all_reduce of a layer of `channels`, and of those of `layers` such layers in a step.
+        seconds={"all_reduce": seconds, "step": 2 * num_layers * seconds},
         passed=not synced and all(row.error <= row.allowed for row in accuracy),
     )  # fmt: skip
 
@@ -73,7 +74,7 @@ def _seconds(length: int, device: torch.device) -> float:
     measured, caller = [], Caller("syncbn check")
     for _ in range(WARM_UP + ROUNDS):
         start = time.perf_counter()
-        total = reduction_of(None, caller, payload).total(payload, "forward", ends_in_n=length % 2 == 1)
+        total = reduction_of(None, caller, payload).total(payload, "forward")
         total.cpu()  # waits for a GPU
         measured.append(time.perf_counter() - start)
     median = torch.tensor([statistics.median(measured[WARM_UP:])], dtype=torch.float64, device=device)

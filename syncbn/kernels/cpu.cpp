@@ -128,8 +128,7 @@ struct Kind {
   double eps;
   int32_t dtype, weight_dtype, bias_dtype, mean_dtype, var_dtype, grad_weight_dtype, grad_bias_dtype;  // or NONE
   int32_t relu, has_residual, has_counter;
-  int32_t averages;   // the running statistics are the average of all batches: momentum is 1 / counter
-  int32_t is_signed;  // a signature follows the sums and n
+  int32_t averages;  // the running statistics are the average of all batches: momentum is 1 / counter
   bool masks_by_y() const { return relu && has_residual; }
   bool masks_by_x() const { return relu && !has_residual; }  // by scale and shift, which follow the statistics
   int64_t numbers(int32_t dtype) const { return dtype == NONE ? 0 : sizes.channels; }
@@ -224,7 +223,7 @@ bool lack_memory(std::initializer_list<std::pair<const void*, int64_t>> tensors)
 }  // namespace
 
 // Changes with the parameters of the functions: cpu.py compares it with its own.
-EXPORTED int syncbn_interface() noexcept { return 7; }
+EXPORTED int syncbn_interface() noexcept { return 8; }
 
 // How many bytes of scratch the sums need; 0 where what they have is enough.
 EXPORTED int64_t syncbn_scratch(const Kind* kind) noexcept {
@@ -250,7 +249,7 @@ EXPORTED int syncbn_forward_outputs(const Kind* kind, const ForwardOutputs* call
   call->statistics[3 * channels] = *trailer;
   if (Status status = loops[kind->dtype].normalize(*kind, *call); status != OK) return status;
   if (call->counter) ++*call->counter;
-  bool is_signed = kind->is_signed && trailer[1] != 0;
+  bool is_signed = trailer[1] != 0;
   return is_signed && !std::all_of(total, trailer, [](double sum) { return std::isfinite(sum); }) ? NOT_FINITE : OK;
 }
 

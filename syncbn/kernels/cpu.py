@@ -21,11 +21,11 @@ from syncbn.torch_internals.autograd import increment_version
 
 FILE = Path(__file__).with_name("_cpu.so")
 CODES = {None: -1, torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # cpu.cpp's
-INTERFACE = 7  # of the C functions: an older library would read other arguments
+INTERFACE = 8  # of the C functions: an older library would read other arguments
 LACKS_MEMORY, NOT_FINITE = 2, 3  # statuses
 
 # The structs of cpu.cpp: q and i are integers, d a double, P is an address.
-_kind = struct.Struct("3qd12i").pack
+_kind = struct.Struct("3qd11i").pack
 _forward_outputs = struct.Struct("10Pd").pack
 _sums = struct.Struct("8P3d").pack
 _backward_outputs = struct.Struct("8P").pack
@@ -33,7 +33,7 @@ _backward_outputs = struct.Struct("8P").pack
 _dtypes = attrgetter(
     "dtype", "weight_dtype", "bias_dtype", "mean_dtype", "var_dtype", "grad_weight_dtype", "grad_bias_dtype"
 )
-_flags = attrgetter("relu", "has_residual", "has_counter", "averages", "is_signed")
+_flags = attrgetter("relu", "has_residual", "has_counter", "averages")
 
 FUNCTIONS = "forward_sums", "forward_outputs", "backward_sums", "backward_outputs", "scratch"
 _library = SimpleNamespace()  # the C functions by these names, once they are loaded
@@ -76,13 +76,12 @@ class Kernels:
     def __init__(self, kind: Kind) -> None:
         self.kind, self.num_channels = kind, kind.layout.sizes[1]
         self.in_c = _kind(*kind.layout.sizes, kind.eps, *map(CODES.__getitem__, _dtypes(kind)), *_flags(kind))
-        self.num_backward_sums = 2 * self.num_channels + TRAILER_NUMBERS * kind.is_signed
-        self.num_forward_sums = self.num_backward_sums + (not kind.is_signed)  # n
+        self.num_sums = 2 * self.num_channels + TRAILER_NUMBERS
         self.num_statistics = num_statistics(self.num_channels, kind.masks_by_x())
         self.num_scratch: int = _library.scratch(self.in_c)  # bytes
 
     def forward_sums(self, x: Tensor, signature: Signature = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, None]:
-        sums = x.new_empty(self.num_forward_sums, dtype=torch.float64)
+        sums = x.new_empty(self.num_sums, dtype=torch.float64)
         scratch = x.new_empty(self.num_scratch, dtype=torch.uint8) if self.num_scratch else None
         call = _sums(
             0, x.data_ptr(), 0, 0, sums.data_ptr(), 0, 0, 0 if scratch is None else scratch.data_ptr(), *signature
@@ -118,7 +117,7 @@ class Kernels:
         self, dy: Tensor, saved: Saved, signature: Signature = UNSIGNED, is_alone: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         (x, _, statistics, y), kind, num_channels = saved, self.kind, self.num_channels
-        sums = statistics.new_empty(self.num_backward_sums)
+        sums = statistics.new_empty(self.num_sums)
         weight_dtype, bias_dtype = kind.grad_weight_dtype, kind.grad_bias_dtype
         grad_weight = None if weight_dtype is None else x.new_empty(num_channels, dtype=weight_dtype)
         grad_bias = None if bias_dtype is None else x.new_empty(num_channels, dtype=bias_dtype)

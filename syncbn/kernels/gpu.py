@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from syncbn.kernels import gpu_channels, gpu_tiles
-from syncbn.kernels.interface import NO_MEMORY, UNSIGNED, GradientPair, Handle, Kind, Saved, Signature
+from syncbn.kernels.interface import NO_MEMORY, TRAILER_NUMBERS, UNSIGNED, GradientPair, Handle, Kind, Saved, Signature
 from syncbn.statistics import compute_dtype, num_statistics
 from syncbn.torch_internals.autograd import increment_version
 
@@ -159,7 +159,7 @@ class Kernels:
         self.input_gradient = over_tiles(gpu_tiles.input_gradient, dtypes, masks_by_x, *of_map)
 
         self.num_parts = num_parts = self.parts_of_sums.grid[1]
-        num_in_parts = 2 * channels * num_parts + 2  # one is left, for coefficients at a multiple of 16 bytes
+        num_in_parts = 2 * channels * num_parts + TRAILER_NUMBERS  # so that coefficients are at a multiple of 16 bytes
         self.coefficients_at, self.num_in_scratch = 8 * num_in_parts, num_in_parts + 6 * channels
         self.kind, self.channels, self.num_statistics = kind, channels, num_statistics(channels, masks_by_x)
         counter, share = (None, double) if kind.averages else (torch.int64, None)
@@ -177,9 +177,9 @@ class Kernels:
 
     def forward_sums(self, x: Tensor, signature: Signature = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, Handle]:
         scratch = x.new_empty(self.num_in_scratch, dtype=torch.float64)
-        sums = scratch if is_alone else scratch.new_empty(2 * self.channels + 1)
+        sums = scratch if is_alone else scratch.new_empty(2 * self.channels + TRAILER_NUMBERS)
         parts = (sums if self.num_parts == 1 else scratch).data_ptr()
-        self.parts_of_sums(x.data_ptr(), 0, 0, 0, parts)
+        self.parts_of_sums(x.data_ptr(), 0, 0, 0, parts, floats=_two(signature[1]))
         if self.num_parts > 1 and not is_alone:
             # The other addresses are not used, but must not be 0.
             self.add_parts(parts, sums.data_ptr(), *(parts,) * 8, floats=(0.0, 0.0))
@@ -217,9 +217,11 @@ class Kernels:
         scratch = sums = statistics.new_empty(self.num_in_scratch)
         parts, of_statistics = scratch.data_ptr(), statistics.data_ptr()
         grads = _address(grad_weight), _address(grad_bias)
-        self.parts_of_gradient_sums(x.data_ptr(), dy.data_ptr(), _address(y), of_statistics, parts)
+        self.parts_of_gradient_sums(
+            x.data_ptr(), dy.data_ptr(), _address(y), of_statistics, parts, floats=_two(signature[1])
+        )
         if not is_alone:
-            sums = statistics.new_empty(2 * self.channels)
+            sums = statistics.new_empty(2 * self.channels + TRAILER_NUMBERS)
             self.gradient_sums(parts, sums.data_ptr(), of_statistics, parts, *grads, parts)
         return sums, grad_weight, grad_bias, Handle(scratch, *grads)
 

@@ -2,8 +2,8 @@
 
 A program has CHANNELS channels, and computes in float64. gpu.py launches it. Uses only features of Triton 3.6.
 
-`parts` are (num_parts, 2, channels) sums, and one number more, how many values a channel has; the sums of all ranks are
-one part.
+`parts` are (num_parts, 2, channels) sums, and the trailer: how many values a channel has, and the signature. The sums
+of all ranks are one part.
 """
 
 # Triton has types of its own, and reads this source: constants are upper case, branches on them need their else.
@@ -67,6 +67,14 @@ def _total(parts, num_parts, channels):
 
 
 @triton.jit
+def _copy_trailer(parts, num_parts, sums, channels):
+    """The first program copies n and the signature."""
+    for index in tl.static_range(4):
+        number = tl.load(parts + 2 * tl.cast(num_parts, tl.int64) * channels + index)
+        tl.store(sums + 2 * channels + index, number, mask=tl.program_id(0) == 0)
+
+
+@triton.jit
 def _update(running, statistic, channel, exists, enough, share):
     """A running statistic by the one of a batch, which has this share in it, where there are enough values."""
     old = tl.load(running + channel, mask=exists, other=0.0).to(tl.float64)
@@ -95,7 +103,7 @@ def forward_channels(
     if is_local != 0:
         tl.store(sums + channel, first, mask=exists)
         tl.store(sums + channels + channel, second, mask=exists)
-        tl.store(sums + 2 * channels, num_values, mask=is_first)
+        _copy_trailer(parts, num_parts, sums, channels)
     else:
         count = tl.maximum(num_values, 1.0)
         mean = first / count
@@ -157,3 +165,4 @@ def backward_channels(
     else:
         tl.store(sums + channel, sum_dy, mask=exists)
         tl.store(sums + channels + channel, sum_dy_xmu, mask=exists)
+        _copy_trailer(parts, num_parts, sums, channels)

@@ -142,12 +142,12 @@ def _widened(sums, TILES: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def parts_of_sums(
-    x, dy, y, statistics, parts, num_rows, rows_of_program, channels, inner, multiplier, shift, TILES: tl.constexpr,
-    RELU: tl.constexpr,
+    x, dy, y, statistics, parts, signature, signature_rest, num_rows, rows_of_program, channels, inner, multiplier,
+    shift, TILES: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """Sums of x and x^2; with dy, of dy and dy * (x - mean), where dy counts as 0 if the output of a relu is 0.
 
-    parts: (parts, 2, channels) numbers, and one more, how many values a channel has.
+    parts: (parts, 2, channels) numbers, and the trailer: how many values a channel has, 1, s and s^2; or zeros for 0.
     """
     span, part = tl.program_id(0), tl.program_id(1)
     start = tl.cast(part, TILES.index) * rows_of_program
@@ -195,7 +195,12 @@ def parts_of_sums(
     tl.store(pair + channels + channel, second, mask=exists)
     if (span == 0) & (part == 0):
         num_values = tl.cast(num_rows, tl.float64) * values_of_row
-        tl.store(parts + 2 * tl.cast(tl.num_programs(1), tl.int64) * channels, num_values)
+        trailer = parts + 2 * tl.cast(tl.num_programs(1), tl.int64) * channels
+        s = tl.full([], signature, tl.float64) + tl.full([], signature_rest, tl.float64)
+        tl.store(trailer, num_values)
+        tl.store(trailer + 1, tl.where(s != 0, 1.0, 0.0).to(tl.float64))
+        tl.store(trailer + 2, s)
+        tl.store(trailer + 3, s * s)
 
 
 # Maps.

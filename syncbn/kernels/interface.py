@@ -25,7 +25,7 @@ UNSIGNED: Signature = (0.0, 0.0, 0.0)
 Saved: TypeAlias = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # x, weight, statistics, y
 Needed: TypeAlias = tuple[bool, bool, bool, bool]  # the gradients of x, weight, bias, residual
 GradientPair: TypeAlias = tuple[Tensor | None, Tensor | None]  # of x, residual
-TRAILER_NUMBERS = 1 + len(UNSIGNED)  # n (0 in backward) and a signature, which end the sums of a kind that `is_signed`
+TRAILER_NUMBERS = 1 + len(UNSIGNED)  # n and a signature, which end all sums
 
 NO_MEMORY = "the storage of a tensor was freed (resized to 0 bytes); give it memory before the call"
 
@@ -60,7 +60,6 @@ class Kind(NamedTuple):
     needs_residual: bool = False  # and of a residual behind a fused relu
     has_counter: bool = False
     averages: bool = False  # momentum is None: the running statistics are the average of all batches
-    is_signed: bool = False  # the sums end in n (0 in backward) and a signature, on CPU
 
     def masks_by_x(self) -> bool:
         """Whether backward finds the mask of a fused relu by x, scale and shift, which then follow the statistics."""
@@ -75,8 +74,8 @@ class Kernels(Protocol):
     def forward_sums(
         self, x: Tensor, signature: Signature = UNSIGNED, is_alone: bool = False
     ) -> tuple[Tensor, Handle | None]:
-        """float64 (2C + 1,), or (2C + 4,) if `is_signed`. `is_alone`: no all_reduce follows, so that the sums may be in
-        a form of which only forward_outputs knows."""
+        """float64 (2C + 4,): the sums, n and the signature, which the general road leaves to the reduction. `is_alone`:
+        no all_reduce follows, so that the sums may be in a form of which only forward_outputs knows."""
 
     def forward_outputs(
         self, handle: Handle | None, x: Tensor, total: Tensor, weight: Tensor | None, bias: Tensor | None,
@@ -89,7 +88,7 @@ class Kernels(Protocol):
     def backward_sums(
         self, dy: Tensor, saved: Saved, signature: Signature = UNSIGNED, is_alone: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Handle | None]:
-        """float64 (2C,), or (2C + 4,) if `is_signed`; grad_weight and grad_bias, which may be complete only after
+        """float64 (2C + 4,), as forward_sums; grad_weight and grad_bias, which may be complete only after
         backward_outputs if this rank `is_alone`."""
 
     def backward_outputs(self, handle: Handle | None, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:

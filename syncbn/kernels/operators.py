@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels import cpu, interface
-from syncbn.kernels.interface import UNSIGNED, GradientPair, Handle, Kind, Saved, Signature, require_memory
+from syncbn.kernels.interface import (
+    TRAILER_NUMBERS,
+    UNSIGNED,
+    GradientPair,
+    Handle,
+    Kind,
+    Saved,
+    Signature,
+    require_memory,
+)
 from syncbn.layout import Layout
 from syncbn.statistics import num_statistics, update_buffers
 
@@ -22,7 +31,7 @@ _library = torch.library.Library("syncbn", "DEF")  # type: ignore[no-untyped-cal
 
 
 class Kernels:
-    """See interface.Kernels. Running statistics are updated by torch operations. For kinds that are not signed."""
+    """See interface.Kernels. Running statistics are updated by torch operations."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind, self.channel_dim = kind, kind.layout.channel_dim
@@ -71,7 +80,7 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Fun
 
 @_operator(
     "forward_sums(Tensor x, int channel_dim) -> Tensor",
-    fake=lambda x, channel_dim: x.new_empty(2 * x.shape[channel_dim] + 1, dtype=torch.float64),
+    fake=lambda x, channel_dim: x.new_empty(2 * x.shape[channel_dim] + TRAILER_NUMBERS, dtype=torch.float64),
 )
 def _forward_sums(x: Tensor, channel_dim: int) -> Tensor:
     kind, x = _kind(x, channel_dim)
@@ -93,7 +102,7 @@ def _forward_outputs(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dtypes = {"weight_dtype": getattr(weight, "dtype", None), "bias_dtype": getattr(bias, "dtype", None)}
     kind, x = _kind(x, channel_dim, eps=eps, relu=relu, has_residual=residual is not None, **dtypes)
-    kernels, tensors = _checked(kind, x, 1, total=total, weight=weight, bias=bias, residual=residual)
+    kernels, tensors = _checked(kind, x, total=total, weight=weight, bias=bias, residual=residual)
     return kernels.forward_outputs(None, x, *tensors)[:2]
 
 
@@ -101,7 +110,7 @@ def _forward_outputs(
     "backward_sums(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor statistics, bool relu, "
     "ScalarType? grad_weight_dtype, ScalarType? grad_bias_dtype) -> (Tensor, Tensor?, Tensor?)",
     fake=lambda dy, x, y, channel_dim, statistics, relu, *dtypes: (
-        statistics.new_empty(2 * x.shape[channel_dim]),
+        statistics.new_empty(2 * x.shape[channel_dim] + TRAILER_NUMBERS),
         *(None if dtype is None else x.new_empty(x.shape[channel_dim], dtype=dtype) for dtype in dtypes),
     ),
 )
@@ -152,17 +161,15 @@ def _layout(shape: torch.Size, strides: tuple[int, ...], channel_dim: int) -> La
     return Layout.of(in_order, order.index(channel_dim)) if in_order.is_contiguous() else None
 
 
-def _checked(
-    kind: Kind, x: Tensor, num_counts: int = 0, **tensors: Tensor | None
-) -> tuple[interface.Kernels, list[Any]]:
-    """The kernels of this kind, and the tensors, in memory as x; a total ends in `num_counts` numbers of values.
+def _checked(kind: Kind, x: Tensor, **tensors: Tensor | None) -> tuple[interface.Kernels, list[Any]]:
+    """The kernels of this kind, and the tensors, in memory as x.
 
     **Raises** RuntimeError unless dy, y and residual have the dtype and shape of x, and the others their numbers of
     per-channel values; all on the device of x, and with memory.
     """
     checked: list[Any] = []
     channels, device = kind.layout.sizes[1], x.get_device()
-    counts = {"total": 2 * channels + num_counts, "statistics": num_statistics(channels, kind.masks_by_x())}
+    counts = {"total": 2 * channels + TRAILER_NUMBERS, "statistics": num_statistics(channels, kind.masks_by_x())}
     for name, tensor in tensors.items():
         if tensor is None:
             checked.append(None)

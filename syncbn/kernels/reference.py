@@ -2,7 +2,7 @@
 
 C: channels. The layout of a kind says how x lies in memory: without gaps, as (outer, C, inner). So do dy, y and the
     residual, which have the dtype and shape of x. Sums, totals and statistics are float64, packed as in statistics.py;
-    weight and bias (C,) are of any float dtype. Kinds that are signed have no kernels here.
+    weight and bias (C,) are of any float dtype. Sums are not signed here.
 A fused relu: backward must know which values passed it: by its output y where a residual was added; else by x, scale
     and shift (C,), which follow the statistics, and y is None.
 Reductions add in float64; values of 16 bits, a few at a time, at first in float32 if that is faster, and on GPUs
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from syncbn.kernels.interface import UNSIGNED, GradientPair, Handle, Kind, Saved, Signature
+from syncbn.kernels.interface import TRAILER_NUMBERS, UNSIGNED, GradientPair, Handle, Kind, Saved, Signature
 from syncbn.statistics import compute_dtype, from_float64, from_sums, to_float64, unpack, update_buffers
 
 PART_VALUES = 2**18  # of a part of KernelsInParts: 2 MB in float64, which caches hold
@@ -36,9 +36,7 @@ class Kernels:
             wide = x.to(torch.float64)
             return wide, wide.square()
 
-        outer, _, inner = self.kind.layout.sizes
-        sums = self._sum(terms, x)
-        return torch.cat((sums, sums.new_full((1,), outer * inner))), None
+        return self._with_trailer(self._sum(terms, x)), None
 
     def forward_outputs(
         self, handle: Handle | None, x: Tensor, total: Tensor, weight: Tensor | None, bias: Tensor | None,
@@ -49,7 +47,7 @@ class Kernels:
 
         mean = center + rest: x - center is exact, and the shift makes up for the rest.
         """
-        kind, statistics = self.kind, from_sums(total, self.kind.eps)
+        kind, statistics = self.kind, from_sums(total[: -len(UNSIGNED)], self.kind.eps)
         mean, _, invstd, _ = unpack(statistics, kind.layout.sizes[1])
         _, rest = _split(mean, x.dtype)
         scale = invstd if weight is None else invstd * to_float64(weight)
@@ -83,7 +81,7 @@ class Kernels:
         weight_dtype, bias_dtype = self.kind.grad_weight_dtype, self.kind.grad_bias_dtype
         grad_weight = None if weight_dtype is None else from_float64(sum_dy_xmu * invstd, weight_dtype, x.device)
         grad_bias = None if bias_dtype is None else from_float64(sum_dy.clone(), bias_dtype, x.device)
-        return sums, grad_weight, grad_bias, None
+        return self._with_trailer(sums), grad_weight, grad_bias, None
 
     def backward_outputs(self, handle: Handle | None, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
         """grad_x = dy * a + (x - center) * b + c, by all ranks' sums of dy and of dy * (x - mean), with which it is
@@ -93,7 +91,7 @@ class Kernels:
         x, weight, statistics, y = saved
         mean, _, invstd, num_values = unpack(statistics, self.kind.layout.sizes[1])
         narrow_mean, rest = _split(mean, x.dtype)
-        mean_dy, mean_dy_xmu = (total / num_values.clamp(min=1)).chunk(2)
+        mean_dy, mean_dy_xmu = (total[:-TRAILER_NUMBERS] / num_values.clamp(min=1)).chunk(2)
         wide_a = invstd if weight is None else invstd * to_float64(weight)
         wide_b = -wide_a * invstd.square() * mean_dy_xmu
         center, a, b, c = _columns(x.device, narrow_mean, wide_a, wide_b, -wide_a * mean_dy - wide_b * rest)
@@ -118,6 +116,10 @@ class Kernels:
     def column(self, values: Tensor) -> Tensor:
         """Per-channel values in float64 as `wide` ones (C, 1), beside folded values."""
         return from_float64(values, self.wide, self.kind.device).unsqueeze(1)
+
+    def _with_trailer(self, sums: Tensor) -> Tensor:
+        outer, _, inner = self.kind.layout.sizes
+        return torch.cat((sums, sums.new_full((1,), outer * inner), sums.new_zeros(len(UNSIGNED))))
 
     def _sum(self, terms: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Tensor | None) -> Tensor:
         """The sums of two terms, of these tensors folded, over the values of each channel: float64 (2C,)."""

@@ -31,7 +31,7 @@ class Kernels(reference.Kernels):
         sum_x = num_counted * wide_center + self.total(centered)
         sum_centered = self.total(counts * centered)
         sum_square = self.total(centered.square()) + wide_center * (2 * sum_centered + num_counted * wide_center)
-        return torch.cat((sum_x, sum_square, sum_x.new_full((1,), folded.shape[0] * folded.shape[2]))), None
+        return self._with_trailer(torch.cat((sum_x, sum_square))), None
 
     def total(self, values: Tensor) -> Tensor:
         """The float32 sum of what is left of the values after their mean has been taken off, and the mean."""

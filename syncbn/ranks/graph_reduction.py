@@ -1,11 +1,9 @@
 """Adds up over the ranks in a compiled graph, which cannot tell its layer. The total is not read there."""
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from syncbn.diagnosis.positions import CallsOnGroups
-from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.ranks import groups
 from syncbn.ranks.all_reduce import all_reduce, exchanges
 from syncbn.ranks.guards import joined_group
@@ -23,11 +21,10 @@ class GraphReduction(Reduction):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def total(self, sums: Tensor, pass_name: str, ends_in_n: bool = False, error: Exception | None = None) -> Tensor:
+    def total(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
         if inside_vmap_or_forward_mode():  # Dynamo would lose the total
             raise RuntimeError(TRANSFORMED_GRAPH)
-        payload = torch.cat((sums, sums.new_zeros(TRAILER_NUMBERS - ends_in_n))) if sums.is_cpu else sums  # unsigned
-        return all_reduce(payload, group_in_graph(self.group), exchanges(self.group))[: len(sums)]
+        return all_reduce(sums, group_in_graph(self.group), exchanges(self.group))
 
 
 def reduction_in_graph(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor | None) -> Reduction:

@@ -8,17 +8,16 @@ W ranks; C channels; n_r values per channel on rank r.
 
 | pass     | sent by rank r                              | numbers | received everywhere       |
 |----------|---------------------------------------------|---------|---------------------------|
-| forward  | S_r = sum x, Q_r = sum x^2, n_r             | 2C + 1  | their sums over all ranks |
-| backward | sum dy, sum dy * (x - mean)                 | 2C      | their sums over all ranks |
+| forward  | S_r = sum x, Q_r = sum x^2, trailer         | 2C + 4  | their sums over all ranks |
+| backward | sum dy, sum dy * (x - mean), trailer        | 2C + 4  | their sums over all ranks |
 
 All numbers are float64, and the sums are not centred, so that uneven and empty ranks need no special case. Each pass is
 exactly one collective when the group has two or more ranks, and none otherwise: an all_reduce, which small groups of
 gloo make by an exchange, see all_reduce.py. A rank with bad arguments cannot compute its sums but must not leave the
 others waiting: it joins the forward all_reduce with zeros and n_r = NaN, which every rank sees in the total.
 
-On CPU the payload ends in a trailer of four numbers: n (0 in backward, so that both passes send 2C + 4) and a
-signature, see diagnosis/positions.py. Every rank reads the total's trailer, and sees there whether ranks in different
-layers have met. On a GPU the host would have to wait to read it.
+Each payload ends in a trailer of four numbers: n and a signature, see diagnosis/positions.py. On CPU every rank reads
+the total's trailer, and sees there whether ranks in different layers have met. On a GPU the host would have to wait.
 """
 
 import contextlib
@@ -50,16 +49,16 @@ class Reduction:
     is_read = False  # whether ranks read the total, and so the marks of others in it
 
     def all_reduce(self, payload: Tensor, pass_name: str) -> Tensor:
-        """The total of `payload`, which it may overwrite. On CPU the payload ends in a trailer.
+        """The total of `payload`, which it may overwrite, and which ends in a trailer.
 
         **Raises** RuntimeError when the all_reduce fails, and where ranks in different layers or passes have met; if a
         rank has a fault, a ValueError or TypeError with the texts of the faulty ranks.
         """
         return payload
 
-    def total(self, sums: Tensor, pass_name: str, ends_in_n: bool = False, error: Exception | None = None) -> Tensor:
-        """The totals of float64 `sums`, which it may overwrite. A rank with an `error` has NaN in the place of n, and
-        raises this error. **Raises** as all_reduce."""
+    def total(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
+        """The totals of float64 `sums` with a trailer, which it signs and may overwrite. A rank with an `error` has NaN
+        in the place of n, and raises this error. **Raises** as all_reduce."""
         return sums
 
     def warn_unless_finite(self, sums: Tensor) -> None:
@@ -112,15 +111,17 @@ class EagerReduction(Reduction):
             raise fault
         return total
 
-    def total(self, sums: Tensor, pass_name: str, ends_in_n: bool = False, error: Exception | None = None) -> Tensor:
-        trailer = (0.0, *self.signatures[pass_name, self.dtype])[ends_in_n:]
-        payload = torch.cat((sums, sums.new_tensor(trailer))) if sums.is_cpu else sums
-        is_read = ends_in_n and pass_name == "forward" and payload.is_cpu and type(payload) is Tensor
+    def total(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
+        payload = sums
+        if sums.is_cpu:  # to a GPU the host would have to wait
+            signature = sums.new_tensor(self.signatures[pass_name, self.dtype])
+            payload = torch.cat((sums[: -len(signature)], signature))
         total = self.all_reduce(payload, pass_name, error, by_operator=current_dispatch_mode() is not None)
+        is_read = pass_name == "forward" and payload.is_cpu and type(payload) is Tensor
         # By lists, as operators would be seen by the mode that watches this call. cat has left the sums as they were.
         if is_read and not all(map(math.isfinite, total.tolist())):
             self.warn_unless_finite(sums)
-        return total[: len(sums)]
+        return total
 
     def warn_unless_finite(self, sums: Tensor) -> None:
         if not all(map(math.isfinite, sums.tolist())):

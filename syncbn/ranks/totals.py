@@ -6,14 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.kernels.select import is_transformed
 from syncbn.ranks.reductions import Reduction
 from syncbn.torch_internals.autograd import apply_to_stack
 from syncbn.torch_internals.state import is_compiling
 
 
-def total(sums: Tensor, reduction: Reduction, pass_name: str, ends_in_n: bool = False) -> Tensor:
-    """The totals of float64 `sums`, which it may overwrite, by one all_reduce.
+def total(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
+    """The totals of float64 `sums` with a trailer, which it may overwrite, by one all_reduce.
 
     In eager mode with gradients they are differentiable, as often as one likes, and may be batched, by any vmap: the
     sum is linear, so that its gradient, its tangent and a stack of it are sums over the ranks, too, each one
@@ -21,45 +22,47 @@ def total(sums: Tensor, reduction: Reduction, pass_name: str, ends_in_n: bool = 
     """
     has_graph = torch.is_grad_enabled() and not is_compiling()
     if reduction.group is None or not (has_graph or is_transformed(sums)):
-        return reduction.total(sums, pass_name, ends_in_n)
-    result = _differentiable_total(sums, reduction, pass_name, ends_in_n)
-    return torch.cat((result[:-1], result[-1:].detach())) if ends_in_n and has_graph else result  # n is a constant
+        return reduction.total(sums, pass_name)
+    result = _differentiable_total(sums, reduction, pass_name)
+    if not has_graph:
+        return result
+    return torch.cat((result[:-TRAILER_NUMBERS], result[-TRAILER_NUMBERS:].detach()))  # n is a constant
 
 
-def totals(several: list[Tensor], reduction: Reduction, pass_name: str, ends_in_n: bool = False) -> list[Tensor]:
-    """The totals of each of these sums, by one all_reduce; `ends_in_n` when the last number is an n."""
-    result = total(torch.cat(several), reduction, pass_name, ends_in_n)
+def totals(several: list[Tensor], reduction: Reduction, pass_name: str) -> list[Tensor]:
+    """The totals of each of these sums, which have no trailer, by one all_reduce."""
+    result = total(torch.cat((*several, several[0].new_zeros(TRAILER_NUMBERS))), reduction, pass_name)
     # Not by torch.split: graphs of torch 2.11 under activation checkpointing can neither save it nor compute it again.
     ends = itertools.accumulate(map(len, several))
     return [result[end - len(sums) : end] for sums, end in zip(several, ends, strict=True)]
 
 
-def _differentiable_total(sums: Tensor, reduction: Reduction, pass_name: str, ends_in_n: bool) -> Tensor:
+def _differentiable_total(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
     # A batched gradient hides its graph from an autograd Function, the stack does not.
-    return apply_to_stack(lambda stack: _Total.apply(stack, reduction, pass_name, ends_in_n), sums)  # type: ignore[no-untyped-call]
+    return apply_to_stack(lambda stack: _Total.apply(stack, reduction, pass_name), sums)  # type: ignore[no-untyped-call]
 
 
 class _Total(torch.autograd.Function):
-    """(sums, reduction, pass_name, ends_in_n) -> total. The derivatives of n are 0, and are sent in its place."""
+    """(sums, reduction, pass_name) -> total. The derivatives of n are 0, and are sent in its place."""
 
     @staticmethod
-    def forward(sums: Tensor, reduction: Reduction, pass_name: str, ends_in_n: bool) -> Tensor:
-        return reduction.total(sums.flatten().clone(), pass_name, ends_in_n).view_as(sums)
+    def forward(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
+        return reduction.total(sums.flatten().clone(), pass_name).view_as(sums)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.of_call = inputs[1:]
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None, None]:
-        reduction, pass_name, ends_in_n = ctx.of_call
-        return _differentiable_total(grad_total, reduction, f"derivative of {pass_name}", ends_in_n), None, None, None
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None]:
+        reduction, pass_name = ctx.of_call
+        return _differentiable_total(grad_total, reduction, f"derivative of {pass_name}"), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        reduction, pass_name, ends_in_n = ctx.of_call
-        return _differentiable_total(tangent, reduction, f"tangent of {pass_name}", ends_in_n)
+        reduction, pass_name = ctx.of_call
+        return _differentiable_total(tangent, reduction, f"tangent of {pass_name}")
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, ...], sums: Tensor, *of_call: Any) -> tuple[Tensor, int]:
-        return _differentiable_total(sums, *of_call), in_dims[0]
+        return _differentiable_total(sums.movedim(in_dims[0], 0), *of_call), 0

@@ -187,7 +187,7 @@ def measure_local_noise(
     measured = [recorder for recorder in recorders if recorder.num_calls and recorder.name not in noise.not_measured]
     if measured:
         for recorder, numbers in zip(measured, _figures(measured, ranks), strict=True):
-            kind, num_bytes = kind_of(recorder.layer), sum(bytes_if_synchronised(recorder.layer))
+            kind, num_bytes = kind_of(recorder.layer), 2 * bytes_if_synchronised(recorder.layer)
             noise.append(LayerNoise._make((recorder.name, kind, len(recorder.sums), *numbers, num_bytes)))
 
 
@@ -209,7 +209,7 @@ def _figures(recorders: list[Recorder], ranks: Reduction) -> list[list[float]]:
     device = recorders[0].sums[0].device
     local = [torch.stack(recorder.sums, dim=1).to(device) for recorder in recorders]  # (2C + 1, calls, num_slices)
     squares = torch.stack([*map(_squares, local, _totals(recorders, local), recorders)])
-    means = ranks.total(squares.flatten(), "all_reduce").view_as(squares)
+    means = totals([squares.flatten()], ranks, "all_reduce")[0].view_as(squares)
     means = means[:, 1:] / means[:, :1]
     means[:, 2:].sqrt_()
     return means.tolist()

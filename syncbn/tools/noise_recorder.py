@@ -13,7 +13,7 @@ from syncbn.arguments import Arguments, num_channels_of
 from syncbn.convert import kind_of
 from syncbn.inputs import dtensors, masks
 from syncbn.inputs.unwrapping import unwrap
-from syncbn.kernels.interface import Kind
+from syncbn.kernels.interface import UNSIGNED, Kind
 from syncbn.kernels.select import general_kernels
 from syncbn.layer import SyncBatchNorm
 from syncbn.layout import Layout
@@ -125,4 +125,4 @@ class Recorder:
 def _sums(x: Tensor, channel_dim: int) -> Tensor:
     layout = Layout.of(x, channel_dim)
     dense = layout.dense(x)
-    return general_kernels(Kind(layout, dense.dtype, dense.device), dense).forward_sums(dense)[0]
+    return general_kernels(Kind(layout, dense.dtype, dense.device), dense).forward_sums(dense)[0][: -len(UNSIGNED)]

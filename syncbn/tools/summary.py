@@ -25,8 +25,8 @@ class LayerSummary(NamedTuple):
     kind: str  # class
     channels: int  # C
     group_size: int  # ranks; 1 without a process group
-    forward_bytes: int  # sent per training step: 8 * (2C + 1), on CPU 8 * (2C + 4); 0 in a group of one
-    backward_bytes: int  # 8 * 2C, on CPU 8 * (2C + 4); 0 in a group of one
+    forward_bytes: int  # sent per training step: 8 * (2C + 4); 0 in a group of one
+    backward_bytes: int  # the same
     last_step: str  # whether the last training step in eager mode synchronised
 
 
@@ -74,9 +74,9 @@ def summary(model: nn.Module) -> Summary:
 
 def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
     group_size = groups.size(layer._process_group)
-    num_bytes = bytes_if_synchronised(layer) if group_size > 1 else (0, 0)
+    num_bytes = bytes_if_synchronised(layer) if group_size > 1 else 0
     last_step = "compiled" if compiled else _last_eager_step(layer)
-    return LayerSummary(name, type(layer).__name__, num_channels_of(layer), group_size, *num_bytes, last_step)
+    return LayerSummary(name, type(layer).__name__, num_channels_of(layer), group_size, num_bytes, num_bytes, last_step)
 
 
 def _last_eager_step(layer: SyncBatchNorm) -> str:
@@ -91,9 +91,6 @@ def _last_eager_step(layer: SyncBatchNorm) -> str:
     return "not synchronised" if num_ranks == 1 else f"synchronised over {num_ranks} ranks"
 
 
-def bytes_if_synchronised(layer: nn.modules.batchnorm._BatchNorm) -> tuple[int, int]:
-    """The bytes that a rank sends in a call's forward and in its backward, in a group of two ranks or more."""
-    numbers = 2 * num_channels_of(layer)
-    on_cpu = all(tensor.is_cpu for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))
-    forward, backward = (TRAILER_NUMBERS, TRAILER_NUMBERS) if on_cpu else (1, 0)  # beside the sums
-    return BYTES_PER_NUMBER * (numbers + forward), BYTES_PER_NUMBER * (numbers + backward)
+def bytes_if_synchronised(layer: nn.modules.batchnorm._BatchNorm) -> int:
+    """The bytes that a rank sends in each pass of a call, in a group of two ranks or more."""
+    return BYTES_PER_NUMBER * (2 * num_channels_of(layer) + TRAILER_NUMBERS)

@@ -27,7 +27,7 @@ HAS_PLANS = "torch operations" not in available()  # without kernels each call t
 has_plans = pytest.mark.skipif(not HAS_PLANS, reason="without kernels there is no ordinary road")
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs nobody reads a total")
 C = 3
-SENT = [2 * C + 1, 2 * C] if torch.cuda.is_available() else [2 * C + 4] * 2  # forward and backward
+SENT = [2 * C + 4] * 2  # forward and backward
 REPORT = 0  # among those: the ranks tell one another what they do, as one of them has a fault
 
 
