@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
 from syncbn import general
-from syncbn.ranks import groups
-from syncbn.ranks.graph_reduction import GraphReduction
+from syncbn.comm import groups
+from syncbn.reductions.graph import GraphReduction
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 

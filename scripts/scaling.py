@@ -41,7 +41,7 @@ import torch.distributed as dist
 from benchmarks.measuring import Session, in_turn, session, slowest_rank, time_stages
 from torch import Tensor
 
-from syncbn.ranks.all_reduce import MOST_RANKS_OF_EXCHANGE, all_reduce, exchanges
+from syncbn.comm.all_reduce import MOST_RANKS_OF_EXCHANGE, all_reduce, exchanges
 
 COUNTED_STEPS = 20
 CHANNELS = 256  # of the layer whose messages are counted

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from syncbn.comm.groups import GroupSpec, OfMesh
 from syncbn.kernels.interface import NO_MEMORY, is_freed
 from syncbn.options import as_eps, as_momentum, check_one_number, in_short
-from syncbn.ranks.groups import GroupSpec, OfMesh
 from syncbn.torch_internals.autograd import innermost, is_wrapped, is_zero_tensor, overlaps_itself
 from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling
 

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from syncbn import general
 from syncbn.arguments import Arguments
+from syncbn.comm.groups import ProcessGroupLike, to_spec
+from syncbn.diagnosis.guards import Caller
 from syncbn.inputs import masks
 from syncbn.inputs.unwrapping import unwrap, without_gaps
 from syncbn.kernels.interface import TRAILER_NUMBERS, Kind
 from syncbn.kernels.select import general_kernels, torch_kernels
 from syncbn.plan import kind_of
-from syncbn.ranks.groups import ProcessGroupLike, to_spec
-from syncbn.ranks.guards import Caller
-from syncbn.ranks.totals import total
+from syncbn.reductions.totals import total
 from syncbn.statistics import compute_dtype, from_float64
 from syncbn.torch_internals.state import recorded
 from syncbn.tracebacks import hides_checks

@@ -14,10 +14,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from syncbn.call_stack import warn
+from syncbn.comm.groups import ProcessGroupLike, make_groups, of_torch, to_spec
 from syncbn.diagnosis.names import quoted
 from syncbn.layer import SyncBatchNorm
-from syncbn.ranks import debug_mode
-from syncbn.ranks.groups import ProcessGroupLike, make_groups, of_torch, to_spec
+from syncbn.reductions import debug_mode
 from syncbn.synchronised_classes import ADDED, class_of, synchronised_class
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -9,7 +9,7 @@ from syncbn.arguments import Arguments
 from syncbn.inputs import masks
 from syncbn.inputs.unwrapping import unwrap
 from syncbn.layout import Layout
-from syncbn.ranks.reductions import ONE_RANK
+from syncbn.reductions.eager import ONE_RANK
 from syncbn.statistics import compute_dtype
 from syncbn.torch_internals.state import PLAIN_CLASSES
 

@@ -6,15 +6,15 @@ from torch import Tensor
 from syncbn import general, ordinary
 from syncbn.arguments import Arguments, check_channels, check_input, check_like_input
 from syncbn.batch_stats import sync_batch_stats
+from syncbn.comm.groups import ProcessGroupLike, to_spec
+from syncbn.diagnosis.guards import Caller
 from syncbn.evaluation import evaluate
 from syncbn.gradients import BackwardInput, outputs
 from syncbn.kernels.interface import TRAILER_NUMBERS, Kind
 from syncbn.kernels.select import why_forced
 from syncbn.layout import Layout
-from syncbn.ranks.groups import ProcessGroupLike, to_spec
-from syncbn.ranks.guards import Caller
-from syncbn.ranks.reductions import ONE_RANK, Reduction
-from syncbn.ranks.totals import total
+from syncbn.reductions.eager import ONE_RANK, Reduction
+from syncbn.reductions.totals import total
 from syncbn.statistics import compute_dtype, from_float64, to_float64
 from syncbn.torch_internals.autograd import jagged_parts
 from syncbn.tracebacks import hides_checks

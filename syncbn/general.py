@@ -22,9 +22,9 @@ from syncbn.inputs.unwrapping import unwrap, without_gaps
 from syncbn.kernels.interface import TRAILER_NUMBERS, Kind
 from syncbn.kernels.select import general_kernels, is_transformed, why_forced
 from syncbn.plan import kind_of
-from syncbn.ranks.graph_reduction import reduction_in_graph
-from syncbn.ranks.reductions import Reduction, reduction_of
-from syncbn.ranks.totals import total
+from syncbn.reductions.eager import Reduction, reduction_of
+from syncbn.reductions.graph import reduction_in_graph
+from syncbn.reductions.totals import total
 from syncbn.statistics import lacks_float64, to_float64, update_buffers
 from syncbn.torch_internals.autograd import innermost
 from syncbn.torch_internals.state import current_backward, inside_vmap, is_compiling, is_jit_tracing, recorded

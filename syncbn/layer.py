@@ -9,14 +9,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn import ordinary
 from syncbn.arguments import Arguments
+from syncbn.comm import groups
+from syncbn.comm.groups import GroupSpec, ProcessGroupLike
 from syncbn.diagnosis.names import path_in_model, quoted
 from syncbn.diagnosis.positions import Site
 from syncbn.diagnosis.watchdog import note_evaluation
 from syncbn.evaluation import evaluate
 from syncbn.inputs import traced
 from syncbn.options import as_eps, as_momentum, check_num_features
-from syncbn.ranks import debug_mode, groups
-from syncbn.ranks.groups import GroupSpec, ProcessGroupLike
+from syncbn.reductions import debug_mode
 from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling, runs_plainly
 from syncbn.tracebacks import hide_checks
 

@@ -7,9 +7,9 @@ import sys
 
 from torch import nn
 
+from syncbn.comm.groups import ProcessGroupLike
 from syncbn.convert import CONVERT, convert_syncbn_model, described, revert_syncbn_model, unsynchronised
 from syncbn.layer import SyncBatchNorm
-from syncbn.ranks.groups import ProcessGroupLike
 
 try:
     from lightning.pytorch import Callback, Trainer

@@ -28,7 +28,7 @@ from syncbn.diagnosis.positions import CallsOnGroups
 from syncbn.inputs.unwrapping import to_ordinary
 from syncbn.kernels.interface import Kernels
 from syncbn.plan import backward_plan, forward_plan
-from syncbn.ranks.reductions import Reduction, reduction_of
+from syncbn.reductions.eager import Reduction, reduction_of
 from syncbn.torch_internals.autograd import direct_apply
 from syncbn.torch_internals.state import current_backward, only_profiled, recorded, runs_plainly
 
@@ -104,7 +104,7 @@ class _Step(torch.autograd.Function):
     `computed` is (y, statistics), in a tuple because autograd would take bare tensors for inputs.
 
     Saved for backward: x, weight, the statistics, and y when relu is fused behind a residual. Collectives: one
-    all_reduce each way, see ranks/reductions.py; none for one rank. Backward issues its all_reduce whatever
+    all_reduce each way, see reductions/eager.py; none for one rank. Backward issues its all_reduce whatever
     needs_input_grad says: another rank may need the sums.
     """
 

@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 
 from syncbn.arguments import Arguments, num_channels_of
 from syncbn.call_stack import warn_once
+from syncbn.diagnosis.guards import layer_in_forward
 from syncbn.evaluation import plain_batch_norm
 from syncbn.inputs import traced
 from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, add_name
-from syncbn.ranks.guards import layer_in_forward
 from syncbn.torch_internals.state import is_compiling
 
 OURS: dict[type[nn.Module], type[SyncBatchNorm]] = {

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
+from syncbn.comm.text_exchange import all_reduce_max
 from syncbn.convert import convert_syncbn_model, revert_syncbn_model, unsynchronised
 from syncbn.layer import SyncBatchNorm
-from syncbn.ranks.text_exchange import all_reduce_max
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 LEARNING_RATE = 0.01

@@ -11,7 +11,15 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 # The modules that check what users pass, and where other ranks raise what one of them has found.
-CHECKS = ("syncbn.arguments", "syncbn.options", "syncbn.inputs.", "syncbn.ranks.", __name__)
+CHECKS = (
+    "syncbn.arguments",
+    "syncbn.options",
+    "syncbn.inputs.",
+    "syncbn.comm.",
+    "syncbn.diagnosis.",
+    "syncbn.reductions.",
+    __name__,
+)
 
 
 def hide_checks(error: Exception) -> None:

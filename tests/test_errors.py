@@ -13,8 +13,8 @@ from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
 from torch.distributed import GroupMember
 
 import syncbn
+from syncbn.comm.groups import ranks_per_host
 from syncbn.functional import batch_norm_backward, sync_batch_norm
-from syncbn.ranks.groups import ranks_per_host
 
 X = torch.randn(4, 3, 5)
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import syncbn
+from syncbn.comm import groups
 from syncbn.kernels import available
-from syncbn.ranks import groups
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

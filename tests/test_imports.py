@@ -26,18 +26,18 @@ ORDER = [
     "inputs.masks",
     "inputs.dtensors inputs.nested inputs.subclasses inputs.traced",
     "plan",
-    "arguments ranks.join_protocol",
-    "ranks.graph_reduction ranks.totals",
-    "ranks.reductions",
-    "ranks.groups ranks.debug_mode",
-    "ranks.collective",
+    "arguments reductions.join_protocol",
+    "reductions.graph reductions.totals",
+    "reductions.eager",
+    "comm.groups reductions.debug_mode",
+    "diagnosis.collective",
     "diagnosis.failures",
     "diagnosis.watchdog",
     "diagnosis.report",
     "diagnosis.waits",
-    "ranks.guards",
-    "diagnosis.positions ranks.text_exchange",
-    "ranks.all_reduce diagnosis.names diagnosis.processes",
+    "diagnosis.guards",
+    "diagnosis.positions comm.text_exchange",
+    "comm.all_reduce diagnosis.names diagnosis.processes",
     "kernels.__init__",
     "kernels.select",
     "kernels.graphs",
@@ -55,8 +55,8 @@ LEVELS = {module: level for level, line in enumerate(ORDER) for module in line.s
 ALLOWED_UPWARDS = {("layer", "convert")}
 # Rooms that may know torch.distributed; of its tensors inputs.dtensors; and tests of users' own, which start ranks.
 KNOWS_RANKS = (
-    "ranks.", "inputs.dtensors", "diagnosis.", "tools.join", "torch_internals.distributed", "testing", "__main__",
-    "cli.",
+    "comm.", "reductions.", "inputs.dtensors", "diagnosis.", "tools.join", "torch_internals.distributed",
+    "testing", "__main__", "cli.",
 )  # fmt: skip
 
 MODULES = {
@@ -64,7 +64,7 @@ MODULES = {
     for file in PACKAGE.rglob("*.py")
 }
 ROOMS = {
-    f"{room}.__init__" for room in ("ranks", "diagnosis", "inputs", "tools", "cli", "torch_internals")
+    f"{room}.__init__" for room in ("comm", "reductions", "diagnosis", "inputs", "tools", "cli", "torch_internals")
 }  # which hold nothing
 
 

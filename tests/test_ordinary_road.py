@@ -21,10 +21,11 @@ from torch.utils.checkpoint import checkpoint
 from training import step, unchanged
 
 import syncbn
+from syncbn.comm import groups
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available
-from syncbn.ranks import groups, reductions
-from syncbn.ranks.reductions import Reduction
+from syncbn.reductions import eager as reductions
+from syncbn.reductions.eager import Reduction
 
 SHAPE = 4, 3, 5, 2
 DTYPES = torch.float16, torch.bfloat16, torch.float64

@@ -50,9 +50,9 @@ OUTLIVES = """
 import contextlib, threading, time, weakref
 from pathlib import Path
 import torch, torch.distributed as dist, syncbn
-from syncbn.ranks import groups
-from syncbn.ranks.guards import Caller
-from syncbn.ranks.reductions import reduction_of
+from syncbn.comm import groups
+from syncbn.diagnosis.guards import Caller
+from syncbn.reductions.eager import reduction_of
 
 def gloos_threads():
     names = ""

@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import syncbn
 from syncbn import ordinary, plan
 from syncbn.arguments import Arguments
+from syncbn.diagnosis.guards import Caller
 from syncbn.kernels.interface import Kind
 from syncbn.layout import Layout
-from syncbn.ranks.guards import Caller
 
 # A call with all there is. The sizes are equal, so that any dim may be that of the channels.
 X, Z = torch.randn(2, 3, 3, 3, generator=torch.Generator().manual_seed(0))

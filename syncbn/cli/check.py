@@ -9,12 +9,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from syncbn.comm.text_exchange import all_reduce_max
 from syncbn.convert import convert_syncbn_model
+from syncbn.diagnosis.guards import Caller
 from syncbn.kernels import available
 from syncbn.kernels.interface import TRAILER_NUMBERS
-from syncbn.ranks.guards import Caller
-from syncbn.ranks.reductions import reduction_of
-from syncbn.ranks.text_exchange import all_reduce_max
+from syncbn.reductions.eager import reduction_of
 from syncbn.testing import TOLERANCES, differences
 from syncbn.tools.assert_synced import assert_synced
 

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from syncbn.call_stack import callers, warn, warn_once
+from syncbn.comm.text_exchange import all_gather_json, by_rank, exchange_errors, ranks_in_words
 from syncbn.diagnosis import report
+from syncbn.diagnosis.guards import Caller, in_debug_mode, joined_group
 from syncbn.diagnosis.names import may_be_one_layer, path_in_model
 from syncbn.diagnosis.positions import CallsOnGroups, EagerCall, Entry, Group, Site
 from syncbn.diagnosis.waits import WaitInLayer
 from syncbn.diagnosis.watchdog import log, this_rank
-from syncbn.ranks.guards import Caller, in_debug_mode, joined_group
-from syncbn.ranks.text_exchange import all_gather_json, by_rank, exchange_errors, ranks_in_words
 from syncbn.torch_internals.distributed import ddp_that_broadcasts, is_pipeline_stage, timeout_of
 
 # Finite values of these dtypes whose squares are infinite in the sums; those of the others are added in float64.

@@ -34,10 +34,10 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
+from syncbn.comm.all_reduce import exchanges
 from syncbn.diagnosis import processes
 from syncbn.diagnosis.names import line_that_calls_model, quoted
 from syncbn.kernels.interface import UNSIGNED, Signature
-from syncbn.ranks.all_reduce import exchanges
 from syncbn.texts import in_words
 from syncbn.torch_internals.distributed import default_store, name_of
 from syncbn.torch_internals.state import constant_in_graphs

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from syncbn.comm.text_exchange import by_rank
 from syncbn.diagnosis import processes
+from syncbn.diagnosis.guards import in_debug_mode
 from syncbn.diagnosis.positions import HAS_LEFT, WITH_GRAPH, Position
 from syncbn.diagnosis.waits import IN_COLLECTIVE, Wait
-from syncbn.ranks.guards import in_debug_mode
-from syncbn.ranks.text_exchange import by_rank
 
 SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; more than hosts' clocks differ
 SETTLE_SECONDS = 0.3  # in which a rank that leaves can say why

@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 
 from syncbn.call_stack import line_of_program
+from syncbn.comm import text_exchange
 from syncbn.diagnosis import processes
+from syncbn.diagnosis.guards import in_debug_mode
 from syncbn.diagnosis.positions import Entry, Position, ThisRank, position_in
-from syncbn.ranks import text_exchange
-from syncbn.ranks.guards import in_debug_mode
 from syncbn.torch_internals.distributed import beside_captures, collective_in
 from syncbn.torch_internals.state import is_capturing
 

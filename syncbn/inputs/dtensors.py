@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from syncbn.arguments import PER_CHANNEL, Arguments
-from syncbn.ranks.groups import GlobalRanks, GroupSpec, OfMesh, ranks_in, resolve
+from syncbn.comm.groups import GlobalRanks, GroupSpec, OfMesh, ranks_in, resolve
 from syncbn.torch_internals.state import is_compiling
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from syncbn.comm import groups
+from syncbn.comm.text_exchange import all_gather, all_reduce_max, ranks_in_words, require_equal
 from syncbn.inputs import dtensors
 from syncbn.layer import SyncBatchNorm
-from syncbn.ranks import groups
-from syncbn.ranks.text_exchange import all_gather, all_reduce_max, ranks_in_words, require_equal
 from syncbn.statistics import to_float64
 
 LINES = 20  # tensors that an error names

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from syncbn.comm import groups
+from syncbn.comm.text_exchange import require_equal
 from syncbn.diagnosis import report
+from syncbn.diagnosis.guards import Caller, guarded_by
 from syncbn.layer import SyncBatchNorm
-from syncbn.ranks import groups
-from syncbn.ranks.guards import Caller, guarded_by
-from syncbn.ranks.join_protocol import ITERATION, Shadowing
-from syncbn.ranks.text_exchange import require_equal
+from syncbn.reductions.join_protocol import ITERATION, Shadowing
 from syncbn.torch_internals.distributed import JoinAfter
 from syncbn.torch_internals.modules import is_compiled
 

@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn.arguments import num_channels_of
+from syncbn.comm.groups import ProcessGroupLike, resolve, to_spec
+from syncbn.comm.text_exchange import all_reduce_max, gather_by_rank, require_equal
 from syncbn.convert import check_module, kind_of
-from syncbn.ranks.groups import ProcessGroupLike, resolve, to_spec
-from syncbn.ranks.guards import Caller
-from syncbn.ranks.join_protocol import refuse_inside_join
-from syncbn.ranks.reductions import Reduction, reduction_of
-from syncbn.ranks.text_exchange import all_reduce_max, gather_by_rank, require_equal
-from syncbn.ranks.totals import totals
+from syncbn.diagnosis.guards import Caller
+from syncbn.reductions.eager import Reduction, reduction_of
+from syncbn.reductions.join_protocol import refuse_inside_join
+from syncbn.reductions.totals import totals
 from syncbn.statistics import from_sums, unpack
 from syncbn.tools.noise_recorder import Recorder
 from syncbn.tools.summary import bytes_if_synchronised

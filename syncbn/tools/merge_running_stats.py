@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn.ranks import groups
-from syncbn.ranks.guards import Caller
-from syncbn.ranks.reductions import reduction_of
-from syncbn.ranks.text_exchange import all_reduce_max
-from syncbn.ranks.totals import totals
+from syncbn.comm import groups
+from syncbn.comm.text_exchange import all_reduce_max
+from syncbn.diagnosis.guards import Caller
+from syncbn.reductions.eager import reduction_of
+from syncbn.reductions.totals import totals
 from syncbn.statistics import to_float64
 from syncbn.tools.running_stats import agreed_layers, buffers_of, overwrite, unchanged_after_error
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn.arguments import Arguments, num_channels_of
+from syncbn.comm.groups import GroupSpec, to_spec
 from syncbn.convert import kind_of
 from syncbn.inputs import dtensors, masks
 from syncbn.inputs.unwrapping import unwrap
@@ -17,7 +18,6 @@ from syncbn.kernels.interface import UNSIGNED, Kind
 from syncbn.kernels.select import general_kernels
 from syncbn.layer import SyncBatchNorm
 from syncbn.layout import Layout
-from syncbn.ranks.groups import GroupSpec, to_spec
 from syncbn.statistics import to_float64
 from syncbn.synchronised_classes import BatchNormReplaced
 from syncbn.tools.replace import replace

@@ -15,9 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn import ordinary
 from syncbn.arguments import Arguments, num_channels_of
+from syncbn.comm import groups
+from syncbn.comm.text_exchange import require_equal
 from syncbn.layer import SyncBatchNorm
-from syncbn.ranks import groups
-from syncbn.ranks.text_exchange import require_equal
 from syncbn.statistics import from_float64, from_sums, to_float64, to_sums, update_buffers
 from syncbn.tools.replace import replace
 from syncbn.torch_internals.state import current_backward, is_compiling

@@ -15,8 +15,8 @@ from training import require_trains_as, small_model
 from voting import Ranks
 
 import syncbn
+from syncbn.comm import all_reduce as module
 from syncbn.diagnosis import report
-from syncbn.ranks import all_reduce as module
 
 NUM_LAYERS, NUM_STEPS = 2, 4  # of small_model and require_trains_as
 

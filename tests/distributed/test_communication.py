@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from voting import Ranks
 
 import syncbn
-from syncbn.ranks import text_exchange
+from syncbn.comm import text_exchange
 
 
 def test_a_rank_without_a_gradient_still_communicates(ranks: Ranks) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from voting import Ranks
 
 import syncbn
-from syncbn.ranks.text_exchange import all_gather_json
+from syncbn.comm.text_exchange import all_gather_json
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(torch.compiler.config, "compile_on_one_rank"), reason="torch 2.15 is the first"),

@@ -24,13 +24,14 @@ from voting import Ranks
 
 import syncbn
 from syncbn import general
+from syncbn.comm import groups
+from syncbn.comm.text_exchange import ranks_in_words
 from syncbn.diagnosis import failures, positions, processes, report, waits, watchdog
+from syncbn.diagnosis.guards import Caller, Guard, guarded_by
 from syncbn.diagnosis.positions import WITH_GRAPH, Position
 from syncbn.kernels import cpu, operators
-from syncbn.ranks import debug_mode, groups
-from syncbn.ranks.guards import Caller, Guard, guarded_by
-from syncbn.ranks.reductions import reduction_of
-from syncbn.ranks.text_exchange import ranks_in_words
+from syncbn.reductions import debug_mode
+from syncbn.reductions.eager import reduction_of
 from syncbn.torch_internals import distributed as torch_distributed
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="signatures are for CPUs")

@@ -15,9 +15,9 @@ from training import step
 from voting import Ranks
 
 import syncbn
+from syncbn.comm.text_exchange import all_gather_json
 from syncbn.diagnosis import watchdog
 from syncbn.diagnosis.positions import position_in
-from syncbn.ranks.text_exchange import all_gather_json
 
 CHANNELS = 3
 

@@ -18,10 +18,10 @@ from training import step
 from voting import Ranks
 
 import syncbn
+from syncbn.comm import text_exchange
+from syncbn.diagnosis.guards import Guard, guarded_by
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available
-from syncbn.ranks import text_exchange
-from syncbn.ranks.guards import Guard, guarded_by
 
 HAS_PLANS = "torch operations" not in available()  # without kernels each call takes the general road
 has_plans = pytest.mark.skipif(not HAS_PLANS, reason="without kernels there is no ordinary road")

@@ -15,7 +15,7 @@ from training import unchanged
 from voting import Ranks
 
 import syncbn
-from syncbn.ranks.text_exchange import ranks_in_words
+from syncbn.comm.text_exchange import ranks_in_words
 
 CHANNELS = 3
 

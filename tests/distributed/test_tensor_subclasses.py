@@ -20,7 +20,7 @@ from training import mine, require_equal_state, small_model, step, train, unchan
 from voting import Ranks
 
 import syncbn
-from syncbn.ranks import reductions
+from syncbn.reductions import eager as reductions
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs nobody reads a total")
 C = 3

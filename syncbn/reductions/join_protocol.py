@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from syncbn.comm.text_exchange import gather_by_rank
+from syncbn.diagnosis.collective import Collective
 from syncbn.diagnosis.failures import new_site
+from syncbn.diagnosis.guards import Caller, Guard, guarded_by, joined_group
 from syncbn.diagnosis.positions import CallsOnGroups, EagerCall
-from syncbn.ranks.collective import Collective
-from syncbn.ranks.guards import Caller, Guard, guarded_by, joined_group
-from syncbn.ranks.reductions import EagerReduction
-from syncbn.ranks.text_exchange import gather_by_rank
+from syncbn.reductions.eager import EagerReduction
 from syncbn.statistics import to_float64
 from syncbn.texts import in_words
 from syncbn.torch_internals.distributed import device_of, timeout_of

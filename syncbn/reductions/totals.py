@@ -8,7 +8,7 @@ from torch import Tensor
 
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.kernels.select import is_transformed
-from syncbn.ranks.reductions import Reduction
+from syncbn.reductions.eager import Reduction
 from syncbn.torch_internals.autograd import apply_to_stack
 from syncbn.torch_internals.state import is_compiling
 

@@ -23,10 +23,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from syncbn.call_stack import callers, warn, warn_once
+from syncbn.comm.text_exchange import all_gather_json, by_rank
+from syncbn.diagnosis.collective import Collective
 from syncbn.diagnosis.failures import new_site
-from syncbn.ranks.collective import Collective
-from syncbn.ranks.guards import Caller, joined_group
-from syncbn.ranks.text_exchange import all_gather_json, by_rank
+from syncbn.diagnosis.guards import Caller, joined_group
 from syncbn.torch_internals.distributed import existing_groups, timeout_of
 from syncbn.torch_internals.state import constant_in_graphs
 

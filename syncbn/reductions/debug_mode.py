@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from syncbn.call_stack import warn
+from syncbn.comm.text_exchange import all_gather_json, ranks_in_words
+from syncbn.diagnosis.collective import Collective
 from syncbn.diagnosis.failures import IN_COMMON, described, require_one_layer
+from syncbn.diagnosis.guards import Guard, guarded_by, guards, joined_group
 from syncbn.diagnosis.positions import EagerCall, ThisRank
 from syncbn.kernels.interface import TRAILER_NUMBERS
-from syncbn.ranks.collective import Collective
-from syncbn.ranks.guards import Guard, guarded_by, guards, joined_group
-from syncbn.ranks.text_exchange import all_gather_json, ranks_in_words
 from syncbn.torch_internals.distributed import default_store, name_of, timeout_of
 
 # For each group a gloo group of the same ranks, for comparisons alone. An entry goes with its group.

@@ -3,11 +3,11 @@
 import torch.distributed as dist
 from torch import Tensor
 
+from syncbn.comm import groups
+from syncbn.comm.all_reduce import all_reduce, exchanges
+from syncbn.diagnosis.guards import joined_group
 from syncbn.diagnosis.positions import CallsOnGroups
-from syncbn.ranks import groups
-from syncbn.ranks.all_reduce import all_reduce, exchanges
-from syncbn.ranks.guards import joined_group
-from syncbn.ranks.reductions import ONE_RANK, TRANSFORMED_GRAPH, Reduction
+from syncbn.reductions.eager import ONE_RANK, TRANSFORMED_GRAPH, Reduction
 from syncbn.torch_internals.distributed import group_in_graph
 from syncbn.torch_internals.state import inside_vmap_or_forward_mode
 

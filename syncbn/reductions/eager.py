@@ -28,13 +28,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from syncbn.comm import groups
+from syncbn.comm.all_reduce import all_reduce
 from syncbn.diagnosis import failures
+from syncbn.diagnosis.collective import Collective
+from syncbn.diagnosis.guards import guards
 from syncbn.diagnosis.positions import CallsOnGroups, Signatures, Site
 from syncbn.kernels.interface import TRAILER_NUMBERS
-from syncbn.ranks import groups
-from syncbn.ranks.all_reduce import all_reduce
-from syncbn.ranks.collective import Collective
-from syncbn.ranks.guards import guards
 from syncbn.torch_internals.state import current_dispatch_mode
 
 TRANSFORMED_GRAPH = "A compiled graph cannot all_reduce inside vmap or forward mode: compile without fullgraph=True."
