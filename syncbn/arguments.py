@@ -1,118 +1,93 @@
-"""Holds the arguments of one batch norm, and checks them: ValueError or TypeError with the values and the remedy.
+"""Holds what a batch norm is given, the options of a layer and the tensors of a call, and makes its numbers floats."""
 
-Nothing is changed before the checks have passed; a fault is raised on all ranks, see general.py.
-"""
-
-import contextlib
+import numbers
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Self, TypeGuard
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self, TypeAlias, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn.comm.groups import GroupSpec, OfMesh
-from syncbn.kernels.interface import NO_MEMORY, is_freed
-from syncbn.options import as_eps, as_momentum, check_one_number, in_short
-from syncbn.torch_internals.autograd import innermost, is_wrapped, is_zero_tensor, overlaps_itself
-from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling
+from syncbn.texts import in_short
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 PER_CHANNEL = "running_mean", "running_var", "weight", "bias"
-# The fields of Arguments that are tensors, or None.
-TENSORS = "input", *PER_CHANNEL, "z", "mask", "counter"
 # The functions `_check_input_dim` that look at the number of dims alone; None: a function has no such check.
-CHECKS_OF_DIMS = {None, *(layer._check_input_dim for layer in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))}
-NUMBERED = {2: "1d", 3: "1d", 4: "2d", 5: "3d"}  # the classes that take an input of so many dims
+CheckOfDims: TypeAlias = Callable[[Any, Tensor], Any]  # (layer, input)
+CHECKS_OF_DIMS: set[CheckOfDims | None] = {
+    None, nn.BatchNorm1d._check_input_dim, nn.BatchNorm2d._check_input_dim, nn.BatchNorm3d._check_input_dim
+}  # fmt: skip
 
 
-@dataclass(slots=True)
-class Arguments:
-    """One input with its buffers, parameters and options; see `functional.sync_batch_norm`."""
+class Tensors(NamedTuple):
+    """The tensors of a call; see `functional.sync_batch_norm`."""
 
     input: Tensor
-    running_mean: Tensor | None = None
-    running_var: Tensor | None = None
+    z: Tensor | None = None
     weight: Tensor | None = None
     bias: Tensor | None = None
-    momentum: float | Tensor | None = 0.0  # None: the average of all batches, which the counter counts
-    eps: float = 1e-5
-    channel_dim: int = 1
-    z: Tensor | None = None
-    relu: bool = False
-    mask: Tensor | None = None
-    num_channels: int | None = None  # num_features, which counts where no tensor has C values; None for a function
-    check_input_dim: Callable[[Tensor], Any] | None = None  # of a layer that takes some numbers of dims only
-    process_group: GroupSpec | OfMesh = None
+    running_mean: Tensor | None = None
+    running_var: Tensor | None = None
     counter: Tensor | None = None  # num_batches_tracked
+    mask: Tensor | None = None
     num_values: Tensor | None = None  # of a channel that count, (), once a mask has set the others to 0
 
-    def check(self) -> None:
-        """Raises ValueError or TypeError unless tensors and options fit together."""
-        x = self.input
-        check_input(x, self.channel_dim, self.check_input_dim)
-        per_channel = {name: tensor for name, tensor in self.per_channel().items() if tensor is not None}
-        check_channels(x, self.channel_dim, self.num_channels, per_channel)
-        if (self.running_mean is None) != (self.running_var is None):
-            raise ValueError("running_mean and running_var must either both be None or neither be None")
-        if self.z is not None:
-            check_like_input("z", self.z, x)
-        if self.mask is not None:
-            check_mask(self.mask, x, self.channel_dim)
+    def per_channel(self) -> dict[str, Tensor | None]:
+        """The tensors (C,), by their names."""
+        return {name: getattr(self, name) for name in PER_CHANNEL}
 
-    def check_numbers(self) -> None:
-        """Makes momentum a float, if it is neither a tensor nor None, and eps. Raises ValueError or TypeError unless
-        each is one number, and eps is positive."""
-        if self.momentum is None and self.counter is not None:
-            check_one_number("num_batches_tracked", self.counter)
-        elif type(self.momentum) is not float:
-            self.momentum = as_momentum(self.momentum)
-        number = self.counter if self.momentum is None else self.momentum
-        if isinstance(number, Tensor) and not (number.is_cpu and number.ndim == 0):  # which goes to any device
-            _check_device("num_batches_tracked" if self.momentum is None else "momentum", number, self.input)
-        self.eps = as_eps(self.eps)
-
-    def check_saved(self) -> None:
-        """Raises ValueError where autograd would have to save a tensor of inference mode, which it refuses."""
-        tensors = self.input, self.weight, self.bias, self.z
-        if is_compiling() or torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
-            return
-        if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors):
-            for name in ("input", "weight", "mask"):
-                tensor = getattr(self, name)
-                if isinstance(tensor, Tensor) and tensor.is_inference():
-                    raise ValueError(
-                        f"{name} was made in torch.inference_mode(), and autograd cannot save it for backward; use "
-                        f"{name}.clone() outside of inference_mode, or torch.no_grad() in its place"
-                    )
-
-    def check_memory(self) -> None:
-        """Raises RuntimeError where a tensor's memory was freed, ValueError or TypeError unless the buffers can be
-        updated in place."""
-        if is_compiling():
-            return
-        for name in TENSORS:
-            tensor = getattr(self, name)
-            if _is_plain(tensor) and is_freed(tensor):
-                raise RuntimeError(NO_MEMORY)
-        buffers = {"running_mean": self.running_mean, "running_var": self.running_var}
-        for name, buffer in (buffers | {"num_batches_tracked": self.counter}).items():
-            check_writable(name, buffer)
+    def without_running_stats(self) -> Self:
+        """The same tensors without running statistics and counter."""
+        return self._replace(running_mean=None, running_var=None, counter=None)
 
     def require_running_stats(self) -> None:
         """Raises ValueError where there are no running statistics; `check` refuses one of them without the other."""
         if self.running_mean is None and self.running_var is None:
             raise ValueError("running_mean must be defined in evaluation mode; or pass training=True")
 
-    def without_running_stats(self) -> Self:
-        """The same arguments without running statistics and counter."""
-        momentum = 0.0 if self.momentum is None else self.momentum
-        return replace(self, running_mean=None, running_var=None, counter=None, momentum=momentum)
 
-    def per_channel(self) -> dict[str, Tensor | None]:
-        """The tensors (C,), by their names."""
-        return {name: getattr(self, name) for name in PER_CHANNEL}
+@dataclass(frozen=True, slots=True, eq=False)
+class Options:
+    """What a layer, or a call of a function, was told beside its tensors; see `functional.sync_batch_norm`. A layer
+    makes them anew when one of them changes."""
+
+    momentum: float | Tensor | None = 0.0  # None: the average of all batches, which the counter counts
+    eps: float = 1e-5
+    channel_dim: int = 1
+    relu: bool = False
+    num_channels: int | None = None  # num_features, which counts where no tensor has C values; None for a function
+    check_input_dim: CheckOfDims | None = None  # of a layer that takes some numbers of dims only
+    process_group: GroupSpec | OfMesh = None
+    plan_key: tuple[object, ...] = field(init=False)  # all that plans depend on; True == 1 == 1.0, so with the classes
+
+    def __post_init__(self) -> None:
+        momentum = self.momentum if type(self.momentum) is int else type(self.momentum)  # an int may be too large
+        values = self.eps, self.relu, self.channel_dim
+        key = momentum, *values, *map(type, values), self.num_channels, self.check_input_dim
+        object.__setattr__(self, "plan_key", key)
+
+    def normalized(self, tensors: Tensors) -> Self:
+        """The same options with eps and momentum as floats; a momentum in a tensor stays. **Raises** TypeError or
+        ValueError unless each is one real number, and eps is positive."""
+        momentum, eps = self.momentum, as_eps(self.eps)
+        if momentum is None:
+            if tensors.counter is not None:
+                check_one_number("num_batches_tracked", tensors.counter)
+            elif tensors.running_mean is not None:
+                as_momentum(momentum)
+        elif type(momentum) is not float:
+            momentum = as_momentum(momentum)
+        return self if momentum is self.momentum and eps is self.eps else replace(self, momentum=momentum, eps=eps)
+
+
+def check_num_features(num_features: int) -> None:
+    """**Raises** TypeError unless `num_features` is an int, ValueError unless it is positive."""
+    if isinstance(num_features, bool) or not isinstance(num_features, numbers.Integral):
+        raise TypeError(f"num_features must be an int, the number of channels, got {num_features!r}; pass int(...)")
+    if num_features < 1:
+        raise ValueError(f"num_features must be positive, got {num_features}")
 
 
 def num_channels_of(layer: _BatchNorm) -> int:
@@ -122,162 +97,41 @@ def num_channels_of(layer: _BatchNorm) -> int:
     return next(sizes, layer.num_features)
 
 
-def check_input(x: Tensor, channel_dim: int, check_input_dim: Callable[[Tensor], Any] | None = None) -> None:
-    """Raises ValueError or TypeError unless x is a dense float tensor of 2 or more dims that has `channel_dim`."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"expected a Tensor as input, got {type(x).__name__}")
-    if x.dtype not in SUPPORTED_DTYPES:
-        remedy = "call syncbn.revert_syncbn_model(model) before quantising" if x.is_quantized else "convert it first"
-        raise TypeError(f"expected a float16, bfloat16, float32 or float64 input, got {x.dtype}; {remedy}")
-    if x.is_nested:
-        raise TypeError(
-            f"expected a dense input, or one NestedTensor that is jagged, without holes between its sequences, got "
-            f"layout {x.layout}; use torch.nested.as_nested_tensor(input.unbind(), layout=torch.jagged) or its values()"
-        )
-    _check_tensor("input", x, x)
-    if check_input_dim is not None:
-        try:
-            check_input_dim(x)
-        except ValueError as error:
-            if type(error) is not ValueError:
-                raise
-            text = f"{error}; its shape is {tuple(x.shape)}"
-            if getattr(check_input_dim, "__func__", None) in CHECKS_OF_DIMS:  # torch's own
-                raise ValueError(text + _remedy_of_dims(x, check_input_dim)) from None
-            raise ValueError(text) from error
-    if x.ndim < 2:
-        raise ValueError(f"expected at least 2D input (got {x.ndim}D input of shape {tuple(x.shape)})")
-    if not isinstance(channel_dim, int):
-        raise TypeError(f"channel_dim must be an int, got {channel_dim!r}")
-    if not -x.ndim <= channel_dim < x.ndim:
-        raise ValueError(f"channel_dim={channel_dim} does not exist in an input of shape {tuple(x.shape)}")
+@overload
+def as_momentum(momentum: float | None) -> float: ...
+@overload
+def as_momentum(momentum: Tensor) -> Tensor: ...
+def as_momentum(momentum: float | Tensor | None) -> float | Tensor:
+    """`momentum` as a float; a tensor as it is. **Raises** TypeError unless it is a real number, ValueError for
+    several, or one that is too large."""
+    if not isinstance(momentum, Tensor):
+        return _as_float("momentum", momentum)
+    check_one_number("momentum", momentum)
+    return momentum
 
 
-def _remedy_of_dims(x: Tensor, check_input_dim: Callable[[Tensor], Any]) -> str:
-    """What to do about an input that one of torch's numbered classes does not take."""
-    remedies = []
-    with contextlib.suppress(ValueError):
-        check_input_dim(x[None])
-        remedies.append("add the dim of the batch by input[None]")
-    if number := NUMBERED.get(x.ndim):
-        remedies.append(f"use SyncBatchNorm{number} (nn.BatchNorm{number} before conversion)")
-    return f"; {', or '.join(remedies)}" if remedies else ""
+def check_one_number(name: str, tensor: Tensor) -> None:
+    """**Raises** ValueError or TypeError unless `tensor` is one real number."""
+    if tensor.numel() != 1:
+        raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(tensor.shape)}")
+    if tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(f"{name} must be a number, got a tensor of {tensor.dtype}")
 
 
-def check_channels(x: Tensor, channel_dim: int, num_channels: int | None, per_channel: dict[str, Tensor]) -> None:
-    """Raises ValueError or TypeError unless `per_channel` are float tensors (C,) on the device of x, with C as in x.
-
-    Where there is none, x must have `num_channels`, if that is known. (It is 0 in a lazy layer without tensors.)
-    """
-    actual = x.shape[channel_dim]
-    for name, tensor in per_channel.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"expected {name} to be a Tensor of shape ({actual},), got {type(tensor).__name__}")
-        _check_tensor(name, tensor, x)
-    for name, tensor in per_channel.items():
-        if tensor.shape != (actual,):
-            if tensor.ndim == 1 and all(other.shape == tensor.shape for other in per_channel.values()):
-                _refuse_channels(len(tensor), x, channel_dim)
-            raise ValueError(
-                f"expected {name} of shape ({actual},), as the input has {actual} channels in dim {channel_dim} (input "
-                f"shape {tuple(x.shape)}), got {tuple(tensor.shape)}; cut or replace it"
-            )
-    if num_channels and not per_channel and actual != num_channels:
-        _refuse_channels(num_channels, x, channel_dim)
+def as_eps(eps: float) -> float:
+    """`eps` as a float. **Raises** TypeError unless it is a number, ValueError unless it is positive and not too
+    large."""
+    if type(eps) is not float:
+        eps = _as_float("eps", eps)
+    if not eps > 0:
+        raise ValueError(f"batch_norm eps must be positive during training, but got {eps}")
+    return eps
 
 
-def _refuse_channels(expected: int, x: Tensor, channel_dim: int) -> NoReturn:
-    raise ValueError(
-        f"expected {expected} channels in dim {channel_dim} of the input, got {x.shape[channel_dim]} (input shape "
-        f"{tuple(x.shape)}); correct num_features, channel_last or channel_dim"
-    )
-
-
-def check_like_input(name: str, tensor: Tensor, x: Tensor) -> None:
-    """Raises TypeError or ValueError unless `tensor` is a float tensor of the shape and device of x."""
-    _check_dtype(name, tensor)
-    if tensor.shape != x.shape:
-        raise ValueError(
-            f"expected {name} of the input's shape {tuple(x.shape)}, got {tuple(tensor.shape)}; expand() it first"
-        )
-    _check_tensor(name, tensor, x)
-
-
-def check_mask(mask: Tensor, x: Tensor, channel_dim: int) -> None:
-    """Raises TypeError or ValueError unless `mask` is bool, (N,) or of the shape of x without the channels' dim."""
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"expected mask to be a bool tensor, got {type(mask).__name__}; use torch.as_tensor(mask)")
-    if mask.dtype != torch.bool:
-        raise TypeError(f"expected mask to be bool, True where a value counts, got {mask.dtype}; use mask != 0")
-    wanted = list(x.shape)
-    del wanted[channel_dim]
-    # Not `in`, which is False for a static and an equal dynamic size under Dynamo.
-    sizes_fit = all(size == 1 or size == other for size, other in zip(mask.shape, wanted, strict=False))
-    if mask.ndim not in (1, len(wanted)) or not sizes_fit:
-        raise ValueError(
-            f"expected mask of shape {tuple(wanted)}, which is the input's {tuple(x.shape)} without the channels' "
-            f"dim, with sizes of 1 where all values share it, or ({wanted[0]},); got {tuple(mask.shape)}"
-        )
-    _check_device("mask", mask, x)
-
-
-def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
-    """Raises TypeError or ValueError unless `tensor` is a dense float tensor on the device of x, and no DTensor."""
-    _check_dtype(name, tensor)
-    if type(tensor) not in PLAIN_CLASSES and hasattr(tensor, "device_mesh"):
-        raise TypeError(f"{name} is a DTensor, expected this rank's values as a plain tensor: pass {name}.to_local()")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"expected a dense {name}, got layout {tensor.layout}; use {name}.to_dense()")
-    _check_device(name, tensor, x)
-
-
-def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:
-    """Raises ValueError unless `tensor` is on the device of x."""
-    if tensor.device != x.device:
-        raise ValueError(f"the input is on {x.device} but {name} on {tensor.device}; move one with .to(device)")
-
-
-def _check_dtype(name: str, tensor: Tensor) -> None:
-    """Raises TypeError unless `tensor` is a float tensor."""
-    dtype = getattr(tensor, "dtype", type(tensor).__name__)
-    if dtype not in SUPPORTED_DTYPES:
-        remedy = f"a mask is passed as mask=, not as {name}" if dtype is torch.bool else "convert it first"
-        raise TypeError(f"expected {name} to be a float tensor, got {dtype}; {remedy}")
-
-
-def check_writable(name: str, buffer: Tensor | None) -> None:
-    """Raises ValueError or TypeError unless this buffer can be updated in place. (Tensors of other classes say it
-    themselves.)"""
-    if buffer is None or (isinstance(buffer, Tensor) and not _is_plain(buffer)):
-        return
-    if not isinstance(buffer, Tensor) or buffer.dtype == torch.bool:
-        got = f"a tensor of {buffer.dtype}" if isinstance(buffer, Tensor) else in_short(buffer)
-        raise TypeError(f"expected {name} to be a tensor of numbers, got {got}; use torch.tensor(0)")
-    reason = None
-    if overlaps_itself(buffer):
-        reason = "several of its numbers share one place in memory, as expand() makes them"
-    elif is_zero_tensor(buffer):
-        reason = "it is a tensor of zeros without memory"
-    elif buffer.is_inference() and not torch.is_inference_mode_enabled():
-        reason = "it was made in torch.inference_mode()"
-    if reason is not None:
-        raise ValueError(f"{name} cannot be updated in place, as {reason}; replace it by {name}.clone()")
-
-
-def require_two_values(num_values: Tensor, x: Tensor) -> None:
-    """Raises F.batch_norm's ValueError when the whole group has one value per channel.
-
-    On a GPU the host would stop to read that, a compiled graph would break, and a subclass such as FakeTensor may have
-    no values. Then nothing is raised.
-    """
-    can_read = not is_compiling() and num_values.is_cpu and type(num_values) is Tensor
-    if can_read and 1 in innermost(num_values).flatten().tolist():
-        raise ValueError(
-            "Expected more than 1 value per channel when training, got 1 over all ranks "
-            f"(input size on this rank {tuple(x.shape)}). Use a larger batch or eval()."
-        )
-
-
-def _is_plain(tensor: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor of a class of torch's that has its memory itself."""
-    return type(tensor) in PLAIN_CLASSES and isinstance(tensor, Tensor) and not is_wrapped(tensor)
+def _as_float(name: str, number: float | None) -> float:
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {in_short(number)} of type {type(number).__name__}")
+    try:
+        return float(number)
+    except OverflowError:
+        raise ValueError(f"{name} must fit into a float, got {in_short(number)}") from None

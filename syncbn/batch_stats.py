@@ -5,16 +5,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import general
-from syncbn.arguments import Arguments
+from syncbn.arguments import Options, Tensors
+from syncbn.checks import checked
 from syncbn.comm.groups import ProcessGroupLike, to_spec
 from syncbn.diagnosis.guards import Caller
-from syncbn.inputs import masks
-from syncbn.inputs.unwrapping import unwrap, without_gaps
+from syncbn.general import Call
+from syncbn.inputs.unwrapping import apply_mask, unwrap, without_gaps
 from syncbn.kernels.interface import TRAILER_NUMBERS, Kind
-from syncbn.kernels.select import general_kernels, torch_kernels
+from syncbn.kernels.select import apply_function, general_kernels, torch_kernels
 from syncbn.plan import kind_of
-from syncbn.reductions.totals import total
+from syncbn.raising import raise_on_all_ranks
+from syncbn.reductions.choice import note_ranks, reduction_now
+from syncbn.reductions.totals import total, total_of_forward
 from syncbn.statistics import compute_dtype, from_float64
 from syncbn.torch_internals.state import recorded
 from syncbn.tracebacks import hides_checks
@@ -65,17 +67,18 @@ def sync_batch_stats(
     (tensor([ 2., 20.]), tensor([  1., 100.]), tensor(2))
     """
     spec = to_spec(process_group)
-    arguments, _ = unwrap(Arguments(input, channel_dim=channel_dim, mask=mask, process_group=spec))
-    reduction = general.reduction_now(arguments, _CALLER)
+    options = Options(channel_dim=channel_dim, process_group=spec)
+    tensors, options, _ = unwrap(Tensors(input, mask=mask), options)
+    reduction = reduction_now(options.process_group, _CALLER, tensors.input)
     try:
-        general.check(arguments)
+        checked(tensors, options, None)
     except Exception as error:
-        general.raise_on_all_ranks(error, arguments, reduction, "forward")
+        raise_on_all_ranks(error, tensors, options, reduction, "forward")
     with recorded("syncbn.forward"), reduction.telling_errors("forward"):
-        arguments = without_gaps(masks.apply(arguments)[0])
-        x = arguments.input
-        (sums,) = general.apply(_Sums, general.Call(kind_of(arguments), reduction), x, arguments.num_values)
-    general.note_ranks(_CALLER, reduction)
+        tensors = without_gaps(apply_mask(tensors, channel_dim)[0], options)
+        x = tensors.input
+        (sums,) = apply_function(_Sums, Call(kind_of(tensors, options), reduction), x, tensors.num_values)
+    note_ranks(_CALLER, reduction)
     count = sums[-TRAILER_NUMBERS].detach()
     mean, mean_square = (sums[:-TRAILER_NUMBERS] / count.clamp(min=1)).chunk(2)
     var = mean_square - mean.square()
@@ -92,9 +95,9 @@ class _Sums(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(call: general.Call, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
+    def forward(call: Call, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
         sums, _ = general_kernels(call.kind, x).forward_sums(x)
-        return (general.total_of_all(sums, num_values, call.reduction),)
+        return (total_of_forward(sums, num_values, call.reduction),)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor]) -> None:

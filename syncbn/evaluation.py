@@ -5,45 +5,46 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from syncbn import general
-from syncbn.arguments import Arguments
-from syncbn.inputs import masks
-from syncbn.inputs.unwrapping import unwrap
+from syncbn.arguments import Options, Tensors
+from syncbn.checks import check
+from syncbn.inputs.unwrapping import apply_mask, unwrap, without_gaps
 from syncbn.layout import Layout
 from syncbn.reductions.eager import ONE_RANK
 from syncbn.statistics import compute_dtype
 from syncbn.torch_internals.state import PLAIN_CLASSES
 
 
-def evaluate(arguments: Arguments) -> Tensor:
-    """y by the running statistics; without them, by those of this rank's batch."""
-    if type(arguments.input) in PLAIN_CLASSES:
-        return _evaluate(arguments)
-    arguments, wrap = unwrap(arguments, synchronises=False)
-    return wrap(_evaluate(arguments))
+def evaluate(tensors: Tensors, options: Options, caller: object = None) -> Tensor:
+    """y by the running statistics; without them, by those of this rank's batch. `caller` is a layer or None."""
+    if type(tensors.input) in PLAIN_CLASSES:
+        return _evaluate(tensors, options, caller)
+    tensors, options, wrap = unwrap(tensors, options, synchronises=False)
+    return wrap(_evaluate(tensors, options, caller))
 
 
-def _evaluate(arguments: Arguments) -> Tensor:
-    arguments.check()
-    if arguments.mask is not None and arguments.running_mean is None:  # the statistics of what counts in this batch
-        return general.normalize(arguments, ONE_RANK)[0]
-    arguments, apply_mask = masks.apply(arguments)
-    x, eps = arguments.input, arguments.eps
-    mean, var, weight, bias = arguments.per_channel().values()
+def _evaluate(tensors: Tensors, options: Options, caller: object) -> Tensor:
+    check(tensors, options, caller)
+    is_masked_batch = tensors.mask is not None and tensors.running_mean is None
+    tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
+    if is_masked_batch:  # the statistics of what counts in this batch
+        return apply_to_output(general.normalize(without_gaps(tensors, options), options, ONE_RANK)[0])
+    x, eps = tensors.input, options.eps
+    mean, var, weight, bias = tensors.per_channel().values()
     if any(tensor is not None and tensor.dtype != x.dtype for tensor in (mean, var, weight, bias)):
         # F.batch_norm takes parameters of the input's dtype, or all in float32 beside a lower one.
         dtype = compute_dtype(x.dtype)
         mean, var, weight, bias = (None if tensor is None else tensor.to(dtype) for tensor in (mean, var, weight, bias))
-    if arguments.channel_dim in (1, 1 - x.ndim):
+    if options.channel_dim in (1, 1 - x.ndim):
         y = plain_batch_norm(x, mean, var, weight, bias, mean is None, 0.0, eps)
     else:
         x = x.contiguous()
-        folded = Layout.of(x, arguments.channel_dim).fold(x)
+        folded = Layout.of(x, options.channel_dim).fold(x)
         y = plain_batch_norm(folded, mean, var, weight, bias, mean is None, 0.0, eps).view_as(x)
-    if arguments.z is not None:
-        y = y + arguments.z.to(y.dtype)
-    if arguments.relu:
+    if tensors.z is not None:
+        y = y + tensors.z.to(y.dtype)
+    if options.relu:
         y = F.relu(y)
-    return apply_mask(y)
+    return apply_to_output(y)
 
 
 def plain_batch_norm(

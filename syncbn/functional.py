@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from syncbn import general, ordinary
-from syncbn.arguments import Arguments, check_channels, check_input, check_like_input
+from syncbn.arguments import Options, Tensors
 from syncbn.batch_stats import sync_batch_stats
+from syncbn.checks import check_channels, check_input, check_like_input
 from syncbn.comm.groups import ProcessGroupLike, to_spec
 from syncbn.diagnosis.guards import Caller
 from syncbn.evaluation import evaluate
@@ -13,11 +13,14 @@ from syncbn.gradients import BackwardInput, outputs
 from syncbn.kernels.interface import TRAILER_NUMBERS, Kind
 from syncbn.kernels.select import why_forced
 from syncbn.layout import Layout
+from syncbn.raising import raise_on_all_ranks
+from syncbn.reductions.choice import reduction_now
 from syncbn.reductions.eager import ONE_RANK, Reduction
 from syncbn.reductions.totals import total
 from syncbn.statistics import compute_dtype, from_float64, to_float64
 from syncbn.torch_internals.autograd import jagged_parts
 from syncbn.tracebacks import hides_checks
+from syncbn.training import train
 
 __all__ = ["batch_norm_backward", "sync_batch_norm", "sync_batch_stats"]
 
@@ -99,14 +102,12 @@ def sync_batch_norm(
             [ 1.0000,  1.0000]])
     """
     spec = to_spec(process_group) if training else None
-    arguments = Arguments(
-        input, running_mean, running_var, weight, bias, momentum, eps, channel_dim, z, fuse_relu, mask,
-        process_group=spec,
-    )  # fmt: skip
+    tensors = Tensors(input, z, weight, bias, running_mean, running_var, mask=mask)
+    options = Options(momentum, eps, channel_dim, fuse_relu, process_group=spec)
     if training:
-        return ordinary.train(arguments, _SYNC_BATCH_NORM)[0]
-    arguments.require_running_stats()
-    return evaluate(arguments)
+        return train(tensors, options, _SYNC_BATCH_NORM)[0]
+    tensors.require_running_stats()
+    return evaluate(tensors, options)
 
 
 @hides_checks
@@ -152,10 +153,8 @@ def batch_norm_backward(
             gives C.
     """
     reduction: Reduction = ONE_RANK
-    arguments = Arguments(input, mean, invstd, weight, channel_dim=channel_dim)
     if training:
-        arguments.process_group = to_spec(process_group)
-        reduction = general.reduction_now(arguments, _BATCH_NORM_BACKWARD)
+        reduction = reduction_now(to_spec(process_group), _BATCH_NORM_BACKWARD, input)
     try:
         needs_input, needs_weight, needs_bias = output_mask
         if jagged_parts(input) is not None:
@@ -166,7 +165,11 @@ def batch_norm_backward(
         check_channels(input, channel_dim, None, per_channel)
         why_forced()
     except (TypeError, ValueError) as error:
-        general.raise_on_all_ranks(error, arguments, reduction, "backward")
+        tensors, options = (
+            Tensors(input, weight=weight, running_mean=mean, running_var=invstd),
+            Options(channel_dim=channel_dim),
+        )
+        raise_on_all_ranks(error, tensors, options, reduction, "backward")
 
     with torch.no_grad(), reduction.telling_errors("backward"):
         layout = Layout.of(input, channel_dim)

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import ordinary
-from syncbn.arguments import Arguments
+from syncbn.arguments import CHECKS_OF_DIMS, CheckOfDims, Options, Tensors, as_eps, as_momentum, check_num_features
 from syncbn.comm import groups
 from syncbn.comm.groups import GroupSpec, ProcessGroupLike
 from syncbn.diagnosis.names import path_in_model, quoted
@@ -16,10 +15,10 @@ from syncbn.diagnosis.positions import Site
 from syncbn.diagnosis.watchdog import note_evaluation
 from syncbn.evaluation import evaluate
 from syncbn.inputs import traced
-from syncbn.options import as_eps, as_momentum, check_num_features
 from syncbn.reductions import debug_mode
 from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling, runs_plainly
 from syncbn.tracebacks import hide_checks
+from syncbn.training import train
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -62,6 +61,7 @@ class SyncBatchNorm(_BatchNorm):
     _synchronised_ranks: int | None = None
     _call_site: Site | None = None  # of this layer in its group, see diagnosis/positions.py
     _process_group: GroupSpec = None
+    _options: Options | None = None  # of the last call
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class SyncBatchNorm(_BatchNorm):
         self._process_group = groups.to_spec(process_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = "_synchronised_ranks", "_call_site", "_train_over_ranks"  # a copy starts without these
+        left_out = "_synchronised_ranks", "_call_site", "_options", "_train_over_ranks"  # a copy starts without these
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -148,25 +148,45 @@ class SyncBatchNorm(_BatchNorm):
             counter = self.num_batches_tracked
             if not self.track_running_stats:
                 running_mean = running_var = counter = None
-        momentum = 0.0 if self.momentum is None and counter is None else self.momentum
-        checks = type(self)._check_input_dim is not _BatchNorm._check_input_dim or "_check_input_dim" in self.__dict__
-        arguments = Arguments(
-            input, running_mean, running_var, self.weight, self.bias, momentum, self.eps,
-            -1 if self.channel_last else 1, z, self.fuse_relu, mask, self.num_features,
-            self._check_input_dim if checks else None, self._process_group, counter,
-        )  # fmt: skip
+        tensors = Tensors(input, z, self.weight, self.bias, running_mean, running_var, counter, mask)
         try:
             if self.training:
-                return self._train_over_ranks(arguments, self)[0]
+                return self._train_over_ranks(tensors, self._current_options(), self)[0]
             if runs_plainly():
                 note_evaluation()
-            return evaluate(arguments)
+            return evaluate(tensors, self._current_options(), self)
         except (RuntimeError, TypeError, ValueError) as error:
             add_name(error, self)
             raise error
 
-    # F.batch_norm(training=True) over all ranks of the group: (arguments, layer) -> y, statistics. Tools replace it.
-    _train_over_ranks = staticmethod(ordinary.train)
+    def _current_options(self) -> Options:
+        """The options of this layer, made anew if one has changed."""
+        check: CheckOfDims | None = type(self)._check_input_dim
+        if "_check_input_dim" in self.__dict__ or check not in CHECKS_OF_DIMS:
+            is_abstract = check is _BatchNorm._check_input_dim and "_check_input_dim" not in self.__dict__
+            check = None if is_abstract else _check_by_layer
+        options = self._options
+        if (
+            options is None
+            or options.momentum is not self.momentum
+            or options.eps is not self.eps
+            or (options.channel_dim == -1) is not self.channel_last
+            or options.relu is not self.fuse_relu
+            or options.num_channels is not self.num_features
+            or options.check_input_dim is not check
+            or options.process_group is not self._process_group
+        ):
+            channel_dim = -1 if self.channel_last else 1
+            options = Options(
+                self.momentum, self.eps, channel_dim, self.fuse_relu, self.num_features, check, self._process_group
+            )
+            if not is_compiling():  # where an attribute that changes would compile a graph again
+                object.__setattr__(self, "_options", options)  # a layer's own may refuse
+        return options
+
+    # F.batch_norm(training=True) over all ranks of the group: (tensors, options, layer) -> y, statistics. Tools replace
+    # it.
+    _train_over_ranks = staticmethod(train)
 
     def _replicate_for_data_parallel(self) -> Self:
         """A replica of nn.DataParallel, which has threads but no ranks."""
@@ -202,6 +222,11 @@ class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
 
 class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """SyncBatchNorm for (N, C, D, H, W), or (N, D, H, W, C) with channel_last; it is an nn.BatchNorm3d too."""
+
+
+def _check_by_layer(layer: Any, input: Tensor) -> None:
+    """A check of dims that a user has written."""
+    layer._check_input_dim(input)
 
 
 def add_name(error: Exception, layer: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Runs the ordinary training step, forward and backward, and tells which calls are ordinary.
+"""Runs the ordinary training step, forward and backward.
 
 Symbols: C channels; n values per channel over all ranks r; x, y, dy of any shape, with C channels in one of its dims.
 
@@ -10,11 +10,6 @@ Symbols: C channels; n values per channel over all ranks r; x, y, dy of any shap
                             (sums over this rank: DistributedDataParallel averages them)
 
 Each pass is the local sums, one all_reduce, one elementwise kernel.
-
-An ordinary call has plain tensors without gaps and no mask, in eager mode; there are kernels for them, and nobody but
-autograd and autocast watches the operators that it calls. This is asked once in each pass. A call with a mask, a tensor
-with gaps, a subclass of Tensor, a NestedTensor or a DTensor becomes an ordinary one in inputs/unwrapping.py. All others
-run in general.py.
 """
 
 from typing import Any
@@ -22,86 +17,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import general, gradients
-from syncbn.arguments import Arguments, require_two_values
+from syncbn import gradients
+from syncbn.arguments import Options, Tensors
+from syncbn.checks import require_two_values
 from syncbn.diagnosis.positions import CallsOnGroups
-from syncbn.inputs.unwrapping import to_ordinary
 from syncbn.kernels.interface import Kernels
-from syncbn.plan import backward_plan, forward_plan
+from syncbn.plan import backward_plan
+from syncbn.raising import raise_on_all_ranks
 from syncbn.reductions.eager import Reduction, reduction_of
 from syncbn.torch_internals.autograd import direct_apply
-from syncbn.torch_internals.state import current_backward, only_profiled, recorded, runs_plainly
+from syncbn.torch_internals.state import only_profiled, runs_plainly
 
 
-def train(arguments: Arguments, caller: CallsOnGroups, kernels: Kernels | None = None) -> tuple[Tensor, Tensor]:
-    """y, and the statistics of all ranks, packed as in statistics.py; `caller` is a layer or a `Caller`.
+def step(kernels: Kernels, tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
+    """y, and the statistics of all ranks, packed as in statistics.py. `kernels` are those of the plan for these
+    arguments; `caller` is a layer or a `Caller`.
 
     The running statistics are updated, and the counter counts. **Raises** a fault in the arguments of any rank on every
-    rank, see general.py. `kernels`: those for ordinary arguments, if they are known.
+    rank, see raising.py.
     """
-    if kernels is None:
-        if not runs_plainly():
-            return _train_watched(arguments, caller)
-        if current_backward() != -1:  # activation checkpointing computes again what the first forward has updated
-            arguments = arguments.without_running_stats()
-        kernels = forward_plan(arguments)
-        if kernels is None:
-            return _train_unwrapped(arguments, caller)
-
-    x, weight, bias, z = arguments.input, arguments.weight, arguments.bias, arguments.z
-    reduction, num_values = reduction_of(arguments.process_group, caller, x), arguments.num_values
+    x, z, weight, bias, running_mean, running_var, counter, _, num_values = tensors
+    reduction = reduction_of(options.process_group, caller, x)
     is_alone = reduction.group is None and num_values is None  # else the sums are not complete
     try:
         sums, handle = kernels.forward_sums(x, reduction.signatures["forward", x.dtype], is_alone)
     except Exception as error:  # of whatever class, as kernels may be compiled here
-        general.raise_on_all_ranks(error, arguments, reduction, "forward")
+        raise_on_all_ranks(error, tensors, options, reduction, "forward")
     outer, num_channels, inner = kernels.kind.layout.sizes
     if num_values is not None:  # a mask has set the other values to 0; n stands behind sum x and sum x^2
         sums[2 * num_channels] = num_values
     total = reduction.all_reduce(sums, "forward")
     if outer * inner < 2 or num_values is not None:  # else this rank alone has two values
         require_two_values(total[2 * num_channels], x)
-    momentum = arguments.momentum
-    assert not isinstance(momentum, Tensor)  # there is no plan for such a call
+    momentum: Any = options.momentum  # no tensor: there is no plan for such a call
     y, statistics, is_finite = kernels.forward_outputs(
-        handle, x, total, weight, bias, z, arguments.running_mean, arguments.running_var, arguments.counter, momentum
+        handle, x, total, weight, bias, z, running_mean, running_var, counter, momentum
     )
     if not is_finite:
         reduction.warn_unless_finite(kernels.forward_sums(x)[0])  # again, as an all_reduce may have overwritten them
     if caller._synchronised_ranks != reduction.num_ranks:
         object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)  # a layer's own may refuse
-    return _apply(x, weight, bias, z, (y, statistics), (kernels, reduction)), statistics
-
-
-def _train_watched(arguments: Arguments, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
-    """`train` where torch does not run plainly. On a GPU a profiler sees the launches themselves, so the step launches
-    what it does without one; on a CPU it sees operators alone."""
-    x, kernels = arguments.input, None
-    if isinstance(x, Tensor) and x.is_cuda and only_profiled():
-        if current_backward() != -1:  # as in `train`
-            arguments = arguments.without_running_stats()
-        kernels = forward_plan(arguments)
-    if kernels is None:
-        return general.train(arguments, caller)
-    with recorded("syncbn.forward"):
-        return train(arguments, caller, kernels)
-
-
-def _train_unwrapped(arguments: Arguments, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
-    """`train` with arguments that have no plan: subclasses, masks and gaps are removed, and put back in the output."""
-    try:
-        unwrapped, wrap = to_ordinary(arguments)
-    except Exception:  # of whatever class a bad argument brings about; the general road raises it on all ranks
-        return general.train(arguments, caller)
-    kernels = forward_plan(unwrapped)
-    y, statistics = general.train(unwrapped, caller) if kernels is None else train(unwrapped, caller, kernels)
-    return wrap(y), statistics
+    return _apply(x, weight, bias, z, (y, statistics, kernels, reduction)), statistics
 
 
 class _Step(torch.autograd.Function):
-    """(x, weight, bias, residual, computed, call) -> y: holds the backward.
+    """(x, weight, bias, residual, computed) -> y: holds the backward.
 
-    `computed` is (y, statistics), in a tuple because autograd would take bare tensors for inputs.
+    `computed` hides y and the statistics in a tuple: autograd treats bare tensor arguments as inputs.
 
     Saved for backward: x, weight, the statistics, and y when relu is fused behind a residual. Collectives: one
     all_reduce each way, see reductions/eager.py; none for one rank. Backward issues its all_reduce whatever
@@ -111,10 +73,9 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-        computed: tuple[Tensor, Tensor], call: tuple[Kernels, Reduction],
+        computed: tuple[Tensor, Tensor, Kernels, Reduction],
     ) -> Tensor:  # fmt: skip
-        y, statistics = computed
-        kernels, ctx.reduction = call
+        y, statistics, kernels, ctx.reduction = computed
         kind = ctx.kind = kernels.kind
         ctx.save_for_backward(x, weight, statistics, y if kind.relu and residual is not None else None)
         return y
@@ -131,7 +92,7 @@ class _Step(torch.autograd.Function):
                     dy = ctx.kind.layout.dense(dy)
                 kernels = backward_plan(ctx.kind, dy, saved, needed)
             if kernels is None:
-                return *gradients.gradients(ctx.kind, dy, saved, needed, reduction), None, None
+                return *gradients.gradients(ctx.kind, dy, saved, needed, reduction), None
 
             signature = reduction.signatures["backward", x.dtype]
             sums, *of_parameters, handle = kernels.backward_sums(dy, saved, signature, reduction.group is None)
@@ -140,7 +101,7 @@ class _Step(torch.autograd.Function):
             raise
         total = reduction.all_reduce(sums, "backward")
         grad_x, grad_residual = kernels.backward_outputs(handle, dy, saved, total)
-        return grad_x, *of_parameters, dy if needs_residual and y is None else grad_residual, None, None
+        return grad_x, *of_parameters, dy if needs_residual and y is None else grad_residual, None
 
 
 _apply = direct_apply(_Step)

@@ -1,19 +1,21 @@
 """Finds the kernels of an ordinary pass: what depends on the kinds of its arguments alone is worked out once.
 
 A plan is a function of its key alone: of shapes, strides, dtypes, devices and options. It holds no tensor, layer or
-group, so nothing makes it invalid. A plan is the kernels for such arguments, or None where kernels cannot read them at
-their addresses. Wrong arguments, and those with a mask, have none.
+group, so nothing makes it invalid. There is none where kernels cannot read the tensors at their addresses, and none for
+wrong arguments.
 """
 
-from collections.abc import Iterable
-from operator import attrgetter
+from collections.abc import Callable, Iterable
+from functools import partial
+from operator import attrgetter, is_not
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 
-from syncbn.arguments import CHECKS_OF_DIMS, Arguments
+from syncbn.arguments import CHECKS_OF_DIMS, Options, Tensors
+from syncbn.checks import check
 from syncbn.kernels.interface import NO_MEMORY, Kernels, Kind, Needed, Saved, is_freed
 from syncbn.kernels.select import ordinary_kernels
 from syncbn.layout import Layout
@@ -21,47 +23,42 @@ from syncbn.statistics import num_statistics
 from syncbn.torch_internals.autograd import is_zero_tensor
 from syncbn.torch_internals.state import PLAIN_OR_NONE
 
+
+class Plan(NamedTuple):
+    """How an ordinary forward runs."""
+
+    kernels: Kernels
+    has_gaps: bool  # x or z must be copied first: it has gaps, or z another layout or dtype than x
+
+
 MOST_PLANS = 4096  # then all are forgotten
-_plans: dict[tuple[object, ...], Kernels | None] = {}
+_Key: TypeAlias = tuple[object, ...]
+_plans: dict[_Key, Any] = {}  # of forwards Plan or None, of backwards Kernels or None
 
 _NUMBERS = {float, int, NoneType}  # classes of momentum
+_is_present: Callable[[Tensor | None], TypeGuard[Tensor]] = partial(is_not, None)  # type: ignore[assignment]
 _facts_of = attrgetter("shape", "dtype", "device")  # of a tensor
 
 
-def forward_plan(arguments: Arguments) -> Kernels | None:
-    """The kernels for arguments of these kinds; None where they are not ordinary, as with a mask."""
-    if arguments.mask is not None:
-        return None
-    tensors = (
-        arguments.input, arguments.z, arguments.weight, arguments.bias, arguments.running_mean, arguments.running_var,
-        arguments.counter,
-    )  # fmt: skip
-    classes = (*map(type, tensors),)
-    if not PLAIN_OR_NONE.issuperset(classes):
-        return None
-    momentum = arguments.momentum
-    check: Any = arguments.check_input_dim
+def forward_plan(tensors: Tensors, options: Options) -> Plan | None:
+    """The plan for a forward of plain tensors without a mask, or None."""
     try:
-        key = (
-            classes, _kinds(tensors), momentum if type(momentum) is int else type(momentum),  # an int may be too large
-            type(arguments.eps), arguments.eps, type(arguments.relu),
-            arguments.relu, type(arguments.channel_dim), arguments.channel_dim, arguments.num_channels,
-            None if check is None else check.__func__,
-        )  # fmt: skip
-        return _plans[key]
+        key = *map(type, tensors), _kinds(tensors), options.plan_key
+        plan: Plan | None = _plans[key]
     except KeyError:
-        options = type(arguments.eps), type(arguments.relu), type(momentum) in _NUMBERS
-        if key[-1] not in CHECKS_OF_DIMS or options != (float, bool, True):  # objects of users, which may not be kept
-            return None
+        classes = type(options.eps), type(options.relu), type(options.momentum) in _NUMBERS
+        if options.check_input_dim not in CHECKS_OF_DIMS or classes != (float, bool, True):
+            return None  # the key has objects of users, which may not be kept
         try:
-            arguments.check()
-            arguments.check_numbers()
-            plan = _new_forward_plan(arguments)
+            check(tensors, options, None)
+            options.normalized(tensors)
+            plan = _new_forward_plan(tensors, options)
         except Exception:  # the general road says what is wrong, on all ranks
             return None
-        return _remember(key, plan)
-    except (AttributeError, RuntimeError, TypeError):  # a check of the instance; no strides or memory; a bad option
+        _remember(key, plan)
+    except (RuntimeError, TypeError):  # no strides or memory; a bad option
         return None
+    return plan
 
 
 def backward_plan(kind: Kind, dy: Tensor, saved: Saved, needed: Needed) -> Kernels | None:
@@ -75,11 +72,13 @@ def backward_plan(kind: Kind, dy: Tensor, saved: Saved, needed: Needed) -> Kerne
         return None
     try:
         key = classes, _kinds(tensors), kind.layout, kind.eps, kind.relu, kind.bias_dtype, needed
-        return _plans[key]
+        plan: Kernels | None = _plans[key]
     except KeyError:
-        return _remember(key, _new_backward_plan(kind, dy, saved, needed))
+        plan = _new_backward_plan(kind, dy, saved, needed)
+        _remember(key, plan)
     except RuntimeError:  # a hook has made a sparse tensor of what was saved, or freed its memory
         return None
+    return plan
 
 
 def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[object, ...]:
@@ -89,9 +88,8 @@ def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[object, ...]:
     tensors and torch.func's wrappers. And for an inference tensor outside of inference mode, as autograd cannot save
     it.
     """
-    present = [tensor for tensor in tensors if tensor is not None]
-    # `in` stops at the first, and is no call as `any` is.
-    is_odd = 0 in map(Tensor.data_ptr, present) or any(map(Tensor.storage_offset, present))
+    present = [*filter(_is_present, tensors)]  # a comprehension would be a call; so would `any`, and `in` is none
+    is_odd = 0 in map(Tensor.data_ptr, present) or True in map(bool, map(Tensor.storage_offset, present))
     if True in map(Tensor.is_neg, present) or (is_odd and not all(map(_has_memory, present))):
         raise RuntimeError(NO_MEMORY)
     if True in map(Tensor.is_inference, present) and not torch.is_inference_mode_enabled():
@@ -105,37 +103,36 @@ def _has_memory(tensor: Tensor) -> bool:
     return not (is_zero_tensor(tensor) or is_freed(tensor))
 
 
-def _remember(key: tuple[object, ...], plan: Kernels | None) -> Kernels | None:
+def _remember(key: _Key, plan: Plan | Kernels | None) -> None:
     if len(_plans) >= MOST_PLANS:
         _plans.clear()
     _plans[key] = plan
-    return plan
 
 
-def _new_forward_plan(arguments: Arguments) -> Kernels | None:
+def _new_forward_plan(tensors: Tensors, options: Options) -> Plan | None:
     """None where no kernel can read the tensors at their addresses."""
-    x, z, counter, per_channel = arguments.input, arguments.z, arguments.counter, arguments.per_channel()
-    kind = kind_of(arguments)
-    if not (_are_dense((x, z), kind.layout) and _are_contiguous((*per_channel.values(), counter))):
-        return None
-    if z is not None and z.dtype != x.dtype:
+    x, z, counter, per_channel = tensors.input, tensors.z, tensors.counter, tensors.per_channel()
+    if not _are_contiguous((*per_channel.values(), counter)):
         return None
     if counter is not None and _facts_of(counter) != ((), torch.int64, x.device):
         return None
+    kind = kind_of(tensors, options)
     mean, var = per_channel["running_mean"], per_channel["running_var"]
     kind = kind._replace(  # these kernels update the buffers
         mean_dtype=None if mean is None else mean.dtype, var_dtype=None if var is None else var.dtype,
-        has_counter=counter is not None, averages=arguments.momentum is None,
+        has_counter=counter is not None, averages=options.momentum is None and counter is not None,
     )  # fmt: skip
-    return ordinary_kernels(kind)
+    kernels = ordinary_kernels(kind)
+    has_gaps = not _are_dense((x, z), kind.layout) or (z is not None and z.dtype != x.dtype)
+    return None if kernels is None else Plan(kernels, has_gaps)
 
 
-def kind_of(arguments: Arguments) -> Kind:
+def kind_of(tensors: Tensors, options: Options) -> Kind:
     """The kind of plain arguments that have been checked, without their buffers."""
-    x, weight, bias = arguments.input, arguments.weight, arguments.bias
+    x, weight, bias = tensors.input, tensors.weight, tensors.bias
     return Kind(
-        Layout.of(x, arguments.channel_dim), x.dtype, x.device, arguments.eps, bool(arguments.relu),
-        arguments.z is not None, None if weight is None else weight.dtype, None if bias is None else bias.dtype,
+        Layout.of(x, options.channel_dim), x.dtype, x.device, options.eps, bool(options.relu),
+        tensors.z is not None, None if weight is None else weight.dtype, None if bias is None else bias.dtype,
     )  # fmt: skip
 
 

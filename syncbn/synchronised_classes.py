@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.overrides import TorchFunctionMode
 
-from syncbn.arguments import Arguments, num_channels_of
+from syncbn.arguments import Options, Tensors, num_channels_of
 from syncbn.call_stack import warn_once
+from syncbn.checks import check
 from syncbn.diagnosis.guards import layer_in_forward
 from syncbn.evaluation import plain_batch_norm
 from syncbn.inputs import traced
@@ -37,7 +38,7 @@ Result = TypeVar("Result")
 
 # A conversion adds these attributes to a layer; a revert takes them away.
 ADDED = (
-    "_original_class", "_process_group", "channel_last", "fuse_relu", "_synchronised_ranks", "_call_site",
+    "_original_class", "_process_group", "channel_last", "fuse_relu", "_synchronised_ranks", "_call_site", "_options",
     "_train_over_ranks",
 )  # fmt: skip
 
@@ -171,17 +172,17 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     """F.batch_norm in the forward of `layer`: in training over all ranks of its group."""
-    group = layer._process_group
-    arguments = Arguments(input, running_mean, running_var, weight, bias, momentum, eps, process_group=group)
+    tensors = Tensors(input, None, weight, bias, running_mean, running_var)
+    options = Options(momentum, eps, process_group=layer._process_group)
     try:
         if training and layer.training:
-            return layer._train_over_ranks(arguments, layer)[0]
+            return layer._train_over_ranks(tensors, options, layer)[0]
         if layer.training and not is_compiling():
             vars(layer)["_synchronised_ranks"] = 1  # the original normalises by frozen statistics
         try:
             return plain_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
         except RuntimeError:  # torch's, which may say neither values nor remedy
-            arguments.check()
+            check(tensors, options, layer)
             raise
     except (RuntimeError, TypeError, ValueError) as error:
         add_name(error, layer)

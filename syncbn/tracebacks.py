@@ -13,7 +13,8 @@ Result = TypeVar("Result")
 # The modules that check what users pass, and where other ranks raise what one of them has found.
 CHECKS = (
     "syncbn.arguments",
-    "syncbn.options",
+    "syncbn.checks",
+    "syncbn.raising",
     "syncbn.inputs.",
     "syncbn.comm.",
     "syncbn.diagnosis.",

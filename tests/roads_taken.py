@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from syncbn import general, gradients, ordinary
+from syncbn import gradients, ordinary, training
 
 
 @contextlib.contextmanager
@@ -25,7 +25,7 @@ def general_road() -> Iterator[list[str]]:
         return note
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(general, "train", noted("forward", general.train))
+        patch.setattr(training, "_train_generally", noted("forward", training._train_generally))
         of_step = SimpleNamespace(gradients=noted("backward", gradients.gradients))
         patch.setattr(ordinary, "gradients", of_step)
         yield taken

@@ -19,14 +19,13 @@ ORDER = [
     "convert",
     "synchronised_classes tools.running_stats tools.join tools.assert_synced",
     "functional layer",
-    "ordinary batch_stats",
-    "evaluation",
-    "general",
-    "gradients inputs.unwrapping",
-    "inputs.masks",
+    "training batch_stats evaluation",
+    "ordinary general",
+    "gradients inputs.unwrapping raising",
     "inputs.dtensors inputs.nested inputs.subclasses inputs.traced",
     "plan",
-    "arguments reductions.join_protocol",
+    "checks",
+    "arguments reductions.join_protocol reductions.choice",
     "reductions.graph reductions.totals",
     "reductions.eager",
     "comm.groups reductions.debug_mode",
@@ -47,7 +46,7 @@ ORDER = [
     "kernels.gpu_channels kernels.gpu_tiles kernels.interface",
     "statistics",
     "layout tracebacks torch_internals.autograd torch_internals.modules torch_internals.distributed",
-    "torch_internals.state torch_internals.inductor call_stack texts options tools.replace tools.table",
+    "torch_internals.state torch_internals.inductor call_stack texts tools.replace tools.table",
 ]  # fmt: skip
 LEVELS = {module: level for level, line in enumerate(ORDER) for module in line.split()}
 

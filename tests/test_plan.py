@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import syncbn
-from syncbn import ordinary, plan
-from syncbn.arguments import Arguments
+from syncbn import plan, training
+from syncbn.arguments import Options, Tensors
 from syncbn.diagnosis.guards import Caller
 from syncbn.kernels.interface import Kind
 from syncbn.layout import Layout
+from syncbn.torch_internals.state import PLAIN_OR_NONE
 
 # A call with all there is. The sizes are equal, so that any dim may be that of the channels.
 X, Z = torch.randn(2, 3, 3, 3, generator=torch.Generator().manual_seed(0))
@@ -28,7 +29,7 @@ BASE: dict[str, Any] = {
     "input": X, "z": Z, "running_mean": torch.tensor([0.1, 0.2, 0.3]), "running_var": torch.tensor([1.0, 2.0, 3.0]),
     "weight": torch.tensor([1.0, -2.0, 3.0]), "bias": torch.tensor([0.5, 0.0, -0.5]), "counter": torch.tensor(2),
     "momentum": 0.25, "eps": 1.0, "channel_dim": 1, "relu": False, "num_channels": 3,
-    "check_input_dim": nn.BatchNorm1d(3)._check_input_dim,
+    "check_input_dim": nn.BatchNorm1d._check_input_dim,
 }  # fmt: skip
 
 
@@ -44,6 +45,15 @@ def changed(**others: object) -> dict[str, Any]:
     return given | {name: given[name].clone() for name in copied}
 
 
+def arguments(given: dict[str, Any]) -> tuple[Tensors, Options]:
+    tensors = {name: value for name, value in given.items() if name in Tensors._fields}
+    return Tensors(**tensors), Options(**{name: value for name, value in given.items() if name not in tensors})
+
+
+def train(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    return training.train(*arguments(given), Caller("this test"))
+
+
 def check_step(given: dict[str, Any]) -> None:
     """A training step with these arguments is torch's, of float64. No mask has an effect here."""
     wide = {name: one.double() + 0 if isinstance(one, Tensor) else one for name, one in given.items()}
@@ -55,7 +65,7 @@ def check_step(given: dict[str, Any]) -> None:
     y = y.movedim(1, given["channel_dim"])
     y = y if wide["z"] is None else y + wide["z"]
     y = y.relu() if given["relu"] else y
-    actual, _ = ordinary.train(Arguments(**given), Caller("this test"))
+    actual, _ = train(given)
     rounding = 16 * torch.finfo(actual.dtype).eps
     torch.testing.assert_close(actual.double(), y, rtol=rounding, atol=rounding)
     for running, expected in ((given["running_mean"], mean), (given["running_var"], var)):
@@ -80,13 +90,14 @@ UNREADABLE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def road_of(name: str, how: str) -> str:
-    """Inputs are copied; per-channel values are not, and buffers could not be."""
-    is_copied = how == "of another class" or (how != "of zeros" and name in ("input", "z"))
-    return MADE_ORDINARY if is_copied else GENERAL
+    """Inputs with gaps are copied; per-channel values are not, and buffers could not be."""
+    is_copied = how == "of another class" or (how == "with gaps" and name in ("input", "z"))
+    return (MADE_ORDINARY if how == "of another class" else COPIED) if is_copied else GENERAL
 
 
 PER_CHANNEL = "weight", "bias", "running_mean", "running_var"
-PLAN, MADE_ORDINARY, GENERAL = "a plan of its own", "the plan of what it is made", "the general road"
+PLAN, COPIED, MADE_ORDINARY = "a plan of its own", "a plan that copies inputs", "the plan of what it is made"
+GENERAL = "the general road"
 
 # By what a call differs from BASE: how it runs, or what it raises.
 DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
@@ -96,15 +107,15 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     "dims of x": ({"input": X[0], "z": None}, PLAN),
     "dims of x that the layer has not": ({"input": X[None], "z": Z[None], "channel_dim": 2}, ValueError),
     "strides of x": ({"input": channel_innermost(X), "z": channel_innermost(Z)}, PLAN),
-    "strides of x alone": ({"input": channel_innermost(X)}, MADE_ORDINARY),
-    "gaps": ({"input": with_gaps(X), "z": with_gaps(Z)}, MADE_ORDINARY),  # as little contiguous as "strides of x"
+    "strides of x alone": ({"input": channel_innermost(X)}, COPIED),
+    "gaps": ({"input": with_gaps(X), "z": with_gaps(Z)}, COPIED),  # as little contiguous as "strides of x"
     "dtype of x": ({"input": X.double(), "z": Z.double()}, PLAN),
     "integers": ({"input": X.int()}, TypeError),
     "no residual": ({"z": None}, PLAN),
     "shape of the residual": ({"z": Z[:1]}, ValueError),
-    "strides of the residual": ({"z": channel_innermost(Z)}, MADE_ORDINARY),
+    "strides of the residual": ({"z": channel_innermost(Z)}, COPIED),
     "integers in the residual": ({"z": Z.int()}, TypeError),
-    "dtype of the residual": ({"z": Z.double()}, MADE_ORDINARY),
+    "dtype of the residual": ({"z": Z.double()}, COPIED),
     **{f"no {name}": ({name: None}, PLAN) for name in ("weight", "bias", "counter")},
     "no statistics": ({"running_mean": None, "running_var": None}, PLAN),
     "no running_var": ({"running_var": None}, ValueError),
@@ -144,14 +155,17 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     "no num_channels": ({"num_channels": None}, PLAN),
     "mask": ({"mask": torch.ones(3, dtype=torch.bool)}, MADE_ORDINARY),
     "no check of dims": ({"check_input_dim": None}, PLAN),
-    "check of other dims": ({"check_input_dim": nn.BatchNorm2d(3)._check_input_dim}, ValueError),
-    "check of a subclass": ({"check_input_dim": OnlyAttributes(3)._check_input_dim}, AssertionError),
-    "check of an instance": ({"check_input_dim": lambda x: None}, GENERAL),
+    "check of other dims": ({"check_input_dim": nn.BatchNorm2d._check_input_dim}, ValueError),
+    "check of a subclass": ({"check_input_dim": OnlyAttributes._check_input_dim}, AssertionError),
+    "check of an instance": ({"check_input_dim": lambda layer, x: None}, GENERAL),
 }  # fmt: skip
 
 
 def forward_plan(**others: object) -> Any:
-    return plan.forward_plan(Arguments(**changed(**others)))
+    """The plan of a call as it is; None where it must be made ordinary first, see training.train."""
+    tensors, options = arguments(changed(**others))
+    is_plain = tensors.mask is None and PLAIN_OR_NONE.issuperset(map(type, tensors))
+    return plan.forward_plan(tensors, options) if is_plain else None
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
@@ -166,7 +180,7 @@ def test_a_call_beside_the_plan_of_another(name: str) -> None:
     else:
         for _ in range(2):  # a plan would let it pass the second time
             with pytest.raises(outcome, match=r"^(?!unhashable)"):  # Python's error would be raised on this rank alone
-                ordinary.train(Arguments(**changed(**others)), Caller("this test"))
+                train(changed(**others))
     check_step(changed())
 
 
@@ -176,7 +190,7 @@ def test_tensors_without_strides() -> None:
     for sparse in (X.to_sparse_csr(), X.to_sparse(), X.to_mkldnn()):
         assert forward_plan(input=sparse) is None
         with pytest.raises(TypeError, match="expected a dense input"):
-            ordinary.train(Arguments(**changed(input=sparse)), Caller("this test"))
+            train(changed(input=sparse))
         for name in ("dy", "x", "y"):
             assert backward_plan_of(**{name: sparse}) is None
 
@@ -259,7 +273,7 @@ def test_each_ingredient_of_the_key(plan_of: Callable[..., Any], differences: di
     another tensor; without this in the key it would be read as the one before."""
     plans = {name: plan_of(**others) for name, (others, _) in [*differences.items()][::order]}
     made = {name: one for name, one in plans.items() if one is not None}
-    assert made.keys() == {name for name, (_, outcome) in differences.items() if outcome == PLAN}
+    assert made.keys() == {name for name, (_, outcome) in differences.items() if outcome in (PLAN, COPIED)}
     assert len({*map(id, made.values())}) == len(made)
 
 
@@ -288,7 +302,8 @@ def test_plans_keep_nothing_alive() -> None:
     gc.collect()
     assert {one() for one in seen} == {None}
     assert len(plan._plans) == 2
-    assert not [one for made in plan._plans.values() for one in vars(made).values() if isinstance(one, Tensor)]
+    of_plans = [vars(getattr(made, "kernels", made)) for made in plan._plans.values()]
+    assert not [one for kernels in of_plans for one in kernels.values() if isinstance(one, Tensor)]
 
 
 def test_plans_keep_no_object_of_a_user() -> None:

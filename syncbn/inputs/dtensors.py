@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from syncbn.arguments import PER_CHANNEL, Arguments
+from syncbn.arguments import PER_CHANNEL, Options, Tensors
 from syncbn.comm.groups import GlobalRanks, GroupSpec, OfMesh, ranks_in, resolve
 from syncbn.torch_internals.state import is_compiling
 
@@ -38,16 +38,18 @@ def is_dtensor(candidate: object) -> TypeGuard["DTensor"]:
     return isinstance(candidate, Tensor) and hasattr(candidate, "device_mesh")
 
 
-def unwrap(arguments: Arguments, synchronises: bool) -> tuple[Arguments, Callable[[Tensor], Tensor]]:
+def unwrap(
+    tensors: Tensors, options: Options, synchronises: bool
+) -> tuple[Tensors, Options, Callable[[Tensor], Tensor]]:
     """The arguments with this rank's values in place of DTensors, and a function that makes the output a DTensor placed
-    as the input. If it `synchronises`, the arguments' process group becomes that of the ranks which add up their sums.
+    as the input. If it `synchronises`, the process group becomes that of the ranks which add up their sums.
 
     **Raises** ValueError, the same on all ranks, where the placements do not fit, or where the user passed a process
     group of other ranks.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-    x = arguments.input
+    x = tensors.input
     assert is_dtensor(x)
     mesh, placements, shape, stride = x.device_mesh, x.placements, x.shape, x.stride()
     rules: list[tuple[bool, Placement, Placement]] = []  # of each dim of the mesh, as above
@@ -59,7 +61,7 @@ def unwrap(arguments: Arguments, synchronises: bool) -> tuple[Arguments, Callabl
             )
         if placement.is_replicate():
             rules.append((False, Replicate(), Replicate()))
-        elif placement.dim - arguments.channel_dim in (0, x.ndim):  # type: ignore[attr-defined]
+        elif placement.dim - options.channel_dim in (0, x.ndim):  # type: ignore[attr-defined]
             rules.append((False, Shard(0), Shard(0)))
         else:
             rules.append((True, Replicate(), Partial()))
@@ -67,7 +69,7 @@ def unwrap(arguments: Arguments, synchronises: bool) -> tuple[Arguments, Callabl
     shards_channels = Shard(0) in of_parameters
 
     def local(name: str, wanted: "Placements", of_gradient: "Sequence[Placement] | None" = None) -> Tensor | None:
-        tensor: Tensor | None = getattr(arguments, name)
+        tensor: Tensor | None = getattr(tensors, name)
         if is_dtensor(tensor):
             if (tensor.device_mesh, tensor.placements) != (mesh, wanted):
                 raise ValueError(
@@ -76,21 +78,19 @@ def unwrap(arguments: Arguments, synchronises: bool) -> tuple[Arguments, Callabl
                 )
             return tensor.to_local(grad_placements=of_gradient)
         if shards_channels and tensor is not None and name in PER_CHANNEL:
-            _require_own_channels(name, tensor, x, arguments.channel_dim, of_parameters)
+            _require_own_channels(name, tensor, x, options.channel_dim, of_parameters)
         return tensor
 
-    if is_dtensor(arguments.mask):
+    if is_dtensor(tensors.mask):
         raise ValueError("mask is a DTensor, expected that of this rank's values; pass mask.to_local()")
-    counter = arguments.counter
-    unwrapped = replace(arguments, input=x.to_local(), z=local("z", placements))
-    for name in PER_CHANNEL:
-        setattr(unwrapped, name, local(name, of_parameters, of_gradients))
-    if is_dtensor(counter):
-        unwrapped.counter = counter.to_local()
+    per_channel = {name: local(name, of_parameters, of_gradients) for name in PER_CHANNEL}
+    counter = tensors.counter.to_local() if is_dtensor(tensors.counter) else tensors.counter
+    unwrapped = tensors._replace(input=x.to_local(), z=local("z", placements), counter=counter, **per_channel)
     if shards_channels:
-        unwrapped.num_channels = None
+        options = replace(options, num_channels=None)
     if synchronises:
-        unwrapped.process_group = _group_of(mesh, adds_up, arguments.process_group, placements)
+        group = _group_of(mesh, adds_up, options.process_group, placements)
+        options = replace(options, process_group=group)
 
     def place(gradient: "DTensor") -> "DTensor":
         """Redistributes the gradient. (The backward of from_local does so outside the graph of second derivatives.)"""
@@ -104,7 +104,7 @@ def unwrap(arguments: Arguments, synchronises: bool) -> tuple[Arguments, Callabl
             y.register_hook(place)  # type: ignore[no-untyped-call]
         return y
 
-    return unwrapped, wrap
+    return unwrapped, options, wrap
 
 
 def _require_own_channels(

@@ -6,38 +6,35 @@ what they do there cannot change which collectives this rank issues.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.overrides import handle_torch_function, has_torch_function
 
-from syncbn.arguments import CHECKS_OF_DIMS, TENSORS, Arguments
+from syncbn.arguments import CHECKS_OF_DIMS, Options, Tensors
 from syncbn.torch_internals.state import PLAIN_OR_NONE
 
 
-def has_memory(tensor: Tensor) -> bool:
+def has_memory(tensor: Tensor | None) -> TypeGuard[Tensor]:
     """Whether this is a tensor of a subclass that changes no operator: its values are in memory, as a Tensor's are."""
-    own_class = type(tensor)
-    if own_class in PLAIN_OR_NONE or not isinstance(tensor, Tensor) or isinstance(tensor, UninitializedTensorMixin):
+    if type(tensor) in PLAIN_OR_NONE or not isinstance(tensor, Tensor) or isinstance(tensor, UninitializedTensorMixin):
         return False
-    return own_class.__torch_dispatch__ is Tensor.__torch_dispatch__
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
-def unwrap(arguments: Arguments) -> tuple[Arguments, Callable[[Tensor], Tensor]]:
+def unwrap(tensors: Tensors, options: Options) -> tuple[Tensors, Options, Callable[[Tensor], Tensor]]:
     """The arguments with plain tensors in place of subclasses that have memory, and a function that hands the output to
     the classes of the tensors which nn.BatchNorm would see."""
-    unwrapped, check = replace(arguments), arguments.check_input_dim
-    if check is not None and has_memory(arguments.input) and getattr(check, "__func__", check) not in CHECKS_OF_DIMS:
-        unwrapped.check_input_dim = lambda _: check(arguments.input)  # it may look at more than the dims
-    for name in TENSORS:
-        tensor = getattr(arguments, name)
-        if type(tensor) not in PLAIN_OR_NONE and has_memory(tensor):
-            setattr(unwrapped, name, plain(tensor))
-    inputs = (
-        arguments.input, arguments.running_mean, arguments.running_var, arguments.weight, arguments.bias, arguments.z
-    )  # fmt: skip
-    return unwrapped, lambda output: batch_norm(*inputs, output=output)
+    x, check = tensors.input, options.check_input_dim
+    if check is not None and has_memory(x) and check not in CHECKS_OF_DIMS:
+        options = replace(options, check_input_dim=lambda layer, _: check(layer, x))  # it may look at more than dims
+    inputs = x, tensors.running_mean, tensors.running_var, tensors.weight, tensors.bias, tensors.z
+    unwrapped = Tensors._make(
+        plain(each) if type(each) not in PLAIN_OR_NONE and has_memory(each) else each for each in tensors
+    )
+    return unwrapped, options, lambda output: batch_norm(*inputs, output=output)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -51,9 +48,4 @@ def batch_norm(*inputs: Tensor | None, output: Tensor) -> Tensor:
     __torch_function__ would call that, which normalises this rank's batch alone.)"""
     if has_torch_function(inputs):
         return handle_torch_function(batch_norm, inputs, *inputs, output=output)
-    return output
-
-
-def unchanged(output: Tensor) -> Tensor:
-    """The output itself."""
     return output

@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import Proxy, Tracer
 from torch.fx.proxy import TraceError
 
-from syncbn.arguments import TENSORS, Arguments
+from syncbn.arguments import Tensors
 from syncbn.torch_internals.modules import has_forward_hooks
 
 OWN_TRACER = "trace with a torch.fx.Tracer whose is_leaf_module is True for it"
@@ -36,23 +36,15 @@ def leaf(layer: nn.Module, tracer: Any, args: tuple[Any, ...], kwargs: dict[str,
     return tracer.create_proxy("call_module", path, args, kwargs)
 
 
-def refuse_proxies(arguments: Arguments) -> None:
+def refuse_proxies(tensors: Tensors) -> None:
     """**Raises** TraceError where torch.fx traces through this call."""
-    proxies = [name for name in TENSORS if isinstance(getattr(arguments, name), Proxy)]
+    proxies = [name for name, tensor in tensors._asdict().items() if isinstance(tensor, Proxy)]
     if proxies:
         raise TraceError(
             f"syncbn: torch.fx cannot trace through batch norm of all ranks ({', '.join(proxies)}: Proxy). For a "
             "layer use a Tracer whose is_leaf_module is True for it; for the function call "
             'torch.fx.wrap("sync_batch_norm") in your module.'
         )
-
-
-def refuse_jit_trace(*of_call: object) -> NoReturn:
-    """**Raises** RuntimeError: torch.jit.trace cannot record a training step."""
-    raise RuntimeError(
-        "syncbn: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm of all ranks: "
-        f"{REVERT}, or model.eval()"
-    )
 
 
 def refuse_script(layer: nn.Module) -> NoReturn:

@@ -1,53 +1,85 @@
-"""Makes arguments of any kind plain tensors without gaps, and tells how to make the output what the input was."""
+"""Makes a call ordinary: tensors of any kind become plain ones, a mask zeros in the input, tensors with gaps copies.
+
+Each function tells how to make the output what the input was.
+"""
 
 from collections.abc import Callable
-from dataclasses import replace
+from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
-from syncbn.arguments import SUPPORTED_DTYPES, TENSORS, Arguments
-from syncbn.inputs import dtensors, masks, nested, subclasses
+from syncbn.arguments import SUPPORTED_DTYPES, Options, Tensors
+from syncbn.checks import check_mask, check_saved
+from syncbn.inputs import dtensors, nested, subclasses
 from syncbn.layout import Layout
 from syncbn.torch_internals.autograd import jagged_parts
 from syncbn.torch_internals.state import PLAIN_CLASSES, PLAIN_OR_NONE, is_compiling
 
+Wrap: TypeAlias = Callable[[Tensor], Tensor]
 
-def unwrap(arguments: Arguments, synchronises: bool = True) -> tuple[Arguments, Callable[[Tensor], Tensor]]:
+
+def unchanged(output: Tensor) -> Tensor:
+    """The output itself."""
+    return output
+
+
+def unwrap_and_mask(tensors: Tensors, options: Options) -> tuple[Tensors, Options, Wrap]:
+    """As `unwrap`, with the mask applied. **Raises** TypeError where tensors of other classes are left, and whatever
+    bad arguments may raise; the general road explains it."""
+    tensors, options, wrap = unwrap(tensors, options)
+    if not PLAIN_OR_NONE.issuperset(map(type, tensors)):
+        raise TypeError("a tensor is not plain")
+    if tensors.mask is None:
+        return tensors, options, wrap
+    check_saved(tensors)  # the mask, of which a plan knows nothing
+    tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
+    return tensors, options, apply_to_output if wrap is unchanged else lambda output: wrap(apply_to_output(output))
+
+
+def unwrap(tensors: Tensors, options: Options, synchronises: bool = True) -> tuple[Tensors, Options, Wrap]:
     """The arguments with plain tensors in place of subclasses, NestedTensors and DTensors, and a function that makes
     the output what the input was. If the call `synchronises`, a DTensor says over which ranks."""
-    if PLAIN_OR_NONE.issuperset([type(getattr(arguments, name)) for name in TENSORS]):
-        return arguments, subclasses.unchanged
-    wrap: Callable[[Tensor], Tensor] = subclasses.unchanged
+    wrap: Wrap = unchanged
+    if PLAIN_OR_NONE.issuperset(map(type, tensors)):
+        return tensors, options, wrap
     if not is_compiling():  # Dynamo (torch 2.13) cannot trace x.as_subclass(Tensor)
-        arguments, wrap = subclasses.unwrap(arguments)
-    if type(arguments.input) not in PLAIN_CLASSES:
-        jagged = jagged_parts(arguments.input)
+        tensors, options, wrap = subclasses.unwrap(tensors, options)
+    if type(tensors.input) not in PLAIN_CLASSES:
+        jagged = jagged_parts(tensors.input)
         if jagged is not None:
-            return nested.unwrap(arguments, jagged)
-        if dtensors.is_dtensor(arguments.input):
-            return dtensors.unwrap(arguments, synchronises)
-    return arguments, wrap
+            tensors, wrap = nested.unwrap(tensors, jagged)
+        elif dtensors.is_dtensor(tensors.input):
+            return dtensors.unwrap(tensors, options, synchronises)
+    return tensors, options, wrap
 
 
-def to_ordinary(arguments: Arguments) -> tuple[Arguments, Callable[[Tensor], Tensor]]:
-    """Unwraps the arguments, applies a mask and copies what has gaps. **Raises** whatever a bad argument brings about,
-    unexplained."""
-    arguments, wrap = unwrap(arguments)
-    if type(arguments.input) not in PLAIN_CLASSES or arguments.input.dtype not in SUPPORTED_DTYPES:
-        return arguments, wrap
-    if arguments.mask is None:
-        return without_gaps(arguments), wrap
-    arguments.check_saved()  # the mask, of which a plan knows nothing
-    arguments, apply_mask = masks.apply(arguments)
-    return without_gaps(arguments), lambda output: wrap(apply_mask(output))
+def apply_mask(tensors: Tensors, channel_dim: int) -> tuple[Tensors, Wrap]:
+    """The tensors with x = 0 where the mask is False and `num_values` in its place, and a function that sets the output
+    to 0 there. Gradients at these places become 0 in both. **Raises** as `check_mask`."""
+    if tensors.mask is None:
+        return tensors, unchanged
+    mask = expanded_mask(tensors.mask, tensors.input, channel_dim)
+    masked = tensors._replace(input=torch.where(mask, tensors.input, 0), mask=None, num_values=mask.sum())
+    return masked, lambda output: torch.where(mask, output, 0)
 
 
-def without_gaps(arguments: Arguments) -> Arguments:
-    """The arguments with x and z in one layout without gaps, z in the dtype of x if it is of floats."""
-    x, z = arguments.input, arguments.z
+def expanded_mask(mask: Tensor, x: Tensor, channel_dim: int) -> Tensor:
+    """The mask as a view of the shape of x with one channel. **Raises** as `check_mask`."""
+    check_mask(mask, x, channel_dim)
+    if mask.ndim == 1:
+        mask = mask.view(-1, *(1,) * (x.ndim - 2))
+    shape = list(x.shape)
+    shape[channel_dim] = 1
+    return mask.unsqueeze(channel_dim % x.ndim).expand(shape)
+
+
+def without_gaps(tensors: Tensors, options: Options) -> Tensors:
+    """The tensors with x and z in one layout without gaps, z in the dtype of x if it is of floats."""
+    x, z = tensors.input, tensors.z
     if not is_compiling():  # where it would only add an operator to the graph
         x = x.resolve_neg()
-    layout = Layout.of(x, arguments.channel_dim)
+    layout = Layout.of(x, options.channel_dim)
     if z is not None and z.dtype in SUPPORTED_DTYPES:
         z = layout.dense(z.to(x.dtype) if is_compiling() else z.resolve_neg().to(x.dtype))
-    return replace(arguments, input=layout.dense(x), z=z)
+    return tensors._replace(input=layout.dense(x), z=z)

@@ -95,6 +95,23 @@ def is_transformed(*tensors: Tensor | None) -> bool:
     return is_batched or inside_vmap_or_forward_mode()
 
 
+def apply_function(
+    function: type[torch.autograd.Function], call: object, *tensors: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The outputs of an autograd Function whose first argument is no tensor.
+
+    It has no rules for vmap and forward mode; the operations of its forward have. And in a graph without gradients
+    Dynamo (torch 2.13) would hand the forward a context.
+    """
+    if is_compiling():
+        differentiates = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    else:
+        differentiates = not is_transformed(*tensors)
+    run = function.apply if differentiates else function.forward
+    outputs: tuple[Tensor, ...] = run(call, *tensors)  # type: ignore[no-untyped-call]
+    return outputs
+
+
 def available() -> str:
     """Which kernels serve the tensors of this machine, and why not faster ones, in one line."""
     devices = {torch.device("cpu"): "C++"}

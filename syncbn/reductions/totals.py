@@ -9,6 +9,7 @@ from torch import Tensor
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.kernels.select import is_transformed
 from syncbn.reductions.eager import Reduction
+from syncbn.statistics import to_float64
 from syncbn.torch_internals.autograd import apply_to_stack
 from syncbn.torch_internals.state import is_compiling
 
@@ -27,6 +28,14 @@ def total(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
     if not has_graph:
         return result
     return torch.cat((result[:-TRAILER_NUMBERS], result[-TRAILER_NUMBERS:].detach()))  # n is a constant
+
+
+def total_of_forward(sums: Tensor, num_values: Tensor | None, reduction: Reduction) -> Tensor:
+    """The totals of a forward's sums, with `num_values` in the place of n where a mask has counted them."""
+    if num_values is not None:
+        trailer = -TRAILER_NUMBERS
+        sums = torch.cat((sums[:trailer], to_float64(num_values).view(1), sums[trailer + 1 :]))
+    return total(sums, reduction, "forward")
 
 
 def totals(several: list[Tensor], reduction: Reduction, pass_name: str) -> list[Tensor]:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn.arguments import Arguments, num_channels_of
+from syncbn.arguments import Options, Tensors, num_channels_of
+from syncbn.checks import check
 from syncbn.comm.groups import GroupSpec, to_spec
 from syncbn.convert import kind_of
-from syncbn.inputs import dtensors, masks
-from syncbn.inputs.unwrapping import unwrap
+from syncbn.inputs import dtensors
+from syncbn.inputs.unwrapping import expanded_mask, unwrap
 from syncbn.kernels.interface import UNSIGNED, Kind
 from syncbn.kernels.select import general_kernels
 from syncbn.layer import SyncBatchNorm
@@ -54,7 +55,7 @@ class Recorder:
                 return original(*args, **options)
             if type(layer).forward is nn.SyncBatchNorm.forward:
                 (x,) = (*args, *options.values())
-                self._record(Arguments(x, eps=layer.eps))
+                self._record(Tensors(x), Options(eps=layer.eps))
                 return original(*args, **options)
             self.has_seen = False
             with BatchNormReplaced(self._batch_norm):
@@ -70,9 +71,9 @@ class Recorder:
         if isinstance(layer, SyncBatchNorm):
             train = layer._train_over_ranks
 
-            def record_and_train(arguments: Arguments, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
-                self._record(arguments)
-                return train(arguments, layer)
+            def record_and_train(tensors: Tensors, options: Options, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
+                self._record(tensors, options)
+                return train(tensors, options, layer)
 
             replace(layer, "_train_over_ranks", record_and_train, undo)
 
@@ -83,18 +84,18 @@ class Recorder:
         """F.batch_norm in the forward of the layer."""
         self.has_seen = True
         if training:
-            self._record(Arguments(input, eps=eps))
+            self._record(Tensors(input), Options(eps=eps))
         return nn.functional.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
     @torch.no_grad()
-    def _record(self, arguments: Arguments) -> None:
+    def _record(self, tensors: Tensors, options: Options) -> None:
         """Keeps the sums of a batch norm of the layer in training."""
         self.has_seen = True
         if current_backward() != -1:
             return
         self.num_calls += 1
         try:
-            self.sums.append(self._local_sums(arguments))
+            self.sums.append(self._local_sums(tensors, options))
         except Exception as error:  # of whatever class a strange input raises
             self._leave_out(str(error))
 
@@ -102,19 +103,19 @@ class Recorder:
         """Notes why the layer cannot be measured, the first time."""
         self.why_left_out = self.why_left_out or " ".join(why.split()) or "its input cannot be read"
 
-    def _local_sums(self, arguments: Arguments) -> Tensor:
+    def _local_sums(self, tensors: Tensors, options: Options) -> Tensor:
         """The sums of each slice of this call's input."""
         if inside_vmap():
             raise RuntimeError("an ensemble under torch.func.vmap has no batch of its own; measure one of its models")
-        if dtensors.is_dtensor(arguments.input):
+        if dtensors.is_dtensor(tensors.input):
             raise TypeError("its input is a DTensor, whose mesh says which ranks share a batch; measure plain tensors")
-        self.eps, channel_dim = arguments.eps, arguments.channel_dim
-        arguments = dataclasses.replace(arguments, num_channels=num_channels_of(self.layer), check_input_dim=None)
-        arguments, _ = unwrap(arguments)
-        arguments.check()
-        x, mask = arguments.input.detach(), arguments.mask
+        self.eps, channel_dim = options.eps, options.channel_dim
+        options = dataclasses.replace(options, num_channels=num_channels_of(self.layer), check_input_dim=None)
+        tensors, options, _ = unwrap(tensors, options)
+        check(tensors, options, self.layer)
+        x, mask = tensors.input.detach(), tensors.mask
         if mask is not None:
-            mask = masks.expanded(mask, x, channel_dim)
+            mask = expanded_mask(mask, x, channel_dim)
             x = torch.where(mask, x, 0)
         sums = torch.stack([_sums(part, channel_dim) for part in x.tensor_split(self.num_slices)], dim=1)
         if mask is not None:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import ordinary
-from syncbn.arguments import Arguments, num_channels_of
+from syncbn.arguments import Options, Tensors, num_channels_of
 from syncbn.comm import groups
 from syncbn.comm.text_exchange import require_equal
 from syncbn.layer import SyncBatchNorm
 from syncbn.statistics import from_float64, from_sums, to_float64, to_sums, update_buffers
 from syncbn.tools.replace import replace
 from syncbn.torch_internals.state import current_backward, is_compiling
+from syncbn.training import train
 
 Count: TypeAlias = float | Mapping[str, float] | None  # see merge_running_stats
 
@@ -71,14 +71,14 @@ class Pool:
         self.packed = to_float64(torch.zeros(2 * num_channels + 2, device=device))
         self.is_empty = True
 
-    def train(self, arguments: Arguments, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
+    def train(self, tensors: Tensors, options: Options, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
         """Trains the layer, and adds its statistics to the pool in place of its running statistics. A recompute adds
         nothing, since the first forward did."""
-        if arguments.running_mean is not layer.running_mean:  # a subclass's own buffers
-            return ordinary.train(arguments, layer)
+        if tensors.running_mean is not layer.running_mean:  # a subclass's own buffers
+            return train(tensors, options, layer)
         if is_compiling():  # the graph breaks here
             raise RuntimeError("compiled graphs cannot collect running statistics; compile without fullgraph=True")
-        y, statistics = ordinary.train(arguments.without_running_stats(), layer)
+        y, statistics = train(tensors.without_running_stats(), options, layer)
         packed = torch.cat((to_sums(statistics.detach(), self.num_channels), statistics.new_ones(1)))
         if current_backward() == -1:
             self.packed += packed

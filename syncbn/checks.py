@@ -1,0 +1,237 @@
+"""Checks the tensors and options of a call: ValueError or TypeError with the values and the remedy.
+
+Nothing is changed before the checks have passed; a fault is raised on all ranks, see raising.py.
+"""
+
+import contextlib
+from typing import NoReturn, TypeGuard
+
+import torch
+from torch import Tensor
+
+from syncbn.arguments import CHECKS_OF_DIMS, SUPPORTED_DTYPES, CheckOfDims, Options, Tensors
+from syncbn.kernels.interface import NO_MEMORY, is_freed
+from syncbn.kernels.select import why_forced
+from syncbn.texts import in_short
+from syncbn.torch_internals.autograd import innermost, is_wrapped, is_zero_tensor, overlaps_itself
+from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling
+
+NUMBERED = {2: "1d", 3: "1d", 4: "2d", 5: "3d"}  # the classes that take an input of so many dims
+
+
+def checked(tensors: Tensors, options: Options, layer: object) -> Options:
+    """The options, with numbers as floats, of a call whose training step can be completed once the other ranks have
+    taken part. **Raises** whatever the checks below raise, or a subclass's `_check_input_dim`."""
+    check(tensors, options, layer)
+    _check_memory(tensors)
+    check_saved(tensors)
+    if not is_compiling():
+        why_forced()
+    options = options.normalized(tensors)
+    averages = options.momentum is None
+    number = tensors.counter if averages else options.momentum
+    if isinstance(number, Tensor) and not (number.is_cpu and number.ndim == 0):  # which goes to any device
+        _check_device("num_batches_tracked" if averages else "momentum", number, tensors.input)
+    return options
+
+
+def check(tensors: Tensors, options: Options, layer: object) -> None:
+    """**Raises** ValueError or TypeError unless tensors and options fit together, but for the numbers."""
+    x, channel_dim = tensors.input, options.channel_dim
+    check_input(x, channel_dim, options.check_input_dim, layer)
+    per_channel = {name: tensor for name, tensor in tensors.per_channel().items() if tensor is not None}
+    check_channels(x, channel_dim, options.num_channels, per_channel)
+    if (tensors.running_mean is None) != (tensors.running_var is None):
+        raise ValueError("running_mean and running_var must either both be None or neither be None")
+    if tensors.z is not None:
+        check_like_input("z", tensors.z, x)
+    if tensors.mask is not None:
+        check_mask(tensors.mask, x, channel_dim)
+
+
+def check_saved(tensors: Tensors) -> None:
+    """**Raises** ValueError where autograd would have to save a tensor of inference mode, which it refuses."""
+    if is_compiling() or torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        return
+    inputs = tensors.input, tensors.weight, tensors.bias, tensors.z
+    if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in inputs):
+        for name in ("input", "weight", "mask"):
+            tensor = getattr(tensors, name)
+            if isinstance(tensor, Tensor) and tensor.is_inference():
+                raise ValueError(
+                    f"{name} was made in torch.inference_mode(), and autograd cannot save it for backward; use "
+                    f"{name}.clone() outside of inference_mode, or torch.no_grad() in its place"
+                )
+
+
+def _check_memory(tensors: Tensors) -> None:
+    """**Raises** RuntimeError where a tensor's memory was freed, ValueError or TypeError unless the buffers can be
+    updated in place."""
+    if is_compiling():
+        return
+    if any(_is_plain(tensor) and is_freed(tensor) for tensor in tensors):
+        raise RuntimeError(NO_MEMORY)
+    check_writable("running_mean", tensors.running_mean)
+    check_writable("running_var", tensors.running_var)
+    check_writable("num_batches_tracked", tensors.counter)
+
+
+def check_input(x: Tensor, channel_dim: int, check_input_dim: CheckOfDims | None = None, layer: object = None) -> None:
+    """**Raises** ValueError or TypeError unless x is a dense float tensor of 2 or more dims that has `channel_dim`."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"expected a Tensor as input, got {type(x).__name__}")
+    if x.dtype not in SUPPORTED_DTYPES:
+        remedy = "call syncbn.revert_syncbn_model(model) before quantising" if x.is_quantized else "convert it first"
+        raise TypeError(f"expected a float16, bfloat16, float32 or float64 input, got {x.dtype}; {remedy}")
+    if x.is_nested:
+        raise TypeError(
+            f"expected a dense input, or one NestedTensor that is jagged, without holes between its sequences, got "
+            f"layout {x.layout}; use torch.nested.as_nested_tensor(input.unbind(), layout=torch.jagged) or its values()"
+        )
+    _check_tensor("input", x, x)
+    if check_input_dim is not None:
+        try:
+            check_input_dim(layer, x)
+        except ValueError as error:
+            if type(error) is not ValueError:
+                raise
+            text = f"{error}; its shape is {tuple(x.shape)}"
+            if check_input_dim in CHECKS_OF_DIMS:  # torch's own
+                raise ValueError(text + _remedy_of_dims(x, check_input_dim, layer)) from None
+            raise ValueError(text) from error
+    if x.ndim < 2:
+        raise ValueError(f"expected at least 2D input (got {x.ndim}D input of shape {tuple(x.shape)})")
+    if not isinstance(channel_dim, int):
+        raise TypeError(f"channel_dim must be an int, got {channel_dim!r}")
+    if not -x.ndim <= channel_dim < x.ndim:
+        raise ValueError(f"channel_dim={channel_dim} does not exist in an input of shape {tuple(x.shape)}")
+
+
+def _remedy_of_dims(x: Tensor, check_input_dim: CheckOfDims, layer: object) -> str:
+    """What to do about an input that one of torch's numbered classes does not take."""
+    remedies = []
+    with contextlib.suppress(ValueError):
+        check_input_dim(layer, x[None])
+        remedies.append("add the dim of the batch by input[None]")
+    if number := NUMBERED.get(x.ndim):
+        remedies.append(f"use SyncBatchNorm{number} (nn.BatchNorm{number} before conversion)")
+    return f"; {', or '.join(remedies)}" if remedies else ""
+
+
+def check_channels(x: Tensor, channel_dim: int, num_channels: int | None, per_channel: dict[str, Tensor]) -> None:
+    """**Raises** ValueError or TypeError unless `per_channel` are float tensors (C,) on the device of x, with its C.
+
+    Where there is none, x must have `num_channels`, if that is known. (It is 0 in a lazy layer without tensors.)
+    """
+    actual = x.shape[channel_dim]
+    for name, tensor in per_channel.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"expected {name} to be a Tensor of shape ({actual},), got {type(tensor).__name__}")
+        _check_tensor(name, tensor, x)
+    for name, tensor in per_channel.items():
+        if tensor.shape != (actual,):
+            if tensor.ndim == 1 and all(other.shape == tensor.shape for other in per_channel.values()):
+                _refuse_channels(len(tensor), x, channel_dim)
+            raise ValueError(
+                f"expected {name} of shape ({actual},), as the input has {actual} channels in dim {channel_dim} (input "
+                f"shape {tuple(x.shape)}), got {tuple(tensor.shape)}; cut or replace it"
+            )
+    if num_channels and not per_channel and actual != num_channels:
+        _refuse_channels(num_channels, x, channel_dim)
+
+
+def _refuse_channels(expected: int, x: Tensor, channel_dim: int) -> NoReturn:
+    raise ValueError(
+        f"expected {expected} channels in dim {channel_dim} of the input, got {x.shape[channel_dim]} (input shape "
+        f"{tuple(x.shape)}); correct num_features, channel_last or channel_dim"
+    )
+
+
+def check_like_input(name: str, tensor: Tensor, x: Tensor) -> None:
+    """**Raises** TypeError or ValueError unless `tensor` is a float tensor of the shape and device of x."""
+    _check_dtype(name, tensor)
+    if tensor.shape != x.shape:
+        raise ValueError(
+            f"expected {name} of the input's shape {tuple(x.shape)}, got {tuple(tensor.shape)}; expand() it first"
+        )
+    _check_tensor(name, tensor, x)
+
+
+def check_mask(mask: Tensor, x: Tensor, channel_dim: int) -> None:
+    """**Raises** TypeError or ValueError unless `mask` is bool, (N,) or of the shape of x without the channels' dim."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"expected mask to be a bool tensor, got {type(mask).__name__}; use torch.as_tensor(mask)")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"expected mask to be bool, True where a value counts, got {mask.dtype}; use mask != 0")
+    wanted = list(x.shape)
+    del wanted[channel_dim]
+    # Not `in`, which is False for a static and an equal dynamic size under Dynamo.
+    sizes_fit = all(size == 1 or size == other for size, other in zip(mask.shape, wanted, strict=False))
+    if mask.ndim not in (1, len(wanted)) or not sizes_fit:
+        raise ValueError(
+            f"expected mask of shape {tuple(wanted)}, which is the input's {tuple(x.shape)} without the channels' "
+            f"dim, with sizes of 1 where all values share it, or ({wanted[0]},); got {tuple(mask.shape)}"
+        )
+    _check_device("mask", mask, x)
+
+
+def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
+    """**Raises** TypeError or ValueError unless `tensor` is a dense float tensor on the device of x, and no DTensor."""
+    _check_dtype(name, tensor)
+    if type(tensor) not in PLAIN_CLASSES and hasattr(tensor, "device_mesh"):
+        raise TypeError(f"{name} is a DTensor, expected this rank's values as a plain tensor: pass {name}.to_local()")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"expected a dense {name}, got layout {tensor.layout}; use {name}.to_dense()")
+    _check_device(name, tensor, x)
+
+
+def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:
+    """**Raises** ValueError unless `tensor` is on the device of x."""
+    if tensor.device != x.device:
+        raise ValueError(f"the input is on {x.device} but {name} on {tensor.device}; move one with .to(device)")
+
+
+def _check_dtype(name: str, tensor: Tensor) -> None:
+    """**Raises** TypeError unless `tensor` is a float tensor."""
+    dtype = getattr(tensor, "dtype", type(tensor).__name__)
+    if dtype not in SUPPORTED_DTYPES:
+        remedy = f"a mask is passed as mask=, not as {name}" if dtype is torch.bool else "convert it first"
+        raise TypeError(f"expected {name} to be a float tensor, got {dtype}; {remedy}")
+
+
+def check_writable(name: str, buffer: Tensor | None) -> None:
+    """**Raises** ValueError or TypeError unless this buffer can be updated in place. (Tensors of other classes say it
+    themselves.)"""
+    if buffer is None or (isinstance(buffer, Tensor) and not _is_plain(buffer)):
+        return
+    if not isinstance(buffer, Tensor) or buffer.dtype == torch.bool:
+        got = f"a tensor of {buffer.dtype}" if isinstance(buffer, Tensor) else in_short(buffer)
+        raise TypeError(f"expected {name} to be a tensor of numbers, got {got}; use torch.tensor(0)")
+    reason = None
+    if overlaps_itself(buffer):
+        reason = "several of its numbers share one place in memory, as expand() makes them"
+    elif is_zero_tensor(buffer):
+        reason = "it is a tensor of zeros without memory"
+    elif buffer.is_inference() and not torch.is_inference_mode_enabled():
+        reason = "it was made in torch.inference_mode()"
+    if reason is not None:
+        raise ValueError(f"{name} cannot be updated in place, as {reason}; replace it by {name}.clone()")
+
+
+def require_two_values(num_values: Tensor, x: Tensor, name: str = "") -> None:
+    """**Raises** F.batch_norm's ValueError when the whole group has one value per channel.
+
+    On a GPU the host would stop to read that, a compiled graph would break, and a subclass such as FakeTensor may have
+    no values. Then nothing is raised.
+    """
+    can_read = not is_compiling() and num_values.is_cpu and type(num_values) is Tensor
+    if can_read and 1 in innermost(num_values).flatten().tolist():
+        raise ValueError(
+            f"{name}Expected more than 1 value per channel when training, got 1 over all ranks "
+            f"(input size on this rank {tuple(x.shape)}). Use a larger batch or eval()."
+        )
+
+
+def _is_plain(tensor: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor of a class of torch's that has its memory itself."""
+    return type(tensor) in PLAIN_CLASSES and isinstance(tensor, Tensor) and not is_wrapped(tensor)

@@ -1,0 +1,53 @@
+"""Raises on all ranks what is wrong with the arguments of one."""
+
+import contextlib
+import math
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from syncbn.arguments import Options, Tensors
+from syncbn.inputs import traced
+from syncbn.kernels.interface import TRAILER_NUMBERS
+from syncbn.reductions.eager import Reduction
+from syncbn.statistics import lacks_float64
+from syncbn.torch_internals.autograd import innermost
+from syncbn.torch_internals.state import inside_vmap
+
+
+def raise_on_all_ranks(
+    error: Exception, tensors: Tensors, options: Options, reduction: Reduction, pass_name: str
+) -> NoReturn:
+    """Join the all_reduce of the others as a faulty rank, and raise `error` on every rank.
+
+    Only this rank raises on a GPU, in a compiled graph, in a trace of torch.fx, and where the arguments do not tell how
+    many numbers the others send. In eager mode its position then has the error.
+    """
+    traced.refuse_proxies(tensors)
+    num_channels, device = _likely_channels(tensors, options), _device_of(tensors)
+    if not reduction.is_read or num_channels is None or not (device.type == "cpu" or lacks_float64(device)):
+        reduction.leave_out(error, pass_name)
+        raise error  # no rank would read the mark
+    payload = torch.zeros(2 * num_channels + TRAILER_NUMBERS, dtype=torch.float64)
+    if inside_vmap() and isinstance(tensors.input, Tensor):  # the others send a stack
+        payload = tensors.input.new_zeros(len(payload), dtype=torch.float64, device=payload.device)
+    payload[-TRAILER_NUMBERS] = math.nan
+    reduction.total(innermost(payload).flatten(), pass_name, error)
+    raise AssertionError("internal error: no rank reported the bad argument") from error
+
+
+def _likely_channels(tensors: Tensors, options: Options) -> int | None:
+    """The number of channels that most arguments have, as one of them is wrong; None if nothing tells it."""
+    votes = [tensor.numel() for tensor in tensors.per_channel().values() if isinstance(tensor, Tensor)]
+    if not votes and options.num_channels:
+        return options.num_channels
+    with contextlib.suppress(Exception):  # no tensor, no such dim, or one whose sizes differ
+        votes.append(int(tensors.input.shape[options.channel_dim]))
+    return max(votes, key=votes.count, default=None)  # the first of equals: a per-channel tensor's
+
+
+def _device_of(tensors: Tensors) -> torch.device:
+    """The device of the first argument that is a tensor."""
+    candidates = *tensors.per_channel().values(), tensors.input
+    return next((tensor.device for tensor in candidates if isinstance(tensor, Tensor)), torch.device("cpu"))

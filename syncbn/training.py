@@ -1,0 +1,84 @@
+"""Opens the door of training: asks how torch runs, makes the call ordinary where it can, and takes a road.
+
+An ordinary call has plain tensors without gaps and no mask, in eager mode; there are kernels for them, and nobody but
+autograd and autocast watches the operators that it calls. It takes ordinary.step. So does a call with a mask, a tensor
+with gaps, a subclass of Tensor, a NestedTensor or a DTensor, once it has been made ordinary here. All others take the
+general road: calls in a compiled graph or an exported program; under a dispatch mode, a profiler or a transform of
+torch.func; with a momentum in a tensor or a bad argument; and those of machines without kernels.
+"""
+
+from torch import Tensor
+
+from syncbn import general, ordinary
+from syncbn.arguments import Options, Tensors
+from syncbn.checks import checked
+from syncbn.diagnosis.positions import CallsOnGroups
+from syncbn.inputs.unwrapping import Wrap, apply_mask, unchanged, unwrap, unwrap_and_mask, without_gaps
+from syncbn.plan import forward_plan
+from syncbn.raising import raise_on_all_ranks
+from syncbn.reductions.choice import note_ranks, reduction_now
+from syncbn.statistics import update_buffers
+from syncbn.torch_internals.state import (
+    PLAIN_OR_NONE,
+    current_backward,
+    is_compiling,
+    only_profiled,
+    recorded,
+    runs_plainly,
+)
+
+
+def train(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
+    """y, and the statistics of all ranks, packed as in statistics.py; `caller` is a layer or a `Caller`.
+
+    The running statistics are updated, and the counter counts. **Raises** a fault in the arguments of any rank on every
+    rank, see raising.py.
+    """
+    # A profiler sees the launches of kernels on a GPU; on a CPU it sees operators alone.
+    is_plain = runs_plainly()
+    if not (is_plain or (only_profiled() and isinstance(tensors.input, Tensor) and tensors.input.is_cuda)):
+        return _train_generally(tensors, options, caller)
+    if current_backward() != -1:  # activation checkpointing computes again what the first forward has updated
+        tensors = tensors.without_running_stats()
+    wrap: Wrap = unchanged
+    if tensors.mask is not None or not PLAIN_OR_NONE.issuperset(map(type, tensors)):
+        try:
+            tensors, options, wrap = unwrap_and_mask(tensors, options)
+        except Exception:  # of whatever class a bad argument brings about; the general road raises it on all ranks
+            return _train_generally(tensors, options, caller)
+    plan = forward_plan(tensors, options)
+    if plan is not None and plan.has_gaps:
+        tensors = without_gaps(tensors, options)
+    if plan is None:
+        y, statistics = _train_generally(tensors, options, caller)
+    elif is_plain:
+        y, statistics = ordinary.step(plan.kernels, tensors, options, caller)
+    else:
+        with recorded("syncbn.forward"):
+            y, statistics = ordinary.step(plan.kernels, tensors, options, caller)
+    return y if wrap is unchanged else wrap(y), statistics
+
+
+def _train_generally(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
+    """`train` on the general road: by operators on the same kernels, else by torch's operations.
+
+    The results have the same bits where operators run, else they are the same up to rounding. Each pass sends the same
+    payload as the ordinary one, so that ranks which differ in this still fit together.
+    """
+    tensors, options, wrap = unwrap(tensors, options)
+    reduction = reduction_now(options.process_group, caller, tensors.input)
+    try:
+        options = checked(tensors, options, caller)
+    except Exception as error:  # of whatever class a subclass's _check_input_dim raises
+        raise_on_all_ranks(error, tensors, options, reduction, "forward")
+    with recorded("syncbn.forward"), reduction.telling_errors("forward"):
+        tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
+        tensors = without_gaps(tensors, options)
+        y, statistics = general.normalize(tensors, options, reduction)
+        y = apply_to_output(y)
+    # A graph leaves updates out of its recompute by itself; else the same operators run there and update nothing.
+    updates = is_compiling() or current_backward() == -1
+    buffers = tensors.running_mean, tensors.running_var, tensors.counter
+    update_buffers(*buffers, statistics, options.momentum, updates)
+    note_ranks(caller, reduction)
+    return wrap(y), statistics
