@@ -183,7 +183,8 @@ def batch_norm_backward(
         inputs = BackwardInput.of(kind, grad_output.to(input.dtype), (input, weight, statistics, None), needed)
         kernels = inputs.kernels()
         sums, grad_weight, grad_bias, handle = kernels.backward_sums(inputs.dy, inputs.saved)
-        sums = total(sums, reduction, "backward")
+        trailer = -TRAILER_NUMBERS  # backward sends 0 in the place of n, which is known here on this rank alone
+        sums = total(torch.cat((sums[:trailer], num_values, sums[trailer + 1 :])), reduction, "backward")
         statistics = torch.cat((statistics[:-1], sums[-TRAILER_NUMBERS : 1 - TRAILER_NUMBERS]))
         inputs = inputs._replace(saved=(inputs.saved[0], weight, statistics, None))
         grad_input, _ = outputs(kernels, handle, inputs, sums)

@@ -49,7 +49,7 @@ STATISTICS = {
     "mean", "sum", "var", "std", "var_mean", "std_mean", "batch_norm", "native_batch_norm", "batch_norm_stats",
     "cudnn_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
 }  # fmt: skip
-SYNCHRONISE = {"forward_sums", "all_reduce", "all_reduce_", "all_to_all_single"}
+SYNCHRONISE = {"forward_sums_v2", "all_reduce", "all_reduce_", "all_to_all_single"}
 WATCHED = STATISTICS | SYNCHRONISE
 
 _classes = dict(OURS)  # with the classes that have been made

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from syncbn.comm.all_reduce import exchanges
 from syncbn.diagnosis import processes
 from syncbn.diagnosis.names import line_that_calls_model, quoted
-from syncbn.kernels.interface import UNSIGNED, Signature
+from syncbn.kernels.interface import UNSIGNED
 from syncbn.texts import in_words
 from syncbn.torch_internals.distributed import default_store, name_of
 from syncbn.torch_internals.state import constant_in_graphs
@@ -58,18 +58,18 @@ def largest_signature(num_ranks: int) -> int:
     return 2**26 // num_ranks - 1
 
 
-class Signatures(dict[tuple[str, torch.dtype | None], Signature]):
+class Signatures(dict[tuple[str, torch.dtype | None], int]):
     """The signatures of a call site by pass and dtype of the input; UNSIGNED as long as the site has no identity."""
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__()
         self.identity, self.num_ranks = "", num_ranks
 
-    def __missing__(self, key: tuple[str, torch.dtype | None]) -> Signature:
+    def __missing__(self, key: tuple[str, torch.dtype | None]) -> int:
         pass_name, dtype = key
         text = f"{self.identity} {pass_name} {dtype}"
-        s = float(1 + _hash_of(text) % largest_signature(self.num_ranks))
-        self[key] = signature = (1.0, s, s * s) if self.identity else UNSIGNED
+        s = 1 + _hash_of(text) % largest_signature(self.num_ranks)
+        self[key] = signature = s if self.identity else UNSIGNED
         return signature
 
 

@@ -15,19 +15,19 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from syncbn.kernels.interface import NO_MEMORY, TRAILER_NUMBERS, UNSIGNED, GradientPair, Handle, Kind, Saved, Signature
+from syncbn.kernels.interface import NO_MEMORY, TRAILER_NUMBERS, UNSIGNED, GradientPair, Handle, Kind, Saved
 from syncbn.statistics import num_statistics
 from syncbn.torch_internals.autograd import increment_version
 
 FILE = Path(__file__).with_name("_cpu.so")
 CODES = {None: -1, torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # cpu.cpp's
-INTERFACE = 8  # of the C functions: an older library would read other arguments
+INTERFACE = 9  # of the C functions: an older library would read other arguments
 LACKS_MEMORY, NOT_FINITE = 2, 3  # statuses
 
 # The structs of cpu.cpp: q and i are integers, d a double, P is an address.
 _kind = struct.Struct("3qd11i").pack
 _forward_outputs = struct.Struct("10Pd").pack
-_sums = struct.Struct("8P3d").pack
+_sums = struct.Struct("8Pq").pack
 _backward_outputs = struct.Struct("8P").pack
 # The last fields of Kind there.
 _dtypes = attrgetter(
@@ -80,11 +80,11 @@ class Kernels:
         self.num_statistics = num_statistics(self.num_channels, kind.masks_by_x())
         self.num_scratch: int = _library.scratch(self.in_c)  # bytes
 
-    def forward_sums(self, x: Tensor, signature: Signature = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, None]:
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, None]:
         sums = x.new_empty(self.num_sums, dtype=torch.float64)
         scratch = x.new_empty(self.num_scratch, dtype=torch.uint8) if self.num_scratch else None
         call = _sums(
-            0, x.data_ptr(), 0, 0, sums.data_ptr(), 0, 0, 0 if scratch is None else scratch.data_ptr(), *signature
+            0, x.data_ptr(), 0, 0, sums.data_ptr(), 0, 0, 0 if scratch is None else scratch.data_ptr(), signature
         )
         if status := _library.forward_sums(self.in_c, call):
             _refuse(status)
@@ -114,7 +114,7 @@ class Kernels:
         return y, statistics, not status
 
     def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: Signature = UNSIGNED, is_alone: bool = False
+        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, is_alone: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         (x, _, statistics, y), kind, num_channels = saved, self.kind, self.num_channels
         sums = statistics.new_empty(self.num_sums)
@@ -125,7 +125,7 @@ class Kernels:
         call = _sums(
             dy.data_ptr(), x.data_ptr(), 0 if y is None else y.data_ptr(), statistics.data_ptr(), sums.data_ptr(),
             0 if grad_weight is None else grad_weight.data_ptr(), 0 if grad_bias is None else grad_bias.data_ptr(),
-            0 if scratch is None else scratch.data_ptr(), *signature,
+            0 if scratch is None else scratch.data_ptr(), signature,
         )  # fmt: skip
         if status := _library.backward_sums(self.in_c, call):
             _refuse(status)

@@ -164,9 +164,9 @@ Status sum_all(const Kind& kind, const Sums& call, bool backward, const Term& te
 
 template <typename T> Status sum(const Kind& kind, const Sums& call, bool backward, double* scratch) {
   const Sizes& sizes = kind.sizes;
-  double* trailer = call.sums + 2 * sizes.channels;
-  *trailer = double(sizes.outer * sizes.inner);  // n
-  std::copy_n(call.signature, SIGNATURE, trailer + 1);
+  double *trailer = call.sums + 2 * sizes.channels, s = double(call.signature);
+  trailer[0] = backward ? 0 : double(sizes.outer * sizes.inner);
+  trailer[1] = s != 0, trailer[2] = s, trailer[3] = s * s;
   auto sum_of = [&](auto term) {
     term.dy = (const T*)call.dy, term.x = (const T*)call.x, term.y = (const T*)call.y;
     return sum_all<T>(kind, call, backward, term, scratch);

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from syncbn.kernels import gpu_channels, gpu_tiles
-from syncbn.kernels.interface import NO_MEMORY, TRAILER_NUMBERS, UNSIGNED, GradientPair, Handle, Kind, Saved, Signature
+from syncbn.kernels.interface import NO_MEMORY, TRAILER_NUMBERS, UNSIGNED, GradientPair, Handle, Kind, Saved
 from syncbn.statistics import compute_dtype, num_statistics
 from syncbn.torch_internals.autograd import increment_version
 
@@ -62,29 +62,29 @@ class Launch:
         self.key = kernel, device, dtypes, constants, *options.values(), *are_large
         self.aligned: Ready | None = None  # the entry of _compiled for addresses that are all multiples of `alignment`
 
-    def __call__(self, *addresses: int, floats: tuple[float, ...] = ()) -> None:
-        """Launch for these addresses, 0 where there is nothing."""
+    def __call__(self, *addresses: int, more: tuple[float, ...] = ()) -> None:
+        """Launch for these addresses, 0 where there is nothing; `more`: the numbers that differ from call to call."""
         if self.device >= 0 and self.device != torch.cuda.current_device():
             with torch.cuda.device(self.device):
-                self(*addresses, floats=floats)
+                self(*addresses, more=more)
             return
         if addresses.count(0) > self.most_zeros:
             raise RuntimeError(NO_MEMORY)
         ready = self.aligned if self.alignment == 1 or functools.reduce(or_, addresses) % self.alignment == 0 else None
-        ready = ready or self._ready(addresses, floats)
+        ready = ready or self._ready(addresses, more)
         if ready is None:  # Triton has launched it
             return
         # As compiled[grid] of Triton, without what that does for the hooks of a profiler.
         run, stream_of, handles, _ = ready
-        run(*self.grid, stream_of(self.device), *handles, *addresses, *floats, *self.numbers)
+        run(*self.grid, stream_of(self.device), *handles, *addresses, *more, *self.numbers)
 
-    def _ready(self, addresses: tuple[int, ...], floats: tuple[float, ...]) -> Ready | None:
+    def _ready(self, addresses: tuple[int, ...], more: tuple[float, ...]) -> Ready | None:
         """The compiled kernel for such addresses. The first time None: Triton compiles and launches it itself."""
         are_aligned = (*(address % self.alignment == 0 for address in addresses),)
         ready = _compiled.get((self.key, are_aligned))
         if ready is None:
             tensors = [self._tensor_at(*pair) for pair in zip(addresses, self.dtypes, strict=True)]
-            compiled = self.kernel[self.grid](*tensors, *floats, *self.numbers, **self.options)
+            compiled = self.kernel[self.grid](*tensors, *more, *self.numbers, **self.options)
             if compiled is not None:  # neither interpreted nor recorded
                 handles = compiled.function, compiled.packed_metadata, None, None, None
                 ready = compiled.run, triton.runtime.driver.active.get_current_stream, handles, compiled
@@ -175,14 +175,14 @@ class Kernels:
             for count, is_local, is_total in ((num_parts, 1, 0), (num_parts, 1, 1), (1, 0, 1))
         )
 
-    def forward_sums(self, x: Tensor, signature: Signature = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, Handle]:
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, Handle]:
         scratch = x.new_empty(self.num_in_scratch, dtype=torch.float64)
         sums = scratch if is_alone else scratch.new_empty(2 * self.channels + TRAILER_NUMBERS)
         parts = (sums if self.num_parts == 1 else scratch).data_ptr()
-        self.parts_of_sums(x.data_ptr(), 0, 0, 0, parts, floats=_two(signature[1]))
+        self.parts_of_sums(x.data_ptr(), 0, 0, 0, parts, more=(signature,))
         if self.num_parts > 1 and not is_alone:
             # The other addresses are not used, but must not be 0.
-            self.add_parts(parts, sums.data_ptr(), *(parts,) * 8, floats=(0.0, 0.0))
+            self.add_parts(parts, sums.data_ptr(), *(parts,) * 8, more=(signature, 0.0, 0.0))
         return sums, Handle(scratch)
 
     def forward_outputs(
@@ -200,7 +200,7 @@ class Kernels:
         launch = self.forward_of_parts if total is scratch else self.forward_of_total
         launch(
             address, address, *map(_address, (weight, bias, running_mean, running_var, counter)),
-            statistics.data_ptr(), coefficients, _address(share), floats=_two(momentum or 0.0),
+            statistics.data_ptr(), coefficients, _address(share), more=(UNSIGNED, *_two(momentum or 0.0)),
         )  # fmt: skip
         # Autograd is to see what has changed.
         increment_version([buffer for buffer in (running_mean, running_var, counter) if buffer is not None])
@@ -208,7 +208,7 @@ class Kernels:
         return y, statistics, True
 
     def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: Signature = UNSIGNED, is_alone: bool = False
+        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, is_alone: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Handle]:
         x, _, statistics, y = saved
         weight_dtype, bias_dtype = self.kind.grad_weight_dtype, self.kind.grad_bias_dtype
@@ -217,12 +217,10 @@ class Kernels:
         scratch = sums = statistics.new_empty(self.num_in_scratch)
         parts, of_statistics = scratch.data_ptr(), statistics.data_ptr()
         grads = _address(grad_weight), _address(grad_bias)
-        self.parts_of_gradient_sums(
-            x.data_ptr(), dy.data_ptr(), _address(y), of_statistics, parts, floats=_two(signature[1])
-        )
+        self.parts_of_gradient_sums(x.data_ptr(), dy.data_ptr(), _address(y), of_statistics, parts, more=(UNSIGNED,))
         if not is_alone:
             sums = statistics.new_empty(2 * self.channels + TRAILER_NUMBERS)
-            self.gradient_sums(parts, sums.data_ptr(), of_statistics, parts, *grads, parts)
+            self.gradient_sums(parts, sums.data_ptr(), of_statistics, parts, *grads, parts, more=(signature,))
         return sums, grad_weight, grad_bias, Handle(scratch, *grads)
 
     def backward_outputs(self, handle: Handle | None, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
@@ -232,7 +230,7 @@ class Kernels:
         coefficients = scratch.data_ptr() + self.coefficients_at
         if is_alone or needs_map:
             launch = self.backward_of_parts if is_alone else self.backward_of_total
-            launch(sums, sums, statistics.data_ptr(), _address(weight), *grads, coefficients)
+            launch(sums, sums, statistics.data_ptr(), _address(weight), *grads, coefficients, more=(UNSIGNED,))
         if not needs_map:
             return None, None
         grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x) if kind.needs_residual else None

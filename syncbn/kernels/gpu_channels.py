@@ -2,8 +2,8 @@
 
 A program has CHANNELS channels, and computes in float64. gpu.py launches it. Uses only features of Triton 3.6.
 
-`parts` are (num_parts, 2, channels) sums, and the trailer: how many values a channel has, and the signature. The sums
-of all ranks are one part.
+`parts` are (num_parts, 2, channels) sums; in forward n follows, the number of values of a channel. The sums of all
+ranks are one part.
 """
 
 # Triton has types of its own, and reads this source: constants are upper case, branches on them need their else.
@@ -15,9 +15,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from syncbn.kernels.gpu_tiles import store_trailer
+
 CHANNELS, PARTS = tl.constexpr(8), tl.constexpr(128)  # that a program adds at once
 # Triton would compile anew for other values of these, and for tensors that begin between multiples of 16 bytes.
-SIZES = ["num_parts", "channels", "is_local", "is_total", "of_relu"]
+SIZES = ["signature", "num_parts", "channels", "is_local", "is_total", "of_relu"]
 TENSORS = range(10)  # parameters of forward_channels; those of backward_channels from the eighth on are SIZES
 
 
@@ -67,11 +69,13 @@ def _total(parts, num_parts, channels):
 
 
 @triton.jit
-def _copy_trailer(parts, num_parts, sums, channels):
-    """The first program copies n and the signature."""
-    for index in tl.static_range(4):
-        number = tl.load(parts + 2 * tl.cast(num_parts, tl.int64) * channels + index)
-        tl.store(sums + 2 * channels + index, number, mask=tl.program_id(0) == 0)
+def _store_payload(sums, first, second, num_values, signature, channels):
+    """The two sums of each channel and, by the first program, what ends a payload."""
+    channel, exists = _channels(channels)
+    tl.store(sums + channel, first, mask=exists)
+    tl.store(sums + channels + channel, second, mask=exists)
+    if tl.program_id(0) == 0:
+        store_trailer(sums + 2 * channels, num_values, signature)
 
 
 @triton.jit
@@ -92,7 +96,7 @@ def _store_split(coefficients, mean, channel, exists):
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
 def forward_channels(
     parts, sums, weight, bias, running_mean, running_var, counter, statistics, coefficients, momentum_in_memory,
-    momentum, momentum_rest, channels, num_parts, is_local, of_relu, eps, eps_rest,
+    signature, momentum, momentum_rest, channels, num_parts, is_local, of_relu, eps, eps_rest,
 ):  # fmt: skip
     """Adds up the parts. If an all_reduce follows (is_local), stores the sums; else the statistics and the coefficients
     of y, and updates the running statistics. Unless of_relu is 0, scale and shift follow the statistics."""
@@ -101,9 +105,7 @@ def forward_channels(
     num_values = tl.load(parts + 2 * tl.cast(num_parts, tl.int64) * channels)
     is_first = tl.program_id(0) == 0
     if is_local != 0:
-        tl.store(sums + channel, first, mask=exists)
-        tl.store(sums + channels + channel, second, mask=exists)
-        _copy_trailer(parts, num_parts, sums, channels)
+        _store_payload(sums, first, second, num_values, signature, channels)
     else:
         count = tl.maximum(num_values, 1.0)
         mean = first / count
@@ -133,8 +135,8 @@ def forward_channels(
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
 def backward_channels(
-    parts, sums, statistics, weight, grad_weight, grad_bias, coefficients, channels, num_parts, is_local, is_total,
-    of_relu,
+    parts, sums, statistics, weight, grad_weight, grad_bias, coefficients, signature, channels, num_parts, is_local,
+    is_total, of_relu,
 ):  # fmt: skip
     """Adds up the parts. If they are this rank's (is_local), computes the gradients of the parameters; if all ranks'
     (is_total), the coefficients of grad_x, else stores the sums. One rank alone does both."""
@@ -163,6 +165,4 @@ def backward_channels(
             number = tl.load(statistics + row * channels + 1 + channel, mask=keeps, other=0.0)
             _store_number(coefficients, (row + 1) * channels + channel, number, keeps)
     else:
-        tl.store(sums + channel, sum_dy, mask=exists)
-        tl.store(sums + channels + channel, sum_dy_xmu, mask=exists)
-        _copy_trailer(parts, num_parts, sums, channels)
+        _store_payload(sums, sum_dy, sum_dy_xmu, tl.full([], 0.0, tl.float64), signature, channels)

@@ -19,7 +19,7 @@ Maps go over the tiles in reverse: what the sums have read last may still be in 
 
 # Triton has types of its own, and reads this source: constants are upper case, branches on them need their else.
 # mypy: ignore-errors
-# ruff: noqa: N803, RET505, SIM108
+# ruff: noqa: N803, RET505, SIM102, SIM108
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ GROUP = tl.constexpr(4)  # tiles that are loaded before the first is used
 CHUNK = tl.constexpr(32)  # tiles
 # Triton would compile anew for a size that is 1, or a multiple of 16.
 SIZES = ["num_rows", "rows_of_program", "channels", "inner", "multiplier", "shift"]
+SIGNATURE = ["signature"]
 
 
 @triton.jit
@@ -140,14 +141,24 @@ def _widened(sums, TILES: tl.constexpr):
     return sums.to(tl.float64)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit
+def store_trailer(trailer, num_values, signature):
+    """n, 1, s and s^2, or n and zeros. A signature s is an integer, as a float would come with 24 bits only."""
+    s = tl.cast(signature, tl.float64)
+    tl.store(trailer, num_values)
+    tl.store(trailer + 1, tl.where(s != 0, 1.0, 0.0).to(tl.float64))
+    tl.store(trailer + 2, s)
+    tl.store(trailer + 3, s * s)
+
+
+@triton.jit(do_not_specialize=SIZES + SIGNATURE)
 def parts_of_sums(
-    x, dy, y, statistics, parts, signature, signature_rest, num_rows, rows_of_program, channels, inner, multiplier,
-    shift, TILES: tl.constexpr, RELU: tl.constexpr,
+    x, dy, y, statistics, parts, signature, num_rows, rows_of_program, channels, inner, multiplier, shift,
+    TILES: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """Sums of x and x^2; with dy, of dy and dy * (x - mean), where dy counts as 0 if the output of a relu is 0.
 
-    parts: (parts, 2, channels) numbers, and the trailer: how many values a channel has, 1, s and s^2; or zeros for 0.
+    parts: (parts, 2, channels) numbers; without dy the trailer follows, so that one part is a payload.
     """
     span, part = tl.program_id(0), tl.program_id(1)
     start = tl.cast(part, TILES.index) * rows_of_program
@@ -193,14 +204,10 @@ def parts_of_sums(
     pair = parts + 2 * tl.cast(part, tl.int64) * channels
     tl.store(pair + channel, first, mask=exists)
     tl.store(pair + channels + channel, second, mask=exists)
-    if (span == 0) & (part == 0):
-        num_values = tl.cast(num_rows, tl.float64) * values_of_row
-        trailer = parts + 2 * tl.cast(tl.num_programs(1), tl.int64) * channels
-        s = tl.full([], signature, tl.float64) + tl.full([], signature_rest, tl.float64)
-        tl.store(trailer, num_values)
-        tl.store(trailer + 1, tl.where(s != 0, 1.0, 0.0).to(tl.float64))
-        tl.store(trailer + 2, s)
-        tl.store(trailer + 3, s * s)
+    if dy is None:
+        if (span == 0) & (part == 0):
+            trailer = parts + 2 * tl.cast(tl.num_programs(1), tl.int64) * channels
+            store_trailer(trailer, tl.cast(num_rows, tl.float64) * values_of_row, signature)
 
 
 # Maps.

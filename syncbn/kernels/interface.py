@@ -19,13 +19,12 @@ from torch import Tensor
 
 from syncbn.layout import Layout
 
-# What a rank sends to be recognised, three numbers: 1, s and s^2; or zeros. See diagnosis/positions.py.
-Signature: TypeAlias = tuple[float, float, float]
-UNSIGNED: Signature = (0.0, 0.0, 0.0)
+# All sums end in a trailer: n in forward and 0 in backward; then 1, s and s^2 for a signature s, or zeros without one.
+TRAILER_NUMBERS, SIGNATURE_NUMBERS = 4, 3
+UNSIGNED = 0  # the signature s of sums without one; else 0 < s < 2^26, see diagnosis/positions.py
 Saved: TypeAlias = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # x, weight, statistics, y
 Needed: TypeAlias = tuple[bool, bool, bool, bool]  # the gradients of x, weight, bias, residual
 GradientPair: TypeAlias = tuple[Tensor | None, Tensor | None]  # of x, residual
-TRAILER_NUMBERS = 1 + len(UNSIGNED)  # n and a signature, which end all sums
 
 NO_MEMORY = "the storage of a tensor was freed (resized to 0 bytes); give it memory before the call"
 
@@ -72,10 +71,10 @@ class Kernels(Protocol):
     kind: Kind
 
     def forward_sums(
-        self, x: Tensor, signature: Signature = UNSIGNED, is_alone: bool = False
+        self, x: Tensor, signature: int = UNSIGNED, is_alone: bool = False
     ) -> tuple[Tensor, Handle | None]:
         """float64 (2C + 4,): the sums, n and the signature, which the general road leaves to the reduction. `is_alone`:
-        no all_reduce follows, so that the sums may be in a form of which only forward_outputs knows."""
+        no all_reduce follows, so that the sums may be in the back end's private format."""
 
     def forward_outputs(
         self, handle: Handle | None, x: Tensor, total: Tensor, weight: Tensor | None, bias: Tensor | None,
@@ -86,9 +85,9 @@ class Kernels(Protocol):
         Running statistics and counter are updated in place."""
 
     def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: Signature = UNSIGNED, is_alone: bool = False
+        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, is_alone: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Handle | None]:
-        """float64 (2C + 4,), as forward_sums; grad_weight and grad_bias, which may be complete only after
+        """float64 (2C + 4,): the sums, 0 and the signature; grad_weight and grad_bias, which may be complete only after
         backward_outputs if this rank `is_alone`."""
 
     def backward_outputs(self, handle: Handle | None, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:

@@ -20,7 +20,6 @@ from syncbn.kernels.interface import (
     Handle,
     Kind,
     Saved,
-    Signature,
     require_memory,
 )
 from syncbn.layout import Layout
@@ -28,6 +27,7 @@ from syncbn.statistics import num_statistics, update_buffers
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _library = torch.library.Library("syncbn", "DEF")  # type: ignore[no-untyped-call]
+# Operators whose arguments or results change get new names: Inductor's cache on disk has graphs with the old ones.
 
 
 class Kernels:
@@ -36,7 +36,7 @@ class Kernels:
     def __init__(self, kind: Kind) -> None:
         self.kind, self.channel_dim = kind, kind.layout.channel_dim
 
-    def forward_sums(self, x: Tensor, signature: Signature = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, None]:
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, None]:
         return _forward_sums(x, self.channel_dim), None
 
     def forward_outputs(
@@ -50,7 +50,7 @@ class Kernels:
         return y, statistics, True
 
     def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: Signature = UNSIGNED, is_alone: bool = False
+        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, is_alone: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, _, statistics, y = saved
         dtypes = self.kind.grad_weight_dtype, self.kind.grad_bias_dtype
@@ -79,7 +79,7 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Fun
 
 
 @_operator(
-    "forward_sums(Tensor x, int channel_dim) -> Tensor",
+    "forward_sums_v2(Tensor x, int channel_dim) -> Tensor",
     fake=lambda x, channel_dim: x.new_empty(2 * x.shape[channel_dim] + TRAILER_NUMBERS, dtype=torch.float64),
 )
 def _forward_sums(x: Tensor, channel_dim: int) -> Tensor:
@@ -89,7 +89,7 @@ def _forward_sums(x: Tensor, channel_dim: int) -> Tensor:
 
 
 @_operator(
-    "forward_outputs(Tensor x, int channel_dim, Tensor total, Tensor? weight, Tensor? bias, Tensor? residual, "
+    "forward_outputs_v2(Tensor x, int channel_dim, Tensor total, Tensor? weight, Tensor? bias, Tensor? residual, "
     "float eps, bool relu) -> (Tensor, Tensor)",
     fake=lambda x, channel_dim, total, weight, bias, residual, eps, relu: (
         torch.empty_like(x),
@@ -107,7 +107,7 @@ def _forward_outputs(
 
 
 @_operator(
-    "backward_sums(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor statistics, bool relu, "
+    "backward_sums_v2(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor statistics, bool relu, "
     "ScalarType? grad_weight_dtype, ScalarType? grad_bias_dtype) -> (Tensor, Tensor?, Tensor?)",
     fake=lambda dy, x, y, channel_dim, statistics, relu, *dtypes: (
         statistics.new_empty(2 * x.shape[channel_dim] + TRAILER_NUMBERS),
@@ -125,7 +125,7 @@ def _backward_sums(
 
 
 @_operator(
-    "backward_outputs(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor total, Tensor statistics, "
+    "backward_outputs_v2(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor total, Tensor statistics, "
     "Tensor? weight, bool relu, bool needs_residual) -> (Tensor, Tensor?)",
     fake=lambda dy, x, *others: (torch.empty_like(x), torch.empty_like(x) if others[-1] else None),
 )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from syncbn.kernels.interface import TRAILER_NUMBERS, UNSIGNED, GradientPair, Handle, Kind, Saved, Signature
+from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS, UNSIGNED, GradientPair, Handle, Kind, Saved
 from syncbn.statistics import compute_dtype, from_float64, from_sums, to_float64, unpack, update_buffers
 
 PART_VALUES = 2**18  # of a part of KernelsInParts: 2 MB in float64, which caches hold
@@ -31,12 +31,12 @@ class Kernels:
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
 
-    def forward_sums(self, x: Tensor, signature: Signature = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, None]:
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, None]:
         def terms(x: Tensor) -> tuple[Tensor, Tensor]:
             wide = x.to(torch.float64)
             return wide, wide.square()
 
-        return self._with_trailer(self._sum(terms, x)), None
+        return self._with_n(self._sum(terms, x)), None
 
     def forward_outputs(
         self, handle: Handle | None, x: Tensor, total: Tensor, weight: Tensor | None, bias: Tensor | None,
@@ -47,7 +47,7 @@ class Kernels:
 
         mean = center + rest: x - center is exact, and the shift makes up for the rest.
         """
-        kind, statistics = self.kind, from_sums(total[: -len(UNSIGNED)], self.kind.eps)
+        kind, statistics = self.kind, from_sums(total[:-SIGNATURE_NUMBERS], self.kind.eps)
         mean, _, invstd, _ = unpack(statistics, kind.layout.sizes[1])
         _, rest = _split(mean, x.dtype)
         scale = invstd if weight is None else invstd * to_float64(weight)
@@ -65,7 +65,7 @@ class Kernels:
         return y, statistics, True
 
     def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: Signature = UNSIGNED, is_alone: bool = False
+        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, is_alone: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         """Where the output of a fused relu is 0, dy counts as 0. grad_weight = sum dy * (x - mean) * invstd and
         grad_bias = sum dy are in memory of their own, as an all_reduce overwrites the sums."""
@@ -81,7 +81,7 @@ class Kernels:
         weight_dtype, bias_dtype = self.kind.grad_weight_dtype, self.kind.grad_bias_dtype
         grad_weight = None if weight_dtype is None else from_float64(sum_dy_xmu * invstd, weight_dtype, x.device)
         grad_bias = None if bias_dtype is None else from_float64(sum_dy.clone(), bias_dtype, x.device)
-        return self._with_trailer(sums), grad_weight, grad_bias, None
+        return torch.cat((sums, sums.new_zeros(TRAILER_NUMBERS))), grad_weight, grad_bias, None
 
     def backward_outputs(self, handle: Handle | None, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
         """grad_x = dy * a + (x - center) * b + c, by all ranks' sums of dy and of dy * (x - mean), with which it is
@@ -117,9 +117,10 @@ class Kernels:
         """Per-channel values in float64 as `wide` ones (C, 1), beside folded values."""
         return from_float64(values, self.wide, self.kind.device).unsqueeze(1)
 
-    def _with_trailer(self, sums: Tensor) -> Tensor:
+    def _with_n(self, sums: Tensor) -> Tensor:
+        """And with an empty signature."""
         outer, _, inner = self.kind.layout.sizes
-        return torch.cat((sums, sums.new_full((1,), outer * inner), sums.new_zeros(len(UNSIGNED))))
+        return torch.cat((sums, sums.new_full((1,), outer * inner), sums.new_zeros(SIGNATURE_NUMBERS)))
 
     def _sum(self, terms: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Tensor | None) -> Tensor:
         """The sums of two terms, of these tensors folded, over the values of each channel: float64 (2C,)."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels import reference
-from syncbn.kernels.interface import UNSIGNED, Signature
+from syncbn.kernels.interface import UNSIGNED
 from syncbn.statistics import to_float64
 
 
@@ -16,7 +16,7 @@ class Kernels(reference.Kernels):
 
     wide = torch.float32
 
-    def forward_sums(self, x: Tensor, signature: Signature = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, None]:
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, None]:
         """sum x = m center + sum d and sum x^2 = sum d^2 + 2 center sum d + m center^2, over the m values that are not
         0, which a mask may have made, with their mean in float32 as center and d = x - center."""
         (folded,) = self._folded(x)
@@ -31,7 +31,7 @@ class Kernels(reference.Kernels):
         sum_x = num_counted * wide_center + self.total(centered)
         sum_centered = self.total(counts * centered)
         sum_square = self.total(centered.square()) + wide_center * (2 * sum_centered + num_counted * wide_center)
-        return self._with_trailer(torch.cat((sum_x, sum_square))), None
+        return self._with_n(torch.cat((sum_x, sum_square))), None
 
     def total(self, values: Tensor) -> Tensor:
         """The float32 sum of what is left of the values after their mean has been taken off, and the mean."""

@@ -16,8 +16,9 @@ exactly one collective when the group has two or more ranks, and none otherwise:
 gloo make by an exchange, see all_reduce.py. A rank with bad arguments cannot compute its sums but must not leave the
 others waiting: it joins the forward all_reduce with zeros and n_r = NaN, which every rank sees in the total.
 
-Each payload ends in a trailer of four numbers: n and a signature, see diagnosis/positions.py. On CPU every rank reads
-the total's trailer, and sees there whether ranks in different layers have met. On a GPU the host would have to wait.
+Each payload ends in a trailer of four numbers: n in forward and 0 in backward, and a signature, see
+diagnosis/positions.py. On CPU every rank reads the total's trailer, and sees there whether ranks in different layers
+have met. On a GPU the host would have to wait.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ from syncbn.diagnosis import failures
 from syncbn.diagnosis.collective import Collective
 from syncbn.diagnosis.guards import guards
 from syncbn.diagnosis.positions import CallsOnGroups, Signatures, Site
-from syncbn.kernels.interface import TRAILER_NUMBERS
+from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS
 from syncbn.torch_internals.state import current_dispatch_mode
 
 TRANSFORMED_GRAPH = "A compiled graph cannot all_reduce inside vmap or forward mode: compile without fullgraph=True."
@@ -114,8 +115,8 @@ class EagerReduction(Reduction):
     def total(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
         payload = sums
         if sums.is_cpu:  # to a GPU the host would have to wait
-            signature = sums.new_tensor(self.signatures[pass_name, self.dtype])
-            payload = torch.cat((sums[: -len(signature)], signature))
+            s = self.signatures[pass_name, self.dtype]
+            payload = torch.cat((sums[:-SIGNATURE_NUMBERS], sums.new_tensor((s != 0, s, s * s))))
         total = self.all_reduce(payload, pass_name, error, by_operator=current_dispatch_mode() is not None)
         is_read = pass_name == "forward" and payload.is_cpu and type(payload) is Tensor
         # By lists, as operators would be seen by the mode that watches this call. cat has left the sums as they were.

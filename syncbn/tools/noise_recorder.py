@@ -15,7 +15,7 @@ from syncbn.comm.groups import GroupSpec, to_spec
 from syncbn.convert import kind_of
 from syncbn.inputs import dtensors
 from syncbn.inputs.unwrapping import expanded_mask, unwrap
-from syncbn.kernels.interface import UNSIGNED, Kind
+from syncbn.kernels.interface import SIGNATURE_NUMBERS, Kind
 from syncbn.kernels.select import general_kernels
 from syncbn.layer import SyncBatchNorm
 from syncbn.layout import Layout
@@ -126,4 +126,4 @@ class Recorder:
 def _sums(x: Tensor, channel_dim: int) -> Tensor:
     layout = Layout.of(x, channel_dim)
     dense = layout.dense(x)
-    return general_kernels(Kind(layout, dense.dtype, dense.device), dense).forward_sums(dense)[0][: -len(UNSIGNED)]
+    return general_kernels(Kind(layout, dense.dtype, dense.device), dense).forward_sums(dense)[0][:-SIGNATURE_NUMBERS]
