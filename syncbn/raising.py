@@ -9,8 +9,8 @@ from torch import Tensor
 
 from syncbn.arguments import Options, Tensors
 from syncbn.inputs import traced
-from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.reductions.eager import Reduction
+from syncbn.reductions.totals import payload_of
 from syncbn.statistics import lacks_float64
 from syncbn.torch_internals.autograd import innermost
 from syncbn.torch_internals.state import inside_vmap
@@ -29,11 +29,11 @@ def raise_on_all_ranks(
     if not reduction.is_read or num_channels is None or not (device.type == "cpu" or lacks_float64(device)):
         reduction.leave_out(error, pass_name)
         raise error  # no rank would read the mark
-    payload = torch.zeros(2 * num_channels + TRAILER_NUMBERS, dtype=torch.float64)
+    sums = torch.zeros(2 * num_channels + 1, dtype=torch.float64)
     if inside_vmap() and isinstance(tensors.input, Tensor):  # the others send a stack
-        payload = tensors.input.new_zeros(len(payload), dtype=torch.float64, device=payload.device)
-    payload[-TRAILER_NUMBERS] = math.nan
-    reduction.total(innermost(payload).flatten(), pass_name, error)
+        sums = tensors.input.new_zeros(len(sums), dtype=torch.float64, device=sums.device)
+    sums[-1] = math.nan
+    reduction.total(payload_of(innermost(sums)), pass_name, error)
     raise AssertionError("internal error: no rank reported the bad argument") from error
 
 

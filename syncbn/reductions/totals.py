@@ -4,9 +4,10 @@ import itertools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from syncbn.kernels.interface import TRAILER_NUMBERS
+from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS
 from syncbn.kernels.select import is_transformed
 from syncbn.reductions.eager import Reduction
 from syncbn.statistics import to_float64
@@ -24,10 +25,9 @@ def total(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
     has_graph = torch.is_grad_enabled() and not is_compiling()
     if reduction.group is None or not (has_graph or is_transformed(sums)):
         return reduction.total(sums, pass_name)
-    result = _differentiable_total(sums, reduction, pass_name)
-    if not has_graph:
-        return result
-    return torch.cat((result[:-TRAILER_NUMBERS], result[-TRAILER_NUMBERS:].detach()))  # n is a constant
+    result = _differentiable_total(sums[:-SIGNATURE_NUMBERS], reduction, pass_name)
+    n = result[-1:].detach() if has_graph else result[-1:]  # a constant to autograd
+    return torch.cat((result[:-1], n, sums.new_zeros(SIGNATURE_NUMBERS)))
 
 
 def total_of_forward(sums: Tensor, num_values: Tensor | None, reduction: Reduction) -> Tensor:
@@ -46,17 +46,22 @@ def totals(several: list[Tensor], reduction: Reduction, pass_name: str) -> list[
     return [result[end - len(sums) : end] for sums, end in zip(several, ends, strict=True)]
 
 
+def payload_of(sums: Tensor) -> Tensor:
+    """What a rank sends for sums and n, those of a stack one behind the other; a place for its signature follows."""
+    return F.pad(sums.flatten(), (0, SIGNATURE_NUMBERS))
+
+
 def _differentiable_total(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
     # A batched gradient hides its graph from an autograd Function, the stack does not.
     return apply_to_stack(lambda stack: _Total.apply(stack, reduction, pass_name), sums)  # type: ignore[no-untyped-call]
 
 
 class _Total(torch.autograd.Function):
-    """(sums, reduction, pass_name) -> total. The derivatives of n are 0, and are sent in its place."""
+    """(sums and n, reduction, pass_name) -> their totals. n's place carries 0 in derivative passes."""
 
     @staticmethod
     def forward(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
-        return reduction.total(sums.flatten().clone(), pass_name).view_as(sums)
+        return reduction.total(payload_of(sums), pass_name)[:-SIGNATURE_NUMBERS].view_as(sums)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

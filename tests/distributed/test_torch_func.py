@@ -79,6 +79,19 @@ def test_stacks_of_weights_or_residuals(ranks: Ranks) -> None:
     torch.testing.assert_close(added, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_masks_of_a_stack(ranks: Ranks) -> None:
+    """Each row counts values of its own, beside one signature for the stack."""
+    x = torch.stack((data(ranks), data(ranks).sin()))
+    masks = torch.rand(2, 2 * ranks.size, 4, generator=torch.Generator().manual_seed(1)).to(ranks.device) > 0.4
+
+    def masked(x: Tensor, mask: Tensor) -> Tensor:
+        return sync_batch_norm(x, None, None, training=True, mask=mask)
+
+    mine = ranks.even(2 * ranks.size)
+    expected = torch.stack([masked(*row) for row in zip(x[:, mine], masks[:, mine], strict=True)])
+    torch.testing.assert_close(vmap(masked)(x[:, mine], masks[:, mine]), expected, rtol=1e-12, atol=1e-12)
+
+
 def test_nan_passes(ranks: Ranks) -> None:
     """A gradient that is NaN is no fault, which NaN in the place of the count would mark."""
     x = data(ranks)
