@@ -14,7 +14,6 @@ ORDER = [
     "testing lightning",
     "__init__",
     "tools.measure_local_noise",
-    "tools.noise_recorder",
     "tools.recompute_running_stats tools.merge_running_stats tools.summary",
     "convert",
     "synchronised_classes tools.running_stats tools.join tools.assert_synced",

@@ -62,18 +62,6 @@ def test_where_nothing_can_be_accumulated() -> None:
             pass
 
 
-def test_a_block_inside_another_is_refused_through_a_measurement_too() -> None:
-    """Which stands between them and the layer."""
-    layer, (first, second) = syncbn.SyncBatchNorm1d(3, momentum=1.0, dtype=torch.float64), DATA.split(6)
-    with syncbn.accumulate_running_stats(layer), syncbn.measure_local_noise(layer, num_slices=2) as noise:
-        layer(first)
-        with pytest.raises(RuntimeError, match="inside one another"), syncbn.accumulate_running_stats(layer):
-            layer(first)
-        layer(second)
-    assert noise[0].num_calls == 2
-    torch.testing.assert_close(layer.running_var, DATA.var(0))
-
-
 def test_a_buffer_that_cannot_be_written_leaves_all_layers_as_they_were() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     model[1].running_mean = torch.zeros(1).expand(3)

@@ -7,39 +7,31 @@ The figures are root mean squares over channels, ranks and calls of
     var_deviation     v_r / v - 1
     output_deviation  (x - m_r) / sqrt(v_r + eps) - (x - m) / sqrt(v + eps), over the rank's values x: its square has
                       the mean (m_r - m)^2 / (v + eps) + v_r (1 / sqrt(v_r + eps) - 1 / sqrt(v + eps))^2
-
-and the predicted ones are roots of the squares' expectations for independent values. The n values are then as good as
-dealt to the ranks at random: m_r is the mean of n_r of them, drawn without replacement, and whatever their distribution
-
-    E[(m_r - m)^2 / v] = (n - n_r) / (n_r (n - 1)),                                       about 1 / n_r - 1 / n.
-
-If they are normal, too, the rank's share n_r v_r / (n v) of the sum of squares is distributed as
-Beta((n_r - 1) / 2, (n - n_r) / 2), whose moments are b1 = (n_r - 1) / (n - 1) and b2 = (n_r^2 - 1) / (n^2 - 1), and
-
-    E[(v_r / v - 1)^2] = (n / n_r)^2 b2 - 2 (n / n_r) b1 + 1,                             about 2 / n_r - 2 / n.
 """
 
 import contextlib
-import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from syncbn.arguments import num_channels_of
 from syncbn.comm.groups import ProcessGroupLike, resolve, to_spec
-from syncbn.comm.text_exchange import all_reduce_max, gather_by_rank, require_equal
+from syncbn.comm.text_exchange import require_equal
 from syncbn.convert import check_module, kind_of
 from syncbn.diagnosis.guards import Caller
+from syncbn.inputs import masks
+from syncbn.layer import SyncBatchNorm
 from syncbn.reductions.eager import Reduction, reduction_of
 from syncbn.reductions.join_protocol import refuse_inside_join
 from syncbn.reductions.totals import totals
-from syncbn.statistics import from_sums, unpack
-from syncbn.tools.noise_recorder import Recorder
+from syncbn.statistics import compute_dtype, from_sums, to_float64, unpack
 from syncbn.tools.summary import bytes_if_synchronised
 from syncbn.tools.table import table
+from syncbn.torch_internals.state import current_backward, inside_vmap
 
 CALLER = Caller("measure_local_noise")
 ROUNDING = 1e-14  # of a variance, relative to the mean's square: below it the channel is constant
@@ -47,9 +39,8 @@ GAINS_FROM = 0.1  # of the outputs' deviation
 LEGEND = f"""\
 off: how far a rank's own mean (in standard deviations), variance (relative) and outputs (of standard deviation 1) are
     from those with its group's statistics; root mean squares over channels, ranks and calls
-predicted: expected for the same number of independent values
-gains: yes where a rank's outputs are off by more than {GAINS_FROM} without synchronisation; -: nothing to compare
-bytes: what synchronisation sends in a call, forward and backward"""
+gains: yes where a rank's outputs are off by more than {GAINS_FROM} without synchronisation
+bytes: the payload of a call if the layer is synchronised, forward and backward"""
 
 
 class LayerNoise(NamedTuple):
@@ -61,11 +52,9 @@ class LayerNoise(NamedTuple):
     values_per_rank: float  # of a channel in a call; the mean over ranks and calls
     values_per_group: float
     mean_deviation: float  # of a rank's mean from its group's, in the group's standard deviations
-    predicted_mean_deviation: float  # of independent values
     var_deviation: float  # of a rank's variance from its group's, relative to that
-    predicted_var_deviation: float  # of independent normal values
     output_deviation: float  # of a rank's outputs before weight and bias, by its own statistics, from the group's
-    bytes_per_call: int  # forward and backward, which a rank sends if the layer is synchronised
+    bytes_per_call: int  # the payload, forward and backward, if the layer is synchronised
 
     @property
     def gains(self) -> bool:
@@ -81,26 +70,18 @@ class LocalNoise(list[LayerNoise]):
         super().__init__()
         self.not_measured: dict[str, str] = {}  # the names of layers that are left out, and why
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         left_out = "".join(f"\nnot measured: {name}: {why}" for name, why in self.not_measured.items())
         if not self:
-            words = "nothing measured: the block has not ended, or no batch-norm layer was called in training mode"
-            return left_out[1:] or words
-        header = (
-            "layer", "class", "values/rank", "values/group", "mean off", "predicted", "variance off", "predicted",
-            "outputs off", "gains", "bytes",
-        )  # fmt: skip
+            return f"nothing measured: the block has not ended, or no layer was called in training mode{left_out}"
+        headings = "values/rank", "values/group", "mean off", "variance off", "outputs off", "gains", "bytes"
         rows = []
         for row in self:
-            num_values = [f"{round(number, 1):.10g}" for number in row[3:5]]
-            deviations = [f"{deviation:.3f}" for deviation in row[5:10]]
-            compared = row.values_per_rank < row.values_per_group and not math.isnan(row.output_deviation)
-            gains = ("yes" if row.gains else "no") if compared else "-"
-            rows.append((*row[:2], *num_values, *deviations, gains, row.bytes_per_call))
-        total = ("total", *[""] * 8, f"{sum(row.gains for row in self)} of {len(self)}", sum(row[-1] for row in self))
-        return f"{table(header, rows, total)}\n{LEGEND}{left_out}"
-
-    __repr__ = __str__
+            numbers = *(f"{round(size, 1):.10g}" for size in row[3:5]), *(f"{deviation:.3f}" for deviation in row[5:8])
+            rows.append((*row[:2], *numbers, "yes" if row.gains else "no", row.bytes_per_call))
+        gain = f"{sum(row.gains for row in self)} of {len(self)}"
+        total = ("total", *[""] * 6, gain, sum(row.bytes_per_call for row in self))
+        return f"{table(('layer', 'class', *headings), rows, total)}\n{LEGEND}{left_out}"
 
 
 @contextlib.contextmanager
@@ -115,10 +96,8 @@ def measure_local_noise(
         print(noise)
 
     For each batch-norm layer, converted or not, the table has the number of a channel's values on a rank and in its
-    group, and how far the rank's own mean and variance are off, beside what is expected for the same number of
-    independent values (the formulas stand at the top of measure_local_noise.py). The values of one image are not
-    independent: in deep layers they are alike and count for fewer. If a measured figure is many times the predicted
-    one, the ranks' data differ in kind, as sorted data do.
+    group, and how far the rank's own mean, variance and outputs are off (the formulas stand at the top of
+    measure_local_noise.py; what independent values give, in docs/tutorial.md).
 
     The table says that a layer gains from synchronisation if without it a rank's outputs are off by more than 0.1
     standard deviations. That is a rule of thumb: so far off are outputs with some 150 independent values on each of
@@ -126,14 +105,15 @@ def measure_local_noise(
     job of 64 by up to sqrt(2): ranks times num_slices must be the job's number of ranks. Whether the noise harms the
     training, or helps it as regularisation, only a training run tells.
 
-    A layer's input is what the forward of its class gives to super().forward or F.batch_norm. If that cannot be read on
-    some rank, the layer is left out on all ranks; the reason stands below the table and in `not_measured`.
+    What a layer is called with counts, also where a forward of its own rearranges that before it normalises. A layer
+    whose input is a NestedTensor, a DTensor or under torch.func.vmap, or does not have the layer's channels in dim 1
+    (with `channel_last` in the last), is left out; the reason stands below the table and in `not_measured`.
 
     The training does not change, except that compiled modules run in eager mode. Calls in evaluation mode, and the
     recompute of activation checkpointing, are not counted. Nothing is sent until the block ends, which is a collective:
-    an exchange of texts and three all_reduces of all ranks (and one more for each other group that a layer has). So
-    take as many steps in it on every rank. A block that ends with an exception sends nothing. Each call of a layer
-    keeps 8 * (2C + 1) bytes, times num_slices.
+    an exchange of texts, and for each layer an all_reduce of its group and one of all ranks. So take as many steps in
+    it on every rank. A block that ends with an exception sends nothing. Each call of a layer keeps 8 * (2C + 1) bytes,
+    times num_slices.
 
     Args:
         model: in any wrapper. If its layers are synchronised, a rank's inputs are those of a synchronised model; else
@@ -170,82 +150,98 @@ def measure_local_noise(
     if resolve(spec) is None and num_slices == 1:
         remedy = "pass num_slices=8 to cut its batch into the parts of 8 ranks, or start several with torchrun"
         raise ValueError(f"measure_local_noise has one rank, which has nothing to compare; {remedy}")
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
-    recorders = [Recorder(name or "(the model)", layer, spec, num_slices) for name, layer in layers.items()]
+    layers = {name or "(the model)": layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+    recorders = {name: _Recorder(num_slices) for name in layers}
     noise = LocalNoise()
     with torch.compiler.set_stance("force_eager"), contextlib.ExitStack() as undo:
-        for recorder in recorders:
-            recorder.attach(undo)
+        for name, layer in layers.items():
+            undo.enter_context(layer.register_forward_hook(recorders[name], with_kwargs=True))
         yield noise
+    noise.not_measured = {name: recorder.why_left_out for name, recorder in recorders.items() if recorder.why_left_out}
+    calls = {name: recorder.sums for name, recorder in recorders.items()}
     ranks = reduction_of(spec, CALLER, None)
     with ranks.other_collective("exchange"):
-        lines = [
-            f"{its.name}: {num_channels_of(its.layer)} channels, called {its.num_calls} times" for its in recorders
-        ]
+        lines = [f"{name}: {num_channels_of(layers[name])} channels, {len(its)} calls" for name, its in calls.items()]
         require_equal([f"num_slices={num_slices}", *lines], None, ranks.group)
-        noise.not_measured.update(_not_measured(recorders, ranks))
-    measured = [recorder for recorder in recorders if recorder.num_calls and recorder.name not in noise.not_measured]
-    if measured:
-        for recorder, numbers in zip(measured, _figures(measured, ranks), strict=True):
-            kind, num_bytes = kind_of(recorder.layer), 2 * bytes_if_synchronised(recorder.layer)
-            noise.append(LayerNoise._make((recorder.name, kind, len(recorder.sums), *numbers, num_bytes)))
+    for name, layer in layers.items():
+        if calls[name]:
+            has_group = spec is None and isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
+            group = reduction_of(to_spec(getattr(layer, "process_group", None)) if has_group else spec, CALLER, None)
+            numbers = len(calls[name]), *_figures(torch.stack(calls[name], dim=1), layer.eps, group, ranks)
+            noise.append(LayerNoise._make((name, kind_of(layer), *numbers, 2 * bytes_if_synchronised(layer))))
 
 
-def _not_measured(recorders: list[Recorder], ranks: Reduction) -> dict[str, str]:
-    """The names of layers that any rank leaves out, and why: the same on all ranks. An all_reduce, and an exchange of
-    texts for each of these layers."""
-    reasons = {recorder.name: recorder.why_left_out for recorder in recorders}
-    if ranks.group is None:
-        return {name: why for name, why in reasons.items() if why}
-    on_any_rank = all_reduce_max(torch.tensor([why != "" for why in reasons.values()], dtype=torch.int64), ranks.group)
-    left_out = [name for name, is_left_out in zip(reasons, on_any_rank, strict=True) if is_left_out]
-    return {name: gather_by_rank(reasons[name], ranks.group).replace("\n", "; ") for name in left_out}
+class _Recorder:
+    """A forward hook that keeps the sums of what one layer is called with in training. Its copies, which copies of the
+    layer have, keep nothing."""
+
+    def __init__(self, num_slices: int = 0) -> None:
+        self.num_slices, self.why_left_out = num_slices, ""
+        self.sums: list[Tensor] = []  # for each call (2C + 1, num_slices)
+
+    def __reduce__(self) -> tuple[type["_Recorder"], tuple[()]]:
+        return _Recorder, ()
+
+    def __call__(self, layer: _BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> None:
+        if self.num_slices and layer.training and current_backward() == -1 and not self.why_left_out:
+            try:
+                with torch._C.DisableTorchFunctionSubclass():
+                    self.sums.append(_local_sums(layer, self.num_slices, *args, **kwargs))
+            except Exception as error:  # whatever a strange input raises: the training goes on, as on the other ranks
+                self.why_left_out = " ".join(str(error).split())
+                self.sums.clear()
 
 
 @torch.no_grad()
-def _figures(recorders: list[Recorder], ranks: Reduction) -> list[list[float]]:
-    """For each of these layers n_r and n, the mean over ranks and calls, and the deviations in the order of
-    `LayerNoise`, over all `ranks`. Two all_reduces, and one more for each other group."""
-    device = recorders[0].sums[0].device
-    local = [torch.stack(recorder.sums, dim=1).to(device) for recorder in recorders]  # (2C + 1, calls, num_slices)
-    squares = torch.stack([*map(_squares, local, _totals(recorders, local), recorders)])
-    means = totals([squares.flatten()], ranks, "all_reduce")[0].view_as(squares)
-    means = means[:, 1:] / means[:, :1]
-    means[:, 2:].sqrt_()
-    return means.tolist()
+def _local_sums(
+    layer: _BatchNorm, num_slices: int, input: Tensor, z: object = None, mask: Tensor | None = None, **_: object
+) -> Tensor:
+    """S, Q and n of each slice of what the layer was called with. (2C + 1, num_slices)"""
+    if inside_vmap() or is_traceable_wrapper_subclass(input):
+        raise TypeError(f"its input is a {type(input).__name__}, or under torch.func.vmap; measure plain tensors")
+    channel_dim, num_channels = -1 if getattr(layer, "channel_last", False) else 1, num_channels_of(layer)
+    x = input.detach().movedim(channel_dim, -1)  # (N, ..., C)
+    if x.shape[-1] != num_channels:
+        raise ValueError(f"expected {num_channels} channels in dim {channel_dim} of the input, got {x.shape[-1]}")
+    parts = [*x.tensor_split(num_slices)]
+    if mask is not None:
+        counts = masks.expanded(mask, input, channel_dim).movedim(channel_dim, -1).squeeze(-1)
+        parts = [part[its_counts] for part, its_counts in zip(parts, counts.tensor_split(num_slices), strict=True)]
+    return torch.stack([_sums(part) for part in parts], dim=1)
 
 
-def _totals(recorders: list[Recorder], local: list[Tensor]) -> list[Tensor]:
-    """The sums of each layer's calls over its group, (2C + 1, calls, 1). One all_reduce for each group."""
-    all_sums = [sums.sum(2, keepdim=True) for sums in local]
-    groups = [resolve(recorder.spec) for recorder in recorders]
-    for group in dict.fromkeys(groups):
-        members = [index for index, its_group in enumerate(groups) if its_group is group]
-        ranks = reduction_of(recorders[members[0]].spec, CALLER, None)
-        of_ranks = totals([all_sums[index].flatten() for index in members], ranks, "all_reduce")
-        for index, total in zip(members, of_ranks, strict=True):
-            all_sums[index] = total.view_as(all_sums[index])
-    return all_sums
+def _sums(x: Tensor) -> Tensor:
+    """S, Q and n of the values of x, (..., C)."""
+    num_values = x[..., 0].numel()
+    if num_values == 0:
+        return to_float64(x.new_zeros(2 * x.shape[-1] + 1))
+    x = x.to(compute_dtype(x.dtype))
+    var, mean = map(to_float64, torch.var_mean(x, [*range(x.ndim - 1)], correction=0))
+    return torch.cat((mean, var + mean * mean, mean.new_ones(1))) * num_values
 
 
-def _squares(local: Tensor, total: Tensor, recorder: Recorder) -> Tensor:
-    """The terms of one layer, added up over ranks, calls and the channels that are not constant: 1; n_r; n; and the
-    squares of the deviations in the order of `LayerNoise`. (8,)"""
-    num_channels = len(local) // 2
-    mean, var, invstd, local_n = unpack(from_sums(local, recorder.eps), num_channels)
-    group_mean, group_var, group_invstd, n = unpack(from_sums(total, recorder.eps), num_channels)
+@torch.no_grad()
+def _figures(sums: Tensor, eps: float, group: Reduction, ranks: Reduction) -> list[float]:
+    """n_r and n, the means over `ranks` and calls, and the deviations in the order of `LayerNoise`, from the sums of a
+    layer on this rank, (2C + 1, calls, num_slices). Two all_reduces."""
+    local = sums.sum(2, keepdim=True)
+    [total] = totals([local.flatten()], group, "all_reduce")
+    num_channels = len(sums) // 2
+    mean, var, invstd, local_n = unpack(from_sums(sums, eps), num_channels)
+    group_mean, group_var, group_invstd, n = unpack(from_sums(total.view_as(local), eps), num_channels)
     off = mean - group_mean
-    times, b1, b2 = n / local_n, (local_n - 1) / (n - 1), (local_n.square() - 1) / (n.square() - 1)
     terms = (
         torch.ones_like(mean),
         local_n,
         n,
         off.square() / group_var,
-        (n - local_n) / (local_n * (n - 1)),
         (var / group_var - 1).square(),
-        times.square() * b2 - 2 * times * b1 + 1,
         (off * group_invstd).square() + var * (invstd - group_invstd).square(),
     )
     # Constant channels and slices without samples are left out. NaN is not: the figures must show it.
     left_out = (group_var <= ROUNDING * group_mean.square()) | (local_n == 0)
-    return torch.stack([torch.where(left_out, 0.0, term).sum() for term in terms])
+    squares = torch.stack([torch.where(left_out, 0.0, term).sum() for term in terms])
+    [added] = totals([squares], ranks, "all_reduce")
+    means = added[1:] / added[0]
+    means[2:].sqrt_()
+    return means.tolist()

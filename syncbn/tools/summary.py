@@ -1,4 +1,4 @@
-"""Summarises a model's synchronised layers in a table: what each sends, and whether it really synchronised."""
+"""Summarises a model's synchronised layers in a table: the payload of each, and whether it really synchronised."""
 
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ class LayerSummary(NamedTuple):
     kind: str  # class
     channels: int  # C
     group_size: int  # ranks; 1 without a process group
-    forward_bytes: int  # sent per training step: 8 * (2C + 4); 0 in a group of one
+    forward_bytes: int  # the payload of a training step: 8 * (2C + 4); 0 in a group of one
     backward_bytes: int  # the same
     last_step: str  # whether the last training step in eager mode synchronised
 
@@ -35,7 +35,7 @@ class Summary(tuple[LayerSummary, ...]):
 
     others: tuple[str, ...] = ()  # a line for those that are not synchronised and one for torch's, with what to do
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         if not self:
             return "\n".join(self.others) or "no synchronised layers: the model has no batch norm that trains"
         header = ("layer", "class", "channels", "group size", "bytes forward", "bytes backward", "last step")
@@ -43,19 +43,18 @@ class Summary(tuple[LayerSummary, ...]):
         rows = table(header, self, ("total", "", "", "", *num_bytes, ""))
         return "\n".join((rows, *self.others, f"kernels: {kernels.available()}"))
 
-    __repr__ = __str__
-
 
 def summary(model: nn.Module) -> Summary:
     """A printable table of the synchronised layers of `model`, one row a layer. Communicates nothing.
 
-    Columns: name; class; channels; number of ranks in its group; bytes that a rank sends per training step, forward and
-        backward; and whether the layer really synchronised in its last training step, and over how many ranks. The
-        last is recorded in eager mode only: for a layer in a compiled module, if that is `model` or inside it, the
-        column says "compiled"; for a layer that has counted batches without a record, as in a compiled function or
-        before it was converted, copied or loaded, "not known"; for one that has counted none, "none yet". Lines
-        below name the batch norm of the model that is not synchronised, as another converter may have made it since,
-        and what torch's nn.SyncBatchNorm synchronises, with what to do.
+    Columns: name; class; channels; number of ranks in its group; bytes of the payload of a training step, forward and
+        backward (a small group of gloo sends it to each other rank, docs/scaling.md); and whether the layer really
+        synchronised in its last training step, and over how many ranks. The last is recorded in eager mode only: for a
+        layer in a compiled module, if that is `model` or inside it, the column says "compiled"; for a layer that has
+        counted batches without a record, as in a compiled function or before it was converted, copied or loaded, "not
+        known"; for one that has counted none, "none yet". Lines below name the batch norm of the model that is not
+        synchronised, as another converter may have made it since, and what torch's nn.SyncBatchNorm synchronises, with
+        what to do.
 
     **Raises** TypeError unless `model` is a module; ValueError for a layer with process_group="node" where
     LOCAL_WORLD_SIZE is not set.
@@ -92,5 +91,5 @@ def _last_eager_step(layer: SyncBatchNorm) -> str:
 
 
 def bytes_if_synchronised(layer: nn.modules.batchnorm._BatchNorm) -> int:
-    """The bytes that a rank sends in each pass of a call, in a group of two ranks or more."""
+    """The bytes of the payload in each pass of a call, in a group of two ranks or more."""
     return BYTES_PER_NUMBER * (2 * num_channels_of(layer) + TRAILER_NUMBERS)
