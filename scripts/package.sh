@@ -33,7 +33,7 @@ try() { # WAY COMMAND...: with a compiler and without, and a line of the table f
         start=$SECONDS
         CXX=$compiler "${@:2}"
         seconds=$((SECONDS - start))
-        says=$(cd "$folder" && user/bin/python -m syncbn info --json | grep -o 'cpu: [^;"]*')
+        says=$(cd "$folder" && user/bin/python -m syncbn info | grep -o 'cpu: [^;]*')
         tested=$(cd "$folder" && user/bin/python -m pytest -q test_tiny.py | tail -n 1)
         printf '%s\t%s\t%s s\t%s\t%s\n' "$1" "$([[ $compiler == c++ ]] && echo compiler || echo none)" "$seconds" "$says" "$tested" |
             tee -a "$folder/table"

@@ -1,7 +1,6 @@
 """README.md is short and its programs run; what README.md and the guides link to and name is there."""
 
 import ast
-import json
 import pkgutil
 import re
 import shutil
@@ -296,9 +295,8 @@ def test_installs(tmp_path: Path) -> None:
     copy, installed = copy_of_the_project(tmp_path), tmp_path / "installed"
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", installed]
     run(sys.executable, "-m", "pip", "install", *options, copy, CXX="false")
-    info = [sys.executable, "-m", "syncbn", "info", "--json"]
-    said = json.loads(run(*info, folder=tmp_path, PYTHONPATH=str(installed)))
-    assert said["syncbn"] == f"{syncbn.__version__}, {installed / 'syncbn'}"
+    said = run(sys.executable, "-m", "syncbn", "info", folder=tmp_path, PYTHONPATH=str(installed))
+    assert f"{syncbn.__version__}, {installed / 'syncbn'}" in said
     build = "import hatchling.build; print(hatchling.build.build_editable('.'))"  # as pip does
     output = run(sys.executable, "-c", build, folder=copy, CXX="false")
     with zipfile.ZipFile(copy / output.strip()) as wheel:

@@ -2,7 +2,6 @@
 
 import statistics
 import time
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -17,19 +16,23 @@ from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.reductions.eager import reduction_of
 from syncbn.testing import TOLERANCES, differences
 from syncbn.tools.assert_synced import assert_synced
+from syncbn.tools.table import table
 
 ROUNDS, WARM_UP = 50, 10  # all_reduces timed, and not
+LAYERS, CHANNELS = 53, 256  # of a model whose cost is printed: as many layers as ResNet-50 has
+ONE_RANK = "One rank has nothing to synchronise: torchrun --standalone --nproc-per-node 2 -m syncbn check"
 
 
-def check(device: torch.device, num_layers: int, num_channels: int) -> SimpleNamespace:
+def check(device: torch.device) -> tuple[bool, str]:
     """Trains a small model on the ranks of the default group and compares with one process, in float64 and float32.
 
-    Without a process group this process alone trains. The results are the same on all ranks.
+    Without a process group this process alone trains. Returns whether all is well, and a text; both are the same on all
+    ranks.
     """
     world = dist.group.WORLD
-    size = 1 if world is None else world.size()
-    accuracy = []  # the largest error of the tensors of each kind, relative to the largest value, and the bound
-    synced = ""  # the error of `assert_synced` for the model after training
+    size, backend = (1, "none") if world is None else (world.size(), dist.get_backend(world))
+    rows, errors = [], []  # a row for the tensors of each kind, with the largest error relative to the largest value
+    passed = True
     for dtype, allowed in TOLERANCES.items():
         torch.manual_seed(0)
         model = convert_syncbn_model(_model()).to(device, dtype)
@@ -38,23 +41,28 @@ def check(device: torch.device, num_layers: int, num_channels: int) -> SimpleNam
         labels = torch.randint(10, (len(images),), generator=generator)
         with torch.backends.cudnn.flags(allow_tf32=False):
             found, trained = differences(model, (images.to(device, dtype), labels.to(device)), F.cross_entropy)
-        name = str(dtype).removeprefix("torch.")
+        passed = passed and all(difference.relative <= allowed for difference in found)  # not if one is NaN
         for what in dict.fromkeys(difference.what for difference in found):
-            errors = torch.tensor([difference.relative for difference in found if difference.what == what])
-            largest = errors.max().item()  # NaN if one is
-            accuracy.append(SimpleNamespace(dtype=name, what=what, error=largest, allowed=allowed))
+            relative = torch.tensor([difference.relative for difference in found if difference.what == what])
+            rows.append((str(dtype).removeprefix("torch."), what, f"{relative.max():.1e}", f"{allowed:.1e}"))
         try:
             assert_synced(trained)
         except AssertionError as error:
-            synced = str(error)
-    seconds = _seconds(2 * num_channels + TRAILER_NUMBERS, device)
-    return SimpleNamespace(
-        ranks=size, backend="none" if world is None else dist.get_backend(world), device=str(device),
-        kernels=available(), accuracy=accuracy, synced=synced, layers=num_layers, channels=num_channels,
-        # Of an all_reduce of a layer of `channels`, and of those of `layers` such layers in a step.
-        seconds={"all_reduce": seconds, "step": 2 * num_layers * seconds},
-        passed=not synced and all(row.error <= row.allowed for row in accuracy),
-    )  # fmt: skip
+            errors.append(str(error))
+    passed = passed and not errors
+    seconds = _seconds(device)
+    cost = f"{1e3 * seconds:.2f} ms for the all_reduce of a layer of {CHANNELS} channels, "
+    cost += f"{2e3 * LAYERS * seconds:.1f} ms for a step of {LAYERS} such layers"
+    lines = (
+        f"{size} rank{'s' * (size > 1)} ({backend}, {device}) and one process with the whole batch; "
+        f"kernels {available()}",
+        table(("dtype", "what", "error", "allowed"), rows),
+        cost if size > 1 else ONE_RANK,
+        *errors,
+        "Which layers of your model gain from synchronisation: help(syncbn.measure_local_noise)",
+        "passed" if passed else "FAILED: these ranks do not train as one process does",
+    )
+    return passed, "\n".join(lines)
 
 
 def _model() -> nn.Module:
@@ -65,17 +73,16 @@ def _model() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(72, 10), nn.BatchNorm1d(10))
 
 
-def _seconds(length: int, device: torch.device) -> float:
-    """The slowest rank's median time of 50 all_reduces of `length` float64 numbers."""
+def _seconds(device: torch.device) -> float:
+    """The slowest rank's median time of an all_reduce of the sums of a layer."""
     world = dist.group.WORLD
     if world is None:
         return 0.0
-    payload = torch.zeros(length, dtype=torch.float64, device=device)
+    payload = torch.zeros(2 * CHANNELS + TRAILER_NUMBERS, dtype=torch.float64, device=device)
     measured, caller = [], Caller("syncbn check")
     for _ in range(WARM_UP + ROUNDS):
         start = time.perf_counter()
-        total = reduction_of(None, caller, payload).total(payload, "forward")
-        total.cpu()  # waits for a GPU
+        reduction_of(None, caller, payload).total(payload, "forward").cpu()  # which waits for a GPU
         measured.append(time.perf_counter() - start)
     median = torch.tensor([statistics.median(measured[WARM_UP:])], dtype=torch.float64, device=device)
     return all_reduce_max(median, world).item()
