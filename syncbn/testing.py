@@ -223,9 +223,7 @@ def _report(bad: list[Difference], found: list[Difference], local: list[str], wo
         f"{len(bad)} of {len(found)} tensors on {world_size} ranks are not those of one process with the whole batch "
         f"(allowed is {allowed:g} of the largest of their kind):"
     ]
-    for difference in bad[:LINES]:
-        what, name, error, scale = difference
-        lines.append(f"{what} {name}: {error:.3g} apart, {difference.relative:.3g} of {scale:.3g}")
+    lines += [f"{it.what} {it.name}: {it.error:.3g} apart, {it.relative:.3g} of {it.scale:.3g}" for it in bad[:LINES]]
     if len(bad) > LINES:
         lines.append(f"and {len(bad) - LINES} more")
     if local:
