@@ -23,7 +23,7 @@ from syncbn.comm.groups import ProcessGroupLike, resolve, to_spec
 from syncbn.comm.text_exchange import require_equal
 from syncbn.convert import check_module, kind_of
 from syncbn.diagnosis.guards import Caller
-from syncbn.inputs import masks
+from syncbn.inputs.unwrapping import expanded_mask
 from syncbn.layer import SyncBatchNorm
 from syncbn.reductions.eager import Reduction, reduction_of
 from syncbn.reductions.join_protocol import refuse_inside_join
@@ -205,7 +205,7 @@ def _local_sums(
         raise ValueError(f"expected {num_channels} channels in dim {channel_dim} of the input, got {x.shape[-1]}")
     parts = [*x.tensor_split(num_slices)]
     if mask is not None:
-        counts = masks.expanded(mask, input, channel_dim).movedim(channel_dim, -1).squeeze(-1)
+        counts = expanded_mask(mask, input, channel_dim).movedim(channel_dim, -1).squeeze(-1)
         parts = [part[its_counts] for part, its_counts in zip(parts, counts.tensor_split(num_slices), strict=True)]
     return torch.stack([_sums(part) for part in parts], dim=1)
 
