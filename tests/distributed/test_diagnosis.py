@@ -23,7 +23,7 @@ from training import step, unchanged
 from voting import Ranks
 
 import syncbn
-from syncbn import general
+from syncbn import raising
 from syncbn.comm import groups
 from syncbn.comm.text_exchange import ranks_in_words
 from syncbn.diagnosis import failures, positions, processes, report, waits, watchdog
@@ -206,7 +206,7 @@ def test_an_error_of_one_rank_alone_is_told_by_the_others(
     if ranks.rank == 1:
         error = CompilationError("at 12:4:\nand much more")
         with monkeypatch.context() as broken:
-            broken.setattr(general, "_device_of", lambda arguments: torch.device("cuda"))
+            broken.setattr(raising, "_device_of", lambda arguments: torch.device("cuda"))
             for function in itertools.product(kernels, ("forward_sums", "backward_sums")):
                 broken.setattr(*function, mock.Mock(side_effect=error))
             with pytest.raises(CompilationError):
