@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
 from syncbn import general
-from syncbn.comm import groups
+from syncbn.reductions import eager
 from syncbn.reductions.graph import GraphReduction
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
@@ -47,7 +47,7 @@ class OfOneRank(nn.SyncBatchNorm):
 
 def synchronise_one_rank(group: dist.ProcessGroup) -> None:
     """Likewise for ours."""
-    groups.resolve = lambda spec: group
+    eager.resolve = lambda spec: group
     general.reduction_in_graph = lambda *of_call: GraphReduction(group)
 
 

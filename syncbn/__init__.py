@@ -1,10 +1,10 @@
 """Normalises on W ranks as on one: synchronised batch norm for PyTorch."""
 
 from syncbn import functional, kernels
-from syncbn.comm.groups import create_syncbn_process_group
 from syncbn.convert import convert_syncbn_model, revert_syncbn_model
 from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from syncbn.reductions.debug_mode import debug
+from syncbn.reductions.resolving import create_syncbn_process_group
 from syncbn.tools.assert_synced import assert_synced
 from syncbn.tools.join import join
 from syncbn.tools.measure_local_noise import measure_local_noise

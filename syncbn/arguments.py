@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn.comm.groups import GroupSpec, OfMesh
+from syncbn.comm.groups import GroupSpec, MeshGroup
 from syncbn.texts import in_short
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -59,7 +59,7 @@ class Options:
     relu: bool = False
     num_channels: int | None = None  # num_features, which counts where no tensor has C values; None for a function
     check_input_dim: CheckOfDims | None = None  # of a layer that takes some numbers of dims only
-    process_group: GroupSpec | OfMesh = None
+    process_group: GroupSpec | MeshGroup = None
     plan_key: tuple[object, ...] = field(init=False)  # all that plans depend on; True == 1 == 1.0, so with the classes
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from syncbn.arguments import Options, Tensors
 from syncbn.checks import checked
 from syncbn.comm.groups import ProcessGroupLike, to_spec
-from syncbn.diagnosis.guards import Caller
+from syncbn.diagnosis.sites import Caller
 from syncbn.general import Call
 from syncbn.inputs.unwrapping import apply_mask, unwrap, without_gaps
 from syncbn.kernels.interface import TRAILER_NUMBERS, Kind

@@ -14,10 +14,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from syncbn.call_stack import warn
-from syncbn.comm.groups import ProcessGroupLike, make_groups, of_torch, to_spec
+from syncbn.comm.groups import ProcessGroupLike, to_spec, torch_group
 from syncbn.diagnosis.names import quoted
 from syncbn.layer import SyncBatchNorm
 from syncbn.reductions import debug_mode
+from syncbn.reductions.resolving import make_groups
 from syncbn.synchronised_classes import ADDED, class_of, synchronised_class
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -139,7 +140,7 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
             new_class = new_class.cls_to_become
         # An nn.SyncBatchNorm holds its group itself. Looking it up may raise, so it comes before any change.
         is_torchs = new_class is nn.SyncBatchNorm
-        changes.append((layer, new_class, {"process_group": of_torch(layer._process_group)} if is_torchs else {}))
+        changes.append((layer, new_class, {"process_group": torch_group(layer._process_group)} if is_torchs else {}))
         for option, lost in LOST.items():
             if vars(layer).get(option):
                 noted.setdefault(lost, []).append(name)

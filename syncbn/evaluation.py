@@ -9,7 +9,7 @@ from syncbn.arguments import Options, Tensors
 from syncbn.checks import check
 from syncbn.inputs.unwrapping import apply_mask, unwrap, without_gaps
 from syncbn.layout import Layout
-from syncbn.reductions.eager import ONE_RANK
+from syncbn.reductions.interface import ONE_RANK
 from syncbn.statistics import compute_dtype
 from syncbn.torch_internals.state import PLAIN_CLASSES
 

@@ -7,7 +7,7 @@ from syncbn.arguments import Options, Tensors
 from syncbn.batch_stats import sync_batch_stats
 from syncbn.checks import check_channels, check_input, check_like_input
 from syncbn.comm.groups import ProcessGroupLike, to_spec
-from syncbn.diagnosis.guards import Caller
+from syncbn.diagnosis.sites import Caller
 from syncbn.evaluation import evaluate
 from syncbn.gradients import BackwardInput, outputs
 from syncbn.kernels.interface import TRAILER_NUMBERS, Kind
@@ -15,7 +15,7 @@ from syncbn.kernels.select import why_forced
 from syncbn.layout import Layout
 from syncbn.raising import raise_on_all_ranks
 from syncbn.reductions.choice import reduction_now
-from syncbn.reductions.eager import ONE_RANK, Reduction
+from syncbn.reductions.interface import ONE_RANK, Reduction
 from syncbn.reductions.totals import total
 from syncbn.statistics import compute_dtype, from_float64, to_float64
 from syncbn.torch_internals.autograd import jagged_parts

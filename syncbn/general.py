@@ -15,7 +15,7 @@ from syncbn.gradients import gradients
 from syncbn.kernels.interface import TRAILER_NUMBERS, Kind
 from syncbn.kernels.select import apply_function, general_kernels
 from syncbn.plan import kind_of
-from syncbn.reductions.eager import Reduction
+from syncbn.reductions.interface import Reduction
 from syncbn.reductions.totals import total_of_forward
 
 

@@ -11,7 +11,7 @@ from syncbn.kernels import reference
 from syncbn.kernels.interface import TRAILER_NUMBERS, GradientPair, Handle, Kernels, Kind, Needed, Saved
 from syncbn.kernels.select import general_kernels, torch_kernels
 from syncbn.plan import kind_of_backward
-from syncbn.reductions.eager import Reduction
+from syncbn.reductions.interface import Reduction
 from syncbn.reductions.totals import total
 from syncbn.statistics import from_float64, to_float64
 from syncbn.torch_internals.state import is_compiling, recorded

@@ -11,11 +11,12 @@ from syncbn.arguments import CHECKS_OF_DIMS, CheckOfDims, Options, Tensors, as_e
 from syncbn.comm import groups
 from syncbn.comm.groups import GroupSpec, ProcessGroupLike
 from syncbn.diagnosis.names import path_in_model, quoted
-from syncbn.diagnosis.positions import Site
+from syncbn.diagnosis.sites import Site
 from syncbn.diagnosis.watchdog import note_evaluation
 from syncbn.evaluation import evaluate
 from syncbn.inputs import traced
 from syncbn.reductions import debug_mode
+from syncbn.reductions.resolving import make_groups
 from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling, runs_plainly
 from syncbn.tracebacks import hide_checks
 from syncbn.training import train
@@ -59,7 +60,7 @@ class SyncBatchNorm(_BatchNorm):
     fuse_relu: bool = False
     # The number of ranks that the last training step in eager mode synchronised; None before the first, 0: not known.
     _synchronised_ranks: int | None = None
-    _call_site: Site | None = None  # of this layer in its group, see diagnosis/positions.py
+    _call_site: Site | None = None  # of this layer in its group, see diagnosis/sites.py
     _process_group: GroupSpec = None
     _options: Options | None = None  # of the last call
 
@@ -86,7 +87,7 @@ class SyncBatchNorm(_BatchNorm):
         self.process_group = process_group
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
-        groups.make_groups(self._process_group)
+        make_groups(self._process_group)
         debug_mode.run_uncompiled_where_wanted()
 
     @property

@@ -20,11 +20,12 @@ from torch import Tensor
 from syncbn import gradients
 from syncbn.arguments import Options, Tensors
 from syncbn.checks import require_two_values
-from syncbn.diagnosis.positions import CallsOnGroups
+from syncbn.diagnosis.sites import CallsOnGroups
 from syncbn.kernels.interface import Kernels
 from syncbn.plan import backward_plan
 from syncbn.raising import raise_on_all_ranks
-from syncbn.reductions.eager import Reduction, reduction_of
+from syncbn.reductions.eager import reduction_of
+from syncbn.reductions.interface import Reduction
 from syncbn.torch_internals.autograd import direct_apply
 from syncbn.torch_internals.state import only_profiled, runs_plainly
 

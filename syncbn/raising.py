@@ -9,7 +9,7 @@ from torch import Tensor
 
 from syncbn.arguments import Options, Tensors
 from syncbn.inputs import traced
-from syncbn.reductions.eager import Reduction
+from syncbn.reductions.interface import Reduction
 from syncbn.reductions.totals import payload_of
 from syncbn.statistics import lacks_float64
 from syncbn.torch_internals.autograd import innermost

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from syncbn.arguments import Options, Tensors, num_channels_of
 from syncbn.call_stack import warn_once
 from syncbn.checks import check
-from syncbn.diagnosis.guards import layer_in_forward
+from syncbn.diagnosis.sites import layer_in_forward
 from syncbn.evaluation import plain_batch_norm
 from syncbn.inputs import traced
 from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, add_name

@@ -12,7 +12,7 @@ from torch import Tensor
 from syncbn import general, ordinary
 from syncbn.arguments import Options, Tensors
 from syncbn.checks import checked
-from syncbn.diagnosis.positions import CallsOnGroups
+from syncbn.diagnosis.sites import CallsOnGroups
 from syncbn.inputs.unwrapping import Wrap, apply_mask, unchanged, unwrap, unwrap_and_mask, without_gaps
 from syncbn.plan import forward_plan
 from syncbn.raising import raise_on_all_ranks

@@ -22,7 +22,6 @@ from triton.backends.amd.compiler import HIPBackend
 
 import syncbn
 from syncbn import plan
-from syncbn.diagnosis import watchdog
 from syncbn.kernels import gpu, gpu_channels, gpu_tiles, select
 from syncbn.kernels.interface import Kind
 from syncbn.layout import Layout
@@ -91,7 +90,7 @@ def test_a_profiled_step_launches_the_same(
 ) -> None:
     """Else it would be another step that is measured."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(watchdog, "event_behind", lambda device: None)
+    monkeypatch.setattr("syncbn.reductions.eager.event_behind", lambda device: None)
     if num_ranks > 1:
         join_fake_group(num_ranks)
     step(64, 28, 28, True)

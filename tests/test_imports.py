@@ -8,6 +8,7 @@ import syncbn
 PACKAGE = Path(syncbn.__file__).parent
 
 # From the top to the bottom. A module imports only from lines below its own; within a line, nothing of that line.
+# Of the rooms reductions, diagnosis and comm each stands on those below.
 ORDER = [
     "__main__",
     "cli.check cli.info",
@@ -24,18 +25,22 @@ ORDER = [
     "inputs.dtensors inputs.nested inputs.subclasses inputs.traced",
     "plan",
     "checks",
-    "arguments reductions.join_protocol reductions.choice",
+    "arguments",
+    "reductions.join_protocol reductions.choice",
     "reductions.graph reductions.totals",
-    "reductions.eager",
-    "comm.groups reductions.debug_mode",
+    "reductions.eager reductions.debug_mode",
+    "reductions.agreement reductions.resolving reductions.interface",
+    "reductions.guards",
     "diagnosis.collective",
     "diagnosis.failures",
+    "diagnosis.sites",
     "diagnosis.watchdog",
-    "diagnosis.report",
     "diagnosis.waits",
-    "diagnosis.guards",
-    "diagnosis.positions comm.text_exchange",
-    "comm.all_reduce diagnosis.names diagnosis.processes",
+    "diagnosis.report",
+    "diagnosis.positions",
+    "diagnosis.names diagnosis.processes",
+    "comm.groups",
+    "comm.all_reduce comm.text_exchange",
     "kernels.__init__",
     "kernels.select",
     "kernels.graphs",

@@ -25,7 +25,7 @@ from syncbn.comm import groups
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available
 from syncbn.reductions import eager as reductions
-from syncbn.reductions.eager import Reduction
+from syncbn.reductions.interface import OneRank
 
 SHAPE = 4, 3, 5, 2
 DTYPES = torch.float16, torch.bfloat16, torch.float64
@@ -321,7 +321,7 @@ def test_freed_memory_is_refused(
     x, z, dy = map(view, torch.randn(3, *SHAPE))
     there = {"x": x.requires_grad_(), "z": z, "dy": dy, **layer.state_dict(keep_vars=True)}
     step(layer, layer, torch.randn(SHAPE))
-    monkeypatch.setattr(Reduction, "all_reduce", lambda _, payload, pass_name: sent.append(pass_name) or payload)
+    monkeypatch.setattr(OneRank, "all_reduce", lambda _, payload, pass_name, *__: sent.append(pass_name) or payload)
     y = None if freed in FREED_BEFORE_FORWARD else layer(x, z)
     named = there if y is None else there | {"y": y}
     named.pop(freed.removeprefix("saved ")).untyped_storage().resize_(0)
@@ -399,7 +399,7 @@ def test_two_threads_in_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [step(plain, plain, one) for (plain, _), one in zip(pairs, x, strict=True)]
     step(layer, layer, x[0])
     met = threading.Barrier(2, timeout=300)
-    monkeypatch.setattr(Reduction, "all_reduce", lambda _, payload, *__: (met.wait(), payload)[1])
+    monkeypatch.setattr(OneRank, "all_reduce", lambda _, payload, *__: (met.wait(), payload)[1])
     with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=[1]) as threads:
         actual = [*threads.map(step, ours, ours, x)]
     close(actual, expected)

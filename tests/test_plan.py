@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import syncbn
 from syncbn import plan, training
 from syncbn.arguments import Options, Tensors
-from syncbn.diagnosis.guards import Caller
+from syncbn.diagnosis.sites import Caller
 from syncbn.kernels.interface import Kind
 from syncbn.layout import Layout
 from syncbn.torch_internals.state import PLAIN_OR_NONE

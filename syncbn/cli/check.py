@@ -10,7 +10,7 @@ from torch import nn
 
 from syncbn.comm.text_exchange import all_reduce_max
 from syncbn.convert import convert_syncbn_model
-from syncbn.diagnosis.guards import Caller
+from syncbn.diagnosis.sites import Caller
 from syncbn.kernels import available
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.reductions.eager import reduction_of

@@ -1,4 +1,4 @@
-"""Finds the process group over which a layer synchronises, and makes the groups that an int or "node" needs.
+"""Finds the process group that a group spec means, and makes the groups that an int or "node" needs.
 
 A layer keeps a group spec and not the group itself, so that it can be copied, pickled and saved. A spec is one of
     None          the default group, looked up at each call
@@ -10,7 +10,7 @@ A layer keeps a group spec and not the group itself, so that it can be copied, p
 `to_spec` makes the spec of a process group that the user passes, `to_user` gives that group back. A layer may keep a
 group that this rank is not in; training it raises ValueError.
 
-Making groups is a collective over ALL ranks of the default group, in the same order. Nothing else here communicates.
+`make` is a collective over ALL ranks of the default group, in the same order. Nothing else here communicates.
 """
 
 import functools
@@ -24,9 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from syncbn.call_stack import callers, warn, warn_once
 from syncbn.comm.text_exchange import all_gather_json, by_rank
-from syncbn.diagnosis.collective import Collective
-from syncbn.diagnosis.failures import new_site
-from syncbn.diagnosis.guards import Caller, joined_group
 from syncbn.torch_internals.distributed import existing_groups, timeout_of
 from syncbn.torch_internals.state import constant_in_graphs
 
@@ -37,9 +34,7 @@ _made: WeakKeyDictionary[dist.ProcessGroup, dict[int | str, dist.ProcessGroup | 
 
 class GlobalRanks:
     """A ProcessGroup as its global ranks and a handle that deepcopy shares and pickle drops, to be looked up again.
-
-    On ranks outside of a group new_group returns GroupMember.NON_GROUP_MEMBER: then `ranks` is empty.
-    """
+    `ranks` is empty on ranks outside of the group, where new_group returns GroupMember.NON_GROUP_MEMBER."""
 
     def __init__(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None = None) -> None:
         self.ranks, self.handle = ranks, handle
@@ -54,8 +49,7 @@ class GlobalRanks:
         return f"ranks {list(self.ranks)}" if self.ranks else "a group without this rank"
 
     def group(self) -> dist.ProcessGroup | None:
-        """The handle; after unpickling, or when its group was destroyed, the oldest group of exactly these ranks, if
-        there is one."""
+        """The handle; after unpickling, or when its group was destroyed, the oldest group of exactly these ranks."""
         _look_up_again(self)
         return self.handle
 
@@ -67,15 +61,15 @@ def _look_up_again(spec: GlobalRanks) -> None:
         spec.handle = next((group for group in candidates if tuple(ranks_in(group)) == spec.ranks), None)
 
 
-class OfMesh(NamedTuple):
+class MeshGroup(NamedTuple):
     """The group that the mesh of a DTensor gives in place of a spec; None for this rank alone."""
 
     group: dist.ProcessGroup | None
 
 
-THIS_RANK_ALONE = OfMesh(None)
+THIS_RANK_ALONE = MeshGroup(None)
 GroupSpec: TypeAlias = int | str | GlobalRanks | DeviceMesh | None  # what a layer keeps
-SpecOfCall: TypeAlias = GroupSpec | OfMesh
+SpecOfCall: TypeAlias = GroupSpec | MeshGroup
 ProcessGroupLike: TypeAlias = dist.ProcessGroup | GroupSpec  # what a user passes
 
 
@@ -143,7 +137,7 @@ def existing(spec: SpecOfCall) -> dist.ProcessGroup | None:
         default_group = dist.group.WORLD
         made = {} if default_group is None else _made.get(default_group, {})
         return (made[spec] or default_group) if spec in made else None
-    if isinstance(spec, OfMesh):
+    if isinstance(spec, MeshGroup):
         return spec.group
     try:
         group = spec.group() if isinstance(spec, GlobalRanks) else spec.get_group()
@@ -187,54 +181,30 @@ def size(spec: GroupSpec) -> int:
     return ranks_per_host([(os.environ.get("LOCAL_WORLD_SIZE"), None)] * dist.get_world_size())
 
 
-def of_torch(spec: GroupSpec) -> dist.ProcessGroup | int | None:
+def torch_group(spec: GroupSpec) -> dist.ProcessGroup | int | None:
     """The group for an nn.SyncBatchNorm, which holds one. **Raises** RuntimeError where the group does not exist."""
     if spec is None or dist.group.WORLD is None:
         return None
     return existing(spec) if includes_this_rank(spec) else dist.GroupMember.NON_GROUP_MEMBER
 
 
-def resolve(spec: SpecOfCall) -> dist.ProcessGroup | None:
-    """The group to synchronise over now; None for a group of one rank, and when there is no process group.
-
-    The first call with an int or "node" makes the groups. **Raises** ValueError for a part of the ranks inside
-    syncbn.join; and as `existing`.
-    """
-    make_groups(spec)
-    group = existing(spec)
-    if not (dist.is_initialized() or isinstance(spec, OfMesh)):
-        warn_if_meant_for_several_ranks()
-    if group is None or group.size() == 1:
-        return None
-    joined = joined_group()
-    if joined is not None and group.size() < joined.size():
-        wanted = f"every layer must synchronise over all {joined.size()} ranks, not over {group.size()}"
-        where = "inside syncbn.join and recompute_running_stats"
-        raise ValueError(f"{where} {wanted} (process_group={spec!r}); set process_group=None")
-    return joined or group
-
-
-def make_groups(spec: SpecOfCall) -> None:
-    """Make the groups that an int or "node" needs, unless they are made: a collective over ALL ranks of the default
-    group, which tells the other ranks where this rank waits.
+def make(spec: int | str, default_group: dist.ProcessGroup) -> None:
+    """Make the groups of an int or "node", a collective over ALL ranks of the default group.
 
     **Raises** ValueError on every rank when the ranks ask for different groups, or their number does not divide.
     """
-    default_group = dist.group.WORLD
-    if default_group is not None and isinstance(spec, (int, str)) and existing(spec) is None:
-        caller = Caller(f"the making of groups for process_group={spec!r}", is_signed=False)
-        with Collective(new_site(caller, default_group), 1, "making"):
-            _made.setdefault(default_group, {})[spec] = _make(spec, default_group)
+    _made.setdefault(default_group, {})[spec] = _new_group(spec, default_group)
 
 
-def _make(spec: int | str, default_group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    local = [str(spec), os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK")]
-    asked, *of_hosts = zip(*all_gather_json(local, default_group), strict=True)
-    if len(set(asked)) > 1:
-        each = ", ".join(f"rank {rank} for {local_spec}" for rank, local_spec in enumerate(asked))
+def _new_group(spec: int | str, default_group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """This rank's new group; None for the default group itself."""
+    request = [str(spec), os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK")]
+    specs, *hosts = zip(*all_gather_json(request, default_group), strict=True)
+    if len(set(specs)) > 1:
+        each = ", ".join(f"rank {rank} for {wanted}" for rank, wanted in enumerate(specs))
         raise ValueError(f"the ranks ask for different process groups: {each}; pass the same process_group on all")
     world_size = default_group.size()
-    ranks_per_group = spec if isinstance(spec, int) else ranks_per_host([*zip(*of_hosts, strict=True)])
+    ranks_per_group = spec if isinstance(spec, int) else ranks_per_host([*zip(*hosts, strict=True)])
     if world_size % ranks_per_group:
         divided = f"{world_size} ranks do not divide into groups of {ranks_per_group}"
         raise ValueError(f"the number of ranks must be a multiple of the group size: {divided}")
@@ -242,24 +212,6 @@ def _make(spec: int | str, default_group: dist.ProcessGroup) -> dist.ProcessGrou
         return None
     timeout = timeout_of(default_group)
     return dist.new_subgroups(ranks_per_group, timeout=timeout)[0]  # type: ignore[no-untyped-call, no-any-return]
-
-
-def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
-    """This rank's group of `group_size` consecutive ranks, as apex's function of the same name.
-
-    A collective over all ranks of the default group the first time a size is asked for. 0 means all ranks: None.
-
-    **Raises** ValueError when `group_size` is negative, exceeds the number of ranks or does not divide it; RuntimeError
-    before init_process_group.
-    """
-    if group_size == 0:
-        return None
-    if group_size < 0:
-        raise ValueError(f"group_size must not be negative, got {group_size}")
-    if dist.group.WORLD is None:
-        raise RuntimeError("create_syncbn_process_group needs torch.distributed.init_process_group() first")
-    make_groups(group_size)
-    return existing(group_size)
 
 
 def ranks_per_host(gathered: list[tuple[str | None, str | None]]) -> int:
@@ -277,8 +229,8 @@ def ranks_per_host(gathered: list[tuple[str | None, str | None]]) -> int:
         raise ValueError(f"{needs} to divide WORLD_SIZE; they are {size} and {len(gathered)}")
     for rank, (_, local_rank) in enumerate(gathered):
         if local_rank not in (None, "", str(rank % size)):
-            found = f"rank {rank} has LOCAL_RANK {local_rank}, expected {rank % size}"
-            raise ValueError(f"{needs} and consecutive ranks on each host; {found}")
+            what = f"rank {rank} has LOCAL_RANK {local_rank}, expected {rank % size}"
+            raise ValueError(f"{needs} and consecutive ranks on each host; {what}")
     return size
 
 

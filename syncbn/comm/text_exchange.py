@@ -33,17 +33,17 @@ def all_gather_json(value: Json, group: "dist.ProcessGroup | dist.ProcessGroupGl
 
 def all_gather(values: Tensor, group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> list[Tensor]:
     """Every rank's `values`, of the same shape and dtype on all."""
-    local = values.to(device_of(group))
-    gathered = [torch.empty_like(local) for _ in range(group.size())]
-    group.allgather([gathered], [local]).wait()  # type: ignore[union-attr]
+    sent = values.to(device_of(group))
+    gathered = [torch.empty_like(sent) for _ in range(group.size())]
+    group.allgather([gathered], [sent]).wait()  # type: ignore[union-attr]
     return gathered
 
 
 def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The largest over all ranks, element by element, of `values`, which it may overwrite; on their device."""
-    local = values.to(device_of(group))
-    dist.all_reduce(local, dist.ReduceOp.MAX, group=group)
-    return local.to(values.device)
+    sent = values.to(device_of(group))
+    dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
+    return sent.to(values.device)
 
 
 def exchange_errors(error: Exception | None, group: dist.ProcessGroup, where: str = "") -> Exception:
@@ -75,11 +75,11 @@ def require_equal(lines: Sequence[str], error: Exception | None, group: dist.Pro
     gathered = all_gather(torch.tensor(list(digest) if error is None else [0] * 16, dtype=torch.uint8), group)
     if not all(map(torch.Tensor.any, gathered)):
         raise exchange_errors(error, group)
-    if any(not torch.equal(of_rank, gathered[0]) for of_rank in gathered):
+    if any(not torch.equal(other, gathered[0]) for other in gathered):
         rest = iter(lines)
-        while len(set(of_ranks := all_gather_json(next(rest, None), group))) == 1:
+        while len(set(gathered_lines := all_gather_json(next(rest, None), group))) == 1:
             pass  # each line up to the first that differs costs two collectives; one list may end before the others
-        texts = ["nothing more" if line is None else line for line in of_ranks]
+        texts = ["nothing more" if line is None else line for line in gathered_lines]
         raise ValueError(f"the ranks' models differ, first in:\n{by_rank(dist.get_process_group_ranks(group), texts)}")
 
 
@@ -90,10 +90,10 @@ def gather_by_rank(text: str, group: dist.ProcessGroup) -> str:
 
 def by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
     """A line for each text that is not empty, with its ranks: "ranks 0-2, 5: in bn1 forward, call 3"."""
-    ranks_of: dict[str, list[int]] = {}
+    lines: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
-        ranks_of.setdefault(text, []).append(rank)
-    return "\n".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in ranks_of.items() if text)
+        lines.setdefault(text, []).append(rank)
+    return "\n".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in lines.items() if text)
 
 
 def ranks_in_words(ranks: list[int]) -> str:

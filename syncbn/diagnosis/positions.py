@@ -10,13 +10,6 @@ it has changed and each second: a rank that is killed may have gone 0.05 s furth
 positions are read (report.py) only when there is something to say, and fast: torchrun ends the ranks that are left some
 0.1 s after the first has failed. A position older than this process is not read: torchrun may keep a store when it
 restarts the ranks.
-
-Each rank also signs what it sends on CPU, so that ranks which have met in different layers or passes see it in the
-total. The signature s of a call site and a pass is a positive number. It is computed from the path of the layer, from
-its order (1 for the first layer that trained on this group; it separates two models with equal paths) and from the
-dtype of the input. Rank r sends 1, s_r and s_r^2 behind its sums. By Cauchy and Schwarz sum 1 * sum s^2 = (sum s)^2
-only where all s are equal. Two signatures of W ranks are equal by chance in W of 2^26 cases. A rank that cannot tell
-its layer, as in a compiled graph, sends zeros and is not counted.
 """
 
 import contextlib
@@ -26,58 +19,22 @@ import os
 import threading
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
-from weakref import WeakKeyDictionary, ref
+from collections.abc import Iterator
+from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
-from syncbn.comm.all_reduce import exchanges
 from syncbn.diagnosis import processes
-from syncbn.diagnosis.names import line_that_calls_model, quoted
-from syncbn.kernels.interface import UNSIGNED
 from syncbn.texts import in_words
-from syncbn.torch_internals.distributed import default_store, name_of
-from syncbn.torch_internals.state import constant_in_graphs
+from syncbn.torch_internals.distributed import default_store
 
 HAS_LEFT = "has left"
 WITH_GRAPH = "backward with create_graph or torch.func"  # the first all_reduce of such a backward
+FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
 SECONDS_BETWEEN_WRITES = 0.05  # of a rank, at least
 SECONDS_PER_WRITE = 10e-6  # of all ranks together: a store takes some 100,000 writes a second
-
-
-@constant_in_graphs
-def _hash_of(text: str) -> int:
-    return zlib.crc32(text.encode())
-
-
-def largest_signature(num_ranks: int) -> int:
-    """The largest signature in a group of this size: their total is below 2^26, and its square exact in float64."""
-    return 2**26 // num_ranks - 1
-
-
-class Signatures(dict[tuple[str, torch.dtype | None], int]):
-    """The signatures of a call site by pass and dtype of the input; UNSIGNED as long as the site has no identity."""
-
-    def __init__(self, num_ranks: int) -> None:
-        super().__init__()
-        self.identity, self.num_ranks = "", num_ranks
-
-    def __missing__(self, key: tuple[str, torch.dtype | None]) -> int:
-        pass_name, dtype = key
-        text = f"{self.identity} {pass_name} {dtype}"
-        s = 1 + _hash_of(text) % largest_signature(self.num_ranks)
-        self[key] = signature = s if self.identity else UNSIGNED
-        return signature
-
-
-class CallsOnGroups(Protocol):
-    """A layer, or a `Caller` for a function."""
-
-    _call_site: "Site | None"  # of its last call
-    _synchronised_ranks: int | None  # by its last training step in eager mode; None before the first
 
 
 class Position(NamedTuple):
@@ -92,108 +49,73 @@ class Position(NamedTuple):
     left: str = ""  # HAS_LEFT, and why
     blocked: str = ""  # where its main thread is blocked since: in all_reduce at train.py:57
     left_out: str = ""  # the all_reduce that it has left out since, and its error
+    # What the rank that reads the position adds to it.
+    state: str = ""  # its process has ended or is stopped, or it is not heard of
+    unseen: str = ""  # it has not been seen in the layer in which the reader waits
 
 
-class Group:
-    """The layers and functions that call on a group, and the number of its collectives."""
+class Wait(ABC):
+    """A wait of this rank for others."""
 
-    def __init__(self) -> None:
-        self.sites: WeakKeyDictionary[CallsOnGroups, Site] = WeakKeyDictionary()
-        self.last_order = 0  # of a site
-        self.num_collectives = 0
-
-
-class Site:
-    """A layer or function that calls on a group, by its name. References to both are weak."""
-
-    def __init__(
-        self, caller: CallsOnGroups, path: str, is_signed: bool, group: dist.ProcessGroup, rank: "ThisRank"
-    ) -> None:
-        self.caller, self.rank, self.state = ref(caller), rank, rank.groups[group]
-        self.group: Callable[[], dist.ProcessGroup | None] = ref(group)
-        self.group_name, self.num_ranks, self.num_calls = name_of(group), group.size(), 0
-        self.exchanges = exchanges(group)
-        self.path = path  # the dotted name in the model, or the function's name; empty for a layer without a model
-        self.first_line = line_that_calls_model()
-        self.name = quoted(path) or type(caller).__name__
-        self.is_signed, self.warned_of_nan = is_signed, False
-        self.signatures, self.order = Signatures(self.num_ranks), 0
-        if is_signed:
-            self.sign_as(path, self.state.last_order + 1)
-
-    def sign_as(self, path: str, order: int) -> None:
-        """Sign from now on as the layer of this path and order."""
-        self.order, self.state.last_order = order, max(order, self.state.last_order)
-        self.signatures.identity = f"{order} {path}"
-        self.signatures.clear()
-
-    def doing(self, call: int, pass_name: str) -> str:
-        """layer4.1.bn3 forward, call 17."""
-        return f"{self.name} {pass_name}, call {call}" if self.is_signed else self.name
-
-
-class EagerCall(Protocol):
-    """A call of a layer or function on a group, in eager mode."""
-
-    group: dist.ProcessGroup
-    site: Site
-    call: int  # the number of the call, from 1
-    dtype: torch.dtype | None  # of the input
-
-
-class Entry(Protocol):
-    """This rank's entry into a collective, see `Collective`."""
-
-    site: Site
-    call: int  # the number of the call, from 1
-    pass_name: str
-    number: int  # of the collective among syncbn's on the group, from 1
+    rank: "ThisRank"
+    number: int  # a rank whose position has this number or more has arrived
     start: float  # by time.monotonic
-    device: torch.device  # of what is sent
-    has_failed: bool
+    next_warning_seconds = FIRST_WARNING_SECONDS
 
+    @abstractmethod
+    def position(self) -> Position:
+        """The position of this rank in it."""
 
-def position_in(entry: Entry | None) -> Position:
-    """The position of a rank in this collective."""
-    if entry is None:
-        return Position()
-    site, pass_name = entry.site, entry.pass_name
-    return Position(site.group_name, entry.number, pass_name, site.doing(entry.call, pass_name))
+    def layer(self) -> str:
+        """The name of the layer that the others may not have called; empty without one."""
+        return ""
+
+    def ranks(self) -> list[int]:
+        """The global ranks that wait for one another. **Raises** ValueError for a group that has ended."""
+        return list(range(self.rank.num_ranks))
+
+    def seconds(self) -> float:
+        """The seconds since it began."""
+        return time.monotonic() - self.start
+
+    def is_long(self) -> bool:
+        """Whether a warning is due."""
+        return self.seconds() >= self.next_warning_seconds
+
+    def has_arrived(self, position: Position) -> bool:
+        """Whether a rank of this position has come to what this rank waits in."""
+        return position.group == self.position().group and position.number >= self.number
 
 
 class ThisRank:
-    """This rank of a default process group."""
+    """This rank of a default process group, its position, and the store to which it writes that."""
 
-    last: Entry | None = None  # the last that this rank has begun
-    waiting: Entry | None = None  # the same, until it has ended on the host
+    last: Wait | None = None  # the last collective that this rank has begun
+    waiting: Wait | None = None  # the same, until it has ended on the host
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.rank, self.process = dist.get_rank(), os.getpid()
         self.store: dist.Store = default_store()  # the default one may later be another group's
         self.store_answers = True
         self.writing = threading.RLock()  # the program and the heartbeat write positions
-        self.groups: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
         self.num_ranks = world.size()
         self.meetings: Counter[str] = Counter()  # how often this rank has come to the meeting of a name
         self.interval = _interval(self.store, self.num_ranks)
         self.beats = self.interval < math.inf  # whether it writes every second
-        self.evaluated_after: Entry | bool | None = False  # `last` at a call in evaluation mode; False: no such call
-        self.blocked_after: tuple[Entry | None, str] = (None, "")  # `last` when its main thread was blocked; where
-        self.left_out_after: tuple[Entry | None, str] = (None, "")  # `last` when an error prevented the next; the error
+        self.evaluated_after: Wait | bool | None = False  # `last` at a call in evaluation mode; False: no such call
+        self.blocked_after: tuple[Wait | None, str] = (None, "")  # `last` when its main thread was blocked; where
+        self.left_out_after: tuple[Wait | None, str] = (None, "")  # `last` when an error prevented the next; the error
         self.left = ""
         self.ended = threading.Event()
         self.failed_at = ""  # where a collective outside of the layers failed, which ends this rank
         self.write_position()
-
-    def left_to_gpu(self, entry: Entry, device: torch.device) -> None:
-        """The host has left a collective that the GPU has not ended."""
 
     def position(self) -> Position:
         """The last all_reduce of this rank, and what it has done since."""
         last, (before, blocked) = self.last, self.blocked_after  # other threads may begin the next
         blocked = self.failed_at or (blocked if before is last and not self.left else "")
         before, left_out = self.left_out_after
-        return position_in(last)._replace(
+        return (Position() if last is None else last.position())._replace(
             has_evaluated=self.evaluated_after is last, left=self.left, blocked=blocked,
             left_out=left_out if before is last else "",
         )  # fmt: skip

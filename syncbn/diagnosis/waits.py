@@ -1,8 +1,8 @@
-"""Finds what this rank waits in for others: an all_reduce of a layer, on the host or on a GPU, or another collective.
+"""Finds the waits of this rank that no `with` block shows: for a GPU's all_reduce, and outside of the layers.
 
 | it waits in                        | which is known from                                                           |
 |------------------------------------|-------------------------------------------------------------------------------|
-| an all_reduce of a layer, on a CPU | the `with` block around it                                                    |
+| an all_reduce of a layer, on a CPU | the `with` block of its `Collective`                                          |
 | an all_reduce of a layer, on a GPU | an event behind it on the GPU's stream: the host goes on at once              |
 | a collective outside of the layers | the main thread is blocked, in a function that waits for other ranks          |
 
@@ -23,67 +23,17 @@ from collections.abc import Iterable
 from types import FrameType
 
 import torch
-import torch.distributed as dist
 
 from syncbn.call_stack import line_of_program
 from syncbn.comm import text_exchange
 from syncbn.diagnosis import processes
-from syncbn.diagnosis.guards import in_debug_mode
-from syncbn.diagnosis.positions import Entry, Position, ThisRank, position_in
+from syncbn.diagnosis.positions import Position, ThisRank, Wait
+from syncbn.diagnosis.report import IN_COLLECTIVE
 from syncbn.torch_internals.distributed import beside_captures, collective_in
 from syncbn.torch_internals.state import is_capturing
 
-FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
-DEBUG_WARNING_SECONDS = 3.0  # in debug mode
 QUERY_SECONDS = 1.0  # between queries of the GPU by the watchdog, and the longest time that they may take
 MOST_UNQUERIED = 1000  # all_reduces on a GPU, some ten steps of a ResNet-50; from then on the program queries too
-
-
-class Wait:
-    """A wait of this rank for others."""
-
-    layer = ""  # the layer that the others may not have called
-    place = ""  # in words, where the position does not tell it
-
-    def __init__(self, rank: ThisRank, position: Position, number: int, start: float) -> None:
-        self.rank, self.position = rank, position
-        self.number = number  # a rank with this count or more has arrived
-        self.start, self.next_warning_seconds = start, FIRST_WARNING_SECONDS
-
-    def ranks(self) -> list[int]:
-        """The global ranks that wait for one another. **Raises** ValueError for a group that has ended."""
-        return list(range(self.rank.num_ranks))
-
-    def seconds(self) -> float:
-        """The seconds since it began."""
-        return time.monotonic() - self.start
-
-    def is_long(self) -> bool:
-        """Whether a warning is due."""
-        return self.seconds() >= self.next_warning_seconds
-
-    def has_arrived(self, position: Position) -> bool:
-        """Whether a rank of this position has come to what this rank waits in."""
-        return position.group == self.position.group and position.number >= self.number
-
-
-class WaitInLayer(Wait):
-    """A wait in a collective of a layer or function."""
-
-    def __init__(self, entry: Entry) -> None:
-        site = entry.site
-        super().__init__(site.rank, position_in(entry), entry.number, entry.start)
-        self.entry, self.group, self.layer = entry, site.group, site.name if site.is_signed else ""
-        self.next_warning_seconds = DEBUG_WARNING_SECONDS if in_debug_mode() else FIRST_WARNING_SECONDS
-
-    def ranks(self) -> list[int]:
-        group = self.group()
-        if group is None:
-            raise ValueError("the process group has ended")
-        return dist.get_process_group_ranks(group)
-
-
-IN_COLLECTIVE = "in "  # how `place_of` begins for a collective
 
 
 def place_of(frames: Iterable[tuple[FrameType, int]], unknown: str = "") -> str:
@@ -100,13 +50,15 @@ def place_of(frames: Iterable[tuple[FrameType, int]], unknown: str = "") -> str:
 class WaitOutside(Wait):
     """The main thread is outside of the layers, after their last all_reduce. In a collective it waits for any rank."""
 
-    place = ", in a collective outside of syncbn's layers"
-
-    def __init__(self, rank: ThisRank, blocked: str = "", cpu_seconds: float | None = None) -> None:
-        position = rank.position()
-        super().__init__(rank, position, position.number + 1, time.monotonic())
-        self.last, self.blocked = rank.last, blocked
+    def __init__(self, rank: ThisRank, cpu_seconds: float | None = None) -> None:
+        self.rank, self.last, self.start = rank, rank.last, time.monotonic()
+        self.position_at_start = rank.position()
+        self.number = self.position_at_start.number + 1
         self.cpu_seconds = cpu_seconds  # of the main thread when it was first seen there
+        self.blocked = ""  # where it is, once it is known to be blocked
+
+    def position(self) -> Position:
+        return self.position_at_start
 
     def is_in_collective(self) -> bool:
         """Whether it is known to wait for other ranks."""
@@ -167,7 +119,6 @@ class OnGpu:
         if event is None:
             self.clear()
             return
-        wait.place = f", in {wait.position.doing} on the GPU, beside which the hosts may go on"
         self._unfinished.append((wait, event))
         if len(self._unfinished) > MOST_UNQUERIED:
             self._forget_finished()

@@ -14,12 +14,11 @@ import time
 import traceback
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
-import torch
 import torch.distributed as dist
 
 from syncbn.diagnosis import processes, report
-from syncbn.diagnosis.positions import HAS_LEFT, Entry, ThisRank
-from syncbn.diagnosis.waits import OnGpu, Wait, WaitInLayer, WaitOutside, event_behind, look_outside, place_of
+from syncbn.diagnosis.positions import HAS_LEFT, ThisRank, Wait
+from syncbn.diagnosis.waits import OnGpu, WaitOutside, look_outside, place_of
 
 HEARTBEAT_SECONDS = 1.0  # between writes of an unchanged position; with 10,000 ranks a tenth of the store's time
 LEAVE_SECONDS = 1.0  # for which a rank that leaves waits for its own heartbeat
@@ -38,9 +37,6 @@ class WatchedRank(ThisRank):
         finalize(world, _leave, self)
         self.watchdog = threading.Thread(target=_watch, args=[self, ref(world)], name="syncbn.watchdog", daemon=True)
         self.watchdog.start()
-
-    def left_to_gpu(self, entry: Entry, device: torch.device) -> None:
-        self.on_gpu.add(WaitInLayer(entry), event_behind(device))
 
 
 _ranks: WeakKeyDictionary[dist.ProcessGroup, WatchedRank] = WeakKeyDictionary()  # by the default process group
@@ -68,13 +64,9 @@ def note_evaluation() -> None:
 
 
 def _after_fork() -> None:
-    """This process cannot use the groups of its parent: layers must look theirs up again, and are refused."""
+    """This process cannot use the groups of its parent."""
     if dist.group.WORLD is not None:
         _inherited.add(dist.group.WORLD)
-    for rank in _ranks.values():
-        for of_group in rank.groups.values():
-            for site in of_group.sites.values():
-                site.group = lambda: None
 
 
 if hasattr(os, "register_at_fork"):
@@ -88,8 +80,8 @@ def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
     while not rank.ended.wait(min(rank.interval, HEARTBEAT_SECONDS)) and dist.group.WORLD is world():
         try:
             _beat(rank, wait)
-            wait = _current_wait(rank, wait)
-            _warn_if_long(rank, wait)
+            wait, place = _current_wait(rank)
+            _warn_if_long(rank, wait, place)
         except Exception as error:  # as of an event on a GPU that has failed
             wait = None
             rank.on_gpu.clear()
@@ -100,7 +92,7 @@ def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
     rank.on_gpu.clear()
     rank.ended.wait()  # a group that is destroyed may be held, and the program end later
     if rank.failed_at:
-        where = report.where_all_are(WaitOutside(rank), report.a_rank_is_gone, at_exit=True)
+        where = report.where_all_are(WaitOutside(rank), has_failed=True, at_exit=True)
         log.error("syncbn: a collective outside of syncbn's layers failed on rank %d.\n%s", rank.rank, where)
     # Layers that have called on the group still know this rank, and must not keep its store.
     rank.store_answers, rank.store = False, dist.HashStore()
@@ -116,7 +108,7 @@ def _beat(rank: WatchedRank, wait: Wait | None) -> None:
             rank.write_position()
 
 
-def _warn_if_long(rank: WatchedRank, wait: Wait | None) -> None:
+def _warn_if_long(rank: WatchedRank, wait: Wait | None, place: str) -> None:
     if wait is None or not wait.is_long():
         return
     seconds = wait.seconds()
@@ -124,16 +116,21 @@ def _warn_if_long(rank: WatchedRank, wait: Wait | None) -> None:
     with contextlib.suppress(ValueError):  # a group that has ended
         if wait.ranks().index(rank.rank) < WARNING_RANKS:
             where = report.where_all_are(wait)
-            log.warning("syncbn: rank %d has waited %.0f s for others%s.\n%s", rank.rank, seconds, wait.place, where)
+            log.warning("syncbn: rank %d has waited %.0f s for others%s.\n%s", rank.rank, seconds, place, where)
 
 
-def _current_wait(rank: WatchedRank, last: Wait | None) -> Wait | None:
-    """The wait that this rank is in; the previous look found `last`."""
-    entry = rank.waiting
-    if entry is None:
-        outside = rank.outside = look_outside(rank, rank.outside)
-        return rank.on_gpu.oldest() or (outside if outside is not None and outside.is_in_collective() else None)
-    return last if isinstance(last, WaitInLayer) and last.entry is entry else WaitInLayer(entry)
+def _current_wait(rank: WatchedRank) -> tuple[Wait | None, str]:
+    """The wait that this rank is in, and in words what its position does not tell of it."""
+    waiting = rank.waiting
+    if waiting is not None:
+        return waiting, ""
+    outside = rank.outside = look_outside(rank, rank.outside)
+    on_gpu = rank.on_gpu.oldest()
+    if on_gpu is not None:
+        return on_gpu, f", in {on_gpu.position().doing} on the GPU, beside which the hosts may go on"
+    if outside is not None and outside.is_in_collective():
+        return outside, ", in a collective outside of syncbn's layers"
+    return None, ""
 
 
 def _leave(rank: WatchedRank) -> None:

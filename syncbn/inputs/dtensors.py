@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from syncbn.arguments import PER_CHANNEL, Options, Tensors
-from syncbn.comm.groups import GlobalRanks, GroupSpec, OfMesh, ranks_in, resolve
+from syncbn.comm.groups import GlobalRanks, GroupSpec, MeshGroup, ranks_in
+from syncbn.reductions.resolving import resolve
 from syncbn.torch_internals.state import is_compiling
 
 if TYPE_CHECKING:
@@ -119,8 +120,8 @@ def _require_own_channels(
 
 
 def _group_of(
-    mesh: DeviceMesh, adds_up: tuple[bool, ...], spec: GroupSpec | OfMesh, placements: "Placements"
-) -> OfMesh:
+    mesh: DeviceMesh, adds_up: tuple[bool, ...], spec: GroupSpec | MeshGroup, placements: "Placements"
+) -> MeshGroup:
     """The group of the ranks that differ from this one along those dims of the mesh that add up, and only along them.
 
     **Raises** ValueError where this rank is not in the mesh, where no group has these ranks, and where they are not
@@ -148,4 +149,4 @@ def _group_of(
                 f"process_group is ranks {of_spec}, but the batch of the input, a DTensor with placements "
                 f"{placements}, lies on ranks {of_mesh}; set process_group=None, or pass input.to_local()"
             )
-    return OfMesh(group)
+    return MeshGroup(group)

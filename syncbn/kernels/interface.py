@@ -21,7 +21,7 @@ from syncbn.layout import Layout
 
 # All sums end in a trailer: n in forward and 0 in backward; then 1, s and s^2 for a signature s, or zeros without one.
 TRAILER_NUMBERS, SIGNATURE_NUMBERS = 4, 3
-UNSIGNED = 0  # the signature s of sums without one; else 0 < s < 2^26, see diagnosis/positions.py
+UNSIGNED = 0  # the signature s of sums without one; else 0 < s < 2^26, see diagnosis/sites.py
 Saved: TypeAlias = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # x, weight, statistics, y
 Needed: TypeAlias = tuple[bool, bool, bool, bool]  # the gradients of x, weight, bias, residual
 GradientPair: TypeAlias = tuple[Tensor | None, Tensor | None]  # of x, residual

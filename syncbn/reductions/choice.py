@@ -3,9 +3,10 @@
 from torch import Tensor
 
 from syncbn.comm.groups import SpecOfCall
-from syncbn.diagnosis.positions import CallsOnGroups
-from syncbn.reductions.eager import Reduction, reduction_of
+from syncbn.diagnosis.sites import CallsOnGroups
+from syncbn.reductions.eager import reduction_of
 from syncbn.reductions.graph import reduction_in_graph
+from syncbn.reductions.interface import Reduction
 from syncbn.torch_internals.state import is_compiling, is_jit_tracing
 
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from syncbn.call_stack import warn
 from syncbn.comm.text_exchange import all_gather_json, ranks_in_words
 from syncbn.diagnosis.collective import Collective
-from syncbn.diagnosis.failures import IN_COMMON, described, require_one_layer
-from syncbn.diagnosis.guards import Guard, guarded_by, guards, joined_group
-from syncbn.diagnosis.positions import EagerCall, ThisRank
+from syncbn.diagnosis.positions import ThisRank
 from syncbn.kernels.interface import TRAILER_NUMBERS
+from syncbn.reductions.agreement import IN_COMMON, part_in, require_one_layer
+from syncbn.reductions.guards import Guard, guarded_by, guards, joined_group
 from syncbn.torch_internals.distributed import default_store, name_of, timeout_of
 
 # For each group a gloo group of the same ranks, for comparisons alone. An entry goes with its group.
@@ -47,27 +47,29 @@ def debug() -> Iterator[None]:
         yield
 
 
+class _Exchange(Collective):
+    """The exchange of what the ranks are about to do."""
+
+    next_warning_seconds = 3.0
+
+
 class _Comparison(Guard):
     """Compares the ranks before each all_reduce."""
 
-    compares_ranks = True
-
-    def before_all_reduce(self, call: EagerCall, payload: torch.Tensor, pass_name: str) -> None:
-        group, site = call.group, call.site
+    def before_all_reduce(self, collective: Collective, payload: torch.Tensor) -> None:
+        site, group = collective.site, collective.site.require_group()
         if not site.is_signed or joined_group() is not None:
             return
         members = dist.get_process_group_ranks(group)
-        # The sums without n and trailer.
-        sums = payload[:-TRAILER_NUMBERS] if payload.is_cpu else payload[: len(payload) // 2 * 2]
-        local = described(call, pass_name) | {"channels": len(sums) // 2, "ranks": ranks_in_words(members)}
-        with Collective(site, call.call, pass_name):
-            local["finite"] = bool(sums.isfinite().all())
-            local["fault"] = payload.is_cpu and bool(payload[len(sums)].isnan())
-            parts = all_gather_json(local, _side_group(group, site.rank))
-            require_one_layer(site, parts, () if any(part["fault"] for part in parts) else IN_COMMON)
-        bad = [rank for rank, part in zip(members, parts, strict=True) if not part["finite"]]
+        sums, num_values = payload[:-TRAILER_NUMBERS], payload[-TRAILER_NUMBERS]
+        part = part_in(collective) | {"channels": len(sums) // 2, "ranks": ranks_in_words(members)}
+        with _Exchange(site, collective.call, collective.pass_name):
+            part |= {"is finite": bool(sums.isfinite().all()), "has fault": bool(num_values.isnan())}
+            parts = all_gather_json(part, _side_group(group, site.rank))
+            require_one_layer(collective, parts, () if any(part["has fault"] for part in parts) else IN_COMMON)
+        bad = [rank for rank, part in zip(members, parts, strict=True) if not part["is finite"]]
         if bad:
-            warn(f"syncbn: NaN or infinity in {local['doing']} on {ranks_in_words(bad)}")
+            warn(f"syncbn: NaN or infinity in {collective.doing()} on {ranks_in_words(bad)}")
 
 
 def _side_group(group: dist.ProcessGroup, this_rank: ThisRank) -> "dist.ProcessGroupGloo":

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from syncbn.comm import groups
 from syncbn.comm.all_reduce import all_reduce, exchanges
-from syncbn.diagnosis.guards import joined_group
-from syncbn.diagnosis.positions import CallsOnGroups
-from syncbn.reductions.eager import ONE_RANK, TRANSFORMED_GRAPH, Reduction
+from syncbn.diagnosis.sites import CallsOnGroups
+from syncbn.reductions.guards import joined_group
+from syncbn.reductions.interface import ONE_RANK, TRANSFORMED_GRAPH, Reduction
 from syncbn.torch_internals.distributed import group_in_graph
 from syncbn.torch_internals.state import inside_vmap_or_forward_mode
 
@@ -16,15 +16,15 @@ class GraphReduction(Reduction):
     """The ranks of a group in a compiled graph."""
 
     group: dist.ProcessGroup
-    num_ranks = None  # unused in a graph
+    num_ranks = None
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def total(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
+    def all_reduce(self, payload: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
         if inside_vmap_or_forward_mode():  # Dynamo would lose the total
             raise RuntimeError(TRANSFORMED_GRAPH)
-        return all_reduce(sums, group_in_graph(self.group), exchanges(self.group))
+        return all_reduce(payload, group_in_graph(self.group), exchanges(self.group))
 
 
 def reduction_in_graph(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor | None) -> Reduction:
@@ -36,7 +36,7 @@ def reduction_in_graph(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Te
         where = "inside syncbn.join and recompute_running_stats"
         raise RuntimeError(f"{where} nothing may be compiled: leave out torch.compile")
     group = groups.existing(spec)
-    if group is None and not isinstance(spec, groups.OfMesh):
+    if group is None and not isinstance(spec, groups.MeshGroup):
         remedy = "construct or convert the layers after torch.distributed.init_process_group()"
         what = f"process_group={spec!r} needs new groups, which cannot be made inside a compiled graph"
         raise RuntimeError(f"{what}; {remedy}")

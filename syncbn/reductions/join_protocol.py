@@ -22,10 +22,9 @@ from torch import Tensor
 
 from syncbn.comm.text_exchange import gather_by_rank
 from syncbn.diagnosis.collective import Collective
-from syncbn.diagnosis.failures import new_site
-from syncbn.diagnosis.guards import Caller, Guard, guarded_by, joined_group
-from syncbn.diagnosis.positions import CallsOnGroups, EagerCall
+from syncbn.diagnosis.sites import Caller, CallsOnGroups, meets_not, new_site
 from syncbn.reductions.eager import EagerReduction
+from syncbn.reductions.guards import Guard, guarded_by, joined_group
 from syncbn.statistics import to_float64
 from syncbn.texts import in_words
 from syncbn.torch_internals.distributed import device_of, timeout_of
@@ -57,35 +56,37 @@ class Shadowing(Guard):
         # A GPU would have to stop the host to read an integer.
         on_cpu = device_of(self.group).type == "cpu"
         self.header_group = self.group if on_cpu else dist.new_group(timeout=timeout, backend="gloo")
+        for group in (self.group, self.header_group):
+            meets_not(group)  # a rank that has joined or failed does not come
         self.thread: threading.Thread | None = None  # the one that shadows the others
         self.num_announced = 0
         self.over = False
         self.shadow_caller = Caller("the other ranks' steps, with no data left", is_signed=False)
 
-    def before_all_reduce(self, call: EagerCall, payload: Tensor, pass_name: str) -> None:
+    def before_all_reduce(self, collective: Collective, payload: Tensor) -> None:
         """Announce it. **Raises** RuntimeError where it may then not happen."""
         if inside_selective_checkpoint():
             raise RuntimeError(f"inside {self.name} checkpointing may not be selective: leave out context_fn")
         if threading.current_thread() is not self.thread:  # its all_reduces shadow what has been announced
-            self.agree(1 + len(payload), call.site.caller(), call.call, pass_name)
+            self.agree(1 + len(payload), collective.site.caller(), collective.call, collective.pass_name)
 
     def agree(
-        self, local: int, caller: CallsOnGroups | None = None, call: int = 1, pass_name: str = "", failure: str = ""
+        self, header: int, caller: CallsOnGroups | None = None, call: int = 1, pass_name: str = "", failure: str = ""
     ) -> int:
-        """The largest integer of all ranks (see above), which says what they do next; `local` is this rank's, in a call
-        of a layer or a `Caller`, and `failure` says why it has failed. **Raises** RuntimeError when another rank failed
-        or has gone."""
-        self.num_announced += local != JOINED
-        header = torch.tensor([local], device="cpu")
+        """The largest integer of all ranks (see above), which says what they do next; `header` is this rank's, in a
+        call of a layer or a `Caller`, and `failure` says why it has failed. **Raises** RuntimeError when another rank
+        failed or has gone."""
+        self.num_announced += header != JOINED
+        largest = torch.tensor([header], device="cpu")
         site = new_site(caller or self.shadow_caller, self.header_group)
         # A rank that leaves stays known as where it failed.
-        with contextlib.nullcontext() if local == FAILED else Collective(site, call, pass_name):
-            dist.all_reduce(header, dist.ReduceOp.MAX, group=self.header_group)
-        agreed = int(header)
+        with contextlib.nullcontext() if header == FAILED else Collective(site, call, pass_name):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.header_group)
+        agreed = int(largest)
         if agreed == FAILED:
             self.over = True
             failures = gather_by_rank(failure, self.header_group)
-            if local != FAILED:
+            if header != FAILED:
                 raise RuntimeError(f"inside {self.name} another rank failed: {failures}")
         return agreed
 
@@ -104,8 +105,7 @@ class Shadowing(Guard):
         """Run `body`, whose all_reduces are announced, then shadow the others until all have joined."""
         with self.failing_together(), guarded_by(self):
             body()
-            # Shadow inside the guard, so that the first all_reduce waits for no meeting. Set `thread` first: this
-            # thread's own all_reduces must not be announced.
+            # Set `thread` first: this thread's own all_reduces must not be announced.
             self.thread = threading.current_thread()
             self.shadow()
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS
 from syncbn.kernels.select import is_transformed
-from syncbn.reductions.eager import Reduction
+from syncbn.reductions.interface import Reduction
 from syncbn.statistics import to_float64
 from syncbn.torch_internals.autograd import apply_to_stack
 from syncbn.torch_internals.state import is_compiling

@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from syncbn.comm import groups
 from syncbn.comm.text_exchange import require_equal
 from syncbn.diagnosis import report
-from syncbn.diagnosis.guards import Caller, guarded_by
+from syncbn.diagnosis.sites import Caller
 from syncbn.layer import SyncBatchNorm
+from syncbn.reductions.guards import guarded_by
 from syncbn.reductions.join_protocol import ITERATION, Shadowing
 from syncbn.torch_internals.distributed import JoinAfter
 from syncbn.torch_internals.modules import is_compiled

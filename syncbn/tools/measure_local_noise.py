@@ -19,14 +19,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from syncbn.arguments import num_channels_of
-from syncbn.comm.groups import ProcessGroupLike, resolve, to_spec
+from syncbn.comm.groups import ProcessGroupLike, to_spec
 from syncbn.comm.text_exchange import require_equal
 from syncbn.convert import check_module, kind_of
-from syncbn.diagnosis.guards import Caller
+from syncbn.diagnosis.sites import Caller
 from syncbn.inputs.unwrapping import expanded_mask
 from syncbn.layer import SyncBatchNorm
-from syncbn.reductions.eager import Reduction, reduction_of
+from syncbn.reductions.eager import reduction_of
+from syncbn.reductions.interface import Reduction
 from syncbn.reductions.join_protocol import refuse_inside_join
+from syncbn.reductions.resolving import resolve
 from syncbn.reductions.totals import totals
 from syncbn.statistics import compute_dtype, from_sums, to_float64, unpack
 from syncbn.tools.summary import bytes_if_synchronised

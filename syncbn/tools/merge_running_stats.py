@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn.comm import groups
 from syncbn.comm.text_exchange import all_reduce_max
-from syncbn.diagnosis.guards import Caller
+from syncbn.diagnosis.sites import Caller
 from syncbn.reductions.eager import reduction_of
 from syncbn.reductions.totals import totals
 from syncbn.statistics import to_float64

@@ -26,12 +26,13 @@ import syncbn
 from syncbn import raising
 from syncbn.comm import groups
 from syncbn.comm.text_exchange import ranks_in_words
-from syncbn.diagnosis import failures, positions, processes, report, waits, watchdog
-from syncbn.diagnosis.guards import Caller, Guard, guarded_by
-from syncbn.diagnosis.positions import WITH_GRAPH, Position
+from syncbn.diagnosis import failures, processes, report, waits, watchdog
+from syncbn.diagnosis.positions import WITH_GRAPH, Position, Wait
+from syncbn.diagnosis.sites import Caller, largest_signature
 from syncbn.kernels import cpu, operators
 from syncbn.reductions import debug_mode
 from syncbn.reductions.eager import reduction_of
+from syncbn.reductions.guards import Guard, guarded_by
 from syncbn.torch_internals import distributed as torch_distributed
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="signatures are for CPUs")
@@ -58,7 +59,7 @@ def doing() -> Iterator[list[str]]:
     """What each all_reduce is said to be for."""
     seen: list[str] = []
     guard = Guard()
-    guard.before_all_reduce = lambda call, payload, pass_name: seen.append(call.site.doing(call.call, pass_name))
+    guard.before_all_reduce = lambda collective, payload: seen.append(collective.doing())
     with guarded_by(guard):
         yield seen
 
@@ -136,7 +137,7 @@ def test_other_names_for_the_same_layers(ranks: Ranks, make: Callable[[], nn.Mod
 @pytest.mark.parametrize("num_ranks", [2, 3, 1000, 2**14])
 def test_signatures_are_exact(num_ranks: int) -> None:
     """The test for equal signatures has no rounding: not with the largest, and so with none."""
-    s, total, squares = positions.largest_signature(num_ranks), 0.0, 0.0
+    s, total, squares = largest_signature(num_ranks), 0.0, 0.0
     for _ in range(num_ranks):
         total, squares = total + s, squares + s * s
     assert num_ranks * squares == total * total
@@ -150,7 +151,7 @@ def test_signatures_are_exact(num_ranks: int) -> None:
 @pytest.fixture
 def log_of_waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """The log of a rank that warns when it has waited half a second."""
-    monkeypatch.setattr(waits, "FIRST_WARNING_SECONDS", 0.5)
+    monkeypatch.setattr(Wait, "next_warning_seconds", 0.5)
     return caplog
 
 
@@ -266,10 +267,10 @@ def test_a_long_wait_outside_of_the_layers_is_told(
 ) -> None:
     layer, x = layer_and_input(ranks)
     layer(x)
-    collective = OUTSIDE[kind]()
+    wait_outside = OUTSIDE[kind]()
     if ranks.rank == 0:
         time.sleep(2)
-    collective()
+    wait_outside()
     expected = (
         rf"rank {ranks.rank} has waited \d+ s for others, in a collective outside of syncbn's layers.\n"
         r"rank 0: after SyncBatchNorm forward, call 1; at test_diagnosis.py:\d+\n"
@@ -416,6 +417,16 @@ def test_other_waits_are_not_told(ranks: Ranks, log_of_waits: pytest.LogCaptureF
 # On a GPU the host does not wait; here it is played by events.
 
 
+class WaitOfTest(Wait):
+    """In which no rank arrives."""
+
+    def __init__(self, start: float, rank: watchdog.WatchedRank | None = None) -> None:
+        self.rank, self.number, self.start = rank, 1, start
+
+    def position(self) -> Position:
+        return Position("0", 1)
+
+
 def event(happened: bool = False) -> mock.Mock:
     return mock.Mock(**{"query.return_value": happened})
 
@@ -436,7 +447,7 @@ def test_a_long_wait_of_the_gpu_is_told(
     monkeypatch.setattr(Tensor, "is_cuda", True)
 
     def all_reduce(name: str, behind: mock.Mock | None) -> None:
-        monkeypatch.setattr(watchdog, "event_behind", lambda _: behind)
+        monkeypatch.setattr("syncbn.reductions.eager.event_behind", lambda _: behind)
         reduction_of(None, Caller(name), None).total(torch.zeros(4, dtype=torch.float64), "forward")
 
     second, third, before_capture = event(), event(), event()
@@ -468,7 +479,7 @@ def test_a_gpu_that_is_behind_does_not_wait() -> None:
     """The host may go on long before it: the time counts from when the all_reduce before has finished."""
     on_gpu, first = waits.OnGpu(), event()
     for one in (first, event()):
-        on_gpu.add(waits.Wait(None, Position("0", 1), number=1, start=-1e9), one)
+        on_gpu.add(WaitOfTest(-1e9), one)
     assert on_gpu.oldest().is_long()
     first.query.return_value = True
     assert not on_gpu.oldest().is_long()
@@ -480,7 +491,7 @@ def test_the_program_queries_no_event_unless_the_list_is_long(monkeypatch: pytes
 
     def add(these: list[mock.Mock]) -> None:
         for one in these:
-            on_gpu.add(waits.Wait(None, Position("0", 1), number=1, start=time.monotonic()), one)
+            on_gpu.add(WaitOfTest(time.monotonic()), one)
 
     add(events[:106])
     assert not any(one.query.called for one in events)
@@ -494,10 +505,10 @@ def test_a_query_that_waits_itself_holds_nobody_up() -> None:
     """Neither the watchdog, which has to warn, nor the program's next all_reduce."""
     on_gpu, released = waits.OnGpu(), threading.Event()
     blocked = mock.Mock(**{"query.side_effect": lambda: released.wait(20)})
-    on_gpu.add(waits.Wait(None, Position("0", 1), number=1, start=-1e9), blocked)
+    on_gpu.add(WaitOfTest(-1e9), blocked)
     start = time.monotonic()
     assert on_gpu.oldest().is_long()
-    on_gpu.add(waits.Wait(None, Position("0", 2), number=2, start=time.monotonic()), event())
+    on_gpu.add(WaitOfTest(time.monotonic()), event())
     assert time.monotonic() - start < 10
     released.set()
 
@@ -510,7 +521,7 @@ def test_the_watchdog_survives_a_gpu_that_failed(
     failed = mock.Mock(**{"query.side_effect": RuntimeError("CUDA error: unspecified launch failure")})
     rank = watchdog.this_rank()
     for _ in range(2):
-        rank.on_gpu.add(waits.Wait(rank, Position("0", 1), number=1, start=-1e9), failed)
+        rank.on_gpu.add(WaitOfTest(-1e9, rank), failed)
         time.sleep(1.5)
     said = f"syncbn: the watchdog of rank {ranks.rank} has failed once, and goes on: RuntimeError: CUDA error"
     assert log_of_waits.text.count(said) == log_of_waits.text.count("syncbn: ") == 1
@@ -545,8 +556,8 @@ def test_an_error_of_the_gpu_is_told_as_it_is(ranks: Ranks) -> None:
     """CUDA raises it where the host waits next, here in our all_reduce: the text must not say that the ranks differ."""
     layer, x = syncbn.SyncBatchNorm(3), torch.randn(2, 3)
     layer(x)
-    collective = reduction_of(None, layer, x).other_collective("forward")
-    with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access") as raised, collective:
+    context = reduction_of(None, layer, x).other_collective("forward")
+    with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access") as raised, context:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     assert "older than SyncBatchNorm forward, call 2" in raised.value.__notes__[0]
 

@@ -21,7 +21,7 @@ from training import unchanged
 from voting import Ranks, vote
 
 import syncbn
-from syncbn.comm import groups
+from syncbn.reductions.resolving import resolve
 
 SUMS = TOLERANCE | dict.fromkeys((torch.bfloat16, torch.float16), 1e-6)  # whose terms are added in float32 for a while
 ROUNDINGS = TOLERANCE | {dtype: torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float16)}  # several
@@ -264,7 +264,7 @@ class Program:
 
     def of_members(self, tensor: Tensor) -> Tensor:
         """Of each rank of the group."""
-        group = groups.resolve(self.layer.process_group)
+        group = resolve(self.layer.process_group)
         everyone = [torch.empty_like(tensor) for _ in self.members]
         dist.all_gather(everyone, tensor, group) if group else everyone[0].copy_(tensor)
         return torch.stack(everyone)

@@ -17,7 +17,6 @@ from voting import Ranks
 import syncbn
 from syncbn.comm.text_exchange import all_gather_json
 from syncbn.diagnosis import watchdog
-from syncbn.diagnosis.positions import position_in
 
 CHANNELS = 3
 
@@ -115,4 +114,4 @@ def test_the_exchange_at_the_end_is_a_wait_that_is_told(ranks: Ranks, monkeypatc
     monkeypatch.setattr("syncbn.tools.measure_local_noise.require_equal", look)
     with syncbn.measure_local_noise(layer(ranks)):
         pass
-    assert position_in(waits[0]).doing.startswith("measure_local_noise exchange, ")
+    assert waits[0].position().doing.startswith("measure_local_noise exchange, ")

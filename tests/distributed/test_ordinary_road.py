@@ -19,9 +19,9 @@ from voting import Ranks
 
 import syncbn
 from syncbn.comm import text_exchange
-from syncbn.diagnosis.guards import Guard, guarded_by
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available
+from syncbn.reductions.guards import Guard, guarded_by
 
 HAS_PLANS = "torch operations" not in available()  # without kernels each call takes the general road
 has_plans = pytest.mark.skipif(not HAS_PLANS, reason="without kernels there is no ordinary road")
@@ -49,7 +49,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(text_exchange, "all_gather_json", report)
     guard = Guard()
-    guard.before_all_reduce = lambda call, payload, pass_name: numbers.append(payload.numel())
+    guard.before_all_reduce = lambda collective, payload: numbers.append(payload.numel())
     with guarded_by(guard):
         yield numbers
 

@@ -1,0 +1,194 @@
+"""Names the layers and functions that call on process groups, and signs what they send.
+
+A call site is a layer or function on one group. Each rank signs what it sends on CPU, so that ranks which have met in
+different layers or passes see it in the total. The signature s of a call site and a pass is a positive number. It is
+computed from the path of the layer, from its order (1 for the first layer that trained on this group; it separates two
+models with equal paths) and from the dtype of the input. Rank r sends 1, s_r and s_r^2 behind its sums. By Cauchy and
+Schwarz sum 1 * sum s^2 = (sum s)^2 only where all s are equal. Two signatures of W ranks are equal by chance in W of
+2^26 cases. A rank that cannot tell its layer, as in a compiled graph, sends zeros and is not counted.
+"""
+
+import os
+import zlib
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Protocol
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+
+from syncbn.call_stack import callers, warn_once
+from syncbn.comm.all_reduce import exchanges
+from syncbn.comm.text_exchange import ranks_in_words
+from syncbn.diagnosis.names import line_that_calls_model, path_in_model, quoted
+from syncbn.diagnosis.watchdog import WatchedRank, this_rank
+from syncbn.kernels.interface import UNSIGNED
+from syncbn.torch_internals.distributed import ddp_that_broadcasts, is_pipeline_stage, name_of
+from syncbn.torch_internals.state import constant_in_graphs
+
+
+class CallsOnGroups(Protocol):
+    """A layer, or a `Caller` for a function."""
+
+    _call_site: "Site | None"  # of its last call
+    _synchronised_ranks: int | None  # by its last training step in eager mode; None before the first
+
+
+# The layer whose forward trains in this context, which may call functions such as sync_batch_norm.
+layer_in_forward: ContextVar[CallsOnGroups | None] = ContextVar("layer_in_forward", default=None)
+
+
+class Caller:
+    """A function that calls on process groups, as a layer does; a layer has the same two attributes."""
+
+    _call_site: "Site | None" = None
+
+    def __init__(self, name: str, is_signed: bool = True) -> None:
+        self.name, self.is_signed = name, is_signed
+
+    @property
+    def _synchronised_ranks(self) -> int | None:
+        """Ranks synchronised by the enclosing layer; None outside of such."""
+        layer = layer_in_forward.get()
+        return None if layer is None else layer._synchronised_ranks
+
+    @_synchronised_ranks.setter
+    def _synchronised_ranks(self, num_ranks: int | None) -> None:
+        layer = layer_in_forward.get()
+        if layer is not None:
+            object.__setattr__(layer, "_synchronised_ranks", num_ranks)  # the layer's own may refuse
+
+
+@constant_in_graphs
+def _hash(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def largest_signature(num_ranks: int) -> int:
+    """The largest signature in a group of this size: their total is below 2^26, and its square exact in float64."""
+    return 2**26 // num_ranks - 1
+
+
+class Signatures(dict[tuple[str, torch.dtype | None], int]):
+    """The signatures of a call site by pass and dtype of the input; UNSIGNED as long as the site has no identity."""
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        self.identity, self.num_ranks = "", num_ranks
+
+    def __missing__(self, key: tuple[str, torch.dtype | None]) -> int:
+        pass_name, dtype = key
+        s = 1 + _hash(f"{self.identity} {pass_name} {dtype}") % largest_signature(self.num_ranks)
+        self[key] = signature = s if self.identity else UNSIGNED
+        return signature
+
+
+class GroupState:
+    """What syncbn has done on a process group."""
+
+    def __init__(self) -> None:
+        self.sites: WeakKeyDictionary[CallsOnGroups, Site] = WeakKeyDictionary()
+        self.last_order = 0  # of a site
+        self.num_collectives = 0
+        self.meets_first = True  # whether all ranks come to the first collective
+
+
+_states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
+
+
+class Site:
+    """A layer or function that calls on a group, by its name. References to both are weak."""
+
+    def __init__(self, caller: CallsOnGroups, path: str, group: dist.ProcessGroup, rank: WatchedRank) -> None:
+        self.caller, self.rank, self.state = ref(caller), rank, _states[group]
+        self.group: Callable[[], dist.ProcessGroup | None] = ref(group)
+        self.group_name, self.num_ranks, self.num_calls = name_of(group), group.size(), 0
+        self.exchanges = exchanges(group)
+        self.path = path  # the dotted name in the model, or the function's name; empty for a layer without a model
+        self.first_line = line_that_calls_model()
+        self.name = quoted(path) or type(caller).__name__
+        self.is_signed = not isinstance(caller, Caller) or caller.is_signed
+        self.warned_of_nan = False
+        self.signatures, self.order = Signatures(self.num_ranks), 0
+        if self.is_signed:
+            self.sign_as(path, self.state.last_order + 1)
+
+    def require_group(self) -> dist.ProcessGroup:
+        """The process group. **Raises** ValueError if it has ended."""
+        group = self.group()
+        if group is None:
+            raise ValueError("the process group has ended")
+        return group
+
+    def sign_as(self, path: str, order: int) -> None:
+        """Sign from now on as the layer of this path and order."""
+        self.order, self.state.last_order = order, max(order, self.state.last_order)
+        self.signatures.identity = f"{order} {path}"
+        self.signatures.clear()
+
+
+def new_site(caller: CallsOnGroups, group: dist.ProcessGroup) -> Site:
+    """The call site of a layer or function, which may not have called on this group before.
+
+    **Raises** ValueError where the first call of a layer shows that it is in a stage of a pipeline over these ranks,
+    RuntimeError in a forked process.
+    """
+    rank = this_rank()
+    state = _states.setdefault(group, GroupState())
+    site = state.sites.get(caller)
+    if site is None:
+        _require_one_stage(group)
+        if isinstance(caller, Caller):
+            path = caller.name
+        else:
+            assert isinstance(caller, torch.nn.Module)
+            _warn_of_broadcast(caller, group)
+            path = path_in_model(caller)
+        site = state.sites[caller] = Site(caller, path, group, rank)
+        rank.write(f"called/{site.group_name}/{site.name}", "")
+    return site
+
+
+def meets_not(group: dist.ProcessGroup) -> None:
+    """Let no rank wait for all others before its first collective on this group: one may not come to it."""
+    _states.setdefault(group, GroupState()).meets_first = False
+
+
+def _after_fork() -> None:
+    """The parent's groups do not work in this process: layers must look theirs up again, and `this_rank` refuses."""
+    for state in _states.values():
+        for site in state.sites.values():
+            site.group = lambda: None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _require_one_stage(group: dist.ProcessGroup) -> None:
+    """**Raises** ValueError where a layer that synchronises over `group` is called in a stage of a pipeline of
+    torch.distributed.pipelining, and the group has several ranks of that pipeline.
+
+    They would wait for each other: one in batch norm, the next for the output of the stage before it.
+    """
+    stage = next((caller for _, caller in callers() if is_pipeline_stage(caller)), None)
+    if stage is None:
+        return
+    ranks, pipeline = map(dist.get_process_group_ranks, (group, stage.group or dist.group.WORLD))
+    if len({*ranks} & {*pipeline}) > 1:
+        where = f"stage {stage.stage_index} of a pipeline over {ranks_in_words(pipeline)}, which hold other stages"
+        remedy = "with the group of the ranks that hold the same stage, or with process_group=1 where that is one rank"
+        what = f"the layer is in {where}, and synchronises over {ranks_in_words(ranks)}"
+        raise ValueError(f"{what}; convert the stage {remedy}")
+
+
+def _warn_of_broadcast(layer: torch.nn.Module, group: dist.ProcessGroup) -> None:
+    """Warn where DistributedDataParallel gives the running statistics of its first rank to ranks of other groups."""
+    ddp = ddp_that_broadcasts(getattr(layer, "running_mean", None))
+    ranks = dist.get_process_group_ranks(group)
+    if ddp is not None and not {*ranks}.issuperset(dist.get_process_group_ranks(ddp.process_group)):
+        what = f"layers share their statistics over {ranks_in_words(ranks)} alone, but DistributedDataParallel"
+        copies = "copies the running statistics of its first rank to all of its ranks before forwards"
+        remedy = "Pass it forward_sync_buffers=False (broadcast_buffers=False before torch 2.13)."
+        warn_once(f"syncbn: {what} {copies}. {remedy}")

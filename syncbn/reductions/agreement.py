@@ -1,0 +1,90 @@
+"""Raises, on every rank, where the ranks of a group are not in the same pass of one layer, or one has a fault."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+from syncbn.comm.text_exchange import all_gather_json, by_rank, exchange_errors
+from syncbn.diagnosis import report
+from syncbn.diagnosis.collective import Collective
+from syncbn.diagnosis.failures import RanksDifferError
+from syncbn.diagnosis.names import may_be_one_layer
+from syncbn.diagnosis.positions import WITH_GRAPH
+from syncbn.reductions.guards import joined_group
+
+Part: TypeAlias = dict[str, str | int]  # a rank's part in a collective of a layer
+
+# What ranks in one layer must have in common: how the error begins, what it says of each rank, and the remedy.
+IN_COMMON = {
+    "dtype": (
+        "have inputs of different dtypes", "with an input of {dtype}",
+        "Use autocast on every rank or on none, and give model and inputs the same dtype on all.",
+    ),
+    "channels": ("have different numbers of channels", "with {channels} channels", "Build the same model everywhere."),
+    "ranks": ("have different process groups", "over {ranks}", "Give the layer the same process_group on every rank."),
+}  # fmt: skip
+
+
+def fault_in_total(collective: Collective, trailer: list[float], error: Exception | None) -> Exception | None:
+    """What this rank is to raise if a rank has a fault; `error` is this rank's, or None.
+
+    `trailer` is the last four numbers of the total, n and the signature. **Raises** RuntimeError if they show that
+    ranks in different layers or passes have met, unless the ranks only have different names for one layer.
+    """
+    site, group = collective.site, collective.site.require_group()
+    num_values, num_signed, total, squares = trailer
+    has_fault, all_sign = math.isnan(num_values), num_signed == site.num_ranks
+    if num_signed * squares != total * total:
+        if not (site.is_signed and all_sign):  # some ranks would not take part in an all_gather
+            raise RanksDifferError(report.where_all_are(collective))
+        parts = all_gather_json(part_in(collective), group)
+        require_one_layer(collective, parts, () if has_fault else ("dtype",))  # the fault may be the dtype
+    if not has_fault:
+        return None
+    # Ranks in a compiled graph sign nothing and would not take part in an all_gather; joined ranks do.
+    if site.is_signed and not all_sign and joined_group() is None:
+        where = report.where_all_are(collective)
+        return error or RuntimeError(f"syncbn: another rank has a bad argument, and says which.\n{where}")
+    return exchange_errors(error, group, f" in {collective.doing()}")
+
+
+def part_in(collective: Collective) -> Part:
+    """This rank's part in a collective of a layer, for `require_one_layer`."""
+    site = collective.site
+    return {
+        "path": site.path,
+        "order": site.order,
+        "identity": site.signatures.identity,
+        "call": collective.call,
+        "pass": collective.pass_name,
+        "dtype": str(collective.dtype),
+        "doing": collective.doing(),
+        "first call": f"first called at {site.first_line}, as layer number {site.order} of its group",
+    }
+
+
+def require_one_layer(collective: Collective, parts: Sequence[Part], in_common: Iterable[str] = IN_COMMON) -> None:
+    """**Raises** RuntimeError, the same on every rank, unless the ranks are in the same pass of one layer, and have
+    these things `in_common`. Where they have different names for it they agree on one."""
+
+    def all_have(key: str) -> bool:
+        return len({part[key] for part in parts}) == 1
+
+    def by_their_rank(text: str) -> str:
+        return by_rank(collective.ranks(), [text.format(**part) for part in parts])
+
+    paths = [str(part["path"]) for part in parts]
+    # In its first call on a rank a layer may have another name there, or be another model's as well.
+    has_one_name = all_have("identity") or (may_be_one_layer(paths) and any(part["call"] == 1 for part in parts))
+    if not (has_one_name and all_have("pass")):
+        # Layers of two models may have the same path.
+        where = by_their_rank("in {doing}; {first call}" if all_have("doing") else "in {doing}")
+        known = "ranks are in different layers" if all_have("pass") else "ranks are in different passes"
+        if {"backward", WITH_GRAPH} <= {part["pass"] for part in parts}:
+            known = "some backwards make a graph"
+        raise RanksDifferError(f"{where}\n{report.REMEDIES[known]}")
+    for key in in_common:
+        if not all_have(key):
+            what, with_what, remedy = IN_COMMON[key]
+            raise RanksDifferError(f"{by_their_rank('in {doing}, ' + with_what)}\n{remedy}", what)
+    collective.site.sign_as(max(paths, key=len), max(int(part["order"]) for part in parts))

@@ -1,0 +1,84 @@
+"""Declares what a reduction offers: it adds up over the ranks, one all_reduce each pass, and is chosen once for a call.
+
+There are three: `OneRank`, `EagerReduction` for a group in eager mode, and `GraphReduction` for one in a compiled
+graph. Calls that are not ordinary add up by `total` or `totals` of totals.py, whose results have derivatives and may be
+batched.
+
+W ranks; C channels; n_r values per channel on rank r.
+
+| pass     | sent by rank r                              | numbers | received everywhere       |
+|----------|---------------------------------------------|---------|---------------------------|
+| forward  | S_r = sum x, Q_r = sum x^2, trailer         | 2C + 4  | their sums over all ranks |
+| backward | sum dy, sum dy * (x - mean), trailer        | 2C + 4  | their sums over all ranks |
+
+All numbers are float64, and the sums are not centred, so that uneven and empty ranks need no special case. Each pass is
+exactly one collective when the group has two or more ranks, and none otherwise: an all_reduce, which small groups of
+gloo make by an exchange, see comm/all_reduce.py. A rank with bad arguments cannot compute its sums but must not leave
+the others waiting: it joins the forward all_reduce with zeros and n_r = NaN, which every rank sees in the total.
+
+Each payload ends in a trailer of four numbers: n in forward and 0 in backward, and a signature, see diagnosis/sites.py.
+On CPU every rank reads the total's trailer, and sees there whether ranks in different layers have met. On a GPU the
+host would have to wait.
+"""
+
+import contextlib
+from abc import ABC, abstractmethod
+
+import torch.distributed as dist
+from torch import Tensor
+
+from syncbn.diagnosis.sites import Signatures
+
+TRANSFORMED_GRAPH = "A compiled graph cannot all_reduce inside vmap or forward mode: compile without fullgraph=True."
+
+
+class Reduction(ABC):
+    """The ranks that a call synchronises."""
+
+    group: dist.ProcessGroup | None  # None for one rank
+    num_ranks: int | None  # None in a graph, where it is unused
+    signatures: Signatures
+    is_read = False  # whether ranks read the total, and so the marks of others in it
+
+    @abstractmethod
+    def all_reduce(self, payload: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
+        """The total of `payload`, which it may overwrite, and which ends in a trailer. A rank with an `error` has NaN
+        in the place of n, and raises this error.
+
+        **Raises** RuntimeError when the all_reduce fails, and where ranks in different layers or passes have met; if a
+        rank has a fault, a ValueError or TypeError with the texts of the faulty ranks.
+        """
+
+    def total(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
+        """`all_reduce` of float64 `sums` whose trailer is not signed yet."""
+        return self.all_reduce(sums, pass_name, error)
+
+    # One rank tells nobody, and a graph cannot: in these the rest does nothing.
+
+    def warn_unless_finite(self, sums: Tensor) -> None:  # noqa: B027
+        """A total of forward has NaN or infinity. Warns, once for a layer, if these `sums` of this rank have."""
+
+    def leave_out(self, error: BaseException, pass_name: str) -> None:  # noqa: B027
+        """This rank is about to raise `error`. Tells the others if it has not come to the all_reduce of the pass."""
+
+    def telling_errors(self, pass_name: str) -> contextlib.AbstractContextManager[None]:
+        """The context of a pass. Calls `leave_out` if the pass raises."""
+        return contextlib.nullcontext()
+
+    def other_collective(self, pass_name: str) -> contextlib.AbstractContextManager[None]:
+        """The context for a collective of this call that is no all_reduce of sums."""
+        return contextlib.nullcontext()
+
+
+class OneRank(Reduction):
+    """One rank: there is nothing to add up."""
+
+    group = None
+    num_ranks = 1
+    signatures = Signatures(1)
+
+    def all_reduce(self, payload: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
+        return payload
+
+
+ONE_RANK = OneRank()
