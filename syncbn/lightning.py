@@ -8,8 +8,9 @@ import sys
 from torch import nn
 
 from syncbn.comm.groups import ProcessGroupLike
-from syncbn.convert import CONVERT, convert_syncbn_model, described, revert_syncbn_model, unsynchronised
+from syncbn.convert import convert_syncbn_model, revert_syncbn_model
 from syncbn.layer import SyncBatchNorm
+from syncbn.unsynchronised import CONVERT, description, unsynchronised
 
 try:
     from lightning.pytorch import Callback, Trainer
@@ -75,7 +76,7 @@ class SyncBatchNormCheck(Callback):  # type: ignore[misc]
             if found:
                 raise RuntimeError(
                     f"{type(trainer.strategy).__name__} does not call SyncBatchNormPlugin, so each rank would "
-                    f"normalise its own batch: {described(found)} in configure_model, before the model is wrapped"
+                    f"normalise its own batch: {description(found)} in configure_model, before the model is wrapped"
                 )
 
 

@@ -4,28 +4,27 @@ The made class inherits from the original first and then from ours, so that ever
 
     SyncX -> X -> ... -> SyncBatchNorm2d -> SyncBatchNorm -> nn.BatchNorm2d -> ...
 
-X's `super().forward(...)` calls ours. If X calls F.batch_norm itself, a TorchFunctionMode around its forward replaces
-that by the batch norm of all ranks.
+X's `super().forward(...)` calls ours. If X calls F.batch_norm itself, the mode BatchNormReplaced around its forward
+replaces that by the batch norm of all ranks.
 """
 
 import functools
-import sys
 from collections.abc import Callable, Collection
 from typing import Any, SupportsIndex, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.overrides import TorchFunctionMode
 
-from syncbn.arguments import Options, Tensors, num_channels_of
+from syncbn.arguments import Options, Tensors
 from syncbn.call_stack import warn_once
 from syncbn.checks import check
+from syncbn.comm.groups import world
 from syncbn.diagnosis.sites import layer_in_forward
 from syncbn.evaluation import plain_batch_norm
 from syncbn.inputs import traced
 from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, add_name
-from syncbn.torch_internals.state import is_compiling
+from syncbn.torch_internals.state import OPERATORS, is_compiling
 
 OURS: dict[type[nn.Module], type[SyncBatchNorm]] = {
     nn.BatchNorm1d: SyncBatchNorm1d,
@@ -33,8 +32,6 @@ OURS: dict[type[nn.Module], type[SyncBatchNorm]] = {
     nn.BatchNorm3d: SyncBatchNorm3d,
     nn.SyncBatchNorm: SyncBatchNorm,
 }
-
-Result = TypeVar("Result")
 
 # A conversion adds these attributes to a layer; a revert takes them away.
 ADDED = (
@@ -44,13 +41,7 @@ ADDED = (
 
 NOT_KNOWN = 0  # ranks: a step in eager mode has left no note
 
-# Functions that a forward may take the statistics of a batch by, and those that synchronise in a graph, by name.
-STATISTICS = {
-    "mean", "sum", "var", "std", "var_mean", "std_mean", "batch_norm", "native_batch_norm", "batch_norm_stats",
-    "cudnn_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
-}  # fmt: skip
-SYNCHRONISE = {"forward_sums_v2", "all_reduce", "all_reduce_", "all_to_all_single"}
-WATCHED = STATISTICS | SYNCHRONISE
+Result = TypeVar("Result")
 
 _classes = dict(OURS)  # with the classes that have been made
 
@@ -64,12 +55,10 @@ def synchronised_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
     """The class that an instance of `original` gets: a subclass of ours and, except for nn.SyncBatchNorm, of it."""
     if original in _classes:
         return _classes[original]
-    namespace: dict[str, type | str | None] = {"__doc__": original.__doc__, "__module__": original.__module__}
-    namespace["_syncbn_original"] = original
+    namespace = {"__doc__": original.__doc__, "__module__": original.__module__, "_syncbn_original": original}
     ours = next((OURS[base] for base in original.__mro__ if base in OURS), SyncBatchNorm)
     if issubclass(original, nn.modules.lazy.LazyModuleMixin) and original.cls_to_become is not None:
-        # the class of the layer after its first forward
-        ours = namespace["cls_to_become"] = synchronised_class(original.cls_to_become)
+        ours = namespace["cls_to_become"] = synchronised_class(original.cls_to_become)  # after the first forward
     mixin = _Made if original.forward is nn.BatchNorm1d.forward else _KeepsForward
     _classes[original] = type(f"Sync{original.__name__}", (mixin, original, ours), namespace)
     return _classes[original]
@@ -80,7 +69,7 @@ class _Made(SyncBatchNorm):
 
     _syncbn_original: type[nn.Module]
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         return _empty_instance, (self._syncbn_original,), self.__getstate__()
 
 
@@ -92,28 +81,38 @@ class _KeepsForward(_Made):
         first = args if isinstance(args, Proxy) else next(iter((*args, *kwargs.values())), None)
         if isinstance(first, Proxy):
             return traced.leaf(self, first.tracer, args, kwargs)
+        replaced = BatchNormReplaced(functools.partial(_batch_norm, self))
         if not self.training or is_compiling():
-            with BatchNormReplaced(functools.partial(_batch_norm, self)):
+            with replaced:
                 return super().forward(*args, **kwargs)
         note, outer = vars(self), layer_in_forward.set(self)
         note["_synchronised_ranks"] = NOT_KNOWN
         try:
-            with Watching(self) as watching:
+            with replaced:
                 output = super().forward(*args, **kwargs)
         finally:
             layer_in_forward.reset(outer)
-        # A compiled part of the forward leaves no note, so without one the layer may be synchronised.
-        if self._synchronised_ranks == NOT_KNOWN and watching.takes_statistics and not watching.synchronises_in_graph:
-            note["_synchronised_ranks"] = 1
+        if self._synchronised_ranks == NOT_KNOWN and not replaced.saw_operators:
+            self._note_that_nothing_ran()
+        return output
+
+    def _note_that_nothing_ran(self) -> None:
+        """The forward called no batch norm that could be synchronised. A layer within this one is one that could."""
+        if any(isinstance(part, SyncBatchNorm) and part is not self for part in self.modules()):
+            return
+        vars(self)["_synchronised_ranks"] = 1
+        if world() is not None:  # on one rank nothing need be synchronised, and a graph may call no operator
             warn_once(
                 f"syncbn is not synchronising: {self._syncbn_original.__qualname__}.forward calls neither "
-                "super().forward nor F.batch_norm. Let it call one of them, or syncbn.functional.sync_batch_norm."
+                "super().forward nor F.batch_norm. If it normalises by its batch, let it call one of them, or "
+                "syncbn.functional.sync_batch_norm."
             )
-        return output
 
 
 class BatchNormReplaced(TorchFunctionMode):
     """Within the context F.batch_norm calls `replacement`, which takes the same arguments."""
+
+    saw_operators = False  # as a compiled part of a forward calls, which leaves no note on the layer
 
     def __init__(self, replacement: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -121,49 +120,13 @@ class BatchNormReplaced(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Callable[..., Result], types: Collection[type],
-        args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None,
+        args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None,
     ) -> Result | Tensor:  # fmt: skip
         if func is nn.functional.batch_norm:
             return self.replacement(*args, **(kwargs or {}))
+        if isinstance(func, OPERATORS) and not is_compiling():  # a graph may not set attributes
+            self.saw_operators = True
         return func(*args, **(kwargs or {}))
-
-
-class Watching(BatchNormReplaced):
-    """Replaces F.batch_norm within the forward of a layer, and watches which other functions that calls."""
-
-    def __init__(self, layer: SyncBatchNorm) -> None:
-        super().__init__(functools.partial(_batch_norm, layer))
-        self.layer = layer
-        self.takes_statistics = False  # a function has reduced a tensor of this rank to one value per channel
-        self.synchronises_in_graph = False  # a compiled part of the forward, which leaves no note on the layer
-
-    def __torch_function__(
-        self, func: Callable[..., Result], types: Collection[type],
-        args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None,
-    ) -> Result | Tensor:  # fmt: skip
-        if torch.compiler.is_dynamo_compiling():
-            return super().__torch_function__(func, types, args, kwargs)
-        name = getattr(func, "__name__", "").partition(".")[0]  # that of mean.dim, as in a graph, is mean
-        if name not in WATCHED:
-            return func(*args, **(kwargs or {}))
-        output = super().__torch_function__(func, types, args, kwargs)
-        if name in SYNCHRONISE:
-            self.synchronises_in_graph = True
-        # syncbn's own code takes statistics for a layer within this one.
-        elif not sys._getframe(1).f_globals.get("__name__", "").startswith("syncbn."):
-            self.takes_statistics |= self._are_statistics(func, args, kwargs or {}, output)
-        return output
-
-    def _are_statistics(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> bool:
-        """Whether this call has normalised by statistics of the batch, or has made one value per channel of more."""
-        if func in (torch.batch_norm, nn.functional.batch_norm):
-            return func is torch.batch_norm and bool(kwargs["training"] if "training" in kwargs else args[5])
-        outputs = output if isinstance(output, tuple) else (output,)
-        sizes = [part.numel() for part in outputs if isinstance(part, Tensor)]
-        values, num_channels = kwargs.get("input", next(iter(args), None)), num_channels_of(self.layer)
-        return num_channels in sizes and isinstance(values, Tensor) and values.numel() > num_channels
 
 
 def _batch_norm(

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
 from syncbn.comm.text_exchange import all_reduce_max
-from syncbn.convert import convert_syncbn_model, revert_syncbn_model, unsynchronised
+from syncbn.convert import convert_syncbn_model, revert_syncbn_model
 from syncbn.layer import SyncBatchNorm
+from syncbn.unsynchronised import unsynchronised
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 LEARNING_RATE = 0.01

@@ -35,6 +35,13 @@ class CallsSuper2d(nn.BatchNorm2d):
         return times * super().forward(x)
 
 
+class Frozen(nn.BatchNorm2d):
+    """Uses its running statistics, also in training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+
+
 class OnlyAttributes(torch.nn.modules.batchnorm._BatchNorm):
     """No forward, no numbered parent."""
 
@@ -45,7 +52,7 @@ class OnlyAttributes(torch.nn.modules.batchnorm._BatchNorm):
 
 
 class CallsFunctional(nn.BatchNorm2d):
-    """What the warning about OwnMathematics advises."""
+    """What the warning of OwnMathematics advises."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         running = self.running_mean, self.running_var

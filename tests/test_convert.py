@@ -1,9 +1,14 @@
-"""Conversion keeps the module object and everything that hangs on it; revert is exact."""
+"""Conversion keeps the module object and everything that hangs on it, and revert is exact.
+
+These tests catch: an attribute, hook, parameter, buffer or subclass's behaviour that is lost, or is left by a revert; a
+model half converted after an error; a layer that stays local, or calls another class than its own, and is not named.
+"""
 
 import copy
 import functools
 import pickle
 import re
+from collections.abc import Callable
 from types import MethodType
 
 import pytest
@@ -11,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from subclasses_of_batchnorm import (
     BatchNormAct2d,
-    CallsFunctional,
     CallsSuper2d,
+    Frozen,
     OnlyAttributes,
     OwnMathematics,
     parametrized,
@@ -129,17 +134,9 @@ def test_the_warning_of_many_layers_is_short() -> None:
     assert len(text) < 1000
 
 
-class Frozen(nn.BatchNorm2d):
-    """Uses its running statistics, also in training."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
-
-
 SUBCLASSES = {
     "torch's": lambda: nn.BatchNorm2d(3, momentum=None),
     "timm's": lambda: BatchNormAct2d(3),
-    "timm's, momentum None": lambda: BatchNormAct2d(3, momentum=None),
     "calls super": lambda: CallsSuper2d(3),
     "frozen statistics": lambda: Frozen(3),
     "only attributes": lambda: OnlyAttributes(3),
@@ -195,18 +192,6 @@ def test_a_forward_that_normalises_other_channels() -> None:
     torch.testing.assert_close(layer(x), plain(x))
 
 
-def test_an_error_leaves_the_model_as_it_was() -> None:
-    class NoHeirs(nn.BatchNorm2d):
-        def __init_subclass__(cls) -> None:
-            raise RuntimeError("no heirs")
-
-    for layer, error in ((nn.LazyBatchNorm2d(), "'1' is lazy and counts channels in dim 1"), (NoHeirs(3), "no heirs")):
-        model, kind = nn.Sequential(nn.BatchNorm2d(3), layer), type(layer)
-        with pytest.raises((RuntimeError, ValueError), match=error):
-            syncbn.convert_syncbn_model(model, channel_last=True)
-        assert [type(one) for one in model] == [nn.BatchNorm2d, kind]
-
-
 class RefusesAttributes(nn.BatchNorm2d):
     """Once it is built."""
 
@@ -226,48 +211,77 @@ def test_a_layer_that_refuses_attributes_is_converted_trained_and_reverted() -> 
     assert [type(layer) for layer in model] == [nn.BatchNorm2d, RefusesAttributes, syncbn.SyncBatchNorm]
 
 
+class NoHeirs(nn.BatchNorm2d):
+    def __init_subclass__(cls) -> None:
+        raise RuntimeError("no heirs")
+
+
 class RefusesClasses(nn.BatchNorm2d):
     @property
     def __class__(self) -> type:
         return RefusesClasses
 
 
-def test_a_layer_whose_class_cannot_change_leaves_all_as_they_were() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(3), syncbn.SyncBatchNorm(3), RefusesClasses(3))
-    before = [dict(vars(layer)) for layer in model]
-    with pytest.raises(AttributeError, match="has no setter"):
-        syncbn.convert_syncbn_model(model, process_group=1)
-    assert [type(layer) for layer in model] == [nn.BatchNorm2d, syncbn.SyncBatchNorm, RefusesClasses]
-    assert [vars(layer) for layer in model] == before
-
-
-def test_a_warning_made_an_error_comes_before_any_change() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(3), SubclassOfSyncBatchNorm(3))  # pytest makes warnings errors
-    with pytest.raises(UserWarning, match="did not convert"):
-        syncbn.convert_syncbn_model(model)
-    assert type(model[0]) is nn.BatchNorm2d
+@pytest.mark.parametrize(
+    ("layer", "error"),
+    [
+        (nn.LazyBatchNorm2d(), (ValueError, "'2' is lazy and counts channels in dim 1")),
+        (NoHeirs(3), (RuntimeError, "no heirs")),
+        (RefusesClasses(3), (AttributeError, "has no setter")),
+        (SubclassOfSyncBatchNorm(3), (UserWarning, "did not convert")),  # pytest makes warnings errors
+    ],
+)
+def test_an_error_leaves_the_model_as_it_was(layer: nn.Module, error: tuple[type[Exception], str]) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), syncbn.SyncBatchNorm(3), layer)
+    before = [(type(one), dict(vars(one))) for one in model]
+    with pytest.raises(error[0], match=error[1]):
+        syncbn.convert_syncbn_model(model, process_group=1, channel_last=True)
+    assert [(type(one), vars(one)) for one in model] == before
 
 
 def wrap(layer: nn.Module) -> None:
     layer.forward = functools.partial(layer.forward)
 
 
-def call_by_name(layer: nn.Module) -> None:
-    layer.forward = MethodType(lambda self, x: nn.BatchNorm2d.forward(self, x), layer)
-
-
 def test_a_forward_on_a_layer_is_named() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3), nn.SyncBatchNorm(3))
-    for layer, change in zip(model, (wrap, call_by_name, call_by_name), strict=True):
-        change(layer)
-    classes = [type(layer) for layer in model]
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.SyncBatchNorm(3))
+    for layer in model:
+        wrap(layer)
     hidden = (
         r"a forward that was set on the layer hides the class's; convert before you wrap it, or write it in a sub\w+"
     )
-    expected = rf"2 BatchNorm2d \(layer '0', layer '1'\): {hidden}; 1 SyncBatchNorm \(layer '2'\): {hidden}"
+    expected = rf"1 BatchNorm2d \(layer '0'\): {hidden}; 1 SyncBatchNorm \(layer '1'\): {hidden}"
     assert re.fullmatch(f"syncbn did not convert these layers: {expected}", warning_of(model))
-    assert str(syncbn.summary(model)).startswith("not synchronised: 2 BatchNorm2d")
-    assert [type(layer) for layer in model] == classes
+    assert str(syncbn.summary(model)).startswith("not synchronised: 1 BatchNorm2d")
+    assert [type(layer) for layer in model] == [nn.BatchNorm2d, nn.SyncBatchNorm]
+
+
+HOLDERS: dict[str, Callable[[nn.Sequential], object]] = {
+    "another module": lambda model: setattr(model[2], "norm", model[0].forward),
+    "a hook": lambda model: model[2].register_forward_hook(model[0].forward),
+    "itself, the parent's": lambda model: setattr(model[0], "norm", super(CallsSuper2d, model[0]).forward),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_layer_whose_bound_forward_is_held_is_named(holder: str) -> None:
+    """It would normalise by the old class, without a word."""
+    model = nn.Sequential(CallsSuper2d(3), CallsSuper2d(3), nn.ReLU())
+    HOLDERS[holder](model)
+    expected = "1 CallsSuper2d (layer '0'): a module or a hook holds the layer's bound forward, which no conversion "
+    assert f": {expected}changes; convert before you take it" in warning_of(model)
+    assert [isinstance(layer, syncbn.SyncBatchNorm) for layer in model] == [False, True, False]
+    assert f"not synchronised: {expected}" in str(syncbn.summary(model))
+
+
+def test_other_bound_methods_are_not_named() -> None:
+    """Nor the new class's forward, when the model is converted again."""
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU())
+    model[1].inner, model[1].print = model[1].forward, model[0].extra_repr
+    model[1].has_no_name = MethodType(functools.partial(print), model[0])
+    model[1].register_forward_hook(lambda *_: None)
+    model[1].norm = syncbn.convert_syncbn_model(model)[0].forward
+    assert type(syncbn.convert_syncbn_model(model)[0]) is syncbn.SyncBatchNorm2d
 
 
 def test_a_revert_leaves_a_layer_whose_forward_was_set() -> None:
@@ -282,61 +296,10 @@ def test_a_revert_leaves_a_layer_whose_forward_was_set() -> None:
     assert type(syncbn.revert_syncbn_model(model)[1]) is nn.BatchNorm2d
 
 
-class TorchsFunction(nn.BatchNorm2d):
-    """Calls what F.batch_norm calls."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tensors = {"weight": self.weight, "bias": self.bias, "running_mean": None, "running_var": None}
-        return torch.batch_norm(x, training=True, momentum=0.1, eps=1e-5, cudnn_enabled=False, **tensors)
-
-
-class OfEachSample(nn.BatchNorm2d):
-    """Takes no statistics over the batch."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.group_norm(x * x.mean((2, 3), keepdim=True), 3, self.weight, self.bias)
-
-
-class Delegates(OwnMathematics):
-    """Leaves all to a layer within it."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__(num_features)
-        self.inner = type("Inner", (OwnMathematics,), {})(num_features)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-
-def test_statistics_within_an_inner_layer_are_that_layers() -> None:
-    layer = syncbn.convert_syncbn_model(Delegates(3))
-    with pytest.warns(UserWarning, match="not synchronising: Inner") as warned:
-        layer(torch.randn(4, 3, 2, 2))
-    assert len(warned) == 1
-    assert [row.last_step for row in syncbn.summary(layer)] == ["not known", "not synchronised"]
-
-
-def test_only_statistics_of_a_batch_are_warned_of() -> None:
-    layer = syncbn.convert_syncbn_model(OfEachSample(3))
-    layer(torch.randn(4, 3, 2, 2))  # without a warning
-    assert syncbn.summary(layer)[0].last_step == "not known"
-    layer = syncbn.convert_syncbn_model(TorchsFunction(3))
-    with pytest.warns(UserWarning, match="not synchronising: TorchsFunction"):
-        layer(torch.randn(4, 3, 2, 2))
+def test_one_process_is_not_warned_of_what_needs_no_synchronisation() -> None:
+    layer = syncbn.convert_syncbn_model(OwnMathematics(3))
+    layer(torch.randn(4, 3, 2, 2))  # pytest makes warnings errors
     assert syncbn.summary(layer)[0].last_step == "not synchronised"
-
-
-def test_a_forward_that_cannot_be_synchronised_says_so_once() -> None:
-    advised = syncbn.convert_syncbn_model(CallsFunctional(3))
-    for before in (None, 2):  # the second step tells of itself, too
-        advised._synchronised_ranks = before
-        advised(torch.randn(4, 3, 2, 2))  # without a warning
-    assert syncbn.summary(advised)[0].last_step == "not synchronised"  # one rank
-    model = nn.Sequential(*[syncbn.convert_syncbn_model(OwnMathematics(3)) for _ in range(2)])
-    words = r"not synchronising: OwnMathematics.forward calls neither super\(\)"
-    with pytest.warns(UserWarning, match=words) as warned:
-        model(torch.randn(4, 3, 2, 2))
-    assert len(warned) == 1
 
 
 def test_parametrizations_come_and_go_around_a_conversion() -> None:
@@ -422,24 +385,15 @@ class SplitBatchNorm2d(nn.BatchNorm2d):
         return torch.cat((super().forward(first), self.aux_bn[0](second)))
 
 
-def convert_splitbn_model(module: nn.Module) -> nn.Module:
-    """As timm's, which replaces each batch norm, and so synchronised ones."""
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        return SplitBatchNorm2d(module.num_features)
-    for name, child in module.named_children():
-        module.add_module(name, convert_splitbn_model(child))
-    return module
-
-
 def test_summary_names_layers_that_another_converter_has_made_local() -> None:
     """Also beside synchronised ones; but no layer that normalises by itself, whose forward may call ours."""
-    model = nn.Sequential(nn.Sequential(nn.BatchNorm2d(3)), nn.BatchNorm2d(3), HeteroBatchNorm())
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3), HeteroBatchNorm())
     with pytest.warns(UserWarning, match="1 HeteroBatchNorm"):
         syncbn.convert_syncbn_model(model)
     assert "not synchronised" not in str(syncbn.summary(model))
-    convert_splitbn_model(model[0])
+    model[0] = SplitBatchNorm2d(3)
     remedy = "call syncbn.convert_syncbn_model(model)"
-    expected = f"not synchronised: 1 SplitBatchNorm2d (layer '0.0'): {remedy}; 1 BatchNorm2d (0.0.aux_bn.0): {remedy}"
+    expected = f"not synchronised: 1 SplitBatchNorm2d (layer '0'): {remedy}; 1 BatchNorm2d (0.aux_bn.0): {remedy}"
     assert expected in str(syncbn.summary(model)).splitlines()
     with pytest.warns(UserWarning, match="1 HeteroBatchNorm"):
         syncbn.convert_syncbn_model(model)

@@ -17,6 +17,7 @@ ORDER = [
     "tools.measure_local_noise",
     "tools.recompute_running_stats tools.merge_running_stats tools.summary",
     "convert",
+    "unsynchronised",
     "synchronised_classes tools.running_stats tools.join tools.assert_synced",
     "functional layer",
     "training batch_stats evaluation",

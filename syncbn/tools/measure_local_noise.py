@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from syncbn.arguments import num_channels_of
 from syncbn.comm.groups import ProcessGroupLike, to_spec
 from syncbn.comm.text_exchange import require_equal
-from syncbn.convert import check_module, kind_of
+from syncbn.convert import check_module
 from syncbn.diagnosis.sites import Caller
 from syncbn.inputs.unwrapping import expanded_mask
 from syncbn.layer import SyncBatchNorm
@@ -34,6 +34,7 @@ from syncbn.statistics import compute_dtype, from_sums, to_float64, unpack
 from syncbn.tools.summary import bytes_if_synchronised
 from syncbn.tools.table import table
 from syncbn.torch_internals.state import current_backward, inside_vmap
+from syncbn.unsynchronised import class_name
 
 CALLER = Caller("measure_local_noise")
 ROUNDING = 1e-14  # of a variance, relative to the mean's square: below it the channel is constant
@@ -170,7 +171,7 @@ def measure_local_noise(
             has_group = spec is None and isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
             group = reduction_of(to_spec(getattr(layer, "process_group", None)) if has_group else spec, CALLER, None)
             numbers = len(calls[name]), *_figures(torch.stack(calls[name], dim=1), layer.eps, group, ranks)
-            noise.append(LayerNoise._make((name, kind_of(layer), *numbers, 2 * bytes_if_synchronised(layer))))
+            noise.append(LayerNoise._make((name, class_name(layer), *numbers, 2 * bytes_if_synchronised(layer))))
 
 
 class _Recorder:

@@ -7,12 +7,13 @@ from torch import nn
 from syncbn import kernels
 from syncbn.arguments import num_channels_of
 from syncbn.comm import groups
-from syncbn.convert import BY_ITSELF, check_module, described, unsynchronised
+from syncbn.convert import check_module
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.layer import SyncBatchNorm
 from syncbn.synchronised_classes import NOT_KNOWN
 from syncbn.tools.table import table
 from syncbn.torch_internals.modules import is_compiled
+from syncbn.unsynchronised import BY_ITSELF, description, unsynchronised
 
 BYTES_PER_NUMBER = 8  # float64
 BY_TORCH = "synchronised by torch's nn.SyncBatchNorm, on GPUs alone"
@@ -67,7 +68,7 @@ def summary(model: nn.Module) -> Summary:
     found = [row for row in unsynchronised(model) if not rows or (row[2] != BY_ITSELF and row[1].training)]
     by_torch = [row for row in found if isinstance(row[1], nn.SyncBatchNorm)]
     kinds = {"not synchronised": [row for row in found if row not in by_torch], BY_TORCH: by_torch}
-    rows.others = tuple(f"{kind}: {described(of_kind)}" for kind, of_kind in kinds.items() if of_kind)
+    rows.others = tuple(f"{kind}: {description(of_kind)}" for kind, of_kind in kinds.items() if of_kind)
     return rows
 
 

@@ -20,6 +20,9 @@ inside_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # The level of forward mode, also under torch.func.jvp; -1 outside.
 forward_mode_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level")
 
+# The classes of torch's operators, which compiled graphs call; programs call the functions around them.
+OPERATORS = torch._ops.OpOverload, torch._ops.OpOverloadPacket
+
 PLAIN_CLASSES = {torch.Tensor, torch.nn.Parameter}  # a Parameter of a DTensor is of the class DTensor
 PLAIN_OR_NONE = {*PLAIN_CLASSES, type(None)}
 _included_keys = torch._C._dispatch_tls_local_include_set
