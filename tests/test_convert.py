@@ -239,39 +239,34 @@ def test_an_error_leaves_the_model_as_it_was(layer: nn.Module, error: tuple[type
     assert [(type(one), vars(one)) for one in model] == before
 
 
-def wrap(layer: nn.Module) -> None:
+HIDDEN = "a forward that was set on the layer hides the class's; convert before you wrap it, or write it in a subclass"
+HELD = "a module or a hook holds the layer's bound forward, which no conversion changes; convert before you take it"
+
+
+def wrap(layer: nn.Module, other: nn.Module | None = None) -> None:
     layer.forward = functools.partial(layer.forward)
 
 
-def test_a_forward_on_a_layer_is_named() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(3), nn.SyncBatchNorm(3))
-    for layer in model:
-        wrap(layer)
-    hidden = (
-        r"a forward that was set on the layer hides the class's; convert before you wrap it, or write it in a sub\w+"
-    )
-    expected = rf"1 BatchNorm2d \(layer '0'\): {hidden}; 1 SyncBatchNorm \(layer '1'\): {hidden}"
-    assert re.fullmatch(f"syncbn did not convert these layers: {expected}", warning_of(model))
-    assert str(syncbn.summary(model)).startswith("not synchronised: 1 BatchNorm2d")
-    assert [type(layer) for layer in model] == [nn.BatchNorm2d, nn.SyncBatchNorm]
-
-
-HOLDERS: dict[str, Callable[[nn.Sequential], object]] = {
-    "another module": lambda model: setattr(model[2], "norm", model[0].forward),
-    "a hook": lambda model: model[2].register_forward_hook(model[0].forward),
-    "itself, the parent's": lambda model: setattr(model[0], "norm", super(CallsSuper2d, model[0]).forward),
-}
-
-
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_a_layer_whose_bound_forward_is_held_is_named(holder: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "take", "remedy"),
+    [
+        (nn.BatchNorm2d, wrap, HIDDEN),
+        (nn.SyncBatchNorm, wrap, HIDDEN),
+        (nn.BatchNorm2d, lambda layer, other: setattr(other, "norm", layer.forward), HELD),
+        (CallsSuper2d, lambda layer, other: setattr(layer, "norm", super(CallsSuper2d, layer).forward), HELD),
+        (nn.SyncBatchNorm, lambda layer, other: other.register_forward_hook(layer.forward), HELD),
+    ],
+)
+def test_a_layer_whose_forward_was_set_or_taken_is_named(
+    kind: type[nn.Module], take: Callable[[nn.Module, nn.Module], object], remedy: str
+) -> None:
     """It would normalise by the old class, without a word."""
-    model = nn.Sequential(CallsSuper2d(3), CallsSuper2d(3), nn.ReLU())
-    HOLDERS[holder](model)
-    expected = "1 CallsSuper2d (layer '0'): a module or a hook holds the layer's bound forward, which no conversion "
-    assert f": {expected}changes; convert before you take it" in warning_of(model)
-    assert [isinstance(layer, syncbn.SyncBatchNorm) for layer in model] == [False, True, False]
-    assert f"not synchronised: {expected}" in str(syncbn.summary(model))
+    model = nn.Sequential(kind(3), nn.BatchNorm2d(3), nn.ReLU())
+    take(model[0], model[2])
+    named = f": 1 {kind.__name__} (layer '0'): {remedy}"
+    assert warning_of(model) == f"syncbn did not convert these layers{named}"
+    assert [type(layer) for layer in model] == [kind, syncbn.SyncBatchNorm2d, nn.ReLU]
+    assert named in str(syncbn.summary(model))
 
 
 def test_other_bound_methods_are_not_named() -> None:
@@ -373,33 +368,21 @@ def test_summary_says_what_is_not_ours() -> None:
     assert str(syncbn.summary(without)) == "no synchronised layers: the model has no batch norm that trains"
 
 
-class SplitBatchNorm2d(nn.BatchNorm2d):
-    """As timm's: a layer of its own for each further part of the batch."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__(num_features)
-        self.aux_bn = nn.ModuleList([nn.BatchNorm2d(num_features)])
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        first, second = input.chunk(2)
-        return torch.cat((super().forward(first), self.aux_bn[0](second)))
-
-
 def test_summary_names_layers_that_another_converter_has_made_local() -> None:
     """Also beside synchronised ones; but no layer that normalises by itself, whose forward may call ours."""
     model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3), HeteroBatchNorm())
     with pytest.warns(UserWarning, match="1 HeteroBatchNorm"):
         syncbn.convert_syncbn_model(model)
     assert "not synchronised" not in str(syncbn.summary(model))
-    model[0] = SplitBatchNorm2d(3)
+    model[0] = CallsSuper2d(3)  # as timm's SplitBatchNorm2d
+    model[0].aux_bn = nn.ModuleList([nn.BatchNorm2d(3)])
     remedy = "call syncbn.convert_syncbn_model(model)"
-    expected = f"not synchronised: 1 SplitBatchNorm2d (layer '0'): {remedy}; 1 BatchNorm2d (0.aux_bn.0): {remedy}"
+    expected = f"not synchronised: 1 CallsSuper2d (layer '0'): {remedy}; 1 BatchNorm2d (0.aux_bn.0): {remedy}"
     assert expected in str(syncbn.summary(model)).splitlines()
     with pytest.warns(UserWarning, match="1 HeteroBatchNorm"):
         syncbn.convert_syncbn_model(model)
-    assert [row.kind for row in syncbn.summary(model)] == ["SyncSplitBatchNorm2d", *["SyncBatchNorm2d"] * 2]
+    assert [row.kind for row in syncbn.summary(model)] == ["SyncCallsSuper2d", *["SyncBatchNorm2d"] * 2]
     assert "not synchronised" not in str(syncbn.summary(model))
-    assert model[:2](torch.randn(4, 3, 2, 2)).shape == (4, 3, 2, 2)
 
 
 def test_a_revert_names_the_layers_that_compute_something_else() -> None:
