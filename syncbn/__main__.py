@@ -9,16 +9,21 @@ exit status is 0 when all is well, 1 when W ranks do not equal one, 2 for a bad 
 """
 
 import argparse
+import importlib.metadata
 import os
+import platform
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import syncbn
-from syncbn.cli.check import check
-from syncbn.cli.info import info
+from syncbn.tools.check import check
 
 SET_BY_TORCHRUN = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+VARIABLES = ("SYNCBN_KERNELS", "SYNCBN_DEBUG", "OMP_NUM_THREADS", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def main() -> int:
@@ -38,6 +43,33 @@ def main() -> int:
     if "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0":  # a cluster's shell may have a RANK alone
         print(text)
     return 0 if passed else 1
+
+
+def info() -> dict[str, str]:
+    """What is installed, and what of it syncbn can use, by name."""
+    backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
+    variables = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
+    return {
+        "syncbn": f"{syncbn.__version__}, {Path(__file__).resolve().parent}",
+        "platform": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": next((found.version for found in importlib.metadata.distributions(name="triton")), "not installed"),
+        "cuda": torch.version.cuda or "none",
+        "gpus": ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))) or "none",
+        "cpu": f"{torch.backends.cpu.get_cpu_capability()}, torch threads: {torch.get_num_threads()}",
+        "kernels": syncbn.kernels.available(),
+        "backends": ", ".join(backends) or "none",
+        "environment": " ".join(variables) or "none of " + " ".join(VARIABLES),
+        "apex's module of the same name": _apex(),
+    }
+
+
+def _apex() -> str:
+    """Finds the extension module `syncbn` that apex, built with APEX_CUDA_EXT=1, installs at the top level."""
+    paths = (Path(folder, f"syncbn{suffix}") for folder in sys.path for suffix in EXTENSION_SUFFIXES)
+    found = ", ".join(str(path) for path in paths if path.exists())
+    return f"{found}: `import syncbn` finds the package where both lie in one folder" if found else "none"
 
 
 def _check_here() -> tuple[bool, str]:

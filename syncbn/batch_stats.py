@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from syncbn.arguments import Options, Tensors
+from syncbn.call_stack import hides_checks
 from syncbn.checks import checked
 from syncbn.comm.groups import ProcessGroupLike, to_spec
 from syncbn.diagnosis.sites import Caller
@@ -19,7 +20,6 @@ from syncbn.reductions.choice import note_ranks, reduction_now
 from syncbn.reductions.totals import total, total_of_forward
 from syncbn.statistics import compute_dtype, from_float64
 from syncbn.torch_internals.state import recorded
-from syncbn.tracebacks import hides_checks
 
 _CALLER = Caller("sync_batch_stats")
 

@@ -1,14 +1,22 @@
-"""Walks up the call stack: to the objects that called, and to the line of the user's program, where it warns."""
+"""Walks up the call stack, to the objects that called and to the line of the user's program, where it warns; and ends
+the tracebacks of users' faults in the function or layer that the user called."""
 
 import functools
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+from syncbn.torch_internals.state import is_compiling
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+# Modules and rooms of syncbn that check what users pass, and where other ranks raise what one of them has found.
+CHECKS = "arguments", "checks", "raising", "inputs", "comm", "diagnosis", "reductions", "call_stack"
 LIBRARIES = {"torch", "syncbn", *sys.stdlib_module_names}
 
 
@@ -45,3 +53,27 @@ def _first_of_program(frames: Iterable[tuple[FrameType, int]]) -> tuple[FrameTyp
         if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES:
             break
     return frame, line
+
+
+def hide_checks(error: Exception) -> None:
+    """Drops the traceback so far of a fault that a check has raised: so it ends in the function that the user called,
+    which raises `error` again. Other errors, such as one of torch or of a user's own check, keep theirs."""
+    if isinstance(error, (TypeError, ValueError)) and not is_compiling():
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        package, _, rest = (frame.f_globals.get("__name__") or "").partition(".")
+        if package == "syncbn" and rest.partition(".")[0] in CHECKS:
+            error.__traceback__, error.__suppress_context__ = None, True
+
+
+def hides_checks(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Makes `function` a door: the traceback of a fault that a check has raised ends there."""
+
+    @functools.wraps(function)
+    def door(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            hide_checks(error)
+            raise error
+
+    return door

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from syncbn.arguments import Options, Tensors
 from syncbn.batch_stats import sync_batch_stats
+from syncbn.call_stack import hides_checks
 from syncbn.checks import check_channels, check_input, check_like_input
 from syncbn.comm.groups import ProcessGroupLike, to_spec
 from syncbn.diagnosis.sites import Caller
@@ -19,7 +20,6 @@ from syncbn.reductions.interface import ONE_RANK, Reduction
 from syncbn.reductions.totals import total
 from syncbn.statistics import compute_dtype, from_float64, to_float64
 from syncbn.torch_internals.autograd import jagged_parts
-from syncbn.tracebacks import hides_checks
 from syncbn.training import train
 
 __all__ = ["batch_norm_backward", "sync_batch_norm", "sync_batch_stats"]

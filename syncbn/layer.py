@@ -8,6 +8,7 @@ from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn.arguments import CHECKS_OF_DIMS, CheckOfDims, Options, Tensors, as_eps, as_momentum, check_num_features
+from syncbn.call_stack import hide_checks
 from syncbn.comm import groups
 from syncbn.comm.groups import GroupSpec, ProcessGroupLike
 from syncbn.diagnosis.names import path_in_model, quoted
@@ -18,7 +19,6 @@ from syncbn.inputs import traced
 from syncbn.reductions import debug_mode
 from syncbn.reductions.resolving import make_groups
 from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling, runs_plainly
-from syncbn.tracebacks import hide_checks
 from syncbn.training import train
 
 

@@ -11,7 +11,7 @@ PACKAGE = Path(syncbn.__file__).parent
 # Of the rooms reductions, diagnosis and comm each stands on those below.
 ORDER = [
     "__main__",
-    "cli.check cli.info",
+    "tools.check",
     "testing lightning",
     "__init__",
     "tools.measure_local_noise",
@@ -51,8 +51,8 @@ ORDER = [
     "kernels.gpu_channels",
     "kernels.gpu_tiles kernels.interface",
     "statistics",
-    "layout tracebacks torch_internals.autograd torch_internals.modules torch_internals.distributed",
-    "torch_internals.state torch_internals.inductor call_stack texts tools.replace tools.table",
+    "layout call_stack torch_internals.autograd torch_internals.modules torch_internals.distributed",
+    "torch_internals.state torch_internals.inductor texts",
 ]  # fmt: skip
 LEVELS = {module: level for level, line in enumerate(ORDER) for module in line.split()}
 
@@ -61,7 +61,7 @@ ALLOWED_UPWARDS = {("layer", "convert")}
 # Rooms that may know torch.distributed; of its tensors inputs.dtensors; and tests of users' own, which start ranks.
 KNOWS_RANKS = (
     "comm.", "reductions.", "inputs.dtensors", "diagnosis.", "tools.join", "torch_internals.distributed",
-    "testing", "__main__", "cli.",
+    "testing", "__main__", "tools.check",
 )  # fmt: skip
 
 MODULES = {
@@ -69,7 +69,7 @@ MODULES = {
     for file in PACKAGE.rglob("*.py")
 }
 ROOMS = {
-    f"{room}.__init__" for room in ("comm", "reductions", "diagnosis", "inputs", "tools", "cli", "torch_internals")
+    f"{room}.__init__" for room in ("comm", "reductions", "diagnosis", "inputs", "tools", "torch_internals")
 }  # which hold nothing
 
 

@@ -18,10 +18,10 @@ from torch.multiprocessing import ProcessRaisedException
 
 import syncbn
 from syncbn import __main__, testing
-from syncbn.cli import check
-from syncbn.cli.info import info
+from syncbn.__main__ import info
 from syncbn.kernels import cpu
 from syncbn.testing import assert_matches_full_batch
+from syncbn.tools import check
 
 pytestmark = pytest.mark.usefixtures("ranks_start_faster")
 

@@ -162,7 +162,7 @@ class Session(NamedTuple):
 def session(threads: int = 1, on_cpu: bool = False) -> Iterator[Session]:
     """On a GPU if there is one, else on `threads` of the CPU; under torchrun with a process group. Prints where and how
     it measures."""
-    from syncbn.cli.info import info  # here, as guard.py imports the syncbn of another commit
+    from syncbn.__main__ import info  # here, as guard.py imports the syncbn of another commit
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's
     torch.set_num_threads(threads)

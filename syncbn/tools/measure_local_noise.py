@@ -31,8 +31,7 @@ from syncbn.reductions.join_protocol import refuse_inside_join
 from syncbn.reductions.resolving import resolve
 from syncbn.reductions.totals import totals
 from syncbn.statistics import compute_dtype, from_sums, to_float64, unpack
-from syncbn.tools.summary import bytes_if_synchronised
-from syncbn.tools.table import table
+from syncbn.tools.summary import bytes_if_synchronised, table
 from syncbn.torch_internals.state import current_backward, inside_vmap
 from syncbn.unsynchronised import class_name
 

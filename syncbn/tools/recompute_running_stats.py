@@ -17,8 +17,7 @@ from syncbn.convert import convert_syncbn_model, revert_syncbn_model
 from syncbn.layer import SyncBatchNorm
 from syncbn.reductions.join_protocol import Shadowing
 from syncbn.statistics import unbiased
-from syncbn.tools.replace import replace
-from syncbn.tools.running_stats import agreed_layers, buffers_of, overwrite, pooling, unchanged_after_error
+from syncbn.tools.running_stats import agreed_layers, buffers_of, overwrite, pooling, replace, unchanged_after_error
 from syncbn.torch_internals.modules import without_compile
 from syncbn.unsynchronised import CONVERT, unsynchronised
 

@@ -6,7 +6,7 @@ write the buffers.
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -18,7 +18,6 @@ from syncbn.comm import groups
 from syncbn.comm.text_exchange import require_equal
 from syncbn.layer import SyncBatchNorm
 from syncbn.statistics import from_float64, from_sums, to_float64, to_sums, update_buffers
-from syncbn.tools.replace import replace
 from syncbn.torch_internals.state import current_backward, is_compiling
 from syncbn.training import train
 
@@ -169,3 +168,13 @@ def overwrite(layer: _BatchNorm, values: Sequence[Tensor], known: Sequence[Tenso
     for buffer, value, is_known in zip(buffers_of(layer), values, known, strict=True):
         new = from_float64(value, buffer.dtype, buffer.device)
         buffer.copy_(torch.where(is_known.to(buffer.device), new, buffer))
+
+
+def replace(module: nn.Module, name: str, value: Any, undo: contextlib.ExitStack) -> None:
+    """Gives an attribute of the module this value until `undo` ends. It may hide one of the class, as a method is."""
+    attributes = vars(module)
+    if name in attributes:
+        undo.callback(attributes.update, {name: attributes[name]})
+    else:
+        undo.callback(attributes.pop, name, None)
+    attributes[name] = value

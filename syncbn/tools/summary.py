@@ -1,5 +1,6 @@
 """Summarises a model's synchronised layers in a table: the payload of each, and whether it really synchronised."""
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -11,7 +12,6 @@ from syncbn.convert import check_module
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.layer import SyncBatchNorm
 from syncbn.synchronised_classes import NOT_KNOWN
-from syncbn.tools.table import table
 from syncbn.torch_internals.modules import is_compiled
 from syncbn.unsynchronised import BY_ITSELF, description, unsynchronised
 
@@ -94,3 +94,16 @@ def _last_eager_step(layer: SyncBatchNorm) -> str:
 def bytes_if_synchronised(layer: nn.modules.batchnorm._BatchNorm) -> int:
     """The bytes of the payload in each pass of a call, in a group of two ranks or more."""
     return BYTES_PER_NUMBER * (2 * num_channels_of(layer) + TRAILER_NUMBERS)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]], total: Sequence[object] = ()) -> str:
+    """The header, a line for each row, and one for the total, between rules. Columns are as wide as their longest text,
+    whatever the terminal's width, so that nothing is cut."""
+    texts = [tuple(map(str, row)) for row in (header, *rows, total) if row]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in texts]
+    rule = "  ".join("-" * width for width in widths)
+    lines.insert(1, rule)
+    if total:
+        lines.insert(-1, rule)
+    return "\n".join(lines)

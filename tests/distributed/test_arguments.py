@@ -273,7 +273,7 @@ def test_a_traceback_of_a_function_ends_there(ranks: Ranks, call: str) -> None:
     with pytest.raises(TypeError) as raised:
         calls[call]()
     assert [name.rpartition("/")[2] for name in files_of(raised.value)] == [
-        "test_arguments.py", "test_arguments.py", "tracebacks.py"
+        "test_arguments.py", "test_arguments.py", "call_stack.py"
     ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 from voting import Ranks
 
-from syncbn.cli import check
+from syncbn.tools import check
 
 
 @pytest.mark.two_ranks

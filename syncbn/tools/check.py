@@ -16,7 +16,7 @@ from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.reductions.eager import reduction_of
 from syncbn.testing import TOLERANCES, differences
 from syncbn.tools.assert_synced import assert_synced
-from syncbn.tools.table import table
+from syncbn.tools.summary import table
 
 ROUNDS, WARM_UP = 50, 10  # all_reduces timed, and not
 LAYERS, CHANNELS = 53, 256  # of a model whose cost is printed: as many layers as ResNet-50 has

@@ -1,1 +1,0 @@
-"""Holds the commands of python -m syncbn."""
