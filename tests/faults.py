@@ -113,7 +113,7 @@ FAULTS = {
         "build the same model on all ranks",
         "gloo::EnforceNotMet",  # gloo ends rank 0 before it says a word
         "different numbers of channels.\n" + _where(f"{FIRST}, with 4 channels", f"{FIRST}, with 5 channels"),
-        said_at_fault=rf"(ranks 0-1: {FIRST}.*\n.* has other channels|different numbers of channels)",
+        said_at_fault=rf"(ranks? (0-)?1: {FIRST}.*\n.* has other channels|different numbers of channels)",
     ),
     "dtype": Fault("give model and inputs the same dtype on all ranks", _of_dtypes(FIRST, "float32", "float64")),
     "autocast": Fault("use autocast on all ranks or on none", _of_dtypes(IN_1, "float32", "bfloat16")),
