@@ -25,8 +25,7 @@ from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
-from syncbn import general
-from syncbn.reductions import eager
+from syncbn.reductions import choice, eager
 from syncbn.reductions.graph import GraphReduction
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
@@ -48,7 +47,7 @@ class OfOneRank(nn.SyncBatchNorm):
 def synchronise_one_rank(group: dist.ProcessGroup) -> None:
     """Likewise for ours."""
     eager.resolve = lambda spec: group
-    general.reduction_in_graph = lambda *of_call: GraphReduction(group)
+    choice.reduction_in_graph = lambda spec: GraphReduction(group)
 
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {

@@ -7,8 +7,27 @@ import syncbn
 
 PACKAGE = Path(syncbn.__file__).parent
 
+# What talks between ranks: comm, diagnosis stands on it, reductions on both. Within a room from the top to the bottom.
+ROOMS = {
+    "reductions": [
+        "reductions.join_protocol reductions.choice",
+        "reductions.graph reductions.totals",
+        "reductions.eager reductions.debug_mode",
+        "reductions.agreement reductions.resolving reductions.interface",
+        "reductions.guards",
+    ],
+    "diagnosis": [
+        "diagnosis.collective",
+        "diagnosis.failures",
+        "diagnosis.sites",
+        "diagnosis.watchdog",
+        "diagnosis.waits diagnosis.report",
+        "diagnosis.positions",
+        "diagnosis.names diagnosis.processes",
+    ],
+    "comm": ["comm.groups", "comm.all_reduce comm.text_exchange"],
+}
 # From the top to the bottom. A module imports only from lines below its own; within a line, nothing of that line.
-# Of the rooms reductions, diagnosis and comm each stands on those below.
 ORDER = [
     "__main__",
     "tools.check",
@@ -27,21 +46,9 @@ ORDER = [
     "plan",
     "checks",
     "arguments",
-    "reductions.join_protocol reductions.choice",
-    "reductions.graph reductions.totals",
-    "reductions.eager reductions.debug_mode",
-    "reductions.agreement reductions.resolving reductions.interface",
-    "reductions.guards",
-    "diagnosis.collective",
-    "diagnosis.failures",
-    "diagnosis.sites",
-    "diagnosis.watchdog",
-    "diagnosis.waits",
-    "diagnosis.report",
-    "diagnosis.positions",
-    "diagnosis.names diagnosis.processes",
-    "comm.groups",
-    "comm.all_reduce comm.text_exchange",
+    *ROOMS["reductions"],
+    *ROOMS["diagnosis"],
+    *ROOMS["comm"],
     "kernels.__init__",
     "kernels.select",
     "kernels.graphs",
@@ -58,6 +65,7 @@ LEVELS = {module: level for level, line in enumerate(ORDER) for module in line.s
 
 # Within a method of layer.py: torch's name of the conversion stands on the class, and users type it.
 ALLOWED_UPWARDS = {("layer", "convert")}
+KNOWN_TO_COMM = "comm.", "torch_internals.", "call_stack", "texts"
 # Rooms that may know torch.distributed; of its tensors inputs.dtensors; and tests of users' own, which start ranks.
 KNOWS_RANKS = (
     "comm.", "reductions.", "inputs.dtensors", "diagnosis.", "tools.join", "torch_internals.distributed",
@@ -68,7 +76,7 @@ MODULES = {
     ".".join(file.relative_to(PACKAGE).with_suffix("").parts): ast.parse(file.read_text())
     for file in PACKAGE.rglob("*.py")
 }
-ROOMS = {
+EMPTY = {
     f"{room}.__init__" for room in ("comm", "reductions", "diagnosis", "inputs", "tools", "torch_internals")
 }  # which hold nothing
 
@@ -90,8 +98,8 @@ def imported(tree: ast.AST) -> set[str]:
 
 
 def test_every_module_has_its_place() -> None:
-    assert set(MODULES) - ROOMS == set(LEVELS)
-    for room in ROOMS:
+    assert set(MODULES) - EMPTY == set(LEVELS)
+    for room in EMPTY:
         assert not imported(MODULES[room]), room
 
 
@@ -103,6 +111,11 @@ def test_imports_run_downwards() -> None:
         if LEVELS[module] >= LEVELS[target] and (module, target) not in ALLOWED_UPWARDS
     ]
     assert not upwards
+
+
+def test_comm_knows_nothing_of_the_layer() -> None:
+    for module in " ".join(ROOMS["comm"]).split():
+        assert all(target.startswith(KNOWN_TO_COMM) for target in imported(MODULES[module])), module
 
 
 def test_who_knows_torch_distributed() -> None:

@@ -9,7 +9,6 @@ A layer keeps a group spec and not the group itself, so that it can be copied, p
 
 `to_spec` makes the spec of a process group that the user passes, `to_user` gives that group back. A layer may keep a
 group that this rank is not in; training it raises ValueError.
-
 `make` is a collective over ALL ranks of the default group, in the same order. Nothing else here communicates.
 """
 

@@ -83,11 +83,6 @@ def require_equal(lines: Sequence[str], error: Exception | None, group: dist.Pro
         raise ValueError(f"the ranks' models differ, first in:\n{by_rank(dist.get_process_group_ranks(group), texts)}")
 
 
-def gather_by_rank(text: str, group: dist.ProcessGroup) -> str:
-    """The ranks' texts, as `by_rank`."""
-    return by_rank(dist.get_process_group_ranks(group), all_gather_json(text, group))
-
-
 def by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
     """A line for each text that is not empty, with its ranks: "ranks 0-2, 5: in bn1 forward, call 3"."""
     lines: dict[str, list[int]] = {}

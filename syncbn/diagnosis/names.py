@@ -40,5 +40,5 @@ def path_in_model(layer: nn.Module) -> str:
 
 def line_that_calls_model() -> str:
     """The line in which the program calls the outermost module that is `self` in a frame of this call: train.py:57."""
-    of_modules = [frame for frame, caller in callers() if isinstance(caller, nn.Module)]
-    return line_of_program(traceback.walk_stack(of_modules[-1] if of_modules else sys._getframe()))
+    frames = [frame for frame, caller in callers() if isinstance(caller, nn.Module)]
+    return line_of_program(traceback.walk_stack(frames[-1] if frames else sys._getframe()))

@@ -31,6 +31,7 @@ from syncbn.texts import in_words
 from syncbn.torch_internals.distributed import default_store
 
 HAS_LEFT = "has left"
+IN_COLLECTIVE = "in "  # how `Position.blocked` begins for a collective
 WITH_GRAPH = "backward with create_graph or torch.func"  # the first all_reduce of such a backward
 FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
 SECONDS_BETWEEN_WRITES = 0.05  # of a rank, at least

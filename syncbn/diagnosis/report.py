@@ -7,62 +7,44 @@ import time
 
 from syncbn.comm.text_exchange import by_rank
 from syncbn.diagnosis import processes
-from syncbn.diagnosis.positions import HAS_LEFT, WITH_GRAPH, Position, Wait
+from syncbn.diagnosis.positions import HAS_LEFT, IN_COLLECTIVE, WITH_GRAPH, Position, Wait
 
 SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; more than hosts' clocks differ
 SETTLE_SECONDS = 0.3  # in which a rank that leaves can say why
 READ_SECONDS = 5.0  # the longest time that reading may take
-IN_COLLECTIVE = "in "  # how `Position.blocked` begins for a collective
 
 _DEBUG = " SYNCBN_DEBUG=1 makes the ranks compare before each all_reduce."
-_OTHER_LAYERS = (
+OTHER_LAYERS = (
     "Every rank must call the same layers in the same order, all converted with the same process_group and in training "
     "mode. A layer in a branch that only some ranks take must be called on the others too, for their backward as well: "
     "loss = loss + layer(x[:0]).sum(). Ranks that hold different layers, as a pipeline's, need a process_group for "
     "each stage." + _DEBUG
 )
-_OTHER_PASSES = (
+OTHER_PASSES = (
     "A rank has left out a layer or a backward; or it had fewer batches: give all ranks as many, or train inside "
     "syncbn.join; or the rank that is ahead called the model once more, as in a validation without model.eval(); or it "
     "called ddp.module where the others call ddp."
 )
-# What is known of the ranks, and what to do about it: the first row that holds is said. Nothing, where the ranks' own
-# words say it.
-REMEDIES = {
-    "a rank has an error of its own": "",
-    "a process has ended": (
-        "Read what the ended process wrote last. If it wrote nothing, memory may have run out: see dmesg. If it wrote "
-        "gloo::EnforceNotMet, the ranks sent different sizes: one of them has other channels, has not converted its "
-        "model, evaluates, or left out a layer." + _DEBUG
-    ),
-    "ranks are in different collectives outside of the layers": (
-        "The ranks wait in different calls: one has come to the end of its batches, or has left a loop early. Give all "
-        "ranks as many batches, or train inside syncbn.join."
-    ),
-    "a rank has evaluated": (
-        "A layer in evaluation mode waits for nobody: call model.train() on every rank before the next step. To "
-        "evaluate on some ranks only, call ddp.module(x): a forward of DistributedDataParallel itself may send buffers "
-        "to all ranks."
-    ),
-    "some backwards make a graph": (
-        "Pass create_graph=True on every rank or on none, and differentiate by torch.func on all or on none."
-    ),
-    "a rank has left": _OTHER_PASSES,
-    "a rank is gone": "",
-    "ranks are in different passes": _OTHER_PASSES,
-    "ranks are in and outside of a collective": (
-        "A rank that is in no collective is late, as while it loads data or saves a checkpoint; or it has come to the "
-        "end of its batches: give all ranks as many, or train inside syncbn.join."
-    ),
-    "all ranks are in one call": (
-        "All ranks are in this call. One of them has other channels, or cannot be reached." + _DEBUG
-    ),
-    "a rank has not been seen": (
-        "A rank not seen in a layer is late, or runs a compiled model, or needs convert_syncbn_model(model).\n"
-        + _OTHER_LAYERS
-    ),
-    "ranks are in different layers": _OTHER_LAYERS,
-}
+OTHER_GRAPHS = "Pass create_graph=True on every rank or on none, and differentiate by torch.func on all or on none."
+ENDED = (
+    "Read what the ended process wrote last. If it wrote nothing, memory may have run out: see dmesg. If it wrote "
+    "gloo::EnforceNotMet, the ranks sent different sizes: one of them has other channels, has not converted its model, "
+    "evaluates, or left out a layer." + _DEBUG
+)
+OTHER_COLLECTIVES = (
+    "The ranks wait in different calls: one has come to the end of its batches, or has left a loop early. Give all "
+    "ranks as many batches, or train inside syncbn.join."
+)
+EVALUATES = (
+    "A layer in evaluation mode waits for nobody: call model.train() on every rank before the next step. To evaluate "
+    "on some ranks only, call ddp.module(x): a forward of DistributedDataParallel itself may send buffers to all ranks."
+)
+LATE = (
+    "A rank that is in no collective is late, as while it loads data or saves a checkpoint; or it has come to the end "
+    "of its batches: give all ranks as many, or train inside syncbn.join."
+)
+ONE_CALL = "All ranks are in this call. One of them has other channels, or cannot be reached." + _DEBUG
+UNSEEN = "A rank not seen in a layer is late, or runs a compiled model, or needs convert_syncbn_model(model).\n"
 
 
 def is_consequence(left: str) -> bool:
@@ -71,26 +53,28 @@ def is_consequence(left: str) -> bool:
 
 
 def _remedy(positions: list[Position]) -> str:
-    left = [position.left for position in positions if not is_consequence(position.left)]
-    passes, blocked = {position.pass_name for position in positions}, {position.blocked for position in positions}
+    """What to do where ranks are in these positions; nothing, where the ranks' words say it."""
+    left = [one.left for one in positions if not is_consequence(one.left)]
+    has_own_error = any(len(why) > len(HAS_LEFT) for why in left) or any(one.left_out for one in positions)
+    passes, blocked = {one.pass_name for one in positions}, {one.blocked for one in positions}
+    is_silent = any(one.state for one in positions)
     num_collectives = sum(place.startswith(IN_COLLECTIVE) for place in blocked)
-    is_silent = any(position.state for position in positions)
-    holds = {
-        "a rank has an error of its own": any(len(why) > len(HAS_LEFT) for why in left)
-        or any(position.left_out for position in positions),
-        "a process has ended": any(position.state.endswith(processes.HAS_ENDED) for position in positions),
-        "ranks are in different collectives outside of the layers": num_collectives > 1 and not is_silent,
-        "a rank has evaluated": any(position.has_evaluated for position in positions),
-        "some backwards make a graph": {"backward", WITH_GRAPH} <= passes,
-        "a rank has left": HAS_LEFT in left,
-        "a rank is gone": _is_one_gone(positions),
-        "ranks are in different passes": {"forward", "backward"} <= passes,
-        "ranks are in and outside of a collective": len(blocked) > 1 and len({one[:2] for one in positions}) == 1,
-        "all ranks are in one call": len({one[:4] for one in positions}) == 1,
-        "a rank has not been seen": any(one.unseen or one == Position() for one in positions),
-        "ranks are in different layers": True,
-    }
-    return next(remedy for known, remedy in REMEDIES.items() if holds[known])
+    rows = (
+        (has_own_error, ""),
+        (any(one.state.endswith(processes.HAS_ENDED) for one in positions), ENDED),
+        (num_collectives > 1 and not is_silent, OTHER_COLLECTIVES),
+        (any(one.has_evaluated for one in positions), EVALUATES),
+        ({"backward", WITH_GRAPH} <= passes, OTHER_GRAPHS),
+        (HAS_LEFT in left, OTHER_PASSES),
+        (is_silent, ""),
+        ({"forward", "backward"} <= passes, OTHER_PASSES),
+        (len(blocked) > 1 and len({(one.group, one.number) for one in positions}) == 1, LATE),
+        (_is_one_gone(positions), ""),
+        (len({(one.group, one.number, one.doing) for one in positions}) == 1, ONE_CALL),
+        (any(one.unseen or one == Position() for one in positions), UNSEEN + OTHER_LAYERS),
+        (True, OTHER_LAYERS),
+    )
+    return next(remedy for holds, remedy in rows if holds)
 
 
 def where_all_are(wait: Wait, has_failed: bool = False, at_exit: bool = False) -> str:

@@ -150,7 +150,7 @@ def new_site(caller: CallsOnGroups, group: dist.ProcessGroup) -> Site:
     return site
 
 
-def meets_not(group: dist.ProcessGroup) -> None:
+def skip_first_meeting(group: dist.ProcessGroup) -> None:
     """Let no rank wait for all others before its first collective on this group: one may not come to it."""
     _states.setdefault(group, GroupState()).meets_first = False
 

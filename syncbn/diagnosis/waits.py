@@ -27,8 +27,7 @@ import torch
 from syncbn.call_stack import line_of_program
 from syncbn.comm import text_exchange
 from syncbn.diagnosis import processes
-from syncbn.diagnosis.positions import Position, ThisRank, Wait
-from syncbn.diagnosis.report import IN_COLLECTIVE
+from syncbn.diagnosis.positions import IN_COLLECTIVE, Position, ThisRank, Wait
 from syncbn.torch_internals.distributed import beside_captures, collective_in
 from syncbn.torch_internals.state import is_capturing
 

@@ -79,10 +79,10 @@ def require_one_layer(collective: Collective, parts: Sequence[Part], in_common: 
     if not (has_one_name and all_have("pass")):
         # Layers of two models may have the same path.
         where = by_their_rank("in {doing}; {first call}" if all_have("doing") else "in {doing}")
-        known = "ranks are in different layers" if all_have("pass") else "ranks are in different passes"
+        remedy = report.OTHER_LAYERS if all_have("pass") else report.OTHER_PASSES
         if {"backward", WITH_GRAPH} <= {part["pass"] for part in parts}:
-            known = "some backwards make a graph"
-        raise RanksDifferError(f"{where}\n{report.REMEDIES[known]}")
+            remedy = report.OTHER_GRAPHS
+        raise RanksDifferError(f"{where}\n{remedy}")
     for key in in_common:
         if not all_have(key):
             what, with_what, remedy = IN_COMMON[key]

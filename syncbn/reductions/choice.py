@@ -14,7 +14,7 @@ def reduction_now(spec: SpecOfCall, caller: CallsOnGroups, input: Tensor | None)
     """The ranks that a call synchronises. **Raises** RuntimeError in torch.jit.trace, which cannot record them, before
     anything is sent: often one rank alone records."""
     if is_compiling():
-        return reduction_in_graph(spec, caller, input)
+        return reduction_in_graph(spec)
     if is_jit_tracing():
         raise RuntimeError(
             "syncbn: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm of all "

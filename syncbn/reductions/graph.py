@@ -5,7 +5,6 @@ from torch import Tensor
 
 from syncbn.comm import groups
 from syncbn.comm.all_reduce import all_reduce, exchanges
-from syncbn.diagnosis.sites import CallsOnGroups
 from syncbn.reductions.guards import joined_group
 from syncbn.reductions.interface import ONE_RANK, TRANSFORMED_GRAPH, Reduction
 from syncbn.torch_internals.distributed import group_in_graph
@@ -27,7 +26,7 @@ class GraphReduction(Reduction):
         return all_reduce(payload, group_in_graph(self.group), exchanges(self.group))
 
 
-def reduction_in_graph(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor | None) -> Reduction:
+def reduction_in_graph(spec: groups.SpecOfCall) -> Reduction:
     """The ranks that a call synchronises in a compiled graph, as `reduction_of`. **Raises** RuntimeError where new
     groups would have to be made, and inside syncbn.join."""
     if not dist.is_initialized():  # in graphs of torch 2.11 WORLD itself is never None

@@ -1,6 +1,7 @@
 """Keeps the guards, which see each all_reduce before it begins."""
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -9,12 +10,13 @@ from torch import Tensor
 from syncbn.diagnosis.collective import Collective
 
 
-class Guard:
-    """Base class: before_all_reduce runs before every all_reduce while the guard is in `guards`."""
+class Guard(ABC):
+    """before_all_reduce runs before every all_reduce while the guard is in `guards`."""
 
     # If set, this group replaces every group of as many ranks (syncbn.join, recompute_running_stats).
     joined_group: dist.ProcessGroup | None = None
 
+    @abstractmethod
     def before_all_reduce(self, collective: Collective, payload: Tensor) -> None:
         """This rank is about to add up `payload`; an exception prevents the all_reduce."""
 

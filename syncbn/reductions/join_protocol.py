@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncbn.comm.text_exchange import gather_by_rank
+from syncbn.comm.text_exchange import all_gather_json, by_rank
 from syncbn.diagnosis.collective import Collective
-from syncbn.diagnosis.sites import Caller, CallsOnGroups, meets_not, new_site
+from syncbn.diagnosis.sites import Caller, CallsOnGroups, new_site, skip_first_meeting
 from syncbn.reductions.eager import EagerReduction
 from syncbn.reductions.guards import Guard, guarded_by, joined_group
 from syncbn.statistics import to_float64
@@ -57,7 +57,7 @@ class Shadowing(Guard):
         on_cpu = device_of(self.group).type == "cpu"
         self.header_group = self.group if on_cpu else dist.new_group(timeout=timeout, backend="gloo")
         for group in (self.group, self.header_group):
-            meets_not(group)  # a rank that has joined or failed does not come
+            skip_first_meeting(group)  # a rank that has joined or failed does not come
         self.thread: threading.Thread | None = None  # the one that shadows the others
         self.num_announced = 0
         self.over = False
@@ -85,7 +85,8 @@ class Shadowing(Guard):
         agreed = int(largest)
         if agreed == FAILED:
             self.over = True
-            failures = gather_by_rank(failure, self.header_group)
+            ranks = dist.get_process_group_ranks(self.header_group)
+            failures = by_rank(ranks, all_gather_json(failure, self.header_group))
             if header != FAILED:
                 raise RuntimeError(f"inside {self.name} another rank failed: {failures}")
         return agreed

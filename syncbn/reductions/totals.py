@@ -65,18 +65,18 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.of_call = inputs[1:]
+        _, ctx.reduction, ctx.pass_name = inputs
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None]:
-        reduction, pass_name = ctx.of_call
-        return _differentiable_total(grad_total, reduction, f"derivative of {pass_name}"), None, None
+        return _differentiable_total(grad_total, ctx.reduction, f"derivative of {ctx.pass_name}"), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        reduction, pass_name = ctx.of_call
-        return _differentiable_total(tangent, reduction, f"tangent of {pass_name}")
+        return _differentiable_total(tangent, ctx.reduction, f"tangent of {ctx.pass_name}")
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, ...], sums: Tensor, *of_call: Any) -> tuple[Tensor, int]:
-        return _differentiable_total(sums.movedim(in_dims[0], 0), *of_call), 0
+    def vmap(
+        info: Any, in_dims: tuple[int, ...], sums: Tensor, reduction: Reduction, pass_name: str
+    ) -> tuple[Tensor, int]:
+        return _differentiable_total(sums.movedim(in_dims[0], 0), reduction, pass_name), 0

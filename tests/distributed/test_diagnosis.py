@@ -27,6 +27,7 @@ from syncbn import raising
 from syncbn.comm import groups
 from syncbn.comm.text_exchange import ranks_in_words
 from syncbn.diagnosis import failures, processes, report, waits, watchdog
+from syncbn.diagnosis.collective import Collective
 from syncbn.diagnosis.positions import WITH_GRAPH, Position, Wait
 from syncbn.diagnosis.sites import Caller, largest_signature
 from syncbn.kernels import cpu, operators
@@ -58,9 +59,12 @@ def layer_and_input(ranks: Ranks) -> tuple[syncbn.SyncBatchNorm, Tensor]:
 def doing() -> Iterator[list[str]]:
     """What each all_reduce is said to be for."""
     seen: list[str] = []
-    guard = Guard()
-    guard.before_all_reduce = lambda collective, payload: seen.append(collective.doing())
-    with guarded_by(guard):
+
+    class Seeing(Guard):
+        def before_all_reduce(self, collective: Collective, payload: Tensor) -> None:
+            seen.append(collective.doing())
+
+    with guarded_by(Seeing()):
         yield seen
 
 

@@ -19,6 +19,7 @@ from voting import Ranks
 
 import syncbn
 from syncbn.comm import text_exchange
+from syncbn.diagnosis.collective import Collective
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available
 from syncbn.reductions.guards import Guard, guarded_by
@@ -48,9 +49,12 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return exchange(value, group)
 
     monkeypatch.setattr(text_exchange, "all_gather_json", report)
-    guard = Guard()
-    guard.before_all_reduce = lambda collective, payload: numbers.append(payload.numel())
-    with guarded_by(guard):
+
+    class Counting(Guard):
+        def before_all_reduce(self, collective: Collective, payload: Tensor) -> None:
+            numbers.append(payload.numel())
+
+    with guarded_by(Counting()):
         yield numbers
 
 
