@@ -175,7 +175,7 @@ def table(
     for case in cases(shapes, dtypes):
         for function in functions:
             with recorded(capability) as (kernels, launches):
-                calls_of(kernels.Kernels, case, torch.device("meta"))[function][0]()
+                calls_of(kernels, case, torch.device("meta"))[function][0]()
             launch = over_whole_tensor(launches)
             code = read(launch)
             yield case, function, code, programs_at_once(launch, code, MACHINES[capability])
@@ -187,7 +187,7 @@ def launch_once(shapes: list[str], dtypes: list[str], functions: list[str]) -> N
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the latter for Triton's interpreter
     for case in cases(shapes, dtypes):
-        calls = calls_of(gpu.Kernels, case, device)
+        calls = calls_of(gpu, case, device)
         for function in functions:
             calls[function][0]()
             print(f"launched {function} {case.name}", flush=True)

@@ -12,8 +12,8 @@ from syncbn.comm.groups import ProcessGroupLike, to_spec
 from syncbn.diagnosis.sites import Caller
 from syncbn.general import Call
 from syncbn.inputs.unwrapping import apply_mask, unwrap, without_gaps
-from syncbn.kernels.interface import TRAILER_NUMBERS, Kind
-from syncbn.kernels.select import apply_function, general_kernels, torch_kernels
+from syncbn.kernels.interface import TRAILER_NUMBERS, ForwardKind
+from syncbn.kernels.select import apply_function, general_back_end, torch_forward
 from syncbn.plan import kind_of
 from syncbn.raising import raise_on_all_ranks
 from syncbn.reductions.choice import note_ranks, reduction_now
@@ -96,7 +96,7 @@ class _Sums(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Call, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
-        sums, _ = general_kernels(call.kind, x).forward_sums(x)
+        sums, _ = general_back_end(call.kind, x).Forward(call.kind).forward_sums(x)
         return (total_of_forward(sums, num_values, call.reduction),)
 
     @staticmethod
@@ -115,17 +115,17 @@ class _Sums(torch.autograd.Function):
             at_center, slope = of_sum + 2 * of_square * center, 2 * of_square
             if not torch.is_grad_enabled():
                 return None, _map(ctx.kind, x, center, slope, at_center), None
-            kernels, layout = torch_kernels(ctx.kind), ctx.kind.layout
+            kernels, layout = torch_forward(ctx.kind), ctx.kind.layout
             xmu = kernels.minus_mean(layout.fold(x), center)
             wide_grad_x = kernels.column(at_center) + kernels.column(slope) * xmu
             return None, layout.unfold(wide_grad_x, x.shape).to(x.dtype), None
 
 
-def _map(kind: Kind, x: Tensor, center: Tensor, slope: Tensor, at_center: Tensor) -> Tensor:
+def _map(kind: ForwardKind, x: Tensor, center: Tensor, slope: Tensor, at_center: Tensor) -> Tensor:
     """(x - center) * slope + at_center, as the output of a batch norm: the sums of squares are 0 and eps is 1, which
     make the variance 0 and invstd 1."""
     kind = kind._replace(eps=1.0, weight_dtype=torch.float64, bias_dtype=torch.float64)
     x = kind.layout.dense(x.to(kind.dtype))  # which saved_tensors_hooks may have rounded or moved
     total = torch.cat((center, torch.zeros_like(center), center.new_ones(TRAILER_NUMBERS)))
-    kernels = general_kernels(kind, x, slope)
-    return kernels.forward_outputs(None, x, total, slope, at_center, None)[0]
+    kernels = general_back_end(kind, x, slope).Forward(kind)
+    return kernels.forward_outputs(None, (x, slope, at_center, None), total)[0]

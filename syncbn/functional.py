@@ -11,7 +11,7 @@ from syncbn.comm.groups import ProcessGroupLike, to_spec
 from syncbn.diagnosis.sites import Caller
 from syncbn.evaluation import evaluate
 from syncbn.gradients import BackwardInput, outputs
-from syncbn.kernels.interface import TRAILER_NUMBERS, Kind
+from syncbn.kernels.interface import TRAILER_NUMBERS, ForwardKind
 from syncbn.kernels.select import why_forced
 from syncbn.layout import Layout
 from syncbn.raising import raise_on_all_ranks
@@ -178,16 +178,16 @@ def batch_norm_backward(
         mean, invstd = to_float64(mean), to_float64(invstd)
         num_values = mean.new_full((1,), layout.sizes[0] * layout.sizes[2])
         statistics = torch.cat((mean, torch.zeros_like(mean), invstd, num_values))  # the var is unused
-        kind = Kind(layout, input.dtype, input.device, weight_dtype=weight.dtype, bias_dtype=weight.dtype)
+        kind = ForwardKind(layout, input.dtype, input.device, weight_dtype=weight.dtype, bias_dtype=weight.dtype)
         needed = needs_input and training, needs_weight, needs_bias, False
         inputs = BackwardInput.of(kind, grad_output.to(input.dtype), (input, weight, statistics, None), needed)
         kernels = inputs.kernels()
-        sums, grad_weight, grad_bias, handle = kernels.backward_sums(inputs.dy, inputs.saved)
+        sums, grad_weight, grad_bias, scratch = kernels.backward_sums(inputs.dy, inputs.saved)
         trailer = -TRAILER_NUMBERS  # backward sends 0 in the place of n, which is known here on this rank alone
         sums = total(torch.cat((sums[:trailer], num_values, sums[trailer + 1 :])), reduction, "backward")
         statistics = torch.cat((statistics[:-1], sums[-TRAILER_NUMBERS : 1 - TRAILER_NUMBERS]))
         inputs = inputs._replace(saved=(inputs.saved[0], weight, statistics, None))
-        grad_input, _ = outputs(kernels, handle, inputs, sums)
+        grad_input, _ = outputs(kernels, scratch, inputs, sums)
         if needs_input and not training:
             scale = from_float64(invstd * to_float64(weight), compute_dtype(input.dtype), input.device)[:, None]
             grad_input = layout.unfold(layout.fold(grad_output) * scale, input.shape).to(input.dtype)

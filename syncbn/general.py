@@ -12,8 +12,8 @@ from torch import Tensor
 from syncbn.arguments import Options, Tensors
 from syncbn.checks import require_two_values
 from syncbn.gradients import gradients
-from syncbn.kernels.interface import TRAILER_NUMBERS, Kind
-from syncbn.kernels.select import apply_function, general_kernels
+from syncbn.kernels.interface import TRAILER_NUMBERS, ForwardKind
+from syncbn.kernels.select import apply_function, general_back_end
 from syncbn.plan import kind_of
 from syncbn.reductions.interface import Reduction
 from syncbn.reductions.totals import total_of_forward
@@ -31,7 +31,7 @@ def normalize(tensors: Tensors, options: Options, reduction: Reduction) -> tuple
 class Call:
     """The arguments of the Function that are no tensors."""
 
-    kind: Kind
+    kind: ForwardKind
     reduction: Reduction
 
 
@@ -51,22 +51,22 @@ class SyncBatchNormFunction(torch.autograd.Function):
         call: Call, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
         num_values: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        kernels = general_kernels(call.kind, x, weight, bias, residual)
-        sums, handle = kernels.forward_sums(x)
+        kernels = general_back_end(call.kind, x, weight, bias, residual).Forward(call.kind)
+        sums, scratch = kernels.forward_sums(x)
         sums = total_of_forward(sums, num_values, call.reduction)
         if num_values is not None or x.numel() <= call.kind.layout.sizes[1]:  # else this rank alone has two values
             require_two_values(sums[-TRAILER_NUMBERS], x)
-        y, statistics, _ = kernels.forward_outputs(handle, x, sums, weight, bias, residual)
+        y, statistics, _ = kernels.forward_outputs(scratch, (x, weight, bias, residual), sums)
         return y, statistics
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        call, x, weight, _, residual, _ = inputs
+        call, x, weight, *_ = inputs
         y, statistics = output
         ctx.kind, ctx.reduction = call.kind, call.reduction
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, statistics, y if call.kind.relu and residual is not None else None)
+        ctx.save_for_backward(x, weight, statistics, y if call.kind.masks_by_y else None)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:

@@ -8,8 +8,17 @@ from torch import Tensor
 from syncbn.diagnosis.positions import WITH_GRAPH
 from syncbn.inputs import subclasses
 from syncbn.kernels import reference
-from syncbn.kernels.interface import TRAILER_NUMBERS, GradientPair, Handle, Kernels, Kind, Needed, Saved
-from syncbn.kernels.select import general_kernels, torch_kernels
+from syncbn.kernels.interface import (
+    TRAILER_NUMBERS,
+    BackwardKernels,
+    BackwardKind,
+    ForwardKind,
+    GradientPair,
+    Needed,
+    Saved,
+    Scratch,
+)
+from syncbn.kernels.select import general_back_end, torch_forward
 from syncbn.plan import kind_of_backward
 from syncbn.reductions.interface import Reduction
 from syncbn.reductions.totals import total
@@ -22,13 +31,13 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  #
 class BackwardInput(NamedTuple):
     """What the gradients of one input are computed from. dy and what was saved are as kernels of the kind take them."""
 
-    kind: Kind
+    kind: BackwardKind
     dy: Tensor
     saved: Saved
     needs_residual: bool
 
     @classmethod
-    def of(cls, kind: Kind, dy: Tensor | None, saved: Saved, needed: Needed) -> Self:
+    def of(cls, kind: ForwardKind, dy: Tensor | None, saved: Saved, needed: Needed) -> Self:
         """From what a forward of this kind has saved, which saved_tensors_hooks may have rounded or moved."""
         x, weight, statistics, y = saved
         dy = torch.zeros_like(x) if dy is None else dy
@@ -42,48 +51,48 @@ class BackwardInput(NamedTuple):
         saved = dense(x.to(dy.dtype)), weight, to_float64(statistics).contiguous(), dense_y
         return cls(kind_of_backward(kind, dy, weight, needed), dense(dy), saved, needed[3])
 
-    def kernels(self) -> Kernels:
-        return general_kernels(self.kind, *self.saved, self.dy)
+    def kernels(self) -> BackwardKernels:
+        return general_back_end(self.kind, *self.saved, self.dy).Backward(self.kind)
 
 
-def gradients(kind: Kind, dy: Tensor | None, saved: Saved, needed: Needed, reduction: Reduction) -> Gradients:
+def gradients(kind: ForwardKind, dy: Tensor | None, saved: Saved, needed: Needed, reduction: Reduction) -> Gradients:
     """The gradients behind a forward of this kind. One all_reduce, whichever gradients are needed; with a graph
     (create_graph=True) two. The caller tells the errors of this rank to the others."""
     inputs = BackwardInput.of(kind, dy, saved, needed)
     with recorded("syncbn.backward"):
         if torch.is_grad_enabled():  # the saved statistics are constants to autograd
-            return _gradients_with_graph(inputs, reduction)
+            return _gradients_with_graph(kind, inputs, reduction)
         kernels = inputs.kernels()
-        sums, grad_weight, grad_bias, handle = kernels.backward_sums(inputs.dy, inputs.saved)
+        sums, grad_weight, grad_bias, scratch = kernels.backward_sums(inputs.dy, inputs.saved)
         sums = total(sums, reduction, "backward")
-        grad_x, grad_residual = outputs(kernels, handle, inputs, sums)
+        grad_x, grad_residual = outputs(kernels, scratch, inputs, sums)
         return grad_x, grad_weight, grad_bias, grad_residual
 
 
-def outputs(kernels: Kernels, handle: Handle | None, inputs: BackwardInput, sums: Tensor) -> GradientPair:
+def outputs(kernels: BackwardKernels, scratch: Scratch | None, inputs: BackwardInput, sums: Tensor) -> GradientPair:
     """grad_x and grad_residual, by the sums of all ranks."""
     kind, dy, saved, needs_residual = inputs
     grad_x = grad_residual = None
     if kind.needs_x or kind.needs_residual:
-        grad_x, grad_residual = kernels.backward_outputs(handle, dy, saved, sums)
+        grad_x, grad_residual = kernels.backward_outputs(scratch, dy, saved, sums)
     return grad_x, dy if needs_residual and saved[3] is None else grad_residual
 
 
-def _gradients_with_graph(inputs: BackwardInput, reduction: Reduction) -> Gradients:
+def _gradients_with_graph(forward: ForwardKind, inputs: BackwardInput, reduction: Reduction) -> Gradients:
     """The gradients as a graph. Mean and variance are computed again from x, with their all_reduce as part of the
     graph: two all_reduces in all.
 
     The first has a pass name of its own: a rank without create_graph issues only the second.
     """
     kind, dy, (x, weight, statistics, y), needs_residual = inputs
-    kernels, num_values = torch_kernels(kind), statistics[3 * kind.layout.sizes[1]].clamp(min=1)
+    kernels, num_values = torch_forward(forward), statistics[3 * kind.layout.sizes[1]].clamp(min=1)
     column = kernels.column
     sums = total(kernels.forward_sums(x)[0], reduction, WITH_GRAPH)
     mean, mean_square = (sums[:-TRAILER_NUMBERS] / num_values).chunk(2)
     xmu = kernels.minus_mean(kind.layout.fold(x), mean)
-    invstd = ((mean_square - mean.square()).clamp(min=0) + kind.eps).rsqrt()
+    invstd = ((mean_square - mean.square()).clamp(min=0) + forward.eps).rsqrt()
     wide_dy = reference.through_relu(kind, dy, x, y, statistics).to(kernels.wide)
-    sum_dy, sum_dy_xmu = kernels.total(wide_dy), kernels.total(wide_dy * xmu)
+    sum_dy, sum_dy_xmu = kernels.channel_sums(wide_dy), kernels.channel_sums(wide_dy * xmu)
     sums = total(torch.cat((sum_dy, sum_dy_xmu, sum_dy.new_zeros(TRAILER_NUMBERS))), reduction, "backward")
     mean_dy, mean_dy_xmu = (sums[:-TRAILER_NUMBERS] / num_values).chunk(2)
     scale = invstd if weight is None else invstd * to_float64(weight)

@@ -21,7 +21,7 @@ from syncbn import gradients
 from syncbn.arguments import Options, Tensors
 from syncbn.checks import require_two_values
 from syncbn.diagnosis.sites import CallsOnGroups
-from syncbn.kernels.interface import Kernels
+from syncbn.kernels.interface import ForwardKernels
 from syncbn.plan import backward_plan
 from syncbn.raising import raise_on_all_ranks
 from syncbn.reductions.eager import reduction_of
@@ -30,7 +30,7 @@ from syncbn.torch_internals.autograd import direct_apply
 from syncbn.torch_internals.state import only_profiled, runs_plainly
 
 
-def step(kernels: Kernels, tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
+def step(kernels: ForwardKernels, tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
     """y, and the statistics of all ranks, packed as in statistics.py. `kernels` are those of the plan for these
     arguments; `caller` is a layer or a `Caller`.
 
@@ -39,9 +39,9 @@ def step(kernels: Kernels, tensors: Tensors, options: Options, caller: CallsOnGr
     """
     x, z, weight, bias, running_mean, running_var, counter, _, num_values = tensors
     reduction = reduction_of(options.process_group, caller, x)
-    is_alone = reduction.group is None and num_values is None  # else the sums are not complete
+    is_complete = reduction.group is None and num_values is None  # nothing is added to the sums of this rank
     try:
-        sums, handle = kernels.forward_sums(x, reduction.signatures["forward", x.dtype], is_alone)
+        sums, scratch = kernels.forward_sums(x, reduction.signatures["forward", x.dtype], is_complete)
     except Exception as error:  # of whatever class, as kernels may be compiled here
         raise_on_all_ranks(error, tensors, options, reduction, "forward")
     outer, num_channels, inner = kernels.kind.layout.sizes
@@ -51,9 +51,8 @@ def step(kernels: Kernels, tensors: Tensors, options: Options, caller: CallsOnGr
     if outer * inner < 2 or num_values is not None:  # else this rank alone has two values
         require_two_values(total[2 * num_channels], x)
     momentum: Any = options.momentum  # no tensor: there is no plan for such a call
-    y, statistics, is_finite = kernels.forward_outputs(
-        handle, x, total, weight, bias, z, running_mean, running_var, counter, momentum
-    )
+    buffers = running_mean, running_var, counter
+    y, statistics, is_finite = kernels.forward_outputs(scratch, (x, weight, bias, z), total, buffers, momentum)
     if not is_finite:
         reduction.warn_unless_finite(kernels.forward_sums(x)[0])  # again, as an all_reduce may have overwritten them
     if caller._synchronised_ranks != reduction.num_ranks:
@@ -74,7 +73,7 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
-        computed: tuple[Tensor, Tensor, Kernels, Reduction],
+        computed: tuple[Tensor, Tensor, ForwardKernels, Reduction],
     ) -> Tensor:  # fmt: skip
         y, statistics, kernels, ctx.reduction = computed
         kind = ctx.kind = kernels.kind
@@ -96,12 +95,12 @@ class _Step(torch.autograd.Function):
                 return *gradients.gradients(ctx.kind, dy, saved, needed, reduction), None
 
             signature = reduction.signatures["backward", x.dtype]
-            sums, *of_parameters, handle = kernels.backward_sums(dy, saved, signature, reduction.group is None)
+            sums, *of_parameters, scratch = kernels.backward_sums(dy, saved, signature, reduction.group is None)
         except Exception as error:
             reduction.leave_out(error, "backward")
             raise
         total = reduction.all_reduce(sums, "backward")
-        grad_x, grad_residual = kernels.backward_outputs(handle, dy, saved, total)
+        grad_x, grad_residual = kernels.backward_outputs(scratch, dy, saved, total)
         return grad_x, *of_parameters, dy if needs_residual and y is None else grad_residual, None
 
 

@@ -16,8 +16,17 @@ from torch import Tensor
 
 from syncbn.arguments import CHECKS_OF_DIMS, Options, Tensors
 from syncbn.checks import check
-from syncbn.kernels.interface import NO_MEMORY, Kernels, Kind, Needed, Saved, is_freed
-from syncbn.kernels.select import ordinary_kernels
+from syncbn.kernels.interface import (
+    NO_MEMORY,
+    BackwardKernels,
+    BackwardKind,
+    ForwardKernels,
+    ForwardKind,
+    Needed,
+    Saved,
+    is_freed,
+)
+from syncbn.kernels.select import ordinary_back_end
 from syncbn.layout import Layout
 from syncbn.statistics import num_statistics
 from syncbn.torch_internals.autograd import is_zero_tensor
@@ -27,13 +36,13 @@ from syncbn.torch_internals.state import PLAIN_OR_NONE
 class Plan(NamedTuple):
     """How an ordinary forward runs."""
 
-    kernels: Kernels
+    kernels: ForwardKernels
     has_gaps: bool  # x or z must be copied first: it has gaps, or z another layout or dtype than x
 
 
 MOST_PLANS = 4096  # then all are forgotten
 _Key: TypeAlias = tuple[object, ...]
-_plans: dict[_Key, Any] = {}  # of forwards Plan or None, of backwards Kernels or None
+_plans: dict[_Key, Any] = {}  # of forwards Plan or None, of backwards BackwardKernels or None
 
 _NUMBERS = {float, int, NoneType}  # classes of momentum
 _is_present: Callable[[Tensor | None], TypeGuard[Tensor]] = partial(is_not, None)  # type: ignore[assignment]
@@ -61,7 +70,7 @@ def forward_plan(tensors: Tensors, options: Options) -> Plan | None:
     return plan
 
 
-def backward_plan(kind: Kind, dy: Tensor, saved: Saved, needed: Needed) -> Kernels | None:
+def backward_plan(kind: ForwardKind, dy: Tensor, saved: Saved, needed: Needed) -> BackwardKernels | None:
     """The kernels for the gradients `needed` behind an ordinary forward of this kind, or None. dy lies as x does.
 
     x, weight, the statistics and y (None unless relu is fused behind a residual) were `saved`.
@@ -71,8 +80,8 @@ def backward_plan(kind: Kind, dy: Tensor, saved: Saved, needed: Needed) -> Kerne
     if not PLAIN_OR_NONE.issuperset(classes):
         return None
     try:
-        key = classes, _kinds(tensors), kind.layout, kind.eps, kind.relu, kind.bias_dtype, needed
-        plan: Kernels | None = _plans[key]
+        key = classes, _kinds(tensors), kind.layout, kind.relu, kind.bias_dtype, needed
+        plan: BackwardKernels | None = _plans[key]
     except KeyError:
         plan = _new_backward_plan(kind, dy, saved, needed)
         _remember(key, plan)
@@ -103,7 +112,7 @@ def _has_memory(tensor: Tensor) -> bool:
     return not (is_zero_tensor(tensor) or is_freed(tensor))
 
 
-def _remember(key: _Key, plan: Plan | Kernels | None) -> None:
+def _remember(key: _Key, plan: Plan | BackwardKernels | None) -> None:
     if len(_plans) >= MOST_PLANS:
         _plans.clear()
     _plans[key] = plan
@@ -122,44 +131,45 @@ def _new_forward_plan(tensors: Tensors, options: Options) -> Plan | None:
         mean_dtype=None if mean is None else mean.dtype, var_dtype=None if var is None else var.dtype,
         has_counter=counter is not None, averages=options.momentum is None and counter is not None,
     )  # fmt: skip
-    kernels = ordinary_kernels(kind)
+    back_end = ordinary_back_end(kind)
     has_gaps = not _are_dense((x, z), kind.layout) or (z is not None and z.dtype != x.dtype)
-    return None if kernels is None else Plan(kernels, has_gaps)
+    return None if back_end is None else Plan(back_end.Forward(kind), has_gaps)
 
 
-def kind_of(tensors: Tensors, options: Options) -> Kind:
+def kind_of(tensors: Tensors, options: Options) -> ForwardKind:
     """The kind of plain arguments that have been checked, without their buffers."""
     x, weight, bias = tensors.input, tensors.weight, tensors.bias
-    return Kind(
+    return ForwardKind(
         Layout.of(x, options.channel_dim), x.dtype, x.device, options.eps, bool(options.relu),
         tensors.z is not None, None if weight is None else weight.dtype, None if bias is None else bias.dtype,
     )  # fmt: skip
 
 
-def kind_of_backward(kind: Kind, dy: Tensor, weight: Tensor | None, needed: Needed) -> Kind:
+def kind_of_backward(kind: ForwardKind, dy: Tensor, weight: Tensor | None, needed: Needed) -> BackwardKind:
     """The kind of the gradients `needed` of x, weight, bias and residual, behind a forward of this kind."""
-    weight_dtype, masks_by_y = None if weight is None else weight.dtype, kind.relu and kind.has_residual
-    return Kind(
-        kind.layout, dy.dtype, dy.device, kind.eps, kind.relu, masks_by_y, weight_dtype,
-        grad_weight_dtype=weight_dtype if needed[1] else None,
-        grad_bias_dtype=kind.bias_dtype if needed[2] else None,
-        needs_x=needed[0], needs_residual=needed[3] and masks_by_y,
+    weight_dtype = None if weight is None else weight.dtype
+    return BackwardKind(
+        kind.layout, dy.dtype, dy.device, kind.masks_by_x, kind.masks_by_y, weight_dtype,
+        weight_dtype if needed[1] else None, kind.bias_dtype if needed[2] else None,
+        needs_x=needed[0], needs_residual=needed[3] and kind.masks_by_y,
     )  # fmt: skip
 
 
-def _new_backward_plan(kind: Kind, dy: Tensor, saved: Saved, needed: Needed) -> Kernels | None:
+def _new_backward_plan(kind: ForwardKind, dy: Tensor, saved: Saved, needed: Needed) -> BackwardKernels | None:
     """None where hooks have rounded or moved what was saved."""
     x, weight, statistics, y = saved
     channels = kind.layout.sizes[1]
     if any(tensor is not None and _facts_of(tensor) != _facts_of(dy) for tensor in (x, y)):
         return None
-    if _facts_of(statistics) != ((num_statistics(channels, kind.masks_by_x()),), torch.float64, dy.device):
+    if _facts_of(statistics) != ((num_statistics(channels, kind.masks_by_x),), torch.float64, dy.device):
         return None
     if weight is not None and (weight.shape, weight.device) != ((channels,), dy.device):
         return None
     if not (_are_dense((dy, x, y), kind.layout) and _are_contiguous((weight, statistics))):
         return None
-    return ordinary_kernels(kind_of_backward(kind, dy, weight, needed))
+    backward = kind_of_backward(kind, dy, weight, needed)
+    back_end = ordinary_back_end(backward)
+    return None if back_end is None else back_end.Backward(backward)
 
 
 def _are_dense(tensors: Iterable[Tensor | None], layout: Layout) -> bool:

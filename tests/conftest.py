@@ -1,4 +1,4 @@
-"""For every test: one thread, and what a kernel leaves unwritten holds NaN. And each class of kernels in turn."""
+"""For every test: one thread, and what a kernel leaves unwritten holds NaN. And each back end in turn."""
 
 import gc
 import importlib.metadata
@@ -6,16 +6,16 @@ import importlib.util
 import multiprocessing
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
+from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from syncbn import testing
-from syncbn.kernels import cpu, reference
-from syncbn.kernels.interface import Kernels, Kind
+from syncbn.kernels import cpu, in_parts
 
 # Without it matrix products on a GPU raise under use_deterministic_algorithms. cuBLAS reads it when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -62,21 +62,14 @@ def interpret_faster(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "core", triton.language.core, raising=False)
 
 
-CLASSES = {
-    "reference": "reference.Kernels", "parts": "reference.KernelsInParts", "cpu": "cpu.Kernels",
-    "operators": "operators.Kernels",
-}  # fmt: skip
-
-
-@pytest.fixture(params=[*CLASSES, pytest.param("triton", marks=pytest.mark.triton)])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Kind], Kernels]]:
-    """Each class of kernels; within the test new tensors are on its device. Triton's runs on CPUs too, interpreted."""
+@pytest.fixture(params=["reference", "in_parts", "cpu", "operators", pytest.param("triton", marks=pytest.mark.triton)])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Each back end; within the test new tensors are on its device. Triton's runs on CPUs too, interpreted."""
     if request.param != "triton":
         if request.param in ("cpu", "operators") and (reason := cpu.load()):
             pytest.skip(reason)
-        monkeypatch.setattr(reference, "PART_VALUES", 50)
-        module, _, name = CLASSES[request.param].partition(".")
-        yield getattr(importlib.import_module(f"syncbn.kernels.{module}"), name)
+        monkeypatch.setattr(in_parts, "PART_VALUES", 50)
+        yield importlib.import_module(f"syncbn.kernels.{request.param}")
         return
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
@@ -89,7 +82,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         # NumPy's, in the interpreter: of infinities; of scalars
         warnings.simplefilter("ignore", RuntimeWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
-        yield importlib.import_module("syncbn.kernels.gpu").Kernels
+        yield importlib.import_module("syncbn.kernels.gpu")
 
 
 @pytest.fixture

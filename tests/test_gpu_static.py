@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import gpu_static
 
 from syncbn.kernels import gpu
-from syncbn.kernels.interface import Kind
+from syncbn.kernels.interface import BackwardKind, ForwardKind
 from syncbn.layout import Layout
 
 FUNCTIONS = gpu_static.FUNCTIONS.split()
@@ -48,23 +48,26 @@ def launches_of_a_step(
     """Those of each call of forward and backward: affine ones with a relu and, unless told, with a residual."""
     weight = x.new_empty(x.shape[1], dtype=parameter) if affine else None
     z, dtype, running = x if affine and residual else None, parameter if affine else None, x.new_empty(x.shape[1])
-    kind = Kind(Layout.of(x, 1), x.dtype, x.device, 1e-5, affine, z is not None, dtype, dtype, x.dtype, x.dtype, dtype)
-    kind = kind._replace(needs_x=True, needs_residual=z is not None)
+    of_both = Layout.of(x, 1), x.dtype, x.device
+    kind = ForwardKind(*of_both, 1e-5, affine, z is not None, dtype, dtype, x.dtype, x.dtype)
+    masks = kind.masks_by_x, kind.masks_by_y
+    of_backward = BackwardKind(*of_both, *masks, dtype, dtype, needs_x=True, needs_residual=z is not None)
     found: dict[str, list[gpu_static.Launch]] = {}
 
-    def call(name: str, *arguments: object) -> Any:
+    def call(kernels: Any, name: str, *arguments: object) -> Any:
         launches.clear()
         result = getattr(kernels, name)(*arguments)
         found[name] = [*launches]
         return result
 
     with gpu_static.recorded(capability) as (module, launches):
-        kernels = module.Kernels(kind)
-        sums, handle = call("forward_sums", x)
-        y, statistics, _ = call("forward_outputs", handle, x, sums, weight, weight, z, running, running)
-        y = None if z is None else y
-        sums, _, _, handle = call("backward_sums", x, (x, weight, statistics, y))
-        call("backward_outputs", handle, x, (x, weight, statistics, y), sums)
+        forward, backward = module.Forward(kind), module.Backward(of_backward)
+        sums, scratch = call(forward, "forward_sums", x)
+        of_call = scratch, (x, weight, weight, z), sums, (running, running, None)
+        y, statistics, _ = call(forward, "forward_outputs", *of_call)
+        saved = x, weight, statistics, None if z is None else y
+        sums, _, _, scratch = call(backward, "backward_sums", x, saved)
+        call(backward, "backward_outputs", scratch, x, saved, sums)
     return found
 
 

@@ -18,7 +18,8 @@ from torch._inductor.utils import run_and_get_code
 import syncbn
 from syncbn import general, gradients
 from syncbn.kernels import cpu, operators, reference
-from syncbn.kernels.interface import Kernels, Kind
+from syncbn.kernels.interface import BackwardKind, ForwardKind
+from syncbn.layout import Layout
 from syncbn.torch_internals import inductor
 
 pytestmark = [
@@ -39,7 +40,7 @@ def test_maps_compute_nothing_in_float64(memory_format: torch.memory_format, mon
     """On a GPU, the channels' mathematics for each element would take several times as long as the memory."""
     torch._dynamo.reset()
     for road in (general, gradients):
-        monkeypatch.setattr(road, "general_kernels", lambda kind, *tensors: reference.Kernels(kind))
+        monkeypatch.setattr(road, "general_back_end", lambda kind, *tensors: reference)
     x = torch.randn(4, 16, 12, 12).to(memory_format=memory_format).requires_grad_()
     layer = torch.compile(syncbn.SyncBatchNorm2d(16), fullgraph=True)
     _, codes = run_and_get_code(lambda: layer(x).backward(torch.ones_like(x)))
@@ -73,19 +74,19 @@ def test_no_input_of_an_operator_is_copied(
     """Neither by generated code nor by the operator, if Inductor makes convolutions channels last (`is_forced`) and
     leaves gaps between channels (`is_padded`), as it does on GPUs, or leaves all as it is. Operators with
     torch.Tag.flexible_layout copied each dy that had gaps, and that of the pooling: twice, as two operators read it."""
-    copied, kind_of, in_memory_as_x = [], operators._kind, operators._checked
+    copied, without_gaps, in_memory_as_x = [], operators._dense, operators._checked
 
-    def kind(x: Tensor, channel_dim: int, **options: Any) -> tuple[Kind, Tensor]:
-        found, dense = kind_of(x, channel_dim, **options)
-        copied.extend(["x"] * (dense is not x))
-        return found, dense
+    def dense(x: Tensor, channel_dim: int) -> tuple[Layout, Tensor]:
+        layout, found = without_gaps(x, channel_dim)
+        copied.extend(["x"] * (found is not x))
+        return layout, found
 
-    def checked(kind: Kind, x: Tensor, **tensors: Tensor | None) -> tuple[Kernels, list[Any]]:
-        kernels, results = in_memory_as_x(kind, x, **tensors)
+    def checked(kind: ForwardKind | BackwardKind, x: Tensor, **tensors: Tensor | None) -> list[Any]:
+        results = in_memory_as_x(kind, x, **tensors)
         copied.extend(name for name, result in zip(tensors, results, strict=True) if result is not tensors[name])
-        return kernels, results
+        return results
 
-    monkeypatch.setattr(operators, "_kind", kind)
+    monkeypatch.setattr(operators, "_dense", dense)
     monkeypatch.setattr(operators, "_checked", checked)
     torch.manual_seed(0)
     first = nn.Conv2d(3, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.ReLU()

@@ -1,4 +1,4 @@
-"""Every class of kernels computes what its contract says, for awkward sizes and all dtypes; compared in float64."""
+"""Every back end computes what its contract says, for awkward sizes and all dtypes; compared in float64."""
 
 import functools
 import importlib
@@ -6,7 +6,8 @@ import math
 import sys
 from collections.abc import Callable
 from subprocess import CalledProcessError
-from typing import Any, TypeAlias
+from types import ModuleType
+from typing import Any
 from unittest.mock import Mock
 
 import numpy
@@ -21,12 +22,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import syncbn
 from syncbn import general, gradients, plan
 from syncbn.functional import sync_batch_norm
-from syncbn.kernels import cpu, reference, select
-from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS, UNSIGNED, Kernels, Kind
+from syncbn.kernels import cpu, in_parts, reference, select
+from syncbn.kernels.interface import (
+    SIGNATURE_NUMBERS,
+    TRAILER_NUMBERS,
+    UNSIGNED,
+    BackwardKind,
+    ForwardKind,
+)
 from syncbn.layout import Layout
 from syncbn.statistics import from_sums, unpack, update_buffers
-
-MakesKernels: TypeAlias = Callable[[Kind], Kernels]
 
 WIDE_ROWS = (9, 2100, 1)  # more channels than a block of C++ has
 SIZES = [
@@ -60,8 +65,8 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-def on_cpu(kernels: MakesKernels) -> bool:
-    return "gpu" not in kernels.__module__
+def on_cpu(kernels: ModuleType) -> bool:
+    return "gpu" not in kernels.__name__
 
 
 def with_options(names: str, options: list[tuple[object, ...]]) -> pytest.MarkDecorator:
@@ -81,13 +86,19 @@ def packed_statistics(mean: Tensor, invstd: Tensor, num_values: float = 1.0) -> 
     return torch.cat((mean, invstd**-2, invstd, torch.tensor([num_values], dtype=torch.float64)))
 
 
-def kind_of(x: Tensor, eps: float = EPS, relu: bool = False, **others: Any) -> Kind:
-    return Kind(Layout.of(x, 1), x.dtype, x.device, eps, relu, **others)
+def kind_of(x: Tensor, eps: float = EPS, relu: bool = False, **others: Any) -> ForwardKind:
+    return ForwardKind(Layout.of(x, 1), x.dtype, x.device, eps, relu, **others)
 
 
-def local_sums(kernels: MakesKernels, x: Tensor) -> Tensor:
+def kind_of_backward(x: Tensor, y: Tensor | None, relu: bool | None, **others: Any) -> BackwardKind:
+    """A relu is fused where there is y, unless told."""
+    masks_by_x = bool(relu) and y is None
+    return BackwardKind(Layout.of(x, 1), x.dtype, x.device, masks_by_x, relu is not False and y is not None, **others)
+
+
+def local_sums(kernels: ModuleType, x: Tensor) -> Tensor:
     """S, Q and n, without the signature."""
-    return kernels(kind_of(x)).forward_sums(x)[0][:-SIGNATURE_NUMBERS]
+    return kernels.Forward(kind_of(x)).forward_sums(x)[0][:-SIGNATURE_NUMBERS]
 
 
 def with_trailer(sums: Tensor, num_channels: int) -> Tensor:
@@ -95,7 +106,7 @@ def with_trailer(sums: Tensor, num_channels: int) -> Tensor:
 
 
 def normalized(
-    kernels: MakesKernels, x: Tensor, sums: Tensor, eps: float = EPS, relu: bool = False, **tensors: Tensor | None
+    kernels: ModuleType, x: Tensor, sums: Tensor, eps: float = EPS, relu: bool = False, **tensors: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """y and the statistics; `tensors` are weight, bias and residual, where there are any."""
     weight, bias, residual = others = [*map(tensors.get, ("weight", "bias", "residual"))]
@@ -103,34 +114,33 @@ def normalized(
     kind = kind_of(x, eps, relu)._replace(
         has_residual=residual is not None, weight_dtype=dtypes[0], bias_dtype=dtypes[1]
     )
-    return kernels(kind).forward_outputs(None, x, with_trailer(sums, x.shape[1]), *others)[:2]
+    return kernels.Forward(kind).forward_outputs(None, (x, *others), with_trailer(sums, x.shape[1]))[:2]
 
 
 def local_gradient_sums(
-    kernels: MakesKernels, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor, relu: bool | None = None,
+    kernels: ModuleType, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor, relu: bool | None = None,
     *dtypes: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """And the gradients of weight and bias in these dtypes. A relu is fused where there is y, unless told."""
-    relu, names = y is not None if relu is None else relu, ("grad_weight_dtype", "grad_bias_dtype")
-    kind = kind_of(x, relu=relu, has_residual=y is not None, **dict(zip(names, dtypes, strict=False)))
-    sums, *of_parameters, _ = kernels(kind).backward_sums(dy, (x, None, statistics, y))
+    names = "grad_weight_dtype", "grad_bias_dtype"
+    kind = kind_of_backward(x, y, relu, **dict(zip(names, dtypes, strict=False)))
+    sums, *of_parameters, _ = kernels.Backward(kind).backward_sums(dy, (x, None, statistics, y))
     return sums[:-TRAILER_NUMBERS], *of_parameters
 
 
 def input_gradients(
-    kernels: MakesKernels, dy: Tensor, x: Tensor, y: Tensor | None, *per_channel: Any, relu: bool | None = None,
+    kernels: ModuleType, dy: Tensor, x: Tensor, y: Tensor | None, *per_channel: Any, relu: bool | None = None,
     residual: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Of x and of the residual; `per_channel` are the sums, the statistics and the weight."""
-    relu, weight_dtype = y is not None if relu is None else relu, getattr(per_channel[2], "dtype", None)
     sums, statistics, weight = per_channel
-    needed = {"needs_x": True, "needs_residual": residual}
-    kind = kind_of(x, relu=relu, has_residual=y is not None, weight_dtype=weight_dtype, **needed)
-    return kernels(kind).backward_outputs(None, dy, (x, weight, statistics, y), with_trailer(sums, x.shape[1]))
+    options = {"weight_dtype": getattr(weight, "dtype", None), "needs_x": True, "needs_residual": residual}
+    kind = kind_of_backward(x, y, relu, **options)
+    return kernels.Backward(kind).backward_outputs(None, dy, (x, weight, statistics, y), with_trailer(sums, x.shape[1]))
 
 
 def all_results(
-    kernels: MakesKernels, dy: Tensor, x: Tensor, relu: bool = False, **tensors: Tensor | None
+    kernels: ModuleType, dy: Tensor, x: Tensor, relu: bool = False, **tensors: Tensor | None
 ) -> list[Tensor]:
     """Of the calls in turn: the sums, y and the statistics; the sums of backward, the gradients of weight, bias, x and,
     where there is one, of the residual, without which there is no relu."""
@@ -162,7 +172,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=eps, atol=32 * min(eps, torch.finfo(torch.float32).eps))
 
 
-def sums_close(actual: Tensor, first: Tensor, second: Tensor, dtype: torch.dtype, kernels: MakesKernels) -> None:
+def sums_close(actual: Tensor, first: Tensor, second: Tensor, dtype: torch.dtype, kernels: ModuleType) -> None:
     """`actual` packs the sums of the terms `first` and `second`; 16-bit terms, and in Triton those of float32, may be
     added in float32 for a while."""
     assert actual.dtype == torch.float64
@@ -173,29 +183,29 @@ def sums_close(actual: Tensor, first: Tensor, second: Tensor, dtype: torch.dtype
         assert (error <= allowed * terms.abs().sum((0, 2))).all()
 
 
-def force(monkeypatch: pytest.MonkeyPatch, kernels: MakesKernels) -> list[Kind]:
-    """Every tensor gets these kernels, on both roads. Returns the kinds for which they have been made."""
-    kinds: list[Kind] = []
+def force(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> list[object]:
+    """Every tensor gets these kernels, on both roads. Returns the kinds for which they have been chosen."""
+    kinds: list[object] = []
 
-    def make(kind: Kind, *tensors: Tensor | None) -> Kernels:
+    def choose(kind: ForwardKind | BackwardKind, *tensors: Tensor | None) -> ModuleType:
         kinds.append(kind)
-        return kernels(kind)
+        return kernels
 
-    is_ordinary = kernels.__module__.endswith(("cpu", "gpu"))
-    monkeypatch.setattr(plan, "ordinary_kernels", make if is_ordinary else Mock(return_value=None))
+    is_ordinary = kernels.__name__.endswith(("cpu", "gpu"))
+    monkeypatch.setattr(plan, "ordinary_back_end", choose if is_ordinary else Mock(return_value=None))
     for road in (general, gradients):
-        monkeypatch.setattr(road, "general_kernels", Mock(side_effect=AssertionError) if is_ordinary else make)
+        monkeypatch.setattr(road, "general_back_end", Mock(side_effect=AssertionError) if is_ordinary else choose)
     monkeypatch.setattr(plan, "_plans", {})
     return kinds
 
 
-def truncates(kernels: MakesKernels) -> bool:
+def truncates(kernels: ModuleType) -> bool:
     """Triton's interpreter cuts off bits of float32, and subnormals, to make bfloat16; GPUs round."""
     return not on_cpu(kernels) and torch.get_default_device().type == "cpu"
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_forward_sums(kernels: MakesKernels, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_forward_sums(kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     (x,) = draw(1, sizes, dtype)
     wide = x.double()
     sums = local_sums(kernels, x)
@@ -205,7 +215,7 @@ def test_forward_sums(kernels: MakesKernels, sizes: tuple[int, int, int], dtype:
 
 @with_options("residual, relu", [(False, False), (True, False), (False, True), (True, True)])
 def test_forward_outputs(
-    kernels: MakesKernels, sizes: tuple[int, int, int], dtype: torch.dtype, residual: bool, relu: bool
+    kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype, residual: bool, relu: bool
 ) -> None:
     x, z = draw(2, sizes, dtype)
     mean, invstd, weight, bias = of_channels(4, sizes[1])
@@ -221,7 +231,7 @@ def test_forward_outputs(
 
 
 @with_options("relu", [(False,), (True,)])
-def test_backward_sums(kernels: MakesKernels, sizes: tuple[int, int, int], dtype: torch.dtype, relu: bool) -> None:
+def test_backward_sums(kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype, relu: bool) -> None:
     dy, x, y = draw(3, sizes, dtype)
     mean, invstd = of_channels(2, sizes[1])
     statistics = packed_statistics(mean, invstd.abs())
@@ -241,7 +251,7 @@ def test_backward_sums(kernels: MakesKernels, sizes: tuple[int, int, int], dtype
     [(True, True, 0.0), (False, False, 0.0), (True, False, 7.0), (False, False, 7.0), (True, True, 7.0)],
 )
 def test_backward_outputs(
-    kernels: MakesKernels,
+    kernels: ModuleType,
     sizes: tuple[int, int, int],
     dtype: torch.dtype,
     relu: bool,
@@ -264,7 +274,7 @@ def test_backward_outputs(
         assert torch.equal(residual_out.double(), wide)
 
 
-def test_the_relu_mask_stops_nan_gradients_and_passes_nan_outputs(kernels: MakesKernels) -> None:
+def test_the_relu_mask_stops_nan_gradients_and_passes_nan_outputs(kernels: ModuleType) -> None:
     """As torch's relu: where the output is 0 a NaN in dy does not pass; where it is NaN, dy does."""
     nan, statistics = float("nan"), torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
     dy, y = torch.tensor([nan, 2.0, 3.0]).view(1, 1, 3), torch.tensor([0.0, nan, 1.0]).view(1, 1, 3)
@@ -276,7 +286,7 @@ def test_the_relu_mask_stops_nan_gradients_and_passes_nan_outputs(kernels: Makes
 
 @with_options("scale", [(1e-7,), (1.0,)])  # 1e-7: float16 rounds what lies near 0 to 0
 def test_a_relu_without_residual_finds_its_mask_in_x(
-    kernels: MakesKernels, sizes: tuple[int, int, int], dtype: torch.dtype, scale: float
+    kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype, scale: float
 ) -> None:
     """The same bits as by y, also where values become exactly 0, and where y is NaN."""
     dy, x = draw(2, sizes, dtype)
@@ -295,7 +305,7 @@ def test_a_relu_without_residual_finds_its_mask_in_x(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_every_16_bit_number(kernels: MakesKernels, dtype: torch.dtype) -> None:
+def test_every_16_bit_number(kernels: ModuleType, dtype: torch.dtype) -> None:
     """Read and written unchanged, infinities and subnormals too; and rounded as torch rounds."""
     if dtype == torch.bfloat16 and truncates(kernels):
         pytest.skip("the interpreter does not")
@@ -311,7 +321,7 @@ def test_every_16_bit_number(kernels: MakesKernels, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("sizes", [(4, 1, 20000), (1000, 80, 1)], ids=str)
 @pytest.mark.parametrize(("dtype", "large"), [(torch.float16, 2046), (torch.bfloat16, 254)], ids=str)
 def test_squares_of_16_bits_lose_nothing(
-    kernels: MakesKernels, dtype: torch.dtype, large: int, sizes: tuple[int, int, int]
+    kernels: ModuleType, dtype: torch.dtype, large: int, sizes: tuple[int, int, int]
 ) -> None:
     """Beside a mean of many standard deviations the variance is what little the squares differ by."""
     torch.manual_seed(0)
@@ -325,8 +335,8 @@ def test_squares_of_16_bits_lose_nothing(
 
 
 @pytest.mark.parametrize("sizes", [(40, 70, 49), (5000, 24, 1), (300, 300, 1), (1, 3, 200_000), (40, 5000, 1)], ids=str)
-def test_results_are_the_same_again_and_on_other_threads(kernels: MakesKernels, sizes: tuple[int, int, int]) -> None:
-    if kernels.__module__.endswith("reference"):
+def test_results_are_the_same_again_and_on_other_threads(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
+    if kernels is reference:
         pytest.skip("torch's sums depend on the number of threads")
     if truncates(kernels) and math.prod(sizes) > 100_000:
         pytest.skip("the interpreter takes long")
@@ -343,7 +353,7 @@ def test_results_are_the_same_again_and_on_other_threads(kernels: MakesKernels, 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("size", [2, 7])
 def test_two_steps_of_a_layer(
-    kernels: MakesKernels, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, channels_last: bool, size: int
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, channels_last: bool, size: int
 ) -> None:
     """All kernels together, with residual and relu, as torch's layer, add and relu."""
     kinds = force(monkeypatch, kernels)
@@ -376,7 +386,7 @@ def test_two_steps_of_a_layer(
 
 
 @pytest.mark.parametrize("case", HARD_INPUTS)
-def test_accuracy(kernels: MakesKernels, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_accuracy(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """Where formulas lose digits the float32 errors stay within a few roundings of the float64 result's largest."""
     kinds = force(monkeypatch, kernels)
     errors = errors_of_one_step(case, torch.float32, sync_batch_norm, device=torch.get_default_device())
@@ -385,7 +395,7 @@ def test_accuracy(kernels: MakesKernels, monkeypatch: pytest.MonkeyPatch, case: 
 
 
 @pytest.mark.parametrize("sizes", [(3, 2, 67), (35, 13, 1)], ids=str)
-def test_values_between_their_places(kernels: MakesKernels, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+def test_values_between_their_places(kernels: ModuleType, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
     """As from a file, they begin one byte behind a multiple of their size. (Where a processor allows that anyway, only
     scripts/sanitize.sh sees whether the program may.)"""
     if torch.get_default_device().type != "cpu":
@@ -406,7 +416,7 @@ def test_values_between_their_places(kernels: MakesKernels, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("sizes", [(2**16 + 1, 2, 2**14), (2**28 + 1, 8, 1)], ids=str)
-def test_more_than_2_31_values(kernels: MakesKernels, pytestconfig: pytest.Config, sizes: tuple[int, int, int]) -> None:
+def test_more_than_2_31_values(kernels: ModuleType, pytestconfig: pytest.Config, sizes: tuple[int, int, int]) -> None:
     """The last of them count, and get their results."""
     if not pytestconfig.getoption("--large"):
         pytest.skip("takes 13 GB; --large")
@@ -428,13 +438,13 @@ def test_more_than_2_31_values(kernels: MakesKernels, pytestconfig: pytest.Confi
 # The mathematics of a channel, without values: sums in, statistics out.
 
 
-def statistics_of(kernels: MakesKernels, sums: list[float], eps: float = EPS) -> Tensor:
+def statistics_of(kernels: ModuleType, sums: list[float], eps: float = EPS) -> Tensor:
     """Of the ranks whose sums these are, found beside an input of this rank that is empty."""
     _, statistics = normalized(kernels, torch.empty(0, len(sums) // 2, 1), torch.tensor(sums, dtype=torch.float64), eps)
     return statistics
 
 
-def test_statistics_of_awkward_sums(kernels: MakesKernels) -> None:
+def test_statistics_of_awkward_sums(kernels: ModuleType) -> None:
     """No values give no NaN. S^2 > n * Q happens by rounding alone; clamping must not hide a NaN."""
     mean, var, invstd, num_values = unpack(statistics_of(kernels, [0.0] * 7), 3)
     assert not any(part.any() for part in (mean, var, num_values))
@@ -444,23 +454,22 @@ def test_statistics_of_awkward_sums(kernels: MakesKernels) -> None:
     assert var[1].isnan()
 
 
-def test_eps_of_numpy(kernels: MakesKernels) -> None:
+def test_eps_of_numpy(kernels: ModuleType) -> None:
     """The sum of two float32 that stand for it must not be NumPy's, which Triton does not take."""
     by_numpy, by_python = (statistics_of(kernels, [1.0, 2.0, 3.0], eps) for eps in (numpy.float32(1), 1.0))
     assert torch.equal(by_numpy, by_python)
 
 
-def update(kernels: MakesKernels, sums: Tensor, mean: Tensor, var: Tensor, *counters: Tensor, momentum: Any) -> Tensor:
+def update(kernels: ModuleType, sums: Tensor, mean: Tensor, var: Tensor, *counters: Tensor, momentum: Any) -> Tensor:
     """Updates the running statistics by a batch of these sums, and counts it. Returns its statistics."""
     x = torch.empty(0, len(sums) // 2, 1)
     kind = kind_of(x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=bool(counters), averages=momentum is None)
-    options = dict(zip(("counter",), counters, strict=False), momentum=momentum)
-    sums = with_trailer(sums, x.shape[1])
-    return kernels(kind).forward_outputs(None, x, sums, None, None, None, mean, var, **options)[1]
+    buffers, sums = (mean, var, *counters, None)[:3], with_trailer(sums, x.shape[1])
+    return kernels.Forward(kind).forward_outputs(None, (x, None, None, None), sums, buffers, momentum)[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_running_stats(kernels: MakesKernels, dtype: torch.dtype) -> None:
+def test_running_stats(kernels: ModuleType, dtype: torch.dtype) -> None:
     """Updated in place by a momentum, rounded once to their dtype; n = 1 leaves the variance, n = 0 leaves both.
     Autograd sees that they have changed."""
     for n, mean, var in ((5.0, 0.75, 0.75 + 0.25 * 2 * 5 / 4), (1.0, 0.75, 1.0), (0.0, 0.0, 1.0)):
@@ -476,9 +485,7 @@ def test_running_stats(kernels: MakesKernels, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_running_stats_have_the_bits_of_torch(
-    kernels: MakesKernels, dtype: torch.dtype, momentum: float | None
-) -> None:
+def test_running_stats_have_the_bits_of_torch(kernels: ModuleType, dtype: torch.dtype, momentum: float | None) -> None:
     """The general road updates by torch operations, and buffers must be the same on ranks of either road."""
     if truncates(kernels) and dtype.itemsize == 2:
         pytest.skip("the interpreter rounds to other bits")
@@ -507,21 +514,43 @@ def test_a_total_that_is_not_finite(number: float, signature: tuple[float, ...],
         total = torch.tensor([1.0, number, 9.0, 9.0, 4.0, *sent], dtype=torch.float64)
         x, mean, var, counter = torch.ones(2, 2, 2), torch.zeros(2), torch.ones(2), torch.tensor(0)
         kind = kind_of(x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=True)
-        of_call = x, total, None, None, None, mean, var, counter, 0.1
-        y, statistics, found = cpu.Kernels(kind).forward_outputs(None, *of_call)
+        of_call = (x, None, None, None), total, (mean, var, counter), 0.1
+        y, statistics, found = cpu.Forward(kind).forward_outputs(None, *of_call)
         assert found == (is_finite or not any(sent))
         results.append((y, statistics, mean, var, counter))
     torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
 
 
-def test_sums_end_in_a_signature(kernels: MakesKernels) -> None:
+@pytest.mark.parametrize("sizes", [(4, 3, 5), (600, 3, 40)], ids=str)
+@pytest.mark.parametrize("relu", [False, True])
+def test_complete_sums(kernels: ModuleType, sizes: tuple[int, int, int], relu: bool) -> None:
+    """The same results as of sums that an all_reduce may change; also where the total is a copy of the sums."""
+    dy, x = draw(2, sizes, torch.float32)
+    weight, bias, results = torch.rand(3), torch.rand(3), []
+    dtypes = {"weight_dtype": weight.dtype, "grad_weight_dtype": weight.dtype, "grad_bias_dtype": bias.dtype}
+    forward = kernels.Forward(kind_of(x, relu=relu, weight_dtype=weight.dtype, bias_dtype=bias.dtype))
+    backward = kernels.Backward(kind_of_backward(x, None, relu, needs_x=True, **dtypes))
+    for is_complete in (True, False):
+        sums, scratch = forward.forward_sums(x, UNSIGNED, is_complete)
+        y, statistics, _ = forward.forward_outputs(scratch, (x, weight, bias, None), sums.clone())
+        saved = x, weight, statistics, None
+        sums, *of_parameters, scratch = backward.backward_sums(dy, saved, UNSIGNED, is_complete)
+        grad_x, _ = backward.backward_outputs(scratch, dy, saved, sums.clone())
+        results.append([y, statistics, *of_parameters, grad_x])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("sizes", [(4, 3, 5), (600, 3, 40)], ids=str)  # on a GPU one part, and several
+def test_sums_end_in_a_signature(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
     """Behind n in forward and 0 in backward. On the general road the reduction signs."""
-    (dy, x), signs = draw(2, (4, 3, 5), torch.float32), kernels is cpu.Kernels or not on_cpu(kernels)
-    ours, statistics, s = kernels(kind_of(x)), torch.ones(10, dtype=torch.float64), 2**26 - 3
-    for name, arguments, n in (("forward_sums", (x,), 20), ("backward_sums", (dy, (x, None, statistics, None)), 0)):
-        sums = getattr(ours, name)(*arguments, s)[0]
-        assert sums[6:].tolist() == ([n, 1, s, s * s] if signs else [n, 0, 0, 0])
-        assert getattr(ours, name)(*arguments, UNSIGNED)[0][6:].tolist() == [n, 0, 0, 0]
+    (dy, x), signs = draw(2, sizes, torch.float32), kernels is cpu or not on_cpu(kernels)
+    statistics, s, num_values = torch.ones(10, dtype=torch.float64), 2**26 - 3, sizes[0] * sizes[2]
+    forward, backward = kernels.Forward(kind_of(x)), kernels.Backward(kind_of_backward(x, None, None))
+    saved = x, None, statistics, None
+    for signature in (s, UNSIGNED):
+        sent = [1, s, s * s] if signs and signature else [0, 0, 0]
+        assert forward.forward_sums(x, signature)[0][6:].tolist() == [num_values, *sent]
+        assert backward.backward_sums(dy, saved, signature)[0][6:].tolist() == [0, *sent]
 
 
 needs_operators = pytest.mark.skipif(cpu.load() is not None, reason=str(cpu.load()))
@@ -543,13 +572,13 @@ def test_outputs_that_bypass_the_caches(sizes: tuple[int, int, int], offset: int
     """From 16 MB on, where rows and runs are whole vectors; equal to what small ones are, bit by bit."""
     x, z, dy = (torch.randn(offset + math.prod(sizes))[offset:].view(sizes) for _ in range(3))
     weight = torch.randn(sizes[1])
-    sums, y, statistics, of_dy, _, _, *grads = all_results(cpu.Kernels, dy, x, relu=True, weight=weight, residual=z)
+    sums, y, statistics, of_dy, _, _, *grads = all_results(cpu, dy, x, relu=True, weight=weight, residual=z)
     for start in range(0, sizes[0], max(1, sizes[0] // 3)):
         part = slice(start, start + max(1, sizes[0] // 7))
         assert x[part].nbytes < 16 << 20 <= x.nbytes
-        expected, _ = normalized(cpu.Kernels, x[part], sums, relu=True, weight=weight, residual=z[part])
+        expected, _ = normalized(cpu, x[part], sums, relu=True, weight=weight, residual=z[part])
         assert torch.equal(y[part], expected)
-        of_part = input_gradients(cpu.Kernels, dy[part], x[part], y[part], of_dy, statistics, weight, residual=True)
+        of_part = input_gradients(cpu, dy[part], x[part], y[part], of_dy, statistics, weight, residual=True)
         for grad, expected in zip(grads, of_part, strict=True):
             assert torch.equal(grad[part], expected)
 
@@ -685,9 +714,9 @@ def test_an_error_of_the_gpu_says_nothing_of_triton(monkeypatch: pytest.MonkeyPa
     assert select._why_no_triton(torch.device("cuda"), compiling=False) is None
 
 
-def test_the_try_of_triton_knows_the_right_values(kernels: MakesKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_try_of_triton_knows_the_right_values(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/test_gpu_launches.py tries kernels that do nothing."""
-    monkeypatch.setattr(select, "_gpu_kernels", kernels)
+    monkeypatch.setattr(select, "_gpu_back_end", lambda: kernels)
     select._try_triton(torch.get_default_device())
 
 
@@ -699,8 +728,9 @@ def test_registers_are_limited_where_triton_can(monkeypatch: pytest.MonkeyPatch)
 
     for version in ("6.4", None):
         monkeypatch.setattr(torch.version, "hip", version)
-        made = gpu.Kernels(Kind(Layout(1, False, (4, 3, 64)), torch.float32, torch.device("cpu")))
-        for launch in (made.parts_of_sums, made.normalize, made.input_gradient):
+        of_both = Layout(1, False, (4, 3, 64)), torch.float32, torch.device("cpu")
+        forward, backward = gpu.Forward(ForwardKind(*of_both)), gpu.Backward(BackwardKind(*of_both))
+        for launch in (forward.parts_of_sums, forward.normalize, backward.parts_of_sums, backward.input_gradient):
             assert ("maxnreg" in launch.options) == (version is None)
 
 
@@ -716,14 +746,14 @@ class LargestTensor(TorchDispatchMode):
 
 def test_parts_need_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference itself makes float64 copies of the whole tensor."""
-    monkeypatch.setattr(reference, "PART_VALUES", 2**12)
+    monkeypatch.setattr(in_parts, "PART_VALUES", 2**12)
     for x in (
         torch.randn(40, 8, 16, 16),  # parts of several samples
         torch.randn(1, 8, 160, 128),  # parts of a sample
         torch.randn(20480, 8),  # parts of rows
         torch.randn(1, 8, 160, 128).contiguous(memory_format=torch.channels_last),
     ):
-        for kernels, share in ((reference.KernelsInParts, 1), (reference.Kernels, 2)):  # 1: the outputs
+        for kernels, share in ((in_parts, 1), (reference, 2)):  # 1: the outputs
             with LargestTensor() as largest:
                 all_results(kernels, x, x, relu=True, weight=torch.ones(8), bias=torch.ones(8), residual=x)
             assert largest.num_bytes == share * x.nbytes
@@ -732,12 +762,12 @@ def test_parts_need_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parts_on_a_gpu_are_few() -> None:
     """Launches would take most of the time: parts as on a CPU are 128."""
     x = torch.empty(32, 64, 112, 112, device="meta")
-    on_gpu = reference.KernelsInParts(Kind(Layout.of(x, 1), x.dtype, torch.device("cuda")))
-    assert len([*on_gpu._parts(x)]) == 2
+    on_gpu = in_parts.Forward(ForwardKind(Layout.of(x, 1), x.dtype, torch.device("cuda")))
+    assert len([*on_gpu.parts(x)]) == 2
 
 
 @pytest.mark.parametrize("inner", [0, 1])
-def test_more_channels_than_scratch_of_a_function_holds(kernels: MakesKernels, inner: int) -> None:
+def test_more_channels_than_scratch_of_a_function_holds(kernels: ModuleType, inner: int) -> None:
     """An empty batch of many channels needs memory for its channels, too."""
     x = torch.randn(2, 1100 if truncates(kernels) else 9000, inner)  # Triton's interpreter would take a minute
     _, y, _, _, grad_weight, grad_bias, grad_x = all_results(kernels, x, x)
@@ -747,7 +777,7 @@ def test_more_channels_than_scratch_of_a_function_holds(kernels: MakesKernels, i
 
 
 @pytest.mark.parametrize("sizes", [(3, 2100, 1), (70, 1100, 3), (3, 150, 31), (2, 2100, 32)], ids=str)
-def test_several_blocks_of_channels(kernels: MakesKernels, sizes: tuple[int, int, int]) -> None:
+def test_several_blocks_of_channels(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
     """As the reference, in the last block too, where each channel has values, a weight and a bias of its own."""
     if truncates(kernels):
         pytest.skip("the interpreter takes long, and has no such blocks")
@@ -755,5 +785,5 @@ def test_several_blocks_of_channels(kernels: MakesKernels, sizes: tuple[int, int
     weight, bias = of_channels(2, sizes[1])
     for relu in (False, True):
         tensors = {"weight": weight, "bias": bias.float(), "residual": dy} if relu else {"weight": weight}
-        results, expected = (all_results(one, dy, x, relu, **tensors) for one in (kernels, reference.Kernels))
+        results, expected = (all_results(one, dy, x, relu, **tensors) for one in (kernels, reference))
         torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-3)

@@ -19,7 +19,7 @@ import syncbn
 from syncbn import plan, training
 from syncbn.arguments import Options, Tensors
 from syncbn.diagnosis.sites import Caller
-from syncbn.kernels.interface import Kind
+from syncbn.kernels.interface import ForwardKind
 from syncbn.layout import Layout
 from syncbn.torch_internals.state import PLAIN_OR_NONE
 
@@ -247,7 +247,6 @@ DIFFERENCES_OF_BACKWARD: dict[str, tuple[dict[str, object], str]] = {
     "no relu": ({"y": None, "relu": False}, PLAN),
     "a relu without a residual": ({"y": None, "statistics": torch.ones(16, dtype=torch.float64)}, PLAN),
     "statistics of no relu": ({"y": None}, GENERAL),
-    "eps": ({"eps": 0.5}, PLAN),
     "layout": ({"layout": Layout.of(X, 2)}, PLAN),
     "no gradient of weight": ({"needed": (True, False, True, True)}, PLAN),
     "no gradient of bias": ({"needed": (True, True, False, True)}, PLAN),
@@ -258,7 +257,7 @@ DIFFERENCES_OF_BACKWARD: dict[str, tuple[dict[str, object], str]] = {
 def backward_plan_of(**others: Any) -> Any:
     given = BASE_OF_BACKWARD | others
     saved = given["x"], given["weight"], given["statistics"], given["y"]
-    kind = Kind(
+    kind = ForwardKind(
         given["layout"], torch.float32, torch.device("cpu"), given["eps"], given["relu"], given["y"] is not None
     )
     return plan.backward_plan(kind._replace(bias_dtype=given["bias_dtype"]), given["dy"], saved, given["needed"])

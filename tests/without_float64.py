@@ -15,7 +15,7 @@ from syncbn import plan, statistics
 def take_for_one(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(statistics._lacks_float64, device, True)
     monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(plan, "ordinary_kernels", lambda kind: None)
+    monkeypatch.setattr(plan, "ordinary_back_end", lambda kind: None)
 
 
 class PerChannelAlone(TorchDispatchMode):

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from benchmarks.measuring import Case, cases, draw, in_turn, session, time_stages
 
-from syncbn.kernels.interface import Kernels, Kind
-from syncbn.kernels.reference import KernelsInParts
-from syncbn.kernels.select import ordinary_kernels
+from syncbn.kernels import in_parts
+from syncbn.kernels.interface import TRAILER_NUMBERS, BackEnd, BackwardKind, ForwardKind
+from syncbn.kernels.select import ordinary_back_end
 from syncbn.layout import Layout
 
 EPS = 1e-5
@@ -33,15 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, default=Path("runs/kernels"), help="folder (default %(default)s)")
 
 
-def calls_of(
-    make: Callable[[Kind], Kernels], case: Case, device: torch.device
-) -> dict[str, tuple[Callable[[], object], int]]:
+def calls_of(back_end: BackEnd, case: Case, device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
     """Name -> what to call, and how many tensors of the input's size it must read and write."""
     x, z, dy = (tensor.detach() for tensor in draw(case, device))
     dtype = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (value(case.channels, dtype=dtype, device=device) for value in (torch.ones, torch.zeros))
-    sums, packed = (torch.ones(n * case.channels + 1, dtype=torch.float64, device=device) for n in (2, 3))
-    copy, dtypes = torch.empty_like(x), (dtype, dtype, None, None, dtype, dtype)
+    of_statistics = {"dtype": torch.float64, "device": device}
+    sums = torch.ones(2 * case.channels + TRAILER_NUMBERS, **of_statistics)
+    packed = torch.ones(3 * case.channels + 1, **of_statistics)
+    copy, of_both = torch.empty_like(x), (Layout.of(x, case.channel_dim), x.dtype, x.device)
 
     calls: dict[str, tuple[Callable[[], object], int]] = {
         "copy": (partial(copy.copy_, x), 2),
@@ -49,23 +49,25 @@ def calls_of(
     }
     for name, residual in (("", None), (" fused", z)):  # which stands for y, too, of which only the signs matter
         fused = residual is not None
-        kind = Kind(Layout.of(x, case.channel_dim), x.dtype, x.device, EPS, fused, fused, *dtypes)
-        kernels, saved = make(kind._replace(needs_x=True, needs_residual=fused)), (x, weight, packed, residual)
+        saved = x, weight, packed, residual
+        forward = back_end.Forward(ForwardKind(*of_both, EPS, fused, fused, dtype, dtype))
+        backward = back_end.Backward(
+            BackwardKind(*of_both, False, fused, dtype, dtype, dtype, needs_x=True, needs_residual=fused)
+        )
         if not fused:
-            calls["forward_sums"] = partial(kernels.forward_sums, x), 1
-        forward = partial(kernels.forward_outputs, None, x, sums, weight, bias, residual)
-        calls[f"forward_outputs{name}"] = forward, 2 + fused
-        calls[f"backward_sums{name}"] = partial(kernels.backward_sums, dy, saved), 2 + fused
-        # Without a handle, which would have the addresses of the parameters' gradients.
-        without = make(kernels.kind._replace(grad_weight_dtype=None, grad_bias_dtype=None))
-        gradients = partial(without.backward_outputs, None, dy, saved, sums[:-1])
-        calls[f"backward_outputs{name}"] = gradients, 3 + 2 * fused
+            calls["forward_sums"] = partial(forward.forward_sums, x), 1
+        outputs = partial(forward.forward_outputs, None, (x, weight, bias, residual), sums)
+        calls[f"forward_outputs{name}"] = outputs, 2 + fused
+        calls[f"backward_sums{name}"] = partial(backward.backward_sums, dy, saved), 2 + fused
+        calls[f"backward_outputs{name}"] = partial(backward.backward_outputs, None, dy, saved, sums), 3 + 2 * fused
     return calls
 
 
 def run_case(case: Case, device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds of each call, and its share of the copy's rate."""
-    calls = calls_of(lambda kind: ordinary_kernels(kind) or KernelsInParts(kind), case, device)
+    x = draw(case, device)[0]
+    kind = ForwardKind(Layout.of(x, case.channel_dim), x.dtype, device)
+    calls = calls_of(ordinary_back_end(kind) or in_parts, case, device)
     timers = {name: partial(time_stages, device, call) for name, (call, _) in calls.items()}
     samples = in_turn(timers, rounds, warm_up=2)
     times = {name: statistics.median(ms for (ms,) in values) for name, values in samples.items()}

@@ -1,3 +1,3 @@
-"""Holds the kernels: two reductions and two maps of whole tensors, with the mathematics of channels inside."""
+"""Four kernels: sums and outputs, forward and backward. interface.py declares them, select.py chooses the back end."""
 
 from syncbn.kernels.select import available as available

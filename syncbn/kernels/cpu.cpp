@@ -122,15 +122,15 @@ struct Sizes {
   }
 };
 
-// What all calls of a kind have in common; cpu.py has the same fields.
+// What all calls of a kind have in common, of forward or backward; cpu.py has the same fields.
 struct Kind {
   Sizes sizes;
   double eps;
   int32_t dtype, weight_dtype, bias_dtype, mean_dtype, var_dtype, grad_weight_dtype, grad_bias_dtype;  // or NONE
   int32_t relu, has_residual, has_counter;
   int32_t averages;  // the running statistics are the average of all batches: momentum is 1 / counter
-  bool masks_by_y() const { return relu && has_residual; }
-  bool masks_by_x() const { return relu && !has_residual; }  // by scale and shift, which follow the statistics
+  // Backward masks dy behind a relu by y; or by x, scale and shift, which forward writes behind the statistics.
+  int32_t masks_by_y, masks_by_x;
   int64_t numbers(int32_t dtype) const { return dtype == NONE ? 0 : sizes.channels; }
 };
 
@@ -255,7 +255,7 @@ EXPORTED int syncbn_forward_outputs(const Kind* kind, const ForwardOutputs* call
 
 EXPORTED int syncbn_backward_sums(const Kind* kind, const Sums* call) noexcept {
   int64_t channels = kind->sizes.channels, numel = kind->sizes.numel();
-  if (lack_memory({{call->x, numel}, {call->dy, numel}, {call->y, kind->masks_by_y() * numel},
+  if (lack_memory({{call->x, numel}, {call->dy, numel}, {call->y, kind->masks_by_y * numel},
                    {call->statistics, channels}}))
     return NO_MEMORY;
   double own[OWN_SCRATCH];
@@ -264,7 +264,7 @@ EXPORTED int syncbn_backward_sums(const Kind* kind, const Sums* call) noexcept {
 
 EXPORTED int syncbn_backward_outputs(const Kind* kind, const BackwardOutputs* call) noexcept {
   int64_t channels = kind->sizes.channels, numel = kind->sizes.numel();
-  if (lack_memory({{call->x, numel}, {call->dy, numel}, {call->y, kind->masks_by_y() * numel}, {call->total, channels},
+  if (lack_memory({{call->x, numel}, {call->dy, numel}, {call->y, kind->masks_by_y * numel}, {call->total, channels},
                    {call->statistics, channels}, {call->weight, kind->numbers(kind->weight_dtype)}}))
     return NO_MEMORY;
   return call->grad_x ? loops[kind->dtype].input_gradient(*kind, *call) : OK;

@@ -8,14 +8,14 @@ import ctypes
 import functools
 import struct
 import sys
-from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from syncbn.kernels.interface import NO_MEMORY, TRAILER_NUMBERS, UNSIGNED, GradientPair, Handle, Kind, Saved
+from syncbn.kernels import interface
+from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Saved, Scratch
 from syncbn.statistics import num_statistics
 from syncbn.torch_internals.autograd import increment_version
 
@@ -25,15 +25,15 @@ INTERFACE = 9  # of the C functions: an older library would read other arguments
 LACKS_MEMORY, NOT_FINITE = 2, 3  # statuses
 
 # The structs of cpu.cpp: q and i are integers, d a double, P is an address.
-_kind = struct.Struct("3qd11i").pack
+_kind = struct.Struct("3qd13i").pack
 _forward_outputs = struct.Struct("10Pd").pack
 _sums = struct.Struct("8Pq").pack
 _backward_outputs = struct.Struct("8P").pack
 # The last fields of Kind there.
-_dtypes = attrgetter(
+DTYPES = (
     "dtype", "weight_dtype", "bias_dtype", "mean_dtype", "var_dtype", "grad_weight_dtype", "grad_bias_dtype"
-)
-_flags = attrgetter("relu", "has_residual", "has_counter", "averages")
+)  # fmt: skip
+FLAGS = "relu", "has_residual", "has_counter", "averages", "masks_by_y", "masks_by_x"
 
 FUNCTIONS = "forward_sums", "forward_outputs", "backward_sums", "backward_outputs", "scratch"
 _library = SimpleNamespace()  # the C functions by these names, once they are loaded
@@ -70,17 +70,24 @@ def _why_missing() -> str:
     )
 
 
-class Kernels:
-    """See interface.Kernels. Scratch memory is made for each call: threads may share the kernels of a kind."""
+def _in_c(kind: interface.ForwardKind | interface.BackwardKind) -> bytes:
+    """The kind as a struct, whose fields the other pass has are empty."""
+    dtypes = [CODES[getattr(kind, name, None)] for name in DTYPES]
+    flags = [getattr(kind, name, False) for name in FLAGS]
+    return _kind(*kind.layout.sizes, getattr(kind, "eps", 0.0), *dtypes, *flags)
 
-    def __init__(self, kind: Kind) -> None:
-        self.kind, self.num_channels = kind, kind.layout.sizes[1]
-        self.in_c = _kind(*kind.layout.sizes, kind.eps, *map(CODES.__getitem__, _dtypes(kind)), *_flags(kind))
-        self.num_sums = 2 * self.num_channels + TRAILER_NUMBERS
-        self.num_statistics = num_statistics(self.num_channels, kind.masks_by_x())
+
+class Forward(interface.ForwardKernels):
+    """Scratch memory is made for each call: threads may share the kernels of a kind."""
+
+    def __init__(self, kind: interface.ForwardKind) -> None:
+        super().__init__(kind)
+        self.in_c, num_channels = _in_c(kind), kind.layout.sizes[1]
+        self.num_sums = 2 * num_channels + interface.TRAILER_NUMBERS
+        self.num_statistics = num_statistics(num_channels, kind.masks_by_x)
         self.num_scratch: int = _library.scratch(self.in_c)  # bytes
 
-    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, None]:
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False) -> tuple[Tensor, None]:
         sums = x.new_empty(self.num_sums, dtype=torch.float64)
         scratch = x.new_empty(self.num_scratch, dtype=torch.uint8) if self.num_scratch else None
         call = _sums(
@@ -91,10 +98,10 @@ class Kernels:
         return sums, None
 
     def forward_outputs(
-        self, handle: Handle | None, x: Tensor, total: Tensor, weight: Tensor | None, bias: Tensor | None,
-        residual: Tensor | None, running_mean: Tensor | None = None, running_var: Tensor | None = None,
-        counter: Tensor | None = None, momentum: float | None = 0.0,
+        self, scratch: Scratch | None, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS,
+        momentum: float | None = 0.0,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
+        (x, weight, bias, residual), (running_mean, running_var, counter) = inputs, buffers
         y, statistics = torch.empty_like(x), total.new_empty(self.num_statistics)
         call = _forward_outputs(
             x.data_ptr(), total.data_ptr(), 0 if residual is None else residual.data_ptr(),
@@ -113,8 +120,18 @@ class Kernels:
             increment_version((counter,))
         return y, statistics, not status
 
+
+class Backward(interface.BackwardKernels):
+    """As Forward."""
+
+    def __init__(self, kind: interface.BackwardKind) -> None:
+        super().__init__(kind)
+        self.in_c, self.num_channels = _in_c(kind), kind.layout.sizes[1]
+        self.num_sums = 2 * self.num_channels + interface.TRAILER_NUMBERS
+        self.num_scratch: int = _library.scratch(self.in_c)  # bytes
+
     def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, is_alone: bool = False
+        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, is_complete: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         (x, _, statistics, y), kind, num_channels = saved, self.kind, self.num_channels
         sums = statistics.new_empty(self.num_sums)
@@ -131,7 +148,7 @@ class Kernels:
             _refuse(status)
         return sums, grad_weight, grad_bias, None
 
-    def backward_outputs(self, handle: Handle | None, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
+    def backward_outputs(self, scratch: Scratch | None, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
         (x, weight, statistics, y), kind = saved, self.kind
         grad_x = torch.empty_like(x) if kind.needs_x or kind.needs_residual else None
         grad_residual = torch.empty_like(x) if kind.needs_residual else None
@@ -146,4 +163,6 @@ class Kernels:
 
 
 def _refuse(status: int) -> None:
-    raise RuntimeError(NO_MEMORY if status == LACKS_MEMORY else f"a kernel for CPUs failed with status {status}")
+    raise RuntimeError(
+        interface.NO_MEMORY if status == LACKS_MEMORY else f"a kernel for CPUs failed with status {status}"
+    )

@@ -172,14 +172,14 @@ template <typename T> Status sum(const Kind& kind, const Sums& call, bool backwa
     return sum_all<T>(kind, call, backward, term, scratch);
   };
   if (!backward) return sum_of(Term<T, 0, false>{});
-  if (kind.masks_by_y()) return sum_of(Term<T, 1, true>{});
-  return kind.masks_by_x() ? sum_of(Term<T, 3, false>{}) : sum_of(Term<T, 1, false>{});
+  if (kind.masks_by_y) return sum_of(Term<T, 1, true>{});
+  return kind.masks_by_x ? sum_of(Term<T, 3, false>{}) : sum_of(Term<T, 1, false>{});
 }
 
 template <typename T> using MapVector = std::conditional_t<std::is_same_v<T, double>, Doubles, Floats>;
 
 // Calls body(memory, index, coefficients) for the vectors of a run of a channel, or of columns of a row. The last
-// vector ends where the piece ends, and has values of the one before. `ahead`: see Memory.
+// vector ends where the piece ends, and so overlaps the previous one. `ahead`: see Memory.
 template <typename V, bool in_runs, bool streams, typename Numbers, typename Body>
 INLINED inline void map_piece(const Numbers& numbers, int64_t channel, int64_t start, int64_t length, int64_t ahead,
                               const Body& body) {
@@ -256,7 +256,7 @@ template <typename T> Status normalize(const Kind& kind, const ForwardOutputs& c
 
 template <typename T> Status input_gradient(const Kind& kind, const BackwardOutputs& call) {
   using V = MapVector<T>;
-  auto *dy = (const T*)call.dy, *x = (const T*)call.x, *y = kind.masks_by_y() ? (const T*)call.y : nullptr;
+  auto *dy = (const T*)call.dy, *x = (const T*)call.x, *y = kind.masks_by_y ? (const T*)call.y : nullptr;
   auto *grad_x = (T*)call.grad_x, *grad_residual = (T*)call.grad_residual;
   auto map = [&](auto num) {
     auto body = [=](Memory memory, int64_t index, const std::array<V, num>& of) INLINED {
@@ -269,7 +269,7 @@ template <typename T> Status input_gradient(const Kind& kind, const BackwardOutp
     };
     return map_all<T, num>(kind, call, (uintptr_t)grad_x | (uintptr_t)grad_residual, body);
   };
-  return kind.masks_by_x() ? map(std::integral_constant<size_t, 6>{}) : map(std::integral_constant<size_t, 4>{});
+  return kind.masks_by_x ? map(std::integral_constant<size_t, 6>{}) : map(std::integral_constant<size_t, 4>{});
 }
 
 template <typename T> constexpr Loops OF = {sum<T>, normalize<T>, input_gradient<T>};

@@ -157,7 +157,7 @@ inline Wide not_negative(Wide of) { return {not_negative(of.first), not_negative
 template <typename T>
 constexpr float ZERO = std::is_same_v<T, Half> ? 0x1p-25f : std::is_same_v<T, BFloat16> ? 0x1p-134f : 0;
 
-// For the last LANES of `length` values: ones where whole vectors have the value already, else zeros.
+// Mask of the last, overlapping vector of `length` values: set lanes were added before and are dropped.
 template <typename V> inline V mask_of_counted(int64_t length) {
   using Number = std::conditional_t<std::is_same_v<V, Floats>, float, double>;
   return read<V>((const Number*)(ZEROS_BEHIND_ONES + PADDING) - LANES + length % LANES);

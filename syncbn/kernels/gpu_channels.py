@@ -8,7 +8,7 @@ ranks are one part.
 
 # Triton has types of its own, and reads this source: constants are upper case, branches on them need their else.
 # mypy: ignore-errors
-# ruff: noqa: RET505
+# ruff: noqa: N803, RET505
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from syncbn.kernels.gpu_tiles import store_trailer
 
 CHANNELS, PARTS = tl.constexpr(8), tl.constexpr(128)  # that a program adds at once
 # Triton would compile anew for other values of these, and for tensors that begin between multiples of 16 bytes.
-SIZES = ["signature", "num_parts", "channels", "is_local", "is_total", "of_relu"]
-TENSORS = range(10)  # parameters of forward_channels; those of backward_channels from the eighth on are SIZES
+SIZES = ["signature", "num_parts", "channels", "of_relu"]
+TENSORS = [
+    "parts", "sums", "weight", "bias", "running_mean", "running_var", "counter", "momentum_in_memory", "statistics",
+    "grad_weight", "grad_bias", "coefficients",
+]  # fmt: skip
 
 
 @triton.jit
@@ -94,75 +97,107 @@ def _store_split(coefficients, mean, channel, exists):
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
+def add_parts(parts, sums, signature, channels, num_parts):
+    """Makes a payload of the parts: the sums, n and the signature."""
+    first, second = _total(parts, num_parts, channels)
+    num_values = tl.load(parts + 2 * tl.cast(num_parts, tl.int64) * channels)
+    _store_payload(sums, first, second, num_values, signature, channels)
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
 def forward_channels(
-    parts, sums, weight, bias, running_mean, running_var, counter, statistics, coefficients, momentum_in_memory,
-    signature, momentum, momentum_rest, channels, num_parts, is_local, of_relu, eps, eps_rest,
+    parts, weight, bias, running_mean, running_var, counter, momentum_in_memory, statistics, coefficients,
+    momentum, momentum_rest, channels, num_parts, of_relu, eps, eps_rest,
 ):  # fmt: skip
-    """Adds up the parts. If an all_reduce follows (is_local), stores the sums; else the statistics and the coefficients
-    of y, and updates the running statistics. Unless of_relu is 0, scale and shift follow the statistics."""
+    """Adds up the parts, stores the statistics and the coefficients of y, and updates the running statistics. Unless
+    of_relu is 0, scale and shift follow the statistics."""
     channel, exists = _channels(channels)
     first, second = _total(parts, num_parts, channels)
     num_values = tl.load(parts + 2 * tl.cast(num_parts, tl.int64) * channels)
     is_first = tl.program_id(0) == 0
-    if is_local != 0:
-        _store_payload(sums, first, second, num_values, signature, channels)
-    else:
-        count = tl.maximum(num_values, 1.0)
-        mean = first / count
-        var = second / count - mean * mean
-        var = tl.where(var < 0, 0.0, var)  # NaN stays
-        invstd = 1.0 / tl.sqrt(var + _float64(eps, eps_rest))
-        tl.store(statistics + channel, mean, mask=exists)
-        tl.store(statistics + channels + channel, var, mask=exists)
-        tl.store(statistics + 2 * channels + channel, invstd, mask=exists)
-        tl.store(statistics + 3 * channels, num_values, mask=is_first)
-        if counter is not None:
-            tl.store(counter, tl.load(counter) + 1, mask=is_first)
-        rest = _store_split(coefficients, mean, channel, exists)
-        scale = _number(weight, channel, exists, 1.0) * invstd
-        shift = _number(bias, channel, exists, 0.0) - rest * scale
-        _store_number(coefficients, channels + channel, scale, exists)
-        _store_number(coefficients, 2 * channels + channel, shift, exists)
-        keeps = tl.where(of_relu != 0, exists, False)  # with &, Triton's interpreter makes an int32
-        tl.store(statistics + 3 * channels + 1 + channel, scale, mask=keeps)
-        tl.store(statistics + 4 * channels + 1 + channel, shift, mask=keeps)
-        if running_mean is not None:
-            share = _float64(momentum, momentum_rest) if momentum_in_memory is None else tl.load(momentum_in_memory)
-            _update(running_mean, mean, channel, exists, num_values > 0, share)
-            unbiased_var = var * (num_values / tl.maximum(num_values - 1, 1.0))
-            _update(running_var, unbiased_var, channel, exists, num_values > 1, share)
+    count = tl.maximum(num_values, 1.0)
+    mean = first / count
+    var = second / count - mean * mean
+    var = tl.where(var < 0, 0.0, var)  # NaN stays
+    invstd = 1.0 / tl.sqrt(var + _float64(eps, eps_rest))
+    tl.store(statistics + channel, mean, mask=exists)
+    tl.store(statistics + channels + channel, var, mask=exists)
+    tl.store(statistics + 2 * channels + channel, invstd, mask=exists)
+    tl.store(statistics + 3 * channels, num_values, mask=is_first)
+    if counter is not None:
+        tl.store(counter, tl.load(counter) + 1, mask=is_first)
+    rest = _store_split(coefficients, mean, channel, exists)
+    scale = _number(weight, channel, exists, 1.0) * invstd
+    shift = _number(bias, channel, exists, 0.0) - rest * scale
+    _store_number(coefficients, channels + channel, scale, exists)
+    _store_number(coefficients, 2 * channels + channel, shift, exists)
+    keeps = tl.where(of_relu != 0, exists, False)  # with &, Triton's interpreter makes an int32
+    tl.store(statistics + 3 * channels + 1 + channel, scale, mask=keeps)
+    tl.store(statistics + 4 * channels + 1 + channel, shift, mask=keeps)
+    if running_mean is not None:
+        share = _float64(momentum, momentum_rest) if momentum_in_memory is None else tl.load(momentum_in_memory)
+        _update(running_mean, mean, channel, exists, num_values > 0, share)
+        unbiased_var = var * (num_values / tl.maximum(num_values - 1, 1.0))
+        _update(running_var, unbiased_var, channel, exists, num_values > 1, share)
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
-def backward_channels(
-    parts, sums, statistics, weight, grad_weight, grad_bias, coefficients, signature, channels, num_parts, is_local,
-    is_total, of_relu,
+@triton.jit
+def _sums_and_gradients(
+    parts, statistics, grad_weight, grad_bias, channels, num_parts, COMPUTE: tl.constexpr
 ):  # fmt: skip
-    """Adds up the parts. If they are this rank's (is_local), computes the gradients of the parameters; if all ranks'
-    (is_total), the coefficients of grad_x, else stores the sums. One rank alone does both."""
+    """The sums of dy and of dy * (x - mean) over all parts; stores the gradients of the parameters."""
     channel, exists = _channels(channels)
     sum_dy, sum_dy_xmu = _total(parts, num_parts, channels)
     mean = tl.load(statistics + channel, mask=exists, other=0.0)
+    rest = mean - mean.to(COMPUTE).to(tl.float64)  # the parts are about the center, not the mean
+    sum_dy_xmu -= tl.where(rest != 0, rest * sum_dy, 0.0)  # 0 times an infinite sum is NaN
+    if grad_weight is not None:
+        invstd = tl.load(statistics + 2 * channels + channel, mask=exists, other=0.0)
+        _store_number(grad_weight, channel, sum_dy_xmu * invstd, exists)
+    if grad_bias is not None:
+        _store_number(grad_bias, channel, sum_dy, exists)
+    return sum_dy, sum_dy_xmu
+
+
+@triton.jit
+def _store_coefficients(sum_dy, sum_dy_xmu, statistics, weight, coefficients, channels, of_relu):
+    """Those of grad_x, by the sums of all ranks."""
+    channel, exists = _channels(channels)
+    mean = tl.load(statistics + channel, mask=exists, other=0.0)
     invstd = tl.load(statistics + 2 * channels + channel, mask=exists, other=0.0)
-    if is_local != 0:
-        # The sums are about the center, not the mean.
-        rest = mean - mean.to(coefficients.dtype.element_ty).to(tl.float64)
-        sum_dy_xmu -= tl.where(rest != 0, rest * sum_dy, 0.0)  # 0 times an infinite sum is NaN
-        if grad_weight is not None:
-            _store_number(grad_weight, channel, sum_dy_xmu * invstd, exists)
-        if grad_bias is not None:
-            _store_number(grad_bias, channel, sum_dy, exists)
-    if is_total != 0:
-        count = tl.maximum(tl.load(statistics + 3 * channels), 1.0)
-        a = _number(weight, channel, exists, 1.0) * invstd
-        b = -a * invstd * invstd * (sum_dy_xmu / count)
-        rest = _store_split(coefficients, mean, channel, exists)
-        _store_number(coefficients, channels + channel, a, exists)
-        _store_number(coefficients, 2 * channels + channel, b, exists)
-        _store_number(coefficients, 3 * channels + channel, -a * (sum_dy / count) - b * rest, exists)
-        keeps = tl.where(of_relu != 0, exists, False)  # scale and shift, which follow the statistics
-        for row in tl.static_range(3, 5):
-            number = tl.load(statistics + row * channels + 1 + channel, mask=keeps, other=0.0)
-            _store_number(coefficients, (row + 1) * channels + channel, number, keeps)
-    else:
-        _store_payload(sums, sum_dy, sum_dy_xmu, tl.full([], 0.0, tl.float64), signature, channels)
+    count = tl.maximum(tl.load(statistics + 3 * channels), 1.0)
+    a = _number(weight, channel, exists, 1.0) * invstd
+    b = -a * invstd * invstd * (sum_dy_xmu / count)
+    rest = _store_split(coefficients, mean, channel, exists)
+    _store_number(coefficients, channels + channel, a, exists)
+    _store_number(coefficients, 2 * channels + channel, b, exists)
+    _store_number(coefficients, 3 * channels + channel, -a * (sum_dy / count) - b * rest, exists)
+    keeps = tl.where(of_relu != 0, exists, False)  # scale and shift, which follow the statistics
+    for row in tl.static_range(3, 5):
+        number = tl.load(statistics + row * channels + 1 + channel, mask=keeps, other=0.0)
+        _store_number(coefficients, (row + 1) * channels + channel, number, keeps)
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
+def gradient_sums(
+    parts, sums, statistics, grad_weight, grad_bias, signature, channels, num_parts, COMPUTE: tl.constexpr
+):  # fmt: skip
+    """Makes a payload of the parts: the sums, 0 and the signature."""
+    first, second = _sums_and_gradients(parts, statistics, grad_weight, grad_bias, channels, num_parts, COMPUTE)
+    _store_payload(sums, first, second, tl.full([], 0.0, tl.float64), signature, channels)
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
+def backward_channels(sums, statistics, weight, coefficients, channels, of_relu):
+    first, second = _total(sums, 1, channels)
+    _store_coefficients(first, second, statistics, weight, coefficients, channels, of_relu)
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
+def backward_channels_of_parts(
+    parts, statistics, grad_weight, grad_bias, weight, coefficients, channels, num_parts, of_relu,
+    COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """gradient_sums and backward_channels of one rank alone, in one launch."""
+    first, second = _sums_and_gradients(parts, statistics, grad_weight, grad_bias, channels, num_parts, COMPUTE)
+    _store_coefficients(first, second, statistics, weight, coefficients, channels, of_relu)

@@ -13,15 +13,7 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels import cpu, interface
-from syncbn.kernels.interface import (
-    TRAILER_NUMBERS,
-    UNSIGNED,
-    GradientPair,
-    Handle,
-    Kind,
-    Saved,
-    require_memory,
-)
+from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Saved, Scratch
 from syncbn.layout import Layout
 from syncbn.statistics import num_statistics, update_buffers
 
@@ -30,36 +22,39 @@ _library = torch.library.Library("syncbn", "DEF")  # type: ignore[no-untyped-cal
 # Operators whose arguments or results change get new names: Inductor's cache on disk has graphs with the old ones.
 
 
-class Kernels:
-    """See interface.Kernels. Running statistics are updated by torch operations."""
+class Forward(interface.ForwardKernels):
+    """Running statistics are updated by torch operations."""
 
-    def __init__(self, kind: Kind) -> None:
-        self.kind, self.channel_dim = kind, kind.layout.channel_dim
-
-    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, None]:
-        return _forward_sums(x, self.channel_dim), None
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False) -> tuple[Tensor, None]:
+        return _forward_sums(x, self.kind.layout.channel_dim), None
 
     def forward_outputs(
-        self, handle: Handle | None, x: Tensor, total: Tensor, weight: Tensor | None, bias: Tensor | None,
-        residual: Tensor | None, running_mean: Tensor | None = None, running_var: Tensor | None = None,
-        counter: Tensor | None = None, momentum: float | None = 0.0,
+        self, scratch: Scratch | None, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS,
+        momentum: float | None = 0.0,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
-        kind = self.kind
-        y, statistics = _forward_outputs(x, self.channel_dim, total, weight, bias, residual, kind.eps, kind.relu)
-        update_buffers(running_mean, running_var, counter, statistics, momentum)
+        (x, *others), kind = inputs, self.kind
+        options: tuple[Any, ...] = *others, kind.eps, kind.relu
+        y, statistics = _forward_outputs(x, kind.layout.channel_dim, total, *options)
+        update_buffers(*buffers, statistics, momentum)
         return y, statistics, True
 
+
+class Backward(interface.BackwardKernels):
+    def __init__(self, kind: interface.BackwardKind) -> None:
+        self.kind, self.channel_dim = kind, kind.layout.channel_dim
+        self.relu = kind.masks_by_x or kind.masks_by_y
+
     def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, is_alone: bool = False
+        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, is_complete: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, _, statistics, y = saved
         dtypes = self.kind.grad_weight_dtype, self.kind.grad_bias_dtype
-        return *_backward_sums(dy, x, y, self.channel_dim, statistics, self.kind.relu, *dtypes), None
+        return *_backward_sums(dy, x, y, self.channel_dim, statistics, self.relu, *dtypes), None
 
-    def backward_outputs(self, handle: Handle | None, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
+    def backward_outputs(self, scratch: Scratch | None, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
         (x, weight, statistics, y), kind = saved, self.kind
         per_channel = self.channel_dim, total, statistics, weight
-        grad_x, grad_residual = _backward_outputs(dy, x, y, *per_channel, kind.relu, kind.needs_residual)
+        grad_x, grad_residual = _backward_outputs(dy, x, y, *per_channel, self.relu, kind.needs_residual)
         return grad_x if kind.needs_x else None, grad_residual
 
 
@@ -80,12 +75,12 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Fun
 
 @_operator(
     "forward_sums_v2(Tensor x, int channel_dim) -> Tensor",
-    fake=lambda x, channel_dim: x.new_empty(2 * x.shape[channel_dim] + TRAILER_NUMBERS, dtype=torch.float64),
+    fake=lambda x, channel_dim: x.new_empty(2 * x.shape[channel_dim] + interface.TRAILER_NUMBERS, dtype=torch.float64),
 )
 def _forward_sums(x: Tensor, channel_dim: int) -> Tensor:
-    kind, x = _kind(x, channel_dim)
-    kernels, _ = _checked(kind, x)
-    return kernels.forward_sums(x)[0]
+    layout, x = _dense(x, channel_dim)
+    interface.require_memory([x])
+    return _forward(interface.ForwardKind(layout, x.dtype, x.device)).forward_sums(x)[0]
 
 
 @_operator(
@@ -100,17 +95,19 @@ def _forward_outputs(
     x: Tensor, channel_dim: int, total: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
     eps: float, relu: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dtypes = {"weight_dtype": getattr(weight, "dtype", None), "bias_dtype": getattr(bias, "dtype", None)}
-    kind, x = _kind(x, channel_dim, eps=eps, relu=relu, has_residual=residual is not None, **dtypes)
-    kernels, tensors = _checked(kind, x, total=total, weight=weight, bias=bias, residual=residual)
-    return kernels.forward_outputs(None, x, *tensors)[:2]
+    layout, x = _dense(x, channel_dim)
+    dtypes = getattr(weight, "dtype", None), getattr(bias, "dtype", None)
+    kind = interface.ForwardKind(layout, x.dtype, x.device, eps, relu, residual is not None, *dtypes)
+    tensors = _checked(kind, x, total=total, weight=weight, bias=bias, residual=residual)
+    total, weight, bias, residual = tensors
+    return _forward(kind).forward_outputs(None, (x, weight, bias, residual), total)[:2]
 
 
 @_operator(
     "backward_sums_v2(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor statistics, bool relu, "
     "ScalarType? grad_weight_dtype, ScalarType? grad_bias_dtype) -> (Tensor, Tensor?, Tensor?)",
     fake=lambda dy, x, y, channel_dim, statistics, relu, *dtypes: (
-        statistics.new_empty(2 * x.shape[channel_dim] + TRAILER_NUMBERS),
+        statistics.new_empty(2 * x.shape[channel_dim] + interface.TRAILER_NUMBERS),
         *(None if dtype is None else x.new_empty(x.shape[channel_dim], dtype=dtype) for dtype in dtypes),
     ),
 )
@@ -118,10 +115,11 @@ def _backward_sums(
     dy: Tensor, x: Tensor, y: Tensor | None, channel_dim: int, statistics: Tensor, relu: bool,
     grad_weight_dtype: torch.dtype | None, grad_bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    dtypes = {"grad_weight_dtype": grad_weight_dtype, "grad_bias_dtype": grad_bias_dtype}
-    kind, x = _kind(x, channel_dim, relu=relu, has_residual=y is not None, **dtypes)
-    kernels, (dy, y, statistics) = _checked(kind, x, dy=dy, y=y, statistics=statistics)
-    return kernels.backward_sums(dy, (x, None, statistics, y))[:3]
+    layout, x = _dense(x, channel_dim)
+    dtypes = None, grad_weight_dtype, grad_bias_dtype
+    kind = interface.BackwardKind(layout, x.dtype, x.device, relu and y is None, relu and y is not None, *dtypes)
+    dy, y, statistics = _checked(kind, x, dy=dy, y=y, statistics=statistics)
+    return _backward(kind).backward_sums(dy, (x, None, statistics, y))[:3]
 
 
 @_operator(
@@ -133,24 +131,24 @@ def _backward_outputs(
     dy: Tensor, x: Tensor, y: Tensor | None, channel_dim: int, total: Tensor, statistics: Tensor,
     weight: Tensor | None, relu: bool, needs_residual: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    options = {"weight_dtype": getattr(weight, "dtype", None), "needs_x": True, "needs_residual": needs_residual}
-    kind, x = _kind(x, channel_dim, relu=relu, has_residual=y is not None, **options)
-    kernels, tensors = _checked(kind, x, dy=dy, weight=weight, statistics=statistics, y=y, total=total)
+    layout, x = _dense(x, channel_dim)
+    dtype = getattr(weight, "dtype", None)
+    kind = interface.BackwardKind(layout, x.dtype, x.device, relu and y is None, relu and y is not None, dtype)
+    kind = kind._replace(needs_x=True, needs_residual=needs_residual)
+    tensors = _checked(kind, x, dy=dy, weight=weight, statistics=statistics, y=y, total=total)
     dy, weight, statistics, y, total = tensors
-    return kernels.backward_outputs(None, dy, (x, weight, statistics, y), total)
+    return _backward(kind).backward_outputs(None, dy, (x, weight, statistics, y), total)
 
 
-def _kind(x: Tensor, channel_dim: int, **options: Any) -> tuple[Kind, Tensor]:
-    """The kind of x with these options, whatever the order of its dims in memory; and x, copied if it has gaps.
-    **Raises** RuntimeError unless x has floats and this dim."""
+def _dense(x: Tensor, channel_dim: int) -> tuple[Layout, Tensor]:
+    """The layout of x, whatever the order of its dims in memory; and x, copied if it has gaps. **Raises** RuntimeError
+    unless x has floats and this dim."""
     if x.dtype not in cpu.CODES or not 0 <= channel_dim < x.ndim:
         raise RuntimeError(
             f"expected an input of floats with channels in dim {channel_dim}, got {tuple(x.shape)}, {x.dtype}"
         )
     layout = _layout(x.shape, x.stride(), channel_dim)
-    if layout is None:
-        return _kind(x.clone(), channel_dim, **options)
-    return Kind(layout, x.dtype, x.device, **options), x
+    return _dense(x.clone(), channel_dim) if layout is None else (layout, x)
 
 
 @functools.lru_cache(4096)
@@ -161,15 +159,18 @@ def _layout(shape: torch.Size, strides: tuple[int, ...], channel_dim: int) -> La
     return Layout.of(in_order, order.index(channel_dim)) if in_order.is_contiguous() else None
 
 
-def _checked(kind: Kind, x: Tensor, **tensors: Tensor | None) -> tuple[interface.Kernels, list[Any]]:
-    """The kernels of this kind, and the tensors, in memory as x.
+def _checked(kind: interface.ForwardKind | interface.BackwardKind, x: Tensor, **tensors: Tensor | None) -> list[Any]:
+    """The tensors, in memory as x.
 
     **Raises** RuntimeError unless dy, y and residual have the dtype and shape of x, and the others their numbers of
     per-channel values; all on the device of x, and with memory.
     """
     checked: list[Any] = []
     channels, device = kind.layout.sizes[1], x.get_device()
-    counts = {"total": 2 * channels + TRAILER_NUMBERS, "statistics": num_statistics(channels, kind.masks_by_x())}
+    counts = {
+        "total": 2 * channels + interface.TRAILER_NUMBERS,
+        "statistics": num_statistics(channels, kind.masks_by_x),
+    }
     for name, tensor in tensors.items():
         if tensor is None:
             checked.append(None)
@@ -190,14 +191,23 @@ def _checked(kind: Kind, x: Tensor, **tensors: Tensor | None) -> tuple[interface
                     f"{tensor.numel()} {tensor.dtype} on {tensor.device}"
                 )
             checked.append(tensor.contiguous())
-    require_memory([x, *(tensor for tensor in checked if tensor is not None)])
-    return _kernels(kind), checked
+    interface.require_memory([x, *(tensor for tensor in checked if tensor is not None)])
+    return checked
 
 
 @functools.lru_cache(4096)
-def _kernels(kind: Kind) -> interface.Kernels:
-    if kind.device.type == "cpu":
-        return cpu.Kernels(kind)
-    from syncbn.kernels import gpu  # which imports triton
+def _forward(kind: interface.ForwardKind) -> interface.ForwardKernels:
+    return _back_end(kind.device).Forward(kind)
 
-    return gpu.Kernels(kind)
+
+@functools.lru_cache(4096)
+def _backward(kind: interface.BackwardKind) -> interface.BackwardKernels:
+    return _back_end(kind.device).Backward(kind)
+
+
+def _back_end(device: torch.device) -> interface.BackEnd:
+    if device.type == "cpu":
+        return cpu
+    from syncbn.kernels import gpu  # which imports triton, interface
+
+    return gpu

@@ -3,7 +3,7 @@
 C: channels. The layout of a kind says how x lies in memory: without gaps, as (outer, C, inner). So do dy, y and the
     residual, which have the dtype and shape of x. Sums, totals and statistics are float64, packed as in statistics.py;
     weight and bias (C,) are of any float dtype. Sums are not signed here.
-A fused relu: backward must know which values passed it: by its output y where a residual was added; else by x, scale
+A fused relu: backward masks dy where its output was 0: by that output y where a residual was added; else by x, scale
     and shift (C,), which follow the statistics, and y is None.
 Reductions add in float64; values of 16 bits, a few at a time, at first in float32 if that is faster, and on GPUs
     float32 values too: squares of values beyond 1.8e19 then overflow, those of values below 1e-19 lose digits.
@@ -11,101 +11,24 @@ Maps compute single values in float32, or in float64 for float64 values. Beside 
     of backward_outputs underflows, and with it what the variance contributes to the gradient.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS, UNSIGNED, GradientPair, Handle, Kind, Saved
+from syncbn.kernels import interface
+from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Saved, Scratch
 from syncbn.statistics import compute_dtype, from_float64, from_sums, to_float64, unpack, update_buffers
 
-PART_VALUES = 2**18  # of a part of KernelsInParts: 2 MB in float64, which caches hold
-GPU_PART_VALUES = 2**24  # 128 MB: launches would take longer than what they do to smaller parts
 
+class Operations:
+    """What both passes do with tensors: fold them, add up over channels, map. in_parts.py and without_float64.py do it
+    in another way. Autograd, torch.func and compilers see each operation of torch."""
 
-class Kernels:
-    """See interface.Kernels. Autograd, torch.func and compilers see each operation."""
-
+    kind: interface.ForwardKind | interface.BackwardKind
     wide = torch.float64  # in which values are added
 
-    def __init__(self, kind: Kind) -> None:
-        self.kind = kind
-
-    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, is_alone: bool = False) -> tuple[Tensor, None]:
-        def terms(x: Tensor) -> tuple[Tensor, Tensor]:
-            wide = x.to(torch.float64)
-            return wide, wide.square()
-
-        return self._with_n(self._sum(terms, x)), None
-
-    def forward_outputs(
-        self, handle: Handle | None, x: Tensor, total: Tensor, weight: Tensor | None, bias: Tensor | None,
-        residual: Tensor | None, running_mean: Tensor | None = None, running_var: Tensor | None = None,
-        counter: Tensor | None = None, momentum: float | None = 0.0,
-    ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
-        """y = (x - center) * scale + shift (+ residual) (then relu).
-
-        mean = center + rest: x - center is exact, and the shift makes up for the rest.
-        """
-        kind, statistics = self.kind, from_sums(total[:-SIGNATURE_NUMBERS], self.kind.eps)
-        mean, _, invstd, _ = unpack(statistics, kind.layout.sizes[1])
-        _, rest = _split(mean, x.dtype)
-        scale = invstd if weight is None else invstd * to_float64(weight)
-        shift = -rest * scale if bias is None else to_float64(bias) - rest * scale
-        if kind.masks_by_x():
-            statistics = torch.cat((statistics, scale, shift))
-
-        def normalize(x: Tensor, residual: Tensor | None) -> Tensor:
-            y = _normalized(x, mean, scale, shift)
-            y = y if residual is None else y + residual
-            return y.relu() if kind.relu else y
-
-        y = self._map(normalize, x, residual)
-        update_buffers(running_mean, running_var, counter, statistics, momentum)
-        return y, statistics, True
-
-    def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, is_alone: bool = False
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
-        """Where the output of a fused relu is 0, dy counts as 0. grad_weight = sum dy * (x - mean) * invstd and
-        grad_bias = sum dy are in memory of their own, as an all_reduce overwrites the sums."""
-        x, _, statistics, y = saved
-        mean, _, invstd, _ = unpack(statistics, self.kind.layout.sizes[1])
-
-        def terms(x: Tensor, dy: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-            wide_dy = _through_relu(self.kind, dy, x, y, statistics).to(self.wide)
-            return wide_dy, wide_dy * self.minus_mean(x, mean)
-
-        sums = self._sum(terms, x, dy, y)
-        sum_dy, sum_dy_xmu = sums.chunk(2)
-        weight_dtype, bias_dtype = self.kind.grad_weight_dtype, self.kind.grad_bias_dtype
-        grad_weight = None if weight_dtype is None else from_float64(sum_dy_xmu * invstd, weight_dtype, x.device)
-        grad_bias = None if bias_dtype is None else from_float64(sum_dy.clone(), bias_dtype, x.device)
-        return torch.cat((sums, sums.new_zeros(TRAILER_NUMBERS))), grad_weight, grad_bias, None
-
-    def backward_outputs(self, handle: Handle | None, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
-        """grad_x = dy * a + (x - center) * b + c, by all ranks' sums of dy and of dy * (x - mean), with which it is
-
-        (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight.
-        """
-        x, weight, statistics, y = saved
-        mean, _, invstd, num_values = unpack(statistics, self.kind.layout.sizes[1])
-        narrow_mean, rest = _split(mean, x.dtype)
-        mean_dy, mean_dy_xmu = (total[:-TRAILER_NUMBERS] / num_values.clamp(min=1)).chunk(2)
-        wide_a = invstd if weight is None else invstd * to_float64(weight)
-        wide_b = -wide_a * invstd.square() * mean_dy_xmu
-        center, a, b, c = _columns(x.device, narrow_mean, wide_a, wide_b, -wide_a * mean_dy - wide_b * rest)
-
-        def behind_relu(x: Tensor, dy: Tensor, y: Tensor | None) -> Tensor:
-            return _through_relu(self.kind, dy, x, y, statistics)
-
-        def input_gradient(x: Tensor, dy: Tensor, y: Tensor | None) -> Tensor:
-            return behind_relu(x, dy, y).to(center.dtype) * a + (x.to(center.dtype) - center) * b + c
-
-        grad_residual = self._map(behind_relu, x, dy, y) if self.kind.needs_residual else None
-        return self._map(input_gradient, x, dy, y) if self.kind.needs_x else None, grad_residual
-
-    def total(self, values: Tensor) -> Tensor:
+    def channel_sums(self, values: Tensor) -> Tensor:
         """The sum over each channel of folded values, which are `wide`: float64 (C,)."""
         return values.sum((0, 2))
 
@@ -117,65 +40,118 @@ class Kernels:
         """Per-channel values in float64 as `wide` ones (C, 1), beside folded values."""
         return from_float64(values, self.wide, self.kind.device).unsqueeze(1)
 
-    def _with_n(self, sums: Tensor) -> Tensor:
-        """And with an empty signature."""
-        outer, _, inner = self.kind.layout.sizes
-        return torch.cat((sums, sums.new_full((1,), outer * inner), sums.new_zeros(SIGNATURE_NUMBERS)))
-
-    def _sum(self, terms: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Tensor | None) -> Tensor:
+    def summed(self, terms: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Tensor | None) -> Tensor:
         """The sums of two terms, of these tensors folded, over the values of each channel: float64 (2C,)."""
-        return torch.cat([*map(self.total, terms(*self._folded(x, *others)))])
+        return torch.cat([*map(self.channel_sums, terms(*self.folded(x, *others)))])
 
-    def _map(self, function: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Tensor:
+    def mapped(self, function: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Tensor:
         """What the function makes of these tensors folded, in the shape, dtype and memory format of x; not as a view,
         which users may not change."""
-        values = function(*self._folded(x, *others))
+        values = function(*self.folded(x, *others))
         return self.kind.layout.unfold(values, x.shape).to(x.dtype, copy=True)
 
-    def _folded(self, *tensors: Tensor | None) -> list[Tensor | None]:
+    def folded(self, *tensors: Tensor | None) -> list[Tensor | None]:
         return [None if tensor is None else self.kind.layout.fold(tensor) for tensor in tensors]
 
 
-class KernelsInParts(Kernels):
-    """Computes the same part by part, so that the float64 copies stay small: for eager mode without faster kernels."""
+class Forward(Operations, interface.ForwardKernels):
+    kind: interface.ForwardKind
 
-    def _sum(self, terms: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Tensor | None) -> Tensor:
-        sums = x.new_zeros(2 * self.kind.layout.sizes[1], dtype=torch.float64)
-        for part in self._parts(x, *others):
-            sums += torch.cat([*map(self.total, terms(*part))])
-        return sums
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False) -> tuple[Tensor, None]:
+        def terms(x: Tensor) -> tuple[Tensor, Tensor]:
+            wide = x.to(torch.float64)
+            return wide, wide.square()
 
-    def _map(self, function: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Tensor:
-        result = torch.empty_like(x)
-        for result_part, *parts in self._parts(result, x, *others):
-            assert result_part is not None
-            result_part.copy_(function(*parts))
-        return result
+        return self.with_trailer(self.summed(terms, x)), None
 
-    def _parts(self, *tensors: Tensor | None) -> Iterator[list[Tensor | None]]:
-        """Yields the views of each part of these tensors, (outer, channel, inner)."""
-        outer, channels, inner = self.kind.layout.sizes
-        most_values = PART_VALUES if self.kind.device.type == "cpu" else GPU_PART_VALUES
-        rows = max(1, most_values // max(1, channels * inner))
-        columns = max(1, most_values // max(1, channels * rows))
-        folded = self._folded(*tensors)
-        for row in range(0, max(1, outer), rows):
-            for column in range(0, max(1, inner), columns):
-                part = slice(row, row + rows), slice(None), slice(column, column + columns)
-                yield [None if tensor is None else tensor[part] for tensor in folded]
+    def with_trailer(self, sums: Tensor) -> Tensor:
+        """The sums, n and no signature."""
+        outer, _, inner = self.kind.layout.sizes
+        return torch.cat((sums, sums.new_full((1,), outer * inner), sums.new_zeros(interface.SIGNATURE_NUMBERS)))
+
+    def forward_outputs(
+        self, scratch: Scratch | None, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS,
+        momentum: float | None = 0.0,
+    ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
+        """y = (x - center) * scale + shift (+ residual) (then relu).
+
+        mean = center + rest: x - center is exact, and the shift makes up for the rest.
+        """
+        (x, weight, bias, residual), kind = inputs, self.kind
+        statistics = from_sums(total[: -interface.SIGNATURE_NUMBERS], self.kind.eps)
+        mean, _, invstd, _ = unpack(statistics, kind.layout.sizes[1])
+        _, rest = _split(mean, x.dtype)
+        scale = invstd if weight is None else invstd * to_float64(weight)
+        shift = -rest * scale if bias is None else to_float64(bias) - rest * scale
+        if kind.masks_by_x:
+            statistics = torch.cat((statistics, scale, shift))
+
+        def normalize(x: Tensor, residual: Tensor | None) -> Tensor:
+            y = _normalized(x, mean, scale, shift)
+            y = y if residual is None else y + residual
+            return y.relu() if kind.relu else y
+
+        y = self.mapped(normalize, x, residual)
+        update_buffers(*buffers, statistics, momentum)
+        return y, statistics, True
 
 
-def through_relu(kind: Kind, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor) -> Tensor:
+class Backward(Operations, interface.BackwardKernels):
+    kind: interface.BackwardKind
+
+    def backward_sums(
+        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, is_complete: bool = False
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        """Where the output of a fused relu is 0, dy counts as 0. grad_weight = sum dy * (x - mean) * invstd and
+        grad_bias = sum dy are in memory of their own, as an all_reduce overwrites the sums."""
+        x, _, statistics, y = saved
+        mean, _, invstd, _ = unpack(statistics, self.kind.layout.sizes[1])
+
+        def terms(x: Tensor, dy: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+            wide_dy = _through_relu(self.kind, dy, x, y, statistics).to(self.wide)
+            return wide_dy, wide_dy * self.minus_mean(x, mean)
+
+        sums = self.summed(terms, x, dy, y)
+        sum_dy, sum_dy_xmu = sums.chunk(2)
+        weight_dtype, bias_dtype = self.kind.grad_weight_dtype, self.kind.grad_bias_dtype
+        grad_weight = None if weight_dtype is None else from_float64(sum_dy_xmu * invstd, weight_dtype, x.device)
+        grad_bias = None if bias_dtype is None else from_float64(sum_dy.clone(), bias_dtype, x.device)
+        return torch.cat((sums, sums.new_zeros(interface.TRAILER_NUMBERS))), grad_weight, grad_bias, None
+
+    def backward_outputs(self, scratch: Scratch | None, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
+        """grad_x = dy * a + (x - center) * b + c, by all ranks' sums of dy and of dy * (x - mean), with which it is
+
+        (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight.
+        """
+        x, weight, statistics, y = saved
+        mean, _, invstd, num_values = unpack(statistics, self.kind.layout.sizes[1])
+        narrow_mean, rest = _split(mean, x.dtype)
+        mean_dy, mean_dy_xmu = (total[: -interface.TRAILER_NUMBERS] / num_values.clamp(min=1)).chunk(2)
+        wide_a = invstd if weight is None else invstd * to_float64(weight)
+        wide_b = -wide_a * invstd.square() * mean_dy_xmu
+        center, a, b, c = _columns(x.device, narrow_mean, wide_a, wide_b, -wide_a * mean_dy - wide_b * rest)
+
+        def behind_relu(x: Tensor, dy: Tensor, y: Tensor | None) -> Tensor:
+            return _through_relu(self.kind, dy, x, y, statistics)
+
+        def input_gradient(x: Tensor, dy: Tensor, y: Tensor | None) -> Tensor:
+            return behind_relu(x, dy, y).to(center.dtype) * a + (x.to(center.dtype) - center) * b + c
+
+        grad_residual = self.mapped(behind_relu, x, dy, y) if self.kind.needs_residual else None
+        return self.mapped(input_gradient, x, dy, y) if self.kind.needs_x else None, grad_residual
+
+
+def through_relu(kind: interface.BackwardKind, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor) -> Tensor:
     """dy folded, and 0 where the output of a fused relu is 0. NaN passes, as in torch's relu."""
     fold = kind.layout.fold
     return _through_relu(kind, fold(dy), fold(x), None if y is None else fold(y), statistics)
 
 
-def _through_relu(kind: Kind, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor) -> Tensor:
+def _through_relu(kind: interface.BackwardKind, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor) -> Tensor:
     """Of folded tensors."""
-    if not kind.relu:
+    if not (kind.masks_by_x or kind.masks_by_y):
         return dy
-    if kind.masks_by_x():
+    if kind.masks_by_x:
         num_channels = kind.layout.sizes[1]
         scale, shift = statistics[3 * num_channels + 1 :].chunk(2)
         y = _normalized(x, statistics[:num_channels], scale, shift).to(x.dtype)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from syncbn.call_stack import warn_once
-from syncbn.kernels import cpu, reference, without_float64
-from syncbn.kernels.interface import Kernels, Kind
+from syncbn.kernels import cpu, in_parts, reference, without_float64
+from syncbn.kernels.interface import BackEnd, BackwardKind, ForwardKind
 from syncbn.layout import Layout
 from syncbn.statistics import lacks_float64
 from syncbn.torch_internals.autograd import is_batched_gradient
@@ -27,15 +27,17 @@ from syncbn.torch_internals.state import (
 LARGE_BYTES = 1_000_000  # of an input with which it matters how fast the kernels are
 
 
-def ordinary_kernels(kind: Kind) -> Kernels | None:
+def ordinary_back_end(kind: ForwardKind | BackwardKind) -> BackEnd | None:
     """The kernels that read and write ordinary tensors of this kind at their addresses. None where torch operations
     serve them."""
     if not _has_kernels(kind):
         return None
-    return cpu.Kernels(kind) if kind.device.type == "cpu" else _gpu_kernels(kind)
+    if kind.device.type == "cpu":
+        return cpu
+    return _gpu_back_end()
 
 
-def general_kernels(kind: Kind, x: Tensor, *others: Tensor | None) -> Kernels:
+def general_back_end(kind: ForwardKind | BackwardKind, x: Tensor, *others: Tensor | None) -> BackEnd:
     """The kernels of the general road for `x` of this kind, in a call that takes `others` beside it.
 
     Tensor subclasses and exported programs get torch operations; so do forward mode and vmap, for which operators have
@@ -44,21 +46,23 @@ def general_kernels(kind: Kind, x: Tensor, *others: Tensor | None) -> Kernels:
     autograd.Functions alone; but Dynamo traces through the forward of a Function when nothing outside requires grad, as
     in torch.func, and then grad mode stays on. So a graph with grad mode on gets torch operations.
     """
-    if type(x) is not Tensor or not (x.is_cpu or x.is_cuda) or lacks_float64(x.device):
-        return torch_kernels(kind)
+    if lacks_float64(kind.device):
+        return without_float64
+    if type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
+        return reference
     if is_compiling():
         needs_torch = torch.is_grad_enabled() or torch.compiler.is_exporting()
         if needs_torch or _reason_unavailable(x.device, compiling=True) is not None:
-            return reference.Kernels(kind)
+            return reference
     elif is_transformed(x, *others):
-        return reference.Kernels(kind)
+        return reference
     elif not _has_kernels(kind):
-        return reference.KernelsInParts(kind)
+        return in_parts
     from syncbn.kernels import operators  # which registers them
 
     if is_compiling():
         _tell_inductor()
-    return operators.Kernels(kind)
+    return operators
 
 
 @constant_in_graphs
@@ -70,12 +74,12 @@ def _tell_inductor() -> None:
         graphs.tell_inductor()
 
 
-def torch_kernels(kind: Kind) -> reference.Kernels:
+def torch_forward(kind: ForwardKind) -> reference.Forward:
     """The kernels by operations of torch, which have derivatives and serve tensors of all classes and devices."""
-    return without_float64.Kernels(kind) if lacks_float64(kind.device) else reference.Kernels(kind)
+    return without_float64.Forward(kind) if lacks_float64(kind.device) else reference.Forward(kind)
 
 
-def _has_kernels(kind: Kind) -> bool:
+def _has_kernels(kind: ForwardKind | BackwardKind) -> bool:
     """Whether cpu.py or gpu.py serves ordinary tensors of this kind. Warns once of large ones that neither serves."""
     device = kind.device
     if device.type not in ("cpu", "cuda"):
@@ -124,10 +128,10 @@ def available() -> str:
     return "; ".join(lines)
 
 
-def _gpu_kernels(kind: Kind) -> Kernels:
+def _gpu_back_end() -> BackEnd:
     from syncbn.kernels import gpu  # which imports triton
 
-    return gpu.Kernels(kind)
+    return gpu
 
 
 @constant_in_graphs
@@ -184,10 +188,10 @@ def _try_triton(device: torch.device) -> None:
     RuntimeError where they compute wrong values. The host waits for the GPU, whose errors so show here."""
     mean, var = torch.zeros(2, 1, device=device)
     x = torch.arange(1.0, 4.0, 2.0, device=device)[:, None]
-    kind = Kind(Layout.of(x, 1), x.dtype, device, mean_dtype=mean.dtype, var_dtype=var.dtype)
-    kernels = _gpu_kernels(kind)
-    sums, handle = kernels.forward_sums(x)
-    y, statistics, _ = kernels.forward_outputs(handle, x, sums, None, None, None, mean, var, momentum=1.0)
+    kind = ForwardKind(Layout.of(x, 1), x.dtype, device, mean_dtype=mean.dtype, var_dtype=var.dtype)
+    kernels = _gpu_back_end().Forward(kind)
+    sums, scratch = kernels.forward_sums(x)
+    y, statistics, _ = kernels.forward_outputs(scratch, (x, None, None, None), sums, (mean, var, None), momentum=1.0)
     # Copies between host and GPU for which the host waits are refused by torch.cuda.set_sync_debug_mode("error").
     computed = torch.cat((y.view(2), statistics, mean, var)).to("cpu", non_blocking=True)
     if device.type == "cuda":
