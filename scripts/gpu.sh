@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What only a machine with a GPU can show, in one run of at most 560 s: see scripts/gpu_run.py, which takes the arguments. Needs
+# What only a machine with a GPU can show, in one run of at most 540 s: see scripts/gpu_run.py, which takes the arguments. Needs
 # no network where python3 has torch, triton and pytest; a part that needs more is skipped. Without a GPU: scripts/gpu.sh --dry-run
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -11,4 +11,4 @@ if [[ " $* " != *" --dry-run "* ]] && ! python3 -c 'import sys, torch; sys.exit(
     echo "torch sees no GPU here; scripts/test.sh is for machines without one, or --dry-run" >&2
     exit 1
 fi
-exec python3 scripts/gpu_run.py "$@"
+exec python3 scripts/gpu_run.py --seconds $((530 - SECONDS)) "$@"

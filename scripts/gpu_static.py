@@ -1,8 +1,7 @@
 """Read compiled code, without a GPU, for what the Triton kernels need: registers, loads, float64 work.
 
-    python scripts/gpu_static.py                                the table of sm_90; a minute or two
-    python scripts/gpu_static.py --capability 86 --functions forward_outputs --shapes 32x512x14x14
-    python scripts/gpu_static.py --launch                       on a GPU: launches each case once, for ncu
+    python scripts/gpu_static.py                            the table of sm_90; a minute or two
+    python scripts/gpu_static.py --capability 86 --shapes 32x512x14x14
 
 Calls the kernels of syncbn/kernels/gpu.py for tensors without memory, with a driver in Triton that compiles for the
 GPU asked for and launches nothing. Of each function one launch goes over the whole tensor. In the machine code of its
@@ -10,8 +9,7 @@ kernel, in the innermost loop that loads (or in all of it where none loops), it 
 
     "ins" instructions, "f64" those of float64 and conversions, "bytes" loaded and stored, "load" bytes of the widest
 
-"programs" is how many fit on a multiprocessor at once. Real times are in docs/gpu.md: a model of the machine that
-predicted them from these counts was wrong for small tensors by a factor of up to 4, and is gone.
+"programs" is how many fit on a multiprocessor at once. Real times are in docs/gpu.md.
 """
 
 import argparse
@@ -39,8 +37,8 @@ from triton.runtime.cache import get_cache_manager
 import syncbn.kernels
 
 SHAPES = "32x64x112x112 32x256x56x56 32x512x14x14 32x2048x7x7 8x64x512x512"
-DTYPES = "float32 bfloat16"
-FUNCTIONS = "forward_sums backward_sums forward_outputs backward_outputs"
+DTYPES = ["float32", "bfloat16"]
+FUNCTIONS = "forward_sums", "backward_sums", "forward_outputs", "backward_outputs"
 
 
 class Machine(NamedTuple):
@@ -168,12 +166,10 @@ def programs_at_once(launch: Launch, code: Code, machine: Machine) -> int:
     return min(by_registers, by_shared, machine.warps // warps, machine.programs)
 
 
-def table(
-    capability: int, shapes: list[str], dtypes: list[str], functions: list[str]
-) -> Iterator[tuple[Case, str, Code, int]]:
+def table(capability: int, shapes: list[str], dtypes: list[str]) -> Iterator[tuple[Case, str, Code, int]]:
     """Of each case and function the launch that goes over the whole tensor: its code, and the programs at once."""
     for case in cases(shapes, dtypes):
-        for function in functions:
+        for function in FUNCTIONS:
             with recorded(capability) as (kernels, launches):
                 calls_of(kernels, case, torch.device("meta"))[function][0]()
             launch = over_whole_tensor(launches)
@@ -181,32 +177,14 @@ def table(
             yield case, function, code, programs_at_once(launch, code, MACHINES[capability])
 
 
-def launch_once(shapes: list[str], dtypes: list[str], functions: list[str]) -> None:
-    """Each case once, and its name."""
-    from syncbn.kernels import gpu
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the latter for Triton's interpreter
-    for case in cases(shapes, dtypes):
-        calls = calls_of(gpu, case, device)
-        for function in functions:
-            calls[function][0]()
-            print(f"launched {function} {case.name}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, default=90, choices=MACHINES)
-    for name, default in {"--shapes": SHAPES, "--dtypes": DTYPES, "--functions": FUNCTIONS}.items():
-        parser.add_argument(name, nargs="+", default=default.split())
-    parser.add_argument("--launch", action="store_true", help="on a GPU")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES.split())
     arguments = parser.parse_args()
-    of_cases = arguments.shapes, arguments.dtypes, arguments.functions
-    if arguments.launch:
-        launch_once(*of_cases)
-        return
     print(f"sm_{arguments.capability}, Triton {triton.__version__}")
     print(f"{'':52} regs spill shared programs load  ins  f64 bytes ins/B")
-    for case, function, code, programs in table(arguments.capability, *of_cases):
+    for case, function, code, programs in table(arguments.capability, arguments.shapes, DTYPES):
         print(
             f"{function:16} {case.name:35} {code.registers:4} {code.spills:5} {code.shared:6} {programs:8} "
             f"{code.widest_load:4} {code.instructions:4} {code.float64 + code.conversions:4} {code.bytes:5} "

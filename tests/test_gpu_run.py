@@ -4,62 +4,115 @@ import importlib.util
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import gpu_run
+import pytest
 from jobs import run
 
+from syncbn.diagnosis.processes import state_of
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-SCRIPTS = Path(__file__).parent.parent / "scripts"
-# Plays ncu and compute-sanitizer: runs what follows their options, and says of each launch what ncu would.
+ROOT = Path(__file__).parent.parent
+# Plays compute-sanitizer: runs what follows its options.
 STAND_IN = f"""#!{sys.executable}
-import json, subprocess, sys
-arguments = sys.argv[1:]
-done = subprocess.run(arguments[arguments.index(sys.executable):], stdout=subprocess.PIPE, text=True)
-print(done.stdout)
-if "--csv" in arguments:
-    launches = done.stdout.count("launched ")
-    for word in ["DRAM %", "%"] + ["50"] * launches:
-        print(f'"ID","{{word}}"')
-else:
-    print("========= ERROR SUMMARY: 0 errors")
-sys.exit(done.returncode)
+import subprocess, sys
+status = subprocess.run(sys.argv[sys.argv.index(sys.executable):]).returncode
+print("========= ERROR SUMMARY: 0 errors")
+sys.exit(status)
 """
 
 
-def test_nccl_that_refuses_two_ranks_on_one_gpu_is_no_failure(tmp_path: Path) -> None:
+def test_nccl_that_refuses_two_ranks_on_one_gpu_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NVIDIA does not support it (nccl#418); the tests of two ranks then run under gloo."""
+    refused: list[str] = []
+
+    def start_ranks(part: gpu_run.Part, fault: str) -> list[gpu_run.Process]:
+        refused.append(fault)
+        return [part.python("-c", "import sys; sys.exit('Duplicate GPU detected')") for _ in range(2)]
+
+    monkeypatch.setattr(gpu_run, "start_ranks", start_ranks)
     part = gpu_run.Part(tmp_path, 60, dry_run=False)
-    refuses = "import os, sys; sys.exit(os.environ['TESTS_BACKEND'] == 'nccl')"
-    part.pytest = lambda *_, ranks, **environment: part.start(sys.executable, "-c", refuses, **environment)
+    is_gloo = "import os, sys; sys.exit(os.environ['TESTS_BACKEND'] != 'gloo')"
+    part.pytest = lambda *_, ranks, **environment: part.python("-c", is_gloo, **environment)
     gpu_run.ranks(part)
-    assert part.verdict().startswith("passed: nccl took no two ranks on one GPU, which NVIDIA does not support")
+    why = "nccl took no two ranks on one GPU, which NVIDIA does not support (nccl#418): Duplicate GPU detected"
+    assert part.verdict().startswith(f"passed: under gloo; {why}")
+    with pytest.raises(gpu_run.Skip, match="Duplicate GPU"):
+        gpu_run.faults(part)
+    assert refused == ["no fault"], "asked once"
+    gpu_run.refusal.cache_clear()
+
+
+def test_files_of_tests_exist() -> None:
+    for name in sum(gpu_run.DISTRIBUTED_TESTS, ()):
+        assert (ROOT / f"tests/distributed/test_{name}.py").exists()
+
+
+def test_faults_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank must say what is expected of it; those that would wait on are ended once all has been said."""
+    monkeypatch.setitem(os.environ, "PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
+    for_both = "ranks? 0.*in body.bn2 forward", "rank 1.*in body.bn3 forward"
+    killed = gpu_run.FAULTS["kill -9 in forward"]
+    for faults, unsaid in (
+        ({"skips a layer": for_both, "kill -9 in forward": killed}, [[], []]),
+        ({"skips a layer": ("what nobody says", for_both[1])}, [["rank 0: what nobody says"]]),
+    ):
+        monkeypatch.setattr(gpu_run, "FAULTS", faults)
+        (folder := tmp_path / str(len(faults))).mkdir()
+        part = gpu_run.Part(folder, 300, dry_run=True)
+        gpu_run.faults(part)
+        assert [result["unsaid"] for result in part.results] == unsaid, part.results
+        assert part.verdict().startswith("passed" if len(faults) == 2 else "failed: 1 of 1")
+
+
+def test_a_part_that_hangs_ends_with_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all that it has started, and what it found until then is kept."""
+    child = "import os, time; print('RESULT ' + str(os.getpid()), flush=True); time.sleep(600)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+
+    def hang(part: gpu_run.Part) -> None:
+        process = part.python("-c", parent)
+        while not process.results():
+            time.sleep(0.1)
+        part.results, process.results = [{"process": process.results()[0]}], list
+        part.deadline = time.monotonic()
+        part.wait()
+
+    monkeypatch.setitem(gpu_run.PARTS, "machine", (hang, 10))
+    outcome, _ = gpu_run.run_part("machine", 10, dry_run=False)
+    assert outcome["verdict"] == "took longer than 10 s, 1 results"
+    while not state_of(outcome["results"][0]["process"]).endswith("has ended"):
+        time.sleep(0.1)  # until Linux has done it
 
 
 def test_a_dry_run(tmp_path: Path) -> None:
-    for name in ("ncu", "compute-sanitizer"):
-        (tmp_path / name).write_text(STAND_IN)
-        (tmp_path / name).chmod(0o755)
-    parts = ["machine", "correctness", "tests_gpu", "speed", "resnet", "ncu", "sanitizer", "own_group"]
-    command = [sys.executable, SCRIPTS / "gpu_run.py", "--dry-run", "--parts", *parts, "--output", tmp_path / "runs"]
-    said = run(*command, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    (file,) = (tmp_path / "runs").iterdir()
-    of_run = json.loads(file.read_text())
+    (program := tmp_path / "compute-sanitizer").write_text(STAND_IN)
+    program.chmod(0o755)
+    parts = ["machine", "correctness", "layers", "steps", "passes", "sanitizer"]
+    assert {*parts} == gpu_run.PARTS.keys() - {"faults", "ranks"}  # one waits 30 s, the other runs tests of two ranks
+    command = [sys.executable, ROOT / "scripts/gpu_run.py", "--dry-run", "--parts", *parts]
+    said = run(*command, PATH=f"{tmp_path}:{os.environ['PATH']}", OUT=str(tmp_path / "runs"))
+    assert {file.name for file in (tmp_path / "runs").iterdir()} == {"gpu.json", "gpu.log"}
+    of_run = json.loads((tmp_path / "runs/gpu.json").read_text())
     assert of_run["dry run"]
     assert list(of_run["parts"]) == parts
+    found = {}
     for name, part in of_run["parts"].items():
-        assert set(part) == {"verdict", "seconds", "results", "logs"}
+        assert set(part) == {"verdict", "seconds", "results"}
         assert f"{part['seconds']:6.1f} s  {part['verdict']}" in said
-        needs_triton = name in ("correctness", "speed", "ncu", "sanitizer") and not HAS_TRITON
-        if needs_triton or (name == "tests_gpu" and part["verdict"] != "passed"):
+        if name in ("correctness", "sanitizer") and not HAS_TRITON:
             assert part["verdict"].startswith("skipped: ")
             continue
         assert part["verdict"].startswith("passed"), part
         assert part["results"] or name == "correctness"
-    if HAS_TRITON:
-        profiled = [result["DRAM %"] for result in of_run["parts"]["ncu"]["results"] if "DRAM %" in result]
-        assert profiled == ["50"] * (2 * 2 * 4)  # memory formats, dtypes, functions
-    modes = {result["mode"] for result in of_run["parts"]["resnet"]["results"] if "ms" in result}
-    assert modes == {"eager", "compiled"}
-    norms = [result["norm"] for result in of_run["parts"]["own_group"]["results"] if result["mode"] == "eager"]
-    assert norms == ["syncbn with a group", "syncbn with its own group"]
+        found[name] = [tuple(result["of"]) for result in part["results"] if "of" in result]
+    norms = ("nn.BatchNorm2d", "alone", "group")
+    passes = ("forward", "backward")
+    assert found["layers"][:6] == [("us a layer", norm, name) for norm in norms for name in passes]
+    modes = [("eager", "batch 2"), ("CUDA graph", "batch 2"), ("CUDA graph", "batch 3")]
+    assert found["steps"] == [("ms a step", *mode, norm) for mode in modes for norm in norms]
+    assert [kind for *_, kind in found["passes"]] == [
+        "copy", "limit", "alone", "native_batch_norm", "nn.SyncBatchNorm", "group",
+    ]  # fmt: skip

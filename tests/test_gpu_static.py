@@ -19,7 +19,7 @@ from syncbn.kernels import gpu
 from syncbn.kernels.interface import BackwardKind, ForwardKind
 from syncbn.layout import Layout
 
-FUNCTIONS = gpu_static.FUNCTIONS.split()
+FUNCTIONS = gpu_static.FUNCTIONS
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ FUNCTIONS = gpu_static.FUNCTIONS.split()
     ],
 )
 def test_promises_of_the_table(capability: int, shape: str) -> None:
-    for case, function, code, programs in gpu_static.table(capability, [shape], ["float32", "bfloat16"], FUNCTIONS):
+    for case, function, code, programs in gpu_static.table(capability, [shape], gpu_static.DTYPES):
         row = function, case, code
         assert not code.spills, row
         assert (code.float64, code.conversions) == (0, 0) or not function.endswith("_outputs"), row

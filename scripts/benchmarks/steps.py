@@ -76,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--channels-last", action="store_true", help="memory format of images and weights")
     add("--compiled", action="store_true", help="under torch.compile")
     add("--ring", action="store_true", help="and syncbn with the all_reduce of gloo, as on more than 16 ranks")
+    add("--own-group", action="store_true", help="and syncbn with a group that is not DistributedDataParallel's")
     add("--output", type=Path, default=Path("runs/steps"), help="folder (default %(default)s)")
 
 
@@ -110,8 +111,10 @@ def samples_of(name: str, device: torch.device, arguments: argparse.Namespace) -
     make, shape = MODELS[name]
     sides = [max(32, int(arguments.scale * side)) for side in shape[2:]]
     x = torch.randn(*shape[:2], *sides, device=device).to(memory_format=memory_format)
-    calls = {}
-    for kind, convert in (KINDS | ({"syncbn, ring": by_ring} if arguments.ring else {})).items():
+    calls, kinds = {}, KINDS | ({"syncbn, ring": by_ring} if arguments.ring else {})
+    if arguments.own_group:
+        kinds["syncbn, own group"] = lambda model: syncbn.convert_syncbn_model(model, dist.new_group())
+    for kind, convert in kinds.items():
         model = convert(make()).to(device, memory_format=memory_format)
         if arguments.compiled:
             model = torch.compile(model)
