@@ -4,9 +4,8 @@
     scripts/test.sh --quick             2 ranks, and no file that mostly starts programs, compiles or interprets
     scripts/test.sh -k voting           other arguments go to pytest
 
-Three parts start programs, one has the GPU's kernels in Triton's interpreter, one the other tests of one process. The
-parts on 2, 3 (with the reference kernels) and 4 ranks come last, as they use all cores. The output of each part goes to
-runs/tests. At the end stand the ends of those that failed, and pytest's summary of each part.
+The parts on 2, 3 (with the reference kernels) and 4 ranks come last, as they use all cores. The output of each part
+goes to runs/tests. At the end stand the ends of those that failed, and pytest's summary of each part.
 """
 
 import os
@@ -44,13 +43,9 @@ class Part:
         self.start_time = time.monotonic()
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                self.command,
-                env=os.environ | self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                self.command, env=os.environ | self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 process_group=0,  # which can be ended as one
-            )
+            )  # fmt: skip
 
     def end(self) -> None:
         """End it with all that it has started, if it runs."""
@@ -92,9 +87,8 @@ def parts_of(quick: bool, arguments: list[str]) -> list[Part]:
     for count in (2,) if quick else (2, 3, 4):
         kernels = {"SYNCBN_KERNELS": "reference"} if count == 3 else {}
         on_ranks = f"{TORCHRUN} {count} -m {PYTEST} -p voting"
-        parts.append(
-            Part(f"{count} ranks", on_ranks, ["tests/distributed", *ignored, *arguments], PYTHONPATH=path, **kernels)
-        )
+        chosen = ["tests/distributed", *ignored, *arguments]
+        parts.append(Part(f"{count} ranks", on_ranks, chosen, PYTHONPATH=path, **kernels))
     return parts
 
 

@@ -4,27 +4,23 @@
     torchrun --standalone --nproc-per-node 16 scripts/scaling.py --rounds 0   count only: more ranks than cores
     python scripts/scaling.py                                                 fit to all of these, and extrapolate
 
-Counted are the write calls of a rank and their bytes, as Linux keeps them in /proc/self/io: gloo's messages with their
-headers. Three schemes, for a layer of C channels:
+Counted are the write calls of a rank and their bytes, by Linux in /proc/self/io: gloo's messages with their headers.
+Schemes, for a layer of C channels:
 
-    syncbn    forward 2C + 4 float64, backward the same: each an all_reduce or, among
-              at most 16 ranks of gloo, an exchange, in which a rank sends its numbers to all others
-    torch     nn.SyncBatchNorm: forward all_gather of 2C + 1 float32 from every rank, backward all_reduce of 2C float32
+    syncbn    forward and backward 2C + 4 float64: an all_reduce or, among at most 16 ranks of gloo, an exchange
+    torch     nn.SyncBatchNorm: forward all_gather of 2C + 1 float32, backward all_reduce of 2C float32
     apex      apex.parallel.SyncBatchNorm without its extension: two all_reduces of C float32 each way
 
 The model, for W ranks, n bytes of each, a latency a in seconds and a bandwidth b in bytes/s:
 
-    all_reduce    ring 2 (W - 1) (a + n / (W b))      tree 2 log2(W) a + 2 n / b
-    all_gather    ring (W - 1) (a + n / b)            tree log2(W) a + (W - 1) n / b
+    all_reduce    ring 2 (W - 1) (a + n / (W b))      tree 2 log2(W) a + 2 n / b        (pipelined, as nccl's)
+    all_gather    ring (W - 1) (a + n / b)            tree log2(W) a + (W - 1) n / b    (recursive doubling)
     exchange      (W - 1) (a + n / b)
 
-Thakur, Rabenseifner & Gropp 2005, https://doi.org/10.1177/1094342005051521. The tree of the all_reduce is pipelined, as
-nccl's; that of the all_gather is recursive doubling, where nccl has a ring. gloo's are rings, so a and b are fitted to
-the rings, by least squares of relative errors.
-
-Assumed: every rank is there when a collective begins; nothing overlaps it; a and b are the same between all ranks,
-within a host or not, and do not change with their number; a step takes the same time without synchronisation at every
-number of ranks; the layers are the 53 of ResNet-50.
+Thakur, Rabenseifner & Gropp 2005, https://doi.org/10.1177/1094342005051521. gloo's are rings: a and b are fitted to
+these, by least squares of relative errors. Assumed: every rank is there when a collective begins; nothing overlaps it;
+a and b are the same between all ranks and at every number of them, as is a step's time without synchronisation; the
+layers are the 53 of ResNet-50.
 """
 
 import argparse
@@ -147,17 +143,8 @@ def seconds_of_step(network: Network, scheme: str, topology: str, ranks: int) ->
     return seconds
 
 
-def ranks_at_share(network: Network, scheme: str, topology: str, step: float) -> int | None:
-    """The fewest ranks, of the powers of 2 up to 2^20, on which synchronisation takes more than SHARE of a step."""
-    least = SHARE / (1 - SHARE) * step  # seconds
-    worlds = (2**exponent for exponent in range(1, 21))
-    return next((ranks for ranks in worlds if seconds_of_step(network, scheme, topology, ranks) > least), None)
-
-
 def model(arguments: argparse.Namespace, here: Session) -> None:
-    """Read every ranks-W.json; print, write model.json and scaling.png."""
-    import matplotlib.pyplot as plt
-
+    """Read every ranks-W.json; print, and write model.json."""
     files = sorted(arguments.output.glob("ranks-*.json"))
     times = [one for file in files for one in json.loads(file.read_text())["times"]]
     if not times:
@@ -170,27 +157,14 @@ def model(arguments: argparse.Namespace, here: Session) -> None:
     error, most = errors.abs().median(), errors.abs().max()
     here.print(f"fitted to {len(times)} times: {fitted}; relative error {error:.0%} in the median, {most:.0%} at most")
     here.print(f"modelled: {network}, a step of {arguments.step} s, ResNet-50's layers, nodes of {NODE} ranks")
-    curves, limits = {}, {}
+    rows, most_seconds = [], SHARE / (1 - SHARE) * arguments.step
     for scheme, topology in itertools.product((*SCHEMES, IN_NODES), TOPOLOGIES):
-        name = f"{scheme}, {topology}"
-        curves[name] = [seconds_of_step(network, scheme, topology, ranks) for ranks in WORLDS]
-        limits[name] = ranks_at_share(network, scheme, topology, arguments.step)
-    rows = [(name, *(f"{1e3 * one:,.0f}" for one in of), f"{limits[name] or 'never'}") for name, of in curves.items()]
+        seconds = partial(seconds_of_step, network, scheme, topology)
+        first = next((2**power for power in range(1, 21) if seconds(2**power) > most_seconds), "never")
+        rows.append((f"{scheme}, {topology}", *(f"{1e3 * seconds(ranks):,.0f}" for ranks in WORLDS), f"{first}"))
     columns = ("ranks", *(f"{ranks:,}" for ranks in WORLDS), f"over {SHARE:.0%} from")
     here.show("synchronisation, ms of a step", columns, rows)
-    here.write(
-        arguments.output / "model.json",
-        **{"fitted": fitted._asdict(), "relative errors": errors.tolist(), "modelled": network._asdict()},
-        **{"step seconds": arguments.step, "ranks": WORLDS, "seconds": curves, "over 5 % from": limits},
-    )
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for index, (name, seconds) in enumerate(curves.items()):
-        style = {"color": f"C{index // len(TOPOLOGIES)}", "linestyle": "-" if name.endswith("ring") else "--"}
-        axes.plot(WORLDS, [100 * one / (arguments.step + one) for one in seconds], label=name, **style)
-    axes.axhline(100 * SHARE, color="black", linewidth=1)
-    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="% of a step spent in synchronisation")
-    axes.legend()
-    figure.savefig(arguments.output / "scaling.png", dpi=120)
+    here.write(arguments.output / "model.json", fitted=fitted._asdict(), columns=columns, rows=rows)
 
 
 def main() -> None:

@@ -3,14 +3,12 @@
     torchrun --standalone --nproc-per-node 4 scripts/soak.py --minutes 10
     torchrun --standalone --nproc-per-node 2 scripts/soak.py --minutes 0.1        a few seconds
 
-Each round does all that makes or keeps something: training under DistributedDataParallel with uneven batches, groups of
-an int, evaluation, conversion there and back, copies, checkpointing, second derivatives, masks,
-syncbn.join, debug mode, errors that all ranks raise. Each round makes the default process group anew and destroys it.
-Before that syncbn.assert_synced compares the ranks' models bit by bit, and ends the program where they differ. After it
-each rank notes its resident memory and its numbers of file descriptors and threads, of which every gloo group has some.
+Each round does all that makes or keeps something, see `round_of_everything`, in a default process group of its own. At
+its end syncbn.assert_synced compares the ranks' models bit by bit, the group is destroyed, and each rank notes its
+resident memory and its numbers of file descriptors and threads, of which every gloo group has some.
 
 Prints, of the second half of the rounds, the slope of a line fitted to the memory, and by how much the numbers grew;
-the exit status is 1 where numbers grow, or memory by more than 1 %. Writes soak.json to --output.
+the exit status is 1 where numbers grow, or memory by more than 1 %.
 """
 
 import argparse
@@ -52,8 +50,7 @@ def build_model(process_group: int | None = None) -> nn.Module:
 
 def draw(generator: torch.Generator) -> Tensor:
     """A batch (1 to 5, 3, 8, 8), of this rank's own size."""
-    size = int(torch.randint(1, 6, (), generator=generator))
-    return torch.randn(size, 3, 8, 8, generator=generator)
+    return torch.randn(int(torch.randint(1, 6, (), generator=generator)), 3, 8, 8, generator=generator)
 
 
 def train(model: nn.Module, data: torch.Generator, steps: int = STEPS) -> None:
@@ -102,9 +99,8 @@ def soak(store: dist.Store, rank: int, size: int, seconds: float) -> Rounds:
     start, is_last = time.monotonic(), False
     rounds: Rounds = []
     while not is_last:
-        index, timeout = len(rounds), timedelta(seconds=60)
-        of_round = dist.PrefixStore(f"round {index}", store)
-        dist.init_process_group("gloo", store=of_round, rank=rank, world_size=size, timeout=timeout)
+        index, common = len(rounds), {"rank": rank, "world_size": size, "timeout": timedelta(seconds=60)}
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"round {index}", store), **common)
         torch.manual_seed(index)  # the same weights on all ranks
         syncbn.assert_synced(round_of_everything(torch.Generator().manual_seed(index * size + rank)))
         seconds_over = torch.tensor(index > 0 and time.monotonic() - start > seconds)
@@ -117,36 +113,29 @@ def soak(store: dist.Store, rank: int, size: int, seconds: float) -> Rounds:
     return rounds
 
 
-def report(measured: list[Rounds], output: Path) -> bool:
-    """Print and write what all ranks measured; whether nothing grows."""
-    num_rounds, grows = len(measured[0]), False
-    output.mkdir(parents=True, exist_ok=True)
-    results = {"torch": torch.__version__, "rounds": num_rounds, "measured": measured}
-    (output / "soak.json").write_text(json.dumps(results))
-    print(f"{num_rounds} rounds in {measured[0][-1]['seconds']:.0f} s; in the second half of them:")
-    for rank, rounds in enumerate(measured):
-        half = rounds[num_rounds // 2 :]
-        seconds, memory = ([one[name] for one in half] for name in ("seconds", "memory"))
-        slope = statistics.linear_regression(seconds, memory).slope if len(half) > 1 else 0.0  # bytes/s
-        counts = {name: half[-1][name] - half[0][name] for name in COUNTS}
-        more = ", ".join(f"{number:+.0f} {name}" for name, number in counts.items())
-        print(f"rank {rank}: {memory[-1] / 1e6:.0f} MB, which grow by {3600 * slope / 1e6:.2f} MB an hour; {more}")
-        too_much = slope * (seconds[-1] - seconds[0]) > MOST_GROWTH * memory[0]
-        grows |= max(counts.values()) > 0 or (too_much and num_rounds >= FIRST_ROUNDS)
-    return not grows
+def grows(rank: int, rounds: Rounds) -> bool:
+    """Print what this rank measured in the second half of the rounds; whether anything grew."""
+    half = rounds[len(rounds) // 2 :]
+    seconds, memory = ([one[name] for one in half] for name in ("seconds", "memory"))
+    slope = statistics.linear_regression(seconds, memory).slope if len(half) > 1 else 0.0  # bytes/s
+    counts = {name: half[-1][name] - half[0][name] for name in COUNTS}
+    more = ", ".join(f"{number:+.0f} {name}" for name, number in counts.items())
+    print(f"rank {rank}: {memory[-1] / 1e6:.0f} MB, which grow by {3600 * slope / 1e6:.2f} MB an hour; {more}")
+    too_much = slope * (seconds[-1] - seconds[0]) > MOST_GROWTH * memory[0]
+    return max(counts.values()) > 0 or (too_much and len(rounds) >= FIRST_ROUNDS)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10, help="(default %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("runs/soak"), help="folder to write (default %(default)s)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     store, rank, size = next(dist.rendezvous("env://"))
     store.set(f"measured {rank}", json.dumps(soak(store, rank, size, 60 * arguments.minutes)))
     if rank == 0:
         measured = [json.loads(store.get(f"measured {other}")) for other in range(size)]
-        sys.exit(not report(measured, arguments.output))
+        print(f"{len(measured[0])} rounds in {measured[0][-1]['seconds']:.0f} s; in the second half of them:")
+        sys.exit(sum(grows(other, rounds) for other, rounds in enumerate(measured)) > 0)
 
 
 if __name__ == "__main__":

@@ -71,8 +71,6 @@ def test_bench_on_two_ranks(tmp_path: Path) -> None:
         assert {"syncbn fused", "hand-written fused", "two all_reduces"} <= peers
         assert [times[case, peer]["collectives"] for peer in ("syncbn", "nn.BatchNorm")] == [2, 0]
         assert times[case, "syncbn"]["peak"] >= 2, "the output and the gradient of the input"
-    assert (tmp_path / "bench.csv").read_text().count("\n") == 1 + len(times)
-    assert (tmp_path / "bench.png").stat().st_size > 10_000
 
 
 def test_bench_steps_on_two_ranks(tmp_path: Path) -> None:
@@ -147,13 +145,11 @@ def test_scaling_on_two_ranks(tmp_path: Path) -> None:
     run_script(script, "--output", tmp_path)
     fitted = json.loads((tmp_path / "model.json").read_text())["fitted"]
     assert fitted == pytest.approx({"latency": 1e-4, "bandwidth": 1e9})
-    assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
-def test_soak_on_two_ranks(tmp_path: Path) -> None:
-    output, result = run_job(tmp_path, SCRIPTS / "soak.py", "--minutes", 0.02, file="soak.json")
-    assert "rank 1: " in output
-    assert result["rounds"] >= 2
+def test_soak_on_two_ranks() -> None:
+    output = run_on_ranks(2, SCRIPTS / "soak.py", "--minutes", 0.02)
+    assert re.search(r"^([2-9]|\d\d+) rounds in .*\nrank 0: .*\nrank 1: ", output, re.MULTILINE)
 
 
 def test_segmentation_on_two_ranks(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@
 In each round every peer takes its turn: two steps, of which the second is timed. A time is the median over the rounds
 of the slowest rank's, its spread half the distance between the quartiles; the first call is timed apart. Memory is per
 byte of the input: what is saved for backward, and the most that a step has allocated at once. Prints a table for each
-case, and writes bench.json, bench.csv and bench.png to --output.
+case, and writes bench.json to --output.
 
     syncbn               the layer, over all ranks
     nn.BatchNorm         not synchronised: what a rank does without any of this
@@ -15,11 +15,10 @@ case, and writes bench.json, bench.csv and bench.png to --output.
     limit                what moves the same bytes with the same allocations: x.sum(), x.clone(), a dot product, an add
     two all_reduces      of the same payloads, and nothing else
 
-"fused" adds a residual and a relu to each, "compiled" is torch.compile of the same (without memory and collectives).
+"fused" adds a residual and a relu to each.
 """
 
 import argparse
-import csv
 import itertools
 from functools import partial
 from pathlib import Path
@@ -49,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtypes", nargs="+", default=DTYPES.split(), help="(default %(default)s)")
     add("--rounds", type=int, default=30, help="of each case (default %(default)s)")
     add("--threads", type=int, default=1, help="per rank (default %(default)s)")
-    add("--compiled", action="store_true", help="also under torch.compile")
     add("--output", type=Path, default=Path("runs/bench"), help="folder (default %(default)s)")
 
 
@@ -75,7 +73,7 @@ class HandWritten(nn.modules.batchnorm._BatchNorm):
         return by_hand(x, self.running_mean, self.running_var, self.weight, self.bias)
 
 
-def make_peers(case: Case, device: torch.device, compiled: bool) -> dict[str, Peer]:
+def make_peers(case: Case, device: torch.device) -> dict[str, Peer]:
     """Each with parameters of its own."""
     at_end = case.channel_dim != 1
     of_parameters = {"device": device, "dtype": torch.promote_types(getattr(torch, case.dtype), torch.float32)}
@@ -90,9 +88,6 @@ def make_peers(case: Case, device: torch.device, compiled: bool) -> dict[str, Pe
         norm.to(**of_parameters)
         peers[name] = (lambda x, z, norm=norm: norm(x.mT).mT) if at_end else (lambda x, z, norm=norm: norm(x))
         peers[f"{name} fused"] = lambda x, z, peer=peers[name]: F.relu(peer(x, z) + z)
-    if compiled:
-        torch._dynamo.reset()  # of other cases; else Dynamo soon gives up what it has compiled too often, in silence
-        peers |= {f"{name} compiled": torch.compile(peer, dynamic=False) for name, peer in peers.items()}
     return peers
 
 
@@ -105,21 +100,18 @@ def time_limit(x: Tensor, dy: Tensor) -> list[float]:
 
 def time_all_reduces(channels: int, device: torch.device) -> list[float]:
     """Milliseconds of the two bare all_reduces."""
-    lengths = (2 * channels + 4,) * 2 if device.type == "cpu" else (2 * channels + 1, 2 * channels)
-    payloads = [torch.zeros(length, dtype=torch.float64, device=device) for length in lengths]
-    return [ms for payload in payloads for ms in time_stages(device, partial(dist.all_reduce, payload))]
+    payload = torch.zeros(2 * channels + 4, dtype=torch.float64, device=device)
+    return [ms for _ in range(2) for ms in time_stages(device, partial(dist.all_reduce, payload))]
 
 
-def run_case(case: Case, here: Session, rounds: int, compiled: bool) -> list[Row]:
+def run_case(case: Case, here: Session, rounds: int) -> list[Row]:
     """Times and needs of each peer, and times of the limit and of the collectives."""
     x, z, dy = draw(case, here.device)
-    peers = make_peers(case, here.device, compiled)
+    peers = make_peers(case, here.device)
     torch.ones(1, requires_grad=True).clone().backward(torch.ones(1))  # imports sympy, the first time
     calls = {name: partial(time_step, peer, x, z, dy) for name, peer in peers.items()}
-    needs: dict[str, Row] = {name: {"first call": sum(call())} for name, call in calls.items()}
-    for name, peer in peers.items():
-        if "compiled" not in name:
-            needs[name] |= needs_of(peer, case, here.device)
+    first = {name: {"first call": sum(call())} for name, call in calls.items()}
+    needs = {name: first[name] | needs_of(peer, case, here.device) for name, peer in peers.items()}
     calls["limit"] = partial(time_limit, x, dy)
     if dist.is_initialized():
         calls["two all_reduces"] = partial(time_all_reduces, case.channels, here.device)
@@ -160,24 +152,11 @@ def needs_of(peer: Peer, case: Case, device: torch.device) -> Row:
     return {"saved": saved / x.nbytes, "peak": peak / x.nbytes, "collectives": collectives.get_total_counts()}
 
 
-def plot(file: Path, about: dict[str, object], rows: list[Row]) -> None:
-    """The ratio of nn.BatchNorm's time to syncbn's in each case."""
-    import matplotlib.pyplot as plt
-
-    shown = [row for row in rows if row["peer"] in ("nn.BatchNorm", "nn.BatchNorm fused")]
-    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.2 * len(shown)), layout="constrained")
-    axes.barh([f"{row['case']}, {row['peer']}" for row in shown], [row["both / syncbn"] for row in shown])
-    axes.axvline(1, color="black", linewidth=1)
-    axes.invert_yaxis()
-    axes.set_xlabel(f"time / syncbn's, forward + backward, {about['ranks']} ranks")
-    figure.savefig(file, dpi=120)
-
-
 def run(arguments: argparse.Namespace) -> None:
     with session(arguments.threads) as here:
         rows: list[Row] = []
         for case in cases(arguments.shapes, arguments.dtypes):
-            of_case = run_case(case, here, arguments.rounds, arguments.compiled)
+            of_case = run_case(case, here, arguments.rounds)
             rows += of_case
             shown = [
                 [row["peer"], *("" if row[name] is None else format(row[name], spec) for name, spec in COLUMNS.items())]
@@ -185,10 +164,4 @@ def run(arguments: argparse.Namespace) -> None:
             ]
             here.show(f"\n{case.name}, ms", ("peer", *COLUMNS), shown)
             here.write(arguments.output / "bench.json", times=rows)  # also what there is when the time is over
-        if here.is_first:
-            with (arguments.output / "bench.csv").open("w", newline="") as file:
-                writer = csv.DictWriter(file, rows[0])
-                writer.writeheader()
-                writer.writerows(rows)
-            plot(arguments.output / "bench.png", here.about, rows)
-            here.print(f"wrote {arguments.output}/bench.json, bench.csv and bench.png")
+        here.print(f"wrote {arguments.output}/bench.json")

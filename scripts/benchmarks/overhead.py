@@ -3,9 +3,8 @@
     torchrun --nproc-per-node 2 scripts/bench.py overhead
 
 Three things take turns, with (2, 8, 2, 2) float32: forward and backward of a synchronised layer, those of a layer by
-itself (process_group=1), and two bare all_reduces of as many numbers, without a layer or autograd. The overhead is the
-first less the other two, so a layer's own Python and its autograd Function are subtracted once: signatures, positions
-and the error messages are left. Prints rank 0's medians over the rounds, in microseconds.
+itself (process_group=1), and two bare all_reduces of as many numbers. The overhead is the first less the other two.
+Prints rank 0's medians over the rounds, in microseconds.
 """
 
 import argparse
@@ -59,10 +58,10 @@ def run(arguments: argparse.Namespace) -> None:
         if not dist.is_initialized():
             raise SystemExit("torchrun starts this part: it needs a process group")
         layers = [syncbn.SyncBatchNorm2d(CHANNELS, process_group=group) for group in (None, 1)]
-        synchronised, alone = (partial(time_steps, one, arguments.steps, time.perf_counter) for one in layers)
-        bare = partial(time_all_reduces, arguments.steps)
-        calls = {"synchronised": synchronised, "alone": alone, "two all_reduces": bare}
-        samples = in_turn(calls, arguments.rounds, warm_up=2)
+        calls = [partial(time_steps, layer, arguments.steps, time.perf_counter) for layer in layers]
+        calls.append(partial(time_all_reduces, arguments.steps))
+        names = ("synchronised", "alone", "two all_reduces")
+        samples = in_turn(dict(zip(names, calls, strict=True)), arguments.rounds, warm_up=2)
         times = {name: [sum(one) for one in found] for name, found in samples.items()}
         times["overhead"] = [whole - one - two for whole, one, two in zip(*times.values(), strict=True)]
         for name, values in times.items():

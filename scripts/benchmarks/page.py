@@ -1,7 +1,6 @@
 """Measure the figures of docs/performance.md, and write its table and its plot.
 
     python scripts/bench.py page           a quarter of an hour, on two cores that do nothing else
-    python scripts/bench.py page --reuse   write them again from what was measured last
 
 Runs `layers` in one process and `steps` on two ranks, both with glibc's settings that keep freed memory, into --output.
 Then replaces what stands in the page between its two marks, and draws the plot beside it.
@@ -36,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--models", nargs="+", default=list(MODELS), choices=MODELS, help="(default %(default)s)")
     add("--scale", default="1.0", help="of the models' images (default %(default)s)")
     add("--rounds", default="11", help="(default %(default)s)")
-    add("--reuse", action="store_true", help="measure nothing")
     add("--output", type=Path, default=Path("runs/page"), help="folder (default %(default)s)")
     add("--page", type=Path, default=PAGE, help="(default %(default)s)")
 
@@ -117,8 +115,7 @@ def draw(times: Times, file: Path) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    if not arguments.reuse:
-        measure(arguments)
+    measure(arguments)
     layers, steps = (json.loads((arguments.output / name).read_text()) for name in ("bench.json", "steps.json"))
     times = {(row["case"], row["peer"]): row for row in layers["times"]}
     describe = ["git", "describe", "--always", "--dirty"]
