@@ -1,15 +1,21 @@
-"""Sees which passes leave the ordinary road, and makes tensors for which they must be copied or leave it."""
+"""Sees which passes leave the ordinary road, compares a layer with torch's, and makes tensors that must be copied."""
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from tensor_subclasses import class_and_metadata, plain
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+import syncbn
 from syncbn import gradients, ordinary, training
+
+Layer = nn.BatchNorm2d | syncbn.SyncBatchNorm2d
 
 
 @contextlib.contextmanager
@@ -26,9 +32,36 @@ def general_road() -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "_train_generally", noted("forward", training._train_generally))
-        of_step = SimpleNamespace(gradients=noted("backward", gradients.gradients))
-        patch.setattr(ordinary, "gradients", of_step)
+        patch.setattr(ordinary, "gradients", SimpleNamespace(gradients=noted("backward", gradients.gradients)))
         yield taken
+
+
+def twins(layer_class: type[nn.BatchNorm2d] = nn.BatchNorm2d) -> tuple[Any, Any]:
+    """A layer of torch's mathematics and a converted one, with the same numbers, of 3 channels."""
+    expected = layer_class(3)
+    for parameter in expected.parameters():
+        nn.init.uniform_(parameter, 0.5, 2)
+    return expected, syncbn.convert_syncbn_model(copy.deepcopy(expected))
+
+
+def close(actual: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-5, **options: Any) -> None:
+    """Values alone: the classes may be others."""
+    tensors = (tree_map_only(Tensor, plain, tree) for tree in (actual, expected))
+    torch.testing.assert_close(*tensors, rtol=rtol, atol=atol, **options)
+
+
+def as_torch(run: Callable[[Any], Any], *roads: str, layer_class: Any = nn.BatchNorm2d, **tolerance: Any) -> Any:
+    """What `run` gives of our layer: the same as of torch's, with classes and metadata. These passes of it take the
+    general road."""
+    results = []
+    for layer in twins(layer_class):
+        with general_road() as taken:
+            results.append(run(layer))
+    assert taken == [*roads]
+    expected, actual = results
+    close(actual, expected, **tolerance)
+    assert [*map(class_and_metadata, tree_leaves(actual))] == [*map(class_and_metadata, tree_leaves(expected))]
+    return actual
 
 
 def with_gaps(tensor: Tensor) -> Tensor:

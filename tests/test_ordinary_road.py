@@ -1,4 +1,7 @@
-"""An ordinary call reads and writes tensors at their addresses: what it could do wrong there, against nn.BatchNorm."""
+"""Catches an ordinary call that reads or writes wrong memory, keeps what has changed since, or hides from who watches.
+
+An ordinary call reads and writes tensors at their addresses. What nn.BatchNorm2d gives is expected.
+"""
 
 import contextlib
 import copy
@@ -10,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from roads_taken import escaped, general_road
+from roads_taken import Layer, as_torch, close, escaped, general_road, twins, with_gaps
 from subclasses_of_batchnorm import parametrized
+from tensor_subclasses import Image, MetaImage, as_class, plain
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
@@ -29,37 +33,11 @@ from syncbn.reductions.interface import OneRank
 
 SHAPE = 4, 3, 5, 2
 DTYPES = torch.float16, torch.bfloat16, torch.float64
-Layer = nn.BatchNorm2d | syncbn.SyncBatchNorm2d
 
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
-
-
-def twins() -> tuple[nn.BatchNorm2d, syncbn.SyncBatchNorm2d]:
-    """torch's layer and ours, with the same numbers."""
-    plain, ours = nn.BatchNorm2d(3), syncbn.SyncBatchNorm2d(3)
-    for parameter in plain.parameters():
-        nn.init.uniform_(parameter, 0.5, 2)
-    ours.load_state_dict(plain.state_dict())
-    return plain, ours
-
-
-def close(actual: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-5, **options: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, **options)
-
-
-def as_torch(run: Callable[[Layer], Any], *roads: str, **tolerance: Any) -> Any:
-    """What `run` gives of our layer: the same as of torch's. These passes of it take the general road."""
-    results = []
-    for layer in twins():
-        with general_road() as taken:
-            results.append(run(layer))
-    assert taken == [*roads]
-    expected, actual = results
-    close(actual, expected, **tolerance)
-    return actual
 
 
 # Between a call and the next.
@@ -138,10 +116,11 @@ def test_functional_call_uses_its_own_tensors() -> None:
 
 @pytest.mark.parametrize("where", ["torch's class", "class", "instance", "instance of a class without a number"])
 def test_a_check_of_dims_of_ones_own_is_called(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it is put after a plan was made, in the class that this plan is for, or in torch's."""
+    """Also where it is put after a plan was made, in the class that this plan is for, or in torch's. It gets the user's
+    tensor."""
     layer = syncbn.SyncBatchNorm(3) if "without" in where else syncbn.SyncBatchNorm2d(3)
     layer.__class__ = type("Own", (type(layer),), {})
-    x, seen = torch.randn(SHAPE), []
+    x, seen = torch.randn(SHAPE).as_subclass(MetaImage if where == "instance" else Tensor), []
     layer(x)
     owner = layer if "instance" in where else nn.BatchNorm2d if "torch" in where else type(layer)
     monkeypatch.setattr(owner, "_check_input_dim", lambda *given: seen.append(given[-1]))
@@ -164,9 +143,10 @@ MODES: dict[str, Context] = {
 }
 
 
+@pytest.mark.parametrize("subclass", [Tensor, Image])
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_of_torch_are_no_reason_for_the_general_road(mode: str) -> None:
-    x = torch.randn(2, *SHAPE, requires_grad=True)
+def test_modes_of_torch_are_no_reason_for_the_general_road(mode: str, subclass: type[Tensor]) -> None:
+    x = as_class(torch.randn(2, *SHAPE), subclass).requires_grad_()
 
     def run(layer: Layer) -> tuple[object, ...]:
         with MODES[mode]():
@@ -301,19 +281,19 @@ FREED_BEFORE_FORWARD = "x", "z", "weight", "bias", "running_mean", "running_var"
 
 @in_c
 @pytest.mark.parametrize("freed", [*FREED_BEFORE_FORWARD, "y", "dy", "saved x", "saved weight"])
-@pytest.mark.parametrize("before", [0, 3])
-@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize(("before", "momentum", "subclass"), [(0, 0.1, Tensor), (3, None, Tensor), (0, None, Image)])
 def test_freed_memory_is_refused(
-    freed: str, before: int, momentum: float | None, monkeypatch: pytest.MonkeyPatch
+    freed: str, before: int, momentum: float | None, subclass: type[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Freed memory has the address 0, which C takes for "no such tensor"; a view into it, as of a flat parameter of
     FSDP1, has its offset for an address, `before` numbers. The call is refused, nothing changes, and no sums are sent,
     by which the other ranks would train."""
-    if before and freed == "y":  # which is no view
+    if freed == "y" and (before or subclass is Image):  # which is no view
         return
 
     def view(tensor: Tensor) -> Tensor:
-        return torch.cat((tensor.new_zeros(before), tensor.detach().flatten()))[before:].view(tensor.shape)
+        flat = torch.cat((tensor.new_zeros(before), tensor.detach().flatten()))
+        return flat[before:].view(tensor.shape).as_subclass(subclass)
 
     layer, sent = syncbn.SyncBatchNorm2d(3, momentum=momentum, fuse_relu=True), []
     for name, one in (*layer.named_parameters(), *layer.named_buffers()):
@@ -324,13 +304,35 @@ def test_freed_memory_is_refused(
     monkeypatch.setattr(OneRank, "all_reduce", lambda _, payload, pass_name, *__: sent.append(pass_name) or payload)
     y = None if freed in FREED_BEFORE_FORWARD else layer(x, z)
     named = there if y is None else there | {"y": y}
-    named.pop(freed.removeprefix("saved ")).untyped_storage().resize_(0)
-    saved = {name: one.clone() for name, one in named.items()}
+    plain(named.pop(freed.removeprefix("saved "))).untyped_storage().resize_(0)
+    saved = {name: plain(one).clone() for name, one in named.items()}
     with pytest.raises(RuntimeError, match="memory"):
         layer(x, z) if y is None else y.backward(dy)
     close(named, saved, rtol=0, atol=0)
     if freed in (*FREED_BEFORE_FORWARD, "y", "dy", "saved x"):
         assert sent == ["forward"] * (freed not in FREED_BEFORE_FORWARD)
+
+
+STRANGE: dict[str, Callable[[Tensor], Tensor]] = {
+    "gaps": with_gaps,
+    "a negative view": lambda tensor: torch._neg_view(-tensor),
+    "an expanded dim": lambda tensor: tensor[..., :1].expand(tensor.shape),
+    "negative gaps": lambda tensor: with_gaps(torch._neg_view(-tensor)),
+}
+
+
+@pytest.mark.parametrize("subclass", [Tensor, Image])
+@pytest.mark.parametrize("how", STRANGE)
+def test_gaps_and_negative_views(how: str, subclass: type[Tensor]) -> None:
+    """What has gaps is made dense once and takes the ordinary road."""
+    x, dy = as_class(torch.randn(SHAPE), subclass), torch.randn(SHAPE)
+
+    def run(layer: Layer) -> tuple[object, ...]:
+        leaf = x.clone().requires_grad_()
+        y = layer(STRANGE[how](leaf))
+        return y, *layer.buffers(), torch.autograd.grad(y, (leaf, layer.weight, layer.bias), dy)
+
+    as_torch(run, *["forward"] * (how == "a negative view"))
 
 
 # Beside others.
