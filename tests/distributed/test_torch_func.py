@@ -1,4 +1,7 @@
-"""torch.func over all ranks: vmap over an ensemble, and what is refused. Its derivatives are in test_derivatives.py."""
+"""Catches torch.func over all ranks where vmap mixes rows or sends more, a buffer is lost, or a fault stays silent.
+
+Its derivatives are in test_derivatives.py.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +14,7 @@ from torch.func import functional_call, grad, jvp, vmap
 from voting import Ranks
 
 import syncbn
-from syncbn.functional import sync_batch_norm
+from syncbn.functional import sync_batch_norm, sync_batch_stats
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # which torch's forward mode uses
 
@@ -90,6 +93,9 @@ def test_masks_of_a_stack(ranks: Ranks) -> None:
     mine = ranks.even(2 * ranks.size)
     expected = torch.stack([masked(*row) for row in zip(x[:, mine], masks[:, mine], strict=True)])
     torch.testing.assert_close(vmap(masked)(x[:, mine], masks[:, mine]), expected, rtol=1e-12, atol=1e-12)
+    means = vmap(lambda x, mask: sync_batch_stats(x, mask=mask)[0])(x[:, mine], masks[:, mine])
+    counted = masks[:, :, None]
+    torch.testing.assert_close(means, (x * counted).sum((1, 3)) / counted.sum((1, 3)), rtol=1e-12, atol=1e-12)
 
 
 def test_nan_passes(ranks: Ranks) -> None:
