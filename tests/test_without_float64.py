@@ -1,4 +1,4 @@
-"""On a device without float64 nothing makes a tensor of it there, and what is computed on the CPU comes back."""
+"""Catches a float64 tensor that a step or a tool makes on a device without float64, and a result left on the CPU."""
 
 from unittest import mock
 
@@ -13,15 +13,11 @@ from syncbn import statistics
 META = torch.device("meta")
 
 
-@pytest.fixture
-def no_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("beside", "momentum", "relu"), [("", None, False), ("", 0.1, True), ("z", 0.1, True), ("mask", None, True)]
+)
+def test_layers_and_tools(beside: str, momentum: float | None, relu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     take_for_one(META, monkeypatch)
-
-
-@pytest.mark.parametrize("relu", [False, True])
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("beside", ["", "z", "mask"])
-def test_layers_and_tools(no_float64: None, beside: str, momentum: float | None, relu: bool) -> None:
     with MetaLacksFloat64():
         layer = syncbn.SyncBatchNorm(3, fuse_relu=relu, momentum=momentum, device=META)
         x = torch.randn(2, 3, 4, 4, device=META).requires_grad_()
@@ -30,14 +26,14 @@ def test_layers_and_tools(no_float64: None, beside: str, momentum: float | None,
             given[beside] = x.detach() if beside == "z" else torch.ones(2, dtype=torch.bool, device=META)
         layer(x, **given).sum().backward()
         (gradient,) = torch.autograd.grad(layer(x, **given).sum(), x, create_graph=True)
-        of_second = torch.autograd.grad(gradient.square().sum(), [x, layer.weight])
+        second = torch.autograd.grad(gradient.square().sum(), [x, layer.weight])
         with syncbn.accumulate_running_stats(layer):
             layer(x, **given)
         syncbn.recompute_running_stats(layer, [x.detach()])
         per_channel = layer.running_mean, layer.running_var, layer.weight
-        found = syncbn.functional.batch_norm_backward(x.detach(), x.detach(), *per_channel)
+        by_hand = syncbn.functional.batch_norm_backward(x.detach(), x.detach(), *per_channel)
         evaluated = layer.eval()(x, **given)
-    for tensor in (x.grad, gradient, *of_second, *found, evaluated, *layer.parameters(), *layer.buffers()):
+    for tensor in (x.grad, gradient, *second, *by_hand, evaluated, *layer.parameters(), *layer.buffers()):
         assert tensor.is_meta
 
 

@@ -1,6 +1,10 @@
-"""On a device without float64, as Apple's MPS, W ranks equal one: the CPU stands for such a device."""
+"""Catches a step that loses digits, or makes large float64 tensors, on a device without float64, as Apple's MPS.
+
+The CPU stands for such a device.
+"""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,117 +32,84 @@ def no_float64(monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> None:
     take_for_one(torch.device("cpu"), monkeypatch)
 
 
-def batch(
-    ranks: Ranks, sizes: list[int], rest: tuple[int, ...] = (4, 5), scale: float = 1.0, shift: float = 0.0
-) -> Any:
+def batch(ranks: Ranks, sizes: list[int], scale: float = 1.0, shift: float = 0.0) -> Any:
     torch.manual_seed(0)
-    x, dy, z = torch.randn(3, sum(sizes), C, *rest)
+    x, dy, z = torch.randn(3, sum(sizes), C, 4, 5)
     return scale * x + shift, dy, z, ranks.slices(sizes)
 
 
-def compare(ranks: Ranks, layer: syncbn.SyncBatchNorm, expected: Any, own: Any, found: dict[str, Tensor]) -> None:
-    """Everything against the whole batch; 16 bits are rounded once more."""
-    found |= {"running_mean": layer.running_mean, "running_var": layer.running_var}
-    found |= {f"grad_{name}": ranks.total(parameter.grad) for name, parameter in layer.named_parameters()}
-    for name, actual in found.items():
-        of_all = getattr(expected, name)
-        wanted = of_all[own] if of_all.ndim > 1 else of_all
-        scale = max(of_all.abs().max().item(), expected.gradient_scale if name == "grad_input" else 0.0)
+def check_step(
+    ranks: Ranks, layer: syncbn.SyncBatchNorm, call: Callable[..., Tensor] | None = None, *, watched: bool = True,
+    sizes: list[int] | None = None, dtype: torch.dtype = torch.float32, scale: float = 1.0, shift: float = 100.0,
+    channels_last: bool = False, residual: bool = False, mask: Tensor | None = None,
+) -> None:  # fmt: skip
+    """A step of the layer, by `call`, against the whole batch; 16 bits are rounded once more."""
+    x, dy, z, own = batch(ranks, sizes or SIZES[ranks.size], scale, shift)
+    x, dy, z = (tensor.to(dtype) for tensor in (x, dy, z if residual else torch.zeros_like(z)))
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    counted = torch.ones(len(x), dtype=torch.bool) if mask is None else mask
+    momentum = 1.0 if layer.momentum is None else layer.momentum
+    arguments = layer.weight, layer.bias, z[counted], layer.fuse_relu
+    expected = full_batch(x[counted], dy[counted], *arguments, momentum=momentum)
+    x, z = (tensor[own].clone(memory_format=torch.preserve_format).requires_grad_() for tensor in (x, z))
+    with PerChannelAlone(C, ranks.size) if watched else contextlib.nullcontext():
+        y = (layer if call is None else call)(x, z if residual else None, None if mask is None else mask[own])
+        y.backward(dy[own])
+    assert y.dtype == dtype
+    assert layer.num_batches_tracked == 1
+    results = {"output": y, "grad_input": x.grad} | ({"grad_z": z.grad} if residual else {})
+    results |= {"running_mean": layer.running_mean, "running_var": layer.running_var}
+    results |= {f"grad_{name}": ranks.total(parameter.grad) for name, parameter in layer.named_parameters()}
+    for name, actual in results.items():
+        wanted = getattr(expected, name)
+        largest = max(wanted.abs().max().item(), expected.gradient_scale if name == "grad_input" else 0.0)
+        if wanted.ndim > 1:
+            wanted = wanted.new_zeros(dy.shape).masked_scatter(counted.view(-1, 1, 1, 1), wanted)[own]
         tolerance = TOLERANCE + (torch.finfo(actual.dtype).eps if actual.dtype.itemsize == 2 else 0.0)
         if wanted.numel():
-            assert (actual.double() - wanted).abs().max().item() <= tolerance * scale, name
+            assert (actual.double() - wanted).abs().max().item() <= tolerance * largest, name
 
 
 @pytest.mark.parametrize("watched", [True, False])
 @pytest.mark.parametrize(
-    ("options", "dtype", "scale", "shift"),
+    ("options", "how"),
     [
-        ({}, torch.float32, 1.0, 0.0),
-        ({}, torch.float32, 1.0, 1e4),  # sums about zero would lose all digits
-        ({}, torch.float32, 1e-3, -7.0),
-        ({}, torch.bfloat16, 1.0, 3.0),
-        ({}, torch.float16, 1.0, 3.0),
-        ({"affine": False}, torch.float32, 1.0, 0.0),
-        ({"fuse_relu": True}, torch.float32, 1.0, 1e3),
-        ({"residual": True}, torch.float32, 1.0, 0.0),
-        ({"residual": True, "fuse_relu": True}, torch.float32, 1.0, 5.0),
-        ({"channels_last": True, "fuse_relu": True}, torch.float32, 1.0, 5.0),
-        ({"momentum": None}, torch.float32, 1.0, 5.0),
+        ({}, {"shift": 0.0}),
+        ({}, {"shift": 1e4}),  # sums about zero would lose all digits
+        ({}, {"scale": 1e-3, "shift": -7.0}),
+        ({}, {"dtype": torch.bfloat16, "shift": 3.0}),
+        ({}, {"dtype": torch.float16, "shift": 3.0}),
+        ({"affine": False}, {}),
+        ({"fuse_relu": True}, {"shift": 1e3}),
+        ({}, {"residual": True, "shift": 0.0}),
+        ({"fuse_relu": True}, {"residual": True, "shift": 5.0}),
+        ({"fuse_relu": True}, {"channels_last": True, "shift": 5.0}),
+        ({"momentum": None}, {"shift": 5.0}),
     ],
 )
-def test_a_step(
-    ranks: Ranks, options: dict[str, Any], dtype: torch.dtype, scale: float, shift: float, watched: bool
-) -> None:
-    options, sizes = dict(options), SIZES[ranks.size]
-    x, dy, z, own = batch(ranks, sizes, scale=scale, shift=shift)
-    x, dy, z = (tensor.to(dtype) for tensor in (x, dy, z))
-    if options.pop("channels_last", False):
-        x = x.to(memory_format=torch.channels_last)
-    has_residual = options.pop("residual", False)
-    layer = syncbn.SyncBatchNorm(C, **options)
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter)
-    momentum = 1.0 if layer.momentum is None else layer.momentum
-    expected = full_batch(
-        x, dy, layer.weight, layer.bias, z if has_residual else None, layer.fuse_relu, momentum=momentum
-    )
-    x, z = (tensor[own].clone(memory_format=torch.preserve_format).requires_grad_() for tensor in (x, z))
-    with PerChannelAlone(C, ranks.size) if watched else contextlib.nullcontext():
-        y = layer(x, z if has_residual else None)
-        y.backward(dy[own])
-    assert y.dtype == dtype
-    assert layer.num_batches_tracked == 1
-    compare(
-        ranks, layer, expected, own,
-        {"output": y, "grad_input": x.grad} | ({"grad_z": z.grad} if has_residual else {}),
-    )  # fmt: skip
+def test_a_step(ranks: Ranks, options: dict[str, Any], how: dict[str, Any], watched: bool) -> None:
+    check_step(ranks, syncbn.SyncBatchNorm(C, **options), watched=watched, **how)
 
 
 @pytest.mark.two_ranks
-@pytest.mark.parametrize("sizes", [[4, 0], [3, 2]])
-def test_beside_a_cpu(ranks: Ranks, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 has float64, and maybe no values."""
-    if ranks.rank == 1:
+@pytest.mark.parametrize(("sizes", "has_cpu"), [([4, 0], True), ([3, 2], True), ([4, 0], False)])
+def test_an_empty_rank_or_a_cpu(ranks: Ranks, sizes: list[int], has_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 has no values, or float64, or both."""
+    if has_cpu and ranks.rank == 1:
         monkeypatch.undo()
-    x, dy, _, own = batch(ranks, sizes, shift=100.0)
-    layer = syncbn.SyncBatchNorm(C)
-    expected = full_batch(x, dy, layer.weight, layer.bias)
-    x = x[own].clone().requires_grad_()
-    y = layer(x)
-    y.backward(dy[own])
-    compare(ranks, layer, expected, own, {"output": y, "grad_input": x.grad})
-
-
-@pytest.mark.two_ranks
-def test_an_empty_rank(ranks: Ranks) -> None:
-    x, dy, _, own = batch(ranks, [4, 0], shift=100.0)
-    layer = syncbn.SyncBatchNorm(C)
-    expected = full_batch(x, dy, layer.weight, layer.bias)
-    x = x[own].clone().requires_grad_()
-    with PerChannelAlone(C, ranks.size):
-        y = layer(x)
-        y.backward(dy[own])
-    compare(ranks, layer, expected, own, {"output": y, "grad_input": x.grad})
+    check_step(ranks, syncbn.SyncBatchNorm(C), watched=not has_cpu, sizes=sizes)
 
 
 def test_a_mask(ranks: Ranks) -> None:
     """The samples that it leaves out are as if they were not there; then an evaluation."""
-    sizes = SIZES[ranks.size]
-    x, dy, _, own = batch(ranks, sizes, shift=1e3)
-    mask = torch.arange(len(x)) != 1
-    layer = syncbn.SyncBatchNorm(C)
-    expected = full_batch(x[mask], dy[mask], layer.weight, layer.bias)
-    whole = torch.zeros_like(x, dtype=torch.float64)
-    scattered = {name: whole.masked_scatter(mask.view(-1, 1, 1, 1), getattr(expected, name))
-                 for name in ("output", "grad_input")}  # fmt: skip
-    x = x[own].clone().requires_grad_()
-    with PerChannelAlone(C, ranks.size):
-        y = layer(x, mask=mask[own])
-        y.backward(dy[own])
-        evaluated = layer.eval()(x)
-    compare(ranks, layer, expected._replace(**scattered), own, {"output": y, "grad_input": x.grad})
-    statistics = expected.running_mean.float(), expected.running_var.float()
-    torch.testing.assert_close(evaluated, nn.functional.batch_norm(x, *statistics))
+    mask, layer = torch.arange(sum(SIZES[ranks.size])) != 1, syncbn.SyncBatchNorm(C)
+    check_step(ranks, layer, shift=1e3, mask=mask)
+    x = torch.randn(2, C, 4)
+    statistics = layer.running_mean, layer.running_var, layer.weight, layer.bias
+    torch.testing.assert_close(layer.eval()(x), nn.functional.batch_norm(x, *statistics))
 
 
 @pytest.mark.parametrize("relu", [False, True])
@@ -193,7 +164,6 @@ def test_the_tools(ranks: Ranks) -> None:
 
 @pytest.mark.compiles
 def test_compiled_graphs(ranks: Ranks) -> None:
-    x, dy, _, own = batch(ranks, SIZES[ranks.size], shift=100.0)
     seen: list[Tensor] = []
 
     def compiler(graph: torch.fx.GraphModule, inputs: object) -> Any:
@@ -202,14 +172,10 @@ def test_compiled_graphs(ranks: Ranks) -> None:
         return make_boxed_func(graph)
 
     layer = syncbn.SyncBatchNorm(C, fuse_relu=True)
-    expected = full_batch(x, dy, layer.weight, layer.bias, relu=True)
     compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)
-    x = x[own].clone().requires_grad_()
-    y = compiled(x)
-    y.backward(dy[own])
+    check_step(ranks, layer, compiled, watched=False)
     assert seen
     assert all(tensor.dtype != torch.float64 or tensor.numel() <= 5 * C + 8 for tensor in seen)
-    compare(ranks, layer, expected, own, {"output": y, "grad_input": x.grad})
 
 
 @pytest.mark.two_ranks
