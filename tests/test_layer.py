@@ -1,7 +1,6 @@
-"""The layer on one process against nn.BatchNorm: every option, training and evaluation, state, memory."""
+"""Catches a layer that differs from nn.BatchNorm on one process: in options, dtypes, layouts, its state or memory."""
 
 import contextlib
-import io
 import itertools
 import re
 from collections.abc import Callable
@@ -41,9 +40,8 @@ def test_training_and_evaluation_equal_torch(options: dict[str, object]) -> None
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("fuse_relu", [True, False])
-@pytest.mark.parametrize("residual", [True, False])
-@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 5), (4, 3, 5, 2), (4, 3, 5, 2, 2), (4, 3, 2, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize(("residual", "fuse_relu"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 5), (4, 3, 2, 2, 2, 2)], ids=str)
 def test_channel_last_residual_relu(shape: tuple[int, ...], residual: bool, fuse_relu: bool, training: bool) -> None:
     layer = syncbn.SyncBatchNorm(3, channel_last=True, fuse_relu=fuse_relu).train(training)
     layer.running_mean.fill_(0.3)
@@ -60,9 +58,15 @@ def test_channel_last_residual_relu(shape: tuple[int, ...], residual: bool, fuse
     assert y.is_contiguous()
 
 
-@pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("layer_dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("input_dtype", "layer_dtype"),
+    [
+        (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.float16),
+        (torch.float16, torch.float64), (torch.float64, torch.float16), (torch.float32, torch.float32),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_any_float_dtypes_mix(input_dtype: torch.dtype, layer_dtype: torch.dtype, training: bool) -> None:
     """The output has the input's dtype, a gradient its tensor's, a buffer the one its owner gave it."""
     layer = syncbn.SyncBatchNorm(3, dtype=layer_dtype).train(training)
@@ -75,18 +79,6 @@ def test_any_float_dtypes_mix(input_dtype: torch.dtype, layer_dtype: torch.dtype
     expected = F.batch_norm(x.double(), torch.zeros(3).double(), torch.ones(3).double(), training=training) + z
     atol = 1e-2 if input_dtype.itemsize == 2 else 1e-5
     torch.testing.assert_close(y.double(), expected, rtol=torch.finfo(input_dtype).eps * 2, atol=atol)
-
-
-def test_autocast() -> None:
-    """As nn.BatchNorm: the input's dtype goes through, the statistics are float32's."""
-    convolution, x, results = nn.Conv2d(3, 4, 3), torch.randn(6, 3, 5, 5), []
-    for layer in (syncbn.SyncBatchNorm2d(4), nn.BatchNorm2d(4)):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = layer(convolution(x))
-        y.float().square().sum().backward()
-        results.append((y, layer.running_var, layer.weight.grad))
-    torch.testing.assert_close(*results)
-    assert y.dtype == torch.bfloat16
 
 
 # What hooks give back, of which saved tensors (x, weight, statistics, y), and whether it is rounded.
@@ -190,25 +182,14 @@ def test_one_warning_where_there_are_no_ranks() -> None:
     assert in_data_parallel in run_text(code, CUDA_VISIBLE_DEVICES="")
 
 
-@pytest.mark.parametrize("kind", [nn.SyncBatchNorm, nn.BatchNorm2d, "before num_batches_tracked"])
-def test_checkpoints_of_other_layers_load(kind: type[nn.Module] | str) -> None:
-    """Those of apex and detectron2 keep what their base classes keep, of which these are two."""
-    other = nn.BatchNorm2d(3) if isinstance(kind, str) else kind(3)
-    for tensor in (*other.parameters(), other.running_mean, other.running_var):
-        nn.init.uniform_(tensor, 0.5, 2)
-    other.num_batches_tracked.fill_(5)
-    state = nn.Sequential(other).state_dict()
-    if isinstance(kind, str):  # torch before 0.4.1, Caffe2's models in detectron2's zoo
-        del state["0.num_batches_tracked"], state._metadata
-    ours, x = nn.Sequential(syncbn.SyncBatchNorm2d(3)), torch.randn(2, 3, 4, 4)
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    ours.load_state_dict(torch.load(file, weights_only=True))
-    expected = F.batch_norm(x, other.running_mean, other.running_var, other.weight, other.bias)
-    assert torch.equal(ours.eval()(x), expected)
-    assert ours[0].num_batches_tracked == (0 if isinstance(kind, str) else 5)
-    other.load_state_dict(ours[0].state_dict())
+def test_checkpoints_without_a_counter_load() -> None:
+    """Of torch before 0.4.1, and Caffe2's models in detectron2's zoo. The others are promise 7's."""
+    state, ours = nn.Sequential(nn.BatchNorm2d(3)).state_dict(), nn.Sequential(syncbn.SyncBatchNorm2d(3))
+    state["0.running_var"].fill_(2)
+    del state["0.num_batches_tracked"], state._metadata
+    ours.load_state_dict(state)
+    assert ours[0].num_batches_tracked == 0
+    assert torch.equal(ours[0].running_var, torch.full((3,), 2.0))
 
 
 @pytest.mark.parametrize("training", [True, False])

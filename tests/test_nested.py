@@ -1,9 +1,13 @@
-"""A jagged NestedTensor is batch norm of its values; the output is nested as the input is."""
+"""Catches a jagged NestedTensor that is not normalised as its values are, or an output that is nested otherwise.
+
+Its values take the road of any tensor, so that nothing here depends on ranks.
+"""
 
 import copy
 
 import pytest
 import torch
+from subclasses_of_batchnorm import CallsSuper2d
 from torch import Tensor
 
 import syncbn
@@ -62,9 +66,27 @@ def test_function_with_residual_and_mask(training: bool) -> None:
         assert torch.equal(sync_batch_norm(jagged(x), *stats, **others, **options).values(), expected)
 
 
-def test_statistics() -> None:
-    x = torch.randn(9, 4)
-    torch.testing.assert_close(sync_batch_stats(jagged(x)), sync_batch_stats(x), rtol=0, atol=0)
+@pytest.mark.parametrize("lengths", [[], [0, 0], [3, 0, 6]])
+def test_statistics_of_any_lengths(lengths: list[int]) -> None:
+    x, offsets = torch.randn(sum(lengths), 4), torch.tensor([0, *lengths]).cumsum(0)
+    torch.testing.assert_close(sync_batch_stats(jagged(x, offsets)), sync_batch_stats(x), rtol=0, atol=0)
+    output = syncbn.SyncBatchNorm(4)(jagged(x, offsets))
+    assert output.offsets() is offsets
+    torch.testing.assert_close(output.values(), syncbn.SyncBatchNorm(4)(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")  # of Dynamo
+def test_a_converted_subclass_and_one_graph() -> None:
+    converted, plain = syncbn.convert_syncbn_model(CallsSuper2d(3)), syncbn.SyncBatchNorm(3)
+    x, offsets = torch.randn(5, 3, 2, 2), torch.tensor([0, 2, 5])
+    torch._dynamo.reset()
+    for layer, call in ((converted, converted), (plain, torch.compile(plain, fullgraph=True, backend="aot_eager"))):
+        expected = copy.deepcopy(layer)(x)
+        nested = jagged(x, offsets).requires_grad_()
+        output = call(nested).values()
+        torch.testing.assert_close(output, expected)
+        output.square().sum().backward()
+        assert nested.grad is not None
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
