@@ -8,63 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import full_batch, relative_error, require_promised
+from oracle import full_batch, relative_error
 from torch import nn
 from voting import Ranks
+from whole_batch import CHANNEL_LAST, CONTIGUOUS, SIZES, check_step, new_layer
 
 import syncbn
-
-SIZES = {2: [4, 2], 3: [3, 1, 2], 4: [1, 3, 2, 2]}  # samples of each rank, by the number of ranks
-CONTIGUOUS = torch.contiguous_format
-
-
-def check_step(
-    ranks: Ranks,
-    sizes: list[int],  # samples of each rank
-    rest: tuple[int, ...],  # channels, then inner sizes
-    x_dtype: torch.dtype,
-    layout: torch.memory_format | str = CONTIGUOUS,
-    residual: bool = False,
-    frozen: str = "",
-    **options: Any,
-) -> None:
-    """Forward and backward of this rank's slice equal those of the whole batch, relative to its largest value."""
-    torch.manual_seed(0)
-    x, dy, z = torch.randn(3, sum(sizes), *rest, dtype=torch.float64).to(x_dtype).to(ranks.device)
-    channel_last = layout == "channel_last"
-    if channel_last:
-        x, dy, z = (one.movedim(1, -1).contiguous() for one in (x, dy, z))
-    else:  # dy and z are contiguous: they must be brought to the layout of x
-        x = x.to(memory_format=layout)
-    options = {"dtype": torch.promote_types(x_dtype, torch.float32), "channel_last": channel_last} | options
-    layer = syncbn.SyncBatchNorm(rest[0], device=ranks.device, **options)
-    for name, parameter in layer.named_parameters():
-        nn.init.normal_(parameter).requires_grad_(name not in frozen.split())
-    arguments = layer.weight, layer.bias, z if residual else None, layer.fuse_relu, layer.eps
-    whole = full_batch(x, dy, *arguments, channel_dim=-1 if channel_last else 1)
-    own = ranks.slices(sizes)
-    x = x[own].clone(memory_format=torch.preserve_format).requires_grad_()
-    z = z[own].clone().requires_grad_() if residual else None
-    y = layer(x, z)
-    y.backward(dy[own])
-    assert (y.shape, y.dtype, x.grad.dtype) == (x.shape, x_dtype, x_dtype)
-    assert y.stride() == x.stride() or not y.numel()
-
-    found = {"output": y, "grad_input": x.grad, "running_mean": layer.running_mean, "running_var": layer.running_var}
-    if z is not None:
-        found["grad_z"] = z.grad
-    for name, parameter in layer.named_parameters():
-        assert (parameter.grad is None) == (name in frozen.split())
-        if parameter.requires_grad:
-            found[f"grad_{name}"] = ranks.total(parameter.grad)
-    for name, actual in found.items():
-        of_all = getattr(whole, name)
-        wanted = of_all[own] if of_all.ndim > 1 else of_all
-        scale = max(of_all.abs().max().item(), whole.gradient_scale if name == "grad_input" else 0.0)
-        if name in ("grad_weight", "grad_bias") and actual.dtype.itemsize == 2:  # of the ranks' rounded shares
-            assert relative_error(actual, wanted) <= torch.finfo(actual.dtype).eps, name
-        else:
-            require_promised(name, actual, wanted, scale)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +26,9 @@ def check_step(
         ((64, 1, 1), torch.float32, CONTIGUOUS, {}),  # one value a sample: channels and batch alone
         ((1, 17, 19), torch.float32, CONTIGUOUS, {}),  # one channel: contiguous and channels_last are the same memory
         ((5, 3, 4), torch.float64, CONTIGUOUS, {"residual": True, "fuse_relu": True}),  # which masks both gradients
-        ((5, 3, 4), torch.float64, "channel_last", {"residual": True, "fuse_relu": True, "eps": 1e-3}),
+        ((5, 3, 4), torch.float64, CHANNEL_LAST, {"residual": True, "fuse_relu": True, "eps": 1e-3}),
         ((5, 3, 4), torch.float64, CONTIGUOUS, {"fuse_relu": True, "bias": False}),
-        ((5, 3, 4), torch.float64, "channel_last", {"fuse_relu": True, "affine": False}),
+        ((5, 3, 4), torch.float64, CHANNEL_LAST, {"fuse_relu": True, "affine": False}),
         ((5, 3, 4), torch.float32, torch.channels_last, {"residual": True}),
         ((5, 3, 4), torch.bfloat16, torch.channels_last, {"residual": True, "fuse_relu": True}),
         ((5, 2, 3, 4), torch.float32, torch.channels_last_3d, {"residual": True}),
@@ -92,17 +41,23 @@ def check_step(
 def test_shapes_layouts_and_options(
     ranks: Ranks, rest: tuple[int, ...], dtype: torch.dtype, layout: Any, options: dict[str, Any]
 ) -> None:
-    check_step(ranks, SIZES[ranks.size], rest, dtype, layout, **options)
+    options = {"dtype": torch.promote_types(dtype, torch.float32), "channel_last": layout == CHANNEL_LAST} | options
+    frozen, residual = options.pop("frozen", "").split(), options.pop("residual", False)
+    layer = new_layer(ranks, rest[0], **options)
+    for name in frozen:
+        layer.get_parameter(name).requires_grad_(False)
+    check_step(ranks, layer, SIZES[ranks.size], rest[1:], dtype, layout, residual)
 
 
 def test_a_rank_without_samples(ranks: Ranks) -> None:
     """It neither hangs its peers nor shifts their statistics; its own gradients are empty or 0. One value on each
     rank is enough, for which plain batch norm raises."""
-    check_step(ranks, [1] * ranks.size, (6,), torch.float64)
+    double = torch.float64
+    check_step(ranks, new_layer(ranks, 6, dtype=double), [1] * ranks.size, (), double)
     for empty in range(ranks.size):
         sizes = [0 if rank == empty else 3 for rank in range(ranks.size)]
-        check_step(ranks, sizes, (4, 5), torch.float64, residual=True, fuse_relu=True)
-        check_step(ranks, sizes, (4, 5, 2), torch.float32, "channel_last")
+        check_step(ranks, new_layer(ranks, 4, fuse_relu=True, dtype=double), sizes, (5,), double, residual=True)
+        check_step(ranks, new_layer(ranks, 4, channel_last=True), sizes, (5, 2), torch.float32, CHANNEL_LAST)
 
 
 def test_uneven_spatial_sizes(ranks: Ranks) -> None:

@@ -1,13 +1,14 @@
 """A mask says which values count: all else enters no sum, whatever it holds (pytorch#70529)."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from counting import CountCollectives
-from oracle import full_batch
 from torch import Tensor
 from voting import Ranks
+from whole_batch import CHANNEL_LAST, CONTIGUOUS, check_step, new_layer
 
 import syncbn
 
@@ -42,54 +43,26 @@ def spread(valid: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("kind", "layout", "poison", "fused"),
     [
-        ("samples", "channels_last format", math.inf, True),
-        ("samples", "channel_last", math.nan, False),
-        ("values", "contiguous", math.inf, True),
-        ("values", "channels_last format", math.nan, False),
-        ("rows", "contiguous", math.nan, True),
-        ("rows", "channel_last", math.inf, True),
-        ("columns shared by all samples", "contiguous", math.inf, False),
-        ("columns shared by all samples", "channels_last format", math.nan, True),
+        ("samples", torch.channels_last, math.inf, True),
+        ("samples", CHANNEL_LAST, math.nan, False),
+        ("values", CONTIGUOUS, math.inf, True),
+        ("values", torch.channels_last, math.nan, False),
+        ("rows", CONTIGUOUS, math.nan, True),
+        ("rows", CHANNEL_LAST, math.inf, True),
+        ("columns shared by all samples", CONTIGUOUS, math.inf, False),
+        ("columns shared by all samples", torch.channels_last, math.nan, True),
     ],
 )
 def test_equals_batch_norm_of_the_values_that_count(
-    ranks: Ranks, kind: str, layout: str, poison: float, fused: bool
+    ranks: Ranks, kind: str, layout: Any, poison: float, fused: bool
 ) -> None:
     """NaN or inf stands wherever nothing counts, in the gradient of the output too."""
-    torch.manual_seed(0)
-    masks = [draw_mask(kind, rank) for rank in range(ranks.size)]
-    mask = torch.cat([(one.view(-1, 1, 1) if kind == "samples" else one).expand(SIZES) for one in masks])
-    drawn = 3 * torch.randn(3, len(mask), CHANNELS, *SIZES[1:], dtype=torch.float64) + 2
-    x, dy, z = drawn.masked_fill(~mask[:, None], poison)
-    weight, bias = torch.randn(2, CHANNELS, dtype=torch.float64)
-    valid_z = of_valid(z, mask) if fused else None
-    whole = full_batch(of_valid(x, mask), of_valid(dy, mask), weight, bias, valid_z, relu=fused)
-
-    channel_last, mine = layout == "channel_last", ranks.even(len(x))
-    layer = syncbn.SyncBatchNorm(CHANNELS, channel_last=channel_last, fuse_relu=fused, dtype=torch.float64)
-    layer.to(ranks.device).load_state_dict({"weight": weight, "bias": bias}, strict=False)
-
-    def own(tensor: Tensor) -> Tensor:
-        tensor = tensor[mine].to(ranks.device)
-        if channel_last:
-            return tensor.movedim(1, -1).contiguous()
-        return tensor.contiguous(memory_format=torch.channels_last) if "format" in layout else tensor
-
-    my_x, my_z = own(x).requires_grad_(), own(z).requires_grad_()
-    with CountCollectives() as forward:
-        y = layer(my_x, my_z if fused else None, mask=draw_mask(kind, ranks.rank).to(ranks.device))
-    with CountCollectives() as backward:
-        y.backward(own(dy))
-    assert (forward.total, backward.total) == (1, 1)
-    assert y.stride() == my_x.stride()
-    for actual, expected in ((y, whole.output), (my_x.grad, whole.grad_input), (my_z.grad, whole.grad_z)):
-        if expected is not None:
-            actual = actual.movedim(-1, 1) if channel_last else actual
-            torch.testing.assert_close(actual.cpu(), spread(expected, mask)[mine], rtol=1e-11, atol=1e-11)
-    for actual, expected in ((layer.weight.grad, whole.grad_weight), (layer.bias.grad, whole.grad_bias)):
-        torch.testing.assert_close(ranks.total(actual).cpu(), expected, rtol=1e-11, atol=1e-11)
-    running = layer.running_mean.cpu(), layer.running_var.cpu()
-    torch.testing.assert_close(running, (whole.running_mean, whole.running_var))
+    masks, options = [draw_mask(kind, rank) for rank in range(ranks.size)], {"fuse_relu": fused, "dtype": torch.float64}
+    for within in (CountCollectives(), None):  # by operators, and on the ordinary road
+        layer = new_layer(ranks, CHANNELS, channel_last=layout == CHANNEL_LAST, **options)
+        how = {"residual": fused, "masks": masks, "poison": poison, "scale": 3.0, "shift": 2.0, "within": within}
+        check_step(ranks, layer, [SIZES[0]] * ranks.size, SIZES[1:], torch.float64, layout, **how)
+        assert within is None or within.total == 2
 
 
 @pytest.mark.parametrize("track_running_stats", [True, False])

@@ -3,8 +3,6 @@
 The CPU stands for such a device.
 """
 
-import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,11 +14,11 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._pytree import tree_leaves
 from voting import Ranks
+from whole_batch import SIZES, check_step, new_layer
 from without_float64 import PerChannelAlone, take_for_one
 
 import syncbn
 
-SIZES = {1: [4], 2: [3, 2], 3: [3, 1, 2], 4: [1, 3, 2, 2]}  # samples of each rank, by the number of ranks
 C = 3
 TOLERANCE = 1e-5  # of the largest value; docs/platforms.md
 
@@ -32,45 +30,20 @@ def no_float64(monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> None:
     take_for_one(torch.device("cpu"), monkeypatch)
 
 
-def batch(ranks: Ranks, sizes: list[int], scale: float = 1.0, shift: float = 0.0) -> Any:
+def batch(ranks: Ranks, shift: float) -> tuple[Tensor, Tensor, Tensor, slice]:
     torch.manual_seed(0)
-    x, dy, z = torch.randn(3, sum(sizes), C, 4, 5)
-    return scale * x + shift, dy, z, ranks.slices(sizes)
+    x, dy, vector = torch.randn(3, sum(SIZES[ranks.size]), C, 4, 5)
+    return x + shift, dy, vector, ranks.slices(SIZES[ranks.size])
 
 
-def check_step(
-    ranks: Ranks, layer: syncbn.SyncBatchNorm, call: Callable[..., Tensor] | None = None, *, watched: bool = True,
-    sizes: list[int] | None = None, dtype: torch.dtype = torch.float32, scale: float = 1.0, shift: float = 100.0,
-    channels_last: bool = False, residual: bool = False, mask: Tensor | None = None,
+def check(
+    ranks: Ranks, layer: syncbn.SyncBatchNorm, watched: bool = True, sizes: list[int] | None = None,
+    dtype: torch.dtype = torch.float32, shift: float = 100.0, **options: Any,
 ) -> None:  # fmt: skip
-    """A step of the layer, by `call`, against the whole batch; 16 bits are rounded once more."""
-    x, dy, z, own = batch(ranks, sizes or SIZES[ranks.size], scale, shift)
-    x, dy, z = (tensor.to(dtype) for tensor in (x, dy, z if residual else torch.zeros_like(z)))
-    if channels_last:
-        x = x.to(memory_format=torch.channels_last)
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter)
-    counted = torch.ones(len(x), dtype=torch.bool) if mask is None else mask
-    momentum = 1.0 if layer.momentum is None else layer.momentum
-    arguments = layer.weight, layer.bias, z[counted], layer.fuse_relu
-    expected = full_batch(x[counted], dy[counted], *arguments, momentum=momentum)
-    x, z = (tensor[own].clone(memory_format=torch.preserve_format).requires_grad_() for tensor in (x, z))
-    with PerChannelAlone(C, ranks.size) if watched else contextlib.nullcontext():
-        y = (layer if call is None else call)(x, z if residual else None, None if mask is None else mask[own])
-        y.backward(dy[own])
-    assert y.dtype == dtype
-    assert layer.num_batches_tracked == 1
-    results = {"output": y, "grad_input": x.grad} | ({"grad_z": z.grad} if residual else {})
-    results |= {"running_mean": layer.running_mean, "running_var": layer.running_var}
-    results |= {f"grad_{name}": ranks.total(parameter.grad) for name, parameter in layer.named_parameters()}
-    for name, actual in results.items():
-        wanted = getattr(expected, name)
-        largest = max(wanted.abs().max().item(), expected.gradient_scale if name == "grad_input" else 0.0)
-        if wanted.ndim > 1:
-            wanted = wanted.new_zeros(dy.shape).masked_scatter(counted.view(-1, 1, 1, 1), wanted)[own]
-        tolerance = TOLERANCE + (torch.finfo(actual.dtype).eps if actual.dtype.itemsize == 2 else 0.0)
-        if wanted.numel():
-            assert (actual.double() - wanted).abs().max().item() <= tolerance * largest, name
+    """A step of the layer against the whole batch; watched, it makes no large float64 tensor."""
+    within = PerChannelAlone(C, ranks.size) if watched else None
+    sizes = sizes or SIZES[ranks.size]
+    check_step(ranks, layer, sizes, (4, 5), dtype, shift=shift, tolerance=TOLERANCE, within=within, **options)
 
 
 @pytest.mark.parametrize("watched", [True, False])
@@ -86,12 +59,12 @@ def check_step(
         ({"fuse_relu": True}, {"shift": 1e3}),
         ({}, {"residual": True, "shift": 0.0}),
         ({"fuse_relu": True}, {"residual": True, "shift": 5.0}),
-        ({"fuse_relu": True}, {"channels_last": True, "shift": 5.0}),
+        ({"fuse_relu": True}, {"layout": torch.channels_last, "shift": 5.0}),
         ({"momentum": None}, {"shift": 5.0}),
     ],
 )
 def test_a_step(ranks: Ranks, options: dict[str, Any], how: dict[str, Any], watched: bool) -> None:
-    check_step(ranks, syncbn.SyncBatchNorm(C, **options), watched=watched, **how)
+    check(ranks, new_layer(ranks, C, **options), watched, **how)
 
 
 @pytest.mark.two_ranks
@@ -100,13 +73,13 @@ def test_an_empty_rank_or_a_cpu(ranks: Ranks, sizes: list[int], has_cpu: bool, m
     """Rank 1 has no values, or float64, or both."""
     if has_cpu and ranks.rank == 1:
         monkeypatch.undo()
-    check_step(ranks, syncbn.SyncBatchNorm(C), watched=not has_cpu, sizes=sizes)
+    check(ranks, new_layer(ranks, C), not has_cpu, sizes)
 
 
 def test_a_mask(ranks: Ranks) -> None:
     """The samples that it leaves out are as if they were not there; then an evaluation."""
-    mask, layer = torch.arange(sum(SIZES[ranks.size])) != 1, syncbn.SyncBatchNorm(C)
-    check_step(ranks, layer, shift=1e3, mask=mask)
+    layer = new_layer(ranks, C)
+    check(ranks, layer, shift=1e3, masks=[torch.arange(size) != 1 for size in SIZES[ranks.size]])
     x = torch.randn(2, C, 4)
     statistics = layer.running_mean, layer.running_var, layer.weight, layer.bias
     torch.testing.assert_close(layer.eval()(x), nn.functional.batch_norm(x, *statistics))
@@ -115,7 +88,7 @@ def test_a_mask(ranks: Ranks) -> None:
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("shift", [0.0, 100.0])
 def test_second_derivatives(ranks: Ranks, relu: bool, shift: float) -> None:
-    x, dy, vector, own = batch(ranks, SIZES[ranks.size], shift=shift)
+    x, dy, vector, own = batch(ranks, shift=shift)
     x[0, 0, 0] = 0.0  # which sums leave out
     torch.manual_seed(1)
     weight, bias = torch.randn(2, C)
@@ -144,7 +117,7 @@ def test_second_derivatives(ranks: Ranks, relu: bool, shift: float) -> None:
 
 def test_the_tools(ranks: Ranks) -> None:
     """Statistics pooled over micro-batches, recomputed and merged; the functional backward."""
-    x, dy, _, own = batch(ranks, SIZES[ranks.size], shift=100.0)
+    x, dy, _, own = batch(ranks, shift=100.0)
     layer = syncbn.SyncBatchNorm(C, momentum=1.0)
     expected = full_batch(x, dy, layer.weight, layer.bias, momentum=1.0)
     with PerChannelAlone(C, ranks.size):
@@ -171,9 +144,9 @@ def test_compiled_graphs(ranks: Ranks) -> None:
         seen.extend(value for value in values if isinstance(value, Tensor))
         return make_boxed_func(graph)
 
-    layer = syncbn.SyncBatchNorm(C, fuse_relu=True)
+    layer = new_layer(ranks, C, fuse_relu=True)
     compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)
-    check_step(ranks, layer, compiled, watched=False)
+    check(ranks, layer, watched=False, call=compiled)
     assert seen
     assert all(tensor.dtype != torch.float64 or tensor.numel() <= 5 * C + 8 for tensor in seen)
 
@@ -196,7 +169,7 @@ def test_a_bad_argument_of_one_rank(ranks: Ranks) -> None:
 
 def test_gradients_of_the_statistics_keep_their_digits(ranks: Ranks) -> None:
     """The gradient of var is 2 (x - mean) / n, which about zero would lose all digits."""
-    whole, _, _, own = batch(ranks, SIZES[ranks.size], shift=1e4)
+    whole, _, _, own = batch(ranks, shift=1e4)
     x = whole[own].clone().requires_grad_()
     mean, var, _ = syncbn.functional.sync_batch_stats(x)
     (mean.sum() + var.sum()).backward()
