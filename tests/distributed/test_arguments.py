@@ -1,4 +1,7 @@
-"""A call of one rank that cannot be completed is refused on every rank, before anything is added up or changed."""
+"""Catches a call of one rank that cannot be completed, and is not refused on every rank before anything has changed.
+
+Also a warning on the wrong rank, and a traceback that shows frames of ours.
+"""
 
 import copy
 import os
@@ -177,15 +180,11 @@ def test_a_pruned_layer(ranks: Ranks, compiled: bool) -> None:
 
 
 @on_cpu
-@pytest.mark.parametrize("watched", [False, True])
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("channels_last", "watched"), [(False, False), (True, True)])
 @pytest.mark.parametrize(
     ("dtype", "value", "beyond"),
-    [
-        (torch.bfloat16, 1e20, "1e19"), (torch.bfloat16, 3e38, "1e19"), (torch.float64, 1e200, "1e154"),
-        (torch.float32, 3e38, None), (torch.float16, 6e4, None),
-    ],
-)  # fmt: skip
+    [(torch.bfloat16, 3e38, "1e19"), (torch.float64, 1e200, "1e154"), (torch.float32, 3e38, None)],
+)
 def test_squares_that_overflow_are_warned_of(
     ranks: Ranks, dtype: torch.dtype, value: float, beyond: str | None, channels_last: bool, watched: bool
 ) -> None:
@@ -238,43 +237,41 @@ def files_of(error: BaseException) -> list[str]:
 
 
 BAD = {
-    "channels": lambda ranks: torch.randn(2, C + 1, 4, 4),
-    "dims": lambda ranks: torch.randn(2, C),
-    "dtype": lambda ranks: torch.ones(2, C, 4, 4, dtype=torch.int64),
-    "no tensor": lambda ranks: [1.0],
+    "channels": lambda: torch.randn(2, C + 1, 4, 4),
+    "dims": lambda: torch.randn(2, C),
+    "dtype": lambda: torch.ones(2, C, 4, 4, dtype=torch.int64),
+    "no tensor": lambda: [1.0],
+}
+STATISTICS = torch.zeros(C), torch.ones(C)
+# What calls, and the files of the frames from there on.
+DOORS: dict[str, tuple[Callable[[object], object], list[str]]] = {
+    "training": (lambda x: syncbn.SyncBatchNorm2d(C)(x), ["module.py", "module.py", "layer.py"]),
+    "evaluation": (lambda x: syncbn.SyncBatchNorm2d(C).eval()(x), ["module.py", "module.py", "layer.py"]),
+    "function": (lambda x: sync_batch_norm(x, *STATISTICS, training=True), ["call_stack.py"]),
+    "backward": (lambda x: batch_norm_backward(torch.ones(2, C, 4, 4), x, *STATISTICS), ["call_stack.py"]),
 }
 
 
 @on_cpu
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("training", [True, False])
-def test_a_traceback_ends_at_the_door(ranks: Ranks, bad: str, training: bool) -> None:
-    """One line of the user's, torch's two frames of a module, and one of ours, on every rank; no other error before."""
-    layer = syncbn.SyncBatchNorm2d(C).train(training)
-    x = BAD[bad](ranks) if ranks.rank == 0 or not training else torch.randn(2, C, 4, 4)
+@pytest.mark.parametrize(
+    ("door", "bad"),
+    [
+        *((door, bad) for door in ("training", "evaluation") for bad in BAD),
+        ("function", "dtype"),
+        ("backward", "dtype"),
+    ],
+)
+def test_a_traceback_ends_at_the_door(ranks: Ranks, door: str, bad: str) -> None:
+    """The user's lines, torch's two frames of a module, and one of ours, on every rank; no other error before."""
+    call, files = DOORS[door]
+    x = BAD[bad]() if ranks.rank == 0 or door == "evaluation" else torch.randn(2, C, 4, 4)
     with pytest.raises((TypeError, ValueError)) as raised:
-        layer(x)
-    assert [name.rpartition("/")[2] for name in files_of(raised.value)] == [
-        "test_arguments.py", "module.py", "module.py", "layer.py"
-    ]  # fmt: skip
-    assert "During handling" not in "".join(traceback.format_exception(raised.value))
-    assert "direct cause" not in "".join(traceback.format_exception(raised.value))
-
-
-@on_cpu
-@pytest.mark.parametrize("call", ["one", "backward"])
-def test_a_traceback_of_a_function_ends_there(ranks: Ranks, call: str) -> None:
-    good, mean, var = torch.randn(2, C), torch.zeros(C), torch.ones(C)
-    x = good.long() if ranks.rank == 0 else good
-    calls = {
-        "one": lambda: sync_batch_norm(x, mean, var, training=True),
-        "backward": lambda: batch_norm_backward(good, x, mean, var),
-    }
-    with pytest.raises(TypeError) as raised:
-        calls[call]()
-    assert [name.rpartition("/")[2] for name in files_of(raised.value)] == [
-        "test_arguments.py", "test_arguments.py", "call_stack.py"
-    ]  # fmt: skip
+        call(x)
+    names = [name.rpartition("/")[2] for name in files_of(raised.value)]
+    assert names == ["test_arguments.py", "test_arguments.py", *files]
+    text = "".join(traceback.format_exception(raised.value))
+    assert "During handling" not in text
+    assert "direct cause" not in text
 
 
 @on_cpu
