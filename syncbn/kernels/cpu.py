@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels import interface
-from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Saved, Scratch
+from syncbn.kernels.interface import NO_BUFFERS, NO_MEMORY, UNSIGNED, Buffers, GradientPair, Inputs, Saved, Scratch
 from syncbn.statistics import num_statistics
 from syncbn.torch_internals.autograd import increment_version
 
@@ -163,6 +163,4 @@ class Backward(interface.BackwardKernels):
 
 
 def _refuse(status: int) -> None:
-    raise RuntimeError(
-        interface.NO_MEMORY if status == LACKS_MEMORY else f"a kernel for CPUs failed with status {status}"
-    )
+    raise RuntimeError(NO_MEMORY if status == LACKS_MEMORY else f"a kernel for CPUs failed with status {status}")

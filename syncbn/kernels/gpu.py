@@ -142,18 +142,13 @@ class Backward(interface.BackwardKernels):
         self.kind, self.channels, launches = kind, kind.layout.sizes[1], _Launches(kind.layout, kind.dtype, kind.device)
         dtype, narrow, y = kind.dtype, compute_dtype(kind.dtype), kind.dtype if kind.masks_by_y else None
         self.parts_of_sums = launches.sums((dtype, dtype, y, DOUBLE, DOUBLE), kind.masks_by_x)
-        num_parts, of_relu, compute = self.parts_of_sums.grid[1], int(kind.masks_by_x), launches.tiles.compute
-        grads = kind.grad_weight_dtype, kind.grad_bias_dtype
-        self.gradient_sums = launches.over_channels(
-            gpu_channels.gradient_sums, (DOUBLE, DOUBLE, DOUBLE, *grads), num_parts, compute=compute
-        )
-        self.channels_of_total = launches.over_channels(
-            gpu_channels.backward_channels, (DOUBLE, DOUBLE, kind.weight_dtype, narrow), of_relu
-        )
-        self.channels_of_parts = launches.over_channels(
-            gpu_channels.backward_channels_of_parts, (DOUBLE, DOUBLE, *grads, kind.weight_dtype, narrow), num_parts,
-            of_relu, compute=compute,
-        )  # fmt: skip
+        num_parts, of_relu = self.parts_of_sums.grid[1], int(kind.masks_by_x)
+        grads, weight = (kind.grad_weight_dtype, kind.grad_bias_dtype), kind.weight_dtype
+        over, kernels, compute = launches.over_channels, gpu_channels, launches.tiles.compute
+        self.gradient_sums = over(kernels.gradient_sums, (DOUBLE, DOUBLE, DOUBLE, *grads), num_parts, compute=compute)
+        self.channels_of_total = over(kernels.backward_channels, (DOUBLE, DOUBLE, weight, narrow), of_relu)
+        dtypes: Dtypes = DOUBLE, DOUBLE, *grads, weight, narrow
+        self.channels_of_parts = over(kernels.backward_channels_of_parts, dtypes, num_parts, of_relu, compute=compute)
         dtypes = dtype, dtype, y, dtype, dtype if kind.needs_residual else None, narrow
         self.input_gradient = launches.map(gpu_tiles.input_gradient, dtypes, kind.masks_by_x)
         self.coefficients_at, self.num_in_scratch = _scratch(self.channels, num_parts)

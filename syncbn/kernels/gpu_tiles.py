@@ -43,8 +43,7 @@ class Tiles(NamedTuple):
 GROUP = tl.constexpr(4)  # tiles that are loaded before the first is used
 CHUNK = tl.constexpr(32)  # tiles
 # Triton would compile anew for a size that is 1, or a multiple of 16.
-SIZES = ["num_rows", "rows_of_program", "channels", "inner", "multiplier", "shift"]
-SIGNATURE = ["signature"]
+SIZES = ["num_rows", "rows_of_program", "channels", "inner", "multiplier", "shift", "signature"]
 
 
 @triton.jit
@@ -118,9 +117,6 @@ def _through_relu(
         return dy
 
 
-# Sums.
-
-
 @triton.jit
 def _center(x, start, program, TILES: tl.constexpr):
     """The mean of the first tile, rounded to the dtype of x, or 0 where that is not finite."""
@@ -151,7 +147,7 @@ def store_trailer(trailer, num_values, signature):
     tl.store(trailer + 3, s * s)
 
 
-@triton.jit(do_not_specialize=SIZES + SIGNATURE)
+@triton.jit(do_not_specialize=SIZES)
 def parts_of_sums(
     x, dy, y, statistics, parts, signature, num_rows, rows_of_program, channels, inner, multiplier, shift,
     TILES: tl.constexpr, RELU: tl.constexpr,
@@ -208,9 +204,6 @@ def parts_of_sums(
         if (span == 0) & (part == 0):
             trailer = parts + 2 * tl.cast(tl.num_programs(1), tl.int64) * channels
             store_trailer(trailer, tl.cast(num_rows, tl.float64) * values_of_row, signature)
-
-
-# Maps.
 
 
 @triton.jit

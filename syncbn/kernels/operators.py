@@ -32,9 +32,8 @@ class Forward(interface.ForwardKernels):
         self, scratch: Scratch | None, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS,
         momentum: float | None = 0.0,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
-        (x, *others), kind = inputs, self.kind
-        options: tuple[Any, ...] = *others, kind.eps, kind.relu
-        y, statistics = _forward_outputs(x, kind.layout.channel_dim, total, *options)
+        (x, weight, bias, residual), kind, channel_dim = inputs, self.kind, self.kind.layout.channel_dim
+        y, statistics = _forward_outputs(x, channel_dim, total, weight, bias, residual, kind.eps, kind.relu)
         update_buffers(*buffers, statistics, momentum)
         return y, statistics, True
 
