@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from jobs import run_text
 from roads_taken import with_gaps
+from tensor_subclasses import Image
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -87,7 +88,8 @@ RETURNED: dict[str, tuple[Callable[[Tensor], Tensor], list[str], bool]] = {
     "channels last": (lambda one: one.to(memory_format=torch.channels_last), ["x", "y"], False),
     "negative": (lambda one: torch._neg_view(-one), ["x", "w", "s", "y", "xwsy"], False),
     "rounded": (lambda one: one.bfloat16().to(one.dtype), ["xwsy"], True),
-    "of another dtype": (Tensor.half, ["xwsy"], True),
+    "of another dtype": (Tensor.half, ["x", "s", "y", "xwsy"], True),
+    "of another class": (lambda one: one.as_subclass(Image), ["x", "w", "s", "y"], False),
 }
 
 
@@ -100,6 +102,7 @@ def test_saved_tensors_may_come_back_as_others(name: str, moved: str) -> None:
     def gradients(moved: str) -> tuple[Tensor, Tensor]:
         saved = itertools.chain("xwsy", itertools.repeat("-"))  # x, weight, statistics, y; those of other layers
         own_x, layer = x.clone().requires_grad_(), syncbn.SyncBatchNorm(3, fuse_relu=True)
+        layer.weight.data.copy_(torch.tensor([1.0, 2.0, -1.0]))
         with torch.autograd.graph.saved_tensors_hooks(
             lambda kept: (next(saved), kept), lambda named: move(named[1]) if named[0] in moved else named[1]
         ):

@@ -227,6 +227,7 @@ WAYS: dict[str, Callable[..., list[Tensor]]] = {
     "of zeros": lambda y, given, dy: gradients(y, given, torch._efficientzerotensor(dy.shape)),
     "of a wrapper": lambda y, given, dy: gradients(y, given, escaped(dy)),
     "of a negative view": lambda y, given, dy: gradients(y, given, torch._neg_view(-dy)),
+    "of a subclass": lambda y, given, dy: [*map(plain, gradients(y, given, dy.as_subclass(Image)))],
 }
 
 
@@ -243,9 +244,14 @@ def test_backward_asks_again(way: str) -> None:
     as_torch(run, *(["backward"] if way != "as it is" else []), rtol=1e-4)
 
 
-def test_a_weight_that_becomes_one_of_another_dtype() -> None:
-    """As by an optimizer that exchanges `weight.data` before backward: no number is read as one of the dtype before."""
+def test_a_weight_that_becomes_another_before_backward() -> None:
+    """As by an optimizer that exchanges `weight.data`: no number is read as one of the dtype before, or behind them."""
     x, dy = torch.randn(2, *SHAPE)
+    layer = syncbn.SyncBatchNorm2d(3)
+    y = layer(x.clone().requires_grad_())
+    layer.weight.data = torch.ones(2)
+    with pytest.raises(RuntimeError, match="weight"):
+        y.backward(dy)
 
     def run(layer: Layer) -> tuple[Tensor, ...]:
         own_x = x.clone().requires_grad_()

@@ -1,4 +1,7 @@
-"""A plan serves the calls of one kind: its key tells all others apart, and keeps none of them alive."""
+"""Catches a call that runs by the plan of another, or a plan that keeps something alive or is made anew in each call.
+
+What a plan must tell apart is in a table: each step beside others is that of float64, on the road that the table says.
+"""
 
 import gc
 import weakref
@@ -12,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from roads_taken import escaped, general_road, with_gaps
 from subclasses_of_batchnorm import OnlyAttributes
+from tensor_subclasses import plain
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -19,8 +23,7 @@ import syncbn
 from syncbn import plan, training
 from syncbn.arguments import Options, Tensors
 from syncbn.diagnosis.sites import Caller
-from syncbn.kernels.interface import ForwardKind
-from syncbn.layout import Layout
+from syncbn.torch_internals.autograd import is_wrapped
 from syncbn.torch_internals.state import PLAIN_OR_NONE
 
 # A call with all there is. The sizes are equal, so that any dim may be that of the channels.
@@ -55,8 +58,15 @@ def train(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def check_step(given: dict[str, Any]) -> None:
-    """A training step with these arguments is torch's, of float64. No mask has an effect here."""
-    wide = {name: one.double() + 0 if isinstance(one, Tensor) else one for name, one in given.items()}
+    """A training step with these arguments is torch's, of float64. No mask has an effect here. (What torch.func has
+    wrapped has no gradient outside of it.)"""
+    wide = {name: one.detach().double() + 0 if isinstance(one, Tensor) else one for name, one in given.items()}
+    leaves = [
+        name for name in ("input", "z", "weight", "bias") if given[name] is not None and not is_wrapped(given[name])
+    ]
+    for name in leaves:
+        given[name].requires_grad_()
+        wide[name].requires_grad_()
     x, mean, var = wide["input"].movedim(given["channel_dim"], 1), wide["running_mean"], wide["running_var"]
     counter = given["counter"]
     count = None if counter is None else int(counter) + 1
@@ -68,6 +78,12 @@ def check_step(given: dict[str, Any]) -> None:
     actual, _ = train(given)
     rounding = 16 * torch.finfo(actual.dtype).eps
     torch.testing.assert_close(actual.double(), y, rtol=rounding, atol=rounding)
+    dy = plain(actual).cos()
+    gradients = torch.autograd.grad(actual, [given[name] for name in leaves], dy)
+    expected = torch.autograd.grad(y, [wide[name] for name in leaves], dy.double())
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        rounding = 16 * torch.finfo(gradient.dtype).eps
+        torch.testing.assert_close(gradient.double(), wanted, rtol=rounding, atol=rounding)
     for running, expected in ((given["running_mean"], mean), (given["running_var"], var)):
         if running is not None:
             rounding = 1e-2 if running.dtype.itemsize == 2 else 1e-6
@@ -149,6 +165,7 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     "channel_dim from the right": ({"channel_dim": -1}, PLAN),
     "class of channel_dim": ({"channel_dim": 1.0}, TypeError),
     "relu": ({"relu": True}, PLAN),
+    "relu without a residual": ({"relu": True, "z": None}, PLAN),
     "class of relu": ({"relu": np.bool_(False)}, GENERAL),
     "num_channels": ({"num_channels": 4}, PLAN),  # only a name beside tensors
     "num_channels alone": ({"num_channels": 4, **dict.fromkeys(PER_CHANNEL)}, ValueError),
@@ -184,15 +201,22 @@ def test_a_call_beside_the_plan_of_another(name: str) -> None:
     check_step(changed())
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_each_kind_of_call_has_a_plan_of_its_own(order: int) -> None:
+    """Or none, whichever are made before."""
+    plans = {name: forward_plan(**others) for name, (others, _) in [*DIFFERENCES.items()][::order]}
+    made = {name: one for name, one in plans.items() if one is not None}
+    assert made.keys() == {name for name, (_, outcome) in DIFFERENCES.items() if outcome in (PLAN, COPIED)}
+    assert len({*map(id, made.values())}) == len(made)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_tensors_without_strides() -> None:
-    """torch's own error about strides must not reach the user; a hook may put such a tensor in place of a saved one."""
+    """torch's own error about strides must not reach the user."""
     for sparse in (X.to_sparse_csr(), X.to_sparse(), X.to_mkldnn()):
         assert forward_plan(input=sparse) is None
         with pytest.raises(TypeError, match="expected a dense input"):
             train(changed(input=sparse))
-        for name in ("dy", "x", "y"):
-            assert backward_plan_of(**{name: sparse}) is None
 
 
 def test_momentum_is_not_of_a_plan() -> None:
@@ -214,74 +238,29 @@ def test_gpus_are_told_apart() -> None:
     assert plan._facts_of(first) != plan._facts_of(second)
 
 
-# Backward.
-
-STATISTICS = torch.ones(10, dtype=torch.float64)
-BASE_OF_BACKWARD: dict[str, Any] = {
-    "dy": Z, "x": X, "weight": BASE["weight"], "statistics": STATISTICS, "y": X + 1,
-    "needed": (True, True, True, True), "bias_dtype": torch.float32, "layout": Layout.of(X, 1),
-    "eps": 1.0, "relu": True,
-}  # fmt: skip
-TENSORS = "dy", "x", "weight", "statistics", "y"
+def backward_plans() -> list[Any]:
+    return [made for made in plan._plans.values() if not isinstance(made, plan.Plan)]
 
 
-def in_all(change: Callable[[Tensor], Tensor]) -> dict[str, object]:
-    """Of dy, x and y."""
-    return {name: change(BASE_OF_BACKWARD[name]) for name in ("dy", "x", "y")}
+def test_each_kind_of_backward_has_a_plan_of_its_own() -> None:
+    names = "nothing", "shape of x", "strides of x", "dtype of x", "eps", "channel_dim", "no weight", "relu"
+    names = *names, "relu without a residual", "dtype of weight", "dtype of bias"
+    for name in names:
+        check_step(changed(**DIFFERENCES[name][0]))
+    assert None not in backward_plans()
+    assert len(backward_plans()) == len(names)
 
 
-DIFFERENCES_OF_BACKWARD: dict[str, tuple[dict[str, object], str]] = {
-    "nothing": ({}, PLAN),
-    "shape": (in_all(lambda x: x[:2]) | {"layout": Layout.of(X[:2], 1)}, PLAN),
-    "strides": (in_all(channel_innermost) | {"layout": Layout.of(channel_innermost(X), 1)}, PLAN),
-    "dtype": (in_all(Tensor.double), PLAN),
-    "dtype of weight": ({"weight": BASE["weight"].half()}, PLAN),
-    **{f"dtype of {name}": ({name: BASE_OF_BACKWARD[name].half()}, GENERAL) for name in TENSORS if name != "weight"},
-    **{f"shape of {name}": ({name: BASE_OF_BACKWARD[name][:2]}, GENERAL) for name in TENSORS},
-    **{f"device of {name}": ({name: BASE_OF_BACKWARD[name].to("meta")}, GENERAL) for name in TENSORS},
-    **{
-        f"{name} {how}": ({name: change(BASE_OF_BACKWARD[name])}, GENERAL)
-        for how, change in UNREADABLE.items() for name in TENSORS
-    },
-    "no weight": ({"weight": None}, PLAN),
-    "no relu": ({"y": None, "relu": False}, PLAN),
-    "a relu without a residual": ({"y": None, "statistics": torch.ones(16, dtype=torch.float64)}, PLAN),
-    "statistics of no relu": ({"y": None}, GENERAL),
-    "layout": ({"layout": Layout.of(X, 2)}, PLAN),
-    "no gradient of weight": ({"needed": (True, False, True, True)}, PLAN),
-    "no gradient of bias": ({"needed": (True, True, False, True)}, PLAN),
-    "dtype of bias": ({"bias_dtype": torch.float64}, PLAN),
-}  # fmt: skip
-
-
-def backward_plan_of(**others: Any) -> Any:
-    given = BASE_OF_BACKWARD | others
-    saved = given["x"], given["weight"], given["statistics"], given["y"]
-    kind = ForwardKind(
-        given["layout"], torch.float32, torch.device("cpu"), given["eps"], given["relu"], given["y"] is not None
-    )
-    return plan.backward_plan(kind._replace(bias_dtype=given["bias_dtype"]), given["dy"], saved, given["needed"])
-
-
-@pytest.mark.parametrize("order", [1, -1])
-@pytest.mark.parametrize(
-    ("plan_of", "differences"), [(forward_plan, DIFFERENCES), (backward_plan_of, DIFFERENCES_OF_BACKWARD)]
-)
-def test_each_ingredient_of_the_key(plan_of: Callable[..., Any], differences: dict[str, Any], order: int) -> None:
-    """Each kind has a plan of its own or none, whichever are made before. What is saved for backward may come back as
-    another tensor; without this in the key it would be read as the one before."""
-    plans = {name: plan_of(**others) for name, (others, _) in [*differences.items()][::order]}
-    made = {name: one for name, one in plans.items() if one is not None}
-    assert made.keys() == {name for name, (_, outcome) in differences.items() if outcome in (PLAN, COPIED)}
-    assert len({*map(id, made.values())}) == len(made)
-
-
-def test_no_gradient_is_computed_that_is_not_needed() -> None:
-    """Autograd would throw it away in silence."""
-    for needed in ([True, False], [False, True]):
-        made = backward_plan_of(needed=(True, *needed, True))
-        _, *of_parameters, _ = made.backward_sums(Z, (X, None, STATISTICS, X + 1))
-        assert [one is not None for one in of_parameters] == needed
+def test_the_gradients_that_are_needed_are_computed_and_no_others() -> None:
+    """Autograd would throw away others in silence."""
+    for frozen in ("weight", "bias", "neither"):
+        layer, x = syncbn.SyncBatchNorm1d(3), torch.randn(2, 3, requires_grad=True)
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_(name != frozen)
+        layer(x).sum().backward()
+        kind = backward_plans()[-1].kind
+        assert [kind.grad_weight_dtype is None, kind.grad_bias_dtype is None] == [frozen == "weight", frozen == "bias"]
+        assert [parameter.grad is None for parameter in layer.parameters()] == [frozen == "weight", frozen == "bias"]
 
 
 # What a plan holds.
