@@ -1,4 +1,7 @@
-"""examples/imagenet.py on a folder of digits: it learns, goes on from its checkpoint, and says what is wrong."""
+"""Catches an examples/imagenet.py that does not learn, starts anew at its checkpoint, or hides what is wrong.
+
+Its data are a folder of digits.
+"""
 
 import importlib
 import re

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from voting import Ranks
 
 SHARE = 2  # samples of a rank in a step
@@ -22,6 +23,17 @@ def small_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(6 * 16, 5),
     ).to(dtype)
+
+
+class Checkpointed(nn.Module):
+    """Computes `block` again in backward."""
+
+    def __init__(self, block: nn.Module, **options: object) -> None:
+        super().__init__()
+        self.block, self.options = block, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, **self.options)
 
 
 def whole_batches(ranks: Ranks, num_steps: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -57,8 +69,8 @@ def require_equal_state(actual: nn.Module, expected: nn.Module) -> None:
     """Parameters and buffers to 1e-11: roundings of 1e-16 grow in training."""
     state = actual.state_dict()
     for name, value in expected.state_dict().items():
-        found = state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name]
-        torch.testing.assert_close(found, value, rtol=1e-11, atol=1e-11, msg=name)
+        whole = state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name]
+        torch.testing.assert_close(whole, value, rtol=1e-11, atol=1e-11, msg=name)
 
 
 @contextlib.contextmanager

@@ -1,20 +1,23 @@
-"""Stages of a pipeline: each over the ranks that hold it, as one process; over others they are refused."""
+"""Catches a stage of a pipeline that synchronises over ranks of other stages, which must be refused by name.
+
+That its own ranks train as one process is in test_pipeline_schedules.py.
+"""
 
 import os
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 from voting import Ranks
 
 import syncbn
 
 pytestmark = pytest.mark.skipif(int(os.environ.get("WORLD_SIZE", "1")) % 2 == 1, reason="a pipeline of two stages")
-MICRO_BATCHES, SHARE = 2, 3  # per rank: samples of a micro-batch
+SHARE = 3  # samples
 
 
 def two_stages(device: torch.device) -> nn.Sequential:
@@ -26,40 +29,6 @@ def two_stages(device: torch.device) -> nn.Sequential:
 
 def mesh_of(ranks: Ranks) -> DeviceMesh:
     return init_device_mesh(ranks.device.type, (2, ranks.size // 2), mesh_dim_names=("pp", "dp"))
-
-
-def loss_fn(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().mean()
-
-
-def test_each_stage_over_its_own_ranks_trains_as_one_process(ranks: Ranks) -> None:
-    """Each micro-batch is normalised by itself, over the ranks that hold the stage, as docs/pipelines.md has it.
-
-    With the shapes that it gives nothing else moves the running statistics; without, memory that is not written may.
-    """
-    mesh = mesh_of(ranks)
-    index, num_parts, part = mesh["pp"].get_local_rank(), mesh["dp"].size(), mesh["dp"].get_local_rank()
-    whole = two_stages(ranks.device)
-    batch = torch.randn(MICRO_BATCHES, num_parts, SHARE, 8, dtype=torch.float64, device=ranks.device)
-    for micro_batch in batch:
-        (loss_fn(whole(micro_batch.flatten(0, 1)), batch.new_tensor(1.0)) / MICRO_BATCHES).backward()
-
-    module = syncbn.convert_syncbn_model(two_stages(ranks.device)[index], process_group=mesh["dp"])
-    x, between = batch.new_empty(SHARE, 8), batch.new_empty(SHARE, 8, requires_grad=True)
-    shapes = (
-        {"input_args": x, "output_args": between},
-        {"input_args": between, "output_args": batch.new_empty(SHARE, 1, requires_grad=True)},
-    )
-    stage = PipelineStage(module, index, 2, ranks.device, **shapes[index], group=mesh.get_group("pp"))
-    schedule = ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=loss_fn)
-    if index == 0:
-        schedule.step(batch[:, part].flatten(0, 1))
-    else:
-        schedule.step(target=batch.new_ones(MICRO_BATCHES * SHARE, 1))
-    torch.testing.assert_close(dict(module.named_buffers()), dict(whole[index].named_buffers()))
-    for parameter, expected in zip(module.parameters(), whole[index].parameters(), strict=True):
-        dist.all_reduce(parameter.grad, group=mesh.get_group("dp"))
-        torch.testing.assert_close(parameter.grad / num_parts, expected.grad)
 
 
 @pytest.mark.parametrize("wrap", [nn.Identity, DistributedDataParallel])

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
-from training import mine, require_equal_state, small_model, train, unchanged, whole_batches
+from training import Checkpointed, mine, require_equal_state, small_model, train, unchanged, whole_batches
 from voting import Ranks
 
 import syncbn
@@ -39,16 +38,8 @@ def shard(model: nn.Module, ranks: Ranks) -> nn.Module:
     return model
 
 
-class Checkpointed(nn.Sequential):
-    use_reentrant: bool
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
-
-
 def checkpointed(model: nn.Module, use_reentrant: bool) -> nn.Module:
-    part = Checkpointed(*model[1])
-    part.use_reentrant = use_reentrant
+    part = Checkpointed(model[1], use_reentrant=use_reentrant)
     return DistributedDataParallel(nn.Sequential(model[0], part, *model[2:]))
 
 
