@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from roads_taken import Layer, as_torch, close, escaped, general_road, twins, with_gaps
 from subclasses_of_batchnorm import parametrized
 from tensor_subclasses import Image, MetaImage, as_class, plain
@@ -25,10 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from training import step, unchanged
 
 import syncbn
-from syncbn.comm import groups
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available
-from syncbn.reductions import eager as reductions
 from syncbn.reductions.interface import OneRank
 
 SHAPE = 4, 3, 5, 2
@@ -342,28 +339,6 @@ def test_gaps_and_negative_views(how: str, subclass: type[Tensor]) -> None:
 
 
 # Beside others.
-
-
-@pytest.mark.parametrize("process_group", [None, 1, "group"])
-def test_a_group_of_one_rank_communicates_nothing(
-    group_of_one: dist.ProcessGroup, process_group: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And nobody is told that it does not: this is what was asked for."""
-    x, sent = torch.randn(SHAPE), []
-
-    def run(layer: Layer) -> dict[str, Tensor | None]:
-        layer.process_group = group_of_one if process_group == "group" else process_group
-        layer(x)  # may make its groups
-        with monkeypatch.context() as patch:
-            patch.setattr(reductions, "all_reduce", lambda *given: sent.append(given))
-            found = step(layer, layer, x)
-        assert not sent
-        assert type(layer) is nn.BatchNorm2d or syncbn.summary(layer)[0].last_step == "not synchronised"
-        return found
-
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    groups.warn_if_meant_for_several_ranks.cache_clear()
-    as_torch(run)
 
 
 def test_hooks_of_all_kinds() -> None:

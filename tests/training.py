@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from voting import Ranks
@@ -34,6 +36,14 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.block, x, **self.options)
+
+
+def shard(model: nn.Module, ranks: Ranks, **options: object) -> nn.Module:
+    """FSDP2 of every block, then of the rest."""
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    for block in model[:2]:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def whole_batches(ranks: Ranks, num_steps: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

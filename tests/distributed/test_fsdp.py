@@ -11,20 +11,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from training import mine, require_equal_state, require_trains_as, small_model, train, whole_batches
+from training import mine, require_equal_state, require_trains_as, shard, small_model, train, whole_batches
 from voting import Ranks
 
 import syncbn
 
 STEPS = 4
-
-
-def shard(model: nn.Module, ranks: Ranks, **options: object) -> nn.Module:
-    """Every block, then the rest."""
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
-    for block in model[:2]:
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated", "ignore:torch.distributed is disabled")  # of dcp.load

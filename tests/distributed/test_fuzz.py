@@ -1,4 +1,4 @@
-"""Drawn programs: layers of any kind are trained, evaluated, converted, copied, loaded in any order, on uneven ranks.
+"""Catches what no other test thought of: drawn layers train, evaluate, convert, copy and load on uneven ranks.
 
 Each step is compared with the float64 oracle of the batch of the layer's group. More of them, or others:
 
@@ -77,8 +77,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     if layout == "negative":
         return torch._neg_view(-x)
     if layout == "permuted":
-        backwards = tuple(range(x.ndim))[::-1]
-        return x.permute(backwards).contiguous().permute(backwards)
+        return x.movedim(0, -1).contiguous().movedim(-1, 0)
     if layout == "expanded" and x.shape[-1]:
         return x[..., :1].expand(x.shape)
     if layout == "channels_last" and x.ndim in (4, 5):

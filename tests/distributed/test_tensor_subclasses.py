@@ -13,10 +13,8 @@ import pytest
 import torch
 from tensor_subclasses import Image, MetaImage, Observed, as_class, plain
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from training import Checkpointed, mine, require_equal_state, small_model, train, unchanged, whole_batches
+from training import Checkpointed, mine, require_equal_state, shard, small_model, train, unchanged, whole_batches
 from voting import Ranks
 
 import syncbn
@@ -29,13 +27,6 @@ C = 3
 def on_rank_0(ranks: Ranks, tensor: Tensor, subclass: type[Tensor] = MetaImage) -> Tensor:
     """The tensor, of the subclass on rank 0."""
     return as_class(tensor, subclass if ranks.rank == 0 else Tensor)
-
-
-def shard(model: nn.Module, ranks: Ranks) -> nn.Module:
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
-    for part in (model[0], model[1], model):
-        fully_shard(part, mesh=mesh)
-    return model
 
 
 def checkpointed(model: nn.Module, use_reentrant: bool) -> nn.Module:
