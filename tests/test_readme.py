@@ -1,11 +1,10 @@
-"""README.md is short and its programs run; what README.md and the guides link to and name is there."""
+"""Catches a README.md or guide whose programs fail, whose links and names lead nowhere, or that says what is not so."""
 
 import ast
 import pkgutil
 import re
 import shutil
 import sys
-import tarfile
 import zipfile
 from email import message_from_string
 from pathlib import Path
@@ -230,73 +229,41 @@ def test_programs_on_two_ranks(program: str, tmp_path: Path) -> None:
     run_on_ranks(2, script)
 
 
-def copy_of_the_project(folder: Path) -> Path:
-    ignored = shutil.ignore_patterns(".*", "build", "runs", "*.so", "__pycache__")
-    return shutil.copytree(ROOT, folder / "copy", ignore=ignored)
+URLS = {"Repository": "https://example.org/syncbn", "Documentation": "https://guides.example.org/syncbn/"}
+DESCRIPTION = description(README, URLS, syncbn.__version__)
 
 
-REPOSITORY, DOCUMENTATION = "https://example.org/syncbn", "https://guides.example.org/syncbn"
-TARGETS = re.compile(r'(?:href|src)="([^"]*)"')
-
-
-def file_behind(address: str) -> tuple[Path, str]:
-    """The file and the anchor that an address of the project would show."""
-    path, _, anchor = address.partition("#")
-    if path.startswith(f"{DOCUMENTATION}/"):
-        return ROOT / "docs" / path.removeprefix(f"{DOCUMENTATION}/").replace(".html", ".md"), anchor
-    tagged = re.fullmatch(rf"{REPOSITORY}/(?:blob|raw)/v{re.escape(syncbn.__version__)}/(.*)", path)
-    assert tagged, address
-    return ROOT / tagged[1], anchor
-
-
-def test_the_description_on_the_package_index_has_no_dead_link(tmp_path: Path) -> None:
-    """That of sdist and wheel, rendered as the index does, with the setting of the first release."""
-    copy = copy_of_the_project(tmp_path)
-    project = copy / "pyproject.toml"
-    urls = f'[project.urls]\nRepository = "{REPOSITORY}"\nDocumentation = "{DOCUMENTATION}/"\n'
-    project.write_text(project.read_text() + urls)
-    build = "import hatchling.build as b; print(b.build_sdist('.'), b.build_wheel('.'))"
-    sdist, wheel = run(sys.executable, "-c", build, folder=copy, CXX="false").split()
-    with tarfile.open(copy / sdist) as archive, zipfile.ZipFile(copy / wheel) as other:
-        files = (
-            archive.extractfile(f"{sdist.removesuffix('.tar.gz')}/PKG-INFO"),
-            other.open(f"{wheel.removesuffix('-py3-none-any.whl')}.dist-info/METADATA"),
-        )
-        of_sdist, of_wheel = (message_from_string(file.read().decode()) for file in files if file)
-    text = of_wheel.get_payload()
-    assert text == of_sdist.get_payload()
-    assert of_wheel["Description-Content-Type"] == "text/markdown"
-    rendered = markdown.render(text)
-    targets = TARGETS.findall(rendered)
-    assert len(targets) == len(TARGETS.findall(markdown.render(README))) + 2 * len(BADGES)
-    outside = ("https://github.com/", "https://img.shields.io/pypi/", "https://pypi.org/project/")
-    headings = "#user-content-"  # which the index makes
-    workflows = {f"{REPOSITORY}/actions/workflows/{file.name}" for file in WORKFLOWS}
-    for address in targets:
-        if (
-            address.startswith((headings, *outside))
-            or address.removesuffix("/badge.svg") in workflows
-            or address == DOCUMENTATION
-        ):
-            continue
-        file, anchor = file_behind(address)
-        assert file.exists(), address
-        assert not anchor or anchor in anchors(file), address
-    assert blocks(text, "python") == blocks(README, "python")
-
-
-def test_without_addresses_the_description_is_the_readme() -> None:
+def test_the_description_on_the_package_index_has_no_dead_link() -> None:
+    """With the setting of the first release each link of README.md, which test_links follows, has an address."""
+    repository, documentation = URLS["Repository"], URLS["Documentation"]
+    link = re.compile(r'(?:href|src)="([^"]*)"')
+    targets, in_readme = (link.findall(markdown.render(text)) for text in (DESCRIPTION, README))  # as the index does
+    assert len(targets) == len(in_readme) + 2 * len(BADGES)
+    assert all(target.startswith(("#user-content-", "https://")) for target in targets)
+    workflows = {target.removesuffix("/badge.svg") for target in targets if "/actions/workflows/" in target}
+    assert workflows <= {f"{repository}/actions/workflows/{file.name}" for file in WORKFLOWS}
+    text = re.sub(rf"{repository}/(?:blob|raw)/v{re.escape(syncbn.__version__)}/", "", DESCRIPTION)
+    text = re.sub(rf"{documentation}(\w+)\.html", r"docs/\1.md", text)
+    badges = "\n".join(BADGES).format(Repository=repository, Documentation=documentation.rstrip("/"))
+    assert text.replace(f"\n{badges}\n", "", 1) == README
     assert description(README, {}, syncbn.__version__) == README
 
 
 def test_installs(tmp_path: Path) -> None:
-    """`pip install .` and `python -m syncbn info`, of a copy and without a compiler, which makes it fast. An editable
-    install offers the package alone, and not `import tests`, which may be meant to be the user's."""
-    copy, installed = copy_of_the_project(tmp_path), tmp_path / "installed"
+    """`pip install .` and `python -m syncbn info`, of a copy and without a compiler, which makes it fast; the package
+    has the description for the index. An editable install offers the package alone, and not `import tests`, which may
+    be meant to be the user's."""
+    ignored = shutil.ignore_patterns(".*", "build", "runs", "*.so", "__pycache__")
+    copy, installed = shutil.copytree(ROOT, tmp_path / "copy", ignore=ignored), tmp_path / "installed"
+    with (copy / "pyproject.toml").open("a") as project:
+        project.write("[project.urls]\n" + "".join(f'{name} = "{address}"\n' for name, address in URLS.items()))
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", installed]
     run(sys.executable, "-m", "pip", "install", *options, copy, CXX="false")
     said = run(sys.executable, "-m", "syncbn", "info", folder=tmp_path, PYTHONPATH=str(installed))
     assert f"{syncbn.__version__}, {installed / 'syncbn'}" in said
+    (metadata,) = (message_from_string(file.read_text()) for file in installed.glob("syncbn-*.dist-info/METADATA"))
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_payload() == DESCRIPTION
     build = "import hatchling.build; print(hatchling.build.build_editable('.'))"  # as pip does
     output = run(sys.executable, "-c", build, folder=copy, CXX="false")
     with zipfile.ZipFile(copy / output.strip()) as wheel:
