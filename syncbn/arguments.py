@@ -3,7 +3,7 @@
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self, TypeAlias, overload
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,10 @@ from syncbn.texts import in_short
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 PER_CHANNEL = "running_mean", "running_var", "weight", "bias"
-# The functions `_check_input_dim` that look at the number of dims alone; None: a function has no such check.
 CheckOfDims: TypeAlias = Callable[[Any, Tensor], Any]  # (layer, input)
-CHECKS_OF_DIMS: set[CheckOfDims | None] = {
-    None, nn.BatchNorm1d._check_input_dim, nn.BatchNorm2d._check_input_dim, nn.BatchNorm3d._check_input_dim
-}  # fmt: skip
+ANY_DIMS: CheckOfDims = _BatchNorm._check_input_dim  # not implemented: SyncBatchNorm takes any number of dims
+# The checks that look at the number of dims alone.
+CHECKS_OF_DIMS = {ANY_DIMS, *(layer._check_input_dim for layer in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))}
 
 
 class Tensors(NamedTuple):
@@ -42,23 +41,18 @@ class Tensors(NamedTuple):
         """The same tensors without running statistics and counter."""
         return self._replace(running_mean=None, running_var=None, counter=None)
 
-    def require_running_stats(self) -> None:
-        """Raises ValueError where there are no running statistics; `check` refuses one of them without the other."""
-        if self.running_mean is None and self.running_var is None:
-            raise ValueError("running_mean must be defined in evaluation mode; or pass training=True")
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Options:
-    """What a layer, or a call of a function, was told beside its tensors; see `functional.sync_batch_norm`. A layer
-    makes them anew when one of them changes."""
+    """The arguments of a batch norm that are no tensors; see `functional.sync_batch_norm`. A layer makes them anew when
+    one of them changes."""
 
     momentum: float | Tensor | None = 0.0  # None: the average of all batches, which the counter counts
     eps: float = 1e-5
     channel_dim: int = 1
     relu: bool = False
     num_channels: int | None = None  # num_features, which counts where no tensor has C values; None for a function
-    check_input_dim: CheckOfDims | None = None  # of a layer that takes some numbers of dims only
+    check_input_dim: CheckOfDims = ANY_DIMS
     process_group: GroupSpec | MeshGroup = None
     plan_key: tuple[object, ...] = field(init=False)  # all that plans depend on; True == 1 == 1.0, so with the classes
 
@@ -76,9 +70,11 @@ class Options:
             if tensors.counter is not None:
                 check_one_number("num_batches_tracked", tensors.counter)
             elif tensors.running_mean is not None:
-                as_momentum(momentum)
-        elif type(momentum) is not float:
-            momentum = as_momentum(momentum)
+                as_float("momentum", momentum)
+        elif isinstance(momentum, Tensor):
+            check_one_number("momentum", momentum)
+        else:
+            momentum = as_float("momentum", momentum)
         return self if momentum is self.momentum and eps is self.eps else replace(self, momentum=momentum, eps=eps)
 
 
@@ -97,19 +93,6 @@ def num_channels_of(layer: _BatchNorm) -> int:
     return next(sizes, layer.num_features)
 
 
-@overload
-def as_momentum(momentum: float | None) -> float: ...
-@overload
-def as_momentum(momentum: Tensor) -> Tensor: ...
-def as_momentum(momentum: float | Tensor | None) -> float | Tensor:
-    """`momentum` as a float; a tensor as it is. **Raises** TypeError unless it is a real number, ValueError for
-    several, or one that is too large."""
-    if not isinstance(momentum, Tensor):
-        return _as_float("momentum", momentum)
-    check_one_number("momentum", momentum)
-    return momentum
-
-
 def check_one_number(name: str, tensor: Tensor) -> None:
     """**Raises** ValueError or TypeError unless `tensor` is one real number."""
     if tensor.numel() != 1:
@@ -122,13 +105,14 @@ def as_eps(eps: float) -> float:
     """`eps` as a float. **Raises** TypeError unless it is a number, ValueError unless it is positive and not too
     large."""
     if type(eps) is not float:
-        eps = _as_float("eps", eps)
+        eps = as_float("eps", eps)
     if not eps > 0:
         raise ValueError(f"batch_norm eps must be positive during training, but got {eps}")
     return eps
 
 
-def _as_float(name: str, number: float | None) -> float:
+def as_float(name: str, number: float | None) -> float:
+    """`number` as a float. **Raises** TypeError unless it is a real number, ValueError if it is too large."""
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
         raise TypeError(f"{name} must be a number, got {in_short(number)} of type {type(number).__name__}")
     try:

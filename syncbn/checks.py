@@ -9,7 +9,7 @@ from typing import NoReturn, TypeGuard
 import torch
 from torch import Tensor
 
-from syncbn.arguments import CHECKS_OF_DIMS, SUPPORTED_DTYPES, CheckOfDims, Options, Tensors
+from syncbn.arguments import ANY_DIMS, CHECKS_OF_DIMS, SUPPORTED_DTYPES, CheckOfDims, Options, Tensors
 from syncbn.kernels.interface import NO_MEMORY, is_freed
 from syncbn.kernels.select import why_forced
 from syncbn.texts import in_short
@@ -76,7 +76,7 @@ def _check_memory(tensors: Tensors) -> None:
     check_writable("num_batches_tracked", tensors.counter)
 
 
-def check_input(x: Tensor, channel_dim: int, check_input_dim: CheckOfDims | None = None, layer: object = None) -> None:
+def check_input(x: Tensor, channel_dim: int, check_input_dim: CheckOfDims = ANY_DIMS, layer: object = None) -> None:
     """**Raises** ValueError or TypeError unless x is a dense float tensor of 2 or more dims that has `channel_dim`."""
     if not isinstance(x, Tensor):
         raise TypeError(f"expected a Tensor as input, got {type(x).__name__}")
@@ -89,7 +89,7 @@ def check_input(x: Tensor, channel_dim: int, check_input_dim: CheckOfDims | None
             f"layout {x.layout}; use torch.nested.as_nested_tensor(input.unbind(), layout=torch.jagged) or its values()"
         )
     _check_tensor("input", x, x)
-    if check_input_dim is not None:
+    if check_input_dim is not ANY_DIMS:
         try:
             check_input_dim(layer, x)
         except ValueError as error:

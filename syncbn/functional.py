@@ -106,7 +106,8 @@ def sync_batch_norm(
     options = Options(momentum, eps, channel_dim, fuse_relu, process_group=spec)
     if training:
         return train(tensors, options, _SYNC_BATCH_NORM)[0]
-    tensors.require_running_stats()
+    if running_mean is None and running_var is None:  # evaluate refuses one of them without the other
+        raise ValueError("running_mean must be defined in evaluation mode; or pass training=True")
     return evaluate(tensors, options)
 
 

@@ -1,5 +1,6 @@
 """Defines the layer: parameters and buffers of nn.BatchNorm, statistics of all ranks."""
 
+from operator import is_
 from typing import Any, Self
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn.arguments import CHECKS_OF_DIMS, CheckOfDims, Options, Tensors, as_eps, as_momentum, check_num_features
+from syncbn.arguments import CHECKS_OF_DIMS, CheckOfDims, Options, Tensors, as_eps, as_float, check_num_features
 from syncbn.call_stack import hide_checks
 from syncbn.comm import groups
 from syncbn.comm.groups import GroupSpec, ProcessGroupLike
@@ -62,7 +63,7 @@ class SyncBatchNorm(_BatchNorm):
     _synchronised_ranks: int | None = None
     _call_site: Site | None = None  # of this layer in its group, see diagnosis/sites.py
     _process_group: GroupSpec = None
-    _options: Options | None = None  # of the last call
+    _options: tuple[tuple[object, ...], Options | None] = (), None  # of the last call, behind what they were made from
 
     def __init__(
         self,
@@ -80,7 +81,8 @@ class SyncBatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_num_features(num_features)
-        momentum = None if momentum is None else as_momentum(momentum)
+        if momentum is not None and not isinstance(momentum, Tensor):
+            momentum = as_float("momentum", momentum)
         super().__init__(num_features, as_eps(eps), momentum, affine, track_running_stats, device, dtype)
         if not bias:
             self.register_parameter("bias", None)
@@ -162,31 +164,19 @@ class SyncBatchNorm(_BatchNorm):
 
     def _current_options(self) -> Options:
         """The options of this layer, made anew if one has changed."""
-        check: CheckOfDims | None = type(self)._check_input_dim
+        check: CheckOfDims = type(self)._check_input_dim
         if "_check_input_dim" in self.__dict__ or check not in CHECKS_OF_DIMS:
-            is_abstract = check is _BatchNorm._check_input_dim and "_check_input_dim" not in self.__dict__
-            check = None if is_abstract else _check_by_layer
-        options = self._options
-        if (
-            options is None
-            or options.momentum is not self.momentum
-            or options.eps is not self.eps
-            or (options.channel_dim == -1) is not self.channel_last
-            or options.relu is not self.fuse_relu
-            or options.num_channels is not self.num_features
-            or options.check_input_dim is not check
-            or options.process_group is not self._process_group
-        ):
-            channel_dim = -1 if self.channel_last else 1
-            options = Options(
-                self.momentum, self.eps, channel_dim, self.fuse_relu, self.num_features, check, self._process_group
-            )
+            check = _check_by_layer
+        channel_dim = -1 if self.channel_last else 1
+        values = self.momentum, self.eps, channel_dim, self.fuse_relu, self.num_features, check, self._process_group
+        old_values, options = self._options
+        if options is None or False in map(is_, values, old_values):
+            options = Options(*values)
             if not is_compiling():  # where an attribute that changes would compile a graph again
-                object.__setattr__(self, "_options", options)  # a layer's own may refuse
+                object.__setattr__(self, "_options", (values, options))  # a layer's __setattr__ may refuse
         return options
 
-    # F.batch_norm(training=True) over all ranks of the group: (tensors, options, layer) -> y, statistics. Tools replace
-    # it.
+    # (tensors, options, layer) -> y, statistics; tools replace it.
     _train_over_ranks = staticmethod(train)
 
     def _replicate_for_data_parallel(self) -> Self:

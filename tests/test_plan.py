@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import syncbn
 from syncbn import plan, training
-from syncbn.arguments import Options, Tensors
+from syncbn.arguments import ANY_DIMS, Options, Tensors
 from syncbn.diagnosis.sites import Caller
 from syncbn.torch_internals.autograd import is_wrapped
 from syncbn.torch_internals.state import PLAIN_OR_NONE
@@ -171,7 +171,7 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     "num_channels alone": ({"num_channels": 4, **dict.fromkeys(PER_CHANNEL)}, ValueError),
     "no num_channels": ({"num_channels": None}, PLAN),
     "mask": ({"mask": torch.ones(3, dtype=torch.bool)}, MADE_ORDINARY),
-    "no check of dims": ({"check_input_dim": None}, PLAN),
+    "no check of dims": ({"check_input_dim": ANY_DIMS}, PLAN),
     "check of other dims": ({"check_input_dim": nn.BatchNorm2d._check_input_dim}, ValueError),
     "check of a subclass": ({"check_input_dim": OnlyAttributes._check_input_dim}, AssertionError),
     "check of an instance": ({"check_input_dim": lambda layer, x: None}, GENERAL),

@@ -28,7 +28,7 @@ def unwrap(tensors: Tensors, options: Options) -> tuple[Tensors, Options, Callab
     """The arguments with plain tensors in place of subclasses that have memory, and a function that hands the output to
     the classes of the tensors which nn.BatchNorm would see."""
     x, check = tensors.input, options.check_input_dim
-    if check is not None and has_memory(x) and check not in CHECKS_OF_DIMS:
+    if check not in CHECKS_OF_DIMS and has_memory(x):
         options = replace(options, check_input_dim=lambda layer, _: check(layer, x))  # it may look at more than dims
     inputs = x, tensors.running_mean, tensors.running_var, tensors.weight, tensors.bias, tensors.z
     unwrapped = Tensors._make(
