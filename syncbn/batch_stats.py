@@ -7,30 +7,25 @@ from torch import Tensor
 
 from syncbn.arguments import Options, Tensors
 from syncbn.call_stack import hides_checks
-from syncbn.checks import checked
 from syncbn.comm.groups import ProcessGroupLike, to_spec
 from syncbn.diagnosis.sites import Caller
 from syncbn.general import Call
-from syncbn.inputs.unwrapping import apply_mask, unwrap, without_gaps
+from syncbn.inputs.unwrapping import apply_mask, without_gaps
 from syncbn.kernels.interface import TRAILER_NUMBERS, ForwardKind
 from syncbn.kernels.select import apply_function, general_back_end, torch_forward
 from syncbn.plan import kind_of
-from syncbn.raising import raise_on_all_ranks
-from syncbn.reductions.choice import note_ranks, reduction_now
+from syncbn.reductions.choice import note_ranks
 from syncbn.reductions.totals import total, total_of_forward
 from syncbn.statistics import compute_dtype, from_float64
 from syncbn.torch_internals.state import recorded
+from syncbn.training import prepared
 
 _CALLER = Caller("sync_batch_stats")
 
 
 @hides_checks
 def sync_batch_stats(
-    input: Tensor,
-    process_group: ProcessGroupLike = None,
-    *,
-    channel_dim: int = 1,
-    mask: Tensor | None = None,
+    input: Tensor, process_group: ProcessGroupLike = None, *, channel_dim: int = 1, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""The mean, the biased variance and the number of values of each channel, over all ranks of a process group.
 
@@ -43,9 +38,8 @@ def sync_batch_stats(
     the gradients.
 
     Issues one all_reduce of 8 * (2C + 4) bytes in forward and one in backward, also with create_graph=True; none with
-    one rank or without a process group. Every rank of
-    the group must make the same calls in the same order, and so the same backwards: `requires_grad` of the input must
-    agree on all ranks.
+    one rank or without a process group. Every rank of the group must make the same calls in the same order, and so the
+    same backwards: `requires_grad` of the input must agree on all ranks.
 
     Args:
         input: as in `sync_batch_norm`; a rank may have no values.
@@ -66,14 +60,8 @@ def sync_batch_stats(
     >>> mean, var, count
     (tensor([ 2., 20.]), tensor([  1., 100.]), tensor(2))
     """
-    spec = to_spec(process_group)
-    options = Options(channel_dim=channel_dim, process_group=spec)
-    tensors, options, _ = unwrap(Tensors(input, mask=mask), options)
-    reduction = reduction_now(options.process_group, _CALLER, tensors.input)
-    try:
-        checked(tensors, options, None)
-    except Exception as error:
-        raise_on_all_ranks(error, tensors, options, reduction, "forward")
+    options = Options(channel_dim=channel_dim, process_group=to_spec(process_group))
+    tensors, options, reduction, _ = prepared(Tensors(input, mask=mask), options, _CALLER)
     with recorded("syncbn.forward"), reduction.telling_errors("forward"):
         tensors = without_gaps(apply_mask(tensors, channel_dim)[0], options)
         x = tensors.input
@@ -111,8 +99,8 @@ class _Sums(torch.autograd.Function):
         with recorded("syncbn.backward"), ctx.reduction.telling_errors("backward"):
             x, sums = ctx.saved_tensors
             center = sums.detach()[:num_channels] / sums[-TRAILER_NUMBERS].detach().clamp(min=1)
-            of_sum, of_square = total(grad_sums, ctx.reduction, "backward")[:-TRAILER_NUMBERS].chunk(2)
-            at_center, slope = of_sum + 2 * of_square * center, 2 * of_square
+            grad_sum, grad_square = total(grad_sums, ctx.reduction, "backward")[:-TRAILER_NUMBERS].chunk(2)
+            at_center, slope = grad_sum + 2 * grad_square * center, 2 * grad_square
             if not torch.is_grad_enabled():
                 return None, _map(ctx.kind, x, center, slope, at_center), None
             kernels, layout = torch_forward(ctx.kind), ctx.kind.layout

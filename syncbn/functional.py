@@ -166,11 +166,8 @@ def batch_norm_backward(
         check_channels(input, channel_dim, None, per_channel)
         why_forced()
     except (TypeError, ValueError) as error:
-        tensors, options = (
-            Tensors(input, weight=weight, running_mean=mean, running_var=invstd),
-            Options(channel_dim=channel_dim),
-        )
-        raise_on_all_ranks(error, tensors, options, reduction, "backward")
+        tensors = Tensors(input, weight=weight, running_mean=mean, running_var=invstd)
+        raise_on_all_ranks(error, tensors, Options(channel_dim=channel_dim), reduction, "backward")
 
     with torch.no_grad(), reduction.telling_errors("backward"):
         layout = Layout.of(input, channel_dim)

@@ -27,7 +27,7 @@ from syncbn.raising import raise_on_all_ranks
 from syncbn.reductions.eager import reduction_of
 from syncbn.reductions.interface import Reduction
 from syncbn.torch_internals.autograd import direct_apply
-from syncbn.torch_internals.state import only_profiled, runs_plainly
+from syncbn.torch_internals.state import runs_plainly
 
 
 def step(kernels: ForwardKernels, tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,7 @@ class _Step(torch.autograd.Function):
         try:
             saved = x, _, _, y = ctx.saved_tensors  # which calls hooks of users and of activation checkpointing
             # A profiler shows the range of this node, _StepBackward.
-            if (runs_plainly() or (dy.is_cuda and only_profiled())) and not torch.is_grad_enabled():
+            if runs_plainly(dy) and not torch.is_grad_enabled():
                 if dy.stride() != x.stride():
                     dy = ctx.kind.layout.dense(dy)
                 kernels = backward_plan(ctx.kind, dy, saved, needed)

@@ -17,15 +17,9 @@ from syncbn.inputs.unwrapping import Wrap, apply_mask, unchanged, unwrap, unwrap
 from syncbn.plan import forward_plan
 from syncbn.raising import raise_on_all_ranks
 from syncbn.reductions.choice import note_ranks, reduction_now
+from syncbn.reductions.interface import Reduction
 from syncbn.statistics import update_buffers
-from syncbn.torch_internals.state import (
-    PLAIN_OR_NONE,
-    current_backward,
-    is_compiling,
-    only_profiled,
-    recorded,
-    runs_plainly,
-)
+from syncbn.torch_internals.state import PLAIN_OR_NONE, current_backward, is_compiling, recorded, runs_plainly
 
 
 def train(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
@@ -34,9 +28,8 @@ def train(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Te
     The running statistics are updated, and the counter counts. **Raises** a fault in the arguments of any rank on every
     rank, see raising.py.
     """
-    # A profiler sees the launches of kernels on a GPU; on a CPU it sees operators alone.
     is_plain = runs_plainly()
-    if not (is_plain or (only_profiled() and isinstance(tensors.input, Tensor) and tensors.input.is_cuda)):
+    if not (is_plain or runs_plainly(tensors.input)):
         return _train_generally(tensors, options, caller)
     if current_backward() != -1:  # activation checkpointing computes again what the first forward has updated
         tensors = tensors.without_running_stats()
@@ -59,18 +52,24 @@ def train(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Te
     return y if wrap is unchanged else wrap(y), statistics
 
 
+def prepared(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Tensors, Options, Reduction, Wrap]:
+    """The tensors unwrapped, the options checked, the ranks to synchronise, and what makes the output what the input
+    was. **Raises** a fault in the arguments of this rank on every rank."""
+    tensors, options, wrap = unwrap(tensors, options)
+    reduction = reduction_now(options.process_group, caller, tensors.input)
+    try:
+        return tensors, checked(tensors, options, caller), reduction, wrap
+    except Exception as error:  # of any class: a subclass's _check_input_dim may raise it
+        raise_on_all_ranks(error, tensors, options, reduction, "forward")
+
+
 def _train_generally(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
     """`train` on the general road: by operators on the same kernels, else by torch's operations.
 
     The results have the same bits where operators run, else they are the same up to rounding. Each pass sends the same
-    payload as the ordinary one, so that ranks which differ in this still fit together.
+    payload as the ordinary one, so that ranks on different roads fit together.
     """
-    tensors, options, wrap = unwrap(tensors, options)
-    reduction = reduction_now(options.process_group, caller, tensors.input)
-    try:
-        options = checked(tensors, options, caller)
-    except Exception as error:  # of whatever class a subclass's _check_input_dim raises
-        raise_on_all_ranks(error, tensors, options, reduction, "forward")
+    tensors, options, reduction, wrap = prepared(tensors, options, caller)
     with recorded("syncbn.forward"), reduction.telling_errors("forward"):
         tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
         tensors = without_gaps(tensors, options)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -28,7 +28,7 @@ QUESTIONS: dict[str, Callable[[], object]] = {
     "functorch": state.inside_functorch,
     "forward mode": lambda: state.forward_mode_level() >= 0,
     "profiler": state.profiler_enabled,
-    "only profiled": state.only_profiled,
+    "only profiled": lambda: state.runs_plainly(SimpleNamespace(is_cuda=True)) and not state.runs_plainly(),
     "jit": state.is_jit_tracing,
     "backward": lambda: state.current_backward() != -1,
     "vmap": state.inside_vmap,

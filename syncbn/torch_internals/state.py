@@ -44,8 +44,9 @@ def profiler_enabled() -> bool:
     return profiler._is_profiler_enabled
 
 
-def runs_plainly() -> bool:
+def runs_plainly(x: object = None) -> bool:
     """Whether no compiler, dispatch mode, transform, tracer or profiler watches this thread, and forward mode is off.
+    For x on a GPU a profiler does not count: it sees the launches of kernels.
 
     Code may then read and write ordinary tensors at their addresses. Dispatch modes, transforms and tracers show as a
     dispatch key that the thread includes beside its usual ones.
@@ -53,16 +54,9 @@ def runs_plainly() -> bool:
     return not (
         torch.compiler.is_dynamo_compiling()
         or _included_keys().raw_repr() & ~_USUAL_KEYS
-        or profiler._is_profiler_enabled
+        or (profiler._is_profiler_enabled and not getattr(x, "is_cuda", False))
         or forward_ad._current_level >= 0
     )
-
-
-def only_profiled() -> bool:
-    """Whether a profiler watches this thread, and nothing else of `runs_plainly`."""
-    if torch.compiler.is_dynamo_compiling() or not profiler._is_profiler_enabled:
-        return False
-    return not (_included_keys().raw_repr() & ~_USUAL_KEYS or forward_ad._current_level >= 0)
 
 
 current_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
