@@ -15,7 +15,7 @@ from syncbn.kernels.interface import TRAILER_NUMBERS, ForwardKind
 from syncbn.kernels.select import apply_function, general_back_end, torch_forward
 from syncbn.plan import kind_of
 from syncbn.reductions.choice import note_ranks
-from syncbn.reductions.totals import total, total_of_forward
+from syncbn.reductions.totals import total, total_with_count
 from syncbn.statistics import compute_dtype, from_float64
 from syncbn.torch_internals.state import recorded
 from syncbn.training import prepared
@@ -85,7 +85,7 @@ class _Sums(torch.autograd.Function):
     @staticmethod
     def forward(call: Call, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
         sums, _ = general_back_end(call.kind, x).Forward(call.kind).forward_sums(x)
-        return (total_of_forward(sums, num_values, call.reduction),)
+        return (total_with_count(sums, num_values, call.reduction, "forward"),)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor]) -> None:

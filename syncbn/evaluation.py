@@ -11,23 +11,16 @@ from syncbn.inputs.unwrapping import apply_mask, unwrap, without_gaps
 from syncbn.layout import Layout
 from syncbn.reductions.interface import ONE_RANK
 from syncbn.statistics import compute_dtype
-from syncbn.torch_internals.state import PLAIN_CLASSES
 
 
 def evaluate(tensors: Tensors, options: Options, caller: object = None) -> Tensor:
     """y by the running statistics; without them, by those of this rank's batch. `caller` is a layer or None."""
-    if type(tensors.input) in PLAIN_CLASSES:
-        return _evaluate(tensors, options, caller)
     tensors, options, wrap = unwrap(tensors, options, synchronises=False)
-    return wrap(_evaluate(tensors, options, caller))
-
-
-def _evaluate(tensors: Tensors, options: Options, caller: object) -> Tensor:
     check(tensors, options, caller)
     is_masked_batch = tensors.mask is not None and tensors.running_mean is None
     tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
     if is_masked_batch:  # the statistics of what counts in this batch
-        return apply_to_output(general.normalize(without_gaps(tensors, options), options, ONE_RANK)[0])
+        return wrap(apply_to_output(general.normalize(without_gaps(tensors, options), options, ONE_RANK)[0]))
     x, eps = tensors.input, options.eps
     mean, var, weight, bias = tensors.per_channel().values()
     if any(tensor is not None and tensor.dtype != x.dtype for tensor in (mean, var, weight, bias)):
@@ -44,7 +37,7 @@ def _evaluate(tensors: Tensors, options: Options, caller: object) -> Tensor:
         y = y + tensors.z.to(y.dtype)
     if options.relu:
         y = F.relu(y)
-    return apply_to_output(y)
+    return wrap(apply_to_output(y))
 
 
 def plain_batch_norm(

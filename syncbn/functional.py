@@ -17,7 +17,7 @@ from syncbn.layout import Layout
 from syncbn.raising import raise_on_all_ranks
 from syncbn.reductions.choice import reduction_now
 from syncbn.reductions.interface import ONE_RANK, Reduction
-from syncbn.reductions.totals import total
+from syncbn.reductions.totals import total_with_count
 from syncbn.statistics import compute_dtype, from_float64, to_float64
 from syncbn.torch_internals.autograd import jagged_parts
 from syncbn.training import train
@@ -181,8 +181,7 @@ def batch_norm_backward(
         inputs = BackwardInput.of(kind, grad_output.to(input.dtype), (input, weight, statistics, None), needed)
         kernels = inputs.kernels()
         sums, grad_weight, grad_bias, scratch = kernels.backward_sums(inputs.dy, inputs.saved)
-        trailer = -TRAILER_NUMBERS  # backward sends 0 in the place of n, which is known here on this rank alone
-        sums = total(torch.cat((sums[:trailer], num_values, sums[trailer + 1 :])), reduction, "backward")
+        sums = total_with_count(sums, num_values, reduction, "backward")
         statistics = torch.cat((statistics[:-1], sums[-TRAILER_NUMBERS : 1 - TRAILER_NUMBERS]))
         inputs = inputs._replace(saved=(inputs.saved[0], weight, statistics, None))
         grad_input, _ = outputs(kernels, scratch, inputs, sums)

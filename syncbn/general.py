@@ -16,7 +16,7 @@ from syncbn.kernels.interface import TRAILER_NUMBERS, ForwardKind
 from syncbn.kernels.select import apply_function, general_back_end
 from syncbn.plan import kind_of
 from syncbn.reductions.interface import Reduction
-from syncbn.reductions.totals import total_of_forward
+from syncbn.reductions.totals import total_with_count
 
 
 def normalize(tensors: Tensors, options: Options, reduction: Reduction) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         kernels = general_back_end(call.kind, x, weight, bias, residual).Forward(call.kind)
         sums, scratch = kernels.forward_sums(x)
-        sums = total_of_forward(sums, num_values, call.reduction)
+        sums = total_with_count(sums, num_values, call.reduction, "forward")
         if num_values is not None or x.numel() <= call.kind.layout.sizes[1]:  # else this rank alone has two values
             require_two_values(sums[-TRAILER_NUMBERS], x)
         y, statistics, _ = kernels.forward_outputs(scratch, (x, weight, bias, residual), sums)

@@ -5,27 +5,18 @@ group, so nothing makes it invalid. There is none where kernels cannot read the 
 wrong arguments.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from operator import attrgetter, is_not
 from types import NoneType
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from syncbn.arguments import CHECKS_OF_DIMS, Options, Tensors
 from syncbn.checks import check
-from syncbn.kernels.interface import (
-    NO_MEMORY,
-    BackwardKernels,
-    BackwardKind,
-    ForwardKernels,
-    ForwardKind,
-    Needed,
-    Saved,
-    is_freed,
-)
+from syncbn.kernels.interface import BackwardKernels, BackwardKind, ForwardKernels, ForwardKind, Needed, Saved, is_freed
 from syncbn.kernels.select import ordinary_back_end
 from syncbn.layout import Layout
 from syncbn.statistics import num_statistics
@@ -45,7 +36,7 @@ _Key: TypeAlias = tuple[object, ...]
 _plans: dict[_Key, Any] = {}  # of forwards Plan or None, of backwards BackwardKernels or None
 
 _NUMBERS = {float, int, NoneType}  # classes of momentum
-_is_present: Callable[[Tensor | None], TypeGuard[Tensor]] = partial(is_not, None)  # type: ignore[assignment]
+_is_present = partial(is_not, None)
 _facts_of = attrgetter("shape", "dtype", "device")  # of a tensor
 
 
@@ -97,10 +88,12 @@ def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[object, ...]:
     tensors and torch.func's wrappers. And for an inference tensor outside of inference mode, as autograd cannot save
     it.
     """
-    present = [*filter(_is_present, tensors)]  # a comprehension would be a call; so would `any`, and `in` is none
+    present: list[Any] = [
+        *filter(_is_present, tensors)
+    ]  # a comprehension would be a call; so would `any`, and `in` is none
     is_odd = 0 in map(Tensor.data_ptr, present) or True in map(bool, map(Tensor.storage_offset, present))
     if True in map(Tensor.is_neg, present) or (is_odd and not all(map(_has_memory, present))):
-        raise RuntimeError(NO_MEMORY)
+        raise RuntimeError("a tensor whose values are not at its address")
     if True in map(Tensor.is_inference, present) and not torch.is_inference_mode_enabled():
         raise RuntimeError("an inference tensor")
     return (*map(_facts_of, present), *map(Tensor.stride, present))

@@ -66,10 +66,10 @@ def unwrap(
             rules.append((False, Shard(0), Shard(0)))
         else:
             rules.append((True, Replicate(), Partial()))
-    adds_up, of_parameters, of_gradients = zip(*rules, strict=True)
-    shards_channels = Shard(0) in of_parameters
+    adds_up, for_parameters, for_gradients = zip(*rules, strict=True)
+    shards_channels = Shard(0) in for_parameters
 
-    def local(name: str, wanted: "Placements", of_gradient: "Sequence[Placement] | None" = None) -> Tensor | None:
+    def local(name: str, wanted: "Placements", for_gradient: "Placements | None" = None) -> Tensor | None:
         tensor: Tensor | None = getattr(tensors, name)
         if is_dtensor(tensor):
             if (tensor.device_mesh, tensor.placements) != (mesh, wanted):
@@ -77,14 +77,18 @@ def unwrap(
                     f"the input is a DTensor with placements {placements} on {mesh}; expected {name} to have "
                     f"{wanted} there, got {tensor.placements} on {tensor.device_mesh}; redistribute it"
                 )
-            return tensor.to_local(grad_placements=of_gradient)
-        if shards_channels and tensor is not None and name in PER_CHANNEL:
-            _require_own_channels(name, tensor, x, options.channel_dim, of_parameters)
+            return tensor.to_local(grad_placements=for_gradient)
+        all_channels, channels = shape[options.channel_dim], x.to_local().shape[options.channel_dim]
+        if name in PER_CHANNEL and tensor is not None and tensor.shape == (all_channels,) != (channels,):
+            raise ValueError(
+                f"the input is a DTensor whose channels are sharded, its placements are {placements}, but {name} has "
+                f"those of all ranks; call distribute_tensor({name}, input.device_mesh, {list(wanted)})"
+            )
         return tensor
 
     if is_dtensor(tensors.mask):
         raise ValueError("mask is a DTensor, expected that of this rank's values; pass mask.to_local()")
-    per_channel = {name: local(name, of_parameters, of_gradients) for name in PER_CHANNEL}
+    per_channel = {name: local(name, for_parameters, for_gradients) for name in PER_CHANNEL}
     counter = tensors.counter.to_local() if is_dtensor(tensors.counter) else tensors.counter
     unwrapped = tensors._replace(input=x.to_local(), z=local("z", placements), counter=counter, **per_channel)
     if shards_channels:
@@ -106,17 +110,6 @@ def unwrap(
         return y
 
     return unwrapped, options, wrap
-
-
-def _require_own_channels(
-    name: str, tensor: Tensor, x: "DTensor", channel_dim: int, of_parameters: "Placements"
-) -> None:
-    """Raises ValueError where a plain tensor has the channels of all ranks, and x only those of this one."""
-    if tensor.shape == (x.shape[channel_dim],) != (x.to_local().shape[channel_dim],):
-        raise ValueError(
-            f"the input is a DTensor whose channels are sharded, its placements are {x.placements}, but {name} has "
-            f"those of all ranks; call distribute_tensor({name}, input.device_mesh, {list(of_parameters)})"
-        )
 
 
 def _group_of(
@@ -143,10 +136,10 @@ def _group_of(
                 "group in common; make it once with torch.distributed.new_group, on all ranks"
             )
     if spec is not None:
-        of_spec, of_mesh = sorted(ranks_in(resolve(spec))), sorted(ranks_in(group))
-        if of_spec != of_mesh:
+        passed, needed = sorted(ranks_in(resolve(spec))), sorted(ranks_in(group))
+        if passed != needed:
             raise ValueError(
-                f"process_group is ranks {of_spec}, but the batch of the input, a DTensor with placements "
-                f"{placements}, lies on ranks {of_mesh}; set process_group=None, or pass input.to_local()"
+                f"process_group is ranks {passed}, but the batch of the input, a DTensor with placements "
+                f"{placements}, lies on ranks {needed}; set process_group=None, or pass input.to_local()"
             )
     return MeshGroup(group)

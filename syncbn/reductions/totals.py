@@ -30,12 +30,12 @@ def total(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
     return torch.cat((result[:-1], n, sums.new_zeros(SIGNATURE_NUMBERS)))
 
 
-def total_of_forward(sums: Tensor, num_values: Tensor | None, reduction: Reduction) -> Tensor:
-    """The totals of a forward's sums, with `num_values` in the place of n where a mask has counted them."""
+def total_with_count(sums: Tensor, num_values: Tensor | None, reduction: Reduction, pass_name: str) -> Tensor:
+    """The totals of these sums, with `num_values` in the place of n unless it is None."""
     if num_values is not None:
         trailer = -TRAILER_NUMBERS
         sums = torch.cat((sums[:trailer], to_float64(num_values).view(1), sums[trailer + 1 :]))
-    return total(sums, reduction, "forward")
+    return total(sums, reduction, pass_name)
 
 
 def totals(several: list[Tensor], reduction: Reduction, pass_name: str) -> list[Tensor]:

@@ -64,11 +64,13 @@ def summary(model: nn.Module) -> Summary:
     compiled = {part for module in model.modules() if is_compiled(module) for part in module.modules()}
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)}
     rows = Summary(_row(name or "(the model)", layer, layer in compiled) for name, layer in layers.items())
-    # What normalises by itself may call ours, and a frozen layer normalises by its running statistics.
-    found = [row for row in unsynchronised(model) if not rows or (row[2] != BY_ITSELF and row[1].training)]
-    by_torch = [row for row in found if isinstance(row[1], nn.SyncBatchNorm)]
-    kinds = {"not synchronised": [row for row in found if row not in by_torch], BY_TORCH: by_torch}
-    rows.others = tuple(f"{kind}: {description(of_kind)}" for kind, of_kind in kinds.items() if of_kind)
+    # A layer that normalises by itself may call ours, and a frozen layer normalises by its running statistics.
+    others = [row for row in unsynchronised(model) if not rows or (row.remedy != BY_ITSELF and row.layer.training)]
+    by_torch = [row for row in others if isinstance(row.layer, nn.SyncBatchNorm)]
+    kinds = {"not synchronised": [row for row in others if row not in by_torch], BY_TORCH: by_torch}
+    rows.others = tuple(
+        f"{kind}: {description(layers_of_kind)}" for kind, layers_of_kind in kinds.items() if layers_of_kind
+    )
     return rows
 
 
