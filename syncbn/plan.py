@@ -88,9 +88,8 @@ def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[object, ...]:
     tensors and torch.func's wrappers. And for an inference tensor outside of inference mode, as autograd cannot save
     it.
     """
-    present: list[Any] = [
-        *filter(_is_present, tensors)
-    ]  # a comprehension would be a call; so would `any`, and `in` is none
+    # Not by a comprehension or `any`, which would be calls; `in` is none.
+    present: list[Any] = [*filter(_is_present, tensors)]
     is_odd = 0 in map(Tensor.data_ptr, present) or True in map(bool, map(Tensor.storage_offset, present))
     if True in map(Tensor.is_neg, present) or (is_odd and not all(map(_has_memory, present))):
         raise RuntimeError("a tensor whose values are not at its address")
@@ -100,8 +99,8 @@ def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[object, ...]:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has memory, although its address is 0, as that of an empty one, or lies behind an offset, which
-    is all that a view of freed memory has."""
+    """False for zero tensors and freed storage. (An empty tensor has the address 0, a view of freed storage its
+    offset.)"""
     return not (is_zero_tensor(tensor) or is_freed(tensor))
 
 

@@ -92,27 +92,24 @@ class _KeepsForward(_Made):
                 output = super().forward(*args, **kwargs)
         finally:
             layer_in_forward.reset(outer)
-        if self._synchronised_ranks == NOT_KNOWN and not replaced.saw_operators:
-            self._note_that_nothing_ran()
+        if self._synchronised_ranks != NOT_KNOWN or replaced.saw_operators:
+            return output
+        _, *parts = self.modules()
+        if not any(isinstance(part, SyncBatchNorm) for part in parts):  # which may have synchronised in its place
+            note["_synchronised_ranks"] = 1
+            if world() is not None:  # on one rank nothing need be synchronised, and a graph may call no operator
+                warn_once(
+                    f"syncbn is not synchronising: {self._syncbn_original.__qualname__}.forward calls neither "
+                    "super().forward nor F.batch_norm. If it normalises by its batch, let it call one of them, or "
+                    "syncbn.functional.sync_batch_norm."
+                )
         return output
-
-    def _note_that_nothing_ran(self) -> None:
-        """The forward called no batch norm that could be synchronised. A layer within this one is one that could."""
-        if any(isinstance(part, SyncBatchNorm) and part is not self for part in self.modules()):
-            return
-        vars(self)["_synchronised_ranks"] = 1
-        if world() is not None:  # on one rank nothing need be synchronised, and a graph may call no operator
-            warn_once(
-                f"syncbn is not synchronising: {self._syncbn_original.__qualname__}.forward calls neither "
-                "super().forward nor F.batch_norm. If it normalises by its batch, let it call one of them, or "
-                "syncbn.functional.sync_batch_norm."
-            )
 
 
 class BatchNormReplaced(TorchFunctionMode):
     """Within the context F.batch_norm calls `replacement`, which takes the same arguments."""
 
-    saw_operators = False  # as a compiled part of a forward calls, which leaves no note on the layer
+    saw_operators = False  # a compiled part of the forward calls them, and leaves no note on the layer
 
     def __init__(self, replacement: Callable[..., Tensor]) -> None:
         super().__init__()

@@ -96,12 +96,12 @@ def assert_matches_full_batch(
             raise TypeError(f"{name} {words} {function!r}: {error}") from error
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = world_size, store.port, timeout, (model_fn, tuple(batch), loss_fn, steps, dtype)
-    start_processes(_run_rank, arguments, nprocs=world_size, start_method=START_METHOD)  # type: ignore[no-untyped-call]
-    gathered, local = json.loads(store.get("found"))
-    found = [Difference(*fields) for fields in gathered]
+    start_processes(_run_rank, arguments, nprocs=world_size, start_method=START_METHOD)
+    rows, local = json.loads(store.get("differences"))
+    measured = [Difference(*row) for row in rows]
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance
-    if bad := [difference for difference in found if not difference.relative <= allowed]:  # also NaN
-        raise AssertionError(_report(bad, found, local, world_size, allowed))
+    if bad := [difference for difference in measured if not difference.relative <= allowed]:  # also NaN
+        raise AssertionError(_report(bad, measured, local, world_size, allowed))
 
 
 def differences(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int = 2) -> tuple[list[Difference], nn.Module]:
@@ -121,16 +121,16 @@ def differences(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int = 2) -
             module.eval()
     slices = [tensor.tensor_split(size)[rank] for tensor in batch]
     share = len(slices[0]) * size / len(batch[0])  # makes the mean over ranks the mean over samples
-    of_ranks = _train(data_parallel, slices, loss_fn, steps, share)
+    on_ranks = _train(data_parallel, slices, loss_fn, steps, share)
     for name, layer in reference.named_modules():
         if isinstance(layer, SyncBatchNorm) and model.get_submodule(name) not in do_more:
             revert_syncbn_model(layer)
         if isinstance(layer, (nn.SyncBatchNorm, SyncBatchNorm)):
             convert_syncbn_model(layer, 1)
-    of_one = _train(reference, batch, loss_fn, steps)
+    on_one = _train(reference, batch, loss_fn, steps)
 
     pairs: list[tuple[str, str, Tensor, Tensor]] = []  # what, name, of W ranks, of one process
-    for step, ((output, loss), (expected, expected_loss)) in enumerate(zip(of_ranks, of_one, strict=True), 1):
+    for step, ((output, loss), (expected, expected_loss)) in enumerate(zip(on_ranks, on_one, strict=True), 1):
         if world is not None:
             dist.all_reduce(loss)
         pairs.append(("loss", f"of step {step}", loss / size, expected_loss))
@@ -167,28 +167,28 @@ def _compared(pairs: list[tuple[str, str, Tensor, Tensor]], world: dist.ProcessG
     for *_, actual, expected in pairs:
         both = torch.stack((actual.detach().double() - expected.detach().double(), expected.detach().double()))
         measured.append(both.reshape(2, -1).abs().amax(1) if both.numel() else both.new_zeros(2))
-    of_all_ranks = torch.stack(measured)
+    largest = torch.stack(measured)
     if world is not None:
-        of_all_ranks = all_reduce_max(of_all_ranks, world)
-    found = [Difference(*pair[:2], *both) for pair, both in zip(pairs, of_all_ranks.tolist(), strict=True)]
+        largest = all_reduce_max(largest, world)
+    rows = [Difference(*pair[:2], *both) for pair, both in zip(pairs, largest.tolist(), strict=True)]
     # The scale is that of all tensors of a kind: a gradient that should be 0, as of a bias before batch norm, is noise.
-    scale_of = {what: max(other.scale for other in found if other.what == what) for what, *_ in found}
-    return [difference._replace(scale=scale_of[difference.what]) for difference in found]
+    scales = {what: max(row.scale for row in rows if row.what == what) for what, *_ in rows}
+    return [row._replace(scale=scales[row.what]) for row in rows]
 
 
 def _layers_that_do_more(model: nn.Module) -> set[nn.Module]:
     """The layers that nn.BatchNorm cannot replace. The set grows while the model runs, by the layers that are called
     with a mask or a residual."""
     layers = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
-    found: set[nn.Module] = {layer for layer in layers if layer.fuse_relu or layer.channel_last}
+    do_more: set[nn.Module] = {layer for layer in layers if layer.fuse_relu or layer.channel_last}
 
     def note(layer: nn.Module, args: Sized, kwargs: Sized) -> None:
         if len(args) + len(kwargs) > 1:
-            found.add(layer)
+            do_more.add(layer)
 
     for layer in layers:
         layer.register_forward_pre_hook(note, with_kwargs=True)
-    return found
+    return do_more
 
 
 def _run_rank(rank: int, world_size: int, port: int, timeout: float, training: tuple[Any, ...]) -> None:
@@ -206,22 +206,22 @@ def _run_rank(rank: int, world_size: int, port: int, timeout: float, training: t
         raise TypeError(f"model_fn must return an nn.Module, got {type(model).__name__}")
     model.to(dtype)
     batch = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in batch]
-    found, _ = differences(model, batch, loss_fn, steps)
+    measured, _ = differences(model, batch, loss_fn, steps)
     if rank == 0:
-        store.set("found", json.dumps((found, local_layers(model))))
+        store.set("differences", json.dumps((measured, local_layers(model))))
     del model
     dist.destroy_process_group()
 
 
 def local_layers(model: nn.Module) -> list[str]:
     """The names of the layers of `model` that normalise each rank's batch alone."""
-    found = [(name, layer) for name, layer, _ in unsynchronised(model) if not isinstance(layer, nn.SyncBatchNorm)]
-    return [name or "the model" for name, layer in found if layer.training]
+    layers = [(name, layer) for name, layer, _ in unsynchronised(model) if not isinstance(layer, nn.SyncBatchNorm)]
+    return [name or "the model" for name, layer in layers if layer.training]
 
 
-def _report(bad: list[Difference], found: list[Difference], local: list[str], world_size: int, allowed: float) -> str:
+def _report(bad: list[Difference], rows: list[Difference], local: list[str], world_size: int, allowed: float) -> str:
     lines = [
-        f"{len(bad)} of {len(found)} tensors on {world_size} ranks are not those of one process with the whole batch "
+        f"{len(bad)} of {len(rows)} tensors on {world_size} ranks are not those of one process with the whole batch "
         f"(allowed is {allowed:g} of the largest of their kind):"
     ]
     lines += [f"{it.what} {it.name}: {it.error:.3g} apart, {it.relative:.3g} of {it.scale:.3g}" for it in bad[:LINES]]
@@ -230,7 +230,7 @@ def _report(bad: list[Difference], found: list[Difference], local: list[str], wo
     if local:
         names = ", ".join(map(repr, local[:LINES]))
         lines.append(f"Layers that are not synchronised: {names}; call syncbn.convert_syncbn_model(model)")
-    in_first_step = {difference.what: difference in bad for difference in found if difference.name == "of step 1"}
+    in_first_step = {difference.what: difference in bad for difference in rows if difference.name == "of step 1"}
     if in_first_step["loss"] and not in_first_step.get("output", True):
         lines.append("The outputs agree and the losses do not: loss_fn must be the mean over samples")
     return "\n".join(lines)

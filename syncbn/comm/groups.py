@@ -210,7 +210,7 @@ def _new_group(spec: int | str, default_group: dist.ProcessGroup) -> dist.Proces
     if ranks_per_group == world_size:
         return None
     timeout = timeout_of(default_group)
-    return dist.new_subgroups(ranks_per_group, timeout=timeout)[0]  # type: ignore[no-untyped-call, no-any-return]
+    return dist.new_subgroups(ranks_per_group, timeout=timeout)[0]  # type: ignore[no-any-return]
 
 
 def ranks_per_host(gathered: list[tuple[str | None, str | None]]) -> int:

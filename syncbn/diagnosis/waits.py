@@ -86,13 +86,13 @@ class EventOn:
     0.5 GB on GPU 0 (torchcomms#777 saw 534 MiB); the query does not fail a graph that another thread captures."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.event = device, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.device, self.event = device, torch.cuda.Event()
         self.event.record(torch.cuda.current_stream(device))
 
     def query(self) -> bool:
         """Whether the GPU has come to it. The host does not wait."""
         with torch.cuda.device(self.device), beside_captures():
-            return bool(self.event.query())  # type: ignore[no-untyped-call]
+            return bool(self.event.query())
 
 
 def event_behind(device: torch.device) -> EventOn | None:

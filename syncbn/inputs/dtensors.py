@@ -106,7 +106,7 @@ def unwrap(
     def wrap(output: Tensor) -> Tensor:
         y = DTensor.from_local(output, mesh, placements, run_check=False, shape=shape, stride=stride)
         if y.requires_grad and not is_compiling():
-            y.register_hook(place)  # type: ignore[no-untyped-call]
+            y.register_hook(place)
         return y
 
     return unwrapped, options, wrap

@@ -18,7 +18,7 @@ from syncbn.layout import Layout
 from syncbn.statistics import num_statistics, update_buffers
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_library = torch.library.Library("syncbn", "DEF")  # type: ignore[no-untyped-call]
+_library = torch.library.Library("syncbn", "DEF")
 # Operators whose arguments or results change get new names: Inductor's cache on disk has graphs with the old ones.
 
 
@@ -62,9 +62,9 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Fun
 
     def register(function: Function) -> Function:
         name = schema.partition("(")[0]
-        _library.define(schema)  # type: ignore[no-untyped-call]
+        _library.define(schema)
         for device in ("CPU", "CUDA"):
-            _library.impl(name, function, device)  # type: ignore[no-untyped-call]
+            _library.impl(name, function, device)
         torch.library.register_fake(f"syncbn::{name}", fake, lib=_library)
         operator: Function = getattr(torch.ops.syncbn, name).default
         return operator

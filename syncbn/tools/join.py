@@ -101,7 +101,7 @@ class _Session(Shadowing):
         """Make now, on all ranks, the communicator and the kernel that the thread uses on a GPU. Made later, they could
         wait for the GPU while the GPU waits for what the thread sends."""
         if self.device.type == "cuda":
-            self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self.stream = torch.cuda.Stream(self.device)
             with torch.cuda.stream(self.stream):
                 self.give_zeros(1)
             torch.cuda.synchronize(self.device)

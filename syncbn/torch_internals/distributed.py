@@ -56,10 +56,10 @@ def _compiles_on_one_rank() -> bool:
 
 @functools.cache
 def _define_same_group() -> torch.library.Library:
-    library = torch.library.Library("syncbn", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library = torch.library.Library("syncbn", "FRAGMENT")
     group = "torch.distributed.distributed_c10d.ProcessGroup"  # which torch 2.15 has registered as a type of operators
-    library.define(f"same_group({group} group) -> {group}")  # type: ignore[no-untyped-call]
-    library.impl("same_group", lambda group: group, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    library.define(f"same_group({group} group) -> {group}")
+    library.impl("same_group", lambda group: group, "CompositeExplicitAutograd")
     torch.library.register_fake("syncbn::same_group", lambda group: getattr(group, "real_obj", group), lib=library)
     return library
 

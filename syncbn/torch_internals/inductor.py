@@ -49,7 +49,7 @@ def give_in_one_order(operator: torch._ops.OpOverload, leader: str, followers: C
                 arguments[name] = given[key]
         return (*arguments.values(),)
 
-    make_fallback(operator, laid_out)  # type: ignore[no-untyped-call]
+    make_fallback(operator, laid_out)
 
 
 def in_joint_graphs(pattern: CallFunction) -> Callable[[Handler], Handler]:
