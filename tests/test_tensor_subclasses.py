@@ -13,7 +13,6 @@ from roads_taken import Layer, as_torch, close, twins
 from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
 from tensor_subclasses import Image, MetaImage, Observed, OwnParameter, TensorImage, as_class, name_of, plain
 from torch import Tensor, nn
-from torch.func import functional_call
 from training import step
 
 from syncbn.functional import batch_norm_backward, sync_batch_norm
@@ -117,11 +116,6 @@ def second_derivatives(layer: Layer, x: Tensor) -> dict[str, Tensor]:
     return {"gradient": gradient, "of x": x.grad, "of weight": layer.weight.grad}
 
 
-def called_with_other_tensors(layer: Layer, x: Tensor) -> dict[str, Tensor]:
-    others = {name: as_class(one, type(x), name) for name, one in layer.state_dict().items()}
-    return {"output": functional_call(layer, others, (x,)), **others}
-
-
 def evaluated(layer: Layer, x: Tensor) -> dict[str, Tensor]:
     layer(x)
     layer.eval()
@@ -136,10 +130,8 @@ def compiled(layer: Layer, x: Tensor) -> dict[str, Tensor]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")  # of Dynamo
 @pytest.mark.parametrize(
     ("way", "roads"),
-    [
-        (evaluated, []), (called_with_other_tensors, []), (second_derivatives, ["backward"]), (compiled, ["forward"]),
-    ],
-)  # fmt: skip
+    [(evaluated, []), (second_derivatives, ["backward"]), (compiled, ["forward"])],
+)
 def test_ways_to_call_a_layer(way: Callable[[Any, Tensor], dict[str, Tensor]], roads: list[str]) -> None:
     x = draw(TensorImage)
     as_torch(lambda layer: way(layer, x), *roads)

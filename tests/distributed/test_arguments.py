@@ -20,6 +20,7 @@ import syncbn
 from syncbn.functional import batch_norm_backward, sync_batch_norm
 
 C = 3
+STATISTICS = torch.zeros(C), torch.ones(C)
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs the faulty rank raises alone")
 
 
@@ -57,23 +58,15 @@ LAYERS: dict[str, tuple[Callable[[nn.Module], object], str]] = {
         for name in ("running_mean", "running_var", "num_batches_tracked")
     },
     "expanded mean": (buffer("running_mean", once), f"running_mean {IN_PLACE}several of its numbers"),
-    "expanded var": (buffer("running_var", once), f"running_var {IN_PLACE}several of its numbers"),
     "with gaps": (buffer("running_var", lambda var: var.repeat_interleave(2)[::2]), ""),
     "zeros": (buffer("running_mean", lambda mean: torch._efficientzerotensor(mean.shape)), IN_PLACE + "it is a tensor"),
     "counter of flags": (buffer("num_batches_tracked", Tensor.bool), "num_batches_tracked to be a tensor of numbers"),
     "no counter": (buffer("num_batches_tracked", int), "num_batches_tracked to be a tensor of numbers, got 0"),
-    "counters": (
-        buffer("num_batches_tracked", lambda count: count.expand(2)),
-        f"num_batches_tracked {IN_PLACE}several",
-    ),
     "int32 counter": (buffer("num_batches_tracked", Tensor.int), ""),
     "momentum": (lambda layer: setattr(layer, "momentum", 10**400), "momentum must fit into a float, got 1000"),
     "digits": (lambda layer: setattr(layer, "momentum", 10**5000), "momentum must fit into a float, got a large int"),
     "eps": (lambda layer: setattr(layer, "eps", 10**400), "eps must fit into a float, got 1000"),
-    "flag": (
-        lambda layer: setattr(layer, "momentum", torch.tensor(True)),
-        "momentum must be a number, got a tensor of",
-    ),
+    "flag": (lambda layer: setattr(layer, "momentum", torch.tensor(True)), "momentum must be a number, got a tensor"),
     "meta": (lambda layer: setattr(layer, "momentum", torch.ones((), device="meta")), "but momentum on meta"),
     "momentum in a tensor": (lambda layer: setattr(layer, "momentum", torch.tensor(0.1)), ""),
 }
@@ -221,10 +214,7 @@ def test_an_unknown_value_of_the_kernels_on_one_rank(ranks: Ranks, monkeypatch: 
     monkeypatch.setattr("syncbn.plan._plans", {})
     monkeypatch.setenv("SYNCBN_KERNELS", "fast" if ranks.rank == 0 else os.environ.get("SYNCBN_KERNELS", ""))
     layer, x = syncbn.SyncBatchNorm1d(C), torch.randn(4, C)
-    calls = {
-        "layer": lambda: layer(x),
-        "backward": lambda: batch_norm_backward(x, x, torch.zeros(C), torch.ones(C)),
-    }
+    calls = {"layer": lambda: layer(x), "backward": lambda: batch_norm_backward(x, x, *STATISTICS)}
     check_refused(ranks, calls[call], layer, "SYNCBN_KERNELS must be 'reference' or not set, got 'fast'")
     select.why_forced.cache_clear()
 
@@ -242,7 +232,6 @@ BAD = {
     "dtype": lambda: torch.ones(2, C, 4, 4, dtype=torch.int64),
     "no tensor": lambda: [1.0],
 }
-STATISTICS = torch.zeros(C), torch.ones(C)
 # What calls, and the files of the frames from there on.
 DOORS: dict[str, tuple[Callable[[object], object], list[str]]] = {
     "training": (lambda x: syncbn.SyncBatchNorm2d(C)(x), ["module.py", "module.py", "layer.py"]),

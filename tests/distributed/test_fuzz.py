@@ -148,27 +148,23 @@ class Program:
         for parameter in self.layer.parameters():
             parameter.data.copy_(torch.randn(kind.channels, generator=generator))
 
-    def new_layer(self) -> syncbn.SyncBatchNorm:
-        return self.classed(self.built_or_converted())
-
     def classed(self, layer: syncbn.SyncBatchNorm) -> syncbn.SyncBatchNorm:
         """The same layer, with new parameters and buffers of the program's class."""
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
             setattr(layer, name, as_class(tensor, self.kind.parameter_class))
         return layer
 
-    def built_or_converted(self) -> syncbn.SyncBatchNorm:
-        """The latter where nn.BatchNorm can be such a layer."""
+    def new_layer(self) -> syncbn.SyncBatchNorm:
+        """Converted where nn.BatchNorm can be such a layer."""
+        options = self.kind.options | {"device": self.ranks.device}
         group_size = None if self.kind.group_size == self.ranks.size else self.kind.group_size
-        options = dict(self.kind.options)
         if options["fuse_relu"]:
-            return self.layer_class(self.kind.channels, process_group=group_size, device=self.ranks.device, **options)
-        del options["fuse_relu"]
-        channel_last, bias = options.pop("channel_last"), options.pop("bias")
-        layer = self.plain_class(self.kind.channels, device=self.ranks.device, **options)
+            return self.classed(self.layer_class(self.kind.channels, process_group=group_size, **options))
+        _, channel_last, bias = (options.pop(name) for name in ("fuse_relu", "channel_last", "bias"))
+        layer = self.plain_class(self.kind.channels, **options)
         if not bias:
             layer.register_parameter("bias", None)
-        return syncbn.convert_syncbn_model(layer, group_size, channel_last)
+        return self.classed(syncbn.convert_syncbn_model(layer, group_size, channel_last))
 
     def take(self, step: SimpleNamespace) -> None:
         if step.action in ("train", "evaluate"):
