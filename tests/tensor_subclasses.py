@@ -25,19 +25,19 @@ class MetaImage(Image):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = super().__torch_function__(function, types, args, kwargs or {})
         if isinstance(output, MetaImage):
-            output.metadata = cls.of_arguments((*args, *(kwargs or {}).values()))
+            output.metadata = cls.metadata_in((*args, *(kwargs or {}).values()))
         return output
 
     @classmethod
-    def of_arguments(cls, arguments: tuple[Any, ...]) -> str | None:
-        return next((found for found in (getattr(one, "metadata", None) for one in arguments) if found), None)
+    def metadata_in(cls, arguments: tuple[Any, ...]) -> str | None:
+        return next(filter(None, (getattr(argument, "metadata", None) for argument in arguments)), None)
 
 
 class TensorImage(MetaImage):
     """As fastai's: it takes the metadata of the first argument alone."""
 
     @classmethod
-    def of_arguments(cls, arguments: tuple[Any, ...]) -> str | None:
+    def metadata_in(cls, arguments: tuple[Any, ...]) -> str | None:
         return getattr(arguments[0], "metadata", None)
 
 

@@ -1,4 +1,4 @@
-"""Each row of docs/deploy.md: what a converted model gives, and that a reverted one passes."""
+"""Catches a row of docs/deploy.md that no longer holds: of a converted model, or of a reverted one."""
 
 import io
 import re
@@ -66,9 +66,9 @@ def test_fusion_of_graphs(transform: Callable[[nn.Module], nn.Module], training:
     ours, expected = transform(converted(training)), transform(torchs(training))
     assert [node.target for node in ours.graph.nodes] == [node.target for node in expected.graph.nodes]
     torch.testing.assert_close(ours(X), expected(X))
-    of_reverted, of_plain = transform(reverted(training)), transform(plain(training))
-    assert classes(of_reverted) == fused
-    assert torch.equal(of_reverted(X), of_plain(X))
+    fused_model, expected = transform(reverted(training)), transform(plain(training))
+    assert classes(fused_model) == fused
+    assert torch.equal(fused_model(X), expected(X))
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -1,4 +1,4 @@
-"""Each rejected argument beside its nearest accepted neighbour; messages carry the values and torch's own words."""
+"""Catches an argument that is accepted or refused by mistake, and an error without the values, the remedy or torch's words."""
 
 import re
 import traceback
@@ -93,9 +93,9 @@ def test_rejected_beside_accepted(
 def test_torch_says_the_same_words() -> None:
     """Whoever searches for torch's message finds ours too."""
     for dims, x in ((1, X[None]), (2, X), (3, X), (2, torch.randn(1, 3, 1, 1))):
-        with pytest.raises(ValueError) as of_torch:
+        with pytest.raises(ValueError) as torchs:
             getattr(torch.nn, f"BatchNorm{dims}d")(3)(x)
-        with pytest.raises(ValueError, match=re.escape(str(of_torch.value).partition(", got")[0])):
+        with pytest.raises(ValueError, match=re.escape(str(torchs.value).partition(", got")[0])):
             getattr(syncbn, f"SyncBatchNorm{dims}d")(3)(x)
 
 

@@ -94,8 +94,8 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.
     launch, path = importlib.import_module("launch"), tmp_path / "made" / "step [1].pt"
     assert launch.load(path) is None
     launch.save({"step": 1}, path)
-    of_another = path.with_name("step 1.pt unfinished by host 7")
-    of_another.touch()
+    unfinished = path.with_name("step 1.pt unfinished by host 7")
+    unfinished.touch()
 
     def fail(state: object, file: BinaryIO) -> None:
         file.write(b"half a")
@@ -105,7 +105,7 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(OSError, match="no space"):
         launch.save({"step": 2}, path)
     assert launch.load(path) == {"step": 1}
-    assert set(path.parent.iterdir()) == {path, of_another}
+    assert set(path.parent.iterdir()) == {path, unfinished}
 
 
 def test_resnet_50_of_either_layer(monkeypatch: pytest.MonkeyPatch) -> None:

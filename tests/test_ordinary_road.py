@@ -91,8 +91,8 @@ def test_what_is_changed_after_a_call_holds_in_the_next(name: str) -> None:
 
     roads = ["forward"] if name == "weight with gaps" else []
     rounding = 8 * torch.finfo(dtype).eps if dtype.itemsize == 2 else 1e-5
-    found = as_torch(run, *roads, rtol=rounding, atol=rounding, equal_nan=True)
-    assert ("NaN" in name) == any(one is not None and bool(one.isnan().any()) for one in found.values())
+    results = as_torch(run, *roads, rtol=rounding, atol=rounding, equal_nan=True)
+    assert ("NaN" in name) == any(one is not None and bool(one.isnan().any()) for one in results.values())
 
 
 def test_functional_call_uses_its_own_tensors() -> None:

@@ -280,8 +280,8 @@ def test_plans_keep_nothing_alive() -> None:
     gc.collect()
     assert {one() for one in seen} == {None}
     assert len(plan._plans) == 2
-    of_plans = [vars(getattr(made, "kernels", made)) for made in plan._plans.values()]
-    assert not [one for kernels in of_plans for one in kernels.values() if isinstance(one, Tensor)]
+    kept = [vars(getattr(made, "kernels", made)) for made in plan._plans.values()]
+    assert not [one for kernels in kept for one in kernels.values() if isinstance(one, Tensor)]
 
 
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

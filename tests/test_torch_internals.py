@@ -1,4 +1,4 @@
-"""Each private name of torch that syncbn uses means what syncbn needs: fails where a later torch changes it."""
+"""Catches a later torch in which a private name that syncbn uses no longer means what syncbn needs."""
 
 import inspect
 import sys
@@ -142,9 +142,9 @@ def test_names_of_tensors() -> None:
         assert offsets is nested.offsets()
         assert ragged_dim == dim
     rows = torch.ones(2, 3)
-    found = [autograd.innermost(rows)]
-    torch.vmap(torch.func.grad(lambda row: found.append(autograd.innermost(row)) or row.sum()))(rows)
-    assert all(one is rows for one in found)
+    innermost = [autograd.innermost(rows)]
+    torch.vmap(torch.func.grad(lambda row: innermost.append(autograd.innermost(row)) or row.sum()))(rows)
+    assert all(tensor is rows for tensor in innermost)
 
 
 def test_batched_gradients_and_their_stack() -> None:

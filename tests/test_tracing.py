@@ -1,4 +1,4 @@
-"""torch.fx makes a layer a leaf, as it does nn.BatchNorm, or says why not: no graph computes anything else."""
+"""Catches a traced graph that computes something else than the model, and a layer that can silently be no leaf."""
 
 from collections.abc import Callable
 
@@ -66,8 +66,8 @@ def test_arguments_are_those_of_the_leaf() -> None:
     options = X.flip(0), torch.tensor([True, False, True, True])
     graph = fx.symbolic_trace(model)
     calls = [(node.args[1:], {*node.kwargs}) for node in graph.graph.nodes if node.op == "call_module"]
-    of_own = [((3.0,), set()), ((), {"times"}), ((), {"x"})]
-    assert calls == [((), {"z"}), ((), {"mask"}), ((), {"z", "mask"}), *of_own]
+    calls_of_own = [((3.0,), set()), ((), {"times"}), ((), {"x"})]
+    assert calls == [((), {"z"}), ((), {"mask"}), ((), {"z", "mask"}), *calls_of_own]
     assert torch.equal(graph(X, *options), model(X, *options))
 
 
@@ -102,9 +102,9 @@ def test_what_would_run_twice_is_refused() -> None:
 
 def test_what_is_not_inside_a_traced_model_is_refused() -> None:
     """As torch refuses a bare nn.BatchNorm2d."""
-    of_no_tracer = fx.Proxy(fx.Graph().placeholder("x"))
+    bare_proxy = fx.Proxy(fx.Graph().placeholder("x"))
     for layer in (syncbn.SyncBatchNorm2d(3), calls_super()):
-        for trace in (fx.symbolic_trace, lambda layer: layer(of_no_tracer)):
+        for trace in (fx.symbolic_trace, lambda layer: layer(bare_proxy)):
             with pytest.raises(TraceError, match=r"is_leaf_module only of modules inside .*; trace one that holds it"):
                 trace(layer)
 

@@ -37,16 +37,16 @@ def definition(x: Tensor, mask: Tensor, relu: bool, **given: Tensor) -> Tensor:
     return torch.where(mask, y.relu() if relu else y, 0)
 
 
-def of_statistics(x: Tensor, mean: Tensor, var: Tensor, count: Tensor) -> Tensor:
+def function_of_statistics(x: Tensor, mean: Tensor, var: Tensor, count: Tensor) -> Tensor:
     """Some function of the statistics, in the shape of x."""
     return ((mean * var + mean) * count).view(-1, 1, 1).expand(x.shape)
 
 
 def statistics(x: Tensor, mask: Tensor) -> Tensor:
-    """`of_statistics`, of those by their definition."""
+    """The same, with the statistics by their definition."""
     valid = x.movedim(1, -1)[mask[:, 0]]  # (M, C)
     mean = valid.mean(0)
-    return of_statistics(x, mean, (valid - mean).square().mean(0), torch.tensor(len(valid)))
+    return function_of_statistics(x, mean, (valid - mean).square().mean(0), torch.tensor(len(valid)))
 
 
 class Batch:
@@ -86,7 +86,7 @@ class Batch:
         mask = self.mask[self.samples, 0] if self.masked else None
         if self.statistics:
             given, dim = (x.movedim(1, -1), -1) if self.channels_last else (x, 1)
-            return of_statistics(x, *sync_batch_stats(given, channel_dim=dim, mask=mask))
+            return function_of_statistics(x, *sync_batch_stats(given, channel_dim=dim, mask=mask))
         return sync_batch_norm(x, None, None, training=True, mask=mask, fuse_relu=self.relu, **named)
 
     def results(self, way: Way, requires_grad: bool = True) -> list[Sequence[Tensor]]:
@@ -209,11 +209,11 @@ def test_ranks_that_differentiate_in_different_ways(ranks: Ranks, name: str) -> 
     """All ranks raise an error with the remedy, instead of adding up different sums."""
     if ranks.device.type != "cpu":
         pytest.skip("the host does not read what a GPU has added up")
-    of_rank_0, of_others, remedy = DIFFERENCES[name]
+    by_rank_0, by_others, remedy = DIFFERENCES[name]
     batch = Batch(ranks, given="x")
     x = batch.tensors["x"][batch.samples].clone().requires_grad_()
     with pytest.raises(RuntimeError, match=remedy):
-        (of_others if ranks.rank else of_rank_0)(batch.share, [x], batch.stack[:, batch.samples])
+        (by_others if ranks.rank else by_rank_0)(batch.share, [x], batch.stack[:, batch.samples])
 
 
 def test_hand_written_backward(ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""DTensors: sums over exactly the dims of the mesh that shard batch or space, equal to the unsharded input's."""
+"""Catches a DTensor whose sums go over other ranks than those that shard batch or space, or a misplaced output."""
 
 import copy
 import itertools
@@ -58,9 +58,9 @@ def results(layer: nn.Module, x: Tensor, z: Tensor, dy: Tensor) -> tuple[dict[st
         output.backward(dy)
     with CommDebugMode() as evaluation:
         evaluated = layer.eval()(x, z)
-    found = {"output": output, "evaluated": evaluated, "x": x.grad, "z": z.grad, **dict(layer.named_buffers())}
-    found |= {"weight": layer.weight.grad, "bias": layer.bias.grad}
-    return found, (training.get_total_counts(), evaluation.get_total_counts())
+    tensors = {"output": output, "evaluated": evaluated, "x": x.grad, "z": z.grad, **dict(layer.named_buffers())}
+    tensors |= {"weight": layer.weight.grad, "bias": layer.bias.grad}
+    return tensors, (training.get_total_counts(), evaluation.get_total_counts())
 
 
 def require_equal(
@@ -162,13 +162,13 @@ def test_what_does_not_fit_is_refused(ranks: Ranks) -> None:
         over(same, shards[0])
     over(1, replicated)
     other = r"process_group is ranks .*, but the batch of the input.*process_group=None"
-    of_z = r"expected z to have \(Shard\(dim=0\),\) there, got \(Shard\(dim=2\),\)"
+    other_z = r"expected z to have \(Shard\(dim=0\),\) there, got \(Shard\(dim=2\),\)"
     plain = r"{0} is a DTensor.*pass {0}.to_local\(\)".format
     for message, refused in (
         (other, lambda: over(1, shards[0])),
         (other, lambda: over(mesh, replicated)),
         (r"not added up yet.*redistribute", lambda: layer(DTensor.from_local(x, mesh, [Partial()]))),
-        (of_z, lambda: layer(shards[0], shards[2])),
+        (other_z, lambda: layer(shards[0], shards[2])),
         (r"pass mask.to_local\(\)", lambda: layer(shards[0], mask=shards[0][:, 0] > 0)),
         (r"channels are sharded.*distribute_tensor\(running_mean, ", lambda: layer(shards[1])),
         (r"expected running_mean to have \(Shard\(dim=0\),\) there", lambda: placed_layer(shards[1])),
@@ -179,8 +179,8 @@ def test_what_does_not_fit_is_refused(ranks: Ranks) -> None:
             refused()
 
 
-@pytest.mark.parametrize("of_gradient", [Shard(2), Replicate()], ids=repr)
-def test_second_derivative(ranks: Ranks, of_gradient: Placement) -> None:
+@pytest.mark.parametrize("placement", [Shard(2), Replicate()], ids=repr)
+def test_second_derivative(ranks: Ranks, placement: Placement) -> None:
     """Also through a gradient that is placed otherwise: from_local's backward alone would lose its graph."""
 
     def second_derivative(process_group: int | None, x: Tensor, placed: Callable[[Tensor], Tensor]) -> Tensor:
@@ -196,7 +196,7 @@ def test_second_derivative(ranks: Ranks, of_gradient: Placement) -> None:
         with pytest.raises(RuntimeError, match="leave out create_graph"):
             second_derivative(None, sharded, torch.square)
         return
-    actual = second_derivative(None, sharded, lambda y: y.redistribute(placements=[of_gradient]).square())
+    actual = second_derivative(None, sharded, lambda y: y.redistribute(placements=[placement]).square())
     torch.testing.assert_close(actual.full_tensor(), expected)
 
 

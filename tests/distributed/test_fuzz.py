@@ -236,7 +236,7 @@ class Program:
                 scale = max(1.0, wanted.abs().max().item(), terms)
                 require_promised(name, actual, batch.whole(wanted)[batch.mine], scale, lost)
         for name, parameter in self.layer.named_parameters():
-            error = (self.of_members(parameter.grad).double().sum(0) - getattr(expected, f"grad_{name}")).abs().max()
+            error = (self.gathered(parameter.grad).double().sum(0) - getattr(expected, f"grad_{name}")).abs().max()
             largest = len(rows) ** 0.5  # that a normalised value can be
             terms = batch.rows(batch.dy)[batch.counted].double().abs().sum(0).amax() * largest
             allowed = ROUNDINGS[parameter.dtype] + SUMS[self.kind.dtype] + lost
@@ -255,9 +255,9 @@ class Program:
                 largest = max(largest, rows.square().mean(0).max().item())
             scale = max(largest, wanted.abs().max().item())
             require_promised(name, actual, wanted, scale, SUMS[self.kind.dtype])
-            assert (self.of_members(actual) == actual).all(), name
+            assert (self.gathered(actual) == actual).all(), name
 
-    def of_members(self, tensor: Tensor) -> Tensor:
+    def gathered(self, tensor: Tensor) -> Tensor:
         """Of each rank of the group."""
         group = resolve(self.layer.process_group)
         everyone = [torch.empty_like(tensor) for _ in self.members]

@@ -64,8 +64,8 @@ def test_second_derivatives(ranks: Ranks) -> None:
         (gradient,) = torch.autograd.grad(layer(leaf).sin().sum(), leaf, create_graph=True)
         gradient.square().sum().backward()
         results.append((plain(gradient), plain(leaf.grad), layer.weight.grad))
-    (gradient, second, of_weight), actual = results
-    torch.testing.assert_close((*actual[:2], ranks.total(actual[2])), (gradient[own], second[own], of_weight))
+    (gradient, second, second_of_weight), actual = results
+    torch.testing.assert_close((*actual[:2], ranks.total(actual[2])), (gradient[own], second[own], second_of_weight))
 
 
 def fail(run: Callable[[], Tensor]) -> Tensor:

@@ -64,11 +64,11 @@ def test_ensemble(ranks: Ranks, in_dim: int) -> None:
 
     (expected_weight, expected_x), expected_buffers = gradients(plain, x)
     with CountCollectives() as counted:
-        (of_weight, of_x), buffers = gradients(layer, x[mine])
+        (grad_weight, grad_x), buffers = gradients(layer, x[mine])
     assert counted.total == 2
     torch.testing.assert_close(buffers, expected_buffers, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(of_x, expected_x[:, mine], rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(ranks.total(of_weight), expected_weight, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(grad_x, expected_x[:, mine], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(ranks.total(grad_weight), expected_weight, rtol=1e-10, atol=1e-10)
 
 
 def test_stacks_of_weights_or_residuals(ranks: Ranks) -> None:
@@ -126,13 +126,13 @@ def test_faults_inside_vmap(ranks: Ranks, transform: Callable[..., Callable[...,
 
 def test_running_statistics_that_a_function_captures(ranks: Ranks) -> None:
     """torch.func.grad refuses in-place operations on them, but not F.batch_norm's update."""
-    x, found = data(ranks)[ranks.even(2 * ranks.size)], []
+    x, statistics = data(ranks)[ranks.even(2 * ranks.size)], []
     for transform in (lambda function: function, lambda function: grad(lambda x: function(x).pow(3).sum())):
         mean, var = (torch.full((3,), value, dtype=x.dtype, device=ranks.device) for value in (0.0, 1.0))
         transform(lambda x, mean=mean, var=var: sync_batch_norm(x, mean, var, training=True))(x)
-        found.append((mean, var))
-    torch.testing.assert_close(*found)
-    assert found[0][0].all()
+        statistics.append((mean, var))
+    torch.testing.assert_close(*statistics)
+    assert statistics[0][0].all()
 
 
 @pytest.mark.compiles

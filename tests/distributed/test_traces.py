@@ -1,4 +1,4 @@
-"""One rank alone records a model and waits for nobody; its graph then synchronises with the others' models."""
+"""Catches a rank that waits for others while it alone records a model, and a graph that then does not synchronise."""
 
 import pytest
 import torch

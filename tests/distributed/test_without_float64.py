@@ -108,11 +108,11 @@ def test_second_derivatives(ranks: Ranks, relu: bool, shift: float) -> None:
 
     expected = second(definition, *(tensor.double() for tensor in (x, dy, vector)))
     with PerChannelAlone(C, ranks.size):
-        found = second(ours, *(tensor[own] for tensor in (x, dy, vector)))
-    for actual, of_all in zip(found, expected, strict=True):
-        wanted = of_all[own] if of_all.ndim > 1 else of_all
-        actual = actual if of_all.ndim > 1 else ranks.total(actual)
-        assert (actual - wanted).abs().max() <= TOLERANCE * of_all.abs().max()
+        results = second(ours, *(tensor[own] for tensor in (x, dy, vector)))
+    for actual, whole in zip(results, expected, strict=True):
+        wanted = whole[own] if whole.ndim > 1 else whole
+        actual = actual if whole.ndim > 1 else ranks.total(actual)
+        assert (actual - wanted).abs().max() <= TOLERANCE * whole.abs().max()
 
 
 def test_the_tools(ranks: Ranks) -> None:
