@@ -180,8 +180,8 @@ def test_names_of_modules() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own
 def test_names_of_groups(group_of_one: dist.ProcessGroup) -> None:
-    """The operator of all_reduce leaves its argument. The class of stages is the one that torch builds
-    (distributed/test_pipelines.py has the other). If Join did not ask how many are left, syncbn.join would wait."""
+    """The operator of all_reduce leaves its argument. The class of stages is the one that torch builds; the schedules'
+    tests have the other. If Join did not ask how many are left, syncbn.join would wait."""
     from torch.distributed import pipelining
 
     values = torch.arange(3.0)

@@ -24,6 +24,18 @@ def new_layer(ranks: Ranks, num_channels: int, **options: Any) -> syncbn.SyncBat
     return layer
 
 
+def values_that_count(tensor: Tensor, mask: Tensor) -> Tensor:
+    """(N, C, ...) -> (M, C), for a mask (N, ...) that is True M times."""
+    return tensor.movedim(1, -1)[mask]
+
+
+def spread(values: Tensor, mask: Tensor) -> Tensor:
+    """(M, C) -> (N, C, ...), zero where nothing counts."""
+    tensor = values.new_zeros(*mask.shape, values.shape[1])
+    tensor[mask] = values
+    return tensor.movedim(-1, 1)
+
+
 def check_step(
     ranks: Ranks, layer: syncbn.SyncBatchNorm, sizes: list[int], inner: tuple[int, ...], dtype: torch.dtype,
     layout: torch.memory_format | str = CONTIGUOUS, residual: bool = False, *, masks: list[Tensor] | None = None,
@@ -36,28 +48,17 @@ def check_step(
     may wrap the layer. Without a tolerance the promise for the dtype holds.
     """
     torch.manual_seed(0)
-    places, channel_last = (sum(sizes), *inner), layout == CHANNEL_LAST
-    counted = torch.ones(places, dtype=torch.bool)
+    channel_last, counted = layout == CHANNEL_LAST, torch.ones(sum(sizes), *inner, dtype=torch.bool)
     if masks is not None:
         views = [mask.view(-1, *(1,) * len(inner)) if mask.ndim == 1 else mask for mask in masks]
         counted = torch.cat([view.expand(size, *inner) for view, size in zip(views, sizes, strict=True)])
     drawn = torch.randn(3, sum(sizes), layer.num_features, *inner, dtype=torch.float64)
     x, dy, z = (one.to(dtype).masked_fill(~counted[:, None], poison) for one in (scale * drawn[0] + shift, *drawn[1:]))
-
-    def rows(tensor: Tensor) -> Tensor:
-        """(M, C), of what counts."""
-        return tensor.movedim(1, -1)[counted]
-
-    def spread(rows: Tensor) -> Tensor:
-        """In the shape of x, with 0 where nothing counts."""
-        whole = rows.new_zeros(*places, rows.shape[1])
-        whole[counted] = rows
-        return whole.movedim(-1, 1)
-
     weight, bias = (None if given is None else given.cpu() for given in (layer.weight, layer.bias))
     momentum = 1.0 if layer.momentum is None else layer.momentum
-    arguments = weight, bias, rows(z) if residual else None, layer.fuse_relu, layer.eps, momentum
-    expected, own = full_batch(rows(x), rows(dy), *arguments), ranks.slices(sizes)
+    whole_x, whole_dy, whole_z = (values_that_count(tensor, counted) for tensor in (x, dy, z))
+    arguments = weight, bias, whole_z if residual else None, layer.fuse_relu, layer.eps, momentum
+    expected, own = full_batch(whole_x, whole_dy, *arguments), ranks.slices(sizes)
 
     def place(tensor: Tensor, layout: torch.memory_format | str = CONTIGUOUS) -> Tensor:
         tensor = tensor[own].to(ranks.device)
@@ -81,7 +82,7 @@ def check_step(
         wanted = getattr(expected, name)
         largest = max(wanted.abs().max().item(), expected.gradient_scale if name == "grad_input" else 0.0)
         if wanted.ndim > 1:
-            wanted, actual = spread(wanted)[own], actual.movedim(-1, 1) if channel_last else actual
+            wanted, actual = spread(wanted, counted)[own], actual.movedim(-1, 1) if channel_last else actual
         elif "grad" in name:
             actual = ranks.total(actual)
         actual = actual.detach().cpu()

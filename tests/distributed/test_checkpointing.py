@@ -13,8 +13,6 @@ from counting import CountCollectives
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from training import Checkpointed, step
 from voting import Ranks
@@ -89,17 +87,6 @@ def test_any_operator_may_be_saved(ranks: Ranks, operator: str) -> None:
     context_fn = partial(create_selective_checkpoint_contexts, saved)
     wrap = partial(Checkpointed, use_reentrant=False, context_fn=context_fn)
     check_like_unchecked(WithOperatorsBehind(4, momentum=None), wrap, own_input(ranks, 5, 4))
-
-
-def test_checkpoint_inside_fsdp2(ranks: Ranks) -> None:
-    plain = block().to(ranks.device)
-    inner = copy.deepcopy(plain)
-    sharded = nn.Sequential(checkpoint_wrapper(inner))
-    fully_shard(sharded, mesh=init_device_mesh(ranks.device.type, (ranks.size,)))
-    for _ in range(2):
-        actual, expected = step(sharded, inner, own_input(ranks)), step(plain, plain, own_input(ranks))
-        for name in ("output", "gradient of x", *dict(plain.named_buffers())):
-            assert torch.equal(actual[name], expected[name]), name
 
 
 def test_a_forward_inside_backward_leaves_the_statistics(ranks: Ranks) -> None:

@@ -1,4 +1,7 @@
-"""A mask says which values count: all else enters no sum, whatever it holds (pytorch#70529)."""
+"""Catches a value that a mask leaves out and that enters a sum, an output or a gradient, whatever it holds.
+
+pytorch#70529.
+"""
 
 import math
 from typing import Any
@@ -8,7 +11,7 @@ import torch
 from counting import CountCollectives
 from torch import Tensor
 from voting import Ranks
-from whole_batch import CHANNEL_LAST, CONTIGUOUS, check_step, new_layer
+from whole_batch import CHANNEL_LAST, CONTIGUOUS, check_step, new_layer, spread, values_that_count
 
 import syncbn
 
@@ -26,18 +29,6 @@ def draw_mask(kind: str, rank: int) -> Tensor:
     if rank == 0:
         mask.fill_(False)
     return mask.view(-1) if kind == "samples" else mask
-
-
-def of_valid(tensor: Tensor, mask: Tensor) -> Tensor:
-    """(N, C, H, W) -> (M, C), the M values that count."""
-    return tensor.movedim(1, -1)[mask]
-
-
-def spread(valid: Tensor, mask: Tensor) -> Tensor:
-    """(M, C) -> (N, C, H, W), zero where nothing counts."""
-    tensor = valid.new_zeros(*mask.shape, valid.shape[1])
-    tensor[mask] = valid
-    return tensor.movedim(-1, 1)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +72,7 @@ def test_evaluation(ranks: Ranks, track_running_stats: bool, fused: bool) -> Non
         dy = torch.full_like(y, math.nan).masked_fill(mask[:, None], 2.0)
         gradients = torch.autograd.grad(y, (x, layer.weight), dy)
     assert counted.total == 0
-    valid = of_valid(x, mask).detach().requires_grad_()
-    expected = layer(valid, of_valid(z, mask))
-    of_valid_x, of_weight = torch.autograd.grad(expected.sum() * 2, (valid, layer.weight))
-    torch.testing.assert_close((y, *gradients), (spread(expected, mask), spread(of_valid_x, mask), of_weight))
+    valid = values_that_count(x, mask).detach().requires_grad_()
+    expected = layer(valid, values_that_count(z, mask))
+    of_x_that_counts, of_weight = torch.autograd.grad(expected.sum() * 2, (valid, layer.weight))
+    torch.testing.assert_close((y, *gradients), (spread(expected, mask), spread(of_x_that_counts, mask), of_weight))

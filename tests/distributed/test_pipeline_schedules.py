@@ -1,4 +1,7 @@
-"""Each schedule that torch ships trains a pipeline of converted stages as one process does."""
+"""Catches a pipeline of converted stages that does not train as one process, or synchronises over other stages' ranks.
+
+Each schedule that torch ships is tried.
+"""
 
 import os
 
@@ -10,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.nn.parallel import DistributedDataParallel
 from voting import Ranks
 
 import syncbn
@@ -72,3 +76,27 @@ def test_a_schedule_trains_as_one_process(ranks: Ranks, name: str) -> None:
         for parameter, expected in zip(module.parameters(), whole[index].parameters(), strict=True):
             dist.all_reduce(parameter.grad, group=mesh.get_group("dp"))
             torch.testing.assert_close(parameter.grad / num_parts, expected.grad)
+
+
+@pytest.mark.parametrize("wrap", [nn.Identity, DistributedDataParallel])
+def test_a_stage_over_the_whole_pipeline_is_refused(ranks: Ranks, wrap: type[nn.Module]) -> None:
+    mesh = init_device_mesh(ranks.device.type, (2, ranks.size // 2), mesh_dim_names=("pp", "dp"))
+    index, pipeline = mesh["pp"].get_local_rank(), dist.get_process_group_ranks(mesh.get_group("pp"))
+    x = torch.randn(SHARE, WIDTH, dtype=torch.float64, device=ranks.device)
+
+    def step(process_group: object) -> None:
+        module = syncbn.convert_syncbn_model(stage_of(index).to(ranks.device), process_group)
+        if wrap is DistributedDataParallel:
+            module = DistributedDataParallel(module, process_group=mesh.get_group("dp"))
+        # else a forward finds them, whose errors torch 2.11 replaces
+        shapes = {"input_args": (x,), "output_args": (x,)}
+        stage = PipelineStage(module, index, 2, ranks.device, **shapes, group=mesh.get_group("pp"))
+        stage.forward_maybe_with_nosync(x)
+
+    words = rf"^layer '1': the layer is in stage {index} of a pipeline over ranks {pipeline[0]}"
+    for too_large in (None, dist.group.WORLD, mesh["pp"]):
+        with pytest.raises(ValueError, match=words + r".* which hold other stages, and synchronises over ranks "):
+            step(too_large)
+    step(mesh["dp"])
+    step(1)
+    syncbn.convert_syncbn_model(nn.Sequential(stage_of(0), stage_of(1)).to(ranks.device))(x)  # without a pipeline

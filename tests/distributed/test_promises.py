@@ -19,11 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from oracle import full_batch, relative_error
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from training import unchanged
 from voting import Ranks
+from whole_batch import check_step, new_layer
 
 import syncbn
 
@@ -32,23 +32,8 @@ C = 3
 
 def train_as_one_rank(ranks: Ranks, *sizes: int) -> syncbn.SyncBatchNorm:
     """A step with so many samples on the first ranks, and 2 on the others, must equal that of one rank with all."""
-    sizes = (*sizes, *[2] * ranks.size)[: ranks.size]
-    x, dy = torch.randn(2, sum(sizes), C, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    mine = ranks.slices([*sizes])
-    layer = syncbn.SyncBatchNorm(C, dtype=torch.float64, device=ranks.device)
-    own_x = x[mine].to(ranks.device).requires_grad_()
-    y = layer(own_x)
-    y.backward(dy[mine].to(ranks.device))
-    one = full_batch(x, dy, torch.ones(C), torch.zeros(C))
-    for actual, expected in (
-        (y.detach(), one.output[mine]),
-        (own_x.grad, one.grad_input[mine]),
-        (layer.running_mean, one.running_mean),
-        (layer.running_var, one.running_var),
-        (ranks.total(layer.weight.grad), one.grad_weight),
-        (ranks.total(layer.bias.grad), one.grad_bias),
-    ):
-        assert relative_error(actual.cpu(), expected) < 1e-12
+    layer = new_layer(ranks, C, dtype=torch.float64)
+    check_step(ranks, layer, [*sizes, *[2] * ranks.size][: ranks.size], (5,), torch.float64)
     return layer
 
 

@@ -29,16 +29,16 @@ def on_rank_0(ranks: Ranks, tensor: Tensor, subclass: type[Tensor] = MetaImage) 
     return as_class(tensor, subclass if ranks.rank == 0 else Tensor)
 
 
-def checkpointed(model: nn.Module, use_reentrant: bool) -> nn.Module:
-    part = Checkpointed(model[1], use_reentrant=use_reentrant)
-    return DistributedDataParallel(nn.Sequential(model[0], part, *model[2:]))
+def checkpointed(model: nn.Module, use_reentrant: bool = False) -> nn.Module:
+    return nn.Sequential(model[0], Checkpointed(model[1], use_reentrant=use_reentrant), *model[2:])
 
 
 WRAPS: dict[str, Callable[[nn.Module, Ranks], nn.Module]] = {
     "DDP": lambda model, ranks: DistributedDataParallel(model),
     "FSDP2": shard,
-    "checkpoint": lambda model, ranks: checkpointed(model, use_reentrant=False),
-    "reentrant checkpoint": lambda model, ranks: checkpointed(model, use_reentrant=True),
+    "checkpoint": lambda model, ranks: DistributedDataParallel(checkpointed(model)),
+    "reentrant checkpoint": lambda model, ranks: DistributedDataParallel(checkpointed(model, use_reentrant=True)),
+    "checkpoint inside FSDP2": lambda model, ranks: shard(checkpointed(model), ranks),
 }
 
 
