@@ -1,4 +1,4 @@
-"""examples/accelerate_digits.py under accelerate launch."""
+"""Catches an examples/accelerate_digits.py that fails under accelerate launch, or trains otherwise than one process."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The backward pass against the systems this project descends from, each its own statement of one gradient."""
+"""Catches a wrong gradient, by the formulas of the systems that this project descends from, a statement of each."""
 
 import pytest
 import torch

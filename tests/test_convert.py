@@ -1,7 +1,7 @@
-"""Conversion keeps the module object and everything that hangs on it, and revert is exact.
+"""Catches a conversion that replaces the module object, loses what hangs on it, or that a revert does not take back.
 
-These tests catch: an attribute, hook, parameter, buffer or subclass's behaviour that is lost, or is left by a revert; a
-model half converted after an error; a layer that stays local, or calls another class than its own, and is not named.
+Also an attribute, hook, parameter, buffer or subclass's behaviour that is lost, or is left by a revert; a model half
+converted after an error; a layer that stays local, or calls another class than its own, and is not named.
 """
 
 import copy

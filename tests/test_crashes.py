@@ -1,4 +1,4 @@
-"""Crashes survived: examples/digits.py goes on from its checkpoint, and ends as if nothing had happened."""
+"""Catches a training that does not go on from its checkpoint after a crash, or ends otherwise than one without."""
 
 import contextlib
 import json

@@ -1,5 +1,7 @@
-"""The jobs of examples/evidence/ run with tiny settings, on 2 ranks, and train what they say. What README.md says of
-segmentation is what is committed."""
+"""Catches a job of examples/evidence/ that fails with tiny settings on 2 ranks, or trains other than it says.
+
+Also a claim of README.md on segmentation that is not what is committed.
+"""
 
 import json
 import statistics

@@ -1,4 +1,4 @@
-"""The catalogue of faults: every rank ends and says why. The table is made by faults.py."""
+"""Catches a fault of the catalogue, faults.py, after which a rank hangs or does not say why it ends."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: launches, no waiting, graphs, streams, devices, more than 2^31 values."""
+"""Catches what only a GPU shows: a wait, a launch too many, a wrong stream, device or graph, an index beyond 2^31."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,4 +1,4 @@
-"""How many kernels a training step on a GPU compiles and launches, by a driver whose launches do nothing."""
+"""Catches a kernel that a training step on a GPU compiles or launches without need; no launch does anything."""
 
 import gc
 import os

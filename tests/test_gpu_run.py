@@ -1,4 +1,4 @@
-"""scripts/gpu.sh, whose one run on a GPU no typing error may cost: its flow with a CPU in the GPU's place."""
+"""Catches a typing error in scripts/gpu.sh, which may cost no run on a GPU: a CPU takes the GPU's place."""
 
 import importlib.util
 import json

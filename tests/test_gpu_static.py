@@ -1,4 +1,4 @@
-"""What the GPU kernels compile to, on a machine without a GPU: no spills, wide loads, no float64 where it costs."""
+"""Catches spills, narrow loads and float64 where it costs in what the GPU kernels compile to, without a GPU."""
 
 import itertools
 import os

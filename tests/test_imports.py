@@ -1,4 +1,4 @@
-"""Which module imports which: downwards only, without circles."""
+"""Catches an import that runs upwards or in a circle."""
 
 import ast
 from pathlib import Path

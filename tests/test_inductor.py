@@ -1,5 +1,4 @@
-"""What Inductor makes of the operators, and of the reference, which compiled graphs have where there are no faster
-kernels."""
+"""Catches compiled graphs in which Inductor copies inputs, adds operators or fuses wrongly, with and without ours."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Every back end computes what its contract says, for awkward sizes and all dtypes; compared in float64."""
+"""Catches a back end that breaks its contract, for awkward sizes and all dtypes; compared in float64."""
 
 import functools
 import importlib

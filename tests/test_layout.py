@@ -1,4 +1,4 @@
-"""Folding is pure geometry: which memory folds as a view, and to which (outer, channel, inner)."""
+"""Catches memory that is folded to another (outer, channel, inner) than it has, or copied where a view would do."""
 
 import pytest
 import torch

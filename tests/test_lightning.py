@@ -1,4 +1,4 @@
-"""Lightning's Trainer with our plugin, on two processes that it starts itself."""
+"""Catches a plugin for Lightning with which its Trainer, on two processes, trains otherwise than one process."""
 
 import tomllib
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""What measure_local_noise tells one process, whose batch it cuts into slices; on several in distributed/.
+"""Catches wrong figures of local noise, calls that count twice or not at all, training that changes, a layer left out.
 
-Catches wrong figures, calls that count twice or not at all, training that changes, and a layer left out in silence.
+One process, whose batch is cut into slices; several are in distributed/.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""What importing the package does, what it leaves behind, and what it offers."""
+"""Catches an import that does more than define names, something left behind at the end, and a name that is lost."""
 
 import doctest
 import importlib.util

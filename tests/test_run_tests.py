@@ -1,4 +1,4 @@
-"""scripts/run_tests.py: what a user reads while the tests run, and in the end."""
+"""Catches a scripts/run_tests.py that hides a failure, or from whose lines nobody sees how far the tests are."""
 
 import re
 from pathlib import Path

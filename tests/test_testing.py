@@ -1,4 +1,4 @@
-"""syncbn.testing starts ranks and compares them with one process; and python -m syncbn, by the same means."""
+"""Catches a syncbn.testing or `python -m syncbn` that passes what differs from one process or refuses what does not."""
 
 import itertools
 import re

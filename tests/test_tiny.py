@@ -1,4 +1,7 @@
-"""The tour: from one tensor to a model that two ranks train as one process would. Read this first; it takes seconds."""
+"""Read this first: a tour from one tensor to a model that two ranks train as one process would; it takes seconds.
+
+It catches what breaks the package for everybody.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Two hosts, which are network namespaces of this one: training over them, and the link between them cut in a step."""
+"""Catches training over two hosts, network namespaces of this one, that differs, or hangs when the link is cut."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""The plugin for distributed tests: a failure on one rank fails exactly that test, on all ranks, and hangs nothing."""
+"""Catches a plugin for distributed tests that lets a failure on one rank fail another test, pass on a rank, or hang."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""How payloads are added up: small groups of gloo exchange theirs on CPU, all others all_reduce."""
+"""Catches payloads that are not added up on every rank: small groups of gloo exchange theirs, all others all_reduce."""
 
 import datetime
 import functools

@@ -1,4 +1,7 @@
-"""python -m syncbn check on several ranks; its command line is in test_testing.py."""
+"""Catches a `python -m syncbn check` that passes a model that ranks train otherwise than one process.
+
+Its command line is in test_testing.py.
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How often ranks communicate, also by texts, what the profiler shows, and how well sums survive hard inputs."""
+"""Catches needless collectives, texts that do not arrive, profiles without our ranges, and sums that lose digits."""
 
 from collections import OrderedDict
 

@@ -1,4 +1,4 @@
-"""Graphs under compile_on_one_rank (torch 2.15), which one rank compiles for all: a group is an input of theirs."""
+"""Catches a graph that holds a group of the rank which compiles it for all (compile_on_one_rank, torch 2.15)."""
 
 import copy
 import os

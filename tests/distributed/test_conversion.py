@@ -1,8 +1,8 @@
-"""Converted models of many kinds train as one process does, and revert to what can be exported
-(pytorch#187298, #41081; timm#2422; mmcv#1253).
+"""Catches a converted model that does not train as one process does, or a reverted one that cannot be exported.
 
-These tests catch: a call of super().forward or F.batch_norm in a subclass that stays local; a layer that communicates
-in evaluation, or more than once each way; a layer called synchronised that is not, or the other way round.
+Also a call of super().forward or F.batch_norm in a subclass that stays local; a layer that communicates in evaluation,
+or more than once each way; a layer called synchronised that is not, or the other way round (pytorch#187298, #41081;
+timm#2422; mmcv#1253).
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""A converted model under DistributedDataParallel trains like one process with the whole batch."""
+"""Catches a converted model that trains otherwise under DistributedDataParallel than on one process."""
 
 import contextlib
 

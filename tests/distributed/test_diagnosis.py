@@ -1,4 +1,7 @@
-"""What a user is told of where ranks are while all of them run; what is said when one fails is in test_faults.py."""
+"""Catches a wait that is not reported, names the wrong rank or place, or advises wrongly, while all ranks run.
+
+What is said when one fails is in test_faults.py.
+"""
 
 import contextlib
 import copy

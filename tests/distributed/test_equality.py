@@ -1,7 +1,6 @@
-"""W ranks equal one: outputs, gradients and running statistics against the float64 oracle of the concatenated batch.
+"""Catches a step whose outputs, gradients or running statistics differ from one rank's with the whole batch.
 
-Every dtype, shape, layout and option once, and those together that meet in one formula; test_fuzz.py draws the others,
-and tests/test_layer.py has all products of options on one process.
+Every dtype, shape, layout and option once, and those together that meet in one formula; test_fuzz.py draws the others.
 """
 
 from typing import Any

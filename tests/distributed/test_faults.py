@@ -1,4 +1,4 @@
-"""A fault of one rank is raised on every rank, with the faulty rank's number, and loses nothing."""
+"""Catches a fault of one rank that is not raised on every rank, does not name that rank, or loses something."""
 
 import contextlib
 import sys

@@ -1,5 +1,4 @@
-"""fully_shard: a converted model trains like one process, its statistics are whole on every rank, and its checkpoints
-load at another world size."""
+"""Catches a converted model that trains otherwise under FSDP, or whose statistics or checkpoints are not whole."""
 
 from pathlib import Path
 

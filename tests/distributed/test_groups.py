@@ -1,4 +1,4 @@
-"""Specifications become the right groups on every rank, and survive copies, pickles and a re-made default group."""
+"""Catches a process_group that means other ranks than it says, also after a copy or a new default group."""
 
 import copy
 import gc

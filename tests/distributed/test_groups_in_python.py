@@ -1,4 +1,4 @@
-"""Subclasses of ProcessGroup: those that torch.distributed made are like any other, and others are refused."""
+"""Catches a subclass of ProcessGroup that is treated unlike any other, or that is used though torch did not make it."""
 
 import copy
 import pickle

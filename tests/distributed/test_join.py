@@ -1,5 +1,7 @@
-"""Ranks that run out of data (pytorch#42577, #38174; Lightning#3325): training equals that of one process which has, in
-each step, the batches of the ranks that still have one."""
+"""Catches ranks out of data that hang others, or change what these train (pytorch#42577, #38174; Lightning#3325).
+
+In each step one process has the batches of the ranks that still have one.
+"""
 
 import copy
 import gc

@@ -1,6 +1,6 @@
-"""What measure_local_noise tells several ranks, and what it sends.
+"""Catches local noise whose figures differ between ranks or come from the wrong group, and collectives that it adds.
 
-Catches figures that differ between ranks or come from the wrong group, collectives inside the block, and silent waits.
+On one process it is in tests/test_measure_local_noise.py.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Nothing on the path of a GPU reads a value on the host or has a shape that depends on one (pytorch#78549, #78656).
+"""Catches a value read on the host, or a shape that depends on one, on the path of a GPU (pytorch#78549, #78656).
 
 Fake tensors have no values: whatever asks for one raises. On them the code takes the path of CUDA tensors.
 """

@@ -1,4 +1,4 @@
-"""Layers of the same path are told apart by the order in which they first called; what must go on, goes on."""
+"""Catches layers of equal paths that are taken for one another, and programs that are refused though ranks agree."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The eight promises of syncbn, in order, one test each: begin here. Other files try each of them in many more cases.
+"""Catches a broken promise of syncbn: eight, in order, one test each. Begin here; other files try many more cases.
 
 1. W ranks equal one rank with the concatenated batch: outputs, grad_input, running statistics; and grad_weight and
    grad_bias after summing over ranks.

@@ -1,4 +1,4 @@
-"""The recipes of the guides, whose code stands there, train ranks as one process."""
+"""Catches a recipe of the guides whose code trains ranks otherwise than one process."""
 
 import copy
 import re
