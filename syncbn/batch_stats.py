@@ -11,7 +11,7 @@ from syncbn.comm.groups import ProcessGroupLike, to_spec
 from syncbn.diagnosis.sites import Caller
 from syncbn.general import Call
 from syncbn.inputs.unwrapping import apply_mask, without_gaps
-from syncbn.kernels.interface import TRAILER_NUMBERS, ForwardKind
+from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.kernels.select import apply_function, general_back_end, torch_forward
 from syncbn.plan import kind_of
 from syncbn.reductions.choice import note_ranks
@@ -101,19 +101,14 @@ class _Sums(torch.autograd.Function):
             center = sums.detach()[:num_channels] / sums[-TRAILER_NUMBERS].detach().clamp(min=1)
             grad_sum, grad_square = total(grad_sums, ctx.reduction, "backward")[:-TRAILER_NUMBERS].chunk(2)
             at_center, slope = grad_sum + 2 * grad_square * center, 2 * grad_square
-            if not torch.is_grad_enabled():
-                return None, _map(ctx.kind, x, center, slope, at_center), None
-            kernels, layout = torch_forward(ctx.kind), ctx.kind.layout
-            xmu = kernels.minus_mean(layout.fold(x), center)
-            wide_grad_x = kernels.column(at_center) + kernels.column(slope) * xmu
-            return None, layout.unfold(wide_grad_x, x.shape).to(x.dtype), None
-
-
-def _map(kind: ForwardKind, x: Tensor, center: Tensor, slope: Tensor, at_center: Tensor) -> Tensor:
-    """(x - center) * slope + at_center, as the output of a batch norm: the sums of squares are 0 and eps is 1, which
-    make the variance 0 and invstd 1."""
-    kind = kind._replace(eps=1.0, weight_dtype=torch.float64, bias_dtype=torch.float64)
-    x = kind.layout.dense(x.to(kind.dtype))  # which saved_tensors_hooks may have rounded or moved
-    total = torch.cat((center, torch.zeros_like(center), center.new_ones(TRAILER_NUMBERS)))
-    kernels = general_back_end(kind, x, slope).Forward(kind)
-    return kernels.forward_outputs(None, (x, slope, at_center, None), total)[0]
+            if torch.is_grad_enabled():
+                kernels, layout = torch_forward(ctx.kind), ctx.kind.layout
+                xmu = kernels.minus_mean(layout.fold(x), center)
+                wide_grad_x = kernels.column(at_center) + kernels.column(slope) * xmu
+                return None, layout.unfold(wide_grad_x, x.shape).to(x.dtype), None
+            # The same as the output of a batch norm: sums of squares 0 and eps 1 make the variance 0 and invstd 1.
+            kind = ctx.kind._replace(eps=1.0, weight_dtype=torch.float64, bias_dtype=torch.float64)
+            x = kind.layout.dense(x.to(kind.dtype))  # saved_tensors_hooks may have rounded or moved it
+            sums = torch.cat((center, torch.zeros_like(center), center.new_ones(TRAILER_NUMBERS)))
+            inputs = x, slope, at_center, None
+            return None, general_back_end(kind, x, slope).Forward(kind).forward_outputs(None, inputs, sums)[0], None

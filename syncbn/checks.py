@@ -125,8 +125,6 @@ def check_channels(x: Tensor, channel_dim: int, num_channels: int | None, per_ch
     """
     actual = x.shape[channel_dim]
     for name, tensor in per_channel.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"expected {name} to be a Tensor of shape ({actual},), got {type(tensor).__name__}")
         _check_tensor(name, tensor, x)
     for name, tensor in per_channel.items():
         if tensor.shape != (actual,):
@@ -149,12 +147,11 @@ def _refuse_channels(expected: int, x: Tensor, channel_dim: int) -> NoReturn:
 
 def check_like_input(name: str, tensor: Tensor, x: Tensor) -> None:
     """**Raises** TypeError or ValueError unless `tensor` is a float tensor of the shape and device of x."""
-    _check_dtype(name, tensor)
+    _check_tensor(name, tensor, x)
     if tensor.shape != x.shape:
         raise ValueError(
             f"expected {name} of the input's shape {tuple(x.shape)}, got {tuple(tensor.shape)}; expand() it first"
         )
-    _check_tensor(name, tensor, x)
 
 
 def check_mask(mask: Tensor, x: Tensor, channel_dim: int) -> None:
@@ -177,7 +174,10 @@ def check_mask(mask: Tensor, x: Tensor, channel_dim: int) -> None:
 
 def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
     """**Raises** TypeError or ValueError unless `tensor` is a dense float tensor on the device of x, and no DTensor."""
-    _check_dtype(name, tensor)
+    dtype = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+    if dtype not in SUPPORTED_DTYPES:
+        remedy = f"a mask is passed as mask=, not as {name}" if dtype is torch.bool else "convert it first"
+        raise TypeError(f"expected {name} to be a float tensor, got {dtype}; {remedy}")
     if type(tensor) not in PLAIN_CLASSES and hasattr(tensor, "device_mesh"):
         raise TypeError(f"{name} is a DTensor, expected this rank's values as a plain tensor: pass {name}.to_local()")
     if tensor.layout != torch.strided:
@@ -191,14 +191,6 @@ def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:
         raise ValueError(f"the input is on {x.device} but {name} on {tensor.device}; move one with .to(device)")
 
 
-def _check_dtype(name: str, tensor: Tensor) -> None:
-    """**Raises** TypeError unless `tensor` is a float tensor."""
-    dtype = getattr(tensor, "dtype", type(tensor).__name__)
-    if dtype not in SUPPORTED_DTYPES:
-        remedy = f"a mask is passed as mask=, not as {name}" if dtype is torch.bool else "convert it first"
-        raise TypeError(f"expected {name} to be a float tensor, got {dtype}; {remedy}")
-
-
 def check_writable(name: str, buffer: Tensor | None) -> None:
     """**Raises** ValueError or TypeError unless this buffer can be updated in place. (Tensors of other classes say it
     themselves.)"""
@@ -207,15 +199,14 @@ def check_writable(name: str, buffer: Tensor | None) -> None:
     if not isinstance(buffer, Tensor) or buffer.dtype == torch.bool:
         got = f"a tensor of {buffer.dtype}" if isinstance(buffer, Tensor) else in_short(buffer)
         raise TypeError(f"expected {name} to be a tensor of numbers, got {got}; use torch.tensor(0)")
-    reason = None
-    if overlaps_itself(buffer):
-        reason = "several of its numbers share one place in memory, as expand() makes them"
-    elif is_zero_tensor(buffer):
-        reason = "it is a tensor of zeros without memory"
-    elif buffer.is_inference() and not torch.is_inference_mode_enabled():
-        reason = "it was made in torch.inference_mode()"
-    if reason is not None:
-        raise ValueError(f"{name} cannot be updated in place, as {reason}; replace it by {name}.clone()")
+    reasons = {
+        "several of its numbers share one place in memory, as expand() makes them": overlaps_itself(buffer),
+        "it is a tensor of zeros without memory": is_zero_tensor(buffer),
+        "it was made in torch.inference_mode()": buffer.is_inference() and not torch.is_inference_mode_enabled(),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"{name} cannot be updated in place, as {reason}; replace it by {name}.clone()")
 
 
 def require_two_values(num_values: Tensor, x: Tensor, name: str = "") -> None:

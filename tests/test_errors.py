@@ -56,7 +56,7 @@ CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], s
     (lambda: layer()(X, X[:1]), lambda: layer()(X, X), ValueError, "expected z of the input's shape (4, 3, 5), got (1, 3, 5)"),
     (lambda: layer()(X, 1.0), lambda: layer()(X, None), TypeError, "expected z to be a float tensor, got float"),
     (lambda: function(weight=torch.zeros(3, 1)), lambda: function(weight=torch.zeros(3)), ValueError, "expected weight of shape (3,), as the input has 3 channels in dim 1 (input shape (4, 3, 5)), got (3, 1)"),
-    (lambda: function(weight=[1.0, 1.0, 1.0]), lambda: function(weight=torch.ones(3)), TypeError, "expected weight to be a Tensor of shape (3,), got list"),
+    (lambda: function(weight=[1.0, 1.0, 1.0]), lambda: function(weight=torch.ones(3)), TypeError, "expected weight to be a float tensor, got list; convert it first"),
     (lambda: layer()(X.to("meta")), lambda: layer()(X), ValueError, "the input is on meta but running_mean on cpu; move one with .to(device)"),
     (lambda: backward(invstd=None), backward, TypeError, "expected invstd to be a Tensor of shape (3,), got None"),
     (lambda: backward(mean=torch.ones(5)), backward, ValueError, "expected mean of shape (3,), as the input has 3 channels in dim 1 (input shape (4, 3, 5)), got (5,)"),
