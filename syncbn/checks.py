@@ -174,10 +174,11 @@ def check_mask(mask: Tensor, x: Tensor, channel_dim: int) -> None:
 
 def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
     """**Raises** TypeError or ValueError unless `tensor` is a dense float tensor on the device of x, and no DTensor."""
-    dtype = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-    if dtype not in SUPPORTED_DTYPES:
-        remedy = f"a mask is passed as mask=, not as {name}" if dtype is torch.bool else "convert it first"
-        raise TypeError(f"expected {name} to be a float tensor, got {dtype}; {remedy}")
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"expected {name} to be a float tensor, got {type(tensor).__name__}; use torch.as_tensor")
+    if tensor.dtype not in SUPPORTED_DTYPES:
+        remedy = f"a mask is passed as mask=, not as {name}" if tensor.dtype is torch.bool else "convert it first"
+        raise TypeError(f"expected {name} to be a float tensor, got {tensor.dtype}; {remedy}")
     if type(tensor) not in PLAIN_CLASSES and hasattr(tensor, "device_mesh"):
         raise TypeError(f"{name} is a DTensor, expected this rank's values as a plain tensor: pass {name}.to_local()")
     if tensor.layout != torch.strided:
