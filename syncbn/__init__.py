@@ -1,4 +1,4 @@
-"""Normalises on W ranks as on one: synchronised batch norm for PyTorch."""
+"""Offers synchronised batch norm for PyTorch: W ranks normalise as one."""
 
 from syncbn import functional as functional
 from syncbn import kernels as kernels

@@ -1,4 +1,4 @@
-"""Holds what a batch norm is given, the options of a layer and the tensors of a call, and makes its numbers floats."""
+"""Holds the arguments of a batch norm, options of a layer and tensors of a call, and makes its numbers floats."""
 
 import numbers
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Tensors(NamedTuple):
     running_var: Tensor | None = None
     counter: Tensor | None = None  # num_batches_tracked
     mask: Tensor | None = None
-    num_values: Tensor | None = None  # of a channel that count, (), once a mask has set the others to 0
+    num_values: Tensor | None = None  # n of this rank, (), where a mask has set the other values to 0
 
     def per_channel(self) -> dict[str, Tensor | None]:
         """The tensors (C,), by their names."""
@@ -51,10 +51,10 @@ class Options:
     eps: float = 1e-5
     channel_dim: int = 1
     relu: bool = False
-    num_channels: int | None = None  # num_features, which counts where no tensor has C values; None for a function
+    num_channels: int | None = None  # num_features, for calls without a tensor (C,); None for a function
     check_input_dim: CheckOfDims = ANY_DIMS
     process_group: GroupSpec | MeshGroup = None
-    plan_key: tuple[object, ...] = field(init=False)  # all that plans depend on; True == 1 == 1.0, so with the classes
+    plan_key: tuple[object, ...] = field(init=False)  # what plans depend on; with classes, as True == 1 == 1.0
 
     def __post_init__(self) -> None:
         momentum = self.momentum if type(self.momentum) is int else type(self.momentum)  # an int may be too large
@@ -87,7 +87,7 @@ def check_num_features(num_features: int) -> None:
 
 
 def num_channels_of(layer: _BatchNorm) -> int:
-    """The number of channels of a layer: that of its tensors, and num_features without any."""
+    """The number of channels of a layer, from its tensors, else from num_features."""
     tensors = [getattr(layer, name) for name in PER_CHANNEL]
     sizes = (len(tensor) for tensor in tensors if tensor is not None and not nn.parameter.is_lazy(tensor))
     return next(sizes, layer.num_features)

@@ -9,7 +9,7 @@ from syncbn.arguments import Options, Tensors
 from syncbn.call_stack import hides_checks
 from syncbn.comm.groups import ProcessGroupLike, to_spec
 from syncbn.diagnosis.sites import Caller
-from syncbn.general import Call
+from syncbn.general import Constants
 from syncbn.inputs.unwrapping import apply_mask, without_gaps
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.kernels.select import apply_function, general_back_end, torch_forward
@@ -65,7 +65,7 @@ def sync_batch_stats(
     with recorded("syncbn.forward"), reduction.telling_errors("forward"):
         tensors = without_gaps(apply_mask(tensors, channel_dim)[0], options)
         x = tensors.input
-        (sums,) = apply_function(_Sums, Call(kind_of(tensors, options), reduction), x, tensors.num_values)
+        (sums,) = apply_function(_Sums, Constants(kind_of(tensors, options), reduction), x, tensors.num_values)
     note_ranks(_CALLER, reduction)
     count = sums[-TRAILER_NUMBERS].detach()
     mean, mean_square = (sums[:-TRAILER_NUMBERS] / count.clamp(min=1)).chunk(2)
@@ -76,21 +76,21 @@ def sync_batch_stats(
 
 
 class _Sums(torch.autograd.Function):
-    """(call, x, num_values) -> the sums over all ranks, packed as in statistics.py; see general.SyncBatchNormFunction.
+    """(constants, x, num_values) -> the sums over all ranks, packed as in statistics.py.
 
-    Saved for backward: x and the sums. Collectives: one all_reduce each way. The gradient is d sum + 2 x d sum of
+    The arguments are those of general.SyncBatchNormFunction. Saved for backward: x and the sums. Collectives: one all_reduce each way. The gradient is d sum + 2 x d sum of
     squares; x is taken as center + (x - center), by any constant center, so that second derivatives need no other.
     """
 
     @staticmethod
-    def forward(call: Call, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
-        sums, _ = general_back_end(call.kind, x).Forward(call.kind).forward_sums(x)
-        return (total_with_count(sums, num_values, call.reduction, "forward"),)
+    def forward(constants: Constants, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
+        sums, _ = general_back_end(constants.kind, x).Forward(constants.kind).forward_sums(x)
+        return (total_with_count(sums, num_values, constants.reduction, "forward"),)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor]) -> None:
-        call, x, _ = inputs
-        ctx.kind, ctx.reduction = call.kind, call.reduction
+        constants, x, _ = inputs
+        ctx.kind, ctx.reduction = constants.kind, constants.reduction
         ctx.save_for_backward(x, *output)
 
     @staticmethod

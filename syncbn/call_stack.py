@@ -1,5 +1,4 @@
-"""Walks up the call stack, to the objects that called and to the line of the user's program, where it warns; and ends
-the tracebacks of users' faults in the function or layer that the user called."""
+"""Finds callers and the user's line on the call stack, warns there, and hides syncbn's frames of argument errors."""
 
 import functools
 import sys
@@ -15,13 +14,13 @@ from syncbn.torch_internals.state import is_compiling
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-# Modules and rooms of syncbn that check what users pass, and where other ranks raise what one of them has found.
+# Modules and rooms whose frames are hidden: they check arguments, or raise what another rank has found.
 CHECKS = "arguments", "checks", "raising", "inputs", "comm", "diagnosis", "reductions", "call_stack"
 LIBRARIES = {"torch", "syncbn", *sys.stdlib_module_names}
 
 
 def callers() -> Iterator[tuple[FrameType, Any]]:
-    """The frames of this call from the innermost on, each with its `self`, or None."""
+    """The frames above the function that asks, the innermost first, each with its `self`, or None."""
     frame = sys._getframe(1).f_back  # not the function that asks: reading its f_locals would keep its arguments alive
     while frame is not None:
         yield frame, frame.f_locals.get("self")
@@ -56,8 +55,8 @@ def _first_of_program(frames: Iterable[tuple[FrameType, int]]) -> tuple[FrameTyp
 
 
 def hide_checks(error: Exception) -> None:
-    """Drops the traceback so far of a fault that a check has raised: so it ends in the function that the user called,
-    which raises `error` again. Other errors, such as one of torch or of a user's own check, keep theirs."""
+    """Hides syncbn's frames of argument errors: the traceback then ends in the function that the user called, which
+    raises `error` again. Other errors, such as torch's or those of a user's check, keep their tracebacks."""
     if isinstance(error, (TypeError, ValueError)) and not is_compiling():
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         package, _, rest = (frame.f_globals.get("__name__") or "").partition(".")
@@ -66,14 +65,14 @@ def hide_checks(error: Exception) -> None:
 
 
 def hides_checks(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Makes `function` a door: the traceback of a fault that a check has raised ends there."""
+    """Decorates a function that users call: `hide_checks` for its errors."""
 
     @functools.wraps(function)
-    def door(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+    def wrapper(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         try:
             return function(*args, **kwargs)
         except (TypeError, ValueError) as error:
             hide_checks(error)
             raise error
 
-    return door
+    return wrapper

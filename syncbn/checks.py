@@ -16,12 +16,12 @@ from syncbn.texts import in_short
 from syncbn.torch_internals.autograd import innermost, is_wrapped, is_zero_tensor, overlaps_itself
 from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling
 
-NUMBERED = {2: "1d", 3: "1d", 4: "2d", 5: "3d"}  # the classes that take an input of so many dims
+NUMBERED = {2: "1d", 3: "1d", 4: "2d", 5: "3d"}  # the class for an input with this number of dims
 
 
 def checked(tensors: Tensors, options: Options, layer: object) -> Options:
-    """The options, with numbers as floats, of a call whose training step can be completed once the other ranks have
-    taken part. **Raises** whatever the checks below raise, or a subclass's `_check_input_dim`."""
+    """The options with numbers as floats. The arguments are right for training if this returns. **Raises** whatever the
+    checks below raise, or a subclass's `_check_input_dim`."""
     check(tensors, options, layer)
     _check_memory(tensors)
     check_saved(tensors)
@@ -30,13 +30,13 @@ def checked(tensors: Tensors, options: Options, layer: object) -> Options:
     options = options.normalized(tensors)
     averages = options.momentum is None
     number = tensors.counter if averages else options.momentum
-    if isinstance(number, Tensor) and not (number.is_cpu and number.ndim == 0):  # which goes to any device
+    if isinstance(number, Tensor) and not (number.is_cpu and number.ndim == 0):  # it works on any device
         _check_device("num_batches_tracked" if averages else "momentum", number, tensors.input)
     return options
 
 
 def check(tensors: Tensors, options: Options, layer: object) -> None:
-    """**Raises** ValueError or TypeError unless tensors and options fit together, but for the numbers."""
+    """**Raises** ValueError or TypeError unless tensors and options fit together. (Numbers: Options.normalized.)"""
     x, channel_dim = tensors.input, options.channel_dim
     check_input(x, channel_dim, options.check_input_dim, layer)
     per_channel = {name: tensor for name, tensor in tensors.per_channel().items() if tensor is not None}
@@ -193,8 +193,8 @@ def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:
 
 
 def check_writable(name: str, buffer: Tensor | None) -> None:
-    """**Raises** ValueError or TypeError unless this buffer can be updated in place. (Tensors of other classes say it
-    themselves.)"""
+    """**Raises** ValueError or TypeError unless this buffer can be updated in place. (Tensors of other classes
+    raise errors of their own.)"""
     if buffer is None or (isinstance(buffer, Tensor) and not _is_plain(buffer)):
         return
     if not isinstance(buffer, Tensor) or buffer.dtype == torch.bool:
@@ -225,5 +225,5 @@ def require_two_values(num_values: Tensor, x: Tensor, name: str = "") -> None:
 
 
 def _is_plain(tensor: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor of a class of torch's that has its memory itself."""
+    """Whether this is a Tensor or Parameter that torch.func has not wrapped."""
     return type(tensor) in PLAIN_CLASSES and isinstance(tensor, Tensor) and not is_wrapped(tensor)

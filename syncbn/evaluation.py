@@ -19,7 +19,7 @@ def evaluate(tensors: Tensors, options: Options, caller: object = None) -> Tenso
     check(tensors, options, caller)
     is_masked_batch = tensors.mask is not None and tensors.running_mean is None
     tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
-    if is_masked_batch:  # the statistics of what counts in this batch
+    if is_masked_batch:  # it normalises by the values that count in this batch
         return wrap(apply_to_output(general.normalize(without_gaps(tensors, options), options, ONE_RANK)[0]))
     x, eps = tensors.input, options.eps
     mean, var, weight, bias = tensors.per_channel().values()
@@ -44,8 +44,8 @@ def plain_batch_norm(
     input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None,
     bias: Tensor | None, training: bool, momentum: float, eps: float,
 ) -> Tensor:  # fmt: skip
-    """F.batch_norm, not by that name, which synchronised_classes.py makes mean batch norm of all ranks."""
-    if input.shape[1] == 0:  # this rank's share of a DTensor may have no channels, for which torch has no batch norm
+    """torch.batch_norm, as F.batch_norm is replaced within converted layers."""
+    if input.shape[1] == 0:  # this rank may have no channels of a DTensor; torch refuses that
         return input.clone()
     if training and input.numel() == input.shape[1]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")

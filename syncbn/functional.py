@@ -64,9 +64,9 @@ def sync_batch_norm(
         input: (N, C, ...) or, with `channel_dim=-1`, (N, ..., C); 2 or more dims; float16, bfloat16, float32 or
             float64. N and the other sizes but C may differ between ranks, and be 0. While weight or bias requires grad,
             `requires_grad` of the input may differ too; when neither does, and for second derivatives, it must agree on
-            all ranks, else backward waits for a rank that never comes. A jagged NestedTensor (N, length, C, ...) stands
-            for its values (sum of lengths, C, ...), of which `channel_dim` is a dim. The batch of a DTensor lies on the
-            ranks along those dims of its mesh that shard other dims than the channels'.
+            all ranks, else backward waits for a rank that never comes. For a jagged NestedTensor (N, length, C, ...)
+            the values (sum of lengths, C, ...) are normalised, and `channel_dim` is a dim of the values. The batch of a
+            DTensor lies on the ranks along those dims of its mesh that shard other dims than the channels'.
         running_mean, running_var: (C,), any float dtype, both or neither. An all-empty batch leaves them as they are.
         weight, bias: (C,), any float dtype, each optional.
         training: synchronise, and normalise by the statistics of this batch.
@@ -78,7 +78,7 @@ def sync_batch_norm(
         z: residual of the input's shape, added before the relu; another float dtype is first converted to the input's.
         fuse_relu: apply relu last.
         mask: bool, which values of the input count: (N,), or the input's shape without the channels' dim; a size of 1
-            holds for the whole dim. The other values enter no sum, whatever they hold; outputs and gradients there are
+            stands for the whole dim. The other values enter no sum, whatever they hold; outputs and gradients there are
             0.
 
     Returns:

@@ -21,14 +21,14 @@ from syncbn.reductions.totals import total_with_count
 
 def normalize(tensors: Tensors, options: Options, reduction: Reduction) -> tuple[Tensor, Tensor]:
     """y and the statistics. The tensors are plain, without gaps and mask, and all have been checked."""
-    call = Call(kind_of(tensors, options), reduction)
+    constants = Constants(kind_of(tensors, options), reduction)
     inputs = tensors.input, tensors.weight, tensors.bias, tensors.z, tensors.num_values
-    y, statistics = apply_function(SyncBatchNormFunction, call, *inputs)
+    y, statistics = apply_function(SyncBatchNormFunction, constants, *inputs)
     return y, statistics
 
 
 @dataclass(slots=True)
-class Call:
+class Constants:
     """The arguments of the Function that are no tensors."""
 
     kind: ForwardKind
@@ -36,10 +36,10 @@ class Call:
 
 
 class SyncBatchNormFunction(torch.autograd.Function):
-    """(call, x, weight, bias, residual, num_values) -> y, statistics.
+    """(constants, x, weight, bias, residual, num_values) -> y, statistics.
 
-    x has no gaps; the residual has its dtype, strides and shape. num_values () is the number of values of a channel
-    that count, where a mask has set the others to 0. The statistics of all ranks, packed as in statistics.py, are not
+    x has no gaps; the residual has its dtype, strides and shape. num_values () is n of this rank where a mask has set
+    the other values to 0. The statistics of all ranks, packed as in statistics.py, are not
     differentiable.
 
     Saved for backward and collectives: as in ordinary._Step; two all_reduces in backward with create_graph=True, and
@@ -48,25 +48,25 @@ class SyncBatchNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        call: Call, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+        constants: Constants, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
         num_values: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        kernels = general_back_end(call.kind, x, weight, bias, residual).Forward(call.kind)
+        kernels = general_back_end(constants.kind, x, weight, bias, residual).Forward(constants.kind)
         sums, scratch = kernels.forward_sums(x)
-        sums = total_with_count(sums, num_values, call.reduction, "forward")
-        if num_values is not None or x.numel() <= call.kind.layout.sizes[1]:  # else this rank alone has two values
+        sums = total_with_count(sums, num_values, constants.reduction, "forward")
+        if num_values is not None or x.numel() <= constants.kind.layout.sizes[1]:  # else this rank alone has two values
             require_two_values(sums[-TRAILER_NUMBERS], x)
         y, statistics, _ = kernels.forward_outputs(scratch, (x, weight, bias, residual), sums)
         return y, statistics
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        call, x, weight, *_ = inputs
+        constants, x, weight, *_ = inputs
         y, statistics = output
-        ctx.kind, ctx.reduction = call.kind, call.reduction
+        ctx.kind, ctx.reduction = constants.kind, constants.reduction
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, statistics, y if call.kind.masks_by_y else None)
+        ctx.save_for_backward(x, weight, statistics, y if constants.kind.masks_by_y else None)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:

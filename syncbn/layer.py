@@ -24,7 +24,7 @@ from syncbn.training import train
 
 
 class SyncBatchNorm(_BatchNorm):
-    r"""Batch norm whose batch is that of all ranks of a process group.
+    r"""Batch norm over the joint batch of all ranks of a process group.
 
         y = (x - mean) / sqrt(var + eps) * weight + bias  (+ z)  (then relu)
 
@@ -216,12 +216,12 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
 
 
 def _check_by_layer(layer: Any, input: Tensor) -> None:
-    """A check of dims that a user has written."""
+    """Calls the check of dims that a user has written."""
     layer._check_input_dim(input)
 
 
 def add_name(error: Exception, layer: nn.Module) -> None:
-    """Puts the layer's name before an error of its forward, unless the error has it already, and hides our checks.
+    """Puts the layer's name before an error of its forward, unless the error has it already; see `hide_checks`.
 
     Exceptions of other classes are left unchanged. So are all exceptions in a compiled graph: it has no frames from
     which the name could be found.

@@ -1,4 +1,4 @@
-"""Finds the kernels of an ordinary pass: what depends on the kinds of its arguments alone is worked out once.
+"""Finds the kernels of an ordinary pass, once for all calls whose arguments are of the same kinds.
 
 A plan is a function of its key alone: of shapes, strides, dtypes, devices and options. It holds no tensor, layer or
 group, so nothing makes it invalid. There is none where kernels cannot read the tensors at their addresses, and none for
@@ -37,7 +37,7 @@ _plans: dict[_Key, Any] = {}  # of forwards Plan or None, of backwards BackwardK
 
 _NUMBERS = {float, int, NoneType}  # classes of momentum
 _is_present = partial(is_not, None)
-_facts_of = attrgetter("shape", "dtype", "device")  # of a tensor
+_facts = attrgetter("shape", "dtype", "device")  # of a tensor
 
 
 def forward_plan(tensors: Tensors, options: Options) -> Plan | None:
@@ -62,9 +62,9 @@ def forward_plan(tensors: Tensors, options: Options) -> Plan | None:
 
 
 def backward_plan(kind: ForwardKind, dy: Tensor, saved: Saved, needed: Needed) -> BackwardKernels | None:
-    """The kernels for the gradients `needed` behind an ordinary forward of this kind, or None. dy lies as x does.
+    """The kernels for the gradients `needed` behind an ordinary forward of this kind, or None.
 
-    x, weight, the statistics and y (None unless relu is fused behind a residual) were `saved`.
+    dy has the strides of x. x, weight, the statistics and y (None unless relu is fused behind a residual) were `saved`.
     """
     tensors = (dy, *saved)
     classes = (*map(type, tensors),)
@@ -85,8 +85,8 @@ def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[object, ...]:
     """The part of a key that tensors give, beside their classes: shapes, dtypes, devices and strides.
 
     **Raises** RuntimeError where the values of a tensor are not at its address; data_ptr does so by itself for sparse
-    tensors and torch.func's wrappers. And for an inference tensor outside of inference mode, as autograd cannot save
-    it.
+    tensors and torch.func's wrappers. Also for an inference tensor outside of inference mode, as autograd cannot
+    save it.
     """
     # Not by a comprehension or `any`, which would be calls; `in` is none.
     present: list[Any] = [*filter(_is_present, tensors)]
@@ -95,7 +95,7 @@ def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[object, ...]:
         raise RuntimeError("a tensor whose values are not at its address")
     if True in map(Tensor.is_inference, present) and not torch.is_inference_mode_enabled():
         raise RuntimeError("an inference tensor")
-    return (*map(_facts_of, present), *map(Tensor.stride, present))
+    return (*map(_facts, present), *map(Tensor.stride, present))
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -111,11 +111,11 @@ def _remember(key: _Key, plan: Plan | BackwardKernels | None) -> None:
 
 
 def _new_forward_plan(tensors: Tensors, options: Options) -> Plan | None:
-    """None where no kernel can read the tensors at their addresses."""
+    """Makes a plan; None where no kernel can read the tensors at their addresses."""
     x, z, counter, per_channel = tensors.input, tensors.z, tensors.counter, tensors.per_channel()
     if not _are_contiguous((*per_channel.values(), counter)):
         return None
-    if counter is not None and _facts_of(counter) != ((), torch.int64, x.device):
+    if counter is not None and _facts(counter) != ((), torch.int64, x.device):
         return None
     kind = kind_of(tensors, options)
     mean, var = per_channel["running_mean"], per_channel["running_var"]
@@ -148,12 +148,12 @@ def kind_of_backward(kind: ForwardKind, dy: Tensor, weight: Tensor | None, neede
 
 
 def _new_backward_plan(kind: ForwardKind, dy: Tensor, saved: Saved, needed: Needed) -> BackwardKernels | None:
-    """None where hooks have rounded or moved what was saved."""
+    """Finds the kernels; None where hooks have rounded or moved what was saved."""
     x, weight, statistics, y = saved
     channels = kind.layout.sizes[1]
-    if any(tensor is not None and _facts_of(tensor) != _facts_of(dy) for tensor in (x, y)):
+    if any(tensor is not None and _facts(tensor) != _facts(dy) for tensor in (x, y)):
         return None
-    if _facts_of(statistics) != ((num_statistics(channels, kind.masks_by_x),), torch.float64, dy.device):
+    if _facts(statistics) != ((num_statistics(channels, kind.masks_by_x),), torch.float64, dy.device):
         return None
     if weight is not None and (weight.shape, weight.device) != ((channels,), dy.device):
         return None

@@ -1,4 +1,4 @@
-"""Raises on all ranks what is wrong with the arguments of one."""
+"""Raises an error in the arguments of one rank on all ranks."""
 
 import contextlib
 import math
@@ -19,16 +19,16 @@ from syncbn.torch_internals.state import inside_vmap
 def raise_on_all_ranks(
     error: Exception, tensors: Tensors, options: Options, reduction: Reduction, pass_name: str
 ) -> NoReturn:
-    """Join the all_reduce of the others as a faulty rank, and raise `error` on every rank.
+    """Join the all_reduce of the others with NaN in the place of n, and raise `error` on every rank.
 
-    Only this rank raises on a GPU, in a compiled graph, in a trace of torch.fx, and where the arguments do not tell how
-    many numbers the others send. In eager mode its position then has the error.
+    Only this rank raises on a GPU, in a compiled graph, in a trace of torch.fx, and where no argument has channels. In
+    eager mode its position then has the error.
     """
     traced.refuse_proxies(tensors)
     num_channels, device = _likely_channels(tensors, options), _device_of(tensors)
     if not reduction.is_read or num_channels is None or not (device.type == "cpu" or lacks_float64(device)):
         reduction.leave_out(error, pass_name)
-        raise error  # no rank would read the mark
+        raise error  # no rank would read the NaN
     sums = torch.zeros(2 * num_channels + 1, dtype=torch.float64)
     if inside_vmap() and isinstance(tensors.input, Tensor):  # the others send a stack
         sums = tensors.input.new_zeros(len(sums), dtype=torch.float64, device=sums.device)
@@ -38,11 +38,11 @@ def raise_on_all_ranks(
 
 
 def _likely_channels(tensors: Tensors, options: Options) -> int | None:
-    """The number of channels that most arguments have, as one of them is wrong; None if nothing tells it."""
+    """The number of channels that most arguments have, since one of them is wrong; None if none has channels."""
     votes = [tensor.numel() for tensor in tensors.per_channel().values() if isinstance(tensor, Tensor)]
     if not votes and options.num_channels:
         return options.num_channels
-    with contextlib.suppress(Exception):  # no tensor, no such dim, or one whose sizes differ
+    with contextlib.suppress(Exception):  # no tensor; no such dim; sequences of different lengths
         votes.append(int(tensors.input.shape[options.channel_dim]))
     return max(votes, key=votes.count, default=None)  # the first of equals: a per-channel tensor's
 

@@ -1,6 +1,6 @@
 """Computes per-channel values in float64: sums -> mean, variance -> running statistics.
 
-C channels, n values of a channel over all ranks; S = sum x and Q = sum x^2 of a channel. Packed are
+C channels, n values of a channel over all ranks; S = sum x and Q = sum x^2 of a channel. Packed:
     sums          (2C + 1,)  S, Q, n
     statistics    (3C + 1,)  mean, biased var, invstd = 1 / sqrt(var + eps), n
                   (5C + 1,)  of a relu without residual: then scale and shift, see kernels/reference.py
@@ -15,7 +15,7 @@ from syncbn.torch_internals.autograd import copy_into_captured
 from syncbn.torch_internals.state import constant_in_graphs, inside_functorch, inside_vmap, is_compiling, outside_modes
 
 _lacks_float64: dict[torch.device, bool] = {}
-HAVE_FLOAT64 = "cpu", "cuda", "meta"  # types of devices that are not asked
+HAVE_FLOAT64 = "cpu", "cuda", "meta"  # device types that are known to have it
 
 
 @constant_in_graphs
@@ -27,7 +27,7 @@ def lacks_float64(device: torch.device) -> bool:
             try:
                 with outside_modes():
                     torch.ones(2, dtype=torch.float64, device=device).sum().item()
-            except (torch.OutOfMemoryError, torch.AcceleratorError):  # say nothing of the next time
+            except (torch.OutOfMemoryError, torch.AcceleratorError):  # these may not happen again
                 raise
             except (RuntimeError, TypeError):  # TypeError: MPS's
                 lacks = True
@@ -65,7 +65,7 @@ def from_sums(sums: Tensor, eps: float) -> Tensor:
 
 
 def to_sums(statistics: Tensor, num_channels: int) -> Tensor:
-    """The sums from which from_sums made these statistics; sums can be added up."""
+    """The inverse of from_sums. Sums of several batches can be added; statistics cannot."""
     mean, var, _, num_values = unpack(statistics, num_channels)
     return torch.cat((mean * num_values, (var + mean * mean) * num_values, num_values))
 
@@ -77,7 +77,7 @@ def unpack(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def num_statistics(num_channels: int, relu: bool) -> int:
-    """How many numbers are packed; `relu`: with the scale and shift of a relu without residual."""
+    """The number of packed statistics; `relu`: with the scale and shift of a relu without residual."""
     return (5 if relu else 3) * num_channels + 1
 
 
@@ -92,8 +92,8 @@ def update_buffers(
     running_mean: Tensor | None, running_var: Tensor | None, counter: Tensor | None, statistics: Tensor,
     momentum: float | Tensor | None, updates: bool = True,
 ) -> None:  # fmt: skip
-    """running = (1 - momentum) * running + momentum * statistic, in place, rounded once to the buffer's own dtype; and
-    the batch is counted. Without momentum the running statistics are the average of all batches.
+    """running = (1 - momentum) * running + momentum * statistic, in place, rounded once to the buffer's dtype; and the
+    batch is counted. Without momentum the running statistics are the average of all batches.
 
     running_var takes the unbiased variance, var * n / (n - 1). With n = 0 values nothing changes, with n = 1
     running_var stays; the host does not read n. Without `updates` nothing changes, but the same operators run:

@@ -1,4 +1,4 @@
-"""Puts names, values and exceptions into words that every store, log file and terminal takes."""
+"""Writes names, values and exceptions as text that every store, log file and terminal takes."""
 
 import traceback
 
@@ -6,17 +6,17 @@ SHOWN_CHARACTERS = 60  # of a value in an error
 
 
 def printable(text: str) -> str:
-    """The text, with escapes for surrogates, which no UTF-8 can hold: names of files have them for bytes of others."""
+    """The text with surrogates escaped: UTF-8 has none. (Python puts them into file names that are not UTF-8.)"""
     return text.encode(errors="backslashreplace").decode()
 
 
 def in_words(error: BaseException) -> str:
-    """The class and the text, as the last line of a traceback has them: also of an exception whose text raises."""
+    """The class and the text, as in the last line of a traceback, also if the exception's __str__ raises."""
     return printable("".join(traceback.format_exception_only(error)).strip())
 
 
 def in_short(value: object) -> str:
-    """The value as Python shows it, cut."""
+    """repr(value), shortened."""
     try:
         text = repr(value)
     except ValueError:  # an int of more than 4,300 digits

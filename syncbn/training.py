@@ -1,10 +1,10 @@
-"""Opens the door of training: asks how torch runs, makes the call ordinary where it can, and takes a road.
+"""Trains: asks how torch is running, makes the call ordinary where it can, and takes the ordinary or the general road.
 
-An ordinary call has plain tensors without gaps and no mask, in eager mode; there are kernels for them, and nobody but
-autograd and autocast watches the operators that it calls. It takes ordinary.step. So does a call with a mask, a tensor
-with gaps, a subclass of Tensor, a NestedTensor or a DTensor, once it has been made ordinary here. All others take the
-general road: calls in a compiled graph or an exported program; under a dispatch mode, a profiler or a transform of
-torch.func; with a momentum in a tensor or a bad argument; and those of machines without kernels.
+An ordinary call has plain tensors without gaps and no mask, in eager mode; there are kernels for them, and no mode,
+transform or profiler watches its operators. It takes ordinary.step. So does a call with a mask, a tensor with gaps, a
+subclass of Tensor, a NestedTensor or a DTensor, once it has been made ordinary here. All others take the general road:
+calls in a compiled graph or an exported program; under a dispatch mode, a profiler or a transform of torch.func; with a
+momentum in a tensor or a bad argument; and calls on machines without kernels.
 """
 
 from torch import Tensor
@@ -37,7 +37,7 @@ def train(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Te
     if tensors.mask is not None or not PLAIN_OR_NONE.issuperset(map(type, tensors)):
         try:
             tensors, options, wrap = unwrap_and_mask(tensors, options)
-        except Exception:  # of whatever class a bad argument brings about; the general road raises it on all ranks
+        except Exception:  # a bad argument may raise anything; the general road explains it
             return _train_generally(tensors, options, caller)
     plan = forward_plan(tensors, options)
     if plan is not None and plan.has_gaps:
@@ -75,7 +75,7 @@ def _train_generally(tensors: Tensors, options: Options, caller: CallsOnGroups) 
         tensors = without_gaps(tensors, options)
         y, statistics = general.normalize(tensors, options, reduction)
         y = apply_to_output(y)
-    # A graph leaves updates out of its recompute by itself; else the same operators run there and update nothing.
+    # Compiled graphs leave updates out of a recompute; in eager mode the same operators run there and update nothing.
     updates = is_compiling() or current_backward() == -1
     buffers = tensors.running_mean, tensors.running_var, tensors.counter
     update_buffers(*buffers, statistics, options.momentum, updates)
