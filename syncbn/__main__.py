@@ -54,7 +54,9 @@ def info() -> dict[str, str]:
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": next((found.version for found in importlib.metadata.distributions(name="triton")), "not installed"),
+        "triton": next(
+            (package.version for package in importlib.metadata.distributions(name="triton")), "not installed"
+        ),
         "cuda": torch.version.cuda or "none",
         "gpus": ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))) or "none",
         "cpu": f"{torch.backends.cpu.get_cpu_capability()}, torch threads: {torch.get_num_threads()}",
@@ -68,8 +70,8 @@ def info() -> dict[str, str]:
 def _apex() -> str:
     """Finds the extension module `syncbn` that apex, built with APEX_CUDA_EXT=1, installs at the top level."""
     paths = (Path(folder, f"syncbn{suffix}") for folder in sys.path for suffix in EXTENSION_SUFFIXES)
-    found = ", ".join(str(path) for path in paths if path.exists())
-    return f"{found}: `import syncbn` finds the package where both lie in one folder" if found else "none"
+    modules = ", ".join(str(path) for path in paths if path.exists())
+    return f"{modules}: `import syncbn` finds the package where both lie in one folder" if modules else "none"
 
 
 def _check_here() -> tuple[bool, str]:

@@ -78,8 +78,9 @@ def sync_batch_stats(
 class _Sums(torch.autograd.Function):
     """(constants, x, num_values) -> the sums over all ranks, packed as in statistics.py.
 
-    The arguments are those of general.SyncBatchNormFunction. Saved for backward: x and the sums. Collectives: one all_reduce each way. The gradient is d sum + 2 x d sum of
-    squares; x is taken as center + (x - center), by any constant center, so that second derivatives need no other.
+    The arguments are those of general.SyncBatchNormFunction. Saved for backward: x and the sums. Collectives: one
+    all_reduce each way. The gradient is d sum + 2 x d sum of squares; x is taken as center + (x - center), by any
+    constant center, so that second derivatives need no other.
     """
 
     @staticmethod

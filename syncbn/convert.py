@@ -74,9 +74,9 @@ def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, c
         if channel_last and isinstance(layer, LazyModuleMixin):
             raise ValueError(f"{name!r} is lazy and counts channels in dim 1; run a forward before channel_last=True")
         # An nn.SyncBatchNorm holds its group itself, which could be neither copied nor pickled.
-        own_spec = to_spec(vars(layer).get("process_group")) if spec is None else spec
+        new_spec = to_spec(vars(layer).get("process_group")) if spec is None else spec
         original = class_of(layer)
-        added = {"_original_class": original, "_process_group": own_spec, "channel_last": channel_last}
+        added = {"_original_class": original, "_process_group": new_spec, "channel_last": channel_last}
         changes.append((layer, synchronised_class(original), added))
     if others:  # before any change, as a warning may be made an error
         warn(f"syncbn did not convert these layers: {description(others)}")
@@ -95,8 +95,7 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
 
     Statistics and parameters are those that training left. Layers that were built as syncbn layers have no original
     class and stay. One warning names the layers that compute something else then, as they had `fuse_relu=True` or
-    `channel_last=True`, those that stay as a forward set on them hides what it calls, and, with a `target`, others that
-    stay.
+    `channel_last=True`, those that stay because a forward was set on them, and, with a `target`, others that stay.
 
     Args:
         model: any module, also a single layer.
@@ -154,10 +153,10 @@ def check_module(model: nn.Module) -> None:
 
 
 def _apply(changes: list[Change]) -> None:
-    """Replaces `class_of` each layer. The class that parametrize made above a layer's is made again above the new one.
+    """Replaces `class_of` each layer. A class that parametrize made above it is made again above the new class.
     After an error all is as it was.
 
-    Nothing is set by the layer's own __setattr__, which may refuse.
+    The layer's __setattr__ is not called, as it may refuse.
     """
     with contextlib.ExitStack() as undo:
         for layer, new_class, attributes in changes:

@@ -28,9 +28,9 @@ class SyncBatchNormPlugin(LayerSync):  # type: ignore[misc]
 
         Trainer(strategy="ddp", devices=2, plugins=[SyncBatchNormPlugin()])
 
-    In place of `sync_batchnorm=True`, which takes torch.nn.SyncBatchNorm; not beside it. The layers are converted when
-    the fit begins and reverted when it ends, so checkpoints, which have BatchNorm's keys anyway, and the fitted model
-    need no syncbn. Validation inside the fit communicates nothing.
+    Use it in place of `sync_batchnorm=True`, which takes torch.nn.SyncBatchNorm, never beside it. The layers are
+    converted when the fit begins and reverted when it ends, so checkpoints, which have BatchNorm's keys anyway, and the
+    fitted model need no syncbn. Validation inside the fit communicates nothing.
 
     Only the DDP and FSDP strategies call plugins of this kind. Under the others, such as ModelParallelStrategy and
     DeepSpeedStrategy, `SyncBatchNormCheck` raises an error: call `convert_syncbn_model` in configure_model there.
@@ -43,9 +43,9 @@ class SyncBatchNormPlugin(LayerSync):  # type: ignore[misc]
         self.process_group = process_group
         self.channel_last = channel_last
         self.converted: list[nn.Module] = []
-        copy = sys.modules.get("pytorch_lightning.plugins.layer_sync")  # the same package under its older name
-        if copy is not None:
-            copy.LayerSync.register(SyncBatchNormPlugin)
+        older = sys.modules.get("pytorch_lightning.plugins.layer_sync")  # the same package under its older name
+        if older is not None:
+            older.LayerSync.register(SyncBatchNormPlugin)
 
     def apply(self, model: nn.Module) -> nn.Module:
         """The Trainer calls this before it wraps the model. See `convert_syncbn_model`."""
@@ -72,11 +72,11 @@ class SyncBatchNormCheck(Callback):  # type: ignore[misc]
         """The Trainer calls this when the strategy has set the model up."""
         plugin = getattr(trainer.strategy, "_layer_sync", None)
         if trainer.world_size > 1 and isinstance(plugin, SyncBatchNormPlugin):
-            found = [row for row in unsynchronised(pl_module) if row[2] == CONVERT and row[1].training]
-            if found:
+            local = [row for row in unsynchronised(pl_module) if row.remedy == CONVERT and row.layer.training]
+            if local:
                 raise RuntimeError(
                     f"{type(trainer.strategy).__name__} does not call SyncBatchNormPlugin, so each rank would "
-                    f"normalise its own batch: {description(found)} in configure_model, before the model is wrapped"
+                    f"normalise its own batch: {description(local)} in configure_model, before the model is wrapped"
                 )
 
 

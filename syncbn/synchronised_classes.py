@@ -39,11 +39,11 @@ ADDED = (
     "_train_over_ranks",
 )  # fmt: skip
 
-NOT_KNOWN = 0  # ranks: a step in eager mode has left no note
+NOT_KNOWN = 0  # in place of the number of ranks: a step in eager mode has not noted it
 
 Result = TypeVar("Result")
 
-_classes = dict(OURS)  # with the classes that have been made
+_classes = dict(OURS)  # and the classes made so far
 
 
 def class_of(layer: nn.Module) -> type[nn.Module]:
@@ -74,7 +74,7 @@ class _Made(SyncBatchNorm):
 
 
 class _KeepsForward(_Made):
-    """Runs the forward that the original defines, with the batch norm of all ranks in it."""
+    """Runs the original's forward, in which F.batch_norm normalises over all ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # One Proxy may stand for all arguments of the traced module.
@@ -138,7 +138,7 @@ def _batch_norm(
         if training and layer.training:
             return layer._train_over_ranks(tensors, options, layer)[0]
         if layer.training and not is_compiling():
-            vars(layer)["_synchronised_ranks"] = 1  # the original normalises by frozen statistics
+            vars(layer)["_synchronised_ranks"] = 1  # the original uses its running statistics
         try:
             return plain_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
         except RuntimeError:  # torch's, which may say neither values nor remedy

@@ -11,7 +11,7 @@ from syncbn.diagnosis.names import quoted
 from syncbn.layer import SyncBatchNorm
 from syncbn.synchronised_classes import ADDED, class_of
 
-# What to do about a layer; about others _remedy says it.
+# What to do about a layer; `_remedy` has more.
 CONVERT = "call syncbn.convert_syncbn_model(model)"
 BY_ITSELF = "normalises by itself; if by its batch, let its forward call syncbn.functional.sync_batch_norm"
 HIDDEN = "a forward that was set on the layer hides the class's; convert before you wrap it, or write it in a subclass"
@@ -37,8 +37,8 @@ def unsynchronised(model: nn.Module) -> list[LocalLayer]:
 
 
 def _ids_of_held_forwards(model: nn.Module) -> set[int]:
-    """The ids of the objects whose bound method `forward` is an attribute or a hook of a module. The method calls the
-    forward of the class that its object had when it was taken."""
+    """The ids of the objects whose bound method `forward` is an attribute or a hook of a module. Such a method calls
+    the forward of the class that its object had then."""
     values = [value for module in model.modules() for value in vars(module).values()]
     values += [hook for value in values if isinstance(value, dict) for hook in value.values()]
     methods = [value for value in values if isinstance(value, MethodType)]
@@ -86,12 +86,12 @@ def description(layers: list[LocalLayer]) -> str:
         names.setdefault((class_name(layer), remedy), []).append(name)
     parts: list[str] = []
     num_left = len(layers)
-    for (kind, remedy), names_of_kind in names.items():
-        parts.append(f"{len(names_of_kind)} {_shortened(kind)} ({first_names(names_of_kind)}): {remedy}")
+    for (kind, remedy), layer_names in names.items():
+        parts.append(f"{len(layer_names)} {_shortened(kind)} ({first_names(layer_names)}): {remedy}")
         if len("; ".join(parts)) > MAX_CHARACTERS:
             parts[-1] = f"and {num_left} others"
             break
-        num_left -= len(names_of_kind)
+        num_left -= len(layer_names)
     return "; ".join(parts)
 
 

@@ -1,11 +1,11 @@
-"""Unwraps DTensors: this rank's values are normalised, over the ranks of the mesh whose values are of one batch.
+"""Unwraps DTensors: this rank's values are normalised, over the ranks of the mesh among which the batch is sharded.
 
 Per dim of the input's mesh, and what follows for the parameters and buffers that are DTensors too:
 
 | input                   | ranks along it                     | parameters, buffers | their gradients |
 |-------------------------|------------------------------------|---------------------|-----------------|
 | Shard of batch or space | add up their sums                  | Replicate           | Partial         |
-| Shard of the channels   | normalise each its own             | Shard(0)            | Shard(0)        |
+| Shard of the channels   | normalise different channels       | Shard(0)            | Shard(0)        |
 | Replicate               | compute the same                   | Replicate           | Replicate       |
 
 Parameters and buffers that are plain tensors are this rank's.
@@ -53,7 +53,7 @@ def unwrap(
     x = tensors.input
     assert is_dtensor(x)
     mesh, placements, shape, stride = x.device_mesh, x.placements, x.shape, x.stride()
-    rules: list[tuple[bool, Placement, Placement]] = []  # of each dim of the mesh, as above
+    rules: list[tuple[bool, Placement, Placement]] = []  # a row of the table above for each dim of the mesh
     for placement in placements:
         if placement.is_partial():
             raise ValueError(

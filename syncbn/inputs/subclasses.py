@@ -1,4 +1,4 @@
-"""Unwraps tensors of subclasses that have ordinary memory, as MONAI's MetaTensor, and hands the output to their class.
+"""Unwraps tensors of subclasses that have ordinary memory (MONAI's MetaTensor), and hands the output to their class.
 
 The output is computed first, once, on plain tensors. Only then do the users' classes see it, by __torch_function__:
 what they do there cannot change which collectives this rank issues.

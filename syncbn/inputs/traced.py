@@ -13,7 +13,7 @@ from torch.fx.proxy import TraceError
 from syncbn.arguments import Tensors
 from syncbn.torch_internals.modules import has_forward_hooks
 
-OWN_TRACER = "trace with a torch.fx.Tracer whose is_leaf_module is True for it"
+LEAF_TRACER = "trace with a torch.fx.Tracer whose is_leaf_module is True for it"
 REVERT = "call syncbn.revert_syncbn_model(model) first"
 
 
@@ -28,9 +28,9 @@ def leaf(layer: nn.Module, tracer: Any, args: tuple[Any, ...], kwargs: dict[str,
     if not path:
         reason = "torch.fx asks is_leaf_module only of modules inside the one that is traced; trace one that holds it"
     elif not getattr(forward, "__module__", "").startswith("syncbn."):
-        reason = f"it has a forward around syncbn's, which would run twice; {OWN_TRACER}"
+        reason = f"it has a forward around syncbn's, which would run twice; {LEAF_TRACER}"
     elif has_forward_hooks(layer):
-        reason = f"it has forward hooks, which would run twice; {OWN_TRACER}"
+        reason = f"it has forward hooks, which would run twice; {LEAF_TRACER}"
     if reason is not None:
         raise TraceError(f"syncbn: {path or 'the layer'} ({type(layer).__name__}) cannot be a leaf here: {reason}")
     return tracer.create_proxy("call_module", path, args, kwargs)
@@ -50,8 +50,8 @@ def refuse_proxies(tensors: Tensors) -> None:
 def refuse_script(layer: nn.Module) -> NoReturn:
     """**Raises** RuntimeError: torch.jit.script cannot compile the layer."""
     remedy = REVERT
-    if "_original_class" not in vars(layer):  # which revert_syncbn_model leaves
+    if "_original_class" not in vars(layer):  # revert_syncbn_model leaves such a layer
         remedy = "load its state_dict into a model that is built with nn.BatchNorm"
-    elif vars(layer)["_original_class"] is nn.SyncBatchNorm:  # which torch.jit.script cannot compile either
+    elif vars(layer)["_original_class"] is nn.SyncBatchNorm:  # torch.jit.script cannot compile it either
         remedy = REVERT.replace("(model)", "(model, nn.BatchNorm2d)") + ", or 1d or 3d as your model has them"
     raise RuntimeError(f"syncbn: torch.jit.script cannot compile {type(layer).__name__}: {remedy}")

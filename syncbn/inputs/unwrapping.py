@@ -1,6 +1,6 @@
-"""Makes a call ordinary: tensors of any kind become plain ones, a mask zeros in the input, tensors with gaps copies.
+"""Makes a call ordinary: unwraps its tensors, sets masked values to 0 and copies tensors with gaps.
 
-Each function tells how to make the output what the input was.
+Where the output must be wrapped or masked too, a function of the output is returned beside the tensors.
 """
 
 from collections.abc import Callable
@@ -32,14 +32,14 @@ def unwrap_and_mask(tensors: Tensors, options: Options) -> tuple[Tensors, Option
         raise TypeError("a tensor is not plain")
     if tensors.mask is None:
         return tensors, options, wrap
-    check_saved(tensors)  # the mask, of which a plan knows nothing
+    check_saved(tensors)  # a plan does not check the mask
     tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
     return tensors, options, apply_to_output if wrap is unchanged else lambda output: wrap(apply_to_output(output))
 
 
 def unwrap(tensors: Tensors, options: Options, synchronises: bool = True) -> tuple[Tensors, Options, Wrap]:
     """The arguments with plain tensors in place of subclasses, NestedTensors and DTensors, and a function that makes
-    the output what the input was. If the call `synchronises`, a DTensor says over which ranks."""
+    the output what the input was. If the call `synchronises`, the ranks are those of a DTensor's mesh."""
     wrap: Wrap = unchanged
     if PLAIN_OR_NONE.issuperset(map(type, tensors)):
         return tensors, options, wrap
@@ -55,8 +55,8 @@ def unwrap(tensors: Tensors, options: Options, synchronises: bool = True) -> tup
 
 
 def apply_mask(tensors: Tensors, channel_dim: int) -> tuple[Tensors, Wrap]:
-    """The tensors with x = 0 where the mask is False and `num_values` in its place, and a function that sets the output
-    to 0 there. Gradients at these places become 0 in both. **Raises** as `check_mask`."""
+    """The tensors with x = 0 where the mask is False, and `num_values` in place of the mask; and a function that sets
+    the output to 0 there. Both set the gradients there to 0. **Raises** as `check_mask`."""
     if tensors.mask is None:
         return tensors, unchanged
     mask = expanded_mask(tensors.mask, tensors.input, channel_dim)

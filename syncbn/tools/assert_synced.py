@@ -20,7 +20,7 @@ LINES = 20  # tensors that an error names
 def assert_synced(model: nn.Module) -> None:
     """Parameters and buffers of `model` are equal bit by bit on all ranks of the default group.
 
-    Buffers of a layer that has a group of its own are compared within that group. Parameters that FSDP2 has sharded are
+    Buffers of a layer with a `process_group` are compared within that group. Parameters that FSDP2 has sharded are
     left out, as each rank has its own part, and so are uninitialised ones of lazy layers. NaN is equal to the same NaN.
     A collective: two all_gathers, of a digest and of 16 bytes a tensor; the tensors themselves are sent only where they
     differ.
@@ -41,9 +41,9 @@ def assert_synced(model: nn.Module) -> None:
     local = torch.tensor([(_digest(tensor), cohort) for _, tensor, cohort in tensors]).view(-1, 2)
     gathered = torch.stack(all_gather(local, world), dim=1).tolist()  # (tensors, W, 2)
     differing = []
-    for (name, tensor, _), of_ranks in zip(tensors, gathered, strict=True):
+    for (name, tensor, _), digests in zip(tensors, gathered, strict=True):
         cohorts: dict[int, dict[int, list[int]]] = {}  # cohort -> digest -> ranks
-        for rank, (digest, cohort) in enumerate(of_ranks):
+        for rank, (digest, cohort) in enumerate(digests):
             cohorts.setdefault(cohort, {}).setdefault(digest, []).append(rank)
         differing += [(name, tensor, [*ranks.values()]) for _, ranks in sorted(cohorts.items()) if len(ranks) > 1]
     if differing:
@@ -52,7 +52,7 @@ def assert_synced(model: nn.Module) -> None:
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor, int]]:
     """The parameters and buffers of which this rank has all values, by name, each with the first rank of its cohort,
-    the ranks that must have the same: -1 for all ranks, another for the buffers of a layer with a group of its own."""
+    the ranks that must have the same: -1 for all ranks, another for the buffers of a layer with a process_group."""
     tensors = [(name, parameter, -1) for name, parameter in model.named_parameters()]
     for prefix, module in model.named_modules():
         spec = module._process_group if isinstance(module, SyncBatchNorm) else None

@@ -40,10 +40,10 @@ def check(device: torch.device) -> tuple[bool, str]:
         images = torch.randn(2 * size + 1, 3, 16, 16, generator=generator)  # slices that are not even
         labels = torch.randint(10, (len(images),), generator=generator)
         with torch.backends.cudnn.flags(allow_tf32=False):
-            found, trained = differences(model, (images.to(device, dtype), labels.to(device)), F.cross_entropy)
-        passed = passed and all(difference.relative <= allowed for difference in found)  # not if one is NaN
-        for what in dict.fromkeys(difference.what for difference in found):
-            relative = torch.tensor([difference.relative for difference in found if difference.what == what])
+            compared, trained = differences(model, (images.to(device, dtype), labels.to(device)), F.cross_entropy)
+        passed = passed and all(difference.relative <= allowed for difference in compared)  # not if one is NaN
+        for what in dict.fromkeys(difference.what for difference in compared):
+            relative = torch.tensor([difference.relative for difference in compared if difference.what == what])
             rows.append((str(dtype).removeprefix("torch."), what, f"{relative.max():.1e}", f"{allowed:.1e}"))
         try:
             assert_synced(trained)

@@ -1,4 +1,4 @@
-"""Merges the running statistics that the ranks have of their own data into those of all data."""
+"""Merges the ranks' running statistics, each of a rank's data, into those of all data."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ _CALLER = Caller("merge_running_stats")
 
 @torch.no_grad()
 def merge_running_stats(model: nn.Module, count: float | Mapping[str, float] | None = None) -> None:
-    r"""Give all ranks the running statistics of their data together, after training with each rank's own BatchNorm.
+    r"""Give all ranks the running statistics of their data together, after training with local BatchNorm.
 
         n = sum_r n_r        mean = sum_r n_r mean_r / n
         var = (sum_r (n_r - b) var_r + sum_r n_r (mean_r - mean)^2) / (n - b)
@@ -32,8 +32,8 @@ def merge_running_stats(model: nn.Module, count: float | Mapping[str, float] | N
 
     A collective of all ranks of the default group: two all_reduces for all layers, and an exchange of texts. Afterwards
     the buffers are the same bit by bit on all ranks, num_batches_tracked being the largest. (Moving averages do not
-    tell how the ranks' means went apart over time; for what synchronised layers would have found, see
-    `recompute_running_stats`.)
+    tell how the ranks' means went apart over time; `recompute_running_stats` computes what synchronised layers would
+    have.)
 
     Args:
         model: the same on all ranks; every BatchNorm with running statistics takes part.
@@ -52,10 +52,10 @@ def merge_running_stats(model: nn.Module, count: float | Mapping[str, float] | N
     b = 0 if count is None else 1
     counts: Mapping[str, float | None] = count if isinstance(count, Mapping) else dict.fromkeys(layers, count)
     sums = [_weighted_sums(layer, counts[name], b) for name, layer in layers.items()]
-    of_all_ranks = totals(sums, reduction_of(None, _CALLER, sums[0]), "all_reduce")
+    sums_of_ranks = totals(sums, reduction_of(None, _CALLER, sums[0]), "all_reduce")
     counters = all_reduce_max(torch.stack([buffers_of(layer)[-1] for layer in layers.values()]), world)
     with unchanged_after_error(layers.values()):
-        for layer, total, counter in zip(layers.values(), of_all_ranks, counters, strict=True):
+        for layer, total, counter in zip(layers.values(), sums_of_ranks, counters, strict=True):
             (weighted_mean, weighted_square), n = total[:-1].chunk(2), total[-1]
             mean = weighted_mean / n
             var = ((weighted_square - n * mean * mean) / (n - b)).clamp(min=0)

@@ -1,4 +1,4 @@
-"""Accumulates running statistics, and holds what all their tools share.
+"""Accumulates running statistics, and holds what the tools for running statistics share.
 
 The tools find the layers that have running statistics, pool the statistics of all batches of a block, and read and
 write the buffers.
@@ -39,7 +39,7 @@ def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
     Each micro-batch is normalised by its own statistics, as its gradients go back before the next comes. At the end of
     the block running = (1 - momentum) * running + momentum * statistic happens once, with mean and unbiased variance of
     all values that the layer has seen in the block on all ranks of its group, and num_batches_tracked counts 1. The
-    micro-batches may differ in size, between ranks too. Issues no collective of its own.
+    micro-batches may differ in size, between ranks too. Issues no further collective.
 
     Args:
         model: the one that is trained; its synchronised layers take part, unless they are in evaluation mode or have no
@@ -73,7 +73,7 @@ class Pool:
     def train(self, tensors: Tensors, options: Options, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
         """Trains the layer, and adds its statistics to the pool in place of its running statistics. A recompute adds
         nothing, since the first forward did."""
-        if tensors.running_mean is not layer.running_mean:  # a subclass's own buffers
+        if tensors.running_mean is not layer.running_mean:  # a subclass passes other buffers
             return train(tensors, options, layer)
         if is_compiling():  # the graph breaks here
             raise RuntimeError("compiled graphs cannot collect running statistics; compile without fullgraph=True")
@@ -154,7 +154,7 @@ def buffers_of(layer: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
 
 @contextlib.contextmanager
 def unchanged_after_error(layers: Iterable[_BatchNorm]) -> Iterator[None]:
-    """If an error ends the block, as where one buffer cannot be written, the buffers of all layers are put back."""
+    """Puts the buffers of all layers back if an error ends the block, for instance as one buffer cannot be written."""
     with contextlib.ExitStack() as undo:
         for layer in layers:
             for buffer in buffers_of(layer):

@@ -66,11 +66,9 @@ def summary(model: nn.Module) -> Summary:
     rows = Summary(_row(name or "(the model)", layer, layer in compiled) for name, layer in layers.items())
     # A layer that normalises by itself may call ours, and a frozen layer normalises by its running statistics.
     others = [row for row in unsynchronised(model) if not rows or (row.remedy != BY_ITSELF and row.layer.training)]
-    by_torch = [row for row in others if isinstance(row.layer, nn.SyncBatchNorm)]
-    kinds = {"not synchronised": [row for row in others if row not in by_torch], BY_TORCH: by_torch}
-    rows.others = tuple(
-        f"{kind}: {description(layers_of_kind)}" for kind, layers_of_kind in kinds.items() if layers_of_kind
-    )
+    local = [row for row in others if not isinstance(row.layer, nn.SyncBatchNorm)]
+    parts = ("not synchronised", local), (BY_TORCH, [row for row in others if row not in local])
+    rows.others = tuple(f"{what}: {description(part)}" for what, part in parts if part)
     return rows
 
 

@@ -55,7 +55,7 @@ class Jagged(NamedTuple):
 
 
 def jagged_parts(candidate: object) -> Jagged | None:
-    """Those of a NestedTensor with layout=torch.jagged whose values have no holes; None for anything else."""
+    """The parts of a NestedTensor with layout=torch.jagged whose values have no holes; None for anything else."""
     if not (isinstance(candidate, Tensor) and candidate.is_nested and candidate.layout == torch.jagged):
         return None
     nested: Any = candidate

@@ -18,13 +18,13 @@ from torch._inductor.virtualized import V
 from torch.fx import Node
 
 Handler: TypeAlias = Callable[..., None]
-# What operators are given in the graph that is compiled: a tensor that several read is copied once.
+# The arguments of operators in each graph that is compiled: a tensor that several operators read is copied once.
 _given: WeakKeyDictionary[Any, dict[tuple[object, ...], Any]] = WeakKeyDictionary()
 
 
 def give_in_one_order(operator: torch._ops.OpOverload, leader: str, followers: Collection[str]) -> None:
-    """Makes Inductor give an operator this tensor without gaps, its dims in any order in memory, and the others, which
-    have its shape, in the same order. What generated code computes is written so; all else is copied if it differs."""
+    """Makes Inductor pass an operator the leader without gaps, its dims in any order in memory, and the followers,
+    which have its shape, in the same order. Inductor's own outputs take this layout; other tensors are copied."""
     names = [argument.name for argument in operator._schema.arguments]
 
     def laid_out(node: Node, *inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
