@@ -23,10 +23,14 @@ def checked(tensors: Tensors, options: Options, layer: object) -> Options:
     """The options with numbers as floats. The arguments are right for training if this returns. **Raises** whatever the
     checks below raise, or a subclass's `_check_input_dim`."""
     check(tensors, options, layer)
-    _check_memory(tensors)
-    check_saved(tensors)
     if not is_compiling():
         why_forced()
+        if any(_is_plain(tensor) and is_freed(tensor) for tensor in tensors):
+            raise RuntimeError(NO_MEMORY)
+        check_writable("running_mean", tensors.running_mean)
+        check_writable("running_var", tensors.running_var)
+        check_writable("num_batches_tracked", tensors.counter)
+    check_saved(tensors)
     options = options.normalized(tensors)
     averages = options.momentum is None
     number = tensors.counter if averages else options.momentum
@@ -62,18 +66,6 @@ def check_saved(tensors: Tensors) -> None:
                     f"{name} was made in torch.inference_mode(), and autograd cannot save it for backward; use "
                     f"{name}.clone() outside of inference_mode, or torch.no_grad() in its place"
                 )
-
-
-def _check_memory(tensors: Tensors) -> None:
-    """**Raises** RuntimeError where a tensor's memory was freed, ValueError or TypeError unless the buffers can be
-    updated in place."""
-    if is_compiling():
-        return
-    if any(_is_plain(tensor) and is_freed(tensor) for tensor in tensors):
-        raise RuntimeError(NO_MEMORY)
-    check_writable("running_mean", tensors.running_mean)
-    check_writable("running_var", tensors.running_var)
-    check_writable("num_batches_tracked", tensors.counter)
 
 
 def check_input(x: Tensor, channel_dim: int, check_input_dim: CheckOfDims = ANY_DIMS, layer: object = None) -> None:

@@ -1,4 +1,4 @@
-"""Measures how far each rank's own batch statistics lie from those of all ranks, which tells who needs synchronisation.
+"""Measures how far each rank's batch statistics lie from those of all ranks: it shows which layers to synchronise.
 
 For one channel in one call of a layer: rank r has n_r values of mean m_r and biased variance v_r, its group n, m and v.
 The figures are root mean squares over channels, ranks and calls of
@@ -39,7 +39,7 @@ CALLER = Caller("measure_local_noise")
 ROUNDING = 1e-14  # of a variance, relative to the mean's square: below it the channel is constant
 GAINS_FROM = 0.1  # of the outputs' deviation
 LEGEND = f"""\
-off: how far a rank's own mean (in standard deviations), variance (relative) and outputs (of standard deviation 1) are
+off: how far a rank's local mean (in standard deviations), variance (relative) and outputs (of standard deviation 1) are
     from those with its group's statistics; root mean squares over channels, ranks and calls
 gains: yes where a rank's outputs are off by more than {GAINS_FROM} without synchronisation
 bytes: the payload of a call if the layer is synchronised, forward and backward"""
@@ -55,7 +55,7 @@ class LayerNoise(NamedTuple):
     values_per_group: float
     mean_deviation: float  # of a rank's mean from its group's, in the group's standard deviations
     var_deviation: float  # of a rank's variance from its group's, relative to that
-    output_deviation: float  # of a rank's outputs before weight and bias, by its own statistics, from the group's
+    output_deviation: float  # of a rank's outputs before weight and bias, by local statistics, from the group's
     bytes_per_call: int  # the payload, forward and backward, if the layer is synchronised
 
     @property
@@ -90,7 +90,7 @@ class LocalNoise(list[LayerNoise]):
 def measure_local_noise(
     model: nn.Module, process_group: ProcessGroupLike = None, num_slices: int = 1
 ) -> Iterator[LocalNoise]:
-    """Do I need it? Within, measure how far each rank's own batch statistics lie from those of all ranks.
+    """Do I need it? Within, measure how far each rank's batch statistics lie from those of all ranks.
 
         with syncbn.measure_local_noise(model) as noise:
             for images, labels in itertools.islice(loader, 10):
@@ -98,7 +98,7 @@ def measure_local_noise(
         print(noise)
 
     For each batch-norm layer, converted or not, the table has the number of a channel's values on a rank and in its
-    group, and how far the rank's own mean, variance and outputs are off (the formulas stand at the top of
+    group, and how far the rank's local mean, variance and outputs are off (the formulas stand at the top of
     measure_local_noise.py; what independent values give, in docs/tutorial.md).
 
     The table says that a layer gains from synchronisation if without it a rank's outputs are off by more than 0.1
@@ -107,9 +107,9 @@ def measure_local_noise(
     job of 64 by up to sqrt(2): ranks times num_slices must be the job's number of ranks. Whether the noise harms the
     training, or helps it as regularisation, only a training run tells.
 
-    What a layer is called with counts, also where a forward of its own rearranges that before it normalises. A layer
-    whose input is a NestedTensor, a DTensor or under torch.func.vmap, or does not have the layer's channels in dim 1
-    (with `channel_last` in the last), is left out; the reason stands below the table and in `not_measured`.
+    The layer's input is measured, also where its class rearranges that before it normalises. A layer whose input is a
+    NestedTensor, a DTensor or under torch.func.vmap, or does not have the layer's channels in dim 1 (with
+    `channel_last` in the last), is left out; the reason stands below the table and in `not_measured`.
 
     The training does not change, except that compiled modules run in eager mode. Calls in evaluation mode, and the
     recompute of activation checkpointing, are not counted. Nothing is sent until the block ends, which is a collective:
@@ -119,7 +119,7 @@ def measure_local_noise(
 
     Args:
         model: in any wrapper. If its layers are synchronised, a rank's inputs are those of a synchronised model; else
-            the layers before have added their own noise.
+            the layers before it have added noise.
         process_group: the ranks to compare, as in `SyncBatchNorm`, for every layer. None takes the group that a layer
             has, and the default group for one that has none. A stage of a pipeline gives that of its replicas. With an
             int or "node" entering is a collective of ALL ranks of the default group.
