@@ -235,7 +235,7 @@ def test_gpus_are_told_apart() -> None:
     """By their numbers: a weight on another GPU than the input is a fault, also after a plan was made."""
     with FakeTensorMode():
         first, second = (torch.empty(3, device=f"cuda:{index}") for index in range(2))
-    assert plan._facts(first) != plan._facts_of(second)
+    assert plan._facts(first) != plan._facts(second)
 
 
 def backward_plans() -> list[Any]:
