@@ -104,8 +104,7 @@ def check_one_number(name: str, tensor: Tensor) -> None:
 def as_eps(eps: float) -> float:
     """`eps` as a float. **Raises** TypeError unless it is a number, ValueError unless it is positive and not too
     large."""
-    if type(eps) is not float:
-        eps = as_float("eps", eps)
+    eps = as_float("eps", eps)
     if not eps > 0:
         raise ValueError(f"batch_norm eps must be positive during training, but got {eps}")
     return eps

@@ -173,7 +173,7 @@ def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
         raise TypeError(f"expected {name} to be a float tensor, got {tensor.dtype}; {remedy}")
     if type(tensor) not in PLAIN_CLASSES and hasattr(tensor, "device_mesh"):
         raise TypeError(f"{name} is a DTensor, expected this rank's values as a plain tensor: pass {name}.to_local()")
-    if tensor.layout != torch.strided:
+    if tensor.layout != torch.strided and not tensor.is_nested:  # the shape of a NestedTensor is compared
         raise TypeError(f"expected a dense {name}, got layout {tensor.layout}; use {name}.to_dense()")
     _check_device(name, tensor, x)
 

@@ -43,7 +43,7 @@ ORDER = [
     "training evaluation",
     "ordinary general",
     "gradients inputs.unwrapping raising",
-    "inputs.dtensors inputs.nested inputs.subclasses inputs.traced",
+    "inputs.dtensors inputs.subclasses inputs.traced",
     "plan",
     "checks",
     "arguments",

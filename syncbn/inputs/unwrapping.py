@@ -4,18 +4,19 @@ Where the output must be wrapped or masked too, a function of the output is retu
 """
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from syncbn.arguments import SUPPORTED_DTYPES, Options, Tensors
 from syncbn.checks import check_mask, check_saved
-from syncbn.inputs import dtensors, nested, subclasses
+from syncbn.inputs import dtensors, subclasses
 from syncbn.layout import Layout
-from syncbn.torch_internals.autograd import jagged_parts
+from syncbn.torch_internals.autograd import Jagged, jagged_parts
 from syncbn.torch_internals.state import PLAIN_CLASSES, PLAIN_OR_NONE, is_compiling
 
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 Wrap: TypeAlias = Callable[[Tensor], Tensor]
 
 
@@ -48,10 +49,30 @@ def unwrap(tensors: Tensors, options: Options, synchronises: bool = True) -> tup
     if type(tensors.input) not in PLAIN_CLASSES:
         jagged = jagged_parts(tensors.input)
         if jagged is not None:
-            tensors, wrap = nested.unwrap(tensors, jagged)
+            tensors, wrap = unwrap_nested(tensors, jagged)
         elif dtensors.is_dtensor(tensors.input):
             return dtensors.unwrap(tensors, options, synchronises)
     return tensors, options, wrap
+
+
+def unwrap_nested(tensors: Tensors, x: Jagged) -> tuple[Tensors, Wrap]:
+    """The tensors with the values (sum of lengths, ...) of a jagged NestedTensor (N, length, ...), whose parts are x,
+    and a function that makes the output a NestedTensor with the input's offsets.
+
+    The ragged dim, which may be another than dim 1 as in (N, C, length), becomes the first. z and mask are values, or
+    NestedTensors with the input's offsets.
+    """
+
+    def values(tensor: MaybeTensor) -> MaybeTensor:
+        parts = jagged_parts(tensor)
+        if parts is None or parts.offsets is not x.offsets:
+            return tensor
+        return parts.values.movedim(parts.dim - 1, 0)
+
+    def wrap(output: Tensor) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(output.movedim(0, x.dim - 1), x.offsets, jagged_dim=x.dim)
+
+    return tensors._replace(input=values(tensors.input), z=values(tensors.z), mask=values(tensors.mask)), wrap
 
 
 def apply_mask(tensors: Tensors, channel_dim: int) -> tuple[Tensors, Wrap]:
