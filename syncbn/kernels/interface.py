@@ -9,7 +9,8 @@ An all_reduce of the sums stands between the two calls of a pass. A back end is 
 Backward. reference.py defines the calls by torch operations; cpu.py, gpu.py and operators.py must compute the same,
 in_parts.py part by part, without_float64.py to within 1e-5 and with sums, totals and statistics on the CPU. Kernels
 compute: they know no ranks and refuse nothing but tensors without memory. What ranks have sent is compared by the
-caller.
+caller; on a GPU, where the host does not wait for a total, the kernel that reads it compares, and notes what it found
+in a Mailbox.
 """
 
 from abc import ABC, abstractmethod
@@ -32,7 +33,27 @@ Saved: TypeAlias = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # x, wei
 Needed: TypeAlias = tuple[bool, bool, bool, bool]  # the gradients of x, weight, bias, residual
 GradientPair: TypeAlias = tuple[Tensor | None, Tensor | None]  # of x, residual
 
+# The words of a mailbox's `host`, by index.
+ENDED = 0  # the tag of the last all_reduce whose total was looked at
+FAULT = 1  # tag * 4 + kind of the first fault, else 0; `divmod(word, 4)` gives both back, of negative tags too
+TOTAL_NOT_FINITE = 2  # the tag of the last total of a forward with a sum that is infinite or NaN
+LOCAL_NOT_FINITE = 3  # of the last sums of this rank, before they were added to others
+# The kinds of faults, in the order in which they are looked for.
+RANKS_DIFFER = 1  # ranks have different signatures
+BAD_ARGUMENT = 2  # n is NaN, which a rank with a bad argument sends
+ONE_VALUE = 3  # a forward has exactly 1 value per channel
+
 NO_MEMORY = "the storage of a tensor was freed (resized to 0 bytes); give it memory before the call"
+
+
+class Mailbox(NamedTuple):
+    """Words where a kernel notes what it saw of a total: addresses of int64 in memory that both host and GPU write and
+    read. Behind a fault, an earlier one too, kernels write neither running statistics nor counter."""
+
+    host: int  # address of 4 words: ENDED, FAULT, TOTAL_NOT_FINITE, LOCAL_NOT_FINITE
+    state: int  # address of 1 word on the device: the first fault as in `host`, which kernels read
+    tag: int  # of this all_reduce: its number, > 0; < 0 in a captured graph, where a number would be a constant: then
+    # faults alone are noted
 
 
 class Scratch(NamedTuple):
@@ -95,15 +116,16 @@ class ForwardKernels(ABC):
 
     @abstractmethod
     def forward_sums(
-        self, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False
+        self, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False, mailbox: Mailbox | None = None
     ) -> tuple[Tensor, Scratch | None]:
         """float64 (2C + 4,): the sums, n and the signature, which the general road leaves to the reduction.
-        `is_complete`: nothing is added to the sums, so they may stay in the back end's private format."""
+        `is_complete`: nothing is added to the sums, so they may stay in the back end's private format.
+        `mailbox` is that of the all_reduce that follows; back ends but gpu.py ignore it, here and in other calls."""
 
     @abstractmethod
     def forward_outputs(
         self, scratch: Scratch | None, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS,
-        momentum: float | None = 0.0,
+        momentum: float | None = 0.0, mailbox: Mailbox | None = None,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         """y; the statistics, packed as in statistics.py; and False if a signed total was found not to be finite.
         The buffers are updated in place; momentum None makes the running statistics the average of all batches."""
@@ -122,7 +144,9 @@ class BackwardKernels(ABC):
         """float64 (2C + 4,), as forward_sums but with 0 in the place of n; grad_weight and grad_bias."""
 
     @abstractmethod
-    def backward_outputs(self, scratch: Scratch | None, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
+    def backward_outputs(
+        self, scratch: Scratch | None, dy: Tensor, saved: Saved, total: Tensor, mailbox: Mailbox | None = None
+    ) -> GradientPair:
         """grad_x, and dy behind the relu as the gradient of the residual; None where the kind does not need it."""
 
 
