@@ -124,6 +124,20 @@ def test_kernels_that_do_nothing_are_found_out(launched: list[str]) -> None:
     assert launched
 
 
+def test_a_launcher_that_takes_no_addresses_is_found_out(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its second launch on a kernel is not launched by Triton's own code, to which the try must not be limited."""
+
+    def launch(source: Any, metadata: Any, *arguments: Any) -> None:
+        launched.append(metadata.name)
+        if not any(isinstance(argument, torch.Tensor) for argument in arguments):
+            raise TypeError("addresses are no longer taken")
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", stand_in_driver(90, launch))
+    with pytest.raises(TypeError, match="addresses are no longer taken"):
+        select._try_triton(torch.device("cpu"))
+    assert len(launched) == 3 + 1
+
+
 @pytest.mark.parametrize("offsets", [(0, 1), (1, 0)])
 def test_addresses_choose_the_kernel(launched: list[str], offsets: tuple[int, ...]) -> None:
     """A kernel for addresses that are multiples of 16 would fail at others."""

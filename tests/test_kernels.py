@@ -22,13 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import syncbn
 from syncbn import general, gradients, plan
 from syncbn.functional import sync_batch_norm
-from syncbn.kernels import cpu, in_parts, reference, select
+from syncbn.kernels import cpu, in_parts, interface, reference, select
 from syncbn.kernels.interface import (
     SIGNATURE_NUMBERS,
     TRAILER_NUMBERS,
     UNSIGNED,
     BackwardKind,
     ForwardKind,
+    Mailbox,
 )
 from syncbn.layout import Layout
 from syncbn.statistics import from_sums, unpack, update_buffers
@@ -455,7 +456,7 @@ def test_statistics_of_awkward_sums(kernels: ModuleType) -> None:
 
 
 def test_eps_of_numpy(kernels: ModuleType) -> None:
-    """The sum of two float32 that stand for it must not be NumPy's, which Triton does not take."""
+    """Triton takes none of NumPy's numbers."""
     by_numpy, by_python = (statistics_of(kernels, [1.0, 2.0, 3.0], eps) for eps in (numpy.float32(1), 1.0))
     assert torch.equal(by_numpy, by_python)
 
@@ -551,6 +552,148 @@ def test_sums_end_in_a_signature(kernels: ModuleType, sizes: tuple[int, int, int
         sent = [1, s, s * s] if signs and signature else [0, 0, 0]
         assert forward.forward_sums(x, signature)[0][6:].tolist() == [num_values, *sent]
         assert backward.backward_sums(dy, saved, signature)[0][6:].tolist() == [0, *sent]
+
+
+# What kernels for GPUs note in a mailbox.
+
+only_triton = pytest.mark.parametrize("kernels", [pytest.param("triton", marks=pytest.mark.triton)], indirect=True)
+NAN, MANY = math.nan, 20  # channels of several programs
+LARGE = 2**25 - 1  # the largest signature of two ranks
+NO_FAULT, RANKS_DIFFER, BAD_ARGUMENT, ONE_VALUE = 0, interface.RANKS_DIFFER, interface.BAD_ARGUMENT, interface.ONE_VALUE
+
+
+class Words:
+    """The words of a mailbox, and a batch of 8 values per channel with a total that two ranks might have."""
+
+    def __init__(self, kernels: ModuleType) -> None:
+        self.kernels, self.state = kernels, torch.zeros(1, dtype=torch.int64)
+        self.host = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=self.state.is_cuda)
+        self.x, self.mean, self.var, self.counter = torch.ones(2, MANY, 4), torch.zeros(MANY), torch.ones(MANY), None
+
+    def mailbox(self, tag: int) -> Mailbox:
+        return Mailbox(self.host.data_ptr(), self.state.data_ptr(), tag)
+
+    def read(self) -> list[int]:
+        if self.state.is_cuda:
+            torch.cuda.synchronize()
+        return self.host.tolist()
+
+    def fault(self) -> tuple[int, int]:
+        """Tag and kind of the first fault, which the state has too."""
+        word = self.read()[interface.FAULT]
+        assert self.state.item() == word
+        return divmod(word, 4)
+
+    def forward(self, tag: int, *trailer: float, averages: bool = False) -> tuple[Tensor, Tensor]:
+        """y and the statistics of a total with this trailer. The buffers are new."""
+        buffers = self.mean, self.var, self.counter = torch.zeros(MANY), torch.ones(MANY), torch.tensor(3)
+        dtypes = {"mean_dtype": torch.float32, "var_dtype": torch.float32, "has_counter": True, "averages": averages}
+        total = torch.tensor([1.0] * 2 * MANY + [*trailer], dtype=torch.float64)
+        momentum, inputs = None if averages else 1.0, (self.x, None, None, None)
+        forward = self.kernels.Forward(kind_of(self.x, **dtypes))
+        return forward.forward_outputs(None, inputs, total, buffers, momentum, self.mailbox(tag))[:2]
+
+    def updates(self) -> bool:
+        """Whether the last batch is in the running statistics, all of them, and counted once."""
+        assert self.counter in (3, 4)
+        buffers = self.mean, self.var, self.counter
+        has_changed = torch.cat([(buffer != old).view(-1) for buffer, old in zip(buffers, (0, 1, 3), strict=True)])
+        assert has_changed.all() or not has_changed.any()
+        return bool(has_changed[-1])
+
+    def backward(self, tag: int, *trailer: float, needs_x: bool = True) -> Tensor | None:
+        total, statistics = torch.tensor([1.0] * 2 * MANY + [*trailer], dtype=torch.float64), torch.ones(3 * MANY + 1)
+        backward = self.kernels.Backward(kind_of_backward(self.x, None, None, needs_x=needs_x))
+        saved = self.x, None, statistics.double(), None
+        return backward.backward_outputs(None, self.x, saved, total, self.mailbox(tag))[0]
+
+    def look(self, tag: int, *trailer: float, is_forward: bool) -> None:
+        self.kernels.look_at_total(torch.tensor([5.0, *trailer], dtype=torch.float64), is_forward, self.mailbox(tag))
+
+
+@only_triton
+@pytest.mark.parametrize(
+    ("trailer", "kind"),
+    [
+        ((8, 2, 10, 50), NO_FAULT),
+        ((8, 2, 2 * LARGE, 2 * LARGE**2), NO_FAULT),
+        ((8, 2, 2 * LARGE - 1, LARGE**2 + (LARGE - 1) ** 2), RANKS_DIFFER),
+        ((8, 2, 11, 61), RANKS_DIFFER),
+        ((8, 1, 5, 25), NO_FAULT),  # the other rank has not signed
+        ((8, 0, 0, 0), NO_FAULT),
+        ((NAN, 1, 5, 25), BAD_ARGUMENT),
+        ((NAN, 2, 11, 61), RANKS_DIFFER),
+        ((1, 2, 11, 61), RANKS_DIFFER),
+        ((1, 2, 10, 50), ONE_VALUE),
+        ((2, 2, 10, 50), NO_FAULT),
+        ((0, 2, 10, 50), NO_FAULT),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tag", [2**40 + 1, -6])  # of a long run; of a captured graph
+def test_faults_in_a_total(kernels: ModuleType, tag: int, trailer: tuple[float, ...], kind: int) -> None:
+    """All that reads a total finds the same, but one value per channel is a fault in forward alone. In a captured graph
+    no ends are noted."""
+    num_values, num_signed, signatures, squares = trailer
+    assert (num_signed * squares != signatures * signatures) == (kind == RANKS_DIFFER), "as EagerReduction compares"
+    in_backward = NO_FAULT if kind == ONE_VALUE else kind
+    for call, kind_of_call in (
+        (Words.forward, kind),
+        (Words.backward, in_backward),
+        (functools.partial(Words.backward, needs_x=False), in_backward),
+        (functools.partial(Words.look, is_forward=True), kind),
+        (functools.partial(Words.look, is_forward=False), in_backward),
+    ):
+        words = Words(kernels)
+        call(words, tag, *trailer)
+        assert words.fault() == ((tag, kind_of_call) if kind_of_call else (0, NO_FAULT))
+        assert words.read()[interface.ENDED] == max(0, tag)
+        assert words.read()[interface.LOCAL_NOT_FINITE] == 0
+        assert call is not Words.forward or not num_values or words.updates() == (kind == NO_FAULT)
+
+
+@only_triton
+@pytest.mark.parametrize("averages", [False, True])
+def test_a_fault_is_final(kernels: ModuleType, averages: bool) -> None:
+    """It stays the first one, and nothing is learnt from any later batch; outputs are computed all the same."""
+    words, good = Words(kernels), (8, 2, 10, 50)
+    expected = words.forward(1, *good, averages=averages)
+    assert words.updates()
+    words.backward(2, NAN, 2, 10, 50)
+    assert words.fault() == (2, BAD_ARGUMENT)
+    for tag, trailer in ((3, good), (4, (8, 2, 11, 61)), (-2, (8, 2, 11, 61)), (5, good)):
+        results = words.forward(tag, *trailer, averages=averages)
+        torch.testing.assert_close(results, expected, rtol=0, atol=0)
+        assert not words.updates()
+        assert words.fault() == (2, BAD_ARGUMENT)
+    words.look(6, *good, is_forward=True)
+    assert words.read() == [6, 2 * 4 + BAD_ARGUMENT, 0]
+
+
+@only_triton
+@pytest.mark.parametrize("value", [math.inf, -math.inf, NAN, 1e30])  # whose square is infinite
+@pytest.mark.parametrize("sizes", [(4, 3, 5), (600, 3, 40), (700, 40, 1)], ids=str)  # one part, and several
+def test_local_sums_that_are_not_finite_are_noted(
+    kernels: ModuleType, sizes: tuple[int, int, int], value: float
+) -> None:
+    """The first of them, until the host has set the word to 0. It is no fault; and in backward it is none of syncbn's
+    business, as a GradScaler lets gradients overflow."""
+    words, x = Words(kernels), torch.ones(sizes)
+    forward, backward = kernels.Forward(kind_of(x)), kernels.Backward(kind_of_backward(x, None, None))
+    sums, _ = forward.forward_sums(x, 5, mailbox=words.mailbox(3))
+    assert words.read() == [0, 0, 0]
+    assert torch.equal(sums, forward.forward_sums(x, 5)[0])
+    x[-1, -1, -1] = value
+    forward.forward_sums(x, 5)
+    forward.forward_sums(x, 5, mailbox=words.mailbox(-3))
+    backward.backward_sums(x, (x, None, torch.ones(3 * sizes[1] + 1, dtype=torch.float64), None))
+    assert words.read() == [0, 0, 0]
+    for tag in (3, 4):
+        forward.forward_sums(x, 5, mailbox=words.mailbox(tag))
+        assert words.read() == [0, 0, 3]
+    words.host.zero_()
+    forward.forward_sums(x, 5, mailbox=words.mailbox(5))
+    assert words.read() == [0, 0, 5]
 
 
 needs_operators = pytest.mark.skipif(cpu.load() is not None, reason=str(cpu.load()))
@@ -714,6 +857,7 @@ def test_an_error_of_the_gpu_says_nothing_of_triton(monkeypatch: pytest.MonkeyPa
     assert select._why_no_triton(torch.device("cuda"), compiling=False) is None
 
 
+@only_triton
 def test_the_try_of_triton_knows_the_right_values(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/test_gpu_launches.py tries kernels that do nothing."""
     monkeypatch.setattr(select, "_gpu_back_end", lambda: kernels)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels import interface
-from syncbn.kernels.interface import NO_BUFFERS, NO_MEMORY, UNSIGNED, Buffers, GradientPair, Inputs, Saved, Scratch
+from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Mailbox, Saved, Scratch
 from syncbn.statistics import num_statistics
 from syncbn.torch_internals.autograd import increment_version
 
@@ -87,7 +87,9 @@ class Forward(interface.ForwardKernels):
         self.num_statistics = num_statistics(num_channels, kind.masks_by_x)
         self.num_scratch: int = _library.scratch(self.in_c)  # bytes
 
-    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False) -> tuple[Tensor, None]:
+    def forward_sums(
+        self, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False, mailbox: Mailbox | None = None
+    ) -> tuple[Tensor, None]:
         sums = x.new_empty(self.num_sums, dtype=torch.float64)
         scratch = x.new_empty(self.num_scratch, dtype=torch.uint8) if self.num_scratch else None
         call = _sums(
@@ -99,7 +101,7 @@ class Forward(interface.ForwardKernels):
 
     def forward_outputs(
         self, scratch: Scratch | None, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS,
-        momentum: float | None = 0.0,
+        momentum: float | None = 0.0, mailbox: Mailbox | None = None,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         (x, weight, bias, residual), (running_mean, running_var, counter) = inputs, buffers
         y, statistics = torch.empty_like(x), total.new_empty(self.num_statistics)
@@ -148,7 +150,9 @@ class Backward(interface.BackwardKernels):
             _refuse(status)
         return sums, grad_weight, grad_bias, None
 
-    def backward_outputs(self, scratch: Scratch | None, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
+    def backward_outputs(
+        self, scratch: Scratch | None, dy: Tensor, saved: Saved, total: Tensor, mailbox: Mailbox | None = None
+    ) -> GradientPair:
         (x, weight, statistics, y), kind = saved, self.kind
         grad_x = torch.empty_like(x) if kind.needs_x or kind.needs_residual else None
         grad_residual = torch.empty_like(x) if kind.needs_residual else None
@@ -163,4 +167,5 @@ class Backward(interface.BackwardKernels):
 
 
 def _refuse(status: int) -> None:
-    raise RuntimeError(NO_MEMORY if status == LACKS_MEMORY else f"a kernel for CPUs failed with status {status}")
+    failed = f"a kernel for CPUs failed with status {status}"
+    raise RuntimeError(interface.NO_MEMORY if status == LACKS_MEMORY else failed)

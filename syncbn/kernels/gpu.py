@@ -1,18 +1,20 @@
 """Computes on CUDA tensors by kernels in Triton, and decides how they go over a tensor.
 
-gpu_tiles.py has the kernels that go over a tensor, gpu_channels.py those that compute per-channel values. A pass has
-three launches, four around an all_reduce; with momentum=None torch launches those of the counter, too. The host never
-waits for the GPU.
+gpu_tiles.py has the kernels that go over a tensor, gpu_channels.py those that compute per-channel values,
+gpu_mailbox.py what looks at totals. A pass has three launches, four around an all_reduce; with momentum=None torch
+copies the counter, too. The host never waits for the GPU.
 """
+
+import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from syncbn.kernels import gpu_channels, gpu_tiles, interface
-from syncbn.kernels.gpu_launch import Dtypes, Launch, two_floats
-from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Saved, Scratch
+from syncbn.kernels import gpu_channels, gpu_mailbox, gpu_tiles, interface
+from syncbn.kernels.gpu_launch import Dtypes, Launch
+from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Mailbox, Saved, Scratch
 from syncbn.layout import Layout
 from syncbn.statistics import compute_dtype, num_statistics
 from syncbn.torch_internals.autograd import increment_version
@@ -26,6 +28,7 @@ MOST_PARTS = 256  # of a sum, which a second kernel adds
 MAPPING_PROGRAMS = 8192
 MULTIPROCESSORS = 132  # where there is no GPU
 DOUBLE = torch.float64  # of sums and statistics
+NO_MAILBOX = Mailbox(0, 0, 0)
 
 
 class _Launches:
@@ -94,11 +97,11 @@ class Forward(interface.ForwardKernels):
         self.parts_of_sums = launches.sums((dtype, None, None, None, DOUBLE))
         self.num_parts = self.parts_of_sums.grid[1]
         self.add_parts = launches.over_channels(gpu_channels.add_parts, (DOUBLE, DOUBLE), self.num_parts)
-        counter, share = (None, DOUBLE) if kind.averages else (torch.int64, None)
-        of_count = (counter, share) if kind.has_counter else (None, None)
-        dtypes = DOUBLE, kind.weight_dtype, kind.bias_dtype, kind.mean_dtype, kind.var_dtype, *of_count, DOUBLE, narrow
+        counter = torch.int64 if kind.has_counter else None
+        of_buffers = kind.mean_dtype, kind.var_dtype, counter, counter if kind.averages else None
+        dtypes = DOUBLE, kind.weight_dtype, kind.bias_dtype, *of_buffers, DOUBLE, narrow
         self.channels_of_parts, self.channels_of_total = (
-            launches.over_channels(gpu_channels.forward_channels, dtypes, count, of_relu, *two_floats(kind.eps))
+            launches.over_channels(gpu_channels.forward_channels, dtypes, count, of_relu, float(kind.eps))
             for count in (self.num_parts, 1)
         )
         residual = dtype if kind.has_residual else None
@@ -106,31 +109,33 @@ class Forward(interface.ForwardKernels):
         self.num_statistics = num_statistics(self.channels, kind.masks_by_x)
         self.coefficients_at, self.num_in_scratch = _scratch(self.channels, self.num_parts)
 
-    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False) -> tuple[Tensor, Scratch]:
+    def forward_sums(
+        self, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False, mailbox: Mailbox | None = None
+    ) -> tuple[Tensor, Scratch]:
         memory = x.new_empty(self.num_in_scratch, dtype=DOUBLE)
         sums = memory if is_complete else memory.new_empty(2 * self.channels + interface.TRAILER_NUMBERS)
         stays_in_parts = is_complete or self.num_parts == 1
         parts = (sums if stays_in_parts else memory).data_ptr()
-        self.parts_of_sums(x.data_ptr(), 0, 0, 0, parts, varying=(signature,))
+        host, _, tag = mailbox or NO_MAILBOX
+        self.parts_of_sums(x.data_ptr(), 0, 0, 0, parts, varying=(signature, host, tag))
         if not stays_in_parts:
             self.add_parts(parts, sums.data_ptr(), varying=(signature,))
         return sums, Scratch(memory, is_complete)
 
     def forward_outputs(
         self, scratch: Scratch | None, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS,
-        momentum: float | None = 0.0,
+        momentum: float | None = 0.0, mailbox: Mailbox | None = None,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         (x, weight, bias, residual), (running_mean, running_var, counter) = inputs, buffers
         memory, is_complete = scratch or Scratch(total.new_empty(self.num_in_scratch), is_complete=False)
         y, statistics = torch.empty_like(x), total.new_empty(self.num_statistics)  # before any buffer is updated
-        coefficients, share = memory.data_ptr() + self.coefficients_at, None
-        if self.kind.averages and counter is not None:
-            share = 1.0 / counter.add_(1).to(DOUBLE)
-            counter, momentum = None, 0.0
+        coefficients = memory.data_ptr() + self.coefficients_at
+        # The first program counts the batch while others may read how many there were.
+        counter_before = counter.clone() if self.kind.averages and counter is not None else None
         launch, sums = (self.channels_of_parts, memory) if is_complete else (self.channels_of_total, total)
-        of_channels = map(_address, (weight, bias, running_mean, running_var, counter, share))
-        outputs = statistics.data_ptr(), coefficients
-        launch(sums.data_ptr(), *of_channels, *outputs, varying=two_floats(momentum or 0.0))
+        of_channels = map(_address, (weight, bias, running_mean, running_var, counter, counter_before))
+        addresses = sums.data_ptr(), *of_channels, statistics.data_ptr(), coefficients
+        launch(*addresses, varying=(float(momentum or 0.0), *(mailbox or NO_MAILBOX)))
         # Autograd is to see what has changed.
         increment_version([buffer for buffer in (running_mean, running_var, counter) if buffer is not None])
         self.normalize(x.data_ptr(), _address(residual), y.data_ptr(), coefficients)
@@ -164,7 +169,7 @@ class Backward(interface.BackwardKernels):
         memory = sums = statistics.new_empty(self.num_in_scratch)
         parts, of_statistics = memory.data_ptr(), statistics.data_ptr()
         grads = _address(grad_weight), _address(grad_bias)
-        self.parts_of_sums(x.data_ptr(), dy.data_ptr(), _address(y), of_statistics, parts, varying=(UNSIGNED,))
+        self.parts_of_sums(x.data_ptr(), dy.data_ptr(), _address(y), of_statistics, parts, varying=(UNSIGNED, 0, 0))
         if is_complete:
             self.channels_of_parts(parts, of_statistics, *grads, _address(weight), parts + self.coefficients_at)
         else:
@@ -172,18 +177,34 @@ class Backward(interface.BackwardKernels):
             self.gradient_sums(parts, sums.data_ptr(), of_statistics, *grads, varying=(signature,))
         return sums, grad_weight, grad_bias, Scratch(memory, is_complete)
 
-    def backward_outputs(self, scratch: Scratch | None, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
+    def backward_outputs(
+        self, scratch: Scratch | None, dy: Tensor, saved: Saved, total: Tensor, mailbox: Mailbox | None = None
+    ) -> GradientPair:
         (x, weight, statistics, y), kind = saved, self.kind
         if not (kind.needs_x or kind.needs_residual):
+            if mailbox is not None:
+                look_at_total(total, False, mailbox)
             return None, None
         memory, is_complete = scratch or Scratch(total.new_empty(self.num_in_scratch), is_complete=False)
         coefficients = memory.data_ptr() + self.coefficients_at
         if not is_complete:
-            self.channels_of_total(total.data_ptr(), statistics.data_ptr(), _address(weight), coefficients)
+            addresses = total.data_ptr(), statistics.data_ptr(), _address(weight), coefficients
+            self.channels_of_total(*addresses, varying=mailbox or NO_MAILBOX)
         grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x) if kind.needs_residual else None
         outputs = grad_x.data_ptr(), _address(grad_residual)
         self.input_gradient(dy.data_ptr(), x.data_ptr(), _address(y), *outputs, coefficients)
         return grad_x if kind.needs_x else None, grad_residual
+
+
+def look_at_total(total: Tensor, is_forward: bool, mailbox: Mailbox) -> None:
+    """Notes what the trailer of a total tells, where none of the kernels above reads it."""
+    trailer = total.data_ptr() + 8 * (total.numel() - interface.TRAILER_NUMBERS)
+    _look_at_total(total.device)(trailer, varying=(*mailbox, int(is_forward)))
+
+
+@functools.cache
+def _look_at_total(device: torch.device) -> Launch:
+    return Launch(gpu_mailbox.look_at_total, (1, 1), device, (DOUBLE,), ())
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -15,21 +15,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from syncbn.kernels.gpu_mailbox import MAILBOX, look
 from syncbn.kernels.gpu_tiles import store_trailer
 
 CHANNELS, PARTS = tl.constexpr(8), tl.constexpr(128)  # that a program adds at once
 # Triton would compile anew for other values of these, and for tensors that begin between multiples of 16 bytes.
-SIZES = ["signature", "num_parts", "channels", "of_relu"]
+SIZES = ["num_parts", "channels", "of_relu", *MAILBOX]
 TENSORS = [
-    "parts", "sums", "weight", "bias", "running_mean", "running_var", "counter", "momentum_in_memory", "statistics",
+    "parts", "sums", "weight", "bias", "running_mean", "running_var", "counter", "counter_before", "statistics",
     "grad_weight", "grad_bias", "coefficients",
 ]  # fmt: skip
-
-
-@triton.jit
-def _float64(high, low):
-    """A number that came as two, as Triton passes a Python float as a float32."""
-    return tl.full([], high, tl.float64) + tl.full([], low, tl.float64)
 
 
 @triton.jit
@@ -97,7 +92,7 @@ def _store_split(coefficients, mean, channel, exists):
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
-def add_parts(parts, sums, signature, channels, num_parts):
+def add_parts(parts, sums, signature: tl.float64, channels, num_parts):
     """Makes a payload of the parts: the sums, n and the signature."""
     first, second = _total(parts, num_parts, channels)
     num_values = tl.load(parts + 2 * tl.cast(num_parts, tl.int64) * channels)
@@ -106,26 +101,29 @@ def add_parts(parts, sums, signature, channels, num_parts):
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
 def forward_channels(
-    parts, weight, bias, running_mean, running_var, counter, momentum_in_memory, statistics, coefficients,
-    momentum, momentum_rest, channels, num_parts, of_relu, eps, eps_rest,
+    parts, weight, bias, running_mean, running_var, counter, counter_before, statistics, coefficients,
+    momentum: tl.float64, host: tl.int64, state: tl.int64, tag: tl.int64, channels, num_parts, of_relu, eps: tl.float64,
 ):  # fmt: skip
-    """Adds up the parts, stores the statistics and the coefficients of y, and updates the running statistics. Unless
-    of_relu is 0, scale and shift follow the statistics."""
+    """Adds up the parts, stores the statistics and the coefficients of y, and updates the running statistics, which
+    average all batches if there is a copy of the counter. Unless of_relu is 0, scale and shift follow the statistics.
+    With a mailbox the parts are one, the total of an all_reduce."""
     channel, exists = _channels(channels)
     first, second = _total(parts, num_parts, channels)
-    num_values = tl.load(parts + 2 * tl.cast(num_parts, tl.int64) * channels)
+    trailer = parts + 2 * tl.cast(num_parts, tl.int64) * channels
+    num_values = tl.load(trailer)
     is_first = tl.program_id(0) == 0
     count = tl.maximum(num_values, 1.0)
     mean = first / count
     var = second / count - mean * mean
     var = tl.where(var < 0, 0.0, var)  # NaN stays
-    invstd = 1.0 / tl.sqrt(var + _float64(eps, eps_rest))
+    invstd = 1.0 / tl.sqrt(var + eps)
     tl.store(statistics + channel, mean, mask=exists)
     tl.store(statistics + channels + channel, var, mask=exists)
     tl.store(statistics + 2 * channels + channel, invstd, mask=exists)
     tl.store(statistics + 3 * channels, num_values, mask=is_first)
+    has_fault = look(trailer, 1, host, state, tag)
     if counter is not None:
-        tl.store(counter, tl.load(counter) + 1, mask=is_first)
+        tl.store(counter, tl.load(counter) + 1, mask=tl.where(has_fault, False, is_first))
     rest = _store_split(coefficients, mean, channel, exists)
     scale = _number(weight, channel, exists, 1.0) * invstd
     shift = _number(bias, channel, exists, 0.0) - rest * scale
@@ -135,7 +133,8 @@ def forward_channels(
     tl.store(statistics + 3 * channels + 1 + channel, scale, mask=keeps)
     tl.store(statistics + 4 * channels + 1 + channel, shift, mask=keeps)
     if running_mean is not None:
-        share = _float64(momentum, momentum_rest) if momentum_in_memory is None else tl.load(momentum_in_memory)
+        share = momentum if counter_before is None else 1.0 / (tl.load(counter_before) + 1).to(tl.float64)
+        exists = tl.where(has_fault, False, exists)
         _update(running_mean, mean, channel, exists, num_values > 0, share)
         unbiased_var = var * (num_values / tl.maximum(num_values - 1, 1.0))
         _update(running_var, unbiased_var, channel, exists, num_values > 1, share)
@@ -180,7 +179,7 @@ def _store_coefficients(sum_dy, sum_dy_xmu, statistics, weight, coefficients, ch
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
 def gradient_sums(
-    parts, sums, statistics, grad_weight, grad_bias, signature, channels, num_parts, COMPUTE: tl.constexpr
+    parts, sums, statistics, grad_weight, grad_bias, signature: tl.float64, channels, num_parts, COMPUTE: tl.constexpr
 ):  # fmt: skip
     """Makes a payload of the parts: the sums, 0 and the signature."""
     first, second = _sums_and_gradients(parts, statistics, grad_weight, grad_bias, channels, num_parts, COMPUTE)
@@ -188,7 +187,10 @@ def gradient_sums(
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
-def backward_channels(sums, statistics, weight, coefficients, channels, of_relu):
+def backward_channels(
+    sums, statistics, weight, coefficients, host: tl.int64, state: tl.int64, tag: tl.int64, channels, of_relu
+):  # fmt: skip
+    look(sums + 2 * channels, 0, host, state, tag)
     first, second = _total(sums, 1, channels)
     _store_coefficients(first, second, statistics, weight, coefficients, channels, of_relu)
 

@@ -85,10 +85,3 @@ class Launch:
         if address == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer((ctypes.c_byte * self.num_bytes).from_address(address), dtype=dtype)
-
-
-@functools.lru_cache(1024)
-def two_floats(number: float) -> tuple[float, float]:
-    """Two float32 whose sum is the number, to 48 bits."""
-    high = ctypes.c_float(number).value
-    return high, float(number) - high

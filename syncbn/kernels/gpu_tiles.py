@@ -19,7 +19,7 @@ Maps go over the tiles in reverse: what the sums have read last may still be in 
 
 # Triton has types of its own, and reads this source: constants are upper case, branches on them need their else.
 # mypy: ignore-errors
-# ruff: noqa: N803, RET505, SIM102, SIM108
+# ruff: noqa: N803, RET505, SIM108
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+from syncbn.kernels.gpu_mailbox import MAILBOX, note_unless_finite
 
 
 class Tiles(NamedTuple):
@@ -43,7 +45,7 @@ class Tiles(NamedTuple):
 GROUP = tl.constexpr(4)  # tiles that are loaded before the first is used
 CHUNK = tl.constexpr(32)  # tiles
 # Triton would compile anew for a size that is 1, or a multiple of 16.
-SIZES = ["num_rows", "rows_of_program", "channels", "inner", "multiplier", "shift", "signature"]
+SIZES = ["num_rows", "rows_of_program", "channels", "inner", "multiplier", "shift", *MAILBOX]
 
 
 @triton.jit
@@ -139,8 +141,8 @@ def _widened(sums, TILES: tl.constexpr):
 
 @triton.jit
 def store_trailer(trailer, num_values, signature):
-    """n, 1, s and s^2, or n and zeros. A signature s is an integer, as a float would come with 24 bits only."""
-    s = tl.cast(signature, tl.float64)
+    """n, 1, s and s^2, or n and zeros."""
+    s = tl.cast(signature, tl.float64)  # to the interpreter it is an int32
     tl.store(trailer, num_values)
     tl.store(trailer + 1, tl.where(s != 0, 1.0, 0.0).to(tl.float64))
     tl.store(trailer + 2, s)
@@ -149,10 +151,11 @@ def store_trailer(trailer, num_values, signature):
 
 @triton.jit(do_not_specialize=SIZES)
 def parts_of_sums(
-    x, dy, y, statistics, parts, signature, num_rows, rows_of_program, channels, inner, multiplier, shift,
-    TILES: tl.constexpr, RELU: tl.constexpr,
+    x, dy, y, statistics, parts, signature: tl.float64, host: tl.int64, tag: tl.int64, num_rows, rows_of_program,
+    channels, inner, multiplier, shift, TILES: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """Sums of x and x^2; with dy, of dy and dy * (x - mean), where dy counts as 0 if the output of a relu is 0.
+    A mailbox gets the tag unless those of x are finite.
 
     parts: (parts, 2, channels) numbers; without dy the trailer follows, so that one part is a payload.
     """
@@ -201,6 +204,7 @@ def parts_of_sums(
     tl.store(pair + channel, first, mask=exists)
     tl.store(pair + channels + channel, second, mask=exists)
     if dy is None:
+        note_unless_finite(first, second, host, tag)
         if (span == 0) & (part == 0):
             trailer = parts + 2 * tl.cast(tl.num_programs(1), tl.int64) * channels
             store_trailer(trailer, tl.cast(num_rows, tl.float64) * values_of_row, signature)

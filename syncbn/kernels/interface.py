@@ -36,8 +36,9 @@ GradientPair: TypeAlias = tuple[Tensor | None, Tensor | None]  # of x, residual
 # The words of a mailbox's `host`, by index.
 ENDED = 0  # the tag of the last all_reduce whose total was looked at
 FAULT = 1  # tag * 4 + kind of the first fault, else 0; `divmod(word, 4)` gives both back, of negative tags too
-TOTAL_NOT_FINITE = 2  # the tag of the last total of a forward with a sum that is infinite or NaN
-LOCAL_NOT_FINITE = 3  # of the last sums of this rank, before they were added to others
+# The tag of the first all_reduce of a forward to which this rank gave a sum that is infinite or NaN, since the host has
+# set the word to 0. That is no fault.
+LOCAL_NOT_FINITE = 2
 # The kinds of faults, in the order in which they are looked for.
 RANKS_DIFFER = 1  # ranks have different signatures
 BAD_ARGUMENT = 2  # n is NaN, which a rank with a bad argument sends
@@ -50,7 +51,7 @@ class Mailbox(NamedTuple):
     """Words where a kernel notes what it saw of a total: addresses of int64 in memory that both host and GPU write and
     read. Behind a fault, an earlier one too, kernels write neither running statistics nor counter."""
 
-    host: int  # address of 4 words: ENDED, FAULT, TOTAL_NOT_FINITE, LOCAL_NOT_FINITE
+    host: int  # address of 3 words: ENDED, FAULT, LOCAL_NOT_FINITE
     state: int  # address of 1 word on the device: the first fault as in `host`, which kernels read
     tag: int  # of this all_reduce: its number, > 0; < 0 in a captured graph, where a number would be a constant: then
     # faults alone are noted

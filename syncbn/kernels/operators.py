@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels import cpu, interface
-from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Saved, Scratch
+from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Mailbox, Saved, Scratch
 from syncbn.layout import Layout
 from syncbn.statistics import num_statistics, update_buffers
 
@@ -25,12 +25,14 @@ _library = torch.library.Library("syncbn", "DEF")
 class Forward(interface.ForwardKernels):
     """Running statistics are updated by torch operations."""
 
-    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False) -> tuple[Tensor, None]:
+    def forward_sums(
+        self, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False, mailbox: Mailbox | None = None
+    ) -> tuple[Tensor, None]:
         return _forward_sums(x, self.kind.layout.channel_dim), None
 
     def forward_outputs(
         self, scratch: Scratch | None, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS,
-        momentum: float | None = 0.0,
+        momentum: float | None = 0.0, mailbox: Mailbox | None = None,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         (x, weight, bias, residual), kind, channel_dim = inputs, self.kind, self.kind.layout.channel_dim
         y, statistics = _forward_outputs(x, channel_dim, total, weight, bias, residual, kind.eps, kind.relu)
@@ -50,7 +52,9 @@ class Backward(interface.BackwardKernels):
         dtypes = self.kind.grad_weight_dtype, self.kind.grad_bias_dtype
         return *_backward_sums(dy, x, y, self.channel_dim, statistics, self.relu, *dtypes), None
 
-    def backward_outputs(self, scratch: Scratch | None, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
+    def backward_outputs(
+        self, scratch: Scratch | None, dy: Tensor, saved: Saved, total: Tensor, mailbox: Mailbox | None = None
+    ) -> GradientPair:
         (x, weight, statistics, y), kind = saved, self.kind
         per_channel = self.channel_dim, total, statistics, weight
         grad_x, grad_residual = _backward_outputs(dy, x, y, *per_channel, self.relu, kind.needs_residual)

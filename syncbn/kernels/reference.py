@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels import interface
-from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Saved, Scratch
+from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Mailbox, Saved, Scratch
 from syncbn.statistics import compute_dtype, from_float64, from_sums, to_float64, unpack, update_buffers
 
 
@@ -57,7 +57,9 @@ class Operations:
 class Forward(Operations, interface.ForwardKernels):
     kind: interface.ForwardKind
 
-    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False) -> tuple[Tensor, None]:
+    def forward_sums(
+        self, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False, mailbox: Mailbox | None = None
+    ) -> tuple[Tensor, None]:
         def terms(x: Tensor) -> tuple[Tensor, Tensor]:
             wide = x.to(torch.float64)
             return wide, wide.square()
@@ -71,7 +73,7 @@ class Forward(Operations, interface.ForwardKernels):
 
     def forward_outputs(
         self, scratch: Scratch | None, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS,
-        momentum: float | None = 0.0,
+        momentum: float | None = 0.0, mailbox: Mailbox | None = None,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         """y = (x - center) * scale + shift (+ residual) (then relu).
 
@@ -118,7 +120,9 @@ class Backward(Operations, interface.BackwardKernels):
         grad_bias = None if bias_dtype is None else from_float64(sum_dy.clone(), bias_dtype, x.device)
         return torch.cat((sums, sums.new_zeros(interface.TRAILER_NUMBERS))), grad_weight, grad_bias, None
 
-    def backward_outputs(self, scratch: Scratch | None, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
+    def backward_outputs(
+        self, scratch: Scratch | None, dy: Tensor, saved: Saved, total: Tensor, mailbox: Mailbox | None = None
+    ) -> GradientPair:
         """grad_x = dy * a + (x - center) * b + c, by all ranks' sums of dy and of dy * (x - mean), with which it is
 
         (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight.

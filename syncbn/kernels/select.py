@@ -13,7 +13,7 @@ from torch import Tensor
 
 from syncbn.call_stack import warn_once
 from syncbn.kernels import cpu, in_parts, reference, without_float64
-from syncbn.kernels.interface import BackEnd, BackwardKind, ForwardKind
+from syncbn.kernels.interface import BackEnd, BackwardKind, ForwardKind, Mailbox
 from syncbn.layout import Layout
 from syncbn.statistics import lacks_float64
 from syncbn.torch_internals.autograd import is_batched_gradient
@@ -184,20 +184,25 @@ def _why_no_triton(device: torch.device, compiling: bool) -> str | None:
 
 
 def _try_triton(device: torch.device) -> None:
-    """Runs kernels of each sort: over a tensor, a reduction and a map, and over per-channel values. **Raises**
-    RuntimeError where they compute wrong values. The host waits for the GPU, whose errors so show here."""
-    mean, var = torch.zeros(2, 1, device=device)
+    """Runs kernels of each sort: over a tensor, a reduction and a map, and over per-channel values. Twice, as Triton
+    itself does the first launch of a kernel, gpu_launch.py the others. **Raises** RuntimeError where they compute wrong
+    values. The host waits for the GPU, whose errors so show here."""
     x = torch.arange(1.0, 4.0, 2.0, device=device)[:, None]
-    kind = ForwardKind(Layout.of(x, 1), x.dtype, device, mean_dtype=mean.dtype, var_dtype=var.dtype)
-    kernels = _gpu_back_end().Forward(kind)
-    sums, scratch = kernels.forward_sums(x)
-    y, statistics, _ = kernels.forward_outputs(scratch, (x, None, None, None), sums, (mean, var, None), momentum=1.0)
+    kernels = _gpu_back_end().Forward(
+        ForwardKind(Layout.of(x, 1), x.dtype, device, mean_dtype=x.dtype, var_dtype=x.dtype)
+    )
+    for _ in range(2):
+        mean, var, words = *torch.zeros(2, 1, device=device), torch.zeros(4, dtype=torch.int64, device=device)
+        mailbox = Mailbox(words.data_ptr(), words[3:].data_ptr(), tag=1)
+        sums, scratch = kernels.forward_sums(x, mailbox=mailbox)
+        of_call = (x, None, None, None), sums, (mean, var, None), 1.0, mailbox
+        y, statistics, _ = kernels.forward_outputs(scratch, *of_call)
     # Copies between host and GPU for which the host waits are refused by torch.cuda.set_sync_debug_mode("error").
-    computed = torch.cat((y.view(2), statistics, mean, var)).to("cpu", non_blocking=True)
+    computed = torch.cat((y.view(2), statistics, mean, var, words[:1])).to("cpu", non_blocking=True)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    invstd = (1 + kind.eps) ** -0.5
-    expected = [-invstd, invstd, 2.0, 1.0, invstd, 2.0, 2.0, 2.0]
+    invstd = (1 + kernels.kind.eps) ** -0.5
+    expected = [-invstd, invstd, 2.0, 1.0, invstd, 2.0, 2.0, 2.0, 1.0]
     if not all(abs(value - right) < 1e-5 for value, right in zip(computed.tolist(), expected, strict=True)):
         raise RuntimeError(f"the kernels compute wrong values: {computed.tolist()} in place of {expected}")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels import reference
-from syncbn.kernels.interface import UNSIGNED
+from syncbn.kernels.interface import UNSIGNED, Mailbox
 from syncbn.statistics import to_float64
 
 
@@ -27,7 +27,9 @@ class InFloat32(reference.Operations):
 
 
 class Forward(InFloat32, reference.Forward):
-    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False) -> tuple[Tensor, None]:
+    def forward_sums(
+        self, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False, mailbox: Mailbox | None = None
+    ) -> tuple[Tensor, None]:
         """sum x = m center + sum d and sum x^2 = sum d^2 + 2 center sum d + m center^2, over the m values that are not
         0, which a mask may have made, with their mean in float32 as center and d = x - center."""
         (folded,) = self.folded(x)
