@@ -56,19 +56,12 @@ class _Launches:
         self.numbers = channels, inner, *(_division(inner // width) if in_runs else (0, 0))
         self.channels, self.device, self.has_values = channels, device, outer * channels > 0
 
-    def sums(self, dtypes: Dtypes, masks_by_x: bool = False) -> Launch:
-        """The launch for parts of sums; its grid is (spans, parts)."""
-        programs = num_multiprocessors(self.device) * SUMMING_THREADS // (32 * self.warps)
-        most_parts = min(MOST_PARTS, programs // max(1, self.spans))
-        return self._over_tiles(gpu_tiles.parts_of_sums, dtypes, masks_by_x, most_parts, SUMMING_REGISTERS)
-
-    def map(self, kernel: triton.JITFunction, dtypes: Dtypes, relu: bool) -> Launch:
-        most_parts = MAPPING_PROGRAMS // max(1, self.spans)
-        return self._over_tiles(kernel, dtypes, relu, most_parts, MAPPING_REGISTERS)
-
-    def _over_tiles(
-        self, kernel: triton.JITFunction, dtypes: Dtypes, relu: bool, most_parts: int, registers: int
-    ) -> Launch:
+    def over_tiles(self, kernel: triton.JITFunction, dtypes: Dtypes, relu: bool) -> Launch:
+        """A launch whose grid is (spans, parts)."""
+        most_parts, registers = MAPPING_PROGRAMS // max(1, self.spans), MAPPING_REGISTERS
+        if kernel is gpu_tiles.parts_of_sums:
+            programs = num_multiprocessors(self.device) * SUMMING_THREADS // (32 * self.warps)
+            most_parts, registers = min(MOST_PARTS, programs // max(1, self.spans)), SUMMING_REGISTERS
         of_group = gpu_tiles.GROUP.value * self.tiles.rows
         num_groups = triton.cdiv(self.num_rows, of_group)
         rows_of_program = triton.cdiv(num_groups, max(1, min(num_groups, most_parts))) * of_group
@@ -94,7 +87,7 @@ class Forward(interface.ForwardKernels):
     def __init__(self, kind: interface.ForwardKind) -> None:
         self.kind, self.channels, launches = kind, kind.layout.sizes[1], _Launches(kind.layout, kind.dtype, kind.device)
         dtype, narrow, of_relu = kind.dtype, compute_dtype(kind.dtype), int(kind.masks_by_x)
-        self.parts_of_sums = launches.sums((dtype, None, None, None, DOUBLE))
+        self.parts_of_sums = launches.over_tiles(gpu_tiles.parts_of_sums, (dtype, None, None, None, DOUBLE), False)
         self.num_parts = self.parts_of_sums.grid[1]
         self.add_parts = launches.over_channels(gpu_channels.add_parts, (DOUBLE, DOUBLE), self.num_parts)
         counter = torch.int64 if kind.has_counter else None
@@ -105,7 +98,7 @@ class Forward(interface.ForwardKernels):
             for count in (self.num_parts, 1)
         )
         residual = dtype if kind.has_residual else None
-        self.normalize = launches.map(gpu_tiles.normalize, (dtype, residual, dtype, narrow), kind.relu)
+        self.normalize = launches.over_tiles(gpu_tiles.normalize, (dtype, residual, dtype, narrow), kind.relu)
         self.num_statistics = num_statistics(self.channels, kind.masks_by_x)
         self.coefficients_at, self.num_in_scratch = _scratch(self.channels, self.num_parts)
 
@@ -146,7 +139,8 @@ class Backward(interface.BackwardKernels):
     def __init__(self, kind: interface.BackwardKind) -> None:
         self.kind, self.channels, launches = kind, kind.layout.sizes[1], _Launches(kind.layout, kind.dtype, kind.device)
         dtype, narrow, y = kind.dtype, compute_dtype(kind.dtype), kind.dtype if kind.masks_by_y else None
-        self.parts_of_sums = launches.sums((dtype, dtype, y, DOUBLE, DOUBLE), kind.masks_by_x)
+        of_sums = dtype, dtype, y, DOUBLE, DOUBLE
+        self.parts_of_sums = launches.over_tiles(gpu_tiles.parts_of_sums, of_sums, kind.masks_by_x)
         num_parts, of_relu = self.parts_of_sums.grid[1], int(kind.masks_by_x)
         grads, weight = (kind.grad_weight_dtype, kind.grad_bias_dtype), kind.weight_dtype
         over, kernels, compute = launches.over_channels, gpu_channels, launches.tiles.compute
@@ -155,7 +149,7 @@ class Backward(interface.BackwardKernels):
         dtypes: Dtypes = DOUBLE, DOUBLE, *grads, weight, narrow
         self.channels_of_parts = over(kernels.backward_channels_of_parts, dtypes, num_parts, of_relu, compute=compute)
         dtypes = dtype, dtype, y, dtype, dtype if kind.needs_residual else None, narrow
-        self.input_gradient = launches.map(gpu_tiles.input_gradient, dtypes, kind.masks_by_x)
+        self.input_gradient = launches.over_tiles(gpu_tiles.input_gradient, dtypes, kind.masks_by_x)
         self.coefficients_at, self.num_in_scratch = _scratch(self.channels, num_parts)
 
     def backward_sums(

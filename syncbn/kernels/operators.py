@@ -19,6 +19,7 @@ from syncbn.statistics import num_statistics, update_buffers
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _library = torch.library.Library("syncbn", "DEF")
+FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 # Operators whose arguments or results change get new names: Inductor's cache on disk has graphs with the old ones.
 
 
@@ -146,7 +147,7 @@ def _backward_outputs(
 def _dense(x: Tensor, channel_dim: int) -> tuple[Layout, Tensor]:
     """The layout of x, whatever the order of its dims in memory; and x, copied if it has gaps. **Raises** RuntimeError
     unless x has floats and this dim."""
-    if x.dtype not in cpu.CODES or not 0 <= channel_dim < x.ndim:
+    if x.dtype not in FLOATS or not 0 <= channel_dim < x.ndim:
         raise RuntimeError(
             f"expected an input of floats with channels in dim {channel_dim}, got {tuple(x.shape)}, {x.dtype}"
         )
@@ -168,32 +169,29 @@ def _checked(kind: interface.ForwardKind | interface.BackwardKind, x: Tensor, **
     **Raises** RuntimeError unless dy, y and residual have the dtype and shape of x, and the others their numbers of
     per-channel values; all on the device of x, and with memory.
     """
-    checked: list[Any] = []
-    channels, device = kind.layout.sizes[1], x.get_device()
+    channels = kind.layout.sizes[1]
     counts = {
         "total": 2 * channels + interface.TRAILER_NUMBERS,
         "statistics": num_statistics(channels, kind.masks_by_x),
     }
+    checked: list[Any] = []
     for name, tensor in tensors.items():
         if tensor is None:
             checked.append(None)
-        elif name in ("dy", "y", "residual"):
-            if tensor.shape != x.shape or tensor.dtype != x.dtype or tensor.get_device() != device:
-                raise RuntimeError(
-                    f"expected {name} of {x.dtype} and {tuple(x.shape)} on {x.device}, got {tensor.dtype} and "
-                    f"{tuple(tensor.shape)} on {tensor.device}"
-                )
-            # Zeros that autograd has made up have strides of 0.
-            checked.append(tensor if tensor.stride() == x.stride() else torch.empty_like(x).copy_(tensor))
-        else:
-            count, is_parameter = counts.get(name, channels), name in ("weight", "bias")
-            fits = tensor.dtype in cpu.CODES if is_parameter else tensor.dtype == torch.float64
-            if not fits or tensor.numel() != count or tensor.get_device() != device:
-                raise RuntimeError(
-                    f"expected {name} of {count} {'floats' if is_parameter else 'float64'} on {x.device}, got "
-                    f"{tensor.numel()} {tensor.dtype} on {tensor.device}"
-                )
-            checked.append(tensor.contiguous())
+            continue
+        is_whole, is_parameter = name in ("dy", "y", "residual"), name in ("weight", "bias")
+        shape = x.shape if is_whole else (counts.get(name, channels),)
+        dtypes = [x.dtype] if is_whole else [*FLOATS] if is_parameter else [torch.float64]
+        if tensor.shape != shape or tensor.dtype not in dtypes or tensor.get_device() != x.get_device():
+            raise RuntimeError(
+                f"expected {name} of {tuple(shape)}, {' or '.join(map(str, dtypes))} on {x.device}, got "
+                f"{tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
+            )
+        if not is_whole:
+            tensor = tensor.contiguous()
+        elif tensor.stride() != x.stride():  # as of zeros that autograd has made up, which are 0
+            tensor = torch.empty_like(x).copy_(tensor)
+        checked.append(tensor)
     interface.require_memory([x, *(tensor for tensor in checked if tensor is not None)])
     return checked
 
