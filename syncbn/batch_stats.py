@@ -85,7 +85,7 @@ class _Sums(torch.autograd.Function):
 
     @staticmethod
     def forward(constants: Constants, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
-        sums, _ = general_back_end(constants.kind, x).Forward(constants.kind).forward_sums(x)
+        sums = general_back_end(constants.kind, x).Forward(constants.kind).forward_sums(x)
         return (total_with_count(sums, num_values, constants.reduction, "forward"),)
 
     @staticmethod
@@ -112,4 +112,4 @@ class _Sums(torch.autograd.Function):
             x = kind.layout.dense(x.to(kind.dtype))  # saved_tensors_hooks may have rounded or moved it
             sums = torch.cat((center, torch.zeros_like(center), center.new_ones(TRAILER_NUMBERS)))
             inputs = x, slope, at_center, None
-            return None, general_back_end(kind, x, slope).Forward(kind).forward_outputs(None, inputs, sums)[0], None
+            return None, general_back_end(kind, x, slope).Forward(kind).forward_outputs(inputs, sums)[0], None

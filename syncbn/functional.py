@@ -180,11 +180,11 @@ def batch_norm_backward(
         needed = needs_input and training, needs_weight, needs_bias, False
         inputs = BackwardInput.of(kind, grad_output.to(input.dtype), (input, weight, statistics, None), needed)
         kernels = inputs.kernels()
-        sums, grad_weight, grad_bias, scratch = kernels.backward_sums(inputs.dy, inputs.saved)
+        sums, grad_weight, grad_bias = kernels.backward_sums(inputs.dy, inputs.saved)
         sums = total_with_count(sums, num_values, reduction, "backward")
         statistics = torch.cat((statistics[:-1], sums[-TRAILER_NUMBERS : 1 - TRAILER_NUMBERS]))
         inputs = inputs._replace(saved=(inputs.saved[0], weight, statistics, None))
-        grad_input, _ = outputs(kernels, scratch, inputs, sums)
+        grad_input, _ = outputs(kernels, inputs, sums)
         if needs_input and not training:
             scale = from_float64(invstd * to_float64(weight), compute_dtype(input.dtype), input.device)[:, None]
             grad_input = layout.unfold(layout.fold(grad_output) * scale, input.shape).to(input.dtype)

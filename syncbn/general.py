@@ -52,12 +52,10 @@ class SyncBatchNormFunction(torch.autograd.Function):
         num_values: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         kernels = general_back_end(constants.kind, x, weight, bias, residual).Forward(constants.kind)
-        sums, scratch = kernels.forward_sums(x)
-        sums = total_with_count(sums, num_values, constants.reduction, "forward")
+        sums = total_with_count(kernels.forward_sums(x), num_values, constants.reduction, "forward")
         if num_values is not None or x.numel() <= constants.kind.layout.sizes[1]:  # else this rank alone has two values
             require_two_values(sums[-TRAILER_NUMBERS], x)
-        y, statistics, _ = kernels.forward_outputs(scratch, (x, weight, bias, residual), sums)
-        return y, statistics
+        return kernels.forward_outputs((x, weight, bias, residual), sums)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -8,16 +8,7 @@ from torch import Tensor
 from syncbn.diagnosis.positions import WITH_GRAPH
 from syncbn.inputs import subclasses
 from syncbn.kernels import reference
-from syncbn.kernels.interface import (
-    TRAILER_NUMBERS,
-    BackwardKernels,
-    BackwardKind,
-    ForwardKind,
-    GradientPair,
-    Needed,
-    Saved,
-    Scratch,
-)
+from syncbn.kernels.interface import TRAILER_NUMBERS, BackwardKind, ForwardKind, GradientPair, Needed, Saved
 from syncbn.kernels.select import general_back_end, torch_forward
 from syncbn.plan import kind_of_backward
 from syncbn.reductions.interface import Reduction
@@ -51,7 +42,7 @@ class BackwardInput(NamedTuple):
         saved = dense(x.to(dy.dtype)), weight, to_float64(statistics).contiguous(), dense_y
         return cls(kind_of_backward(kind, dy, weight, needed), dense(dy), saved, needed[3])
 
-    def kernels(self) -> BackwardKernels:
+    def kernels(self) -> reference.Backward:
         return general_back_end(self.kind, *self.saved, self.dy).Backward(self.kind)
 
 
@@ -63,18 +54,18 @@ def gradients(kind: ForwardKind, dy: Tensor | None, saved: Saved, needed: Needed
         if torch.is_grad_enabled():  # the saved statistics are constants to autograd
             return _gradients_with_graph(kind, inputs, reduction)
         kernels = inputs.kernels()
-        sums, grad_weight, grad_bias, scratch = kernels.backward_sums(inputs.dy, inputs.saved)
+        sums, grad_weight, grad_bias = kernels.backward_sums(inputs.dy, inputs.saved)
         sums = total(sums, reduction, "backward")
-        grad_x, grad_residual = outputs(kernels, scratch, inputs, sums)
+        grad_x, grad_residual = outputs(kernels, inputs, sums)
         return grad_x, grad_weight, grad_bias, grad_residual
 
 
-def outputs(kernels: BackwardKernels, scratch: Scratch | None, inputs: BackwardInput, sums: Tensor) -> GradientPair:
+def outputs(kernels: reference.Backward, inputs: BackwardInput, sums: Tensor) -> GradientPair:
     """grad_x and grad_residual, by the sums of all ranks."""
     kind, dy, saved, needs_residual = inputs
     grad_x = grad_residual = None
     if kind.needs_x or kind.needs_residual:
-        grad_x, grad_residual = kernels.backward_outputs(scratch, dy, saved, sums)
+        grad_x, grad_residual = kernels.backward_outputs(dy, saved, sums)
     return grad_x, dy if needs_residual and saved[3] is None else grad_residual
 
 
@@ -87,7 +78,7 @@ def _gradients_with_graph(forward: ForwardKind, inputs: BackwardInput, reduction
     kind, dy, (x, weight, statistics, y), needs_residual = inputs
     kernels, num_values = torch_forward(forward), statistics[3 * kind.layout.sizes[1]].clamp(min=1)
     column = kernels.column
-    sums = total(kernels.forward_sums(x)[0], reduction, WITH_GRAPH)
+    sums = total(kernels.forward_sums(x), reduction, WITH_GRAPH)
     mean, mean_square = (sums[:-TRAILER_NUMBERS] / num_values).chunk(2)
     xmu = kernels.minus_mean(kind.layout.fold(x), mean)
     invstd = ((mean_square - mean.square()).clamp(min=0) + forward.eps).rsqrt()

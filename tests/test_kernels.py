@@ -58,6 +58,11 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 EPS = 1e-5
 
 
+BY_TRITON = pytest.param("triton", marks=pytest.mark.triton)
+only_triton = pytest.mark.parametrize("kernels", [BY_TRITON], indirect=True)
+only_ordinary = pytest.mark.parametrize("kernels", ["cpu", BY_TRITON], indirect=True)
+
+
 @pytest.fixture(params=DTYPES, ids=str)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     parameters = request.node.callspec.params
@@ -68,6 +73,11 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 def on_cpu(kernels: ModuleType) -> bool:
     return "gpu" not in kernels.__name__
+
+
+def is_ordinary(kernels: ModuleType) -> bool:
+    """Whether they serve the ordinary road, whose calls take and return more."""
+    return kernels.__name__.endswith(("cpu", "gpu"))
 
 
 def with_options(names: str, options: list[tuple[object, ...]]) -> pytest.MarkDecorator:
@@ -99,7 +109,8 @@ def kind_of_backward(x: Tensor, y: Tensor | None, relu: bool | None, **others: A
 
 def local_sums(kernels: ModuleType, x: Tensor) -> Tensor:
     """S, Q and n, without the signature."""
-    return kernels.Forward(kind_of(x)).forward_sums(x)[0][:-SIGNATURE_NUMBERS]
+    sums = kernels.Forward(kind_of(x)).forward_sums(x)
+    return (sums[0] if is_ordinary(kernels) else sums)[:-SIGNATURE_NUMBERS]
 
 
 def with_trailer(sums: Tensor, num_channels: int) -> Tensor:
@@ -115,7 +126,8 @@ def normalized(
     kind = kind_of(x, eps, relu)._replace(
         has_residual=residual is not None, weight_dtype=dtypes[0], bias_dtype=dtypes[1]
     )
-    return kernels.Forward(kind).forward_outputs(None, (x, *others), with_trailer(sums, x.shape[1]))[:2]
+    scratch = (None,) if is_ordinary(kernels) else ()
+    return kernels.Forward(kind).forward_outputs(*scratch, (x, *others), with_trailer(sums, x.shape[1]))[:2]
 
 
 def local_gradient_sums(
@@ -125,8 +137,8 @@ def local_gradient_sums(
     """And the gradients of weight and bias in these dtypes. A relu is fused where there is y, unless told."""
     names = "grad_weight_dtype", "grad_bias_dtype"
     kind = kind_of_backward(x, y, relu, **dict(zip(names, dtypes, strict=False)))
-    sums, *of_parameters, _ = kernels.Backward(kind).backward_sums(dy, (x, None, statistics, y))
-    return sums[:-TRAILER_NUMBERS], *of_parameters
+    sums, grad_weight, grad_bias, *_ = kernels.Backward(kind).backward_sums(dy, (x, None, statistics, y))
+    return sums[:-TRAILER_NUMBERS], grad_weight, grad_bias
 
 
 def input_gradients(
@@ -137,7 +149,8 @@ def input_gradients(
     sums, statistics, weight = per_channel
     options = {"weight_dtype": getattr(weight, "dtype", None), "needs_x": True, "needs_residual": residual}
     kind = kind_of_backward(x, y, relu, **options)
-    return kernels.Backward(kind).backward_outputs(None, dy, (x, weight, statistics, y), with_trailer(sums, x.shape[1]))
+    call = *((None,) if is_ordinary(kernels) else ()), dy, (x, weight, statistics, y), with_trailer(sums, x.shape[1])
+    return kernels.Backward(kind).backward_outputs(*call)
 
 
 def all_results(
@@ -192,10 +205,10 @@ def force(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> list[object]:
         kinds.append(kind)
         return kernels
 
-    is_ordinary = kernels.__name__.endswith(("cpu", "gpu"))
-    monkeypatch.setattr(plan, "ordinary_back_end", choose if is_ordinary else Mock(return_value=None))
+    serves_ordinary = is_ordinary(kernels)
+    monkeypatch.setattr(plan, "ordinary_back_end", choose if serves_ordinary else Mock(return_value=None))
     for road in (general, gradients):
-        monkeypatch.setattr(road, "general_back_end", Mock(side_effect=AssertionError) if is_ordinary else choose)
+        monkeypatch.setattr(road, "general_back_end", Mock(side_effect=AssertionError) if serves_ordinary else choose)
     monkeypatch.setattr(plan, "_plans", {})
     return kinds
 
@@ -464,6 +477,10 @@ def test_eps_of_numpy(kernels: ModuleType) -> None:
 def update(kernels: ModuleType, sums: Tensor, mean: Tensor, var: Tensor, *counters: Tensor, momentum: Any) -> Tensor:
     """Updates the running statistics by a batch of these sums, and counts it. Returns its statistics."""
     x = torch.empty(0, len(sums) // 2, 1)
+    if not is_ordinary(kernels):  # what the general road does
+        statistics = normalized(kernels, x, sums)[1]
+        update_buffers(mean, var, *(*counters, None)[:1], statistics, momentum)
+        return statistics
     kind = kind_of(x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=bool(counters), averages=momentum is None)
     buffers, sums = (mean, var, *counters, None)[:3], with_trailer(sums, x.shape[1])
     return kernels.Forward(kind).forward_outputs(None, (x, None, None, None), sums, buffers, momentum)[1]
@@ -522,6 +539,7 @@ def test_a_total_that_is_not_finite(number: float, signature: tuple[float, ...],
     torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
 
 
+@only_ordinary
 @pytest.mark.parametrize("sizes", [(4, 3, 5), (600, 3, 40)], ids=str)
 @pytest.mark.parametrize("relu", [False, True])
 def test_complete_sums(kernels: ModuleType, sizes: tuple[int, int, int], relu: bool) -> None:
@@ -541,22 +559,22 @@ def test_complete_sums(kernels: ModuleType, sizes: tuple[int, int, int], relu: b
     assert all(map(torch.equal, *results))
 
 
+@only_ordinary
 @pytest.mark.parametrize("sizes", [(4, 3, 5), (600, 3, 40)], ids=str)  # on a GPU one part, and several
 def test_sums_end_in_a_signature(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
     """Behind n in forward and 0 in backward. On the general road the reduction signs."""
-    (dy, x), signs = draw(2, sizes, torch.float32), kernels is cpu or not on_cpu(kernels)
+    dy, x = draw(2, sizes, torch.float32)
     statistics, s, num_values = torch.ones(10, dtype=torch.float64), 2**26 - 3, sizes[0] * sizes[2]
     forward, backward = kernels.Forward(kind_of(x)), kernels.Backward(kind_of_backward(x, None, None))
     saved = x, None, statistics, None
     for signature in (s, UNSIGNED):
-        sent = [1, s, s * s] if signs and signature else [0, 0, 0]
+        sent = [1, s, s * s] if signature else [0, 0, 0]
         assert forward.forward_sums(x, signature)[0][6:].tolist() == [num_values, *sent]
         assert backward.backward_sums(dy, saved, signature)[0][6:].tolist() == [0, *sent]
 
 
 # What kernels for GPUs note in a mailbox.
 
-only_triton = pytest.mark.parametrize("kernels", [pytest.param("triton", marks=pytest.mark.triton)], indirect=True)
 NAN, MANY = math.nan, 20  # channels of several programs
 LARGE = 2**25 - 1  # the largest signature of two ranks
 NO_FAULT, RANKS_DIFFER, BAD_ARGUMENT, ONE_VALUE = 0, interface.RANKS_DIFFER, interface.BAD_ARGUMENT, interface.ONE_VALUE
@@ -570,8 +588,8 @@ class Words:
         self.host = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=self.state.is_cuda)
         self.x, self.mean, self.var, self.counter = torch.ones(2, MANY, 4), torch.zeros(MANY), torch.ones(MANY), None
 
-    def mailbox(self, tag: int) -> Mailbox:
-        return Mailbox(self.host.data_ptr(), self.state.data_ptr(), tag)
+    def mailbox(self, tag: int) -> Mailbox | None:
+        return Mailbox(self.host.data_ptr(), self.state.data_ptr(), tag) if tag else None
 
     def read(self) -> list[int]:
         if self.state.is_cuda:
@@ -650,6 +668,17 @@ def test_faults_in_a_total(kernels: ModuleType, tag: int, trailer: tuple[float, 
         assert words.read()[interface.ENDED] == max(0, tag)
         assert words.read()[interface.LOCAL_NOT_FINITE] == 0
         assert call is not Words.forward or not num_values or words.updates() == (kind == NO_FAULT)
+
+
+@only_triton
+@pytest.mark.parametrize("trailer", [(8, 2, 11, 61), (NAN, 1, 5, 25), (1, 2, 10, 50)], ids=str)
+def test_without_a_mailbox_there_is_no_fault(kernels: ModuleType, trailer: tuple[float, ...]) -> None:
+    words = Words(kernels)
+    words.forward(0, *trailer)
+    assert words.counter == 4
+    words.backward(0, *trailer)
+    words.backward(0, *trailer, needs_x=False)
+    assert words.read() == [0, 0, 0]
 
 
 @only_triton

@@ -13,12 +13,13 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from benchmarks.measuring import Case, cases, draw, in_turn, session, time_stages
 
 from syncbn.kernels import in_parts
-from syncbn.kernels.interface import TRAILER_NUMBERS, BackEnd, BackwardKind, ForwardKind
+from syncbn.kernels.interface import TRAILER_NUMBERS, BackwardKind, ForwardKernels, ForwardKind
 from syncbn.kernels.select import ordinary_back_end
 from syncbn.layout import Layout
 
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, default=Path("runs/kernels"), help="folder (default %(default)s)")
 
 
-def calls_of(back_end: BackEnd, case: Case, device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
+def calls_of(back_end: Any, case: Case, device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
     """Name -> what to call, and how many tensors of the input's size it must read and write."""
     x, z, dy = (tensor.detach() for tensor in draw(case, device))
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -47,6 +48,7 @@ def calls_of(back_end: BackEnd, case: Case, device: torch.device) -> dict[str, t
         "copy": (partial(copy.copy_, x), 2),
         "x.sum()": (x.sum, 1),
     }
+    scratch = (None,) if issubclass(back_end.Forward, ForwardKernels) else ()  # which the general road does not take
     for name, residual in (("", None), (" fused", z)):  # which stands for y, too, of which only the signs matter
         fused = residual is not None
         saved = x, weight, packed, residual
@@ -56,10 +58,10 @@ def calls_of(back_end: BackEnd, case: Case, device: torch.device) -> dict[str, t
         )
         if not fused:
             calls["forward_sums"] = partial(forward.forward_sums, x), 1
-        outputs = partial(forward.forward_outputs, None, (x, weight, bias, residual), sums)
+        outputs = partial(forward.forward_outputs, *scratch, (x, weight, bias, residual), sums)
         calls[f"forward_outputs{name}"] = outputs, 2 + fused
         calls[f"backward_sums{name}"] = partial(backward.backward_sums, dy, saved), 2 + fused
-        calls[f"backward_outputs{name}"] = partial(backward.backward_outputs, None, dy, saved, sums), 3 + 2 * fused
+        calls[f"backward_outputs{name}"] = partial(backward.backward_outputs, *scratch, dy, saved, sums), 3 + 2 * fused
     return calls
 
 

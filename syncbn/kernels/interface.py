@@ -1,16 +1,19 @@
 """Declares what a back end offers. Four kernels: sums and outputs, forward and backward.
 
     forward_sums     x -> sum x, sum x^2 and n of each channel
-    forward_outputs  their totals over all ranks -> y and the statistics; updates the running statistics
+    forward_outputs  their totals over all ranks -> y and the statistics
     backward_sums    dy, x -> sum dy, sum dy * (x - mean); grad_weight and grad_bias of this rank
     backward_outputs their totals over all ranks -> grad_x, and the gradient of a residual
 
 An all_reduce of the sums stands between the two calls of a pass. A back end is a module with two classes, Forward and
-Backward. reference.py defines the calls by torch operations; cpu.py, gpu.py and operators.py must compute the same,
-in_parts.py part by part, without_float64.py to within 1e-5 and with sums, totals and statistics on the CPU. Kernels
-compute: they know no ranks and refuse nothing but tensors without memory. What ranks have sent is compared by the
-caller; on a GPU, where the host does not wait for a total, the kernel that reads it compares, and notes what it found
-in a Mailbox.
+Backward. reference.py defines the calls by torch operations, for the general road; operators.py must compute the same,
+in_parts.py part by part, without_float64.py to within 1e-5 and with sums, totals and statistics on the CPU. So must
+cpu.py and gpu.py, for the ordinary road: their calls, which are declared here, also sign the sums, keep scratch memory
+and update the running statistics.
+
+Kernels compute: they know no ranks and refuse nothing but tensors without memory. What ranks have sent is compared by
+the caller; on a GPU, where the host does not wait for a total, the kernel that reads it compares, and notes what it
+found in a Mailbox.
 """
 
 from abc import ABC, abstractmethod
@@ -110,7 +113,7 @@ class BackwardKind(NamedTuple):
 
 
 class ForwardKernels(ABC):
-    """The kernels of forward for one kind."""
+    """The kernels of forward for one kind, on the ordinary road."""
 
     def __init__(self, kind: ForwardKind) -> None:
         self.kind = kind
@@ -119,9 +122,9 @@ class ForwardKernels(ABC):
     def forward_sums(
         self, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False, mailbox: Mailbox | None = None
     ) -> tuple[Tensor, Scratch | None]:
-        """float64 (2C + 4,): the sums, n and the signature, which the general road leaves to the reduction.
+        """float64 (2C + 4,): the sums, n and the signature.
         `is_complete`: nothing is added to the sums, so they may stay in the back end's private format.
-        `mailbox` is that of the all_reduce that follows; back ends but gpu.py ignore it, here and in other calls."""
+        `mailbox` is that of the all_reduce that follows; cpu.py ignores it, here and in other calls."""
 
     @abstractmethod
     def forward_outputs(
@@ -133,7 +136,7 @@ class ForwardKernels(ABC):
 
 
 class BackwardKernels(ABC):
-    """The kernels of backward for one kind."""
+    """The kernels of backward for one kind, on the ordinary road."""
 
     def __init__(self, kind: BackwardKind) -> None:
         self.kind = kind
@@ -152,7 +155,7 @@ class BackwardKernels(ABC):
 
 
 class BackEnd(Protocol):
-    """A module of this folder."""
+    """cpu.py or gpu.py."""
 
     @property
     def Forward(self) -> type[ForwardKernels]: ...  # noqa: N802

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from syncbn.kernels import cpu, interface
-from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Mailbox, Saved, Scratch
+from syncbn.kernels import cpu, interface, reference
+from syncbn.kernels.interface import GradientPair, Inputs, Saved
 from syncbn.layout import Layout
-from syncbn.statistics import num_statistics, update_buffers
+from syncbn.statistics import num_statistics
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _library = torch.library.Library("syncbn", "DEF")
@@ -23,39 +23,26 @@ FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 # Operators whose arguments or results change get new names: Inductor's cache on disk has graphs with the old ones.
 
 
-class Forward(interface.ForwardKernels):
-    """Running statistics are updated by torch operations."""
+class Forward(reference.Forward):
+    def forward_sums(self, x: Tensor) -> Tensor:
+        return _forward_sums(x, self.kind.layout.channel_dim)
 
-    def forward_sums(
-        self, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False, mailbox: Mailbox | None = None
-    ) -> tuple[Tensor, None]:
-        return _forward_sums(x, self.kind.layout.channel_dim), None
-
-    def forward_outputs(
-        self, scratch: Scratch | None, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS,
-        momentum: float | None = 0.0, mailbox: Mailbox | None = None,
-    ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
+    def forward_outputs(self, inputs: Inputs, total: Tensor) -> tuple[Tensor, Tensor]:
         (x, weight, bias, residual), kind, channel_dim = inputs, self.kind, self.kind.layout.channel_dim
-        y, statistics = _forward_outputs(x, channel_dim, total, weight, bias, residual, kind.eps, kind.relu)
-        update_buffers(*buffers, statistics, momentum)
-        return y, statistics, True
+        return _forward_outputs(x, channel_dim, total, weight, bias, residual, kind.eps, kind.relu)
 
 
-class Backward(interface.BackwardKernels):
+class Backward(reference.Backward):
     def __init__(self, kind: interface.BackwardKind) -> None:
         self.kind, self.channel_dim = kind, kind.layout.channel_dim
         self.relu = kind.masks_by_x or kind.masks_by_y
 
-    def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, is_complete: bool = False
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+    def backward_sums(self, dy: Tensor, saved: Saved) -> tuple[Tensor, Tensor | None, Tensor | None]:
         x, _, statistics, y = saved
         dtypes = self.kind.grad_weight_dtype, self.kind.grad_bias_dtype
-        return *_backward_sums(dy, x, y, self.channel_dim, statistics, self.relu, *dtypes), None
+        return _backward_sums(dy, x, y, self.channel_dim, statistics, self.relu, *dtypes)
 
-    def backward_outputs(
-        self, scratch: Scratch | None, dy: Tensor, saved: Saved, total: Tensor, mailbox: Mailbox | None = None
-    ) -> GradientPair:
+    def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
         (x, weight, statistics, y), kind = saved, self.kind
         per_channel = self.channel_dim, total, statistics, weight
         grad_x, grad_residual = _backward_outputs(dy, x, y, *per_channel, self.relu, kind.needs_residual)

@@ -1,5 +1,8 @@
 """Defines the kernels as torch operations, which run on every device: the other back ends must compute the same.
 
+in_parts.py, operators.py and without_float64.py derive from these classes, and serve the general road with them. cpu.py
+and gpu.py serve the ordinary road, with more arguments, see interface.py.
+
 C: channels. The layout of a kind says how x lies in memory: without gaps, as (outer, C, inner). So do dy, y and the
     residual, which have the dtype and shape of x. Sums, totals and statistics are float64, packed as in statistics.py;
     weight and bias (C,) are of any float dtype. Sums are not signed here.
@@ -17,16 +20,18 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels import interface
-from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Mailbox, Saved, Scratch
-from syncbn.statistics import compute_dtype, from_float64, from_sums, to_float64, unpack, update_buffers
+from syncbn.kernels.interface import GradientPair, Inputs, Saved
+from syncbn.statistics import compute_dtype, from_float64, from_sums, to_float64, unpack
 
 
 class Operations:
     """What both passes do with tensors: fold them, add up over channels, map. in_parts.py and without_float64.py do it
     in another way. Autograd, torch.func and compilers see each operation of torch."""
 
-    kind: interface.ForwardKind | interface.BackwardKind
     wide = torch.float64  # in which values are added
+
+    def __init__(self, kind: interface.ForwardKind | interface.BackwardKind) -> None:
+        self.kind = kind
 
     def channel_sums(self, values: Tensor) -> Tensor:
         """The sum over each channel of folded values, which are `wide`: float64 (C,)."""
@@ -54,27 +59,22 @@ class Operations:
         return [None if tensor is None else self.kind.layout.fold(tensor) for tensor in tensors]
 
 
-class Forward(Operations, interface.ForwardKernels):
+class Forward(Operations):
     kind: interface.ForwardKind
 
-    def forward_sums(
-        self, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False, mailbox: Mailbox | None = None
-    ) -> tuple[Tensor, None]:
+    def forward_sums(self, x: Tensor) -> Tensor:
         def terms(x: Tensor) -> tuple[Tensor, Tensor]:
             wide = x.to(torch.float64)
             return wide, wide.square()
 
-        return self.with_trailer(self.summed(terms, x)), None
+        return self.with_trailer(self.summed(terms, x))
 
     def with_trailer(self, sums: Tensor) -> Tensor:
         """The sums, n and no signature."""
         outer, _, inner = self.kind.layout.sizes
         return torch.cat((sums, sums.new_full((1,), outer * inner), sums.new_zeros(interface.SIGNATURE_NUMBERS)))
 
-    def forward_outputs(
-        self, scratch: Scratch | None, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS,
-        momentum: float | None = 0.0, mailbox: Mailbox | None = None,
-    ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
+    def forward_outputs(self, inputs: Inputs, total: Tensor) -> tuple[Tensor, Tensor]:
         """y = (x - center) * scale + shift (+ residual) (then relu).
 
         mean = center + rest: x - center is exact, and the shift makes up for the rest.
@@ -93,17 +93,13 @@ class Forward(Operations, interface.ForwardKernels):
             y = y if residual is None else y + residual
             return y.relu() if kind.relu else y
 
-        y = self.mapped(normalize, x, residual)
-        update_buffers(*buffers, statistics, momentum)
-        return y, statistics, True
+        return self.mapped(normalize, x, residual), statistics
 
 
-class Backward(Operations, interface.BackwardKernels):
+class Backward(Operations):
     kind: interface.BackwardKind
 
-    def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, is_complete: bool = False
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+    def backward_sums(self, dy: Tensor, saved: Saved) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Where the output of a fused relu is 0, dy counts as 0. grad_weight = sum dy * (x - mean) * invstd and
         grad_bias = sum dy are in memory of their own, as an all_reduce overwrites the sums."""
         x, _, statistics, y = saved
@@ -118,11 +114,9 @@ class Backward(Operations, interface.BackwardKernels):
         weight_dtype, bias_dtype = self.kind.grad_weight_dtype, self.kind.grad_bias_dtype
         grad_weight = None if weight_dtype is None else from_float64(sum_dy_xmu * invstd, weight_dtype, x.device)
         grad_bias = None if bias_dtype is None else from_float64(sum_dy.clone(), bias_dtype, x.device)
-        return torch.cat((sums, sums.new_zeros(interface.TRAILER_NUMBERS))), grad_weight, grad_bias, None
+        return torch.cat((sums, sums.new_zeros(interface.TRAILER_NUMBERS))), grad_weight, grad_bias
 
-    def backward_outputs(
-        self, scratch: Scratch | None, dy: Tensor, saved: Saved, total: Tensor, mailbox: Mailbox | None = None
-    ) -> GradientPair:
+    def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
         """grad_x = dy * a + (x - center) * b + c, by all ranks' sums of dy and of dy * (x - mean), with which it is
 
         (dy - mean_dy - (x - mean) * invstd^2 * mean_dy_xmu) * invstd * weight.

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import math
 import os
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +28,15 @@ from syncbn.torch_internals.state import (
 LARGE_BYTES = 1_000_000  # of an input with which it matters how fast the kernels are
 
 
+class GeneralBackEnd(Protocol):
+    """A module whose classes have the calls of reference.py."""
+
+    @property
+    def Forward(self) -> type[reference.Forward]: ...  # noqa: N802
+    @property
+    def Backward(self) -> type[reference.Backward]: ...  # noqa: N802
+
+
 def ordinary_back_end(kind: ForwardKind | BackwardKind) -> BackEnd | None:
     """The kernels that read and write ordinary tensors of this kind at their addresses. None where torch operations
     serve them."""
@@ -37,7 +47,7 @@ def ordinary_back_end(kind: ForwardKind | BackwardKind) -> BackEnd | None:
     return _gpu_back_end()
 
 
-def general_back_end(kind: ForwardKind | BackwardKind, x: Tensor, *others: Tensor | None) -> BackEnd:
+def general_back_end(kind: ForwardKind | BackwardKind, x: Tensor, *others: Tensor | None) -> GeneralBackEnd:
     """The kernels of the general road for `x` of this kind, in a call that takes `others` beside it.
 
     Tensor subclasses and exported programs get torch operations; so do forward mode and vmap, for which operators have

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels import reference
-from syncbn.kernels.interface import UNSIGNED, Mailbox
 from syncbn.statistics import to_float64
 
 
@@ -27,9 +26,7 @@ class InFloat32(reference.Operations):
 
 
 class Forward(InFloat32, reference.Forward):
-    def forward_sums(
-        self, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False, mailbox: Mailbox | None = None
-    ) -> tuple[Tensor, None]:
+    def forward_sums(self, x: Tensor) -> Tensor:
         """sum x = m center + sum d and sum x^2 = sum d^2 + 2 center sum d + m center^2, over the m values that are not
         0, which a mask may have made, with their mean in float32 as center and d = x - center."""
         (folded,) = self.folded(x)
@@ -44,7 +41,7 @@ class Forward(InFloat32, reference.Forward):
         sum_x = num_counted * wide_center + self.channel_sums(centered)
         sum_centered = self.channel_sums(counts * centered)
         sum_square = self.channel_sums(centered.square()) + wide_center * (2 * sum_centered + num_counted * wide_center)
-        return self.with_trailer(torch.cat((sum_x, sum_square))), None
+        return self.with_trailer(torch.cat((sum_x, sum_square)))
 
 
 class Backward(InFloat32, reference.Backward):
