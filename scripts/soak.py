@@ -67,8 +67,7 @@ def round_of_everything(data: torch.Generator) -> nn.Module:
     with syncbn.join(ddp):
         train(ddp, data, STEPS + dist.get_rank())
     model = syncbn.convert_syncbn_model(syncbn.revert_syncbn_model(copy.deepcopy(ddp.module)))
-    with syncbn.debug():
-        train(model, data)
+    train(model, data)
     for _ in range(STEPS):
         model.eval()(draw(data))
         model.train()

@@ -16,7 +16,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from syncbn.call_stack import warn
 from syncbn.comm.groups import ProcessGroupLike, to_spec, torch_group
 from syncbn.layer import SyncBatchNorm
-from syncbn.reductions import debug_mode
 from syncbn.reductions.resolving import make_groups
 from syncbn.synchronised_classes import ADDED, class_of, synchronised_class
 from syncbn.unsynchronised import CONVERT, description, first_names, unsynchronised
@@ -81,7 +80,6 @@ def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, c
     if others:  # before any change, as a warning may be made an error
         warn(f"syncbn did not convert these layers: {description(others)}")
     make_groups(spec)
-    debug_mode.run_uncompiled_where_wanted()
     synchronised = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
     _apply(changes)
     if spec is not None:

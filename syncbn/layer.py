@@ -17,7 +17,6 @@ from syncbn.diagnosis.sites import Site
 from syncbn.diagnosis.watchdog import note_evaluation
 from syncbn.evaluation import evaluate
 from syncbn.inputs import traced
-from syncbn.reductions import debug_mode
 from syncbn.reductions.resolving import make_groups
 from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling, runs_plainly
 from syncbn.training import train
@@ -90,7 +89,6 @@ class SyncBatchNorm(_BatchNorm):
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
         make_groups(self._process_group)
-        debug_mode.run_uncompiled_where_wanted()
 
     @property
     def process_group(self) -> ProcessGroupLike:
@@ -105,10 +103,6 @@ class SyncBatchNorm(_BatchNorm):
     def __getstate__(self) -> dict[str, Any]:
         left_out = "_synchronised_ranks", "_call_site", "_options", "_train_over_ranks"  # a copy starts without these
         return {name: value for name, value in vars(self).items() if name not in left_out}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        debug_mode.run_uncompiled_where_wanted()
 
     def reset_parameters(self) -> None:
         """weight 1, bias 0, running_mean 0, running_var 1, num_batches_tracked 0."""

@@ -3,12 +3,10 @@
 import re
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from jobs import run_text
 from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
 from torch.distributed import GroupMember
 
@@ -166,32 +164,3 @@ def test_the_cause_of_an_error_stays() -> None:
     with pytest.raises(ValueError, match=r"^SyncOwnCheck: my own words") as raised:
         syncbn.convert_syncbn_model(OwnCheck(3))(torch.ones(2, 3))
     assert "KeyError: 'why'" in "".join(traceback.format_exception(raised.value))
-
-
-NEW_LAYERS = [
-    "syncbn.SyncBatchNorm(3)",
-    "syncbn.convert_syncbn_model(torch.nn.BatchNorm1d(3))",
-    "torch.load(sys.argv[1], weights_only=False)",
-]
-
-
-@pytest.mark.parametrize(
-    ("value", "new_layer"), [("", NEW_LAYERS[0]), ("0", NEW_LAYERS[0]), *[("1", one) for one in NEW_LAYERS]]
-)
-def test_the_environment_variable_of_debug_mode(tmp_path: Path, value: str, new_layer: str) -> None:
-    """It lets all run uncompiled once there is a layer; the import alone changes nothing."""
-    file = tmp_path / "layer.pt"
-    torch.save(syncbn.SyncBatchNorm(3), file)
-    program = f"""
-import sys, torch, syncbn
-compiled = torch.compile(lambda: torch.compiler.is_compiling(), backend="eager")
-print(compiled())
-{new_layer}
-print(compiled())
-"""
-    assert run_text(program, file, SYNCBN_DEBUG=value) == f"True\n{value != '1'}\n"
-
-
-def test_another_value_of_the_environment_variable() -> None:
-    said = run_text("import syncbn", status=1, SYNCBN_DEBUG="yes")
-    assert "ValueError: SYNCBN_DEBUG must be 1, 0 or not set, got 'yes'" in said

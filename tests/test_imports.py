@@ -12,7 +12,7 @@ ROOMS = {
     "reductions": [
         "reductions.join_protocol reductions.choice",
         "reductions.graph reductions.totals",
-        "reductions.eager reductions.debug_mode",
+        "reductions.eager",
         "reductions.agreement reductions.resolving reductions.interface",
         "reductions.guards",
     ],

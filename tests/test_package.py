@@ -68,8 +68,7 @@ for _ in range(3):
     assert gloos_threads()
     with eager.reduction_of(None, Caller("a test"), None).other_collective("forward"):
         time.sleep(1.2)  # in which the thread looks
-    with syncbn.debug():
-        syncbn.SyncBatchNorm(3)(torch.randn(2, 3)).sum()
+    syncbn.SyncBatchNorm(3)(torch.randn(2, 3)).sum()
     dist.destroy_process_group()
     assert world() is None
 deadline = time.monotonic() + 300
@@ -89,7 +88,7 @@ def test_nothing_outlives_the_group() -> None:
 PUBLIC = {
     "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d",
     "convert_syncbn_model", "revert_syncbn_model", "create_syncbn_process_group",
-    "accumulate_running_stats", "assert_synced", "debug", "join", "measure_local_noise", "merge_running_stats",
+    "accumulate_running_stats", "assert_synced", "join", "measure_local_noise", "merge_running_stats",
     "recompute_running_stats", "summary", "functional", "kernels",
 }  # fmt: skip
 

@@ -2,13 +2,13 @@
 
 Each rank writes to the store of the default process group, under keys that begin with syncbn/ and its global rank:
 
-    position                its last all_reduce of syncbn, what it has done since, its process, the time
-    called/0/layer4.1.bn3   once, that it has called this layer on the group named 0
+    position                its last all_reduce of syncbn, and what it has done since
+    called/0/layer4.1.bn3   once, with how many channels and over which ranks it has called this layer of the group 0
 
 A write takes 5 us in a loop and 25 to 120 us after a pause, so a thread (watchdog.py) writes the position, soon after
 it has changed and each second: a rank that is killed may have gone 0.05 s further than its position says. The others'
 positions are read (report.py) only when there is something to say, and fast: torchrun ends the ranks that are left some
-0.1 s after the first has failed. A position older than this process is not read: torchrun may keep a store when it
+0.1 s after the first has failed. What is older than this process is not read: torchrun may keep a store when it
 restarts the ranks.
 """
 
@@ -21,8 +21,8 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -34,13 +34,13 @@ HAS_LEFT = "has left"
 IN_COLLECTIVE = "in "  # how `Position.blocked` begins for a collective
 WITH_GRAPH = "backward with create_graph or torch.func"  # the first all_reduce of such a backward
 FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
+SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; more than hosts' clocks differ
 SECONDS_BETWEEN_WRITES = 0.05  # of a rank, at least
 SECONDS_PER_WRITE = 10e-6  # of all ranks together: a store takes some 100,000 writes a second
 
 
 class Position(NamedTuple):
-    """The position of a rank: its last all_reduce of syncbn, and what it has done since. The store has it as JSON, with
-    the time, the process and its host."""
+    """The position of a rank: its last all_reduce of syncbn, and what it has done since. The store has it as JSON."""
 
     group: str = ""  # the name of the process group
     number: int = 0  # of the all_reduce among syncbn's on the group, from 1
@@ -53,6 +53,21 @@ class Position(NamedTuple):
     # What the rank that reads the position adds to it.
     state: str = ""  # its process has ended or is stopped, or it is not heard of
     unseen: str = ""  # it has not been seen in the layer in which the reader waits
+    called: str = ""  # how it has called that layer, where ranks differ in this
+
+
+class Written(NamedTuple):
+    """What a rank has written to the store, when, and its process and host."""
+
+    value: Any = None
+    time: float = 0.0
+    process: int = 0
+    host: str = ""
+
+    def is_old(self) -> bool:
+        """Whether it was there before this process: torchrun may keep the store and start the ranks again."""
+        allowed = 0.0 if self.host == processes.host() else SILENCE_SECONDS  # clocks differ
+        return self.time < processes.start_of_this() - allowed
 
 
 class Wait(ABC):
@@ -131,7 +146,7 @@ class ThisRank:
         with self.writing:
             position = self.written_position = self.position()
             self.written = time.monotonic()
-            self.write("position", json.dumps((position, time.time(), self.process, processes.host())))
+            self.write("position", position)
 
     def meet(self, name: str, group: dist.ProcessGroup, seconds: float) -> bool:
         """Wait until all ranks of a group have come to its meeting of this name, equally often. False: one is late.
@@ -155,10 +170,21 @@ class ThisRank:
                 pause = min(2 * pause, self.interval)
         return True
 
-    def write(self, key: str, text: str) -> None:
+    def write(self, key: str, value: object) -> None:
         if self.store_answers:
             with self.using_store():
-                self.store.set(f"syncbn/{self.rank}/{key}", text)
+                written = Written(value, time.time(), self.process, processes.host())
+                self.store.set(f"syncbn/{self.rank}/{key}", json.dumps(written))
+
+    def read(self, ranks: Sequence[int], key: str) -> list[Written]:
+        """What these ranks have written under the key; `Written()` for nothing that counts."""
+        store, keys = self.store, [f"syncbn/{rank}/{key}" for rank in ranks]
+        if store.has_extended_api() and store.check(keys):  # type: ignore[attr-defined]
+            texts = store.multi_get(keys)  # one request for all ranks
+        else:
+            texts = [store.get(key) if store.check([key]) else b"[]" for key in keys]
+        found = [Written(*json.loads(text)) for text in texts]
+        return [Written() if written.is_old() else written for written in found]
 
     @contextlib.contextmanager
     def using_store(self) -> Iterator[None]:

@@ -1,24 +1,21 @@
 """Reports where every rank of a group is, from the positions that the ranks write to the store (see positions.py)."""
 
 import contextlib
-import json
 import threading
 import time
 
 from syncbn.comm.text_exchange import by_rank
 from syncbn.diagnosis import processes
-from syncbn.diagnosis.positions import HAS_LEFT, IN_COLLECTIVE, WITH_GRAPH, Position, Wait
+from syncbn.diagnosis.positions import HAS_LEFT, IN_COLLECTIVE, SILENCE_SECONDS, WITH_GRAPH, Position, Wait, Written
 
-SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; more than hosts' clocks differ
 SETTLE_SECONDS = 0.3  # in which a rank that leaves can say why
 READ_SECONDS = 5.0  # the longest time that reading may take
 
-_DEBUG = " SYNCBN_DEBUG=1 makes the ranks compare before each all_reduce."
 OTHER_LAYERS = (
     "Every rank must call the same layers in the same order, all converted with the same process_group and in training "
     "mode. A layer in a branch that only some ranks take must be called on the others too, for their backward as well: "
     "loss = loss + layer(x[:0]).sum(). Ranks that hold different layers, as a pipeline's, need a process_group for "
-    "each stage." + _DEBUG
+    "each stage."
 )
 OTHER_PASSES = (
     "A rank has left out a layer or a backward; or it had fewer batches: give all ranks as many, or train inside "
@@ -29,7 +26,7 @@ OTHER_GRAPHS = "Pass create_graph=True on every rank or on none, and differentia
 ENDED = (
     "Read what the ended process wrote last. If it wrote nothing, memory may have run out: see dmesg. If it wrote "
     "gloo::EnforceNotMet, the ranks sent different sizes: one of them has other channels, has not converted its model, "
-    "evaluates, or left out a layer." + _DEBUG
+    "evaluates, or left out a layer."
 )
 OTHER_COLLECTIVES = (
     "The ranks wait in different calls: one has come to the end of its batches, or has left a loop early. Give all "
@@ -43,7 +40,8 @@ LATE = (
     "A rank that is in no collective is late, as while it loads data or saves a checkpoint; or it has come to the end "
     "of its batches: give all ranks as many, or train inside syncbn.join."
 )
-ONE_CALL = "All ranks are in this call. One of them has other channels, or cannot be reached." + _DEBUG
+OTHER_CALLS = "Build the same model everywhere, and give the layer the same process_group on every rank."
+ONE_CALL = "All ranks are in this call. One of them has other channels, or cannot be reached."
 UNSEEN = "A rank not seen in a layer is late, or runs a compiled model, or needs convert_syncbn_model(model).\n"
 
 
@@ -61,6 +59,7 @@ def _remedy(positions: list[Position]) -> str:
     num_collectives = sum(place.startswith(IN_COLLECTIVE) for place in blocked)
     rows = (
         (has_own_error, ""),
+        (any(one.called for one in positions), OTHER_CALLS),
         (any(one.state.endswith(processes.HAS_ENDED) for one in positions), ENDED),
         (num_collectives > 1 and not is_silent, OTHER_COLLECTIVES),
         (any(one.has_evaluated for one in positions), EVALUATES),
@@ -122,21 +121,22 @@ def _without_store(wait: Wait, ranks: list[int]) -> str:
 
 
 def _read(wait: Wait, ranks: list[int]) -> list[Position]:
-    store, keys = wait.rank.store, [f"syncbn/{rank}/position" for rank in ranks]
-    if store.has_extended_api() and store.check(keys):  # type: ignore[attr-defined]
-        texts = store.multi_get(keys)  # one request for all ranks
-    else:
-        texts = [store.get(key) if store.check([key]) else b"" for key in keys]
-    return [_position(wait, rank, text) for rank, text in zip(ranks, texts, strict=True)]
+    layer, key = wait.layer(), f"called/{wait.position().group}/{wait.layer()}"
+    called = [written.value for written in (wait.rank.read(ranks, key) if layer else [Written()] * len(ranks))]
+    they_differ = len({*called} - {None, ""}) > 1
+    positions = []
+    for rank, how, written in zip(ranks, called, wait.rank.read(ranks, "position"), strict=True):
+        position = _position(wait, rank, written)
+        if layer and not wait.has_arrived(position) and (how is None or not position.doing):
+            position = position._replace(unseen=f"has not been seen in {layer}")
+        positions.append(position._replace(called=f"has called {layer} {how}" if they_differ and how else ""))
+    return positions
 
 
-def _position(wait: Wait, rank: int, text: bytes) -> Position:
-    """The position that a rank has written, and what this rank adds to it; `text` is empty if there is none."""
-    values, written, process, host = json.loads(text or '[[], 0, 0, ""]')
-    allowed = 0.0 if host == processes.host() else SILENCE_SECONDS  # clocks differ
-    if written < processes.start_of_this() - allowed:  # torchrun has kept the store and started the ranks again
-        values, process, host = [], 0, ""
-    position, age = Position(*values), time.time() - written
+def _position(wait: Wait, rank: int, written: Written) -> Position:
+    """The position that a rank has written, and what this rank adds to it."""
+    values, time_written, process, host = written
+    position, age = Position(*values or ()), time.time() - time_written
     if rank == wait.rank.rank:  # its last position may not be written yet, and it may be about to leave
         position = wait.rank.position()._replace(left="")
     elif not position.left:
@@ -144,11 +144,6 @@ def _position(wait: Wait, rank: int, text: bytes) -> Position:
             position = position._replace(state=processes.state_of(process))
         elif process and age > SILENCE_SECONDS and wait.rank.beats:
             position = position._replace(state=f"not heard of for {age:.0f} s")
-    layer = wait.layer()
-    if layer and not wait.has_arrived(position):
-        called = f"syncbn/{rank}/called/{wait.position().group}/{layer}"
-        if not position.doing or not wait.rank.store.check([called]):
-            position = position._replace(unseen=f"has not been seen in {layer}")
     return position
 
 
@@ -161,5 +156,14 @@ def _in_words(wait: Wait, position: Position) -> str:
         place = f"{seen}{arrived} {position.doing}{group}"
     evaluates = "has called a layer in evaluation mode" * position.has_evaluated
     left_out = position.left_out * (len(position.left) <= len(HAS_LEFT))  # else that has an error of its own
-    words = place, position.unseen, evaluates, left_out, position.blocked, position.left, position.state
+    words = (
+        place,
+        position.called,
+        position.unseen,
+        evaluates,
+        left_out,
+        position.blocked,
+        position.left,
+        position.state,
+    )
     return "; ".join(filter(None, words)) or "has not been seen"

@@ -121,6 +121,11 @@ class Site:
             raise ValueError("the process group has ended")
         return group
 
+    def tell_call(self, num_channels: int) -> None:
+        """Write how this rank calls the layer, so that reports show it where the ranks differ."""
+        ranks = ranks_in_words(dist.get_process_group_ranks(self.require_group()))
+        self.rank.write(f"called/{self.group_name}/{self.name}", f"with {num_channels} channels over {ranks}")
+
     def sign_as(self, path: str, order: int) -> None:
         """Sign from now on as the layer of this path and order."""
         self.order, self.state.last_order = order, max(order, self.state.last_order)

@@ -1,7 +1,7 @@
 """Raises, on every rank, where the ranks of a group are not in the same pass of one layer, or one has a fault."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from syncbn.comm.text_exchange import all_gather_json, by_rank, exchange_errors
@@ -13,16 +13,6 @@ from syncbn.diagnosis.positions import WITH_GRAPH
 from syncbn.reductions.guards import joined_group
 
 Part: TypeAlias = dict[str, str | int]  # a rank's part in a collective of a layer
-
-# What ranks in one layer must have in common: how the error begins, what it says of each rank, and the remedy.
-IN_COMMON = {
-    "dtype": (
-        "have inputs of different dtypes", "with an input of {dtype}",
-        "Use autocast on every rank or on none, and give model and inputs the same dtype on all.",
-    ),
-    "channels": ("have different numbers of channels", "with {channels} channels", "Build the same model everywhere."),
-    "ranks": ("have different process groups", "over {ranks}", "Give the layer the same process_group on every rank."),
-}  # fmt: skip
 
 
 def fault_in_total(collective: Collective, trailer: list[float], error: Exception | None) -> Exception | None:
@@ -38,7 +28,7 @@ def fault_in_total(collective: Collective, trailer: list[float], error: Exceptio
         if not (site.is_signed and all_sign):  # some ranks would not take part in an all_gather
             raise RanksDifferError(report.where_all_are(collective))
         parts = all_gather_json(part_in(collective), group)
-        require_one_layer(collective, parts, () if has_fault else ("dtype",))  # the fault may be the dtype
+        require_one_layer(collective, parts, compares_dtypes=not has_fault)  # the fault may be the dtype
     if not has_fault:
         return None
     # Ranks in a compiled graph sign nothing and would not take part in an all_gather; joined ranks do.
@@ -63,9 +53,9 @@ def part_in(collective: Collective) -> Part:
     }
 
 
-def require_one_layer(collective: Collective, parts: Sequence[Part], in_common: Iterable[str] = IN_COMMON) -> None:
-    """**Raises** RuntimeError, the same on every rank, unless the ranks are in the same pass of one layer, and have
-    these things `in_common`. Where they have different names for it they agree on one."""
+def require_one_layer(collective: Collective, parts: Sequence[Part], compares_dtypes: bool) -> None:
+    """**Raises** RuntimeError, the same on every rank, unless the ranks are in the same pass of one layer, with inputs
+    of one dtype. Where they have different names for it they agree on one."""
 
     def all_have(key: str) -> bool:
         return len({part[key] for part in parts}) == 1
@@ -83,8 +73,8 @@ def require_one_layer(collective: Collective, parts: Sequence[Part], in_common: 
         if {"backward", WITH_GRAPH} <= {part["pass"] for part in parts}:
             remedy = report.OTHER_GRAPHS
         raise RanksDifferError(f"{where}\n{remedy}")
-    for key in in_common:
-        if not all_have(key):
-            what, with_what, remedy = IN_COMMON[key]
-            raise RanksDifferError(f"{by_their_rank('in {doing}, ' + with_what)}\n{remedy}", what)
+    if compares_dtypes and not all_have("dtype"):
+        remedy = "Use autocast on every rank or on none, and give model and inputs the same dtype on all."
+        where = by_their_rank("in {doing}, with an input of {dtype}")
+        raise RanksDifferError(f"{where}\n{remedy}", "have inputs of different dtypes")
     collective.site.sign_as(max(paths, key=len), max(int(part["order"]) for part in parts))

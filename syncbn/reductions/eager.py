@@ -42,6 +42,8 @@ class EagerReduction(Reduction):
         collective, fault = Collective(self.site, self.call, pass_name, payload.device, self.dtype), None
         for guard in guards:
             guard.before_all_reduce(collective, payload)
+        if self.call == 1 and pass_name == "forward":
+            self.site.tell_call((len(payload) - TRAILER_NUMBERS) // 2)
         with collective:
             total = all_reduce(payload, self.group, self.site.exchanges, by_operator)
             if total.is_cuda and not by_operator:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._debug_mode import DebugMode
-from training import step, unchanged
+from training import unchanged
 from voting import Ranks
 
 import syncbn
@@ -33,7 +33,6 @@ from syncbn.diagnosis.collective import Collective
 from syncbn.diagnosis.positions import WITH_GRAPH, Position, Wait
 from syncbn.diagnosis.sites import Caller, largest_signature
 from syncbn.kernels import cpu, operators
-from syncbn.reductions import debug_mode
 from syncbn.reductions.eager import reduction_of
 from syncbn.reductions.guards import Guard, guarded_by
 from syncbn.torch_internals import distributed as torch_distributed
@@ -111,33 +110,27 @@ MEETINGS: list[tuple[Callable[..., object], Callable[..., object], str]] = [
 ]
 
 
-@pytest.mark.parametrize("debug", [pytest.param(False, marks=on_cpu), True])
+@on_cpu
 @pytest.mark.parametrize(("of_rank_0", "of_others", "said"), MEETINGS, ids=["layers", "passes", "dtypes"])
 def test_ranks_in_different_layers_passes_or_dtypes(
-    ranks: Ranks, of_rank_0: Callable[..., object], of_others: Callable[..., object], said: str, debug: bool
+    ranks: Ranks, of_rank_0: Callable[..., object], of_others: Callable[..., object], said: str
 ) -> None:
     """What would otherwise mix their statistics in silence."""
     model, x = Block().to(ranks.device), torch.randn(4, 3, device=ranks.device)
     model(x)
     y = model.bn1(x)
     message = said.replace("OTHERS", ranks_in_words([*range(1, ranks.size)]))
-    with (
-        unchanged(model),
-        pytest.raises(RuntimeError, match=message),
-        syncbn.debug() if debug else contextlib.nullcontext(),
-    ):
+    with unchanged(model), pytest.raises(RuntimeError, match=message):
         (of_others if ranks.rank else of_rank_0)(model, x, y)
     assert model(x).isfinite().all()  # the group goes on
 
 
-@pytest.mark.parametrize("debug_first", [False, True])
 @pytest.mark.parametrize("make", [lambda: syncbn.SyncBatchNorm1d(3), Block], ids=["no model", "a model"])
-def test_other_names_for_the_same_layers(ranks: Ranks, make: Callable[[], nn.Module], debug_first: bool) -> None:
+def test_other_names_for_the_same_layers(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
     """Rank 0 has them in a further module."""
     model = (make() if ranks.rank else nn.Sequential(make())).to(ranks.device)
-    for debug in (debug_first, not debug_first, debug_first):
-        with syncbn.debug() if debug else contextlib.nullcontext():
-            model(torch.randn(4, 3, device=ranks.device)).sum().backward()
+    for _ in range(2):
+        model(torch.randn(4, 3, device=ranks.device)).sum().backward()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 1000, 2**14])
@@ -159,19 +152,6 @@ def log_of_waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
     """The log of a rank that warns when it has waited half a second."""
     monkeypatch.setattr(Wait, "next_warning_seconds", 0.5)
     return caplog
-
-
-@on_cpu
-def test_debug_mode_tells_a_wait_of_3_seconds(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
-    layer, x = layer_and_input(ranks)
-    with syncbn.debug():
-        layer(x)
-        if ranks.rank == 0:
-            layer.eval()(x)
-            time.sleep(4)
-        layer.train()(x)
-    expected = rf"rank {ranks.rank} has waited \d s for others\.\nrank 0: after .*; has called a layer in evaluation"
-    assert re.search(expected, caplog.text) if ranks.rank else not caplog.text, caplog.text
 
 
 class CompilationError(Exception):
@@ -359,6 +339,24 @@ def test_a_copied_layer_is_another_one(ranks: Ranks) -> None:
 
 
 # The store.
+
+
+def test_ranks_that_call_a_layer_otherwise_are_told(ranks: Ranks) -> None:
+    """With other channels, or a group of other ranks: gloo ends one of them, and nccl waits."""
+    layer, x = layer_and_input(ranks)
+    layer(x)
+    wait = watchdog.this_rank().last
+    assert "has called" not in report.where_all_are(wait)
+    dist.barrier()
+    layer._call_site.tell_call(4 if ranks.rank == 0 else 3)
+    dist.barrier()
+    where, all_ranks = report.where_all_are(wait), ranks_in_words([*range(ranks.size)])
+    for rank, channels in enumerate((4, 3)):
+        assert re.search(
+            rf"^rank.* {rank}.*: .*; has called SyncBatchNorm with {channels} channels over {all_ranks}", where, re.M
+        )
+    assert "Build the same model everywhere" in where
+    dist.barrier()
 
 
 def test_positions_of_an_earlier_process_are_not_read(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -572,9 +570,9 @@ def test_an_error_of_the_gpu_is_told_as_it_is(ranks: Ranks) -> None:
 # NaN and infinity.
 
 
-@pytest.mark.parametrize("debug", [pytest.param(False, marks=on_cpu), True])
+@on_cpu
 @pytest.mark.parametrize(("bad", "masked"), [(torch.nan, False), (torch.inf, True)])
-def test_the_rank_of_a_nan_is_named(ranks: Ranks, bad: float, masked: bool, debug: bool) -> None:
+def test_the_rank_of_a_nan_is_named(ranks: Ranks, bad: float, masked: bool) -> None:
     """Once, and by no rank to which it comes by the statistics alone. It is no error: as in torch, all becomes NaN."""
     layer, last = syncbn.SyncBatchNorm(3, device=ranks.device), ranks.size - 1
     x = torch.randn(2, 3, device=ranks.device)
@@ -582,63 +580,11 @@ def test_the_rank_of_a_nan_is_named(ranks: Ranks, bad: float, masked: bool, debu
         x[0, 1] = bad
     x.requires_grad_()
     mask = torch.ones(2, dtype=torch.bool, device=ranks.device) if masked else None
-    with warnings.catch_warnings(record=True) as caught, syncbn.debug() if debug else contextlib.nullcontext():
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             layer(x, mask=mask).sum().backward()
     messages = [str(one.message) for one in caught]
-    if debug:
-        assert messages[0] == f"syncbn: NaN or infinity in SyncBatchNorm forward, call 1 on rank {last}"
-    else:
-        expected = f"syncbn: NaN or infinity in the input of SyncBatchNorm forward, call 1 on rank {ranks.rank}; "
-        assert [one[: len(expected)] for one in messages] == [expected] * (ranks.rank == last)
+    expected = f"syncbn: NaN or infinity in the input of SyncBatchNorm forward, call 1 on rank {ranks.rank}; "
+    assert [one[: len(expected)] for one in messages] == [expected] * (ranks.rank == last)
     assert layer.running_var.isnan().tolist() == [False, True, False]
-
-
-# Debug mode.
-
-
-@pytest.mark.parametrize(
-    ("channels", "what", "of_rank_0", "of_others"),
-    [
-        (4, "numbers of channels", "with 4 channels", "with 3 channels\nBuild the same model everywhere"),
-        (3, "process groups", "over rank 7", "over ranks 0-.*\nGive the layer the same process_"),
-    ],
-)
-def test_debug_mode_tells_what_differs_in_one_layer(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, channels: int, what: str, of_rank_0: str, of_others: str
-) -> None:
-    if ranks.rank:
-        channels = 3
-    else:
-        monkeypatch.setattr(debug_mode, "ranks_in_words", lambda _: "rank 7")
-    layer, x = syncbn.SyncBatchNorm(channels, device=ranks.device), torch.randn(4, channels, device=ranks.device)
-    others, call = ranks_in_words([*range(1, ranks.size)]), "in SyncBatchNorm forward, call 1"
-    message = rf"^syncbn: the ranks have different {what}\.\nrank 0: {call}, {of_rank_0}\n{others}: {call}, {of_others}"
-    with unchanged(layer), pytest.raises(RuntimeError, match=message), syncbn.debug():
-        layer(x)
-
-
-def test_debug_mode_changes_no_result(ranks: Ranks) -> None:
-    """Also in a group of some ranks: torch names one made by its members alone by how many groups a rank is in, which
-    differs here."""
-    dist.new_group([0])
-    x = torch.randn(4, 3, device=ranks.device)
-    for size in (None, 1 if ranks.size % 2 else 2):
-        results = []
-        for context in (contextlib.nullcontext(), syncbn.debug()):
-            layer = syncbn.SyncBatchNorm(3, process_group=size, device=ranks.device)
-            with context:
-                results.append(step(layer, layer, x))
-        torch.testing.assert_close(*results, rtol=0, atol=0)
-
-
-@pytest.mark.compiles
-def test_debug_mode_runs_compiled_modules_uncompiled(ranks: Ranks, doing: list[str]) -> None:
-    layer, x = layer_and_input(ranks)
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    compiled(x)
-    assert not doing
-    with syncbn.debug():
-        compiled(x)
-    assert doing == ["SyncBatchNorm forward, call 1"]
