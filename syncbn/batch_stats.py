@@ -20,7 +20,7 @@ from syncbn.statistics import compute_dtype, from_float64
 from syncbn.torch_internals.state import recorded
 from syncbn.training import prepared
 
-_CALLER = Caller("sync_batch_stats")
+_CALLER = Caller("sync_batch_stats", needs_two_values=False)
 
 
 @hides_checks

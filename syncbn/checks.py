@@ -12,7 +12,7 @@ from torch import Tensor
 from syncbn.arguments import ANY_DIMS, CHECKS_OF_DIMS, SUPPORTED_DTYPES, CheckOfDims, Options, Tensors
 from syncbn.kernels.interface import NO_MEMORY, is_freed
 from syncbn.kernels.select import why_forced
-from syncbn.texts import in_short
+from syncbn.texts import ONE_VALUE_PER_CHANNEL, in_short
 from syncbn.torch_internals.autograd import innermost, is_wrapped, is_zero_tensor, overlaps_itself
 from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling
 
@@ -205,14 +205,13 @@ def check_writable(name: str, buffer: Tensor | None) -> None:
 def require_two_values(num_values: Tensor, x: Tensor, name: str = "") -> None:
     """**Raises** F.batch_norm's ValueError when the whole group has one value per channel.
 
-    On a GPU the host would stop to read that, a compiled graph would break, and a subclass such as FakeTensor may have
-    no values. Then nothing is raised.
+    On a GPU the host would stop to read that: a later call raises, see reductions/faults.py. A compiled graph would
+    break, and a subclass such as FakeTensor may have no values: nothing is raised.
     """
     can_read = not is_compiling() and num_values.is_cpu and type(num_values) is Tensor
     if can_read and 1 in innermost(num_values).flatten().tolist():
         raise ValueError(
-            f"{name}Expected more than 1 value per channel when training, got 1 over all ranks "
-            f"(input size on this rank {tuple(x.shape)}). Use a larger batch or eval()."
+            f"{name}{ONE_VALUE_PER_CHANNEL} (input size on this rank {tuple(x.shape)}). Use a larger batch or eval()."
         )
 
 

@@ -223,6 +223,9 @@ def add_name(error: Exception, layer: nn.Module) -> None:
     if is_compiling() or type(error) not in (RuntimeError, TypeError, ValueError):
         return
     name = quoted(path_in_model(layer)) or type(layer).__name__
-    if not any(f"{name}{after}" in str(error) for after in (" forward", " backward", ":")):
+    text = str(error)  # one that begins with syncbn's name has the layers of all ranks
+    if not text.startswith("syncbn: ") and not any(
+        f"{name}{after}" in text for after in (" forward", " backward", ":")
+    ):
         error.args = (f"{name}: {error}",)
     hide_checks(error)

@@ -40,19 +40,20 @@ def step(kernels: ForwardKernels, tensors: Tensors, options: Options, caller: Ca
     x, z, weight, bias, running_mean, running_var, counter, _, num_values = tensors
     reduction = reduction_of(options.process_group, caller, x)
     is_complete = reduction.group is None and num_values is None  # nothing is added to the sums of this rank
+    mailbox = reduction.mailbox("forward", x.device) if x.is_cuda else None
     try:
-        sums, scratch = kernels.forward_sums(x, reduction.signatures["forward", x.dtype], is_complete)
+        sums, scratch = kernels.forward_sums(x, reduction.signatures["forward", x.dtype], is_complete, mailbox)
     except Exception as error:  # of whatever class, as kernels may be compiled here
         raise_on_all_ranks(error, tensors, options, reduction, "forward")
     outer, num_channels, inner = kernels.kind.layout.sizes
     if num_values is not None:  # a mask has set the other values to 0; n stands behind sum x and sum x^2
         sums[2 * num_channels] = num_values
-    total = reduction.all_reduce(sums, "forward")
+    total = reduction.all_reduce(sums, "forward", mailbox)
     if outer * inner < 2 or num_values is not None:  # else this rank alone has two values
         require_two_values(total[2 * num_channels], x)
     momentum: Any = options.momentum  # no tensor: there is no plan for such a call
     buffers = running_mean, running_var, counter
-    y, statistics, is_finite = kernels.forward_outputs(scratch, (x, weight, bias, z), total, buffers, momentum)
+    y, statistics, is_finite = kernels.forward_outputs(scratch, (x, weight, bias, z), total, buffers, momentum, mailbox)
     if not is_finite:
         reduction.warn_unless_finite(kernels.forward_sums(x)[0])  # again, as an all_reduce may have overwritten them
     if caller._synchronised_ranks != reduction.num_ranks:
@@ -94,13 +95,14 @@ class _Step(torch.autograd.Function):
             if kernels is None:
                 return *gradients.gradients(ctx.kind, dy, saved, needed, reduction), None
 
+            mailbox = reduction.mailbox("backward", x.device) if x.is_cuda else None
             signature = reduction.signatures["backward", x.dtype]
             sums, *of_parameters, scratch = kernels.backward_sums(dy, saved, signature, reduction.group is None)
         except Exception as error:
             reduction.leave_out(error, "backward")
             raise
-        total = reduction.all_reduce(sums, "backward")
-        grad_x, grad_residual = kernels.backward_outputs(scratch, dy, saved, total)
+        total = reduction.all_reduce(sums, "backward", mailbox)
+        grad_x, grad_residual = kernels.backward_outputs(scratch, dy, saved, total, mailbox)
         return grad_x, *of_parameters, dy if needs_residual and y is None else grad_residual, None
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from syncbn.arguments import Options, Tensors
 from syncbn.inputs import traced
+from syncbn.kernels import select
 from syncbn.reductions.interface import Reduction
 from syncbn.reductions.totals import payload_of
 from syncbn.statistics import lacks_float64
@@ -21,15 +22,16 @@ def raise_on_all_ranks(
 ) -> NoReturn:
     """Join the all_reduce of the others with NaN in the place of n, and raise `error` on every rank.
 
-    Only this rank raises on a GPU, in a compiled graph, in a trace of torch.fx, and where no argument has channels. In
-    eager mode its position then has the error.
+    On a GPU the others raise at a later call. Only this rank raises in a compiled graph, in a trace of torch.fx, on a
+    GPU without Triton, and where no argument has channels. In eager mode its position then has the error.
     """
     traced.refuse_proxies(tensors)
     num_channels, device = _likely_channels(tensors, options), _device_of(tensors)
-    if not reduction.is_read or num_channels is None or not (device.type == "cpu" or lacks_float64(device)):
+    device = torch.device("cpu") if lacks_float64(device) else device  # of the sums
+    if not reduction.is_read or num_channels is None or not (device.type == "cpu" or select.looks_at_totals(device)):
         reduction.leave_out(error, pass_name)
         raise error  # no rank would read the NaN
-    sums = torch.zeros(2 * num_channels + 1, dtype=torch.float64)
+    sums = torch.zeros(2 * num_channels + 1, dtype=torch.float64, device=device)
     if inside_vmap() and isinstance(tensors.input, Tensor):  # the others send a stack
         sums = tensors.input.new_zeros(len(sums), dtype=torch.float64, device=sums.device)
     sums[-1] = math.nan

@@ -2,6 +2,7 @@
 
 import traceback
 
+ONE_VALUE_PER_CHANNEL = "Expected more than 1 value per channel when training, got 1 over all ranks"
 SHOWN_CHARACTERS = 60  # of a value in an error
 
 

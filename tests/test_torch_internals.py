@@ -223,6 +223,14 @@ def test_device_of_a_group(backend: str | None, monkeypatch: pytest.MonkeyPatch)
     dist.destroy_process_group()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_stream_of_a_gpu() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert distributed.stream_of(device) == torch.cuda.current_stream().cuda_stream
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        assert distributed.stream_of(device) is None
+
+
 def test_collective_in(group_of_one: dist.ProcessGroup) -> None:
     """The frames that call into torch's C++ and wait there, and none of a forward or of this test."""
     calling = set()

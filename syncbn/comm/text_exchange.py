@@ -50,14 +50,19 @@ def exchange_errors(error: Exception | None, group: dist.ProcessGroup, where: st
     """Exchange the errors of the ranks, of which at least one has one; `error` is this rank's, or None. Two
     collectives.
 
-    Returns what this rank is to raise: its own error, else one with all texts, a TypeError if the first faulty rank
-    raises one and otherwise a ValueError.
+    Returns what this rank is to raise: its own error, else `error_of_others`.
     """
     faults = all_gather_json(None if error is None else (isinstance(error, TypeError), in_words(error)), group)
     if error is not None:
         return error
+    return error_of_others(faults, dist.get_process_group_ranks(group), where)
+
+
+def error_of_others(faults: Sequence[tuple[bool, str] | None], ranks: Sequence[int], where: str = "") -> Exception:
+    """An error with the texts of all faulty ranks: a TypeError if that of the first is one, else a ValueError. `faults`
+    has for each rank whether it has a TypeError, and the text, or None."""
     is_type_error = next(fault[0] for fault in faults if fault is not None)
-    errors = by_rank(dist.get_process_group_ranks(group), ["" if fault is None else fault[1] for fault in faults])
+    errors = by_rank(ranks, ["" if fault is None else fault[1] for fault in faults])
     return (TypeError if is_type_error else ValueError)(f"syncbn: another rank failed{where}.\n{errors}")
 
 

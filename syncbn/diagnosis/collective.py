@@ -10,6 +10,7 @@ from syncbn.diagnosis.positions import Position, Wait
 from syncbn.diagnosis.sites import Site
 
 CPU = torch.device("cpu")
+IN_CUDA_GRAPH = 0  # as `call`: a replay makes no call of Python
 
 
 class Collective(Wait):
@@ -44,7 +45,8 @@ class Collective(Wait):
 
     def doing(self) -> str:
         """layer4.1.bn3 forward, call 17."""
-        return f"{self.site.name} {self.pass_name}, call {self.call}" if self.site.is_signed else self.site.name
+        call = f"call {self.call}" if self.call else "in a CUDA graph"
+        return f"{self.site.name} {self.pass_name}, {call}" if self.site.is_signed else self.site.name
 
     def position(self) -> Position:
         return Position(self.site.group_name, self.number, self.pass_name, self.doing())

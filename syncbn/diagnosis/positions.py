@@ -13,6 +13,7 @@ restarts the ranks.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -103,6 +104,9 @@ class Wait(ABC):
         return position.group == self.position().group and position.number >= self.number
 
 
+_lives = itertools.count()  # of a process with default groups, which may use one store
+
+
 class ThisRank:
     """This rank of a default process group, its position, and the store to which it writes that."""
 
@@ -116,6 +120,7 @@ class ThisRank:
         self.writing = threading.RLock()  # the program and the heartbeat write positions
         self.num_ranks = world.size()
         self.meetings: Counter[str] = Counter()  # how often this rank has come to the meeting of a name
+        self.life = next(_lives)
         self.interval = _interval(self.store, self.num_ranks)
         self.beats = self.interval < math.inf  # whether it writes every second
         self.evaluated_after: Wait | bool | None = False  # `last` at a call in evaluation mode; False: no such call

@@ -1,6 +1,6 @@
 """Names the layers and functions that call on process groups, and signs what they send.
 
-A call site is a layer or function on one group. Each rank signs what it sends on CPU, so that ranks which have met in
+A call site is a layer or function on one group. Each rank signs what it sends, so that ranks which have met in
 different layers or passes see it in the total. The signature s of a call site and a pass is a positive number. It is
 computed from the path of the layer, from its order (1 for the first layer that trained on this group; it separates two
 models with equal paths) and from the dtype of the input. Rank r sends 1, s_r and s_r^2 behind its sums. By Cauchy and
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from syncbn.call_stack import callers, warn_once
 from syncbn.comm.all_reduce import exchanges
 from syncbn.comm.text_exchange import ranks_in_words
+from syncbn.diagnosis.mailbox import Box
 from syncbn.diagnosis.names import line_that_calls_model, path_in_model, quoted
 from syncbn.diagnosis.watchdog import WatchedRank, this_rank
 from syncbn.kernels.interface import UNSIGNED
@@ -44,8 +45,8 @@ class Caller:
 
     _call_site: "Site | None" = None
 
-    def __init__(self, name: str, is_signed: bool = True) -> None:
-        self.name, self.is_signed = name, is_signed
+    def __init__(self, name: str, is_signed: bool = True, needs_two_values: bool = True) -> None:
+        self.name, self.is_signed, self.needs_two_values = name, is_signed, needs_two_values
 
     @property
     def _synchronised_ranks(self) -> int | None:
@@ -92,6 +93,9 @@ class GroupState:
         self.last_order = 0  # of a site
         self.num_collectives = 0
         self.meets_first = True  # whether all ranks come to the first collective
+        self.boxes: dict[tuple[torch.device, int | None], Box] = {}  # by device and stream; None: while it captures
+        self.unnamed: list[Site] = []  # that call on a GPU and are not agreed
+        self.fault: Exception | None = None  # that a GPU has met
 
 
 _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
@@ -109,6 +113,8 @@ class Site:
         self.first_line = line_that_calls_model()
         self.name = quoted(path) or type(caller).__name__
         self.is_signed = not isinstance(caller, Caller) or caller.is_signed
+        self.needs_two_values = not isinstance(caller, Caller) or caller.needs_two_values
+        self.is_agreed = False  # on a GPU: whether the ranks have one name for it, see reductions/faults.py
         self.warned_of_nan = False
         self.signatures, self.order = Signatures(self.num_ranks), 0
         if self.is_signed:

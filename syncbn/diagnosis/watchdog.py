@@ -17,8 +17,9 @@ from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 import torch.distributed as dist
 
 from syncbn.diagnosis import processes, report
+from syncbn.diagnosis.mailbox import Box
 from syncbn.diagnosis.positions import HAS_LEFT, ThisRank, Wait
-from syncbn.diagnosis.waits import OnGpu, WaitOutside, look_outside, place_of
+from syncbn.diagnosis.waits import WaitOutside, look_outside, place_of
 
 HEARTBEAT_SECONDS = 1.0  # between writes of an unchanged position; with 10,000 ranks a tenth of the store's time
 LEAVE_SECONDS = 1.0  # for which a rank that leaves waits for its own heartbeat
@@ -32,7 +33,7 @@ class WatchedRank(ThisRank):
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         super().__init__(world)
-        self.on_gpu = OnGpu()
+        self.boxes: set[Box] = set()
         self.outside: WaitOutside | None = None  # where the previous look found the main thread
         finalize(world, _leave, self)
         self.watchdog = threading.Thread(target=_watch, args=[self, ref(world)], name="syncbn.watchdog", daemon=True)
@@ -77,25 +78,31 @@ def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
     """The thread. Between its looks it holds nothing that would keep the group alive."""
     wait: Wait | None = None
     has_complained = False
-    while not rank.ended.wait(min(rank.interval, HEARTBEAT_SECONDS)) and dist.group.WORLD is world():
+    while not rank.ended.wait(_seconds_to_look(rank)) and dist.group.WORLD is world():
         try:
+            for box in [*rank.boxes]:
+                box.look()
             _beat(rank, wait)
             wait, place = _current_wait(rank)
             _warn_if_long(rank, wait, place)
-        except Exception as error:  # as of an event on a GPU that has failed
+        except Exception as error:
             wait = None
-            rank.on_gpu.clear()
             if not has_complained:
                 has_complained = True
                 text = "syncbn: the watchdog of rank %d has failed once, and goes on: %s: %s"
                 log.warning(text, rank.rank, type(error).__name__, error)
-    rank.on_gpu.clear()
+    rank.boxes.clear()
     rank.ended.wait()  # a group that is destroyed may be held, and the program end later
     if rank.failed_at:
         where = report.where_all_are(WaitOutside(rank), has_failed=True, at_exit=True)
         log.error("syncbn: a collective outside of syncbn's layers failed on rank %d.\n%s", rank.rank, where)
     # Layers that have called on the group still know this rank, and must not keep its store.
     rank.store_answers, rank.store = False, dist.HashStore()
+
+
+def _seconds_to_look(rank: WatchedRank) -> float:
+    """Each look holds Python's lock, which the program needs to launch kernels on a GPU."""
+    return HEARTBEAT_SECONDS if rank.boxes else min(rank.interval, HEARTBEAT_SECONDS)
 
 
 def _beat(rank: WatchedRank, wait: Wait | None) -> None:
@@ -125,8 +132,9 @@ def _current_wait(rank: WatchedRank) -> tuple[Wait | None, str]:
     if waiting is not None:
         return waiting, ""
     outside = rank.outside = look_outside(rank, rank.outside)
-    on_gpu = rank.on_gpu.oldest()
-    if on_gpu is not None:
+    unfinished = [wait for box in [*rank.boxes] if (wait := box.unfinished()) is not None]
+    if unfinished:
+        on_gpu = min(unfinished, key=lambda wait: wait.start)
         return on_gpu, f", in {on_gpu.position().doing} on the GPU, beside which the hosts may go on"
     if outside is not None and outside.is_in_collective():
         return outside, ", in a collective outside of syncbn's layers"

@@ -101,6 +101,18 @@ def _has_kernels(kind: ForwardKind | BackwardKind) -> bool:
     return reason is None
 
 
+def looks_at_totals(device: torch.device) -> bool:
+    """Whether kernels on this device note in a mailbox what they see of a total."""
+    return device.type == "cuda" and _reason_unavailable(device, compiling=False) is None
+
+
+def look_at_total(total: Tensor, is_forward: bool, mailbox: Mailbox) -> None:
+    """A kernel notes what it sees of a total that no other kernel looks at."""
+    from syncbn.kernels import gpu
+
+    gpu.look_at_total(total, is_forward, mailbox)
+
+
 def is_transformed(*tensors: Tensor | None) -> bool:
     """Whether vmap or forward mode is active in eager mode, for which only torch's operations have rules."""
     if is_compiling():

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from syncbn.comm.text_exchange import all_gather_json, by_rank, exchange_errors
 from syncbn.diagnosis import report
@@ -12,7 +12,7 @@ from syncbn.diagnosis.names import may_be_one_layer
 from syncbn.diagnosis.positions import WITH_GRAPH
 from syncbn.reductions.guards import joined_group
 
-Part: TypeAlias = dict[str, str | int]  # a rank's part in a collective of a layer
+Part: TypeAlias = dict[str, Any]  # a rank's part in a collective of a layer
 
 
 def fault_in_total(collective: Collective, trailer: list[float], error: Exception | None) -> Exception | None:
@@ -28,7 +28,7 @@ def fault_in_total(collective: Collective, trailer: list[float], error: Exceptio
         if not (site.is_signed and all_sign):  # some ranks would not take part in an all_gather
             raise RanksDifferError(report.where_all_are(collective))
         parts = all_gather_json(part_in(collective), group)
-        require_one_layer(collective, parts, compares_dtypes=not has_fault)  # the fault may be the dtype
+        site.sign_as(*require_one_layer(collective.ranks(), parts, not has_fault))  # the fault may be the dtype
     if not has_fault:
         return None
     # Ranks in a compiled graph sign nothing and would not take part in an all_gather; joined ranks do.
@@ -53,17 +53,17 @@ def part_in(collective: Collective) -> Part:
     }
 
 
-def require_one_layer(collective: Collective, parts: Sequence[Part], compares_dtypes: bool) -> None:
-    """**Raises** RuntimeError, the same on every rank, unless the ranks are in the same pass of one layer, with inputs
-    of one dtype. Where they have different names for it they agree on one."""
+def require_one_layer(ranks: Sequence[int], parts: Sequence[Part], compares_dtypes: bool) -> tuple[str, int]:
+    """The path and order that the ranks agree on for their layer. **Raises** RuntimeError, the same on every rank,
+    unless they are in the same pass of one layer, with inputs of one dtype."""
 
     def all_have(key: str) -> bool:
         return len({part[key] for part in parts}) == 1
 
     def by_their_rank(text: str) -> str:
-        return by_rank(collective.ranks(), [text.format(**part) for part in parts])
+        return by_rank(ranks, [text.format(**part) for part in parts])
 
-    paths = [str(part["path"]) for part in parts]
+    paths = [part["path"] for part in parts]
     # In its first call on a rank a layer may have another name there, or be another model's as well.
     has_one_name = all_have("identity") or (may_be_one_layer(paths) and any(part["call"] == 1 for part in parts))
     if not (has_one_name and all_have("pass")):
@@ -77,4 +77,4 @@ def require_one_layer(collective: Collective, parts: Sequence[Part], compares_dt
         remedy = "Use autocast on every rank or on none, and give model and inputs the same dtype on all."
         where = by_their_rank("in {doing}, with an input of {dtype}")
         raise RanksDifferError(f"{where}\n{remedy}", "have inputs of different dtypes")
-    collective.site.sign_as(max(paths, key=len), max(int(part["order"]) for part in parts))
+    return max(paths, key=len), max(part["order"] for part in parts)

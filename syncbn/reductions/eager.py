@@ -12,10 +12,12 @@ from syncbn.comm import groups
 from syncbn.comm.all_reduce import all_reduce
 from syncbn.diagnosis.collective import Collective
 from syncbn.diagnosis.failures import warn_not_finite
+from syncbn.diagnosis.mailbox import Box
 from syncbn.diagnosis.sites import CallsOnGroups, Site, new_site
-from syncbn.diagnosis.waits import event_behind
-from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS
+from syncbn.kernels import select
+from syncbn.kernels.interface import FAULT, SIGNATURE_NUMBERS, TRAILER_NUMBERS, UNSIGNED, Mailbox
 from syncbn.reductions.agreement import fault_in_total
+from syncbn.reductions.faults import box_of, captured_tag
 from syncbn.reductions.guards import guards
 from syncbn.reductions.interface import ONE_RANK, TRANSFORMED_GRAPH, Reduction
 from syncbn.reductions.resolving import resolve
@@ -27,15 +29,31 @@ class EagerReduction(Reduction):
 
     group: dist.ProcessGroup
     is_read = True
+    box: Box  # of the pass, on a GPU
 
     def __init__(self, group: dist.ProcessGroup, site: Site, dtype: torch.dtype | None) -> None:
         site.num_calls += 1
         self.group, self.site, self.call, self.dtype = group, site, site.num_calls, dtype
         self.num_ranks, self.signatures = site.num_ranks, site.signatures
 
+    def mailbox(self, pass_name: str, device: torch.device) -> Mailbox | None:
+        site = self.site
+        box, captures = box_of(site, device)
+        if box is None:
+            return None
+        if site.state.fault is not None or box.words[FAULT]:
+            raise box.error()
+        self.box = box
+        self.signatures = site.signatures if site.is_agreed else ONE_RANK.signatures
+        if site.is_signed and not site.is_agreed and site not in site.state.unnamed:
+            site.state.unnamed.append(site)
+        number = site.state.num_collectives + 1
+        return box.for_kernels(captured_tag(site, pass_name) if captures else number)
+
     def all_reduce(
-        self, payload: Tensor, pass_name: str, error: Exception | None = None, by_operator: bool = False
-    ) -> Tensor:
+        self, payload: Tensor, pass_name: str, mailbox: Mailbox | None = None, error: Exception | None = None,
+        by_operator: bool = False,
+    ) -> Tensor:  # fmt: skip
         """The total, see `Reduction`; `by_operator` by one that a dispatch mode can save."""
         if torch.compiler.is_dynamo_compiling():  # after the graph of a caller was broken
             raise RuntimeError(TRANSFORMED_GRAPH)
@@ -45,10 +63,10 @@ class EagerReduction(Reduction):
         if self.call == 1 and pass_name == "forward":
             self.site.tell_call((len(payload) - TRAILER_NUMBERS) // 2)
         with collective:
+            if mailbox is not None and mailbox.tag > 0:
+                self.box.begun.append(collective)
             total = all_reduce(payload, self.group, self.site.exchanges, by_operator)
-            if total.is_cuda and not by_operator:
-                self.site.rank.on_gpu.add(collective, event_behind(total.device))
-            if total.is_cpu and type(total) is Tensor:  # else the host cannot read it: a GPU's; a FakeTensor
+            if mailbox is None and total.is_cpu and type(total) is Tensor:  # else the host cannot read it: a FakeTensor
                 trailer = n, num_signed, signatures, squares = total[-TRAILER_NUMBERS:].tolist()
                 if num_signed * squares != signatures * signatures or n != n:
                     fault = fault_in_total(collective, trailer, error)
@@ -57,12 +75,22 @@ class EagerReduction(Reduction):
         return total
 
     def total(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
-        payload = sums
-        if sums.is_cpu:  # to a GPU the host would have to wait
-            s = self.signatures[pass_name, self.dtype]
-            payload = torch.cat((sums[:-SIGNATURE_NUMBERS], sums.new_tensor((s != 0, s, s * s))))
-        total = self.all_reduce(payload, pass_name, error, by_operator=current_dispatch_mode() is not None)
-        looks = pass_name == "forward" and payload.is_cpu and type(payload) is Tensor
+        is_real = type(sums) is Tensor
+        has_mailbox = is_real and sums.is_cuda and select.looks_at_totals(sums.device)
+        mailbox = self.mailbox(pass_name, sums.device) if has_mailbox else None
+        is_read = sums.is_cpu or mailbox is not None
+        s = self.signatures[pass_name, self.dtype] if is_read else UNSIGNED
+        signature = [sums.new_full((1,), number) for number in (s != 0, s, s * s)]
+        payload = torch.cat((sums[:-SIGNATURE_NUMBERS], *signature))
+        by_operator = current_dispatch_mode() is not None
+        total = self.all_reduce(payload, pass_name, mailbox, error, by_operator)
+        if mailbox is not None:
+            if error is not None:
+                self.box.tell(mailbox.tag, error)
+            select.look_at_total(total, pass_name == "forward" and self.site.needs_two_values, mailbox)
+            if error is not None:
+                raise error
+        looks = pass_name == "forward" and mailbox is None and payload.is_cpu and type(payload) is Tensor
         # By lists, as operators would be seen by the mode that watches this call. cat has left the sums as they were.
         if looks and not all(map(math.isfinite, total.tolist())):
             self.warn_unless_finite(sums)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from syncbn.comm import groups
 from syncbn.comm.all_reduce import all_reduce, exchanges
+from syncbn.kernels.interface import Mailbox
 from syncbn.reductions.guards import joined_group
 from syncbn.reductions.interface import ONE_RANK, TRANSFORMED_GRAPH, Reduction
 from syncbn.torch_internals.distributed import group_in_graph
@@ -20,7 +21,7 @@ class GraphReduction(Reduction):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def all_reduce(self, payload: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
+    def all_reduce(self, payload: Tensor, pass_name: str, mailbox: Mailbox | None = None) -> Tensor:
         if inside_vmap_or_forward_mode():  # Dynamo would lose the total
             raise RuntimeError(TRANSFORMED_GRAPH)
         return all_reduce(payload, group_in_graph(self.group), exchanges(self.group))

@@ -17,17 +17,19 @@ gloo make by an exchange, see comm/all_reduce.py. A rank with bad arguments cann
 the others waiting: it joins the forward all_reduce with zeros and n_r = NaN, which every rank sees in the total.
 
 Each payload ends in a trailer of four numbers: n in forward and 0 in backward, and a signature, see diagnosis/sites.py.
-On CPU every rank reads the total's trailer, and sees there whether ranks in different layers have met. On a GPU the
-host would have to wait.
+On CPU every rank reads the total's trailer, and sees there whether ranks in different layers have met. On a GPU a
+kernel does, and every rank raises some calls later, see faults.py.
 """
 
 import contextlib
 from abc import ABC, abstractmethod
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from syncbn.diagnosis.sites import Signatures
+from syncbn.kernels.interface import Mailbox
 
 TRANSFORMED_GRAPH = "A compiled graph cannot all_reduce inside vmap or forward mode: compile without fullgraph=True."
 
@@ -41,17 +43,22 @@ class Reduction(ABC):
     is_read = False  # whether ranks read the total, and so the marks of others in it
 
     @abstractmethod
-    def all_reduce(self, payload: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
-        """The total of `payload`, which it may overwrite, and which ends in a trailer. A rank with an `error` has NaN
-        in the place of n, and raises this error.
+    def all_reduce(self, payload: Tensor, pass_name: str, mailbox: Mailbox | None = None) -> Tensor:
+        """The total of `payload`, which it may overwrite, and which ends in a trailer. With a `mailbox` kernels look at
+        it.
 
         **Raises** RuntimeError when the all_reduce fails, and where ranks in different layers or passes have met; if a
         rank has a fault, a ValueError or TypeError with the texts of the faulty ranks.
         """
 
     def total(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
-        """`all_reduce` of float64 `sums` whose trailer is not signed yet."""
-        return self.all_reduce(sums, pass_name, error)
+        """`all_reduce` of float64 `sums` whose trailer is not signed yet. A rank with an `error` has NaN in the place
+        of n, and raises this error."""
+        return self.all_reduce(sums, pass_name)
+
+    def mailbox(self, pass_name: str, device: torch.device) -> Mailbox | None:
+        """The mailbox of the next all_reduce, on a GPU. **Raises** what kernels have seen in an earlier total."""
+        return None
 
     # One rank tells nobody, and a graph cannot: in these the rest does nothing.
 
@@ -77,7 +84,7 @@ class OneRank(Reduction):
     num_ranks = 1
     signatures = Signatures(1)
 
-    def all_reduce(self, payload: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
+    def all_reduce(self, payload: Tensor, pass_name: str, mailbox: Mailbox | None = None) -> Tensor:
         return payload
 
 

@@ -123,7 +123,7 @@ class Shadowing(Guard):
         payload = to_float64(torch.zeros(length, device=self.device))
         reduction = EagerReduction(self.group, new_site(self.shadow_caller, self.group), None)
         with contextlib.suppress(TypeError, ValueError):  # which the ranks with data raise
-            reduction.all_reduce(payload, "backward")
+            reduction.total(payload, "backward")
 
     def take_from_the_last(self, tensors: Iterable[Tensor]) -> None:
         """Give these tensors the values of the rank that announced most, which ran to the end. A collective, when all

@@ -21,6 +21,7 @@ from syncbn.comm import groups
 from syncbn.comm.text_exchange import require_equal
 from syncbn.diagnosis import report
 from syncbn.diagnosis.sites import Caller
+from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.layer import SyncBatchNorm
 from syncbn.reductions.guards import guarded_by
 from syncbn.reductions.join_protocol import ITERATION, Shadowing
@@ -103,7 +104,7 @@ class _Session(Shadowing):
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device)
             with torch.cuda.stream(self.stream):
-                self.give_zeros(1)
+                self.give_zeros(TRAILER_NUMBERS)
             torch.cuda.synchronize(self.device)
 
     def before_forward(self, module: torch.nn.Module, _: Any) -> None:

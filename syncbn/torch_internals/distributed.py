@@ -1,11 +1,10 @@
 """Uses private names of torch.distributed and of what is built on it: groups, stores, DDP, Join, pipelines, CUDA."""
 
 import contextlib
-import ctypes
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from datetime import timedelta
 from types import FrameType
 
@@ -129,26 +128,11 @@ def device_of(group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> torch.devic
     return group.bound_device_id or torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
-@contextlib.contextmanager
-def beside_captures() -> Iterator[None]:
-    """Within, this thread may call on CUDA without failing the capture of a graph by another thread: torch's watchdog
-    of nccl does the same, https://github.com/pytorch/pytorch/pull/148594. Nothing on ROCm."""
-    exchange, mode = _exchange_capture_mode(), ctypes.c_int(1)  # cudaStreamCaptureModeThreadLocal
-    exchange(ctypes.byref(mode))
-    try:
-        yield
-    finally:
-        exchange(ctypes.byref(mode))
-
-
-@functools.cache
-def _exchange_capture_mode() -> Callable[..., int]:
-    """CUDA's cudaThreadExchangeStreamCaptureMode, from the library that torch has loaded; without one, does nothing."""
-    try:
-        library = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
-        return library.cudaThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError):
-        return lambda mode: 0
+def stream_of(device: torch.device) -> int | None:
+    """The current stream of this GPU; None while it captures a CUDA graph. 0 for a CPU."""
+    if device.type == "cpu":
+        return 0
+    return None if torch._C._cuda_isCurrentStreamCapturing() else torch._C._cuda_getCurrentRawStream(device.index)
 
 
 # The modules of torch that call into C++ and wait there for other ranks, and what the program has called; empty where

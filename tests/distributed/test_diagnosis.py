@@ -35,7 +35,6 @@ from syncbn.diagnosis.sites import Caller, largest_signature
 from syncbn.kernels import cpu, operators
 from syncbn.reductions.eager import reduction_of
 from syncbn.reductions.guards import Guard, guarded_by
-from syncbn.torch_internals import distributed as torch_distributed
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="signatures are for CPUs")
 
@@ -186,14 +185,14 @@ def within_mode(call: Callable[[], object]) -> None:
 def test_an_error_of_one_rank_alone_is_told_by_the_others(
     ranks: Ranks, log_of_waits: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """As on a GPU, where no rank reads a mark: its kernels do not compile, and the program handles the error."""
+    """As on a GPU of Intel, where no rank reads a mark: its kernels do not compile; the program handles the error."""
     run, doing = LONE_ERRORS[name]
     layer, x = layer_and_input(ranks)
     y = layer(x.requires_grad_())
     if ranks.rank == 1:
         error = CompilationError("at 12:4:\nand much more")
         with monkeypatch.context() as broken:
-            broken.setattr(raising, "_device_of", lambda arguments: torch.device("cuda"))
+            broken.setattr(raising, "_device_of", lambda arguments: torch.device("xpu"))
             for back_end in (cpu, operators):
                 broken.setattr(back_end.Forward, "forward_sums", mock.Mock(side_effect=error))
                 broken.setattr(back_end.Backward, "backward_sums", mock.Mock(side_effect=error))
@@ -417,144 +416,6 @@ def test_other_waits_are_not_told(ranks: Ranks, log_of_waits: pytest.LogCaptureF
         layer.eval()(x)
     dist.barrier()
     assert not log_of_waits.text
-
-
-# On a GPU the host does not wait; here it is played by events.
-
-
-class WaitOfTest(Wait):
-    """In which no rank arrives."""
-
-    def __init__(self, start: float, rank: watchdog.WatchedRank | None = None) -> None:
-        self.rank, self.number, self.start = rank, 1, start
-
-    def position(self) -> Position:
-        return Position("0", 1)
-
-
-def event(happened: bool = False) -> mock.Mock:
-    return mock.Mock(**{"query.return_value": happened})
-
-
-def wait_until(happened: Callable[[], object]) -> None:
-    """On a busy machine the thread that warns may be late; what never happens is ended by the test's own limit."""
-    while not happened():
-        time.sleep(0.02)
-
-
-@pytest.mark.two_ranks
-@on_cpu
-def test_a_long_wait_of_the_gpu_is_told(
-    ranks: Ranks, log_of_waits: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The oldest unfinished all_reduce is named, though the host has gone on; nothing once all are finished, and while
-    a graph is captured, when no event may be asked."""
-    monkeypatch.setattr(Tensor, "is_cuda", True)
-
-    def all_reduce(name: str, behind: mock.Mock | None) -> None:
-        monkeypatch.setattr("syncbn.reductions.eager.event_behind", lambda _: behind)
-        reduction_of(None, Caller(name), None).total(torch.zeros(4, dtype=torch.float64), "forward")
-
-    second, third, before_capture = event(), event(), event()
-    for name, behind in {"first": event(happened=True), "second": second, "third": third}.items():
-        all_reduce(name, behind)
-    expected = (
-        rf"rank {ranks.rank} has waited \d+ s for others, in second forward, call 1 on the GPU, .*\n"
-        r"ranks 0-1: in third forward, call 1(; at \S+)?\n"
-    )
-    wait_until(lambda: re.search(expected, log_of_waits.text))
-    dist.barrier()  # all have read the positions
-    log_of_waits.clear()
-    wait_until(lambda: log_of_waits.text)  # now the thread is not about to warn: the next time is twice as long
-    second.query.return_value = third.query.return_value = True
-    log_of_waits.clear()
-    wait_until(lambda: third.query.called)
-    assert not log_of_waits.text
-    all_reduce("warm-up", before_capture)
-    all_reduce("captured", None)
-    before_capture.query.reset_mock()  # where the ranks have waited for one another for long, it has been asked
-    log_of_waits.clear()
-    time.sleep(1)
-    assert not before_capture.query.called
-    assert not log_of_waits.text
-    dist.barrier()
-
-
-def test_a_gpu_that_is_behind_does_not_wait() -> None:
-    """The host may go on long before it: the time counts from when the all_reduce before has finished."""
-    on_gpu, first = waits.OnGpu(), event()
-    for one in (first, event()):
-        on_gpu.add(WaitOfTest(-1e9), one)
-    assert on_gpu.oldest().is_long()
-    first.query.return_value = True
-    assert not on_gpu.oldest().is_long()
-
-
-def test_the_program_queries_no_event_unless_the_list_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A query, with what is around it, costs the host of a ResNet-50 some microseconds 106 times a step."""
-    on_gpu, events = waits.OnGpu(), [event(happened=True) for _ in range(212)]
-
-    def add(these: list[mock.Mock]) -> None:
-        for one in these:
-            on_gpu.add(WaitOfTest(time.monotonic()), one)
-
-    add(events[:106])
-    assert not any(one.query.called for one in events)
-    monkeypatch.setattr(waits, "MOST_UNQUERIED", 106)
-    add(events[106:])
-    assert sum(one.query.called for one in events) == 107
-    assert on_gpu.oldest() is None  # the watchdog queries all others
-
-
-def test_a_query_that_waits_itself_holds_nobody_up() -> None:
-    """Neither the watchdog, which has to warn, nor the program's next all_reduce."""
-    on_gpu, released = waits.OnGpu(), threading.Event()
-    blocked = mock.Mock(**{"query.side_effect": lambda: released.wait(20)})
-    on_gpu.add(WaitOfTest(-1e9), blocked)
-    start = time.monotonic()
-    assert on_gpu.oldest().is_long()
-    on_gpu.add(WaitOfTest(time.monotonic()), event())
-    assert time.monotonic() - start < 10
-    released.set()
-
-
-@on_cpu
-def test_the_watchdog_survives_a_gpu_that_failed(
-    ranks: Ranks, log_of_waits: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It says so once, and goes on writing positions: after an error of CUDA each query of an event raises."""
-    failed = mock.Mock(**{"query.side_effect": RuntimeError("CUDA error: unspecified launch failure")})
-    rank = watchdog.this_rank()
-    for _ in range(2):
-        rank.on_gpu.add(WaitOfTest(-1e9, rank), failed)
-        time.sleep(1.5)
-    said = f"syncbn: the watchdog of rank {ranks.rank} has failed once, and goes on: RuntimeError: CUDA error"
-    assert log_of_waits.text.count(said) == log_of_waits.text.count("syncbn: ") == 1
-    assert rank.watchdog.is_alive()
-    assert time.monotonic() - rank.written < 1.5
-
-
-def test_an_event_is_asked_on_its_own_gpu_and_beside_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own query makes a context on GPU 0, and fails the capture of a graph by another thread."""
-    cuda = mock.MagicMock()
-    cuda.is_current_stream_capturing.side_effect = lambda: (
-        cuda.mock_calls[-3:]
-        == [
-            mock.call.device(torch.device("cuda", 3)),
-            mock.call.device().__enter__(),
-            mock.call.is_current_stream_capturing(),
-        ]
-    )
-    monkeypatch.setattr(torch, "cuda", cuda)
-    assert waits.event_behind(torch.device("cuda", 3)) is None
-    cuda.is_current_stream_capturing.side_effect = [False]
-    monkeypatch.setattr(torch_distributed, "_exchange_capture_mode", lambda: cuda.exchange)
-    waits.event_behind(torch.device("cuda", 3)).query()
-    *_, on, entered, relaxed, asked, _, restored, left = cuda.mock_calls
-    assert on == mock.call.device(torch.device("cuda", 3))
-    assert (entered[0], asked[0], left[0]) == ("device().__enter__", "Event().query", "device().__exit__")
-    assert relaxed[0] == restored[0] == "exchange"
-    assert relaxed.args[0]._obj.value == 1  # cudaStreamCaptureModeThreadLocal
 
 
 def test_an_error_of_the_gpu_is_told_as_it_is(ranks: Ranks) -> None:

@@ -1,0 +1,63 @@
+"""Keeps the words of mailboxes, and reads there which all_reduces on a GPU have ended, without a call of CUDA.
+
+A kernel notes in a mailbox what it saw of a total, see kernels/interface.py. The host's words are in pinned memory,
+which both write and read. There is one mailbox for each group, device and stream, as a stream runs kernels in order.
+Its memory is never given back: queued kernels and CUDA graphs may still write to it.
+"""
+
+import bisect
+import ctypes
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from syncbn.diagnosis.positions import Wait
+from syncbn.kernels.interface import ENDED, Mailbox
+
+MOST_KEPT = 1024  # all_reduces that a mailbox can name, some ten steps of a ResNet-50
+
+_memory: list[Tensor] = []  # of all mailboxes
+
+
+class Box(ABC):
+    """The words of a mailbox, and the last all_reduces that have begun with it."""
+
+    def __init__(self, device: torch.device) -> None:
+        host = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")  # a test has no GPU
+        state = torch.zeros(1, dtype=torch.int64, device=device)
+        _memory.extend((host, state))
+        self.host, self.state = host.data_ptr(), state.data_ptr()
+        self.words = (ctypes.c_int64 * 4).from_address(self.host)
+        self.begun: deque[Wait] = deque(maxlen=MOST_KEPT)
+        self._oldest: Wait | None = None
+
+    def for_kernels(self, tag: int) -> Mailbox:
+        """The mailbox for the all_reduce of this tag."""
+        return Mailbox(self.host, self.state, tag)
+
+    def unfinished(self) -> Wait | None:
+        """The oldest all_reduce that has begun and not ended."""
+        ended, oldest = self.words[ENDED], self._oldest
+        if not self.begun or self.begun[-1].number <= ended:
+            self._oldest = None
+        elif oldest is None or oldest.number <= ended:
+            begun = [*self.begun]
+            self._oldest = begun[bisect.bisect(begun, ended, key=lambda wait: wait.number)]
+            if oldest is not None:  # until now the GPU may have been behind
+                self._oldest.start = time.monotonic()
+        return self._oldest
+
+    @abstractmethod
+    def look(self) -> None:
+        """The watchdog looks: tells what kernels have noted."""
+
+    @abstractmethod
+    def tell(self, tag: int, error: Exception | None = None) -> None:
+        """Write this rank's part in the all_reduce with this tag, once; with its `error`, if that is the fault."""
+
+    @abstractmethod
+    def error(self) -> Exception:
+        """What every rank of the group raises because of a fault that kernels have noted."""

@@ -1,0 +1,150 @@
+"""Raises what kernels on a GPU have seen in the total of an all_reduce: some calls later, with all ranks' parts in it.
+
+The program comes by at its next all_reduce, and raises. If it does not within a second, as while it waits for the GPU,
+the watchdog logs the error. Either writes this rank's part in the faulty all_reduce to the store, and reads the others'
+there. A fault is final: each later all_reduce of the group raises it again, and kernels update no running statistics.
+
+Ranks may have different names for one layer. On CPU they agree by an all_gather. On a GPU the first rank of a group
+writes its names to the store, and another rank signs for those layers alone whose names it finds there.
+"""
+
+import threading
+import time
+from weakref import finalize
+
+import torch
+
+from syncbn.comm.text_exchange import by_rank, error_of_others
+from syncbn.diagnosis import report
+from syncbn.diagnosis.collective import IN_CUDA_GRAPH, Collective
+from syncbn.diagnosis.failures import RanksDifferError, warn_not_finite
+from syncbn.diagnosis.mailbox import Box
+from syncbn.diagnosis.sites import Site
+from syncbn.diagnosis.watchdog import log
+from syncbn.kernels.interface import BAD_ARGUMENT, FAULT, LOCAL_NOT_FINITE, ONE_VALUE
+from syncbn.reductions.agreement import Part, part_in, require_one_layer
+from syncbn.texts import ONE_VALUE_PER_CHANNEL, in_words
+from syncbn.torch_internals.distributed import stream_of
+
+PATIENCE_SECONDS = 1.0  # after which the watchdog logs a fault that the program has not raised
+ANSWER_SECONDS = 5.0  # in which the other ranks write their parts
+
+
+def box_of(site: Site, device: torch.device) -> tuple[Box | None, bool]:
+    """The mailbox of the current stream, made where there is none, and whether the stream captures a CUDA graph: then
+    one of another stream, or None, as no memory may be allocated."""
+    stream, boxes = stream_of(device), site.state.boxes
+    box = boxes.get((device, stream))
+    if box is None and stream is not None:
+        box = boxes[device, stream] = boxes[device, None] = GroupBox(site, device)
+    return box, stream is None
+
+
+def captured_tag(site: Site, pass_name: str) -> int:
+    """The tag of an all_reduce in a CUDA graph, where a number would be a constant: that of the layer and pass."""
+    return -2 * site.order - (pass_name == "forward")
+
+
+class GroupBox(Box):
+    """The mailbox of a group on a device and stream."""
+
+    def __init__(self, site: Site, device: torch.device) -> None:
+        super().__init__(device)
+        self.rank, self.group_state, self.group_name = site.rank, site.state, site.group_name
+        group = site.require_group()
+        self.ranks = Collective(site, 0, "").ranks()
+        self.part: Part | None = None  # of this rank in the faulty all_reduce
+        self.seen: float | None = None  # when the watchdog has seen the fault
+        self.explaining = threading.Lock()
+        self.rank.boxes.add(self)
+        finalize(group, self.rank.boxes.discard, self).atexit = False
+
+    def look(self) -> None:
+        tag, self.words[LOCAL_NOT_FINITE] = self.words[LOCAL_NOT_FINITE], 0
+        noted = self._collective(tag) if tag else None
+        if noted is not None:
+            warn_not_finite(noted.site, noted.doing(), noted.dtype)
+        if self.group_state.unnamed:
+            self._agree_on_names()
+        if self.words[FAULT] and self.group_state.fault is None:
+            if self.seen is None:
+                self.seen = time.monotonic()
+                self.tell(self.words[FAULT] // 4)
+            elif time.monotonic() - self.seen >= PATIENCE_SECONDS:
+                log.error("syncbn: rank %d meets a fault on the GPU.\n%s", self.rank.rank, in_words(self.error()))
+
+    def error(self) -> Exception:
+        with self.explaining:
+            if self.group_state.fault is None:
+                tag, kind = divmod(self.words[FAULT], 4)
+                self.tell(tag)
+                error = self.group_state.fault = self._explained(kind)
+                last = self.begun[-1] if self.begun else None
+                after = f", noticed after {last.position().doing}" if last else ""
+                assert self.part is not None
+                error.add_note(f"The results of {self.part['doing']} and all later ones are void{after}.")
+        return self.group_state.fault.with_traceback(None)
+
+    def tell(self, tag: int, error: Exception | None = None) -> None:
+        if self.part is None:
+            collective = self._collective(tag)
+            self.part = {"doing": f"all_reduce {tag}"} if collective is None else part_in(collective)
+            if error is not None:
+                self.part |= {"error": in_words(error), "is TypeError": isinstance(error, TypeError)}
+            self.rank.write(self._key("fault"), self.part)
+
+    def _key(self, name: str) -> str:
+        return f"{name}/{self.rank.life}/{self.group_name}"
+
+    def _collective(self, tag: int) -> Collective | None:
+        """The all_reduce with this tag; None if it is too old, or its layer is gone."""
+        if tag > 0:
+            found = (begun for begun in [*self.begun] if begun.number == tag)
+        else:
+            sites, order = [*self.group_state.sites.values()], -tag // 2
+            pass_name = "forward" if tag % 2 else "backward"
+            found = (Collective(site, IN_CUDA_GRAPH, pass_name) for site in sites if site.order == order)
+        collective = next(found, None)
+        return collective if isinstance(collective, Collective) else None
+
+    def _explained(self, kind: int) -> Exception:
+        parts = self._parts()
+        answers = [part for part in parts if part is not None]
+        faults = [(part["is TypeError"], part["error"]) if part and "error" in part else None for part in parts]
+        doing = answers[0]["doing"]
+        if kind == ONE_VALUE:
+            return ValueError(f"syncbn: {ONE_VALUE_PER_CHANNEL} in {doing}. Use a larger batch or eval().")
+        if len(answers) == len(parts) and all("path" in part for part in answers):
+            try:
+                require_one_layer(self.ranks, answers, compares_dtypes=not any(faults))
+            except RanksDifferError as error:
+                return error
+        if any(faults):
+            return error_of_others(faults, self.ranks, f" in {doing}")
+        unknown = f"has not answered within {ANSWER_SECONDS:g} s, and may run a compiled model"
+        where = by_rank(self.ranks, [unknown if part is None else f"in {part['doing']}" for part in parts])
+        if kind == BAD_ARGUMENT:
+            return RuntimeError(f"syncbn: another rank has a bad argument.\n{where}")
+        return RanksDifferError(f"{where}\n{report.OTHER_LAYERS}")
+
+    def _parts(self) -> list[Part | None]:
+        """The ranks' parts; None for one that does not answer."""
+        parts: list[Part | None] = [self.part if rank == self.rank.rank else None for rank in self.ranks]
+        deadline = time.monotonic() + ANSWER_SECONDS
+        with self.rank.using_store():
+            while None in parts and self.rank.store_answers and time.monotonic() < deadline:
+                time.sleep(0.02)
+                parts = [written.value for written in self.rank.read(self.ranks, self._key("fault"))]
+        return parts
+
+    def _agree_on_names(self) -> None:
+        unnamed, key = self.group_state.unnamed, self._key("named")
+        if self.rank.rank == self.ranks[0]:
+            names = [site.signatures.identity for site in [*self.group_state.sites.values()]]
+            self.rank.write(key, names)
+        elif self.rank.store_answers:
+            with self.rank.using_store():
+                names = self.rank.read(self.ranks[:1], key)[0].value or []
+        for site in [site for site in unnamed if site.signatures.identity in names]:
+            site.is_agreed = True
+            unnamed.remove(site)

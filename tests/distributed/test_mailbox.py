@@ -1,0 +1,334 @@
+"""What raises on a CPU raises on a GPU, some calls later, and who waits for a GPU says so; a CPU plays the GPU."""
+
+import gc
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from played_gpu import Player, play
+from torch import Tensor, nn
+from voting import Ranks
+
+import syncbn
+from syncbn.diagnosis import mailbox, watchdog
+from syncbn.diagnosis.failures import RanksDifferError
+from syncbn.diagnosis.positions import Wait
+from syncbn.diagnosis.sites import Site
+from syncbn.kernels.interface import ENDED, FAULT, RANKS_DIFFER
+from syncbn.reductions import faults
+
+pytestmark = [
+    pytest.mark.two_ranks,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU plays the GPU"),
+]
+
+
+class Model(nn.Module):
+    """Two layers over a group of their own, as a fault ends what a group can do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        group = dist.new_group()
+        self.bn1, self.bn2 = (syncbn.SyncBatchNorm1d(3, process_group=group) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn2(self.bn1(x))
+
+    def sites(self) -> list[Site]:
+        return [self.bn1._call_site, self.bn2._call_site]
+
+
+@pytest.fixture
+def player(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Player]:
+    yield play(monkeypatch)
+    watchdog.this_rank().boxes.clear()
+
+
+@pytest.fixture
+def model(player: Player) -> Model:
+    """With names that the ranks have agreed on."""
+    model = Model()
+    model(X).sum().backward()
+    wait_until(lambda: all(site.is_agreed for site in model.sites()))
+    dist.barrier()
+    return model
+
+
+X = torch.randn(4, 3, requires_grad=True)
+
+
+def wait_until(happened: Callable[[], object]) -> None:
+    """What never happens is ended by the test's own limit."""
+    while not happened():
+        time.sleep(0.02)
+
+
+def texts_of(call: Callable[[], object], error: type[Exception]) -> str:
+    """The text of the error that `call` raises, again and again, with its notes."""
+    with pytest.raises(error) as first:
+        call()
+    with pytest.raises(error) as again:
+        call()
+    assert again.value is first.value
+    return "\n".join((str(first.value), *getattr(first.value, "__notes__", ())))
+
+
+def differentiate_twice(model: Model, y: Tensor) -> None:
+    """The first of two all_reduces meets the other rank's only one, so the second raises."""
+    with pytest.raises(RanksDifferError):
+        torch.autograd.grad(y.square().sum(), X, create_graph=True)
+
+
+# What ranks mix: rank 0, rank 1, what both say.
+MIXTURES: dict[str, tuple[Callable[..., object], Callable[..., object], str]] = {
+    "layers": (
+        lambda model, y: model.bn1(X), lambda model, y: model.bn2(X),
+        r"rank 0: in bn1 forward, call 2.*\nrank 1: in bn2 forward, call 3.*\nEvery rank must call the same layers",
+    ),
+    "passes": (
+        lambda model, y: model.bn2(X), lambda model, y: y.sum().backward(),
+        r"rank 0: in bn2 forward, call 3\nrank 1: in bn2 backward, call 2\nA rank has left out a layer or a backward",
+    ),
+    "dtypes": (
+        lambda model, y: model.bn1(X.bfloat16()), lambda model, y: model.bn1(X),
+        r"rank 0: in bn1 forward, call 2, with an input of torch.bfloat16\nrank 1: .*float32\nUse autocast on every",
+    ),
+    "graphs": (
+        differentiate_twice, lambda model, y: y.sum().backward(),
+        r"rank 0: in bn2 backward with create_graph .*, call 2\nrank 1: in bn2 backward, call 2\nPass create_graph",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_ranks_that_mix_what_they_send_raise_at_the_next_call(ranks: Ranks, model: Model, name: str) -> None:
+    *calls, expected = MIXTURES[name]
+    y = model.bn2(X)
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    calls[ranks.rank](model, y)
+    assert re.search(expected, said := texts_of(lambda: model.bn1(X), RanksDifferError)), said
+    assert re.search(r"\nThe results of bn\d .*, call \d and all later ones are void, noticed after bn\d ", said), said
+    torch.testing.assert_close([*model.buffers()], buffers, rtol=0, atol=0)
+    dist.barrier()
+
+
+def test_a_bad_argument_of_one_rank(ranks: Ranks, model: Model) -> None:
+    """That rank raises at once, the other at its next call; in backward too."""
+    y = model(X)
+    if ranks.rank == 1:
+        with pytest.raises(ValueError, match=r"^SyncBatchNorm1d: expected 3 channels"):
+            model.bn1(X[:, :2])
+    else:
+        model.bn1(X)
+    said = texts_of(lambda: y.sum().backward(retain_graph=True), ValueError)
+    assert said.startswith(
+        "syncbn: another rank failed in bn1 forward, call 3.\nrank 1: ValueError: expected 3 channels"
+    )
+    assert texts_of(lambda: model(X), ValueError) == said
+
+
+def test_a_bad_argument_of_another_type(ranks: Ranks, model: Model) -> None:
+    with pytest.raises(TypeError) if ranks.rank == 0 else warnings.catch_warnings():
+        model.bn2(X.cfloat() if ranks.rank == 0 else X)
+    assert "rank 0: TypeError: expected a float16, bfloat16" in texts_of(lambda: model(X), TypeError)
+
+
+def test_one_value_per_channel(ranks: Ranks, model: Model) -> None:
+    model.bn1(X[: 1 - ranks.rank])
+    said = texts_of(lambda: model.bn2(X), ValueError)
+    assert said.startswith(
+        "syncbn: Expected more than 1 value per channel when training, got 1 over all ranks in bn1 forward, call 2."
+    )
+
+
+def test_statistics_of_one_value_are_no_fault(ranks: Ranks, model: Model) -> None:
+    group = model.bn1.process_group
+    assert syncbn.functional.sync_batch_stats(X[: 1 - ranks.rank], group)[2] == 1
+    assert model(X).isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_the_rank_of_a_nan_warns_once(ranks: Ranks, model: Model, bad: float) -> None:
+    """It is no fault, and a later one is seen."""
+    x = torch.randn(4, 3)
+    x[0, 1] = bad if ranks.rank else 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.bn1(x)
+            time.sleep(0.5)
+    expected = "syncbn: NaN or infinity in the input of bn1 forward, call 2 on rank 1; "
+    assert [str(one.message)[: len(expected)] for one in caught] == [expected] * ranks.rank
+    assert model.bn1.running_mean.isfinite().tolist() == [True, False, True]
+    (model.bn1 if ranks.rank else model.bn2)(X)
+    texts_of(lambda: model.bn1(X), RanksDifferError)
+
+
+def test_a_fault_in_a_replay(ranks: Ranks, model: Model) -> None:
+    """A captured graph stores the layer and the pass, not a number. The next eager call raises."""
+    layer = model.bn1 if ranks.rank else model.bn2
+    box = layer._call_site.state.boxes[torch.device("cpu"), None]
+    box.words[FAULT] = faults.captured_tag(layer._call_site, "backward") * 4 + RANKS_DIFFER
+    said = texts_of(lambda: model(X), RanksDifferError)
+    assert "rank 0: in bn2 backward, in a CUDA graph" in said
+    assert "rank 1: in bn1 backward, in a CUDA graph" in said
+    assert "The results of bn" in said
+
+
+def test_a_capture_makes_no_mailbox(ranks: Ranks, player: Player, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes one of another stream, with a negative tag; where there is none, nothing is noted."""
+    layer = Model().bn1
+    for streams in ([None, None], [7, 7], [None, None]):
+        monkeypatch.setattr(faults, "stream_of", lambda device, streams=streams: streams[0])
+        layer(X).sum().backward()
+    boxes = layer._call_site.state.boxes
+    assert [stream for _, stream in boxes] == [7, None]
+    box = boxes[torch.device("cpu"), 7]
+    assert [begun.number for begun in box.begun] == [3, 4], "what a graph captures is not expected to end"
+    assert not box.words[FAULT]
+
+
+def test_a_program_that_does_not_come_by(ranks: Ranks, model: Model, caplog: pytest.LogCaptureFixture) -> None:
+    """As it waits in torch.cuda.synchronize(): the watchdog logs the fault, once."""
+    (model.bn1 if ranks.rank else model.bn2)(X)
+    wait_until(lambda: "in bn2 forward, call 2" in caplog.text)
+    time.sleep(0.3)
+    assert caplog.text.count(f"syncbn: rank {ranks.rank} meets a fault on the GPU.\n") == 1
+    texts_of(lambda: model(X), RanksDifferError)
+
+
+def test_a_rank_that_does_not_answer(ranks: Ranks, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an earlier process has written is no answer."""
+    monkeypatch.setattr(faults, "ANSWER_SECONDS", 0.5)
+    site = model.bn1._call_site
+    if ranks.rank == 0:
+        box = site.state.boxes[torch.device("cpu"), None]
+        with monkeypatch.context() as long_ago:
+            long_ago.setattr(time, "time", lambda: 1e9)
+            long_ago.setattr(site.rank, "rank", 1)
+            site.rank.write(f"fault/{site.rank.life}/{site.group_name}", {"doing": "bn7 forward, call 2"})
+        box.words[FAULT] = site.state.num_collectives * 4 + RANKS_DIFFER
+        said = texts_of(lambda: model(X), RanksDifferError)
+        assert "rank 0: in bn1 backward, call 1\nrank 1: has not answered within 0.5 s" in said
+    dist.barrier()
+
+
+def test_several_groups(ranks: Ranks, model: Model) -> None:
+    """A fault ends one group alone, and a group of one rank has no mailbox."""
+    other, alone = Model(), syncbn.SyncBatchNorm1d(3, process_group=1)
+    (model.bn1 if ranks.rank else model.bn2)(X)
+    texts_of(lambda: model(X), RanksDifferError)
+    for _ in range(3):
+        other(X).sum().backward()
+    assert alone(X).isfinite().all()
+    assert alone._call_site is None
+    assert other.bn1._call_site.state.boxes.keys() == {(torch.device("cpu"), 0), (torch.device("cpu"), None)}
+
+
+def test_several_streams(ranks: Ranks, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a mailbox, and a fault in one ends the group."""
+    monkeypatch.setattr(faults, "stream_of", lambda device: 7)
+    (model.bn1 if ranks.rank else model.bn2)(X)
+    assert len(model.bn1._call_site.rank.boxes) >= 2
+    texts_of(lambda: model(X), RanksDifferError)
+    monkeypatch.setattr(faults, "stream_of", lambda device: 0)
+    texts_of(lambda: model(X), RanksDifferError)
+
+
+def test_a_group_that_was_destroyed(ranks: Ranks, model: Model) -> None:
+    """The watchdog forgets its mailbox; queued kernels may still write to it."""
+    rank, kept, before = watchdog.this_rank(), len(mailbox._memory), len(watchdog.this_rank().boxes)
+    dist.destroy_process_group(model.bn1.process_group)
+    del model.bn1, model.bn2
+    gc.collect()
+    assert len(rank.boxes) == before - 1
+    assert len(mailbox._memory) == kept
+
+
+def test_a_forked_process(ranks: Ranks, model: Model) -> None:
+    child = os.fork()
+    if not child:
+        try:
+            model(X)
+        except RuntimeError as error:
+            os._exit(int("was forked" not in str(error)))
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    model(X)
+    dist.barrier()
+
+
+def test_other_names_for_the_same_layers(ranks: Ranks, player: Player) -> None:
+    """Rank 0 has them in a further module: rank 1 does not sign, and nothing is mistaken for a fault."""
+    inner = Model()
+    model = inner if ranks.rank else nn.Sequential(inner)
+    for _ in range(5):
+        model(X).sum().backward()
+        time.sleep(0.1)
+        dist.barrier()
+    assert all(site.is_agreed == (ranks.rank == 0) for site in inner.sites())
+
+
+# Waits.
+
+
+@pytest.fixture
+def log_of_waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """The log of a rank that warns when it has waited half a second."""
+    monkeypatch.setattr(Wait, "next_warning_seconds", 0.5)
+    return caplog
+
+
+def test_a_long_wait_of_the_gpu_is_told(ranks: Ranks, player: Player, log_of_waits: pytest.LogCaptureFixture) -> None:
+    """The oldest unfinished all_reduce is named, though the host has gone on; nothing once all are finished."""
+    model = Model()
+    model(X)
+    player.behind = True
+    y = model(X)
+    expected = (
+        rf"rank {ranks.rank} has waited \d+ s for others, in bn1 forward, call 2 on the GPU, .*\n"
+        r"ranks 0-1: in bn2 forward, call 2(; at \S+)?\n"
+    )
+    wait_until(lambda: re.search(expected, log_of_waits.text))
+    dist.barrier()  # all have read the positions
+    player.behind = False
+    y.sum().backward()
+    time.sleep(0.2)
+    log_of_waits.clear()
+    time.sleep(1.2)
+    assert not log_of_waits.text
+    dist.barrier()
+
+
+def test_a_gpu_that_is_behind_does_not_wait(model: Model) -> None:
+    """The host may go on long before it: the time counts from when the all_reduce before has ended."""
+    box = model.bn1._call_site.state.boxes[torch.device("cpu"), None]
+    ended = box.words[ENDED]
+    for seen, number in ((ended - 2, ended - 1), (ended - 2, ended - 1), (ended - 1, ended)):
+        for begun in box.begun:
+            begun.start = -1e9
+        box.words[ENDED] = seen
+        assert box.unfinished().number == number
+        assert box.unfinished().is_long() == (number < ended)
+    box.words[ENDED] = ended
+    assert box.unfinished() is None
+
+
+def test_the_watchdog_survives_an_error(
+    ranks: Ranks, model: Model, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so once, and goes on writing positions."""
+    look = mock.Mock(side_effect=[RuntimeError("the store is odd")] * 3 + [None] * 1000)
+    monkeypatch.setattr(faults.GroupBox, "look", look)
+    time.sleep(1)
+    said = f"syncbn: the watchdog of rank {ranks.rank} has failed once, and goes on: RuntimeError: the store is odd"
+    assert caplog.text.count(said) == caplog.text.count("syncbn: ") == 1
+    rank = watchdog.this_rank()
+    assert rank.watchdog.is_alive()
+    assert time.monotonic() - rank.written < 1

@@ -1,0 +1,94 @@
+"""Plays a GPU on a CPU: the host reads no total, and what the kernels of a GPU note in mailboxes the player notes."""
+
+import ctypes
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from syncbn.diagnosis import watchdog
+from syncbn.kernels import cpu, select
+from syncbn.kernels.interface import (
+    BAD_ARGUMENT,
+    ENDED,
+    FAULT,
+    LOCAL_NOT_FINITE,
+    NO_BUFFERS,
+    ONE_VALUE,
+    RANKS_DIFFER,
+    UNSIGNED,
+    Mailbox,
+)
+
+
+class Player:
+    """Notes at once, or as long as it is `behind` nothing."""
+
+    behind = False
+
+    def note(self, total: Tensor, is_forward: bool, mailbox: Mailbox) -> bool:
+        """As `look` in gpu_mailbox.py: whether there is a fault."""
+        if self.behind:
+            return False
+        n, num_signed, signatures, squares = total[-4:].tolist()
+        kind = ONE_VALUE if is_forward and n == 1 else 0
+        kind = BAD_ARGUMENT if math.isnan(n) else kind
+        kind = RANKS_DIFFER if num_signed * squares != signatures**2 else kind
+        host = (ctypes.c_int64 * 4).from_address(mailbox.host)
+        state = ctypes.c_int64.from_address(mailbox.state)
+        if kind and not state.value:
+            state.value = host[FAULT] = mailbox.tag * 4 + kind
+        if mailbox.tag > 0:
+            host[ENDED] = mailbox.tag
+        return state.value != 0
+
+    def forward_sums(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def play(
+            kernels: Any, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False, mailbox: Any = None
+        ) -> Any:
+            sums, scratch = compute(kernels, x, signature, is_complete)
+            if mailbox is not None and not sums.isfinite().all():
+                (ctypes.c_int64 * 4).from_address(mailbox.host)[LOCAL_NOT_FINITE] = mailbox.tag
+            return sums, scratch
+
+        return play
+
+    def forward_outputs(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def play(
+            kernels: Any,
+            scratch: Any,
+            inputs: Any,
+            total: Tensor,
+            buffers: Any = NO_BUFFERS,
+            momentum: Any = 0.0,
+            mailbox: Any = None,
+        ) -> Any:
+            if mailbox is not None and self.note(total, True, mailbox):
+                buffers = [None if buffer is None else buffer.clone() for buffer in buffers]
+            return (*compute(kernels, scratch, inputs, total, buffers, momentum)[:2], True)
+
+        return play
+
+    def backward_outputs(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def play(kernels: Any, scratch: Any, dy: Tensor, saved: Any, total: Tensor, mailbox: Any = None) -> Any:
+            if mailbox is not None:
+                self.note(total, False, mailbox)
+            return compute(kernels, scratch, dy, saved, total)
+
+        return play
+
+
+def play(monkeypatch: pytest.MonkeyPatch) -> Player:
+    """From now on."""
+    player = Player()
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(Tensor, "is_cpu", False)
+    for kernels, names in ((cpu.Forward, ("forward_sums", "forward_outputs")), (cpu.Backward, ("backward_outputs",))):
+        for name in names:
+            monkeypatch.setattr(kernels, name, getattr(player, name)(getattr(kernels, name)))
+    monkeypatch.setattr(select, "looks_at_totals", lambda device: True)
+    monkeypatch.setattr(select, "look_at_total", player.note)
+    monkeypatch.setattr(watchdog, "HEARTBEAT_SECONDS", 0.05)
+    return player
