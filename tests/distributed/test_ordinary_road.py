@@ -97,7 +97,7 @@ def freed(tensor: Tensor) -> Tensor:
         ("channel_dim", lambda: 1.0, "channel_dim must be an int, got 1.0"),
         ("input", lambda: torch.tensor(1.0), r"expected at least 2D input \(got 0D input of shape \(\)\)"),
         ("input", lambda: torch.ones(2, C, 5, device="meta"), "the input is on meta but running_mean on cpu"),
-        ("weight", lambda: [1.0], "expected weight to be a Tensor"),
+        ("weight", lambda: [1.0], "expected weight to be a float tensor, got list"),
         ("z", lambda: torch.ones(2, C, 5).to_sparse(), "expected a dense z, got layout torch.sparse_coo; use z"),
         ("mask", lambda: torch.ones(2, C, 5) > 0, r"expected mask of .* got \(2, 3, 5\)"),
         ("mask", lambda: torch.ones(2, device="meta") > 0, "the input is on cpu but mask on meta"),
