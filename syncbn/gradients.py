@@ -77,12 +77,13 @@ def _gradients_with_graph(forward: ForwardKind, inputs: BackwardInput, reduction
     """
     kind, dy, (x, weight, statistics, y), needs_residual = inputs
     kernels, num_values = torch_forward(forward), statistics[3 * kind.layout.sizes[1]].clamp(min=1)
-    column = kernels.column
+    column, fold = kernels.column, kind.layout.fold
     sums = total(kernels.forward_sums(x), reduction, WITH_GRAPH)
     mean, mean_square = (sums[:-TRAILER_NUMBERS] / num_values).chunk(2)
-    xmu = kernels.minus_mean(kind.layout.fold(x), mean)
+    xmu = kernels.minus_mean(fold(x), mean)
     invstd = ((mean_square - mean.square()).clamp(min=0) + forward.eps).rsqrt()
-    wide_dy = reference.through_relu(kind, dy, x, y, statistics).to(kernels.wide)
+    dy = reference.through_relu(kind, fold(dy), fold(x), None if y is None else fold(y), statistics)
+    wide_dy = dy.to(kernels.wide)
     sum_dy, sum_dy_xmu = kernels.channel_sums(wide_dy), kernels.channel_sums(wide_dy * xmu)
     sums = total(torch.cat((sum_dy, sum_dy_xmu, sum_dy.new_zeros(TRAILER_NUMBERS))), reduction, "backward")
     mean_dy, mean_dy_xmu = (sums[:-TRAILER_NUMBERS] / num_values).chunk(2)

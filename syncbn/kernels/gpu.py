@@ -60,7 +60,7 @@ class _Launches:
         """A launch whose grid is (spans, parts)."""
         most_parts, registers = MAPPING_PROGRAMS // max(1, self.spans), MAPPING_REGISTERS
         if kernel is gpu_tiles.parts_of_sums:
-            programs = num_multiprocessors(self.device) * SUMMING_THREADS // (32 * self.warps)
+            programs = _num_multiprocessors(self.device) * SUMMING_THREADS // (32 * self.warps)  # that run at once
             most_parts, registers = min(MOST_PARTS, programs // max(1, self.spans)), SUMMING_REGISTERS
         of_group = gpu_tiles.GROUP.value * self.tiles.rows
         num_groups = triton.cdiv(self.num_rows, of_group)
@@ -212,8 +212,7 @@ def _scratch(channels: int, num_parts: int) -> tuple[int, int]:
     return 8 * num_in_parts, num_in_parts + 6 * channels
 
 
-def num_multiprocessors(device: torch.device) -> int:
-    """The multiprocessors of the GPU. Sums start as many programs as run at once."""
+def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS
 
 

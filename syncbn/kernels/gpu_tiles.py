@@ -212,10 +212,11 @@ def parts_of_sums(
 
 @triton.jit
 def _in_reverse(num_rows, rows_of_program, TILES: tl.constexpr):
-    """The span of the program, the first of its rows, and where they stop."""
+    """The span of the program, the first of its rows, where they stop, and the first of the last group."""
     span, part = tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     start = tl.cast(part, TILES.index) * rows_of_program
-    return span, start, tl.minimum(start + rows_of_program, num_rows)
+    stop = tl.minimum(start + rows_of_program, num_rows)
+    return span, start, stop, start + (stop - start - 1) // (GROUP * TILES.rows) * (GROUP * TILES.rows)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -223,15 +224,13 @@ def normalize(
     x, residual, y, coefficients, num_rows, rows_of_program, channels, inner, multiplier, shift,
     TILES: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    span, start, stop = _in_reverse(num_rows, rows_of_program, TILES)
+    span, start, stop, last = _in_reverse(num_rows, rows_of_program, TILES)
     program = (stop, span, channels, inner, multiplier, shift)
     channel, exists = _channel(span, channels, TILES)
     center = _coefficient(coefficients, 0, channels, channel, exists, TILES)
     scale = _coefficient(coefficients, 1, channels, channel, exists, TILES)
     offset = _coefficient(coefficients, 2, channels, channel, exists, TILES)
-    of_group = GROUP * TILES.rows
-    last = start + (stop - start - 1) // of_group * of_group
-    for row in range(start, stop, of_group):
+    for row in range(start, stop, GROUP * TILES.rows):
         for tile in tl.static_range(GROUP):
             offsets, found = _tile(last - (row - start) + tile * TILES.rows, program, TILES)
             value = tl.fma(_load(x, offsets, found, TILES) - center, scale, offset)
@@ -247,7 +246,7 @@ def input_gradient(
     dy, x, y, grad_x, grad_residual, coefficients, num_rows, rows_of_program, channels, inner, multiplier,
     shift, TILES: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    span, start, stop = _in_reverse(num_rows, rows_of_program, TILES)
+    span, start, stop, last = _in_reverse(num_rows, rows_of_program, TILES)
     program = (stop, span, channels, inner, multiplier, shift)
     channel, exists = _channel(span, channels, TILES)
     center = _coefficient(coefficients, 0, channels, channel, exists, TILES)
@@ -258,9 +257,7 @@ def input_gradient(
     if RELU:
         scale = _coefficient(coefficients, 4, channels, channel, exists, TILES)
         offset = _coefficient(coefficients, 5, channels, channel, exists, TILES)
-    of_group = GROUP * TILES.rows
-    last = start + (stop - start - 1) // of_group * of_group
-    for row in range(start, stop, of_group):
+    for row in range(start, stop, GROUP * TILES.rows):
         for tile in tl.static_range(GROUP):
             offsets, found = _tile(last - (row - start) + tile * TILES.rows, program, TILES)
             difference = _load(x, offsets, found, TILES) - center

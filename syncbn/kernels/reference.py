@@ -106,7 +106,7 @@ class Backward(Operations):
         mean, _, invstd, _ = unpack(statistics, self.kind.layout.sizes[1])
 
         def terms(x: Tensor, dy: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-            wide_dy = _through_relu(self.kind, dy, x, y, statistics).to(self.wide)
+            wide_dy = through_relu(self.kind, dy, x, y, statistics).to(self.wide)
             return wide_dy, wide_dy * self.minus_mean(x, mean)
 
         sums = self.summed(terms, x, dy, y)
@@ -130,7 +130,7 @@ class Backward(Operations):
         center, a, b, c = _columns(x.device, narrow_mean, wide_a, wide_b, -wide_a * mean_dy - wide_b * rest)
 
         def behind_relu(x: Tensor, dy: Tensor, y: Tensor | None) -> Tensor:
-            return _through_relu(self.kind, dy, x, y, statistics)
+            return through_relu(self.kind, dy, x, y, statistics)
 
         def input_gradient(x: Tensor, dy: Tensor, y: Tensor | None) -> Tensor:
             return behind_relu(x, dy, y).to(center.dtype) * a + (x.to(center.dtype) - center) * b + c
@@ -140,13 +140,7 @@ class Backward(Operations):
 
 
 def through_relu(kind: interface.BackwardKind, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor) -> Tensor:
-    """dy folded, and 0 where the output of a fused relu is 0. NaN passes, as in torch's relu."""
-    fold = kind.layout.fold
-    return _through_relu(kind, fold(dy), fold(x), None if y is None else fold(y), statistics)
-
-
-def _through_relu(kind: interface.BackwardKind, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor) -> Tensor:
-    """Of folded tensors."""
+    """dy, and 0 where the output of a fused relu is 0, of folded tensors. NaN passes, as in torch's relu."""
     if not (kind.masks_by_x or kind.masks_by_y):
         return dy
     if kind.masks_by_x:
