@@ -40,7 +40,6 @@ ORDER = [
     "unsynchronised",
     "synchronised_classes tools.running_stats tools.join tools.assert_synced",
     "functional layer",
-    "batch_stats",
     "training evaluation",
     "ordinary general",
     "gradients inputs.unwrapping raising",
