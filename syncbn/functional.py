@@ -58,7 +58,7 @@ def sync_batch_norm(
     unbiased variance. Otherwise mean and var are the running statistics and nothing is communicated: F.batch_norm
     itself. Ioffe & Szegedy 2015, https://arxiv.org/abs/1502.03167.
 
-    Issues one all_reduce of 8 * (2C + 4) bytes in forward and one in backward: on CPU a signature in it shows the ranks
+    Issues one all_reduce of 8 * (2C + 4) bytes in forward and one in backward: a signature in it shows the ranks
     whether they are in the same layer. None with one rank or without a process group. (Among at most 16 ranks of gloo,
     on CPU, one all_to_all_single with as many bytes to each rank makes an all_reduce of up to 64 kB.) Every rank of the
     group must make the same calls in the same order. The gradients of weight and bias are this rank's share; their sum
@@ -93,12 +93,12 @@ def sync_batch_norm(
 
     Raises:
         RuntimeError: in eager mode, when the all_reduce fails or times out, with where every rank is: in which layer,
-            pass and call. On CPU also when ranks in different layers have met.
-        ValueError, TypeError: a bad argument, before any buffer is changed. On CPU in eager mode every rank raises, the
-            others an error with the faulty ranks' numbers, as long as most of running_mean, running_var, weight,
-            bias and the input agree on C (if none of them tells C, the faulty rank raises alone). One value per channel
-            in the whole group is a ValueError too, on every rank; on a GPU and in compiled graphs it leaves running_var
-            as it is.
+            pass and call. Also when ranks in different layers have met, on a GPU at a later call.
+        ValueError, TypeError: a bad argument, before any buffer is changed. In eager mode every rank raises, the others
+            (on a GPU at a later call) an error with the faulty ranks' numbers, as long as most of running_mean,
+            running_var, weight, bias and the input agree on C; if none of them tells C, the faulty rank raises alone.
+            One value per channel in the whole group is a ValueError too, on every rank; in compiled graphs it leaves
+            running_var as it is.
 
     >>> x = torch.tensor([[1.0, 10.0], [3.0, 30.0]])  # (N, C) on the only rank
     >>> sync_batch_norm(x, None, None, training=True)
@@ -145,8 +145,8 @@ def sync_batch_stats(
 
     Raises:
         RuntimeError: as `sync_batch_norm`.
-        ValueError, TypeError: a bad argument. On CPU in eager mode every rank raises, the others an error with the
-            faulty ranks' numbers, as long as the input has a dim `channel_dim`.
+        ValueError, TypeError: a bad argument. In eager mode every rank raises, the others (on a GPU at a later call) an
+            error with the faulty ranks' numbers, as long as the input has a dim `channel_dim`.
 
     >>> mean, var, count = sync_batch_stats(torch.tensor([[1.0, 10.0], [3.0, 30.0]]))  # (N, C) on the only rank
     >>> mean, var, count
@@ -246,8 +246,7 @@ def batch_norm_backward(
         a second derivative.
 
     Raises:
-        ValueError, TypeError: a bad argument; on CPU in eager mode on every rank, as in `sync_batch_norm`, when mean
-            gives C.
+        ValueError, TypeError: a bad argument; in eager mode on every rank, as in `sync_batch_norm`, when mean gives C.
     """
     reduction: Reduction = ONE_RANK
     if training:

@@ -128,8 +128,9 @@ class SyncBatchNorm(_BatchNorm):
             Tensor of the input's kind, shape, dtype and memory format; a DTensor with the input's placements.
 
         Raises:
-            ValueError, TypeError: a bad argument. On CPU in eager mode every rank raises: the faulty rank this error,
-                the others one with the layer's name and the faulty ranks' numbers. Buffers are not changed then.
+            ValueError, TypeError: a bad argument. In eager mode every rank raises: the faulty rank this error, the
+                others, on a GPU at a later call, one with the layer's name and the faulty ranks' numbers. Buffers are
+                not changed then.
 
         With no process group, or one rank, the batch is this rank's. One value per channel over all ranks is a
         ValueError, as in F.batch_norm. In a forward inside a backward, as activation checkpointing recomputes it, the
