@@ -82,8 +82,8 @@ class LocalNoise(list[LayerNoise]):
             numbers = *(f"{round(size, 1):.10g}" for size in row[3:5]), *(f"{deviation:.3f}" for deviation in row[5:8])
             rows.append((*row[:2], *numbers, "yes" if row.gains else "no", row.bytes_per_call))
         gain = f"{sum(row.gains for row in self)} of {len(self)}"
-        total = ("total", *[""] * 6, gain, sum(row.bytes_per_call for row in self))
-        return f"{table(('layer', 'class', *headings), rows, total)}\n{LEGEND}{left_out}"
+        footer = ("total", *[""] * 6, gain, sum(row.bytes_per_call for row in self))
+        return f"{table(('layer', 'class', *headings), rows, footer)}\n{LEGEND}{left_out}"
 
 
 @contextlib.contextmanager

@@ -133,6 +133,6 @@ def _with_bar(loader: Iterable[Batch], num_batches: int | None) -> Iterable[Batc
             from rich.console import Console
             from rich.progress import track
 
-            total = min(filter(None, (operator.length_hint(loader), num_batches)), default=None)
-            return track(batches, "Running statistics", total=total, console=Console(stderr=True))
+            steps = min(filter(None, (operator.length_hint(loader), num_batches)), default=None)
+            return track(batches, "Running statistics", total=steps, console=Console(stderr=True))
     return batches
