@@ -36,7 +36,22 @@ SCRIPTS = Path(__file__).parent
 DTYPES = "torch.float32", "torch.bfloat16", "torch.float16", "torch.float64", "not torch"
 ON_ONE_GPU = {"TESTS_BACKEND": "nccl", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "VERSION"}
 # What rank 1 does wrong in tests/faulty_job.py -> patterns of what rank 0 and rank 1 must say; "" is always said.
-FAULTS = {"kill -9 in forward": ("rank 1: .*its process", ""), "sleeps": ("rank 0 has waited", "")}
+LAYERS = r"rank 0: in body\.bn2 forward, call 3.*\n.*rank 1: in body\.bn3 forward, call 3"
+REPLAY = r"rank 0: in body\.bn1 forward, in a CUDA graph.*\n.*rank 1: in body\.bn2 forward, in a CUDA graph"
+BAD_ARGUMENT = r"another rank failed in body\.bn2 forward, call 3\.\n.*rank 1: ValueError: expected 4 channels"
+ONE_VALUE = "Expected more than 1 value per channel when training, got 1 over all ranks"
+FAULTS = {
+    "kill -9 in forward": ("rank 1: .*its process", ""),
+    "sleeps": ("rank 0 has waited", ""),
+    "skips a layer": (LAYERS, LAYERS),
+    "another order": (LAYERS, LAYERS),
+    "autocast": ("have inputs of different dtypes",) * 2,
+    "two models, another order": ("layer number 1 of its group\n.*rank 1: .*layer number 2 of its group",) * 2,
+    "bad argument": (BAD_ARGUMENT, "ValueError: body.bn2: expected 4 channels"),
+    "one value": (ONE_VALUE, ONE_VALUE),
+    "NaN": ("", r"NaN or infinity in the input of body\.bn1 forward, call 3 on rank 1"),
+    "replay": (REPLAY, REPLAY),
+}
 # At once, so that they take as long as one another.
 DISTRIBUTED_TESTS = ("equality", "ddp", "communication", "masks"), ("join", "groups", "running_stats")
 

@@ -26,6 +26,7 @@ import syncbn
 
 TIMEOUT = timedelta(seconds=int(os.environ.get("COLLECTIVE_SECONDS", 3)))
 BACKEND = os.environ.get("TESTS_BACKEND", "gloo")  # with nccl all ranks share a GPU
+DEVICE = "cuda" if BACKEND == "nccl" else "cpu"
 UNTIL_WRITTEN_SECONDS = 0.5  # a thread writes a rank's position, soon after it has changed
 STEPS, FAULTY_STEP = 6, 3
 FAULT, LAYER, *FOLDER = sys.argv[1:]
@@ -64,6 +65,8 @@ class Body(nn.Module):
             raise KeyError("no such class: 10")
         if fault in ("kill -9 in forward", *OTHER_JOBS):
             kill()
+        if fault == "bad argument":
+            self.bn2(x[:, :2])
         if fault == "another order":
             return self.bn2(self.bn3(x))
         return self.bn3(x if fault == "skips a layer" else self.bn2(x))
@@ -107,6 +110,10 @@ def before_step(model: nn.Sequential) -> None:
         model.body.bn1.process_group = 1 if AT_FAULT else RANKS
     if FAULT == "a group on one rank alone" and AT_FAULT:
         model.body.bn1.process_group = 1
+    if BACKEND == "nccl":  # layers sign on a GPU when the watchdogs have compared their names
+        time.sleep(3)
+    if FAULT == "replay":
+        replay(model)
     if FAULT == "link cut":  # between hosts, by the test
         time.sleep(UNTIL_WRITTEN_SECONDS)
         Path(*FOLDER, f"rank {RANK}").touch()
@@ -117,6 +124,25 @@ def before_step(model: nn.Sequential) -> None:
             threading.Thread(target=kill).start()
         else:
             time.sleep(1)
+
+
+def replay(model: nn.Sequential) -> None:
+    """A CUDA graph of each rank has another layer."""
+    layer, x, graph = model.body.bn2 if AT_FAULT else model.body.bn1, torch.randn(4, 4), torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        with torch.cuda.graph(graph):
+            layer(x)
+        graph.replay()
+        torch.cuda.synchronize()
+        layer(x)
+
+
+def inputs(fault: str, dtype: torch.dtype) -> Tensor:
+    """A rank's batch in a step in which it has this fault."""
+    x = torch.randn(4, 3, dtype=dtype)
+    if fault == "NaN":
+        x[0, 0] = torch.nan
+    return x[: 1 - AT_FAULT] if fault == "one value" else x
 
 
 def remake_group(_: object) -> None:
@@ -198,14 +224,17 @@ def train() -> None:
         if body.faulty and FAULT.startswith("evaluates"):
             ddp.eval()(torch.randn(4, 3))
             ddp.train()
-        with torch.autocast("cpu", torch.bfloat16, enabled=body.faulty and FAULT == "autocast"):
-            y = ddp(torch.randn(4, 3, dtype=model.linear.weight.dtype))
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=body.faulty and FAULT == "autocast"):
+            has_fault = body.faulty or (FAULT == "one value" and step == FAULTY_STEP)
+            y = ddp(inputs(FAULT if has_fault else "", model.linear.weight.dtype))
         if body.faulty and FAULT == "out of memory, caught":
             continue
         if body.faulty and FAULT == "kill -9 in backward":
             y.register_hook(kill)
         y.square().mean().backward()
         y.detach().cpu()  # waits for a GPU
+    if FAULT == "NaN":
+        time.sleep(3)  # until the watchdog has looked
     if FAULT.endswith("a barrier"):
         dist.barrier()
     if "an evaluation" in FAULT:

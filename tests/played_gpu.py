@@ -1,13 +1,19 @@
-"""Plays a GPU on a CPU: the host reads no total, and what the kernels of a GPU note in mailboxes the player notes."""
+"""Plays a GPU on a CPU: the host reads no total, and what the kernels of a GPU note in mailboxes the player notes.
+
+With TRITON_INTERPRET=1 the kernels of a GPU are interpreted and note it themselves.
+"""
 
 import ctypes
+import importlib
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from torch import Tensor
 
+from syncbn import plan
 from syncbn.diagnosis import watchdog
 from syncbn.kernels import cpu, select
 from syncbn.kernels.interface import (
@@ -21,6 +27,8 @@ from syncbn.kernels.interface import (
     UNSIGNED,
     Mailbox,
 )
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Player:
@@ -36,7 +44,7 @@ class Player:
         kind = ONE_VALUE if is_forward and n == 1 else 0
         kind = BAD_ARGUMENT if math.isnan(n) else kind
         kind = RANKS_DIFFER if num_signed * squares != signatures**2 else kind
-        host = (ctypes.c_int64 * 4).from_address(mailbox.host)
+        host = (ctypes.c_int64 * 3).from_address(mailbox.host)
         state = ctypes.c_int64.from_address(mailbox.state)
         if kind and not state.value:
             state.value = host[FAULT] = mailbox.tag * 4 + kind
@@ -49,8 +57,9 @@ class Player:
             kernels: Any, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False, mailbox: Any = None
         ) -> Any:
             sums, scratch = compute(kernels, x, signature, is_complete)
-            if mailbox is not None and not sums.isfinite().all():
-                (ctypes.c_int64 * 4).from_address(mailbox.host)[LOCAL_NOT_FINITE] = mailbox.tag
+            if mailbox is not None and mailbox.tag > 0 and not sums.isfinite().all():
+                host = (ctypes.c_int64 * 3).from_address(mailbox.host)
+                host[LOCAL_NOT_FINITE] = host[LOCAL_NOT_FINITE] or mailbox.tag
             return sums, scratch
 
         return play
@@ -85,10 +94,18 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Player:
     player = Player()
     monkeypatch.setattr(Tensor, "is_cuda", True)
     monkeypatch.setattr(Tensor, "is_cpu", False)
-    for kernels, names in ((cpu.Forward, ("forward_sums", "forward_outputs")), (cpu.Backward, ("backward_outputs",))):
-        for name in names:
-            monkeypatch.setattr(kernels, name, getattr(player, name)(getattr(kernels, name)))
     monkeypatch.setattr(select, "looks_at_totals", lambda device: True)
-    monkeypatch.setattr(select, "look_at_total", player.note)
+    if IS_INTERPRETED:
+        gpu = importlib.import_module("syncbn.kernels.gpu")
+        monkeypatch.setattr(plan, "ordinary_back_end", lambda kind: gpu)
+        monkeypatch.setattr(plan, "_plans", {})
+    else:
+        for kernels, names in (
+            (cpu.Forward, ("forward_sums", "forward_outputs")),
+            (cpu.Backward, ("backward_outputs",)),
+        ):
+            for name in names:
+                monkeypatch.setattr(kernels, name, getattr(player, name)(getattr(kernels, name)))
+        monkeypatch.setattr(select, "look_at_total", player.note)
     monkeypatch.setattr(watchdog, "HEARTBEAT_SECONDS", 0.05)
     return player

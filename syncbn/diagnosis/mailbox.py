@@ -26,11 +26,11 @@ class Box(ABC):
     """The words of a mailbox, and the last all_reduces that have begun with it."""
 
     def __init__(self, device: torch.device) -> None:
-        host = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")  # a test has no GPU
+        host = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")  # a test has no GPU
         state = torch.zeros(1, dtype=torch.int64, device=device)
         _memory.extend((host, state))
         self.host, self.state = host.data_ptr(), state.data_ptr()
-        self.words = (ctypes.c_int64 * 4).from_address(self.host)
+        self.words = (ctypes.c_int64 * 3).from_address(self.host)
         self.begun: deque[Wait] = deque(maxlen=MOST_KEPT)
         self._oldest: Wait | None = None
 

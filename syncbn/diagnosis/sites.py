@@ -96,6 +96,7 @@ class GroupState:
         self.boxes: dict[tuple[torch.device, int | None], Box] = {}  # by device and stream; None: while it captures
         self.unnamed: list[Site] = []  # that call on a GPU and are not agreed
         self.fault: Exception | None = None  # that a GPU has met
+        self.has_told_fault = False  # the program has raised it, or the watchdog has logged it
 
 
 _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()

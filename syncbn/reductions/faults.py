@@ -66,24 +66,28 @@ class GroupBox(Box):
             warn_not_finite(noted.site, noted.doing(), noted.dtype)
         if self.group_state.unnamed:
             self._agree_on_names()
-        if self.words[FAULT] and self.group_state.fault is None:
-            if self.seen is None:
+        if self.words[FAULT] and not self.group_state.has_told_fault:
+            if self.seen is None:  # now, while the other ranks answer
                 self.seen = time.monotonic()
-                self.tell(self.words[FAULT] // 4)
+                self._explain()
             elif time.monotonic() - self.seen >= PATIENCE_SECONDS:
                 log.error("syncbn: rank %d meets a fault on the GPU.\n%s", self.rank.rank, in_words(self.error()))
 
     def error(self) -> Exception:
+        self.group_state.has_told_fault = True
+        return self._explain().with_traceback(None)
+
+    def _explain(self) -> Exception:
+        state = self.group_state
         with self.explaining:
-            if self.group_state.fault is None:
+            if state.fault is None:
                 tag, kind = divmod(self.words[FAULT], 4)
                 self.tell(tag)
-                error = self.group_state.fault = self._explained(kind)
-                last = self.begun[-1] if self.begun else None
-                after = f", noticed after {last.position().doing}" if last else ""
+                state.fault = self._explained(kind)
+                after = f", noticed after {self.begun[-1].position().doing}" if self.begun else ""
                 assert self.part is not None
-                error.add_note(f"The results of {self.part['doing']} and all later ones are void{after}.")
-        return self.group_state.fault.with_traceback(None)
+                state.fault.add_note(f"The results of {self.part['doing']} and all later ones are void{after}.")
+        return state.fault
 
     def tell(self, tag: int, error: Exception | None = None) -> None:
         if self.part is None:
@@ -138,7 +142,7 @@ class GroupBox(Box):
         return parts
 
     def _agree_on_names(self) -> None:
-        unnamed, key = self.group_state.unnamed, self._key("named")
+        unnamed, key, names = self.group_state.unnamed, self._key("named"), list[str]()
         if self.rank.rank == self.ranks[0]:
             names = [site.signatures.identity for site in [*self.group_state.sites.values()]]
             self.rank.write(key, names)
