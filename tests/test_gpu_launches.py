@@ -90,7 +90,6 @@ def test_a_profiled_step_launches_the_same(
 ) -> None:
     """Else it would be another step that is measured."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr("syncbn.reductions.eager.event_behind", lambda device: None)
     if num_ranks > 1:
         join_fake_group(num_ranks)
     step(64, 28, 28, True)
