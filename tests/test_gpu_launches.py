@@ -84,6 +84,32 @@ def test_a_resnet(launched: list[str], num_ranks: int, launches: set[int], chann
         dist.destroy_process_group()
 
 
+def test_all_reduces_have_a_mailbox_and_a_number(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As scripts/benchmarks/launches.py counts them: no launch more, and the numbers that the host counts."""
+    words: list[tuple[str, list[int]]] = []
+
+    def launch(source: Any, metadata: Any, *arguments: Any) -> None:
+        names = source.fn.arg_names
+        values = dict(zip(names, arguments[-len(names) :], strict=True))
+        words.append((metadata.name, [values[name] for name in ("host", "state", "tag") if name in names]))
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", stand_in_driver(90, launch))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    join_fake_group(2)
+    layer, x = syncbn.SyncBatchNorm2d(8), torch.ones(2, 8, 4, 4)
+    for number in (1, 3):
+        words.clear()
+        layer(x.requires_grad_()).sum().backward()
+        (box,) = set(layer._call_site.state.boxes.values())
+        of_forward, of_backward = ([box.host, box.state, number + is_backward] for is_backward in (0, 1))
+        assert words == [
+            ("parts_of_sums", [of_forward[0], of_forward[2]]), ("forward_channels", of_forward), ("normalize", []),
+            ("parts_of_sums", [0, 0]), ("gradient_sums", []), ("backward_channels", of_backward),
+            ("input_gradient", []),
+        ]  # fmt: skip
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_profiled_step_launches_the_same(
     launched: list[str], monkeypatch: pytest.MonkeyPatch, num_ranks: int

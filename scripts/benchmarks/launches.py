@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
         here.print(f"triton: {triton.__version__}")
         triton.runtime.driver.set_active(stand_in_driver(90, lambda *launch: None))
         plan.ordinary_back_end = lambda kind: gpu
-        torch.Tensor.is_cpu = False  # as of a GPU
+        torch.Tensor.is_cpu, torch.Tensor.is_cuda = False, True  # as of a GPU
         layers = {"nn.BatchNorm2d, on the CPU": nn.BatchNorm2d(CHANNELS), "syncbn": syncbn.SyncBatchNorm2d(CHANNELS)}
         show(here, layers, arguments.rounds)
         options = FakeProcessGroup.Options()
