@@ -60,10 +60,12 @@ class GroupBox(Box):
         finalize(group, self.rank.boxes.discard, self).atexit = False
 
     def look(self) -> None:
-        tag, self.words[LOCAL_NOT_FINITE] = self.words[LOCAL_NOT_FINITE], 0
-        noted = self._collective(tag) if tag else None
-        if noted is not None:
-            warn_not_finite(noted.site, noted.doing(), noted.dtype)
+        tag = self.words[LOCAL_NOT_FINITE]
+        if tag and self.begun and tag <= self.begun[-1].number:  # the kernel may be ahead of the host's all_reduce
+            self.words[LOCAL_NOT_FINITE] = 0
+            noted = self._collective(tag)
+            if noted is not None:
+                warn_not_finite(noted.site, noted.doing(), noted.dtype)
         if self.group_state.unnamed:
             self._agree_on_names()
         if self.words[FAULT] and not self.group_state.has_told_fault:
