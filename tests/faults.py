@@ -147,7 +147,6 @@ FAULTS = {
     "group destroyed": Fault(
         "destroy the process group on all ranks, after the last step",
         _where(IN_1, r"after body\.bn\d .*"),
-        _where(IN_1, f"{BEFORE_STEP}{BLOCKED}; has left.*"),
     ),
     "group made anew": Fault("destroy and make groups on all ranks at the same place", _where(IN_1, "after .*")),
     "fork after use": Fault(
