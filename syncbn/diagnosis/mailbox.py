@@ -7,6 +7,7 @@ Its memory is never given back: queued kernels and CUDA graphs may still write t
 
 import bisect
 import ctypes
+import operator
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -31,8 +32,8 @@ class Box(ABC):
         _memory.extend((host, state))
         self.host, self.state = host.data_ptr(), state.data_ptr()
         self.words = (ctypes.c_int64 * 3).from_address(self.host)
-        self.begun: deque[Wait] = deque(maxlen=MOST_KEPT)
-        self._oldest: Wait | None = None
+        self.begun: deque[tuple[int, Wait]] = deque(maxlen=MOST_KEPT)  # with their tags, which ascend
+        self._oldest: tuple[int, Wait] | None = None
 
     def for_kernels(self, tag: int) -> Mailbox:
         """The mailbox for the all_reduce of this tag."""
@@ -41,14 +42,14 @@ class Box(ABC):
     def unfinished(self) -> Wait | None:
         """The oldest all_reduce that has begun and not ended."""
         ended, oldest = self.words[ENDED], self._oldest
-        if not self.begun or self.begun[-1].number <= ended:
+        if not self.begun or self.begun[-1][0] <= ended:
             self._oldest = None
-        elif oldest is None or oldest.number <= ended:
+        elif oldest is None or oldest[0] <= ended:
             begun = [*self.begun]
-            self._oldest = begun[bisect.bisect(begun, ended, key=lambda wait: wait.number)]
+            self._oldest = begun[bisect.bisect(begun, ended, key=operator.itemgetter(0))]
             if oldest is not None:  # until now the GPU may have been behind
-                self._oldest.start = time.monotonic()
-        return self._oldest
+                self._oldest[1].start = time.monotonic()
+        return None if self._oldest is None else self._oldest[1]
 
     @abstractmethod
     def look(self) -> None:

@@ -94,7 +94,7 @@ class GroupState:
         self.num_collectives = 0
         self.meets_first = True  # whether all ranks come to the first collective
         self.boxes: dict[tuple[torch.device, int | None], Box] = {}  # by device and stream; None: while it captures
-        self.unnamed: list[Site] = []  # that call on a GPU and are not agreed
+        self.on_gpu: list[Site] = []  # those that have called there
         self.fault: Exception | None = None  # that a GPU has met
         self.has_told_fault = False  # the program has raised it, or the watchdog has logged it
 

@@ -45,8 +45,8 @@ class EagerReduction(Reduction):
             raise box.error()
         self.box = box
         self.signatures = site.signatures if site.is_agreed else ONE_RANK.signatures
-        if site.is_signed and not site.is_agreed and site not in site.state.unnamed:
-            site.state.unnamed.append(site)
+        if site.is_signed and not site.is_agreed and site not in site.state.on_gpu:
+            site.state.on_gpu.append(site)
         number = site.state.num_collectives + 1
         return box.for_kernels(captured_tag(site, pass_name) if captures else number)
 
@@ -64,7 +64,7 @@ class EagerReduction(Reduction):
             self.site.tell_call((len(payload) - TRAILER_NUMBERS) // 2)
         with collective:
             if mailbox is not None and mailbox.tag > 0:
-                self.box.begun.append(collective)
+                self.box.begun.append((mailbox.tag, collective))
             total = all_reduce(payload, self.group, self.site.exchanges, by_operator)
             if mailbox is None and total.is_cpu and type(total) is Tensor:  # else the host cannot read it: a FakeTensor
                 trailer = n, num_signed, signatures, squares = total[-TRAILER_NUMBERS:].tolist()

@@ -61,12 +61,12 @@ class GroupBox(Box):
 
     def look(self) -> None:
         tag = self.words[LOCAL_NOT_FINITE]
-        if tag and self.begun and tag <= self.begun[-1].number:  # the kernel may be ahead of the host's all_reduce
+        if tag and self.begun and tag <= self.begun[-1][0]:  # the kernel may be ahead of the host's all_reduce
             self.words[LOCAL_NOT_FINITE] = 0
             noted = self._collective(tag)
             if noted is not None:
                 warn_not_finite(noted.site, noted.doing(), noted.dtype)
-        if self.group_state.unnamed:
+        if not all(site.is_agreed for site in [*self.group_state.on_gpu]):
             self._agree_on_names()
         if self.words[FAULT] and not self.group_state.has_told_fault:
             if self.seen is None:  # now, while the other ranks answer
@@ -86,7 +86,7 @@ class GroupBox(Box):
                 tag, kind = divmod(self.words[FAULT], 4)
                 self.tell(tag)
                 state.fault = self._explained(kind)
-                after = f", noticed after {self.begun[-1].position().doing}" if self.begun else ""
+                after = f", noticed after {self.begun[-1][1].position().doing}" if self.begun else ""
                 assert self.part is not None
                 state.fault.add_note(f"The results of {self.part['doing']} and all later ones are void{after}.")
         return state.fault
@@ -105,11 +105,10 @@ class GroupBox(Box):
     def _collective(self, tag: int) -> Collective | None:
         """The all_reduce with this tag; None if it is too old, or its layer is gone."""
         if tag > 0:
-            found = (begun for begun in [*self.begun] if begun.number == tag)
+            found = (begun for number, begun in [*self.begun] if number == tag)
         else:
-            sites, order = [*self.group_state.sites.values()], -tag // 2
-            pass_name = "forward" if tag % 2 else "backward"
-            found = (Collective(site, IN_CUDA_GRAPH, pass_name) for site in sites if site.order == order)
+            sites, pass_name = [*self.group_state.on_gpu], "forward" if tag % 2 else "backward"
+            found = (Collective(site, IN_CUDA_GRAPH, pass_name) for site in sites if site.order == -tag // 2)
         collective = next(found, None)
         return collective if isinstance(collective, Collective) else None
 
@@ -144,13 +143,15 @@ class GroupBox(Box):
         return parts
 
     def _agree_on_names(self) -> None:
-        unnamed, key, names = self.group_state.unnamed, self._key("named"), list[str]()
+        key, names = self._key("named"), list[str]()
+        for gone in [site for site in [*self.group_state.on_gpu] if site.caller() is None]:
+            self.group_state.on_gpu.remove(gone)
+        sites = [*self.group_state.on_gpu]
         if self.rank.rank == self.ranks[0]:
-            names = [site.signatures.identity for site in [*self.group_state.sites.values()]]
+            names = [site.signatures.identity for site in sites]
             self.rank.write(key, names)
         elif self.rank.store_answers:
             with self.rank.using_store():
                 names = self.rank.read(self.ranks[:1], key)[0].value or []
-        for site in [site for site in unnamed if site.signatures.identity in names]:
-            site.is_agreed = True
-            unnamed.remove(site)
+        for site in sites:
+            site.is_agreed |= site.signatures.identity in names

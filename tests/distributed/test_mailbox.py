@@ -193,7 +193,7 @@ def test_a_capture_makes_no_mailbox(ranks: Ranks, player: Player, monkeypatch: p
     boxes = layer._call_site.state.boxes
     assert [stream for _, stream in boxes] == [7, None]
     box = boxes[torch.device("cpu"), 7]
-    assert [begun.number for begun in box.begun] == [3, 4], "what a graph captures is not expected to end"
+    assert [tag for tag, _ in box.begun] == [3, 4], "what a graph captures is not expected to end"
     assert not box.words[FAULT]
 
 
@@ -315,7 +315,7 @@ def test_a_gpu_that_is_behind_does_not_wait(model: Model) -> None:
     box = model.bn1._call_site.state.boxes[torch.device("cpu"), None]
     ended = box.words[ENDED]
     for seen, number in ((ended - 2, ended - 1), (ended - 2, ended - 1), (ended - 1, ended)):
-        for begun in box.begun:
+        for _, begun in box.begun:
             begun.start = -1e9
         box.words[ENDED] = seen
         assert box.unfinished().number == number
