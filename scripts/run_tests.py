@@ -89,6 +89,9 @@ def parts_of(quick: bool, arguments: list[str]) -> list[Part]:
         on_ranks = f"{TORCHRUN} {count} -m {PYTEST} -p voting"
         chosen = ["tests/distributed", *ignored, *arguments]
         parts.append(Part(f"{count} ranks", on_ranks, chosen, PYTHONPATH=path, **kernels))
+        if count == 2 and not quick:
+            played = ["tests/distributed/test_mailbox.py", *arguments]
+            parts.append(Part("2 ranks, interpreted", on_ranks, played, PYTHONPATH=path, TRITON_INTERPRET="1"))
     return parts
 
 

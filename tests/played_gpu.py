@@ -4,7 +4,7 @@ With TRITON_INTERPRET=1 the kernels of a GPU are interpreted and note it themsel
 """
 
 import ctypes
-import importlib
+import importlib.util
 import math
 import os
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from syncbn.kernels.interface import (
     Mailbox,
 )
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 
 
 class Player:

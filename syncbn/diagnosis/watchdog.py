@@ -77,8 +77,9 @@ if hasattr(os, "register_at_fork"):
 def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
     """The thread. Between its looks it holds nothing that would keep the group alive."""
     wait: Wait | None = None
-    has_complained = False
-    while not rank.ended.wait(_seconds_to_look(rank)) and dist.group.WORLD is world():
+    has_complained, interval = False, min(rank.interval, HEARTBEAT_SECONDS)
+    # Each look holds Python's lock, which the program needs to launch kernels on a GPU.
+    while not rank.ended.wait(HEARTBEAT_SECONDS if rank.boxes else interval) and dist.group.WORLD is world():
         try:
             for box in [*rank.boxes]:
                 box.look()
@@ -98,11 +99,6 @@ def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
         log.error("syncbn: a collective outside of syncbn's layers failed on rank %d.\n%s", rank.rank, where)
     # Layers that have called on the group still know this rank, and must not keep its store.
     rank.store_answers, rank.store = False, dist.HashStore()
-
-
-def _seconds_to_look(rank: WatchedRank) -> float:
-    """Each look holds Python's lock, which the program needs to launch kernels on a GPU."""
-    return HEARTBEAT_SECONDS if rank.boxes else min(rank.interval, HEARTBEAT_SECONDS)
 
 
 def _beat(rank: WatchedRank, wait: Wait | None) -> None:
