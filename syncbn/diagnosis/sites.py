@@ -94,7 +94,7 @@ class GroupState:
         self.num_collectives = 0
         self.meets_first = True  # whether all ranks come to the first collective
         self.boxes: dict[tuple[torch.device, int | None], Box] = {}  # by device and stream; None: while it captures
-        self.on_gpu: list[Site] = []  # those that have called there
+        self.on_gpu: list[Site] = []  # those that sign and have called there
         self.fault: Exception | None = None  # that a GPU has met
         self.has_told_fault = False  # the program has raised it, or the watchdog has logged it
 
@@ -115,7 +115,7 @@ class Site:
         self.name = quoted(path) or type(caller).__name__
         self.is_signed = not isinstance(caller, Caller) or caller.is_signed
         self.needs_two_values = not isinstance(caller, Caller) or caller.needs_two_values
-        self.is_agreed = False  # on a GPU: whether the ranks have one name for it, see reductions/faults.py
+        self.may_sign = False  # on a GPU: whether the first rank has this name too, see reductions/faults.py
         self.warned_of_nan = False
         self.signatures, self.order = Signatures(self.num_ranks), 0
         if self.is_signed:

@@ -1,4 +1,5 @@
-"""Watches this rank in a thread: writes its position when that changes and each second, and warns of long waits.
+"""Watches this rank in a thread: writes its position when that changes (on a GPU once a second), and warns of long
+waits.
 
 When a collective outside of the layers fails and ends the program, the thread logs where every rank is; errors of the
 layers say so themselves. Only the rank that fails first is sure to report, as torchrun ends the others 0.1 s later.

@@ -19,7 +19,7 @@ from syncbn.kernels.interface import FAULT, SIGNATURE_NUMBERS, TRAILER_NUMBERS, 
 from syncbn.reductions.agreement import fault_in_total
 from syncbn.reductions.faults import box_of, captured_tag
 from syncbn.reductions.guards import guards
-from syncbn.reductions.interface import ONE_RANK, TRANSFORMED_GRAPH, Reduction
+from syncbn.reductions.interface import NO_SIGNATURES, ONE_RANK, TRANSFORMED_GRAPH, Reduction
 from syncbn.reductions.resolving import resolve
 from syncbn.torch_internals.state import current_dispatch_mode
 
@@ -44,8 +44,8 @@ class EagerReduction(Reduction):
         if site.state.fault is not None or box.words[FAULT]:
             raise box.error()
         self.box = box
-        self.signatures = site.signatures if site.is_agreed else ONE_RANK.signatures
-        if site.is_signed and not site.is_agreed and site not in site.state.on_gpu:
+        self.signatures = site.signatures if site.may_sign else NO_SIGNATURES
+        if site.is_signed and not site.may_sign and site not in site.state.on_gpu:
             site.state.on_gpu.append(site)
         number = site.state.num_collectives + 1
         return box.for_kernels(captured_tag(site, pass_name) if captures else number)

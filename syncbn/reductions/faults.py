@@ -5,9 +5,11 @@ the watchdog logs the error. Either writes this rank's part in the faulty all_re
 there. A fault is final: each later all_reduce of the group raises it again, and kernels update no running statistics.
 
 Ranks may have different names for one layer. On CPU they agree by an all_gather. On a GPU the first rank of a group
-writes its names to the store, and another rank signs for those layers alone whose names it finds there.
+writes its names to the store, and another rank signs for those layers alone whose names it finds there. It warns of the
+others, as nothing then tells ranks apart that are in different layers.
 """
 
+import math
 import threading
 import time
 from weakref import finalize
@@ -28,6 +30,13 @@ from syncbn.torch_internals.distributed import stream_of
 
 PATIENCE_SECONDS = 1.0  # after which the watchdog logs a fault that the program has not raised
 ANSWER_SECONDS = 5.0  # in which the other ranks write their parts
+NAMING_SECONDS = 10.0  # after which a rank warns of layers that the first rank does not name
+
+NOT_NAMED = (
+    "syncbn: rank %d has a layer that rank %d has not called under this name or in this order: %s, first called at %s, "
+    "as layer number %d of its group. On a GPU nothing tells whether ranks are in the same layer then. Wrap the model "
+    "alike on all ranks, and call its layers in the same order from the first step on."
+)
 
 
 def box_of(site: Site, device: torch.device) -> tuple[Box | None, bool]:
@@ -41,7 +50,8 @@ def box_of(site: Site, device: torch.device) -> tuple[Box | None, bool]:
 
 
 def captured_tag(site: Site, pass_name: str) -> int:
-    """The tag of an all_reduce in a CUDA graph, where a number would be a constant: that of the layer and pass."""
+    """The tag of an all_reduce in a CUDA graph, where a number would be a constant: that of the layer and pass. (In the
+    backward of a function that does not sign it is 0, which stands for no mailbox.)"""
     return -2 * site.order - (pass_name == "forward")
 
 
@@ -56,6 +66,7 @@ class GroupBox(Box):
         self.part: Part | None = None  # of this rank in the faulty all_reduce
         self.seen: float | None = None  # when the watchdog has seen the fault
         self.explaining = threading.Lock()
+        self.not_named: dict[Site, float] = {}  # when the watchdog first missed a layer; infinite once it has warned
         self.rank.boxes.add(self)
         finalize(group, self.rank.boxes.discard, self).atexit = False
 
@@ -66,7 +77,7 @@ class GroupBox(Box):
             noted = self._collective(tag)
             if noted is not None:
                 warn_not_finite(noted.site, noted.doing(), noted.dtype)
-        if not all(site.is_agreed for site in [*self.group_state.on_gpu]):
+        if not all(site.may_sign for site in [*self.group_state.on_gpu]):
             self._agree_on_names()
         if self.words[FAULT] and not self.group_state.has_told_fault:
             if self.seen is None:  # now, while the other ranks answer
@@ -77,7 +88,12 @@ class GroupBox(Box):
 
     def error(self) -> Exception:
         self.group_state.has_told_fault = True
-        return self._explain().with_traceback(None)
+        fault = self._explain()
+        # A new one each time: the traceback of one that was raised keeps the tensors of that step, and the group.
+        error = type(fault).__new__(type(fault), *fault.args)
+        for note in fault.__notes__:
+            error.add_note(note)
+        return error
 
     def _explain(self) -> Exception:
         state = self.group_state
@@ -85,7 +101,7 @@ class GroupBox(Box):
             if state.fault is None:
                 tag, kind = divmod(self.words[FAULT], 4)
                 self.tell(tag)
-                state.fault = self._explained(kind)
+                state.fault = self._explained(kind).with_traceback(None)
                 after = f", noticed after {self.begun[-1][1].position().doing}" if self.begun else ""
                 assert self.part is not None
                 state.fault.add_note(f"The results of {self.part['doing']} and all later ones are void{after}.")
@@ -153,5 +169,9 @@ class GroupBox(Box):
         elif self.rank.store_answers:
             with self.rank.using_store():
                 names = self.rank.read(self.ranks[:1], key)[0].value or []
+        now = time.monotonic()
         for site in sites:
-            site.is_agreed |= site.signatures.identity in names
+            site.may_sign |= site.signatures.identity in names
+            if names and not site.may_sign and now - self.not_named.setdefault(site, now) >= NAMING_SECONDS:
+                self.not_named[site] = math.inf
+                log.warning(NOT_NAMED, self.rank.rank, self.ranks[0], site.name, site.first_line, site.order)

@@ -34,6 +34,9 @@ from syncbn.kernels.interface import Mailbox
 TRANSFORMED_GRAPH = "A compiled graph cannot all_reduce inside vmap or forward mode: compile without fullgraph=True."
 
 
+NO_SIGNATURES = Signatures(1)  # a site without an identity sends zeros
+
+
 class Reduction(ABC):
     """The ranks that a call synchronises."""
 
@@ -82,7 +85,7 @@ class OneRank(Reduction):
 
     group = None
     num_ranks = 1
-    signatures = Signatures(1)
+    signatures = NO_SIGNATURES
 
     def all_reduce(self, payload: Tensor, pass_name: str, mailbox: Mailbox | None = None) -> Tensor:
         return payload
