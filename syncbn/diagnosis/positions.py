@@ -188,8 +188,8 @@ class ThisRank:
             texts = store.multi_get(keys)  # one request for all ranks
         else:
             texts = [store.get(key) if store.check([key]) else b"[]" for key in keys]
-        found = [Written(*json.loads(text)) for text in texts]
-        return [Written() if written.is_old() else written for written in found]
+        values = [Written(*json.loads(text)) for text in texts]
+        return [Written() if written.is_old() else written for written in values]
 
     @contextlib.contextmanager
     def using_store(self) -> Iterator[None]:

@@ -156,14 +156,6 @@ def _in_words(wait: Wait, position: Position) -> str:
         place = f"{seen}{arrived} {position.doing}{group}"
     evaluates = "has called a layer in evaluation mode" * position.has_evaluated
     left_out = position.left_out * (len(position.left) <= len(HAS_LEFT))  # else that has an error of its own
-    words = (
-        place,
-        position.called,
-        position.unseen,
-        evaluates,
-        left_out,
-        position.blocked,
-        position.left,
-        position.state,
-    )
+    behind = position.blocked, position.left, position.state
+    words = place, position.called, position.unseen, evaluates, left_out, *behind
     return "; ".join(filter(None, words)) or "has not been seen"

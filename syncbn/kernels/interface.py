@@ -57,14 +57,14 @@ class Mailbox(NamedTuple):
     host: int  # address of 3 words: ENDED, FAULT, LOCAL_NOT_FINITE
     state: int  # address of 1 word on the device: the first fault as in `host`, which kernels read
     tag: int  # of this all_reduce: its number, > 0; < 0 in a captured graph, where a number would be a constant: then
-    # faults alone are noted
+    # faults alone are noted; 0 without a mailbox
 
 
 class Scratch(NamedTuple):
     """GPU memory that the first call of a pass hands to the second; None: the second call allocates."""
 
     memory: Tensor  # for parts of sums, then for coefficients
-    is_complete: bool  # the first call was told that its sums are
+    is_complete: bool  # as the first call was told: the sums are still parts in `memory`, and `total` is not read
 
 
 class ForwardKind(NamedTuple):

@@ -121,11 +121,11 @@ class GroupBox(Box):
     def _collective(self, tag: int) -> Collective | None:
         """The all_reduce with this tag; None if it is too old, or its layer is gone."""
         if tag > 0:
-            found = (begun for number, begun in [*self.begun] if number == tag)
+            candidates = (begun for number, begun in [*self.begun] if number == tag)
         else:
             sites, pass_name = [*self.group_state.on_gpu], "forward" if tag % 2 else "backward"
-            found = (Collective(site, IN_CUDA_GRAPH, pass_name) for site in sites if site.order == -tag // 2)
-        collective = next(found, None)
+            candidates = (Collective(site, IN_CUDA_GRAPH, pass_name) for site in sites if site.order == -tag // 2)
+        collective = next(candidates, None)
         return collective if isinstance(collective, Collective) else None
 
     def _explained(self, kind: int) -> Exception:

@@ -43,7 +43,7 @@ class Reduction(ABC):
     group: dist.ProcessGroup | None  # None for one rank
     num_ranks: int | None  # None in a graph, where it is unused
     signatures: Signatures
-    is_read = False  # whether ranks read the total, and so the marks of others in it
+    is_read = False  # whether a rank with an error may join with NaN: ranks, or their GPUs, read the totals
 
     @abstractmethod
     def all_reduce(self, payload: Tensor, pass_name: str, mailbox: Mailbox | None = None) -> Tensor:
