@@ -163,12 +163,14 @@ class SyncBatchNorm(_BatchNorm):
         if "_check_input_dim" in self.__dict__ or check not in CHECKS_OF_DIMS:
             check = _check_by_layer
         channel_dim = -1 if self.channel_last else 1
-        values = self.momentum, self.eps, channel_dim, self.fuse_relu, self.num_features, check, self._process_group
+        of_options = self.momentum, self.eps, channel_dim, self.fuse_relu, self.num_features, check, self._process_group
+        values = *of_options, self.track_running_stats
         old_values, options = self._options
         if options is None or False in map(is_, values, old_values):
-            options = Options(*values)
+            options = Options(*of_options)
             if not is_compiling():  # where an attribute that changes would compile a graph again
                 object.__setattr__(self, "_options", (values, options))  # a layer's __setattr__ may refuse
+                object.__setattr__(self, "_call_site", None)  # whose signature has the settings
         return options
 
     # (tensors, options, layer) -> y, statistics; tools replace it.

@@ -97,7 +97,8 @@ class _Step(torch.autograd.Function):
 
             mailbox = reduction.mailbox("backward", x.device) if x.is_cuda else None
             signature = reduction.signatures["backward", x.dtype]
-            sums, *of_parameters, scratch = kernels.backward_sums(dy, saved, signature, reduction.group is None)
+            of_call = signature, reduction.group is None, reduction.forward_total
+            sums, *of_parameters, scratch = kernels.backward_sums(dy, saved, *of_call)
         except Exception as error:
             reduction.leave_out(error, "backward")
             raise

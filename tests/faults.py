@@ -115,6 +115,14 @@ FAULTS = {
     ),
     "dtype": Fault("give model and inputs the same dtype on all ranks", _of_dtypes(FIRST, "float32", "float64")),
     "autocast": Fault("use autocast on all ranks or on none", _of_dtypes(IN_1, "float32", "bfloat16")),
+    "another eps": Fault(
+        "give layers the same settings on all ranks", _where(*(f"{IN_1}, with eps={eps}" for eps in ("1e-05", "0.001")))
+    ),
+    "backwards in another order": Fault(
+        "differentiate the calls of a layer in the same order on all ranks",
+        _where(*(f"in SyncBatchNorm1d backward, call {call}" for call in (5, 6))),
+        by_hand=False,
+    ),
     "two models, another order": Fault(
         "call the models in the same order on all ranks", _where(*map(OF_TWO_MODELS.format, (1, 2))), by_hand=False
     ),

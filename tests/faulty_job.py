@@ -155,6 +155,7 @@ def fail_to_load(_: object) -> None:
 
 
 BEFORE_FAULTY_STEP: dict[str, Callable[[nn.Module], object]] = {
+    "another eps": lambda model: setattr(model.body.bn1, "eps", 1e-3),
     "in evaluation": lambda model: model.eval(),
     "exception in the data loader": fail_to_load,
     "stopped for longer than the time-out": functools.partial(send_itself, signal.SIGSTOP),
@@ -178,6 +179,14 @@ def recompute(model: nn.Module, body: Body) -> None:
     syncbn.recompute_running_stats(model, [torch.randn(4, 3)])
 
 
+def differentiate_two_calls(model: nn.Module, body: Body) -> None:
+    """As a gradient for each task."""
+    for step in range(1, STEPS):
+        losses = [body.bn1(torch.randn(4, 4, requires_grad=True)).square().mean() for _ in range(2)]
+        for loss in reversed(losses) if AT_FAULT and step == FAULTY_STEP else losses:
+            loss.backward()
+
+
 def train_two_models(*_: object) -> None:
     """A generator and a discriminator, whose layers have the same path."""
     models = [DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), syncbn.SyncBatchNorm1d(4))) for _ in range(2)]
@@ -189,6 +198,7 @@ def train_two_models(*_: object) -> None:
 
 
 OTHER_JOBS = {
+    "backwards in another order": differentiate_two_calls,
     "two models, another order": train_two_models,
     "kill -9 inside join": join,
     "kill -9 inside recompute_running_stats": recompute,

@@ -573,6 +573,35 @@ def test_sums_end_in_a_signature(kernels: ModuleType, sizes: tuple[int, int, int
         assert backward.backward_sums(dy, saved, signature)[0][6:].tolist() == [0, *sent]
 
 
+@only_ordinary
+@pytest.mark.parametrize("channels", [1, 20, 700])  # of one program and of several; 1,400 sums are mixed in two turns
+def test_the_signature_of_a_backward_tells_calls_apart(kernels: ModuleType, channels: int) -> None:
+    """It differs with each sum of the forward, but not with the bits of NaN, and is in the range of a signature."""
+    (dy, x), smallest, found = draw(2, (2, channels, 3), torch.float32), 2**20, set[float]()
+    saved = x, None, torch.ones(3 * channels + 1, dtype=torch.float64), None
+    backward = kernels.Backward(kind_of_backward(x, None, None))
+
+    def signature(sums: Tensor, s: int = smallest + 12345) -> float:
+        total = torch.cat((sums, torch.randn(interface.TRAILER_NUMBERS)))  # which does not count
+        sent = backward.backward_sums(dy, saved, s, False, total)[0][-interface.SIGNATURE_NUMBERS :].tolist()
+        assert sent == [s != 0, sent[1], sent[1] ** 2]
+        assert s == 0 or sent[1] == reference.signature_of_call(s, total).item()
+        return sent[1]
+
+    sums = torch.randn(2 * channels, dtype=torch.float64)
+    for index in (None, 0, channels, -1):
+        changed = sums.clone()
+        if index is not None:
+            changed[index] *= 1 + 2**-50
+        found.add(signature(changed))
+    assert len(found) == (3 if channels == 1 else 4)
+    assert min(found) >= smallest
+    assert max(found) < 2 * smallest
+    sums[-1] = math.nan
+    assert signature(sums) == signature(sums.clone().copysign(-sums))
+    assert signature(sums, UNSIGNED) == 0
+
+
 # What kernels for GPUs note in a mailbox.
 
 NAN, MANY = math.nan, 20  # channels of several programs

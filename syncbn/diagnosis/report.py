@@ -23,6 +23,13 @@ OTHER_PASSES = (
     "called ddp.module where the others call ddp."
 )
 OTHER_GRAPHS = "Pass create_graph=True on every rank or on none, and differentiate by torch.func on all or on none."
+OTHER_SETTINGS = (
+    "Give the layer the same settings on every rank, and let schedules change them on all ranks in the same step."
+)
+OTHER_BACKWARDS = (
+    "The layer is called several times, and the ranks run the backwards of these calls in different orders: let every "
+    "rank call backward(), or torch.autograd.grad, for the same call first."
+)
 ENDED = (
     "Read what the ended process wrote last. If it wrote nothing, memory may have run out: see dmesg. If it wrote "
     "gloo::EnforceNotMet, the ranks sent different sizes: one of them has other channels, has not converted its model, "

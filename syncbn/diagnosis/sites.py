@@ -3,11 +3,15 @@
 A call site is a layer or function on one group. Each rank signs what it sends, so that ranks which have met in
 different layers or passes see it in the total. The signature s of a call site and a pass is a positive number. It is
 computed from the path of the layer, from its order (1 for the first layer that trained on this group; it separates two
-models with equal paths) and from the dtype of the input. Rank r sends 1, s_r and s_r^2 behind its sums. By Cauchy and
-Schwarz sum 1 * sum s^2 = (sum s)^2 only where all s are equal. Two signatures of W ranks are equal by chance in W of
-2^26 cases. A rank that cannot tell its layer, as in a compiled graph, sends zeros and is not counted.
+models with equal paths), from its settings and from the dtype of the input. In other passes than forward it has bits of
+the forward's total besides (signature_of_call in kernels/reference.py), which differ between calls of one layer. Rank r
+sends 1, s_r and s_r^2 behind its sums. By Cauchy and Schwarz sum 1 * sum s^2 = (sum s)^2 only where all s are equal.
+Two signatures of W ranks are equal by chance in at most 4 W of 2^26 cases. A rank that cannot tell its layer, as in a
+compiled graph, sends zeros and is not counted.
 """
 
+import contextlib
+import numbers
 import os
 import zlib
 from collections.abc import Callable
@@ -17,6 +21,8 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn.call_stack import callers, warn_once
 from syncbn.comm.all_reduce import exchanges
@@ -25,6 +31,7 @@ from syncbn.diagnosis.mailbox import Box
 from syncbn.diagnosis.names import line_that_calls_model, path_in_model, quoted
 from syncbn.diagnosis.watchdog import WatchedRank, this_rank
 from syncbn.kernels.interface import UNSIGNED
+from syncbn.texts import in_short
 from syncbn.torch_internals.distributed import ddp_that_broadcasts, is_pipeline_stage, name_of
 from syncbn.torch_internals.state import constant_in_graphs
 
@@ -66,9 +73,29 @@ def _hash(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-def largest_signature(num_ranks: int) -> int:
-    """The largest signature in a group of this size: their total is below 2^26, and its square exact in float64."""
-    return 2**26 // num_ranks - 1
+def smallest_signature(num_ranks: int) -> int:
+    """The smallest signature in a group of this size, a power of two; the largest is 2 * smallest - 1. Their total is
+    below 2^26, and its square exact in float64."""
+    return 1 << (2**25 // num_ranks).bit_length() - 1
+
+
+def settings_of(caller: CallsOnGroups) -> dict[str, str]:
+    """The settings of a layer that must be the same on all ranks, in words; a function has none."""
+    if not isinstance(caller, _BatchNorm):
+        return {}
+    flags = {name: bool(getattr(caller, name, False)) for name in ("fuse_relu", "track_running_stats")}
+    settings = {"eps": caller.eps, "momentum": caller.momentum} | flags
+    return {name: _in_words(setting) for name, setting in settings.items()}
+
+
+def _in_words(setting: object) -> str:
+    """The same for equal numbers of all classes, and for all tensors."""
+    if isinstance(setting, Tensor):
+        return "a tensor"
+    if isinstance(setting, numbers.Real) and not isinstance(setting, bool):
+        with contextlib.suppress(OverflowError):
+            return repr(float(setting))
+    return in_short(setting)
 
 
 class Signatures(dict[tuple[str, torch.dtype | None], int]):
@@ -76,11 +103,11 @@ class Signatures(dict[tuple[str, torch.dtype | None], int]):
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__()
-        self.identity, self.num_ranks = "", num_ranks
+        self.identity, self.settings, self.smallest = "", "", smallest_signature(num_ranks)
 
     def __missing__(self, key: tuple[str, torch.dtype | None]) -> int:
         pass_name, dtype = key
-        s = 1 + _hash(f"{self.identity} {pass_name} {dtype}") % largest_signature(self.num_ranks)
+        s = self.smallest + _hash(f"{self.identity} {self.settings} {pass_name} {dtype}") % self.smallest
         self[key] = signature = s if self.identity else UNSIGNED
         return signature
 
@@ -117,7 +144,7 @@ class Site:
         self.needs_two_values = not isinstance(caller, Caller) or caller.needs_two_values
         self.may_sign = False  # on a GPU: whether the first rank has this name too, see reductions/faults.py
         self.warned_of_nan = False
-        self.signatures, self.order = Signatures(self.num_ranks), 0
+        self.signatures, self.order, self.settings = Signatures(self.num_ranks), 0, dict[str, str]()
         if self.is_signed:
             self.sign_as(path, self.state.last_order + 1)
 
@@ -139,6 +166,12 @@ class Site:
         self.signatures.identity = f"{order} {path}"
         self.signatures.clear()
 
+    def sign_with(self, settings: dict[str, str]) -> None:
+        """Sign from now on as a layer of these settings."""
+        if settings != self.settings:
+            self.settings, self.signatures.settings = settings, str(settings)
+            self.signatures.clear()
+
 
 def new_site(caller: CallsOnGroups, group: dist.ProcessGroup) -> Site:
     """The call site of a layer or function, which may not have called on this group before.
@@ -159,6 +192,7 @@ def new_site(caller: CallsOnGroups, group: dist.ProcessGroup) -> Site:
             path = path_in_model(caller)
         site = state.sites[caller] = Site(caller, path, group, rank)
         rank.write(f"called/{site.group_name}/{site.name}", "")
+    site.sign_with(settings_of(caller))
     return site
 
 

@@ -57,6 +57,7 @@ constexpr int64_t ALIGNED = 64;               // bytes
 constexpr int64_t ZEROS_BEHIND_ONES[2 * PADDING] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
 constexpr int64_t WIDTH_OF_SUMS = SUMMED + PADDING;
 constexpr int64_t OWN_SCRATCH = 8192;  // doubles
+constexpr uint64_t MIXER = 0x9E3779B97F4A7C15;  // odd, as in reference.py
 
 int64_t divided_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
 
@@ -134,12 +135,13 @@ struct Kind {
   int64_t numbers(int32_t dtype) const { return dtype == NONE ? 0 : sizes.channels; }
 };
 
-struct Sums {  // forward has x, sums, scratch and signature alone
+struct Sums {  // forward has x, sums, scratch and signature alone; a group of one rank has no forward_total
   const void *dy, *x, *y;
   const double* statistics;
   double* sums;
   void *grad_weight, *grad_bias;
   double* scratch;
+  const double* forward_total;
   int64_t signature;
 };
 struct ForwardOutputs {
@@ -157,6 +159,18 @@ struct BackwardOutputs {
   const void* weight;
   void *grad_x, *grad_residual;
 };
+
+// The signature with bits of the forward's total, `count` sums: see signature_of_call in reference.py.
+int64_t signature_of_call(const Sums& call, int64_t count) {
+  if (!call.signature || !call.forward_total) return call.signature;
+  uint64_t mixed = 0, top = uint64_t(1) << (63 - __builtin_clzll(call.signature));
+  for (int64_t i = 0; i < count; ++i) {
+    uint64_t bits;
+    std::memcpy(&bits, call.forward_total + i, sizeof(bits));
+    if (call.forward_total[i] == call.forward_total[i]) mixed += bits * (2 * i + 1);
+  }
+  return top | ((call.signature ^ (mixed * MIXER >> 40)) & (top - 1));
+}
 
 // The loops for tensors of a dtype.
 struct Loops {
@@ -223,7 +237,7 @@ bool lack_memory(std::initializer_list<std::pair<const void*, int64_t>> tensors)
 }  // namespace
 
 // Changes with the parameters of the functions: cpu.py compares it with its own.
-EXPORTED int syncbn_interface() noexcept { return 9; }
+EXPORTED int syncbn_interface() noexcept { return 10; }
 
 // How many bytes of scratch the sums need; 0 where what they have is enough.
 EXPORTED int64_t syncbn_scratch(const Kind* kind) noexcept {

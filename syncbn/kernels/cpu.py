@@ -21,13 +21,13 @@ from syncbn.torch_internals.autograd import increment_version
 
 FILE = Path(__file__).with_name("_cpu.so")
 CODES = {None: -1, torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # cpu.cpp's
-INTERFACE = 9  # of the C functions: an older library would read other arguments
+INTERFACE = 10  # of the C functions: an older library would read other arguments
 LACKS_MEMORY, NOT_FINITE = 2, 3  # statuses
 
 # The structs of cpu.cpp: q and i are integers, d a double, P is an address.
 _kind = struct.Struct("3qd13i").pack
 _forward_outputs = struct.Struct("10Pd").pack
-_sums = struct.Struct("8Pq").pack
+_sums = struct.Struct("9Pq").pack
 _backward_outputs = struct.Struct("8P").pack
 # The last fields of Kind there.
 DTYPES = (
@@ -93,7 +93,7 @@ class Forward(interface.ForwardKernels):
         sums = x.new_empty(self.num_sums, dtype=torch.float64)
         scratch = x.new_empty(self.num_scratch, dtype=torch.uint8) if self.num_scratch else None
         call = _sums(
-            0, x.data_ptr(), 0, 0, sums.data_ptr(), 0, 0, 0 if scratch is None else scratch.data_ptr(), signature
+            0, x.data_ptr(), 0, 0, sums.data_ptr(), 0, 0, 0 if scratch is None else scratch.data_ptr(), 0, signature
         )
         if status := _library.forward_sums(self.in_c, call):
             _refuse(status)
@@ -133,8 +133,9 @@ class Backward(interface.BackwardKernels):
         self.num_scratch: int = _library.scratch(self.in_c)  # bytes
 
     def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, is_complete: bool = False
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, is_complete: bool = False,
+        forward_total: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:  # fmt: skip
         (x, _, statistics, y), kind, num_channels = saved, self.kind, self.num_channels
         sums = statistics.new_empty(self.num_sums)
         weight_dtype, bias_dtype = kind.grad_weight_dtype, kind.grad_bias_dtype
@@ -144,7 +145,8 @@ class Backward(interface.BackwardKernels):
         call = _sums(
             dy.data_ptr(), x.data_ptr(), 0 if y is None else y.data_ptr(), statistics.data_ptr(), sums.data_ptr(),
             0 if grad_weight is None else grad_weight.data_ptr(), 0 if grad_bias is None else grad_bias.data_ptr(),
-            0 if scratch is None else scratch.data_ptr(), signature,
+            0 if scratch is None else scratch.data_ptr(), 0 if forward_total is None else forward_total.data_ptr(),
+            signature,
         )  # fmt: skip
         if status := _library.backward_sums(self.in_c, call):
             _refuse(status)

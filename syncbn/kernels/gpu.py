@@ -153,8 +153,9 @@ class Backward(interface.BackwardKernels):
         self.coefficients_at, self.num_in_scratch = _scratch(self.channels, num_parts)
 
     def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, is_complete: bool = False
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Scratch]:
+        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, is_complete: bool = False,
+        forward_total: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Scratch]:  # fmt: skip
         """If the sums are complete, the coefficients are computed here, too: that saves a launch."""
         (x, weight, statistics, y), kind = saved, self.kind
         weight_dtype, bias_dtype = kind.grad_weight_dtype, kind.grad_bias_dtype
@@ -168,7 +169,8 @@ class Backward(interface.BackwardKernels):
             self.channels_of_parts(parts, of_statistics, *grads, _address(weight), parts + self.coefficients_at)
         else:
             sums = statistics.new_empty(2 * self.channels + interface.TRAILER_NUMBERS)
-            self.gradient_sums(parts, sums.data_ptr(), of_statistics, *grads, varying=(signature,))
+            addresses = parts, sums.data_ptr(), of_statistics, *grads
+            self.gradient_sums(*addresses, varying=(signature, _address(forward_total)))
         return sums, grad_weight, grad_bias, Scratch(memory, is_complete)
 
     def backward_outputs(

@@ -23,7 +23,7 @@ MAILBOX = ["host", "state", "tag"]  # integers, which are all 0 where there is n
 
 
 @triton.jit
-def _words(address):
+def words_at(address):
     """A pointer to them. The interpreter makes an int32 of an address of 0."""
     return tl.cast(tl.cast(address, tl.int64), tl.pointer_type(tl.int64))
 
@@ -34,7 +34,7 @@ def note_unless_finite(first, second, host, tag):
     then it is loaded, as that takes long from the host's memory."""
     is_nan = first * 0 + second * 0 != 0  # 0 times an infinite sum is NaN, and that is not 0
     tags = tl.full(first.shape, tag, tl.int64)
-    words = _words(host) + LOCAL_NOT_FINITE + tl.zeros_like(tags)
+    words = words_at(host) + LOCAL_NOT_FINITE + tl.zeros_like(tags)
     is_free = tl.load(words, mask=tl.where(tag > 0, is_nan, False), other=1) == 0
     tl.store(words, tags, mask=is_free)
 
@@ -49,14 +49,14 @@ def look(trailer, is_forward, host, state, tag):
     kind = tl.where(num_values != num_values, BAD_ARGUMENT, kind)
     kind = tl.where(num_signed * squares != total * total, RANKS_DIFFER, kind)
     kind = tl.where(tag != 0, kind, 0)
-    earlier = tl.load(_words(state), mask=tag != 0, other=0)
+    earlier = tl.load(words_at(state), mask=tag != 0, other=0)
     if tl.program_id(0) == 0:
         if tl.where(earlier == 0, kind, 0) != 0:
             fault = tl.cast(tag, tl.int64) * 4 + kind
-            tl.store(_words(state), fault)
-            tl.store(_words(host) + FAULT, fault)
+            tl.store(words_at(state), fault)
+            tl.store(words_at(host) + FAULT, fault)
         if tag > 0:
-            tl.store(_words(host) + ENDED, tag)
+            tl.store(words_at(host) + ENDED, tag)
     return tl.where(earlier == 0, kind, 1) != 0
 
 

@@ -143,9 +143,11 @@ class BackwardKernels(ABC):
 
     @abstractmethod
     def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, is_complete: bool = False
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Scratch | None]:
-        """float64 (2C + 4,), as forward_sums but with 0 in the place of n; grad_weight and grad_bias."""
+        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, is_complete: bool = False,
+        forward_total: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Scratch | None]:  # fmt: skip
+        """float64 (2C + 4,), as forward_sums but with 0 in the place of n; grad_weight and grad_bias.
+        `forward_total`: that of the forward of this call, which signature_of_call of reference.py takes."""
 
     @abstractmethod
     def backward_outputs(

@@ -23,6 +23,21 @@ from syncbn.kernels import interface
 from syncbn.kernels.interface import GradientPair, Inputs, Saved
 from syncbn.statistics import compute_dtype, from_float64, from_sums, to_float64, unpack
 
+MIXER = 0x9E3779B97F4A7C15 - 2**64  # an odd number of 64 bits, as an int64
+
+
+def signature_of_call(signature: int, forward_total: Tensor) -> Tensor:
+    """The signature of another pass than forward, float64 (1,), with bits of the sums in the forward's total mixed in.
+
+    These are the same on all ranks and differ from call to call of a layer. h = sum of bits_i * (2 i + 1), without NaN,
+    whose bits may differ; 24 bits of h * MIXER change the signature below its highest bit.
+    """
+    sums = forward_total[: -interface.TRAILER_NUMBERS]
+    bits = torch.where(sums.isnan(), 0, sums.view(torch.int64))
+    mixed = (bits * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum(0, keepdim=True) * MIXER
+    highest = 1 << signature.bit_length() - 1
+    return ((mixed >> 40 ^ signature) & highest - 1 | highest).to(torch.float64)
+
 
 class Operations:
     """What both passes do with tensors: fold them, add up over channels, map. in_parts.py and without_float64.py do it

@@ -28,7 +28,7 @@ def fault_in_total(collective: Collective, trailer: list[float], error: Exceptio
         if not (site.is_signed and all_sign):  # some ranks would not take part in an all_gather
             raise RanksDifferError(report.where_all_are(collective))
         parts = all_gather_json(part_in(collective), group)
-        site.sign_as(*require_one_layer(collective.ranks(), parts, not has_fault))  # the fault may be the dtype
+        site.sign_as(*require_one_layer(collective.ranks(), parts, has_fault))
     if not has_fault:
         return None
     # Ranks in a compiled graph sign nothing and would not take part in an all_gather; joined ranks do.
@@ -47,18 +47,20 @@ def part_in(collective: Collective) -> Part:
         "identity": site.signatures.identity,
         "call": collective.call,
         "pass": collective.pass_name,
+        "settings": site.settings,
         "dtype": str(collective.dtype),
         "doing": collective.doing(),
         "first call": f"first called at {site.first_line}, as layer number {site.order} of its group",
     }
 
 
-def require_one_layer(ranks: Sequence[int], parts: Sequence[Part], compares_dtypes: bool) -> tuple[str, int]:
-    """The path and order that the ranks agree on for their layer. **Raises** RuntimeError, the same on every rank,
-    unless they are in the same pass of one layer, with inputs of one dtype."""
+def require_one_layer(ranks: Sequence[int], parts: Sequence[Part], has_fault: bool) -> tuple[str, int]:
+    """The path and order that the ranks agree on for their layer, whose signatures differ. **Raises** RuntimeError, the
+    same on every rank, unless they are in the same pass of one layer; also if its settings, the dtypes of its inputs or
+    its calls differ, none of which is looked at if a rank `has_fault`: it may be that."""
 
     def all_have(key: str) -> bool:
-        return len({part[key] for part in parts}) == 1
+        return all(part[key] == parts[0][key] for part in parts)
 
     def by_their_rank(text: str) -> str:
         return by_rank(ranks, [text.format(**part) for part in parts])
@@ -73,8 +75,16 @@ def require_one_layer(ranks: Sequence[int], parts: Sequence[Part], compares_dtyp
         if {"backward", WITH_GRAPH} <= {part["pass"] for part in parts}:
             remedy = report.OTHER_GRAPHS
         raise RanksDifferError(f"{where}\n{remedy}")
-    if compares_dtypes and not all_have("dtype"):
+    if not (has_fault or all_have("settings")):
+        differing = [name for name in parts[0]["settings"] if len({part["settings"].get(name) for part in parts}) > 1]
+        with_settings = ", ".join(f"{name}={{settings[{name}]}}" for name in differing)
+        where = by_their_rank(f"in {{doing}}, with {with_settings}")
+        raise RanksDifferError(f"{where}\n{report.OTHER_SETTINGS}", "have different settings of a layer")
+    if not (has_fault or all_have("dtype")):
         remedy = "Use autocast on every rank or on none, and give model and inputs the same dtype on all."
         where = by_their_rank("in {doing}, with an input of {dtype}")
         raise RanksDifferError(f"{where}\n{remedy}", "have inputs of different dtypes")
+    if not has_fault and all_have("identity"):
+        where = by_their_rank("in {doing}")
+        raise RanksDifferError(f"{where}\n{report.OTHER_BACKWARDS}", "differentiate different calls of a layer")
     return max(paths, key=len), max(part["order"] for part in parts)

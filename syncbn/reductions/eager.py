@@ -14,7 +14,7 @@ from syncbn.diagnosis.collective import Collective
 from syncbn.diagnosis.failures import warn_not_finite
 from syncbn.diagnosis.mailbox import Box
 from syncbn.diagnosis.sites import CallsOnGroups, Site, new_site
-from syncbn.kernels import select
+from syncbn.kernels import reference, select
 from syncbn.kernels.interface import FAULT, SIGNATURE_NUMBERS, TRAILER_NUMBERS, UNSIGNED, Mailbox
 from syncbn.reductions.agreement import fault_in_total
 from syncbn.reductions.faults import box_of, captured_tag
@@ -70,6 +70,8 @@ class EagerReduction(Reduction):
                 trailer = n, num_signed, signatures, squares = total[-TRAILER_NUMBERS:].tolist()
                 if num_signed * squares != signatures * signatures or n != n:
                     fault = fault_in_total(collective, trailer, error)
+        if pass_name == "forward":
+            self.forward_total = total
         if fault is not None:  # outside of the context, which would say that the collective failed
             raise fault
         return total
@@ -80,8 +82,10 @@ class EagerReduction(Reduction):
         mailbox = self.mailbox(pass_name, sums.device) if has_mailbox else None
         is_read = sums.is_cpu or mailbox is not None
         s = self.signatures[pass_name, self.dtype] if is_read else UNSIGNED
-        signature = [sums.new_full((1,), number) for number in (s != 0, s, s * s)]
-        payload = torch.cat((sums[:-SIGNATURE_NUMBERS], *signature))
+        is_signed, signature = (sums.new_full((1,), number) for number in (s != UNSIGNED, s))
+        if s != UNSIGNED and pass_name != "forward" and type(self.forward_total) is Tensor:
+            signature = reference.signature_of_call(s, self.forward_total)
+        payload = torch.cat((sums[:-SIGNATURE_NUMBERS], is_signed, signature, signature.square()))
         by_operator = current_dispatch_mode() is not None
         total = self.all_reduce(payload, pass_name, mailbox, error, by_operator)
         if mailbox is not None:

@@ -23,7 +23,7 @@ from syncbn.diagnosis.failures import RanksDifferError, warn_not_finite
 from syncbn.diagnosis.mailbox import Box
 from syncbn.diagnosis.sites import Site
 from syncbn.diagnosis.watchdog import log
-from syncbn.kernels.interface import BAD_ARGUMENT, FAULT, LOCAL_NOT_FINITE, ONE_VALUE
+from syncbn.kernels.interface import BAD_ARGUMENT, FAULT, LOCAL_NOT_FINITE, ONE_VALUE, RANKS_DIFFER
 from syncbn.reductions.agreement import Part, part_in, require_one_layer
 from syncbn.texts import ONE_VALUE_PER_CHANNEL, in_words
 from syncbn.torch_internals.distributed import stream_of
@@ -135,9 +135,9 @@ class GroupBox(Box):
         doing = answers[0]["doing"]
         if kind == ONE_VALUE:
             return ValueError(f"syncbn: {ONE_VALUE_PER_CHANNEL} in {doing}. Use a larger batch or eval().")
-        if len(answers) == len(parts) and all("path" in part for part in answers):
+        if kind == RANKS_DIFFER and len(answers) == len(parts) and all("path" in part for part in answers):
             try:
-                require_one_layer(self.ranks, answers, compares_dtypes=not any(faults))
+                require_one_layer(self.ranks, answers, has_fault=any(faults))
             except RanksDifferError as error:
                 return error
         if any(faults):

@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from syncbn.comm import groups
 from syncbn.comm.text_exchange import all_gather, all_reduce_max, ranks_in_words, require_equal
+from syncbn.diagnosis.sites import settings_of
 from syncbn.inputs import dtensors
 from syncbn.layer import SyncBatchNorm
 from syncbn.statistics import to_float64
@@ -18,26 +19,29 @@ LINES = 20  # tensors that an error names
 
 @torch.no_grad()
 def assert_synced(model: nn.Module) -> None:
-    """Parameters and buffers of `model` are equal bit by bit on all ranks of the default group.
+    """Parameters and buffers of `model` are equal bit by bit on all ranks of the default group, and so are eps,
+    momentum, fuse_relu and track_running_stats of its layers that synchronise over this group.
 
-    Buffers of a layer with a `process_group` are compared within that group. Parameters that FSDP2 has sharded are
-    left out, as each rank has its own part, and so are uninitialised ones of lazy layers. NaN is equal to the same NaN.
+    Buffers of a layer with a `process_group` are compared within that group, its settings in its next step. Parameters
+    that FSDP2 has sharded are left out, as each rank has its own part, and so are uninitialised ones of lazy layers.
+    NaN is equal to the same NaN.
     A collective: two all_gathers, of a digest and of 16 bytes a tensor; the tensors themselves are sent only where they
     differ.
 
     Raises:
         AssertionError: on every rank: which tensors differ, on which ranks, by how much at most where they are finite,
             and in how many places one rank has NaN or infinity and another has not; or that the ranks' models have
-            different tensors.
+            different tensors or settings.
     """
     world = groups.world()
     if world is None:
         return
     tensors = _tensors(model)
     try:
-        require_equal([f"{name}: {tuple(tensor.shape)} {tensor.dtype}" for name, tensor, _ in tensors], None, world)
+        lines = [f"{name}: {tuple(tensor.shape)} {tensor.dtype}" for name, tensor, _ in tensors]
+        require_equal(lines + _settings(model), None, world)
     except ValueError as error:
-        raise AssertionError(f"The ranks' models have different tensors. {error}") from None
+        raise AssertionError(f"The ranks' models have different tensors or settings. {error}") from None
     local = torch.tensor([(_digest(tensor), cohort) for _, tensor, cohort in tensors]).view(-1, 2)
     gathered = torch.stack(all_gather(local, world), dim=1).tolist()  # (tensors, W, 2)
     differing = []
@@ -60,6 +64,12 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor, int]]:
         cohort = -1 if spec is None else groups.ranks_in(group)[0]
         tensors += [(name, buffer, cohort) for name, buffer in module.named_buffers(prefix, recurse=False)]
     return [row for row in tensors if not (row[1].is_meta or is_lazy(row[1]) or dtensors.is_dtensor(row[1]))]
+
+
+def _settings(model: nn.Module) -> list[str]:
+    """A line for each layer that synchronises over all ranks."""
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, SyncBatchNorm)]
+    return [f"{name}: {settings_of(layer)}" for name, layer in layers if layer._process_group is None]
 
 
 def _digest(tensor: Tensor) -> int:

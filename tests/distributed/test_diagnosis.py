@@ -31,7 +31,7 @@ from syncbn.comm.text_exchange import ranks_in_words
 from syncbn.diagnosis import failures, processes, report, waits, watchdog
 from syncbn.diagnosis.collective import Collective
 from syncbn.diagnosis.positions import WITH_GRAPH, Position, Wait
-from syncbn.diagnosis.sites import Caller, largest_signature
+from syncbn.diagnosis.sites import Caller, smallest_signature
 from syncbn.kernels import cpu, operators
 from syncbn.reductions.eager import reduction_of
 from syncbn.reductions.guards import Guard, guarded_by
@@ -124,6 +124,55 @@ def test_ranks_in_different_layers_passes_or_dtypes(
     assert model(x).isfinite().all()  # the group goes on
 
 
+@on_cpu
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("name", ["a layer", "a function"])
+def test_backwards_of_different_calls(ranks: Ranks, name: str, create_graph: bool) -> None:
+    """They would mix their gradients in silence. In one order they go on, also where hooks round what one rank saves,
+    where one rank sees NaN, and a second time."""
+    model = Block() if name == "a layer" else lambda x: syncbn.functional.sync_batch_norm(x, None, None, training=True)
+
+    def gradients(order: list[int], call: Callable[[Tensor], Tensor] = model) -> None:
+        inputs = [torch.randn(4, 3, requires_grad=True) for _ in range(2)]
+        outputs = [call(x).square().sum() for x in inputs]
+        for index in order:
+            torch.autograd.grad(outputs[index], inputs[index], retain_graph=True, create_graph=create_graph)
+
+    gradients([0, 1, 1, 0])
+    rounds = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.to(torch.float16), lambda packed: packed)
+    with rounds if ranks.rank == 0 else contextlib.nullcontext(), pytest.MonkeyPatch.context() as patch:
+        gradients([0, 1])
+        patch.setattr(failures, "warn", lambda text: None)
+        gradients([1, 0], lambda x: model(x + (torch.nan if ranks.rank == 0 else 0)))
+    with pytest.raises(RuntimeError, match=r"different calls of a layer.\nrank 0: in .*, call \d+\n.*\nThe layer is"):
+        gradients([0, 1] if ranks.rank else [1, 0])
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("name", "other", "usual"),
+    [("eps", 1e-3, "1e-05"), ("momentum", None, "0.1"), ("momentum", torch.tensor(0.1), "0.1"),
+     ("fuse_relu", True, "False"), ("track_running_stats", False, "True")], ids=str,
+)  # fmt: skip
+def test_a_setting_of_one_rank(ranks: Ranks, name: str, other: object, usual: str) -> None:
+    """At the first call, and when it changes later. What all ranks change together goes on."""
+    x, others = torch.randn(4, 3, device=ranks.device), ranks_in_words([*range(1, ranks.size)])
+    said = rf"settings of a layer.\nrank 0: in .*, with {name}=.*\n{others}: in .*, with {name}={usual}\nGive the layer"
+    for is_first in (True, False):
+        model = Block().to(ranks.device)
+        default = getattr(model.bn1, name)
+        if not is_first:
+            for value in (default, other, default):
+                setattr(model.bn1, name, value)
+                model(x).sum().backward()
+        if ranks.rank == 0:
+            setattr(model.bn1, name, other)
+        with unchanged(model), pytest.raises(RuntimeError, match=said):
+            model(x)
+        setattr(model.bn1, name, default)
+        assert model(x).isfinite().all()
+
+
 @pytest.mark.parametrize("make", [lambda: syncbn.SyncBatchNorm1d(3), Block], ids=["no model", "a model"])
 def test_other_names_for_the_same_layers(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
     """Rank 0 has them in a further module."""
@@ -135,7 +184,7 @@ def test_other_names_for_the_same_layers(ranks: Ranks, make: Callable[[], nn.Mod
 @pytest.mark.parametrize("num_ranks", [2, 3, 1000, 2**14])
 def test_signatures_are_exact(num_ranks: int) -> None:
     """The test for equal signatures has no rounding: not with the largest, and so with none."""
-    s, total, squares = largest_signature(num_ranks), 0.0, 0.0
+    s, total, squares = 2 * smallest_signature(num_ranks) - 1, 0.0, 0.0
     for _ in range(num_ranks):
         total, squares = total + s, squares + s * s
     assert num_ranks * squares == total * total

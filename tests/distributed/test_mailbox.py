@@ -80,29 +80,38 @@ def texts_of(call: Callable[[], object], error: type[Exception]) -> str:
     return "\n".join((str(first.value), *getattr(first.value, "__notes__", ())))
 
 
-def differentiate_twice(model: Model, y: Tensor) -> None:
+def differentiate_twice(model: Model, y: Tensor, other: Tensor) -> None:
     """The first of two all_reduces meets the other rank's only one, so the second raises."""
     with pytest.raises(RanksDifferError):
         torch.autograd.grad(y.square().sum(), X, create_graph=True)
 
 
-# What ranks mix: rank 0, rank 1, what both say.
+# What ranks mix that have called bn2 for y and for another output: rank 0, rank 1, what both say.
 MIXTURES: dict[str, tuple[Callable[..., object], Callable[..., object], str]] = {
     "layers": (
-        lambda model, y: model.bn1(X), lambda model, y: model.bn2(X),
-        r"rank 0: in bn1 forward, call 2.*\nrank 1: in bn2 forward, call 3.*\nEvery rank must call the same layers",
+        lambda model, y, other: model.bn1(X), lambda model, y, other: model.bn2(X),
+        r"rank 0: in bn1 forward, call 2.*\nrank 1: in bn2 forward, call 4.*\nEvery rank must call the same layers",
     ),
     "passes": (
-        lambda model, y: model.bn2(X), lambda model, y: y.sum().backward(),
-        r"rank 0: in bn2 forward, call 3\nrank 1: in bn2 backward, call 2\nA rank has left out a layer or a backward",
+        lambda model, y, other: model.bn2(X), lambda model, y, other: y.sum().backward(),
+        r"rank 0: in bn2 forward, call 4\nrank 1: in bn2 backward, call 2\nA rank has left out a layer or a backward",
     ),
     "dtypes": (
-        lambda model, y: model.bn1(X.bfloat16()), lambda model, y: model.bn1(X),
+        lambda model, y, other: model.bn1(X.bfloat16()), lambda model, y, other: model.bn1(X),
         r"rank 0: in bn1 forward, call 2, with an input of torch.bfloat16\nrank 1: .*float32\nUse autocast on every",
     ),
     "graphs": (
-        differentiate_twice, lambda model, y: y.sum().backward(),
+        differentiate_twice, lambda model, y, other: y.sum().backward(),
         r"rank 0: in bn2 backward with create_graph .*, call 2\nrank 1: in bn2 backward, call 2\nPass create_graph",
+    ),
+    "calls": (
+        lambda model, y, other: y.square().sum().backward(),
+        lambda model, y, other: other.square().sum().backward(),
+        r"rank 0: in bn2 backward, call 2\nrank 1: in bn2 backward, call 3\nThe layer is called several times",
+    ),
+    "settings": (
+        lambda model, y, other: (setattr(model.bn1, "eps", 1e-3), model.bn1(X)), lambda model, y, other: model.bn1(X),
+        r"rank 0: in bn1 forward, call 2, with eps=0.001\nrank 1: .*eps=1e-05\nGive the layer the same settings",
     ),
 }  # fmt: skip
 
@@ -110,9 +119,9 @@ MIXTURES: dict[str, tuple[Callable[..., object], Callable[..., object], str]] = 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_ranks_that_mix_what_they_send_raise_at_the_next_call(ranks: Ranks, model: Model, name: str) -> None:
     *calls, expected = MIXTURES[name]
-    y = model.bn2(X)
+    y, other = model.bn2(X), model.bn2(2 * X)
     buffers = [buffer.clone() for buffer in model.buffers()]
-    calls[ranks.rank](model, y)
+    calls[ranks.rank](model, y, other)
     assert re.search(expected, said := texts_of(lambda: model.bn1(X), RanksDifferError)), said
     assert re.search(r"\nThe results of bn\d .*, call \d and all later ones are void, noticed after bn\d ", said), said
     torch.testing.assert_close([*model.buffers()], buffers, rtol=0, atol=0)

@@ -307,8 +307,13 @@ def test_differences_are_named(ranks: Ranks) -> None:
     with pytest.raises(AssertionError, match=expected):
         syncbn.assert_synced(model)
     expected = r"\nrank 0: 0.weight: \(5,\) torch.float32\nranks? 1.*: 0.weight: \(4,\) "
-    with pytest.raises(AssertionError, match=r"^The ranks' models have different tensors\. .*" + expected):
+    with pytest.raises(AssertionError, match=r"^The ranks' models have different tensors or settings\. .*" + expected):
         syncbn.assert_synced(nn.Sequential(nn.BatchNorm2d(5 if ranks.rank == 0 else 4)))
+    model = nn.Sequential(syncbn.SyncBatchNorm1d(3, momentum=None if ranks.rank == last else 0.1))
+    with pytest.raises(AssertionError, match=rf"settings\. .*\n.*: 0: .*'0.1'.*\nrank {last}: 0: .*'momentum': 'None'"):
+        syncbn.assert_synced(model)
+    model[0].momentum = 0.1
+    syncbn.assert_synced(model)
 
 
 def test_groups_are_compared_within(ranks: Ranks) -> None:
