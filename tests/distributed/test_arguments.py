@@ -68,7 +68,6 @@ LAYERS: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "eps": (lambda layer: setattr(layer, "eps", 10**400), "eps must fit into a float, got 1000"),
     "flag": (lambda layer: setattr(layer, "momentum", torch.tensor(True)), "momentum must be a number, got a tensor"),
     "meta": (lambda layer: setattr(layer, "momentum", torch.ones((), device="meta")), "but momentum on meta"),
-    "momentum in a tensor": (lambda layer: setattr(layer, "momentum", torch.tensor(0.1)), ""),
 }
 
 
