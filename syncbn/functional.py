@@ -86,7 +86,8 @@ def sync_batch_norm(
             0.
 
     Returns:
-        Tensor of the input's shape, dtype and memory format.
+        Tensor of the input's shape and dtype, with F.batch_norm's strides: channels_last for such an input of 4 or 5
+        dims, else contiguous.
 
     In a forward inside a backward, as activation checkpointing recomputes it, the running statistics do not move: they
     moved in the first forward.

@@ -125,7 +125,8 @@ class SyncBatchNorm(_BatchNorm):
             mask: bool, which values count, as in `functional.sync_batch_norm`.
 
         Returns:
-            Tensor of the input's kind, shape, dtype and memory format; a DTensor with the input's placements.
+            Tensor of the input's kind, shape and dtype, with the strides of nn.BatchNorm's: channels_last for such an
+            input of 4 or 5 dims, else contiguous. A DTensor has the input's placements.
 
         Raises:
             ValueError, TypeError: a bad argument. In eager mode every rank raises: the faulty rank this error, the

@@ -13,10 +13,12 @@ class Layout(NamedTuple):
     (N, C, H, W) contiguous                   -> (N, C, H*W)
     (N, C, H, W) in channels_last             -> (N*H*W, C, 1)
     (N, H, W, C) contiguous, channel_dim = 3  -> (N*H*W, C, 1)
+
+    Others are copied first, so that the output of a batch norm has the strides of nn.BatchNorm's.
     """
 
     channel_dim: int  # not negative
-    channel_innermost: bool  # the tensor is not contiguous, and its channels are neighbours in memory (channels_last)
+    channel_innermost: bool  # the tensor is in channels_last, and not contiguous
     sizes: tuple[int, int, int]  # outer, channel, inner
 
     @classmethod
@@ -24,7 +26,7 @@ class Layout(NamedTuple):
         """The layout by which `tensor` folds without a copy if it is dense. `channel_dim` may count from the right."""
         channel_dim %= tensor.ndim
         outer, inner = math.prod(tensor.shape[:channel_dim]), math.prod(tensor.shape[channel_dim + 1 :])
-        channel_innermost = not tensor.is_contiguous() and tensor.stride(channel_dim) == 1
+        channel_innermost = channel_dim == 1 and not tensor.is_contiguous() and _is_channels_last(tensor)
         if channel_innermost:
             outer, inner = outer * inner, 1
         return cls(channel_dim, channel_innermost, (outer, tensor.shape[channel_dim], inner))
@@ -56,3 +58,16 @@ class Layout(NamedTuple):
             return folded.view(shape)
         others = shape[: self.channel_dim] + shape[self.channel_dim + 1 :]
         return folded.view(*others, shape[self.channel_dim]).movedim(-1, self.channel_dim)
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    """Whether torch takes the strides for channels_last or channels_last_3d, gaps or none: then an operator's output is
+    in this format. They do not descend in the order C, ..., N."""
+    if tensor.ndim not in (4, 5) or 0 in tensor.shape:
+        return False
+    least = 1
+    for dim in (1, *range(tensor.ndim - 1, 1, -1), 0):
+        if tensor.stride(dim) < least:
+            return False
+        least = tensor.stride(dim) * tensor.shape[dim]
+    return True

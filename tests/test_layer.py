@@ -82,6 +82,33 @@ def test_any_float_dtypes_mix(input_dtype: torch.dtype, layer_dtype: torch.dtype
     torch.testing.assert_close(y.double(), expected, rtol=torch.finfo(input_dtype).eps * 2, atol=atol)
 
 
+CHANNELS_LAST = torch.randn(4, 6, 5, 2).to(memory_format=torch.channels_last)
+STRIDES = {
+    "contiguous": torch.randn(4, 3, 5, 6), "gaps": torch.randn(4, 6, 5)[:, ::2], "(C, N)": torch.randn(3, 4).t(),
+    "(N, L, C)": torch.randn(4, 5, 3).transpose(1, 2), "(L, N, C)": torch.randn(5, 4, 3).permute(1, 2, 0),
+    "channels last": CHANNELS_LAST, "channels last with gaps": CHANNELS_LAST[:, :, ::2],
+    "gaps in channels last": CHANNELS_LAST[:, ::2], "channels last of one image": CHANNELS_LAST[:1],
+    "(H, W, N, C)": torch.randn(5, 2, 4, 3).permute(2, 3, 0, 1),
+    "(N, W, H, C)": torch.randn(4, 2, 5, 3).permute(0, 3, 2, 1), "expanded": torch.randn(4, 3, 1, 1).expand(4, 3, 5, 6),
+    "channels last 3-D": torch.randn(4, 3, 5, 6, 2).to(memory_format=torch.channels_last_3d),
+    "(N, H, D, W, C)": torch.randn(4, 5, 6, 2, 3).permute(0, 4, 2, 1, 3),
+    "6 dims, channels last": torch.randn(4, 2, 2, 2, 2, 3).movedim(-1, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STRIDES)
+@pytest.mark.parametrize("road", ["ordinary", "general"])
+def test_strides_are_those_of_batch_norm(name: str, road: str) -> None:
+    """With a residual and a relu, too. In training as in evaluation: else a `view` fails in training alone."""
+    x = STRIDES[name]
+    for training, z, relu in itertools.product([True, False], [None, x, x.contiguous()], [False, True]):
+        layer = syncbn.SyncBatchNorm(x.shape[1], fuse_relu=relu).train(training)
+        with torch.autograd.profiler.profile(enabled=road == "general"):
+            y = layer(x, z)
+        expected = F.batch_norm(x, layer.running_mean.clone(), layer.running_var.clone(), training=training)
+        assert y.stride() == expected.stride()
+
+
 # What hooks give back, of which saved tensors (x, weight, statistics, y), and whether it is rounded.
 RETURNED: dict[str, tuple[Callable[[Tensor], Tensor], list[str], bool]] = {
     "with gaps": (with_gaps, ["x", "w", "s", "y"], False),

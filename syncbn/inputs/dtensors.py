@@ -52,7 +52,7 @@ def unwrap(
 
     x = tensors.input
     assert is_dtensor(x)
-    mesh, placements, shape, stride = x.device_mesh, x.placements, x.shape, x.stride()
+    mesh, placements, shape = x.device_mesh, x.placements, x.shape
     rules: list[tuple[bool, Placement, Placement]] = []  # a row of the table above for each dim of the mesh
     for placement in placements:
         if placement.is_partial():
@@ -104,6 +104,9 @@ def unwrap(
         return gradient.redistribute(placements=placements)
 
     def wrap(output: Tensor) -> Tensor:
+        channels_last = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
+        memory_format = torch.contiguous_format if output.is_contiguous() else channels_last
+        stride = torch.empty(shape, device="meta", memory_format=memory_format).stride()
         y = DTensor.from_local(output, mesh, placements, run_check=False, shape=shape, stride=stride)
         if y.requires_grad and not is_compiling():
             y.register_hook(place)

@@ -212,3 +212,12 @@ def test_one_graph(ranks: Ranks, distributed: bool) -> None:
     output.sum().backward()
     torch.testing.assert_close(output.full_tensor(), expected)
     assert sharded.grad.placements == (Shard(0),)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (2, 3, 0, 1)], ids=["NCHW", "channels last", "HWNC"])
+def test_strides_are_those_of_batch_norm(ranks: Ranks, order: tuple[int, ...]) -> None:
+    """Of the whole output, which a DTensor keeps beside the local one."""
+    back = [order.index(dim) for dim in range(4)]
+    x = numbers(0, ranks).permute(order).contiguous().permute(back)
+    y = new_layer(ranks)(DTensor.from_local(x, mesh_of(ranks), [Shard(0)]))
+    assert y.stride() == y.to_local().stride() == nn.functional.batch_norm(x, None, None, training=True).stride()
