@@ -1,5 +1,6 @@
-"""Finds the layers of a model that seem to normalise each rank's batch alone, and says what to do about each."""
+"""Finds the modules of a model that seem to normalise each rank's batch alone, and says what to do about each."""
 
+from collections.abc import Iterator
 from types import MethodType
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from syncbn.calls_of_batch_norm import calls_batch_norm
 from syncbn.diagnosis.names import quoted
 from syncbn.layer import SyncBatchNorm
 from syncbn.synchronised_classes import ADDED, class_of
@@ -14,6 +16,8 @@ from syncbn.synchronised_classes import ADDED, class_of
 # What to do about a layer; `_remedy` has more.
 CONVERT = "call syncbn.convert_syncbn_model(model)"
 BY_ITSELF = "normalises by itself; if by its batch, let its forward call syncbn.functional.sync_batch_norm"
+CALLS = "calls torch's batch_norm; if to normalise by its batch, let it call syncbn.functional.sync_batch_norm"
+UNREGISTERED = "keeps batch norm in a plain list or dict, where no conversion finds it; use nn.ModuleList or ModuleDict"
 HIDDEN = "a forward that was set on the layer hides the class's; convert before you wrap it, or write it in a subclass"
 HELD = "a module or a hook holds the layer's bound forward, which no conversion changes; convert before you take it"
 
@@ -31,9 +35,36 @@ class LocalLayer(NamedTuple):
 
 def unsynchronised(model: nn.Module) -> list[LocalLayer]:
     """The layers of `model` that seem to normalise each rank's batch alone."""
-    held = _ids_of_held_forwards(model)
-    remedies = ((name, module, _remedy(module, id(module) in held)) for name, module in model.named_modules())
-    return [LocalLayer(name, module, remedy) for name, module, remedy in remedies if remedy is not None]
+    modules, held = set(model.modules()), _ids_of_held_forwards(model)
+    kinds = {type(module) for module in modules if not isinstance(module, SyncBatchNorm)}
+    calling = {kind for kind in kinds if calls_batch_norm(kind)}
+    layers: list[LocalLayer] = []
+    for name, module in model.named_modules():
+        remedy = _remedy(module, id(module) in held)
+        if remedy in (None, BY_ITSELF) and type(module) in calling:
+            remedy = CALLS
+        elif remedy is None and any(_trains_locally(part) for part in _held_modules(module) if part not in modules):
+            remedy = UNREGISTERED
+        if remedy is not None:
+            layers.append(LocalLayer(name, module, remedy))
+    return layers
+
+
+def _held_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules in the attributes of a module, in lists, tuples and dicts there, and all modules within those."""
+    values, seen = list[object]([vars(module)]), set[int]()
+    while values:
+        value = values.pop()
+        if isinstance(value, nn.Module):
+            yield from value.modules()
+        elif isinstance(value, (list, tuple, dict)) and id(value) not in seen:
+            seen.add(id(value))
+            values.extend(value.values() if isinstance(value, dict) else value)
+
+
+def _trains_locally(module: nn.Module) -> bool:
+    is_synchronised = isinstance(module, (SyncBatchNorm, nn.SyncBatchNorm))
+    return isinstance(module, _BatchNorm) and not is_synchronised and module.training
 
 
 def _ids_of_held_forwards(model: nn.Module) -> set[int]:

@@ -38,7 +38,7 @@ ORDER = [
     "tools.recompute_running_stats tools.merge_running_stats tools.summary",
     "convert",
     "unsynchronised",
-    "synchronised_classes tools.running_stats tools.join tools.assert_synced",
+    "calls_of_batch_norm synchronised_classes tools.running_stats tools.join tools.assert_synced",
     "functional layer",
     "training evaluation",
     "ordinary general",
