@@ -229,7 +229,8 @@ def _report(bad: list[Difference], rows: list[Difference], local: list[str], wor
         lines.append(f"and {len(bad) - LINES} more")
     if local:
         names = ", ".join(map(repr, local[:LINES]))
-        lines.append(f"Layers that are not synchronised: {names}; call syncbn.convert_syncbn_model(model)")
+        remedy = "call syncbn.convert_syncbn_model(model), whose warning says what it leaves and why"
+        lines.append(f"Layers that are not synchronised: {names}; {remedy}")
     in_first_step = {difference.what: difference in bad for difference in rows if difference.name == "of step 1"}
     if in_first_step["loss"] and not in_first_step.get("output", True):
         lines.append("The outputs agree and the losses do not: loss_fn must be the mean over samples")

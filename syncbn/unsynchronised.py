@@ -36,15 +36,15 @@ class LocalLayer(NamedTuple):
 def unsynchronised(model: nn.Module) -> list[LocalLayer]:
     """The layers of `model` that seem to normalise each rank's batch alone."""
     modules, held = set(model.modules()), _ids_of_held_forwards(model)
-    kinds = {type(module) for module in modules if not isinstance(module, SyncBatchNorm)}
-    calling = {kind for kind in kinds if calls_batch_norm(kind)}
+    calling = {kind for kind in {type(module) for module in modules} if calls_batch_norm(kind)}
     layers: list[LocalLayer] = []
     for name, module in model.named_modules():
         remedy = _remedy(module, id(module) in held)
-        if remedy in (None, BY_ITSELF) and type(module) in calling:
-            remedy = CALLS
-        elif remedy is None and any(_trains_locally(part) for part in _held_modules(module) if part not in modules):
-            remedy = UNREGISTERED
+        if remedy in (None, BY_ITSELF) and not isinstance(module, SyncBatchNorm):
+            if type(module) in calling:
+                remedy = CALLS
+            elif any(_trains_locally(part) for part in _held_modules(module) if part not in modules):
+                remedy = UNREGISTERED
         if remedy is not None:
             layers.append(LocalLayer(name, module, remedy))
     return layers

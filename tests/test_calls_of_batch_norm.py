@@ -57,7 +57,7 @@ NAMED: list[Function] = [
     lambda self, x: (lambda: (lambda: F.batch_norm(x, None, None, training=self.training))())(),
     lambda self, x: F.batch_norm(F.batch_norm(x, None, None, training=True), self.a, self.b),
     lambda self, x: F.batch_norm(F.batch_norm(x, self.a, self.b), None, None, training=True),
-    partial(in_a_handler, training=True).func,
+    in_a_handler,
 ]
 NOT_NAMED: list[Function] = [
     lambda self, x: self.batch_norm(x, training=True),

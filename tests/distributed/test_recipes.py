@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from counting import CountCollectives
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from voting import Ranks
 
 import syncbn
@@ -21,9 +23,9 @@ EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def defined(page: str, name: str) -> dict[str, Any]:
-    """What the block of a guide that defines this class defines."""
+    """What the block of a guide that defines this class or function defines."""
     blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
-    (block,) = (block for block in blocks if f"class {name}" in block)
+    (block,) = (block for block in blocks if re.search(rf"^(class|def) {name}\b", block, re.MULTILINE))
     exec(block, names := dict(NAMES))
     return names
 
@@ -75,6 +77,55 @@ def test_a_hook_passes_the_mask(ranks: Ranks) -> None:
         results.append([y, leaf.grad, *converted.norm.buffers()])
     (y, gradient, *buffers), (whole_y, whole_gradient, *whole_buffers) = results
     torch.testing.assert_close([y, gradient, *buffers], [whole_y[samples], whole_gradient[samples], *whole_buffers])
+
+
+@pytest.mark.parametrize("frozen_first", [True, False])
+def test_a_frozen_layer_survives_train(ranks: Ranks, frozen_first: bool) -> None:
+    """Of two layers one is frozen. Copies are frozen too, and `del layer.train` ends it."""
+    freeze = defined("faq.md", "freeze")["freeze"]
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4)).to(ranks.device)
+    if frozen_first:
+        freeze(model[1])
+    syncbn.convert_syncbn_model(model)
+    if not frozen_first:
+        freeze(model[1])
+    ddp = DistributedDataParallel(model)
+    for trained in (ddp.train(), copy.deepcopy(model).train()):
+        _, frozen, other = trained.modules() if trained is not ddp else list(model)
+        with CountCollectives() as collectives:
+            trained(torch.randn(2, 4, 5, 5).to(ranks.device))
+        assert (frozen.training, other.training, collectives.total) == (False, True, 1)
+        assert torch.equal(frozen.running_mean, torch.zeros_like(frozen.running_mean))
+        assert not torch.equal(other.running_mean, torch.zeros_like(frozen.running_mean))
+    del model[1].train
+    assert ddp.train().module[1].training
+
+
+@pytest.mark.parametrize("domains", [[0, 1], [1, 1], [0, 2]])
+def test_a_norm_for_each_domain(ranks: Ranks, domains: list[int]) -> None:
+    """Some ranks, or all, have no sample of a domain. One process takes the ranks' samples of each domain together."""
+    domain_norm = defined("works_with.md", "DomainNorm2d")["DomainNorm2d"]
+    model = domain_norm(4, 3).double().to(ranks.device)
+    torch.manual_seed(0)
+    x, domains = torch.randn(ranks.size, 2, 4, 3, 3, dtype=torch.float64).to(ranks.device), domains * ranks.size
+    whole = [nn.BatchNorm2d(4, dtype=torch.float64, device=ranks.device) for _ in range(3)]
+    leaf, wanted = x[ranks.rank].clone().requires_grad_(), x.clone().requires_grad_()
+    y = DistributedDataParallel(model)(leaf, domains[ranks.rank])
+    y.pow(3).sum().backward()
+    for index, norm in enumerate(whole):
+        own = [rank for rank in range(ranks.size) if domains[rank] == index]
+        if own:
+            expected = norm(wanted[own].flatten(0, 1))
+            expected.pow(3).sum().backward()
+            if ranks.rank in own:
+                torch.testing.assert_close(y, expected.unflatten(0, (-1, 2))[own.index(ranks.rank)], **EXACT)
+        gradient = torch.zeros_like(norm.weight) if norm.weight.grad is None else norm.weight.grad / ranks.size
+        torch.testing.assert_close(model.norms[index].weight.grad, gradient, **EXACT)
+        statistics = [(one.running_mean, one.running_var) for one in (model.norms[index], norm)]
+        torch.testing.assert_close(*statistics, **EXACT)
+    torch.testing.assert_close(leaf.grad, wanted.grad[ranks.rank], **EXACT)
+    y = model.eval()(leaf, domains[ranks.rank])
+    assert torch.equal(y, model.norms[domains[ranks.rank]](leaf))
 
 
 def test_batch_renorm(ranks: Ranks, one_process: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
