@@ -3,6 +3,8 @@
     scripts/libraries.sh                    installs the libraries, tries all, and fills in docs/works_with.md
     scripts/libraries.sh monai timm         tries these, and writes nothing
 
+Opacus trains no model: the lines of docs/works_with.md must make it refuse converted layers.
+
 A loss, output, gradient, parameter or buffer may differ by 1e-9 of the largest of its kind, in float64, or by 100 times
 what nn.BatchNorm on one process differs from itself when the samples come in another order. A model that differs by
 more does not match, and the script ends with status 1.
@@ -210,6 +212,20 @@ LIBRARIES: dict[str, Callable[[], Iterator[Case]]] = {  # by the names that pip 
 }
 
 
+def try_opacus() -> None:
+    """**Raises** RuntimeError unless Opacus refuses converted layers behind the page's lines, and only there."""
+    from opacus.validators import ModuleValidator
+
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (lines,) = (block for block in blocks if "opacus" in block)
+    model = syncbn.convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm2d(3), nn.SyncBatchNorm(3)))
+    before = [ModuleValidator.is_valid(layer) for layer in model]
+    exec(lines, {"model": model, "nn": nn, "syncbn": syncbn})
+    behind = [ModuleValidator.is_valid(layer) for layer in model]
+    if (before, behind) != ([True] * 3, [False] * 3):
+        raise RuntimeError(f"Opacus finds the layers valid: {before} before the page's lines, {behind} behind them")
+
+
 def write(rows: list[Row]) -> None:
     """The figures of the page; its words stay."""
     table = ""
@@ -222,9 +238,10 @@ def write(rows: list[Row]) -> None:
 
 
 def main() -> int:
-    libraries = sys.argv[1:] or LIBRARIES
-    if unknown := {*libraries} - {*LIBRARIES}:
-        raise SystemExit(f"libraries are {', '.join(LIBRARIES)}, got {', '.join(sorted(unknown))}")
+    known = [*LIBRARIES, "opacus"]
+    libraries = sys.argv[1:] or known
+    if unknown := {*libraries} - {*known}:
+        raise SystemExit(f"libraries are {', '.join(known)}, got {', '.join(sorted(unknown))}")
     warnings.simplefilter("ignore")  # the libraries' own; what is not converted is an error here
     try:
         __import__("torchvision")
@@ -234,6 +251,9 @@ def main() -> int:
     dist.init_process_group("gloo")
     is_first, all_match, rows = dist.get_rank() == 0, True, []
     for library in libraries:
+        if library == "opacus":
+            try_opacus()
+            continue
         for case in LIBRARIES[library]():
             row = try_model(library, *case)
             rows.append(row)

@@ -11,7 +11,7 @@ install_pinned torch hatchling
 install_pinned --no-build-isolation --editable .
 # torchvision asks for a torch of its own, three for torchvision, and ultralytics for an OpenCV that needs a display.
 install_pinned --no-deps torchvision lightly segmentation-models-pytorch timm ultralytics opencv-python-headless
-install_pinned matplotlib monai polars psutil pytorch-ignite pytorch-lightning requests torch-geometric transformers
+install_pinned matplotlib monai opacus polars psutil pytorch-ignite pytorch-lightning requests torch-geometric transformers
 torchrun --standalone --nproc-per-node 2 --local-ranks-filter 0 scripts/libraries.py "$@"
 [[ $# == 0 ]] || exit 0
 install_pinned accelerate lightning ray[train]

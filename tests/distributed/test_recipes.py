@@ -89,11 +89,11 @@ def test_a_frozen_layer_survives_train(ranks: Ranks, frozen_first: bool) -> None
     syncbn.convert_syncbn_model(model)
     if not frozen_first:
         freeze(model[1])
-    ddp = DistributedDataParallel(model)
-    for trained in (ddp.train(), copy.deepcopy(model).train()):
-        _, frozen, other = trained.modules() if trained is not ddp else list(model)
+    ddp, copied = DistributedDataParallel(model).train(), copy.deepcopy(model).train()
+    for trained in (ddp.module, copied):
+        _, frozen, other = trained
         with CountCollectives() as collectives:
-            trained(torch.randn(2, 4, 5, 5).to(ranks.device))
+            trained(torch.randn(2, 3, 5, 5).to(ranks.device))
         assert (frozen.training, other.training, collectives.total) == (False, True, 1)
         assert torch.equal(frozen.running_mean, torch.zeros_like(frozen.running_mean))
         assert not torch.equal(other.running_mean, torch.zeros_like(frozen.running_mean))
@@ -106,11 +106,12 @@ def test_a_norm_for_each_domain(ranks: Ranks, domains: list[int]) -> None:
     """Some ranks, or all, have no sample of a domain. One process takes the ranks' samples of each domain together."""
     domain_norm = defined("works_with.md", "DomainNorm2d")["DomainNorm2d"]
     model = domain_norm(4, 3).double().to(ranks.device)
+    ddp = DistributedDataParallel(model)
     torch.manual_seed(0)
     x, domains = torch.randn(ranks.size, 2, 4, 3, 3, dtype=torch.float64).to(ranks.device), domains * ranks.size
     whole = [nn.BatchNorm2d(4, dtype=torch.float64, device=ranks.device) for _ in range(3)]
     leaf, wanted = x[ranks.rank].clone().requires_grad_(), x.clone().requires_grad_()
-    y = DistributedDataParallel(model)(leaf, domains[ranks.rank])
+    y = ddp(leaf, domains[ranks.rank])
     y.pow(3).sum().backward()
     for index, norm in enumerate(whole):
         own = [rank for rank in range(ranks.size) if domains[rank] == index]
