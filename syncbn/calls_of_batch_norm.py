@@ -80,4 +80,4 @@ def _is_evaluation(instructions: list[dis.Instruction], constants: tuple[Any, ..
     value = [one for depth, one in above if depth <= place][-1]
     jumps = [one for _, one in above if one.opcode in dis.hasjrel]
     is_conditional = any(jump.offset < value.offset < jump.argval for jump in jumps)
-    return value.opname == "LOAD_CONST" and value.argval is False and not is_conditional
+    return value.argval is False and not is_conditional

@@ -59,7 +59,8 @@ def _held_modules(module: nn.Module) -> Iterator[nn.Module]:
             yield from value.modules()
         elif isinstance(value, (list, tuple, dict)) and id(value) not in seen:
             seen.add(id(value))
-            values.extend(value.values() if isinstance(value, dict) else value)
+            if type(value).__module__ in ("builtins", "collections"):  # Lightning copies arguments to a dict of its own
+                values.extend(value.values() if isinstance(value, dict) else value)
 
 
 def _trains_locally(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ Also one that is named although it does not.
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -66,6 +67,7 @@ NOT_NAMED: list[Function] = [
     lambda _, x: sync_batch_norm(x, None, None, training=True),
     lambda _, x: F.instance_norm(x, None, None),
     lambda self, x: F.batch_norm(x, self.a, self.b),
+    lambda self, x: F.batch_norm(x, self.a, self.b, self.a, self.b),
     lambda self, x: F.batch_norm(x, self.a, self.b, training=False),
     lambda self, x: F.batch_norm(x, self.a, self.b, self.a, self.b, False, 0.1, self.eps),
     lambda self, x: torch.batch_norm(x, self.a, self.b, self.a, self.b, False, 0.1, 1e-5, True),
@@ -143,6 +145,7 @@ class Slices(nn.Module):
 
 def test_conversion_and_summary_name_the_module_and_the_remedy() -> None:
     model = nn.ModuleDict({"stores": StoresStatistics(3), "slices": Slices(3), "bn": nn.BatchNorm2d(3)})
+    model["stores"].running_mean = nn.Buffer(torch.zeros(3))  # without the call it might normalise by itself
     named = f"1 StoresStatistics (stores): {CALLS}; 1 Slices (slices): {CALLS}"
     assert warning_of(model) == f"syncbn did not convert these layers: {named}"
     assert [row.layer for row in syncbn.summary(model)] == ["slices.bn", "bn"]
@@ -153,6 +156,7 @@ def test_conversion_and_summary_name_the_module_and_the_remedy() -> None:
 
 def test_classes_of_torch_and_converted_layers_are_not_named() -> None:
     """Pytest makes warnings errors."""
+    assert not any(map(calls_batch_norm, (nn.BatchNorm2d, nn.SyncBatchNorm, CallsSuper2d, syncbn.SyncBatchNorm2d)))
     layers = [nn.BatchNorm2d(3), BatchNormAct2d(3), CallsSuper2d(3), CallsFunctional(3), Frozen(3)]
     model = nn.Sequential(*layers, parametrized(BatchNormAct2d(3)), nn.InstanceNorm2d(3), syncbn.SyncBatchNorm2d(3))
     for _ in range(2):
@@ -163,6 +167,10 @@ def test_classes_of_torch_and_converted_layers_are_not_named() -> None:
 def test_a_traced_call_is_named() -> None:
     traced = torch.fx.symbolic_trace(nn.Sequential(StoresStatistics(3)))
     assert f"1 Sequential (the model): {CALLS}" in warning_of(traced)
+
+
+class Arguments(dict[str, object]):
+    """As that in which Lightning keeps a copy of a module's arguments."""
 
 
 class Keeps(nn.Module):
@@ -178,8 +186,16 @@ def test_layers_in_lists_and_dicts_are_named() -> None:
     layer, built, frozen = nn.BatchNorm2d(3), syncbn.SyncBatchNorm(3), nn.BatchNorm2d(3).eval()
     circle: list[object] = [nn.BatchNorm2d(3)]
     circle.append(circle)
-    kept = [[layer], {"a": layer}, ({"a": [nn.Sequential(layer)]},), layer, circle]
-    kept += [[nn.InstanceNorm2d(3)], {"a": built}, [frozen], [nn.SyncBatchNorm(3)], [3, None], "norm"]
+    kept = [[layer], OrderedDict(a=layer), ({"a": [nn.Sequential(layer)]},), layer, circle]
+    kept += [
+        Arguments(a=layer),
+        [nn.InstanceNorm2d(3)],
+        {"a": built},
+        [frozen],
+        [nn.SyncBatchNorm(3)],
+        [3, None],
+        "norm",
+    ]
     model = nn.ModuleList([Keeps(value) for value in kept])
     named = f"5 Keeps (layer '0', layer '1', layer '2', ...): {IN_LIST}"
     assert warning_of(model) == f"syncbn did not convert these layers: {named}"
