@@ -43,7 +43,8 @@ def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, c
     What cannot be converted is left alone and named in one warning, by class, with what to do: subclasses of
     nn.SyncBatchNorm, scripted and exported layers, layers that have an attribute of a name that ours need or a forward
     set on them (layer.forward = ...), layers whose bound forward a module or a hook holds (other.norm = layer.forward),
-    and other modules with running statistics of their own.
+    other modules with running statistics of their own, modules whose class calls F.batch_norm, and those that keep
+    layers in plain lists or dicts.
 
     Args:
         model: any module, also a single batch-norm layer. Convert before wrapping it:
