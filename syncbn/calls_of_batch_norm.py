@@ -17,7 +17,8 @@ LEFT_OUT = "torch", "syncbn"  # packages whose functions are not looked at
 def calls_batch_norm(kind: type) -> bool:
     """Whether a function of the class, inherited and inner ones too, reads one of FUNCTIONS by the name of a global or
     of a module that is one, other than to call it with training=False."""
-    values = [getattr(value, "__func__", value) for base in kind.__mro__ for value in vars(base).values()]
+    values = [value for base in kind.__mro__ for value in vars(base).values()]
+    values += [value.__func__ for value in values if isinstance(value, (staticmethod, classmethod))]
     functions = [inspect.unwrap(value) for value in values if isinstance(value, FunctionType)]
     return any(
         _may_train(code, one.__globals__)

@@ -378,7 +378,7 @@ def test_summary_says_what_is_not_ours() -> None:
     )
     assert syncbn.summary(model) == ()
     without = syncbn.convert_syncbn_model(nn.Linear(2, 2))
-    assert str(syncbn.summary(without)) == "no synchronised layers: found no batch norm that trains in the model"
+    assert str(syncbn.summary(without)) == "no synchronised layers: the model has no batch-norm layer that trains"
 
 
 def test_summary_names_layers_that_another_converter_has_made_local() -> None:

@@ -38,7 +38,7 @@ class Summary(tuple[LayerSummary, ...]):
 
     def __repr__(self) -> str:
         if not self:
-            return "\n".join(self.others) or "no synchronised layers: found no batch norm that trains in the model"
+            return "\n".join(self.others) or "no synchronised layers: the model has no batch-norm layer that trains"
         header = ("layer", "class", "channels", "group size", "bytes forward", "bytes backward", "last step")
         num_bytes = (sum(row.forward_bytes for row in self), sum(row.backward_bytes for row in self))
         rows = table(header, self, ("total", "", "", "", *num_bytes, ""))
