@@ -15,13 +15,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from syncbn.kernels import reference
+from syncbn.kernels import interface
 from syncbn.kernels.gpu_mailbox import MAILBOX, look, words_at
 from syncbn.kernels.gpu_tiles import store_trailer
 
 CHANNELS, PARTS = tl.constexpr(8), tl.constexpr(128)  # that a program adds at once
 MIXED = tl.constexpr(1024)  # sums whose bits a program mixes at once
-MIXER = tl.constexpr(reference.MIXER)
+MIXER = tl.constexpr(interface.MIXER)
 # Triton would compile anew for other values of these, and for tensors that begin between multiples of 16 bytes.
 SIZES = ["num_parts", "channels", "of_relu", *MAILBOX]
 TENSORS = [

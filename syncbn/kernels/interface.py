@@ -27,6 +27,7 @@ from syncbn.layout import Layout
 
 # All sums end in a trailer: n in forward and 0 in backward; then 1, s and s^2 for a signature s, or zeros without one.
 TRAILER_NUMBERS, SIGNATURE_NUMBERS = 4, 3
+MIXER = 0x9E3779B97F4A7C15 - 2**64  # odd, 64 bits, as an int64: see signature_of_call in reference.py
 UNSIGNED = 0  # the signature s of sums without one; else 0 < s < 2^26, see diagnosis/sites.py
 
 Inputs: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # x, weight, bias, residual

@@ -23,8 +23,6 @@ from syncbn.kernels import interface
 from syncbn.kernels.interface import GradientPair, Inputs, Saved
 from syncbn.statistics import compute_dtype, from_float64, from_sums, to_float64, unpack
 
-MIXER = 0x9E3779B97F4A7C15 - 2**64  # an odd number of 64 bits, as an int64
-
 
 def signature_of_call(signature: int, forward_total: Tensor) -> Tensor:
     """The signature of another pass than forward, float64 (1,), with bits of the sums in the forward's total mixed in.
@@ -34,7 +32,7 @@ def signature_of_call(signature: int, forward_total: Tensor) -> Tensor:
     """
     sums = forward_total[: -interface.TRAILER_NUMBERS]
     bits = torch.where(sums.isnan(), 0, sums.view(torch.int64))
-    mixed = (bits * (2 * torch.arange(len(sums), device=sums.device) + 1)).sum(0, keepdim=True) * MIXER
+    mixed = (bits * (2 * torch.arange(len(sums), device=sums.device) + 1)).sum(0, keepdim=True) * interface.MIXER
     highest = 1 << signature.bit_length() - 1
     return ((mixed >> 40 ^ signature) & highest - 1 | highest).to(torch.float64)
 
