@@ -13,8 +13,8 @@ from syncbn.arguments import ANY_DIMS, CHECKS_OF_DIMS, SUPPORTED_DTYPES, CheckOf
 from syncbn.kernels.interface import NO_MEMORY, is_freed
 from syncbn.kernels.select import why_forced
 from syncbn.texts import ONE_VALUE_PER_CHANNEL, in_short
-from syncbn.torch_internals.autograd import innermost, is_wrapped, is_zero_tensor, overlaps_itself
-from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling
+from syncbn.torch_internals.autograd import innermost, is_wrapped, is_zero_tensor, levels_of_vmap, overlaps_itself
+from syncbn.torch_internals.state import PLAIN_CLASSES, inside_functorch, is_compiling
 
 NUMBERED = {2: "1d", 3: "1d", 4: "2d", 5: "3d"}  # the class for an input with this number of dims
 
@@ -27,6 +27,8 @@ def checked(tensors: Tensors, options: Options, layer: object) -> Options:
         why_forced()
         if any(_is_plain(tensor) and is_freed(tensor) for tensor in tensors):
             raise RuntimeError(NO_MEMORY)
+        if inside_functorch():
+            _check_stacked(tensors)
         check_writable("running_mean", tensors.running_mean)
         check_writable("running_var", tensors.running_var)
         check_writable("num_batches_tracked", tensors.counter)
@@ -51,6 +53,18 @@ def check(tensors: Tensors, options: Options, layer: object) -> None:
         check_like_input("z", tensors.z, x)
     if tensors.mask is not None:
         check_mask(tensors.mask, x, channel_dim)
+
+
+def _check_stacked(tensors: Tensors) -> None:
+    """**Raises** ValueError where vmap makes a stack of statistics, but not of running statistics."""
+    needed = levels_of_vmap(tensors.input) | levels_of_vmap(tensors.mask)
+    for name in ("running_mean", "running_var"):
+        if getattr(tensors, name) is not None and not needed <= levels_of_vmap(getattr(tensors, name)):
+            remedy = (
+                "construct the layer with track_running_stats=False, or give each sample running statistics of its own"
+            )
+            what = f"inside torch.func.vmap each sample has statistics of its own, but all samples share one {name}"
+            raise ValueError(f"{what}; {remedy}, as torch.func.stack_module_state does")
 
 
 def check_saved(tensors: Tensors) -> None:

@@ -35,7 +35,8 @@ def raise_on_all_ranks(
     if inside_vmap() and isinstance(tensors.input, Tensor):  # the others send a stack
         sums = tensors.input.new_zeros(len(sums), dtype=torch.float64, device=sums.device)
     sums[-1] = math.nan
-    reduction.total(payload_of(innermost(sums)), pass_name, error)
+    sums = innermost(sums)
+    reduction.total(payload_of(sums), pass_name, error, sums[..., 0].numel() if sums.ndim > 1 else 0)
     raise AssertionError("internal error: no rank reported the bad argument") from error
 
 

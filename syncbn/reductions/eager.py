@@ -10,6 +10,7 @@ from torch import Tensor
 
 from syncbn.comm import groups
 from syncbn.comm.all_reduce import all_reduce
+from syncbn.comm.text_exchange import all_gather, by_rank
 from syncbn.diagnosis.collective import Collective
 from syncbn.diagnosis.failures import warn_not_finite
 from syncbn.diagnosis.mailbox import Box
@@ -18,7 +19,7 @@ from syncbn.kernels import reference, select
 from syncbn.kernels.interface import FAULT, SIGNATURE_NUMBERS, TRAILER_NUMBERS, UNSIGNED, Mailbox
 from syncbn.reductions.agreement import fault_in_total
 from syncbn.reductions.faults import box_of, captured_tag
-from syncbn.reductions.guards import guards
+from syncbn.reductions.guards import guards, joined_group
 from syncbn.reductions.interface import NO_SIGNATURES, ONE_RANK, TRANSFORMED_GRAPH, Reduction
 from syncbn.reductions.resolving import resolve
 from syncbn.torch_internals.state import current_dispatch_mode
@@ -76,7 +77,10 @@ class EagerReduction(Reduction):
             raise fault
         return total
 
-    def total(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
+    def total(self, sums: Tensor, pass_name: str, error: Exception | None = None, num_samples: int = 0) -> Tensor:
+        # A joined rank does not come to another collective; in a graph all_reduce raises.
+        if num_samples and joined_group() is None and not torch.compiler.is_dynamo_compiling():
+            self._require_as_many(num_samples, pass_name)
         is_real = type(sums) is Tensor
         has_mailbox = is_real and sums.is_cuda and select.looks_at_totals(sums.device)
         mailbox = self.mailbox(pass_name, sums.device) if has_mailbox else None
@@ -99,6 +103,17 @@ class EagerReduction(Reduction):
         if looks and not all(map(math.isfinite, total.tolist())):
             self.warn_unless_finite(sums)
         return total
+
+    def _require_as_many(self, num_samples: int, pass_name: str) -> None:
+        collective = self.other_collective(pass_name)
+        with collective:
+            numbers = [int(number) for number in all_gather(torch.tensor([num_samples], device="cpu"), self.group)]
+        if len({*numbers}) > 1:
+            what = (
+                "vmap stacks different numbers of samples, or of gradients, and pairs the first of each rank, and so on"
+            )
+            each = by_rank(collective.ranks(), map(str, numbers))
+            raise ValueError(f"syncbn: in {collective.doing()} {what}.\n{each}\nGive all ranks as many.")
 
     def warn_unless_finite(self, sums: Tensor) -> None:
         if not all(map(math.isfinite, sums.tolist())):

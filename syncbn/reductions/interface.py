@@ -13,8 +13,9 @@ W ranks; C channels; n_r values per channel on rank r.
 
 All numbers are float64, and the sums are not centred, so that uneven and empty ranks need no special case. Each pass is
 exactly one collective when the group has two or more ranks, and none otherwise: an all_reduce, which small groups of
-gloo make by an exchange, see comm/all_reduce.py. A rank with bad arguments cannot compute its sums but must not leave
-the others waiting: it joins the forward all_reduce with zeros and n_r = NaN, which every rank sees in the total.
+gloo make by an exchange, see comm/all_reduce.py. (For a stack, as of vmap, an all_gather of one number precedes it.)
+A rank with bad arguments cannot compute its sums but must not leave the others waiting: it joins the forward all_reduce
+with zeros and n_r = NaN, which every rank sees in the total.
 
 Each payload ends in a trailer of four numbers: n in forward and 0 in backward, and a signature, see diagnosis/sites.py.
 On CPU every rank reads the total's trailer, and sees there whether ranks in different layers have met. On a GPU a
@@ -55,9 +56,10 @@ class Reduction(ABC):
         rank has a fault, a ValueError or TypeError with the texts of the faulty ranks.
         """
 
-    def total(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
+    def total(self, sums: Tensor, pass_name: str, error: Exception | None = None, num_samples: int = 0) -> Tensor:
         """`all_reduce` of float64 `sums` whose trailer is not signed yet. A rank with an `error` has NaN in the place
-        of n, and raises this error."""
+        of n, and raises this error. `num_samples`: of a stack that vmap makes, else 0; the ranks compare it by an
+        all_gather first, as different sizes would abort them. **Raises** ValueError on all ranks if it differs."""
         return self.all_reduce(sums, pass_name)
 
     def mailbox(self, pass_name: str, device: torch.device) -> Mailbox | None:

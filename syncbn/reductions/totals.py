@@ -61,7 +61,9 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def forward(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
-        return reduction.total(payload_of(sums), pass_name)[:-SIGNATURE_NUMBERS].view_as(sums)
+        num_samples = sums[..., 0].numel() if sums.ndim > 1 else 0
+        total = reduction.total(payload_of(sums), pass_name, num_samples=num_samples)
+        return total[:-SIGNATURE_NUMBERS].view_as(sums)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

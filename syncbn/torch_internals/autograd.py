@@ -46,6 +46,16 @@ def innermost(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def levels_of_vmap(tensor: Tensor | None) -> set[int]:
+    """The levels of torch.func.vmap at which the tensor is a stack."""
+    levels = set[int]()
+    while tensor is not None and is_wrapped(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            levels.add(torch._C._functorch.maybe_get_level(tensor))
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return levels
+
+
 class Jagged(NamedTuple):
     """The parts of a jagged NestedTensor."""
 

@@ -3,6 +3,7 @@
 Its derivatives are in test_derivatives.py.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.func import functional_call, grad, jvp, vmap
 from voting import Ranks
 
 import syncbn
+from syncbn.comm.text_exchange import ranks_in_words
 from syncbn.functional import sync_batch_norm, sync_batch_stats
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # which torch's forward mode uses
@@ -48,7 +50,7 @@ def test_layer_in_forward_mode(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("in_dim", [0, -1])
 def test_ensemble(ranks: Ranks, in_dim: int) -> None:
-    """vmap over models, each with buffers of its own: one all_reduce each way."""
+    """vmap over models, each with buffers of its own: one all_reduce each way, behind an all_gather."""
     x, (layer, plain) = data(ranks), layers(ranks)
     mine = ranks.even(len(x))
     weight = torch.stack((torch.ones(3), torch.full((3,), 3.0))).to(x)
@@ -65,7 +67,7 @@ def test_ensemble(ranks: Ranks, in_dim: int) -> None:
     (expected_weight, expected_x), expected_buffers = gradients(plain, x)
     with CountCollectives() as counted:
         (grad_weight, grad_x), buffers = gradients(layer, x[mine])
-    assert counted.total == 2
+    assert counted.total == 4
     torch.testing.assert_close(buffers, expected_buffers, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(grad_x, expected_x[:, mine], rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(ranks.total(grad_weight), expected_weight, rtol=1e-10, atol=1e-10)
@@ -122,6 +124,29 @@ def test_faults_inside_vmap(ranks: Ranks, transform: Callable[..., Callable[...,
     with pytest.raises(ValueError, match="Expected more than 1 value per channel when training, got 1 over all ranks"):
         transform(layer)(single)
     torch.testing.assert_close(layer(x), expected)
+
+
+@pytest.mark.parametrize("pass_name", ["forward", "backward"])
+def test_another_number_of_samples_on_one_rank(ranks: Ranks, pass_name: str) -> None:
+    """gloo would abort a rank, and nccl wait."""
+    x, num_samples = data(ranks)[ranks.even(2 * ranks.size)].requires_grad_(), 3 - (ranks.rank == 0)
+    others = ranks_in_words([*range(1, ranks.size)])
+    said = rf"sync_batch_norm {pass_name}, call \d+ vmap stacks .*\nrank 0: 2\n{others}: 3\nGive all ranks as many"
+    y = ours(x)
+    stack = torch.stack([y.detach()] * num_samples)
+    forward = functools.partial(vmap(ours), stack)
+    backward = functools.partial(torch.autograd.grad, y, x, stack, is_grads_batched=True)
+    with pytest.raises(ValueError, match=said):
+        (forward if pass_name == "forward" else backward)()
+
+
+def test_running_statistics_of_all_samples(ranks: Ranks) -> None:
+    """vmap could not update them, and would say that it is torch's fault."""
+    x, (layer, _) = data(ranks)[ranks.even(2 * ranks.size)], layers(ranks)
+    before = layer.running_mean.clone()
+    with pytest.raises(ValueError, match="all samples share one running_mean; construct the layer with track_running_"):
+        vmap(grad(lambda x: layer(x).sum()))(torch.stack((x, x)))
+    torch.testing.assert_close(layer.running_mean, before, rtol=0, atol=0)
 
 
 def test_running_statistics_that_a_function_captures(ranks: Ranks) -> None:
