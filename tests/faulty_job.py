@@ -110,8 +110,6 @@ def before_step(model: nn.Sequential) -> None:
         model.body.bn1.process_group = 1 if AT_FAULT else RANKS
     if FAULT == "a group on one rank alone" and AT_FAULT:
         model.body.bn1.process_group = 1
-    if BACKEND == "nccl":  # layers sign on a GPU when the watchdogs have compared their names
-        time.sleep(3)
     if FAULT == "replay":
         replay(model)
     if FAULT == "link cut":  # between hosts, by the test
@@ -193,8 +191,6 @@ def train_two_models(*_: object) -> None:
     for step in range(1, STEPS):
         for model in reversed(models) if AT_FAULT and step == FAULTY_STEP else models:
             model(torch.randn(4, 3)).square().mean().backward()
-        if BACKEND == "nccl" and step == 1:  # layers sign on a GPU when the watchdogs have compared their names
-            time.sleep(3)
 
 
 OTHER_JOBS = {

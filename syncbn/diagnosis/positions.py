@@ -191,6 +191,17 @@ class ThisRank:
         values = [Written(*json.loads(text)) for text in texts]
         return [Written() if written.is_old() else written for written in values]
 
+    def wait_for(self, ranks: Sequence[int], key: str, seconds: float) -> list[Written]:
+        """What `read` gives, as soon as all of these ranks have written, and at the latest after these seconds."""
+        deadline, pause, written = time.monotonic() + seconds, SECONDS_BETWEEN_WRITES / 50, [Written()] * len(ranks)
+        with self.using_store():
+            while (
+                self.store_answers and Written() in (written := self.read(ranks, key)) and time.monotonic() < deadline
+            ):
+                time.sleep(pause)
+                pause = min(2 * pause, SECONDS_BETWEEN_WRITES)
+        return written
+
     @contextlib.contextmanager
     def using_store(self) -> Iterator[None]:
         """Within, the store is called. After an error it is taken as gone, and not called again: torch prints a

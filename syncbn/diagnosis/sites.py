@@ -120,8 +120,8 @@ class GroupState:
         self.last_order = 0  # of a site
         self.num_collectives = 0
         self.meets_first = True  # whether all ranks come to the first collective
+        self.awaits_names = True  # on a GPU: the first rank was not late for a layer's first call
         self.boxes: dict[tuple[torch.device, int | None], Box] = {}  # by device and stream; None: while it captures
-        self.on_gpu: list[Site] = []  # those that sign and have called there
         self.fault: Exception | None = None  # that a GPU has met
         self.has_told_fault = False  # the program has raised it, or the watchdog has logged it
 
@@ -142,7 +142,7 @@ class Site:
         self.name = quoted(path) or type(caller).__name__
         self.is_signed = not isinstance(caller, Caller) or caller.is_signed
         self.needs_two_values = not isinstance(caller, Caller) or caller.needs_two_values
-        self.may_sign = False  # on a GPU: whether the first rank has this name too, see reductions/faults.py
+        self.is_agreed = not self.is_signed  # on a GPU: whether it signs as the first rank does, see agree_on_name
         self.warned_of_nan = False
         self.signatures, self.order, self.settings = Signatures(self.num_ranks), 0, dict[str, str]()
         if self.is_signed:

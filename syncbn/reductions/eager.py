@@ -18,7 +18,7 @@ from syncbn.diagnosis.sites import CallsOnGroups, Site, new_site
 from syncbn.kernels import reference, select
 from syncbn.kernels.interface import FAULT, SIGNATURE_NUMBERS, TRAILER_NUMBERS, UNSIGNED, Mailbox
 from syncbn.reductions.agreement import fault_in_total
-from syncbn.reductions.faults import box_of, captured_tag
+from syncbn.reductions.faults import agree_on_name, box_of, captured_tag
 from syncbn.reductions.guards import guards, joined_group
 from syncbn.reductions.interface import NO_SIGNATURES, ONE_RANK, TRANSFORMED_GRAPH, Reduction
 from syncbn.reductions.resolving import resolve
@@ -44,11 +44,10 @@ class EagerReduction(Reduction):
             return None
         if site.state.fault is not None or box.words[FAULT]:
             raise box.error()
-        self.box = box
-        self.signatures = site.signatures if site.may_sign else NO_SIGNATURES
-        if site.is_signed and not site.may_sign and site not in site.state.on_gpu:
-            site.state.on_gpu.append(site)
-        number = site.state.num_collectives + 1
+        self.box, number = box, site.state.num_collectives + 1
+        if not site.is_agreed:
+            agree_on_name(site)
+            self.signatures = site.signatures if site.is_agreed else NO_SIGNATURES
         return box.for_kernels(captured_tag(site, pass_name) if captures else number)
 
     def all_reduce(

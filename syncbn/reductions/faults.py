@@ -4,12 +4,10 @@ The program comes by at its next all_reduce, and raises. If it does not within a
 the watchdog logs the error. Either writes this rank's part in the faulty all_reduce to the store, and reads the others'
 there. A fault is final: each later all_reduce of the group raises it again, and kernels update no running statistics.
 
-Ranks may have different names for one layer. On CPU they agree by an all_gather. On a GPU the first rank of a group
-writes its names to the store, and another rank signs for those layers alone whose names it finds there. It warns of the
-others, as nothing then tells ranks apart that are in different layers.
+Ranks may have different names for one layer. On CPU they agree by an all_gather. On a GPU each signs as the first rank
+of the group does, which writes its name to the store in the layer's first call, see `agree_on_name`.
 """
 
-import math
 import threading
 import time
 from weakref import finalize
@@ -21,6 +19,7 @@ from syncbn.diagnosis import report
 from syncbn.diagnosis.collective import IN_CUDA_GRAPH, Collective
 from syncbn.diagnosis.failures import RanksDifferError, warn_not_finite
 from syncbn.diagnosis.mailbox import Box
+from syncbn.diagnosis.names import may_be_one_layer
 from syncbn.diagnosis.sites import Site
 from syncbn.diagnosis.watchdog import log
 from syncbn.kernels.interface import BAD_ARGUMENT, FAULT, LOCAL_NOT_FINITE, ONE_VALUE, RANKS_DIFFER
@@ -30,12 +29,12 @@ from syncbn.torch_internals.distributed import stream_of
 
 PATIENCE_SECONDS = 1.0  # after which the watchdog logs a fault that the program has not raised
 ANSWER_SECONDS = 5.0  # in which the other ranks write their parts
-NAMING_SECONDS = 10.0  # after which a rank warns of layers that the first rank does not name
+NAMING_SECONDS = 5.0  # in which the first rank is to come to a layer's first call
 
 NOT_NAMED = (
-    "syncbn: rank %d has a layer that rank %d has not called under this name or in this order: %s, first called at %s, "
-    "as layer number %d of its group. On a GPU nothing tells whether ranks are in the same layer then. Wrap the model "
-    "alike on all ranks, and call its layers in the same order from the first step on."
+    "syncbn: rank %d is in %s, at %s, the layer number %d of its group, and rank %d has not come to its layer of this "
+    "number within %g s. On a GPU nothing tells whether ranks are in the same layer until it calls that in eager mode. "
+    "If it is only late, do nothing; else call the same layers in the same order on all ranks, all of them uncompiled."
 )
 
 
@@ -55,18 +54,39 @@ def captured_tag(site: Site, pass_name: str) -> int:
     return -2 * site.order - (pass_name == "forward")
 
 
+def agree_on_name(site: Site) -> None:
+    """In a layer's first call on a GPU: sign from now on as the first rank of the group does, which may have another
+    name for the layer. (Ranks in different layers keep their names, so that kernels find a fault.)
+
+    A rank waits for the name of a late first rank in one layer, does not sign, and looks again in calls 2, 4, 8, ...
+    """
+    if site.num_calls & (site.num_calls - 1):
+        return
+    rank, state, first = site.rank, site.state, Collective(site, 0, "").ranks()[0]
+    key = f"named/{rank.life}/{site.group_name}/{site.order}"
+    if rank.rank == first:
+        rank.write(key, site.path)
+    path = rank.wait_for([first], key, NAMING_SECONDS if state.awaits_names else 0.0)[0].value
+    site.is_agreed = path is not None
+    if site.is_agreed and may_be_one_layer([path, site.path]):
+        site.sign_as(path, site.order)
+    elif not site.is_agreed and state.awaits_names:
+        state.awaits_names = False
+        log.warning(NOT_NAMED, rank.rank, site.name, site.first_line, site.order, first, NAMING_SECONDS)
+
+
 class GroupBox(Box):
     """The mailbox of a group on a device and stream."""
 
     def __init__(self, site: Site, device: torch.device) -> None:
         super().__init__(device)
-        self.rank, self.group_state, self.group_name = site.rank, site.state, site.group_name
+        self.rank, self.group_state = site.rank, site.state
+        self._key = f"fault/{site.rank.life}/{site.group_name}"  # of the ranks' parts
         group = site.require_group()
         self.ranks = Collective(site, 0, "").ranks()
         self.part: Part | None = None  # of this rank in the faulty all_reduce
         self.seen: float | None = None  # when the watchdog has seen the fault
         self.explaining = threading.Lock()
-        self.not_named: dict[Site, float] = {}  # when the watchdog first missed a layer; infinite once it has warned
         self.rank.boxes.add(self)
         finalize(group, self.rank.boxes.discard, self).atexit = False
 
@@ -77,8 +97,6 @@ class GroupBox(Box):
             noted = self._collective(tag)
             if noted is not None:
                 warn_not_finite(noted.site, noted.doing(), noted.dtype)
-        if not all(site.may_sign for site in [*self.group_state.on_gpu]):
-            self._agree_on_names()
         if self.words[FAULT] and not self.group_state.has_told_fault:
             if self.seen is None:  # now, while the other ranks answer
                 self.seen = time.monotonic()
@@ -113,17 +131,14 @@ class GroupBox(Box):
             self.part = {"doing": f"all_reduce {tag}"} if collective is None else part_in(collective)
             if error is not None:
                 self.part |= {"error": in_words(error), "is TypeError": isinstance(error, TypeError)}
-            self.rank.write(self._key("fault"), self.part)
-
-    def _key(self, name: str) -> str:
-        return f"{name}/{self.rank.life}/{self.group_name}"
+            self.rank.write(self._key, self.part)
 
     def _collective(self, tag: int) -> Collective | None:
         """The all_reduce with this tag; None if it is too old, or its layer is gone."""
         if tag > 0:
             candidates = (begun for number, begun in [*self.begun] if number == tag)
         else:
-            sites, pass_name = [*self.group_state.on_gpu], "forward" if tag % 2 else "backward"
+            sites, pass_name = [*self.group_state.sites.values()], "forward" if tag % 2 else "backward"
             candidates = (Collective(site, IN_CUDA_GRAPH, pass_name) for site in sites if site.order == -tag // 2)
         collective = next(candidates, None)
         return collective if isinstance(collective, Collective) else None
@@ -150,28 +165,7 @@ class GroupBox(Box):
 
     def _parts(self) -> list[Part | None]:
         """The ranks' parts; None for one that does not answer."""
-        parts: list[Part | None] = [self.part if rank == self.rank.rank else None for rank in self.ranks]
-        deadline = time.monotonic() + ANSWER_SECONDS
-        with self.rank.using_store():
-            while None in parts and self.rank.store_answers and time.monotonic() < deadline:
-                time.sleep(0.02)
-                parts = [written.value for written in self.rank.read(self.ranks, self._key("fault"))]
-        return parts
-
-    def _agree_on_names(self) -> None:
-        key, names = self._key("named"), list[str]()
-        for gone in [site for site in [*self.group_state.on_gpu] if site.caller() is None]:
-            self.group_state.on_gpu.remove(gone)
-        sites = [*self.group_state.on_gpu]
-        if self.rank.rank == self.ranks[0]:
-            names = [site.signatures.identity for site in sites]
-            self.rank.write(key, names)
-        elif self.rank.store_answers:
-            with self.rank.using_store():
-                names = self.rank.read(self.ranks[:1], key)[0].value or []
-        now = time.monotonic()
-        for site in sites:
-            site.may_sign |= site.signatures.identity in names
-            if names and not site.may_sign and now - self.not_named.setdefault(site, now) >= NAMING_SECONDS:
-                self.not_named[site] = math.inf
-                log.warning(NOT_NAMED, self.rank.rank, self.ranks[0], site.name, site.first_line, site.order)
+        parts = self.rank.wait_for(self.ranks, self._key, ANSWER_SECONDS)
+        return [
+            self.part if rank == self.rank.rank else part.value for rank, part in zip(self.ranks, parts, strict=True)
+        ]

@@ -19,7 +19,7 @@ import syncbn
 from syncbn.diagnosis import mailbox, watchdog
 from syncbn.diagnosis.failures import RanksDifferError
 from syncbn.diagnosis.positions import Wait
-from syncbn.diagnosis.sites import Site
+from syncbn.diagnosis.sites import Site, skip_first_meeting
 from syncbn.kernels.interface import ENDED, FAULT, RANKS_DIFFER
 from syncbn.reductions import faults
 
@@ -38,8 +38,10 @@ class Model(nn.Module):
         group = dist.new_group()
         self.bn1, self.bn2 = (syncbn.SyncBatchNorm1d(3, process_group=group) for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn2(self.bn1(x))
+    def forward(self, x: Tensor, *names: str) -> Tensor:
+        for name in names or ("bn1", "bn2"):
+            x = self.get_submodule(name)(x)
+        return x
 
     def sites(self) -> list[Site]:
         return [self.bn1._call_site, self.bn2._call_site]
@@ -56,7 +58,6 @@ def model(player: Player) -> Model:
     """With names that the ranks have agreed on."""
     model = Model()
     model(X).sum().backward()
-    wait_until(lambda: all(site.may_sign for site in model.sites()))
     dist.barrier()
     return model
 
@@ -276,22 +277,63 @@ def test_a_forked_process(ranks: Ranks, model: Model) -> None:
     dist.barrier()
 
 
-def test_other_names_for_the_same_layers(
-    ranks: Ranks, player: Player, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Rank 0 has them in a further module: rank 1 does not sign, and says so once; nothing is mistaken for a fault."""
-    monkeypatch.setattr(faults, "NAMING_SECONDS", 0.2)
+def test_ranks_that_begin_in_different_layers(ranks: Ranks, player: Player) -> None:
+    """They have agreed on nothing yet, and notice it all the same."""
+    model = Model()
+    model(X, f"bn{1 + ranks.rank}")
+    said = texts_of(lambda: model(X), RanksDifferError)
+    assert "rank 0: in bn1 forward, call 1\nrank 1: in bn2 forward, call 1\n" in said
+    dist.barrier()
+
+
+def test_other_names_for_the_same_layers(ranks: Ranks, player: Player) -> None:
+    """Rank 0 has them in a further module, and rank 1 signs for its names."""
     inner = Model()
     model = inner if ranks.rank else nn.Sequential(inner)
-    for _ in range(5):
+    for _ in range(2):
         model(X).sum().backward()
-        time.sleep(0.1)
-        dist.barrier()
-    assert all(site.may_sign == (ranks.rank == 0) for site in inner.sites())
-    if ranks.rank:
-        wait_until(lambda: caplog.text.count("rank 1 has a layer that rank 0 has not called under this name") == 2)
+    (inner.bn2 if ranks.rank else inner.bn1)(X)
+    said = texts_of(lambda: model(X), RanksDifferError)
+    assert "rank 0: in 0.bn1 forward, call 3\nrank 1: in bn2 forward, call 3\n" in said
     dist.barrier()
-    assert caplog.text.count("has not called under this name") == 2 * ranks.rank
+
+
+def test_a_first_rank_that_is_late(
+    ranks: Ranks, player: Player, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others wait for it in one layer, say so, do not sign, and find its names in a later call."""
+    monkeypatch.setattr(faults, "NAMING_SECONDS", 0.1)
+    inner = Model()
+    model = inner if ranks.rank else nn.Sequential(inner)
+    if ranks.rank == 0:
+        time.sleep(1)
+    with torch.no_grad():
+        model(X)
+        assert inner.bn1._call_site.is_agreed == (ranks.rank == 0)
+        model(X)
+    assert all(site.is_agreed for site in inner.sites())
+    (inner.bn2 if ranks.rank else inner.bn1)(X)
+    texts_of(lambda: model(X), RanksDifferError)
+    expected = "syncbn: rank 1 is in bn1, at test_mailbox.py:"
+    assert caplog.text.count(expected) == caplog.text.count("has not come to") == ranks.rank
+    dist.barrier()
+
+
+def test_a_first_rank_that_is_compiled(
+    ranks: Ranks, player: Player, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It sends no signature and writes no name: the others train on."""
+    monkeypatch.setattr(faults, "NAMING_SECONDS", 0.1)
+    model = Model()
+    skip_first_meeting(model.bn1.process_group)
+    for _ in range(3):
+        if ranks.rank:
+            model(X).sum().backward()
+        else:
+            for _ in range(4):
+                dist.all_reduce(torch.zeros(10, dtype=torch.float64), group=model.bn1.process_group)
+    assert caplog.text.count("rank 0 has not come to its layer of this number within 0.1 s") == ranks.rank
+    dist.barrier()
 
 
 # Waits.
