@@ -13,10 +13,11 @@ compiled graph, sends zeros and is not counted.
 import contextlib
 import numbers
 import os
+import threading
 import zlib
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -122,6 +123,8 @@ class GroupState:
         self.meets_first = True  # whether all ranks come to the first collective
         self.awaits_names = True  # on a GPU: the first rank was not late for a layer's first call
         self.boxes: dict[tuple[torch.device, int | None], Box] = {}  # by device and stream; None: while it captures
+        self.explaining = threading.RLock()  # a fault: the program and the watchdog may, for several boxes
+        self.part: dict[str, Any] | None = None  # of this rank in the all_reduce with the fault
         self.fault: Exception | None = None  # that a GPU has met
         self.has_told_fault = False  # the program has raised it, or the watchdog has logged it
 

@@ -8,7 +8,6 @@ Ranks may have different names for one layer. On CPU they agree by an all_gather
 of the group does, which writes its name to the store in the layer's first call, see `agree_on_name`.
 """
 
-import threading
 import time
 from weakref import finalize
 
@@ -84,9 +83,7 @@ class GroupBox(Box):
         self._key = f"fault/{site.rank.life}/{site.group_name}"  # of the ranks' parts
         group = site.require_group()
         self.ranks = Collective(site, 0, "").ranks()
-        self.part: Part | None = None  # of this rank in the faulty all_reduce
         self.seen: float | None = None  # when the watchdog has seen the fault
-        self.explaining = threading.Lock()
         self.rank.boxes.add(self)
         finalize(group, self.rank.boxes.discard, self).atexit = False
 
@@ -115,28 +112,32 @@ class GroupBox(Box):
 
     def _explain(self) -> Exception:
         state = self.group_state
-        with self.explaining:
+        with state.explaining:
             if state.fault is None:
-                tag, kind = divmod(self.words[FAULT], 4)
+                words = [box.words[FAULT] for box in [*state.boxes.values()]]
+                tag, kind = divmod(min(filter(None, words)), 4)  # the first of all streams, on each rank the same
                 self.tell(tag)
                 state.fault = self._explained(kind).with_traceback(None)
                 after = f", noticed after {self.begun[-1][1].position().doing}" if self.begun else ""
-                assert self.part is not None
-                state.fault.add_note(f"The results of {self.part['doing']} and all later ones are void{after}.")
+                assert state.part is not None
+                state.fault.add_note(f"The results of {state.part['doing']} and all later ones are void{after}.")
         return state.fault
 
     def tell(self, tag: int, error: Exception | None = None) -> None:
-        if self.part is None:
-            collective = self._collective(tag)
-            self.part = {"doing": f"all_reduce {tag}"} if collective is None else part_in(collective)
-            if error is not None:
-                self.part |= {"error": in_words(error), "is TypeError": isinstance(error, TypeError)}
-            self.rank.write(self._key, self.part)
+        state = self.group_state
+        with state.explaining:
+            if state.part is None:
+                collective = self._collective(tag)
+                state.part = {"doing": f"all_reduce {tag}"} if collective is None else part_in(collective)
+                if error is not None:
+                    state.part |= {"error": in_words(error), "is TypeError": isinstance(error, TypeError)}
+                self.rank.write(self._key, state.part)
 
     def _collective(self, tag: int) -> Collective | None:
         """The all_reduce with this tag; None if it is too old, or its layer is gone."""
         if tag > 0:
-            candidates = (begun for number, begun in [*self.begun] if number == tag)
+            boxes = [*self.group_state.boxes.values()]
+            candidates = (begun for box in boxes for number, begun in [*box.begun] if number == tag)
         else:
             sites, pass_name = [*self.group_state.sites.values()], "forward" if tag % 2 else "backward"
             candidates = (Collective(site, IN_CUDA_GRAPH, pass_name) for site in sites if site.order == -tag // 2)
@@ -167,5 +168,6 @@ class GroupBox(Box):
         """The ranks' parts; None for one that does not answer."""
         parts = self.rank.wait_for(self.ranks, self._key, ANSWER_SECONDS)
         return [
-            self.part if rank == self.rank.rank else part.value for rank, part in zip(self.ranks, parts, strict=True)
+            self.group_state.part if rank == self.rank.rank else part.value
+            for rank, part in zip(self.ranks, parts, strict=True)
         ]

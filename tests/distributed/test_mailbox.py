@@ -254,6 +254,21 @@ def test_several_streams(ranks: Ranks, model: Model, monkeypatch: pytest.MonkeyP
     texts_of(lambda: model(X), RanksDifferError)
 
 
+def test_faults_in_two_streams_at_once(ranks: Ranks, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks raise the earlier, whichever they have seen first."""
+    monkeypatch.setattr(faults.GroupBox, "look", lambda box: None)  # the watchdog has seen none
+    streams = [5, 7]
+    for stream, layers in zip(streams, ((model.bn1, model.bn2), (model.bn2, model.bn1)), strict=True):
+        monkeypatch.setattr(faults, "stream_of", lambda device, stream=stream: stream)
+        layers[ranks.rank](X)
+    for stream in streams[:: 1 - 2 * ranks.rank]:
+        monkeypatch.setattr(faults, "stream_of", lambda device, stream=stream: stream)
+        said = texts_of(lambda: model(X), RanksDifferError)
+        assert "\nrank 0: in bn1 forward, call 2\nrank 1: in bn2 forward, call 2\n" in said
+        assert "\nThe results of bn" in said
+    dist.barrier()
+
+
 def test_a_group_that_was_destroyed(ranks: Ranks, model: Model) -> None:
     """The watchdog forgets its mailbox; queued kernels may still write to it."""
     rank, kept, before = watchdog.this_rank(), len(mailbox._memory), len(watchdog.this_rank().boxes)
