@@ -52,14 +52,24 @@ class Player:
             host[ENDED] = mailbox.tag
         return state.value != 0
 
+    def look_at_total(self, total: Tensor, is_forward: bool, mailbox: Mailbox, sums: Tensor | None) -> None:
+        if self.note(total, is_forward, mailbox):
+            total[-4] = 0
+        if sums is not None:
+            self.note_unless_finite(sums[:-4], mailbox)
+
+    def note_unless_finite(self, sums: Tensor, mailbox: Mailbox) -> None:
+        if mailbox.tag > 0 and not sums.isfinite().all():
+            host = (ctypes.c_int64 * 3).from_address(mailbox.host)
+            host[LOCAL_NOT_FINITE] = host[LOCAL_NOT_FINITE] or mailbox.tag
+
     def forward_sums(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         def play(
             kernels: Any, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False, mailbox: Any = None
         ) -> Any:
             sums, scratch = compute(kernels, x, signature, is_complete)
-            if mailbox is not None and mailbox.tag > 0 and not sums.isfinite().all():
-                host = (ctypes.c_int64 * 3).from_address(mailbox.host)
-                host[LOCAL_NOT_FINITE] = host[LOCAL_NOT_FINITE] or mailbox.tag
+            if mailbox is not None:
+                self.note_unless_finite(sums, mailbox)
             return sums, scratch
 
         return play
@@ -106,6 +116,6 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Player:
         ):
             for name in names:
                 monkeypatch.setattr(kernels, name, getattr(player, name)(getattr(kernels, name)))
-        monkeypatch.setattr(select, "look_at_total", player.note)
+        monkeypatch.setattr(select, "look_at_total", player.look_at_total)
     monkeypatch.setattr(watchdog, "HEARTBEAT_SECONDS", 0.05)
     return player

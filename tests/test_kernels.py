@@ -654,8 +654,12 @@ class Words:
         saved = self.x, None, statistics.double(), None
         return backward.backward_outputs(None, self.x, saved, total, self.mailbox(tag))[0]
 
-    def look(self, tag: int, *trailer: float, is_forward: bool) -> None:
-        self.kernels.look_at_total(torch.tensor([5.0, *trailer], dtype=torch.float64), is_forward, self.mailbox(tag))
+    def look(self, tag: int, *trailer: float, is_forward: bool) -> float:
+        """n as it is then in the total."""
+        total = torch.tensor([5.0, *trailer], dtype=torch.float64)
+        self.kernels.look_at_total(total, is_forward, self.mailbox(tag))
+        assert torch.equal(total[[0, 2, 3, 4]], torch.tensor([5.0, *trailer[1:]], dtype=torch.float64))
+        return total[1].item()
 
 
 @only_triton
@@ -692,7 +696,8 @@ def test_faults_in_a_total(kernels: ModuleType, tag: int, trailer: tuple[float, 
         (functools.partial(Words.look, is_forward=False), in_backward),
     ):
         words = Words(kernels)
-        call(words, tag, *trailer)
+        result = call(words, tag, *trailer)
+        assert not isinstance(result, float) or result == (0 if kind_of_call else num_values)
         assert words.fault() == ((tag, kind_of_call) if kind_of_call else (0, NO_FAULT))
         assert words.read()[interface.ENDED] == max(0, tag)
         assert words.read()[interface.LOCAL_NOT_FINITE] == 0
@@ -724,7 +729,7 @@ def test_a_fault_is_final(kernels: ModuleType, averages: bool) -> None:
         torch.testing.assert_close(results, expected, rtol=0, atol=0)
         assert not words.updates()
         assert words.fault() == (2, BAD_ARGUMENT)
-    words.look(6, *good, is_forward=True)
+    assert words.look(6, *good, is_forward=True) == 0
     assert words.read() == [6, 2 * 4 + BAD_ARGUMENT, 0]
 
 
@@ -752,6 +757,20 @@ def test_local_sums_that_are_not_finite_are_noted(
     words.host.zero_()
     forward.forward_sums(x, 5, mailbox=words.mailbox(5))
     assert words.read() == [0, 0, 5]
+
+
+@only_triton
+@pytest.mark.parametrize("num_sums", [6, 600])
+@pytest.mark.parametrize("bad", [0, -1])
+def test_a_look_at_a_total_notes_local_sums_that_are_not_finite(kernels: ModuleType, num_sums: int, bad: int) -> None:
+    words, total = Words(kernels), torch.ones(num_sums + TRAILER_NUMBERS, dtype=torch.float64)
+    sums = total.clone()
+    sums[num_sums:] = NAN  # the trailer is no sum
+    kernels.look_at_total(total, False, words.mailbox(7), sums)
+    assert words.read() == [7, 0, 0]
+    sums[:num_sums][bad] = math.inf
+    kernels.look_at_total(total, False, words.mailbox(8), sums)
+    assert words.read() == [8, 0, 8]
 
 
 needs_operators = pytest.mark.skipif(cpu.load() is not None, reason=str(cpu.load()))

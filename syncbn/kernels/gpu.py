@@ -192,15 +192,17 @@ class Backward(interface.BackwardKernels):
         return grad_x if kind.needs_x else None, grad_residual
 
 
-def look_at_total(total: Tensor, is_forward: bool, mailbox: Mailbox) -> None:
-    """Notes what the trailer of a total tells, where none of the kernels above reads it."""
-    trailer = total.data_ptr() + 8 * (total.numel() - interface.TRAILER_NUMBERS)
-    _look_at_total(total.device)(trailer, varying=(*mailbox, int(is_forward)))
+def look_at_total(total: Tensor, is_forward: bool, mailbox: Mailbox, sums: Tensor | None = None) -> None:
+    """Notes what the trailer of a total tells, where none of the kernels above reads it, and `sums` of this rank with a
+    trailer that are not finite. Behind a fault n of the total becomes 0."""
+    num_sums = total.numel() - interface.TRAILER_NUMBERS
+    addresses = total.data_ptr() + 8 * num_sums, (total if sums is None else sums).data_ptr()
+    _look_at_total(total.device)(*addresses, varying=(*mailbox, int(is_forward), 0 if sums is None else num_sums))
 
 
 @functools.cache
 def _look_at_total(device: torch.device) -> Launch:
-    return Launch(gpu_mailbox.look_at_total, (1, 1), device, (DOUBLE,), ())
+    return Launch(gpu_mailbox.look_at_total, (1, 1), device, (DOUBLE, DOUBLE), ())
 
 
 def _address(tensor: Tensor | None) -> int:

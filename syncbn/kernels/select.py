@@ -106,11 +106,11 @@ def looks_at_totals(device: torch.device) -> bool:
     return device.type == "cuda" and _reason_unavailable(device, compiling=False) is None
 
 
-def look_at_total(total: Tensor, is_forward: bool, mailbox: Mailbox) -> None:
-    """A kernel notes what it sees of a total that no other kernel looks at."""
+def look_at_total(total: Tensor, is_forward: bool, mailbox: Mailbox, sums: Tensor | None) -> None:
+    """A kernel notes what it sees of a total that no other kernel looks at, see gpu.py."""
     from syncbn.kernels import gpu
 
-    gpu.look_at_total(total, is_forward, mailbox)
+    gpu.look_at_total(total, is_forward, mailbox, sums)
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:

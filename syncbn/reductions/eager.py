@@ -94,7 +94,9 @@ class EagerReduction(Reduction):
         if mailbox is not None:
             if error is not None:
                 self.box.tell(mailbox.tag, error)
-            select.look_at_total(total, pass_name == "forward" and self.site.needs_two_values, mailbox)
+            is_forward = pass_name == "forward"
+            needs_two_values = is_forward and self.site.needs_two_values
+            select.look_at_total(total, needs_two_values, mailbox, sums if is_forward else None)
             if error is not None:
                 raise error
         looks = pass_name == "forward" and mailbox is None and payload.is_cpu and type(payload) is Tensor

@@ -5,7 +5,8 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from played_gpu import IS_INTERPRETED, Player, play
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from voting import Ranks
 
 import syncbn
@@ -181,6 +183,36 @@ def test_the_rank_of_a_nan_warns_once(ranks: Ranks, model: Model, bad: float) ->
     assert model.bn1.running_mean.isfinite().tolist() == [True, False, True]
     (model.bn1 if ranks.rank else model.bn2)(X)
     texts_of(lambda: model.bn1(X), RanksDifferError)
+
+
+class Mode(TorchDispatchMode):
+    """In which layers take the general road."""
+
+    def __torch_dispatch__(
+        self, operator: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        return operator(*args, **(kwargs or {}))
+
+
+def test_no_running_statistics_move_behind_a_fault_on_the_general_road(ranks: Ranks, model: Model) -> None:
+    buffers = [buffer.clone() for buffer in model.buffers() if buffer.is_floating_point()]
+    with Mode():
+        (model.bn1 if ranks.rank else model.bn2)(X)
+    texts_of(lambda: model(X), RanksDifferError)
+    now = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    torch.testing.assert_close(now, buffers, rtol=0, atol=0)
+    dist.barrier()
+
+
+def test_a_nan_on_the_general_road(ranks: Ranks, model: Model) -> None:
+    x = torch.full_like(X, torch.nan if ranks.rank else 1.0)
+    with warnings.catch_warnings(record=True) as caught, Mode():
+        warnings.simplefilter("always")
+        model.bn1(x)
+        wait_until(lambda: ranks.rank == 0 or any("syncbn" in str(one.message) for one in caught))
+    said = [str(one.message) for one in caught if "syncbn: NaN or infinity in the input of bn1" in str(one.message)]
+    assert len(said) == ranks.rank
+    dist.barrier()
 
 
 def test_a_fault_in_a_replay(ranks: Ranks, model: Model) -> None:
