@@ -1,8 +1,19 @@
 """Keeps the words of mailboxes, and reads there which all_reduces on a GPU have ended, without a call of CUDA.
 
-A kernel notes in a mailbox what it saw of a total, see kernels/interface.py. The host's words are in pinned memory,
-which both write and read. There is one mailbox for each group, device and stream, as a stream runs kernels in order.
-Its memory is never given back: queued kernels and CUDA graphs may still write to it.
+A kernel notes in a mailbox what it saw of a total. There is one mailbox for each group, device and stream, as a stream
+runs kernels in order. Its memory is never given back: queued kernels and CUDA graphs may still write to it.
+
+    tag                 names an all_reduce: its number in the group, from 1; in a CUDA graph < 0, for a layer and pass
+    words               three int64 in pinned memory, which kernels write and the host reads:
+      ENDED             the tag of the last all_reduce whose total a kernel has read
+      FAULT             the tag of the first faulty all_reduce, and the kind of the fault
+      LOCAL_NOT_FINITE  the tag of the first forward to which this rank gave NaN or infinity; the host sets it to 0
+    state               FAULT again, in the GPU's memory: behind a fault kernels update no running statistics
+    begun               the last all_reduces that the host has begun, with their tags: which layer a tag means
+    part                of this rank in the faulty all_reduce: its layer, call and pass, and its error if it has one
+    look                the watchdog reads the words, once a second
+    tell                this rank writes its part to the store, where the others read it
+    error               what the ranks raise, made of all parts
 """
 
 import bisect
