@@ -64,8 +64,9 @@ def agree_on_name(site: Site) -> None:
     rank, state, first = site.rank, site.state, Collective(site, 0, "").ranks()[0]
     key = f"named/{rank.life}/{site.group_name}/{site.order}"
     if rank.rank == first:
-        rank.write(key, site.path)
-    path = rank.wait_for([first], key, NAMING_SECONDS if state.awaits_names else 0.0)[0].value
+        rank.write(key, path := site.path)
+    else:
+        path = rank.wait_for([first], key, NAMING_SECONDS if state.awaits_names else 0.0)[0].value
     site.is_agreed = path is not None
     if site.is_agreed and may_be_one_layer([path, site.path]):
         site.sign_as(path, site.order)
