@@ -9,7 +9,7 @@ runs kernels in order. Its memory is never given back: queued kernels and CUDA g
       FAULT             the tag of the first faulty all_reduce, and the kind of the fault
       LOCAL_NOT_FINITE  the tag of the first forward to which this rank gave NaN or infinity; the host sets it to 0
     state               FAULT again, in the GPU's memory: behind a fault kernels update no running statistics
-    begun               the last all_reduces that the host has begun, with their tags: which layer a tag means
+    begun               the last all_reduces that the host has begun: which layer a tag means
     part                of this rank in the faulty all_reduce: its layer, call and pass, and its error if it has one
     look                the watchdog reads the words, once a second
     tell                this rank writes its part to the store, where the others read it
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from syncbn.diagnosis.positions import Wait
-from syncbn.kernels.interface import ENDED, Mailbox
+from syncbn.kernels.interface import ENDED
 
 MOST_KEPT = 1024  # all_reduces that a mailbox can name, some ten steps of a ResNet-50
 
@@ -43,24 +43,20 @@ class Box(ABC):
         _memory.extend((host, state))
         self.host, self.state = host.data_ptr(), state.data_ptr()
         self.words = (ctypes.c_int64 * 3).from_address(self.host)
-        self.begun: deque[tuple[int, Wait]] = deque(maxlen=MOST_KEPT)  # with their tags, which ascend
-        self._oldest: tuple[int, Wait] | None = None
-
-    def for_kernels(self, tag: int) -> Mailbox:
-        """The mailbox for the all_reduce of this tag."""
-        return Mailbox(self.host, self.state, tag)
+        self.begun: deque[Wait] = deque(maxlen=MOST_KEPT)  # their numbers, which ascend, are the tags
+        self._oldest: Wait | None = None
 
     def unfinished(self) -> Wait | None:
         """The oldest all_reduce that has begun and not ended."""
         ended, oldest = self.words[ENDED], self._oldest
-        if not self.begun or self.begun[-1][0] <= ended:
+        if not self.begun or self.begun[-1].number <= ended:
             self._oldest = None
-        elif oldest is None or oldest[0] <= ended:
+        elif oldest is None or oldest.number <= ended:
             begun = [*self.begun]
-            self._oldest = begun[bisect.bisect(begun, ended, key=operator.itemgetter(0))]
+            self._oldest = begun[bisect.bisect(begun, ended, key=operator.attrgetter("number"))]
             if oldest is not None:  # until now the GPU may have been behind
-                self._oldest[1].start = time.monotonic()
-        return None if self._oldest is None else self._oldest[1]
+                self._oldest.start = time.monotonic()
+        return self._oldest
 
     @abstractmethod
     def look(self) -> None:

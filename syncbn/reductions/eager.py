@@ -18,10 +18,11 @@ from syncbn.diagnosis.sites import CallsOnGroups, Site, new_site
 from syncbn.kernels import reference, select
 from syncbn.kernels.interface import FAULT, SIGNATURE_NUMBERS, TRAILER_NUMBERS, UNSIGNED, Mailbox
 from syncbn.reductions.agreement import fault_in_total
-from syncbn.reductions.faults import agree_on_name, box_of, captured_tag
+from syncbn.reductions.faults import GroupBox, agree_on_name, captured_tag
 from syncbn.reductions.guards import guards, joined_group
 from syncbn.reductions.interface import NO_SIGNATURES, ONE_RANK, TRANSFORMED_GRAPH, Reduction
 from syncbn.reductions.resolving import resolve
+from syncbn.torch_internals.distributed import stream_of
 from syncbn.torch_internals.state import current_dispatch_mode
 
 
@@ -38,17 +39,20 @@ class EagerReduction(Reduction):
         self.num_ranks, self.signatures = site.num_ranks, site.signatures
 
     def mailbox(self, pass_name: str, device: torch.device) -> Mailbox | None:
-        site = self.site
-        box, captures = box_of(site, device)
+        site, state, stream = self.site, self.site.state, stream_of(device)
+        box = state.boxes.get((device, stream))
         if box is None:
-            return None
-        if site.state.fault is not None or box.words[FAULT]:
+            if stream is None:
+                return None
+            box = GroupBox(site, device, stream)
+        if state.fault is not None or box.words[FAULT]:
             raise box.error()
-        self.box, number = box, site.state.num_collectives + 1
+        self.box = box
         if not site.is_agreed:
             agree_on_name(site)
             self.signatures = site.signatures if site.is_agreed else NO_SIGNATURES
-        return box.for_kernels(captured_tag(site, pass_name) if captures else number)
+        tag = captured_tag(site, pass_name) if stream is None else state.num_collectives + 1
+        return Mailbox(box.host, box.state, tag)
 
     def all_reduce(
         self, payload: Tensor, pass_name: str, mailbox: Mailbox | None = None, error: Exception | None = None,
@@ -64,7 +68,7 @@ class EagerReduction(Reduction):
             self.site.tell_call((len(payload) - TRAILER_NUMBERS) // 2)
         with collective:
             if mailbox is not None and mailbox.tag > 0:
-                self.box.begun.append((mailbox.tag, collective))
+                self.box.begun.append(collective)
             total = all_reduce(payload, self.group, self.site.exchanges, by_operator)
             if mailbox is None and total.is_cpu and type(total) is Tensor:  # else the host cannot read it: a FakeTensor
                 trailer = n, num_signed, signatures, squares = total[-TRAILER_NUMBERS:].tolist()

@@ -24,7 +24,6 @@ from syncbn.diagnosis.watchdog import log
 from syncbn.kernels.interface import BAD_ARGUMENT, FAULT, LOCAL_NOT_FINITE, ONE_VALUE, RANKS_DIFFER
 from syncbn.reductions.agreement import Part, part_in, require_one_layer
 from syncbn.texts import ONE_VALUE_PER_CHANNEL, in_words
-from syncbn.torch_internals.distributed import stream_of
 
 PATIENCE_SECONDS = 1.0  # after which the watchdog logs a fault that the program has not raised
 ANSWER_SECONDS = 5.0  # in which the other ranks write their parts
@@ -35,16 +34,6 @@ NOT_NAMED = (
     "number within %g s. On a GPU nothing tells whether ranks are in the same layer until it calls that in eager mode. "
     "If it is only late, do nothing; else call the same layers in the same order on all ranks, all of them uncompiled."
 )
-
-
-def box_of(site: Site, device: torch.device) -> tuple[Box | None, bool]:
-    """The mailbox of the current stream, made where there is none, and whether the stream captures a CUDA graph: then
-    one of another stream, or None, as no memory may be allocated."""
-    stream, boxes = stream_of(device), site.state.boxes
-    box = boxes.get((device, stream))
-    if box is None and stream is not None:
-        box = boxes[device, stream] = boxes[device, None] = GroupBox(site, device)
-    return box, stream is None
 
 
 def captured_tag(site: Site, pass_name: str) -> int:
@@ -76,11 +65,13 @@ def agree_on_name(site: Site) -> None:
 
 
 class GroupBox(Box):
-    """The mailbox of a group on a device and stream."""
+    """The mailbox of a group on a device and stream. A stream that captures a CUDA graph has that of another, as no
+    memory may be allocated."""
 
-    def __init__(self, site: Site, device: torch.device) -> None:
+    def __init__(self, site: Site, device: torch.device, stream: int) -> None:
         super().__init__(device)
         self.rank, self.group_state = site.rank, site.state
+        site.state.boxes[device, stream] = site.state.boxes[device, None] = self
         self._key = f"fault/{site.rank.life}/{site.group_name}"  # of the ranks' parts
         group = site.require_group()
         self.ranks = Collective(site, 0, "").ranks()
@@ -90,7 +81,7 @@ class GroupBox(Box):
 
     def look(self) -> None:
         tag = self.words[LOCAL_NOT_FINITE]
-        if tag and self.begun and tag <= self.begun[-1][0]:  # the kernel may be ahead of the host's all_reduce
+        if tag and self.begun and tag <= self.begun[-1].number:  # the kernel may be ahead of the host's all_reduce
             self.words[LOCAL_NOT_FINITE] = 0
             noted = self._collective(tag)
             if noted is not None:
@@ -119,7 +110,7 @@ class GroupBox(Box):
                 tag, kind = divmod(min(filter(None, words)), 4)  # the first of all streams, on each rank the same
                 self.tell(tag)
                 state.fault = self._explained(kind).with_traceback(None)
-                after = f", noticed after {self.begun[-1][1].position().doing}" if self.begun else ""
+                after = f", noticed after {self.begun[-1].position().doing}" if self.begun else ""
                 assert state.part is not None
                 state.fault.add_note(f"The results of {state.part['doing']} and all later ones are void{after}.")
         return state.fault
@@ -138,7 +129,7 @@ class GroupBox(Box):
         """The all_reduce with this tag; None if it is too old, or its layer is gone."""
         if tag > 0:
             boxes = [*self.group_state.boxes.values()]
-            candidates = (begun for box in boxes for number, begun in [*box.begun] if number == tag)
+            candidates = (begun for box in boxes for begun in [*box.begun] if begun.number == tag)
         else:
             sites, pass_name = [*self.group_state.sites.values()], "forward" if tag % 2 else "backward"
             candidates = (Collective(site, IN_CUDA_GRAPH, pass_name) for site in sites if site.order == -tag // 2)

@@ -23,7 +23,7 @@ from syncbn.diagnosis.failures import RanksDifferError
 from syncbn.diagnosis.positions import Wait
 from syncbn.diagnosis.sites import Site, skip_first_meeting
 from syncbn.kernels.interface import ENDED, FAULT, RANKS_DIFFER
-from syncbn.reductions import faults
+from syncbn.reductions import eager, faults
 
 pytestmark = [
     pytest.mark.two_ranks,
@@ -230,12 +230,12 @@ def test_a_capture_makes_no_mailbox(ranks: Ranks, player: Player, monkeypatch: p
     """It takes one of another stream, with a negative tag; where there is none, nothing is noted."""
     layer = Model().bn1
     for streams in ([None, None], [7, 7], [None, None]):
-        monkeypatch.setattr(faults, "stream_of", lambda device, streams=streams: streams[0])
+        monkeypatch.setattr(eager, "stream_of", lambda device, streams=streams: streams[0])
         layer(X).sum().backward()
     boxes = layer._call_site.state.boxes
     assert [stream for _, stream in boxes] == [7, None]
     box = boxes[torch.device("cpu"), 7]
-    assert [tag for tag, _ in box.begun] == [3, 4], "what a graph captures is not expected to end"
+    assert [begun.number for begun in box.begun] == [3, 4], "what a graph captures is not expected to end"
     assert not box.words[FAULT]
 
 
@@ -278,11 +278,11 @@ def test_several_groups(ranks: Ranks, model: Model) -> None:
 
 def test_several_streams(ranks: Ranks, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a mailbox, and a fault in one ends the group."""
-    monkeypatch.setattr(faults, "stream_of", lambda device: 7)
+    monkeypatch.setattr(eager, "stream_of", lambda device: 7)
     (model.bn1 if ranks.rank else model.bn2)(X)
     assert len(model.bn1._call_site.rank.boxes) >= 2
     texts_of(lambda: model(X), RanksDifferError)
-    monkeypatch.setattr(faults, "stream_of", lambda device: 0)
+    monkeypatch.setattr(eager, "stream_of", lambda device: 0)
     texts_of(lambda: model(X), RanksDifferError)
 
 
@@ -291,10 +291,10 @@ def test_faults_in_two_streams_at_once(ranks: Ranks, model: Model, monkeypatch: 
     monkeypatch.setattr(faults.GroupBox, "look", lambda box: None)  # the watchdog has seen none
     streams = [5, 7]
     for stream, layers in zip(streams, ((model.bn1, model.bn2), (model.bn2, model.bn1)), strict=True):
-        monkeypatch.setattr(faults, "stream_of", lambda device, stream=stream: stream)
+        monkeypatch.setattr(eager, "stream_of", lambda device, stream=stream: stream)
         layers[ranks.rank](X)
     for stream in streams[:: 1 - 2 * ranks.rank]:
-        monkeypatch.setattr(faults, "stream_of", lambda device, stream=stream: stream)
+        monkeypatch.setattr(eager, "stream_of", lambda device, stream=stream: stream)
         said = texts_of(lambda: model(X), RanksDifferError)
         assert "\nrank 0: in bn1 forward, call 2\nrank 1: in bn2 forward, call 2\n" in said
         assert "\nThe results of bn" in said
@@ -420,7 +420,7 @@ def test_a_gpu_that_is_behind_does_not_wait(model: Model) -> None:
     box = model.bn1._call_site.state.boxes[torch.device("cpu"), None]
     ended = box.words[ENDED]
     for seen, number in ((ended - 2, ended - 1), (ended - 2, ended - 1), (ended - 1, ended)):
-        for _, begun in box.begun:
+        for begun in box.begun:
             begun.start = -1e9
         box.words[ENDED] = seen
         assert box.unfinished().number == number
