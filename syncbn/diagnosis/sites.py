@@ -121,7 +121,7 @@ class GroupState:
         self.last_order = 0  # of a site
         self.num_collectives = 0
         self.meets_first = True  # whether all ranks come to the first collective
-        self.awaits_names = True  # on a GPU: the first rank was not late for a layer's first call
+        self.awaits_names = True  # whether the first rank comes to the first call of each layer; used on a GPU
         self.boxes: dict[tuple[torch.device, int | None], Box] = {}  # by device and stream; None: while it captures
         self.explaining = threading.RLock()  # a fault: the program and the watchdog may, for several boxes
         self.part: dict[str, Any] | None = None  # of this rank in the all_reduce with the fault
@@ -200,8 +200,9 @@ def new_site(caller: CallsOnGroups, group: dist.ProcessGroup) -> Site:
 
 
 def skip_first_meeting(group: dist.ProcessGroup) -> None:
-    """Let no rank wait for all others before its first collective on this group: one may not come to it."""
-    _states.setdefault(group, GroupState()).meets_first = False
+    """Let no rank wait for others before its first collective on this group, nor for names: one may not come to it."""
+    state = _states.setdefault(group, GroupState())
+    state.meets_first = state.awaits_names = False
 
 
 def _after_fork() -> None:

@@ -40,6 +40,9 @@ class EagerReduction(Reduction):
 
     def mailbox(self, pass_name: str, device: torch.device) -> Mailbox | None:
         site, state, stream = self.site, self.site.state, stream_of(device)
+        if not site.is_agreed:
+            agree_on_name(site)
+            self.signatures = site.signatures if site.is_agreed else NO_SIGNATURES
         box = state.boxes.get((device, stream))
         if box is None:
             if stream is None:
@@ -48,9 +51,6 @@ class EagerReduction(Reduction):
         if state.fault is not None or box.words[FAULT]:
             raise box.error()
         self.box = box
-        if not site.is_agreed:
-            agree_on_name(site)
-            self.signatures = site.signatures if site.is_agreed else NO_SIGNATURES
         tag = captured_tag(site, pass_name) if stream is None else state.num_collectives + 1
         return Mailbox(box.host, box.state, tag)
 

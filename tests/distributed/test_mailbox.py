@@ -21,9 +21,10 @@ import syncbn
 from syncbn.diagnosis import mailbox, watchdog
 from syncbn.diagnosis.failures import RanksDifferError
 from syncbn.diagnosis.positions import Wait
-from syncbn.diagnosis.sites import Site, skip_first_meeting
+from syncbn.diagnosis.sites import Site
 from syncbn.kernels.interface import ENDED, FAULT, RANKS_DIFFER
 from syncbn.reductions import eager, faults
+from syncbn.reductions.join_protocol import Shadowing
 
 pytestmark = [
     pytest.mark.two_ranks,
@@ -372,7 +373,8 @@ def test_a_first_rank_that_is_compiled(
     """It sends no signature and writes no name: the others train on."""
     monkeypatch.setattr(faults, "NAMING_SECONDS", 0.1)
     model = Model()
-    skip_first_meeting(model.bn1.process_group)
+    if ranks.rank == 0:
+        watchdog.this_rank().meet("first", model.bn1.process_group, seconds=9)
     for _ in range(3):
         if ranks.rank:
             model(X).sum().backward()
@@ -381,6 +383,14 @@ def test_a_first_rank_that_is_compiled(
                 dist.all_reduce(torch.zeros(10, dtype=torch.float64), group=model.bn1.process_group)
     assert caplog.text.count("rank 0 has not come to its layer of this number within 0.1 s") == ranks.rank
     dist.barrier()
+
+
+def test_a_first_rank_without_data_in_join(ranks: Ranks, player: Player, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody waits for its names."""
+    layer, shadowing = syncbn.SyncBatchNorm1d(3), Shadowing(X.device, "a test")
+    shadowing.run(lambda: [layer(X).sum().backward() for _ in range(2 * ranks.rank)])
+    shadowing.close()
+    assert not caplog.text
 
 
 # Waits.
