@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn.comm.groups import GroupSpec, MeshGroup
 from syncbn.texts import in_short
+from syncbn.torch_internals.guards import Recent
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 PER_CHANNEL = "running_mean", "running_var", "weight", "bias"
@@ -55,6 +56,7 @@ class Options:
     check_input_dim: CheckOfDims = ANY_DIMS
     process_group: GroupSpec | MeshGroup = None
     plan_key: tuple[object, ...] = field(init=False)  # what plans depend on; with classes, as True == 1 == 1.0
+    recent: Recent = field(init=False, default_factory=Recent)  # the kernels of the last call with these options
 
     def __post_init__(self) -> None:
         momentum = self.momentum if type(self.momentum) is int else type(self.momentum)  # an int may be too large

@@ -22,7 +22,7 @@ from syncbn.arguments import Options, Tensors
 from syncbn.checks import require_two_values
 from syncbn.diagnosis.sites import CallsOnGroups
 from syncbn.kernels.interface import ForwardKernels
-from syncbn.plan import backward_plan
+from syncbn.plan import backward_plan, recent_backward
 from syncbn.raising import raise_on_all_ranks
 from syncbn.reductions.eager import reduction_of
 from syncbn.reductions.interface import Reduction
@@ -38,7 +38,7 @@ def step(kernels: ForwardKernels, tensors: Tensors, options: Options, caller: Ca
     rank, see raising.py.
     """
     x, z, weight, bias, running_mean, running_var, counter, _, num_values = tensors
-    reduction = reduction_of(options.process_group, caller, x)
+    reduction = reduction_of(options.process_group, caller, x.dtype)
     is_complete = reduction.group is None and num_values is None  # nothing is added to the sums of this rank
     mailbox = reduction.mailbox("forward", x.device) if x.is_cuda else None
     try:
@@ -77,23 +77,25 @@ class _Step(torch.autograd.Function):
         computed: tuple[Tensor, Tensor, ForwardKernels, Reduction],
     ) -> Tensor:  # fmt: skip
         y, statistics, kernels, ctx.reduction = computed
-        kind = ctx.kind = kernels.kind
-        ctx.save_for_backward(x, weight, statistics, y if kind.relu and residual is not None else None)
+        ctx.kernels = kernels
+        ctx.save_for_backward(x, weight, statistics, y if kernels.kind.masks_by_y else None)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        reduction, kernels = ctx.reduction, None
+        reduction, forward, kernels = ctx.reduction, ctx.kernels, None
         needed = _, _, _, needs_residual = ctx.needs_input_grad[:4]
         try:
             saved = x, _, _, y = ctx.saved_tensors  # which calls hooks of users and of activation checkpointing
             # A profiler shows the range of this node, _StepBackward.
             if runs_plainly(dy) and not torch.is_grad_enabled():
-                if dy.stride() != x.stride():
-                    dy = ctx.kind.layout.dense(dy)
-                kernels = backward_plan(ctx.kind, dy, saved, needed)
+                kernels = recent_backward(forward, dy, saved, needed)
+                if kernels is None:
+                    if dy.stride() != x.stride():
+                        dy = forward.kind.layout.dense(dy)
+                    kernels = backward_plan(forward, dy, saved, needed)
             if kernels is None:
-                return *gradients.gradients(ctx.kind, dy, saved, needed, reduction), None
+                return *gradients.gradients(forward.kind, dy, saved, needed, reduction), None
 
             mailbox = reduction.mailbox("backward", x.device) if x.is_cuda else None
             signature = reduction.signatures["backward", x.dtype]

@@ -40,6 +40,21 @@ _is_present = partial(is_not, None)
 _facts = attrgetter("shape", "dtype", "device")  # of a tensor
 
 
+def recent_forward(tensors: Tensors, options: Options) -> ForwardKernels | None:
+    """The kernels of the last forward with these options if they serve this one too, without a look at the plans."""
+    x, z, weight, bias, mean, var, counter, mask, num_values = tensors
+    if z is mask is num_values is None:
+        kernels: ForwardKernels | None = options.recent.found_for(x, weight, bias, mean, var, counter)
+        return kernels
+    return None
+
+
+def recent_backward(forward: ForwardKernels, dy: Tensor, saved: Saved, needed: Needed) -> BackwardKernels | None:
+    """The same of the last backward behind these kernels."""
+    found = forward.recent.found_for(dy, *saved[:3])
+    return found[0] if found is not None and found[1] == needed else None
+
+
 def forward_plan(tensors: Tensors, options: Options) -> Plan | None:
     """The plan for a forward of plain tensors without a mask, or None."""
     try:
@@ -58,15 +73,18 @@ def forward_plan(tensors: Tensors, options: Options) -> Plan | None:
         _remember(key, plan)
     except (RuntimeError, TypeError):  # no strides or memory; a bad option
         return None
+    if plan is not None and not plan.has_gaps and tensors.z is None:
+        x, _, *others, _, _ = tensors
+        options.recent.note(plan.kernels, x, *others)
     return plan
 
 
-def backward_plan(kind: ForwardKind, dy: Tensor, saved: Saved, needed: Needed) -> BackwardKernels | None:
-    """The kernels for the gradients `needed` behind an ordinary forward of this kind, or None.
+def backward_plan(forward: ForwardKernels, dy: Tensor, saved: Saved, needed: Needed) -> BackwardKernels | None:
+    """The kernels for the gradients `needed` behind an ordinary forward by these kernels, or None.
 
     dy has the strides of x. x, weight, the statistics and y (None unless relu is fused behind a residual) were `saved`.
     """
-    tensors = (dy, *saved)
+    kind, tensors = forward.kind, (dy, *saved)
     classes = (*map(type, tensors),)
     if not PLAIN_OR_NONE.issuperset(classes):
         return None
@@ -78,6 +96,8 @@ def backward_plan(kind: ForwardKind, dy: Tensor, saved: Saved, needed: Needed) -
         _remember(key, plan)
     except RuntimeError:  # a hook has made a sparse tensor of what was saved, or freed its memory
         return None
+    if saved[3] is None:  # y
+        forward.recent.note((plan, needed), dy, *saved[:3])
     return plan
 
 

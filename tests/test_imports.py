@@ -62,7 +62,7 @@ ORDER = [
     "kernels.interface",
     "statistics",
     "layout call_stack torch_internals.autograd torch_internals.modules torch_internals.distributed",
-    "torch_internals.state torch_internals.inductor texts",
+    "torch_internals.state torch_internals.guards torch_internals.inductor texts",
 ]  # fmt: skip
 LEVELS = {module: level for level, line in enumerate(ORDER) for module in line.split()}
 

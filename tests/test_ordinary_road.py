@@ -5,6 +5,7 @@ An ordinary call reads and writes tensors at their addresses. What nn.BatchNorm2
 
 import contextlib
 import copy
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from training import step, unchanged
 
 import syncbn
+from syncbn import plan
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available
 from syncbn.reductions.interface import OneRank
@@ -33,11 +35,14 @@ DTYPES = torch.float16, torch.bfloat16, torch.float64
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def seed(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(plan, "_plans", {})  # kernels remember the last call, also of another test
 
 
 # Between a call and the next.
+
+STEPS = 3  # after which the kernels of the last call are taken without a look at the plans
 
 
 def numbers() -> Tensor:
@@ -63,6 +68,7 @@ CHANGES: dict[str, Callable[[Layer], object]] = {
     ),
     "parametrization": parametrized,
     "eps": lambda layer: put(layer, eps=0.5),
+    "bias that was frozen": lambda layer: layer.bias.requires_grad_(True),
     "frozen": lambda layer: layer.requires_grad_(False),
     "frozen weight": lambda layer: layer.weight.requires_grad_(False),
     "frozen bias": lambda layer: layer.bias.requires_grad_(False),
@@ -84,7 +90,8 @@ def test_what_is_changed_after_a_call_holds_in_the_next(name: str) -> None:
 
     def run(layer: Layer) -> dict[str, Tensor | None]:
         layer.__class__ = type("Own", (type(layer),), {})  # a class of its own, which a change may change
-        for _ in range(2):
+        layer.bias.requires_grad_("was frozen" not in name)
+        for _ in range(STEPS):
             step(layer, layer, x[0])
         CHANGES[name](layer)
         return step(layer, layer, x[1].to(dtype)) | {"evaluation": layer.eval()(x[1].to(dtype))}
@@ -95,6 +102,15 @@ def test_what_is_changed_after_a_call_holds_in_the_next(name: str) -> None:
     assert ("NaN" in name) == any(one is not None and bool(one.isnan().any()) for one in results.values())
 
 
+def test_copies_after_steps() -> None:
+    """What is kept of the last call can be neither copied nor pickled."""
+    layer, x = syncbn.SyncBatchNorm2d(3), torch.randn(SHAPE)
+    for _ in range(STEPS):
+        step(layer, layer, x)
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        close(copied(x), layer(x), rtol=0, atol=0)
+
+
 def test_functional_call_uses_its_own_tensors() -> None:
     """Of other dtypes than the layer's, for which there is a plan already."""
     x = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
@@ -102,7 +118,8 @@ def test_functional_call_uses_its_own_tensors() -> None:
     def run(layer: Layer) -> tuple[object, ...]:
         given = {name: one.clone() if "num" in name else one.double() for name, one in layer.state_dict().items()}
         given["weight"].requires_grad_()
-        step(layer, layer, x.float())
+        for _ in range(STEPS):
+            step(layer, layer, x.float())
         with unchanged(layer):
             y = functional_call(layer, given, (x,))
         gradients = torch.autograd.grad(y.sin().sum(), (x, given["weight"]))
@@ -118,7 +135,8 @@ def test_a_check_of_dims_of_ones_own_is_called(where: str, monkeypatch: pytest.M
     layer = syncbn.SyncBatchNorm(3) if "without" in where else syncbn.SyncBatchNorm2d(3)
     layer.__class__ = type("Own", (type(layer),), {})
     x, seen = torch.randn(SHAPE).as_subclass(MetaImage if where == "instance" else Tensor), []
-    layer(x)
+    for _ in range(STEPS):
+        layer(x)
     owner = layer if "instance" in where else nn.BatchNorm2d if "torch" in where else type(layer)
     monkeypatch.setattr(owner, "_check_input_dim", lambda *given: seen.append(given[-1]))
     with general_road() as taken:
@@ -235,6 +253,8 @@ def test_backward_asks_again(way: str) -> None:
     x, dy = torch.randn(2, *SHAPE)
 
     def run(layer: Layer) -> list[Tensor]:
+        for _ in range(STEPS):
+            step(layer, layer, x)
         given = [x.clone().requires_grad_(), layer.weight, layer.bias]
         return WAYS[way](layer(given[0]), given, dy)
 
@@ -245,12 +265,17 @@ def test_a_weight_that_becomes_another_before_backward() -> None:
     """As by an optimizer that exchanges `weight.data`: no number is read as one of the dtype before, or behind them."""
     x, dy = torch.randn(2, *SHAPE)
     layer = syncbn.SyncBatchNorm2d(3)
+    for _ in range(STEPS):
+        step(layer, layer, x)
     y = layer(x.clone().requires_grad_())
     layer.weight.data = torch.ones(2)
     with pytest.raises(RuntimeError, match="weight"):
         y.backward(dy)
 
     def run(layer: Layer) -> tuple[Tensor, ...]:
+        for _ in range(STEPS):
+            step(layer, layer, x)
+        layer.zero_grad()
         own_x = x.clone().requires_grad_()
         y = layer(own_x)
         if isinstance(layer, syncbn.SyncBatchNorm):  # torch's raises
@@ -314,6 +339,33 @@ def test_freed_memory_is_refused(
     close(named, saved, rtol=0, atol=0)
     if freed in (*FREED_BEFORE_FORWARD, "y", "dy", "saved x"):
         assert sent == ["forward"] * (freed not in FREED_BEFORE_FORWARD)
+
+
+@in_c
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize("freed", ["x", *FREED_BEFORE_FORWARD[2:], "dy", "saved x", "saved weight"])
+def test_freed_memory_is_refused_after_steps_of_this_kind(
+    freed: str, before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same, where the kernels of the last call are taken without a look at the plans."""
+    layer, sent = syncbn.SyncBatchNorm2d(3), []
+    x, dy = torch.randn(2, *SHAPE)
+    for _ in range(STEPS):
+        step(layer, layer, x.clone())
+    monkeypatch.setattr(OneRank, "all_reduce", lambda _, payload, pass_name, *__: sent.append(pass_name) or payload)
+
+    def free(tensor: Tensor) -> None:
+        tensor.data = torch.cat((tensor.new_zeros(before), tensor.detach().flatten()))[before:].view(tensor.shape)
+        tensor.untyped_storage().resize_(0)
+
+    there = {"x": x.requires_grad_(), "dy": dy, **layer.state_dict(keep_vars=True)}
+    in_forward = freed in FREED_BEFORE_FORWARD
+    y = None if in_forward else layer(x)
+    free(there[freed.removeprefix("saved ")])
+    with pytest.raises(RuntimeError, match="memory"):
+        layer(x) if in_forward else y.backward(dy)
+    if freed != "saved weight":
+        assert sent == ["forward"] * (not in_forward)
 
 
 STRANGE: dict[str, Callable[[Tensor], Tensor]] = {

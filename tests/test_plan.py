@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import syncbn
-from syncbn import plan, training
+from syncbn import ordinary, plan, training
 from syncbn.arguments import ANY_DIMS, Options, Tensors
 from syncbn.diagnosis.sites import Caller
 from syncbn.torch_internals.autograd import is_wrapped
@@ -214,6 +214,33 @@ def test_each_kind_of_call_has_a_plan_of_its_own(order: int) -> None:
     made = {name: one for name, one in plans.items() if one is not None}
     assert made.keys() == {name for name, (_, outcome) in DIFFERENCES.items() if outcome in (PLAN, COPIED)}
     assert len({*map(id, made.values())}) == len(made)
+
+
+OTHER_TENSORS = [name for name, (others, _) in DIFFERENCES.items() if {*others} <= {*Tensors._fields}]
+
+
+@pytest.mark.parametrize("name", OTHER_TENSORS)
+def test_other_tensors_after_the_same_kind_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the kernels of the last call are taken without a look at the plans, for such tensors alone."""
+    others, outcome = DIFFERENCES[name]
+    base = {"z": None, "num_channels": None}
+    options = arguments(changed(**base))[1]
+    monkeypatch.setitem(globals(), "Options", lambda **values: options)  # as a layer keeps them
+    for _ in range(3):
+        check_step(changed(**base))
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "forward_plan", None)
+        patch.setattr(ordinary, "backward_plan", None)
+        check_step(changed(**base))
+    for _ in range(3):
+        if isinstance(outcome, str):
+            check_step(changed(**base | others))
+        else:
+            with pytest.raises(outcome):
+                train(changed(**base | others))
+    for _ in range(3):
+        check_step(changed(num_channels=None))  # with a residual
+    check_step(changed(**base))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")

@@ -21,7 +21,7 @@ from torch.distributed import _functional_collectives
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from syncbn.torch_internals import autograd, distributed, modules, state
+from syncbn.torch_internals import autograd, distributed, guards, modules, state
 
 QUESTIONS: dict[str, Callable[[], object]] = {
     "plain": state.runs_plainly,
@@ -51,6 +51,24 @@ def within(context: Any) -> Callable[[Function, Tensor], object]:
 def checkpointed(**options: Any) -> Callable[[Function, Tensor], object]:
     """The last call is the recompute."""
     return lambda function, x: checkpoint(function, x.requires_grad_(), **options).backward()
+
+
+def test_guards_tell_tensors_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they do not, in a later torch, no check is made."""
+    assert guards.guards_work.__wrapped__()
+    x = torch.ones(2, 3)
+    for tensor_guards in (
+        None,
+        lambda *tensors, **dims: SimpleNamespace(check=lambda *others: True),
+        Mock(side_effect=TypeError),
+    ):
+        monkeypatch.setattr(guards, "TensorGuards", tensor_guards)
+        assert not guards.guards_work.__wrapped__()
+    monkeypatch.setattr(guards, "guards_work", lambda: False)
+    recent = guards.Recent()
+    for _ in range(3):
+        recent.note("kernels", x)
+    assert recent.found_for(x) is None
 
 
 def test_outside_modes() -> None:

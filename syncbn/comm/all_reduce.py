@@ -29,7 +29,7 @@ def exchanges(group: dist.ProcessGroup) -> bool:
 
 def all_reduce(payload: Tensor, group: dist.ProcessGroup, exchanges: bool, by_operator: bool = False) -> Tensor:
     """The total of `payload`, which it may overwrite; `by_operator` by one that a dispatch mode can save."""
-    if not (exchanges and payload.is_cpu and len(payload) <= MOST_NUMBERS_OF_EXCHANGE):
+    if not (exchanges and payload.is_cpu and payload.numel() <= MOST_NUMBERS_OF_EXCHANGE):
         if by_operator:
             return all_reduce_operator(payload, group)
         dist.all_reduce(payload, group=group)

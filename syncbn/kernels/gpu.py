@@ -85,7 +85,8 @@ class _Launches:
 
 class Forward(interface.ForwardKernels):
     def __init__(self, kind: interface.ForwardKind) -> None:
-        self.kind, self.channels, launches = kind, kind.layout.sizes[1], _Launches(kind.layout, kind.dtype, kind.device)
+        super().__init__(kind)
+        self.channels, launches = kind.layout.sizes[1], _Launches(kind.layout, kind.dtype, kind.device)
         dtype, narrow, of_relu = kind.dtype, compute_dtype(kind.dtype), int(kind.masks_by_x)
         self.parts_of_sums = launches.over_tiles(gpu_tiles.parts_of_sums, (dtype, None, None, None, DOUBLE), False)
         self.num_parts = self.parts_of_sums.grid[1]
@@ -137,7 +138,8 @@ class Forward(interface.ForwardKernels):
 
 class Backward(interface.BackwardKernels):
     def __init__(self, kind: interface.BackwardKind) -> None:
-        self.kind, self.channels, launches = kind, kind.layout.sizes[1], _Launches(kind.layout, kind.dtype, kind.device)
+        super().__init__(kind)
+        self.channels, launches = kind.layout.sizes[1], _Launches(kind.layout, kind.dtype, kind.device)
         dtype, narrow, y = kind.dtype, compute_dtype(kind.dtype), kind.dtype if kind.masks_by_y else None
         of_sums = dtype, dtype, y, DOUBLE, DOUBLE
         self.parts_of_sums = launches.over_tiles(gpu_tiles.parts_of_sums, of_sums, kind.masks_by_x)

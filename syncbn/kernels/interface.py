@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from syncbn.layout import Layout
+from syncbn.torch_internals.guards import Recent
 
 # All sums end in a trailer: n in forward and 0 in backward; then 1, s and s^2 for a signature s, or zeros without one.
 TRAILER_NUMBERS, SIGNATURE_NUMBERS = 4, 3
@@ -118,6 +119,7 @@ class ForwardKernels(ABC):
 
     def __init__(self, kind: ForwardKind) -> None:
         self.kind = kind
+        self.recent = Recent()  # the kernels of the last backward behind these, and the gradients that it needed
 
     @abstractmethod
     def forward_sums(

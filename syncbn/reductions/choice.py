@@ -20,7 +20,7 @@ def reduction_now(spec: SpecOfCall, caller: CallsOnGroups, input: Tensor | None)
             "syncbn: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm of all "
             "ranks: call syncbn.revert_syncbn_model(model) first, or model.eval()"
         )
-    return reduction_of(spec, caller, input)
+    return reduction_of(spec, caller, getattr(input, "dtype", None))
 
 
 def note_ranks(caller: CallsOnGroups, reduction: Reduction) -> None:

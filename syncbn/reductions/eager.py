@@ -146,7 +146,7 @@ class EagerReduction(Reduction):
         return Collective(self.site, self.call, pass_name)
 
 
-def reduction_of(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor | None) -> Reduction:
+def reduction_of(spec: groups.SpecOfCall, caller: CallsOnGroups, dtype: torch.dtype | None) -> Reduction:
     """The reduction over the ranks that a call synchronises in eager mode; counts the call. See `resolve`."""
     group = dist.group.WORLD if spec is None else groups.existing(spec)
     if group is None and spec is None:
@@ -160,4 +160,4 @@ def reduction_of(spec: groups.SpecOfCall, caller: CallsOnGroups, input: Tensor |
             return ONE_RANK
         site = new_site(caller, group)
         object.__setattr__(caller, "_call_site", site)  # a layer's own may refuse
-    return EagerReduction(group, site, getattr(input, "dtype", None))
+    return EagerReduction(group, site, dtype)

@@ -82,7 +82,7 @@ def _seconds(device: torch.device) -> float:
     measured, caller = [], Caller("syncbn check")
     for _ in range(WARM_UP + ROUNDS):
         start = time.perf_counter()
-        reduction_of(None, caller, payload).total(payload, "forward").cpu()  # which waits for a GPU
+        reduction_of(None, caller, payload.dtype).total(payload, "forward").cpu()  # which waits for a GPU
         measured.append(time.perf_counter() - start)
     median = torch.tensor([statistics.median(measured[WARM_UP:])], dtype=torch.float64, device=device)
     return all_reduce_max(median, world).item()

@@ -52,7 +52,7 @@ def merge_running_stats(model: nn.Module, count: float | Mapping[str, float] | N
     b = 0 if count is None else 1
     counts: Mapping[str, float | None] = count if isinstance(count, Mapping) else dict.fromkeys(layers, count)
     sums = [_weighted_sums(layer, counts[name], b) for name, layer in layers.items()]
-    sums_of_ranks = totals(sums, reduction_of(None, _CALLER, sums[0]), "all_reduce")
+    sums_of_ranks = totals(sums, reduction_of(None, _CALLER, sums[0].dtype), "all_reduce")
     counters = all_reduce_max(torch.stack([buffers_of(layer)[-1] for layer in layers.values()]), world)
     with unchanged_after_error(layers.values()):
         for layer, total, counter in zip(layers.values(), sums_of_ranks, counters, strict=True):

@@ -471,7 +471,7 @@ def test_an_error_of_the_gpu_is_told_as_it_is(ranks: Ranks) -> None:
     """CUDA raises it where the host waits next, here in our all_reduce: the text must not say that the ranks differ."""
     layer, x = syncbn.SyncBatchNorm(3), torch.randn(2, 3)
     layer(x)
-    context = reduction_of(None, layer, x).other_collective("forward")
+    context = reduction_of(None, layer, x.dtype).other_collective("forward")
     with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access") as raised, context:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     assert "older than SyncBatchNorm forward, call 2" in raised.value.__notes__[0]
