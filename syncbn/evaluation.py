@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from syncbn import general
-from syncbn.arguments import Options, Tensors
+from syncbn.arguments import Options, Tensors, as_eps
 from syncbn.checks import check
 from syncbn.inputs.unwrapping import apply_mask, unwrap, without_gaps
 from syncbn.layout import Layout
@@ -20,6 +20,7 @@ def evaluate(tensors: Tensors, options: Options, caller: object = None) -> Tenso
     is_masked_batch = tensors.mask is not None and tensors.running_mean is None
     tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
     if is_masked_batch:  # it normalises by the values that count in this batch
+        as_eps(options.eps)
         return wrap(apply_to_output(general.normalize(without_gaps(tensors, options), options, ONE_RANK)[0]))
     x, eps = tensors.input, options.eps
     mean, var, weight, bias = tensors.per_channel().values()
@@ -44,7 +45,8 @@ def plain_batch_norm(
     input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None,
     bias: Tensor | None, training: bool, momentum: float, eps: float,
 ) -> Tensor:  # fmt: skip
-    """torch.batch_norm, as F.batch_norm is replaced within converted layers."""
+    """torch.batch_norm, as F.batch_norm is replaced within converted layers; eps is checked as there."""
+    eps = as_eps(eps, training)
     if input.shape[1] == 0:  # this rank may have no channels of a DTensor; torch refuses that
         return input.clone()
     if training and input.numel() == input.shape[1]:

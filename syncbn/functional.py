@@ -75,7 +75,7 @@ def sync_batch_norm(
         weight, bias: (C,), any float dtype, each optional.
         training: synchronise, and normalise by the statistics of this batch.
         momentum: weight of this batch's statistics, a number or a 0-d tensor.
-        eps: added to the variance, > 0.
+        eps: added to the variance, > 0; without `training` >= 0.
         process_group: None (the default group), a ProcessGroup, an int (consecutive ranks per group), "node" or a 1-D
             DeviceMesh.
         channel_dim: the dim of the channels; negative counts from the right.

@@ -97,6 +97,24 @@ def test_torch_says_the_same_words() -> None:
             getattr(syncbn, f"SyncBatchNorm{dims}d")(3)(x)
 
 
+@pytest.mark.parametrize("eps", [-1e-5, float("nan")])
+def test_eps_in_evaluation(eps: float) -> None:
+    """0 is right there, as for F.batch_norm, unless the batch's own statistics are taken. The layers' is set later."""
+    stays, mask, plain, acts = layer(), torch.ones(4, dtype=torch.bool), layer(), BatchNormAct2d(3)
+    stays.running_mean = stays.running_var = None
+    syncbn.convert_syncbn_model(acts)
+    for evaluated in (stays, plain, acts):
+        evaluated.eval().eps = eps
+    for call in (lambda: function(training=False, eps=eps), lambda: plain(X), lambda: acts(X[..., None])):
+        with pytest.raises(ValueError, match=f"eps must be non-negative, but got {eps}"):
+            call()
+    for call in (lambda: stays(X), lambda: stays(X, mask=mask)):
+        with pytest.raises(ValueError, match=f"eps must be positive during training, but got {eps}"):
+            call()
+    plain.eps = acts.eps = 0.0
+    assert all(y.isfinite().all() for y in (function(training=False, eps=0), plain(X), acts(X[..., None])))
+
+
 @pytest.mark.parametrize(
     ("dims", "shape", "remedy"),
     [
