@@ -26,9 +26,9 @@ def all_gather_json(value: Json, group: "dist.ProcessGroup | dist.ProcessGroupGl
     needs NumPy.)
     """
     text = json.dumps(value)
-    longest = int(max(all_gather(torch.tensor([len(text)]), group)))
-    gathered = all_gather(torch.tensor(list(text.ljust(longest).encode()), dtype=torch.uint8), group)
-    return [json.loads(bytes(encoded.tolist())) for encoded in gathered]
+    longest = int(max(all_gather(torch.tensor([len(text)], device="cpu"), group)))
+    encoded = torch.tensor(list(text.ljust(longest).encode()), dtype=torch.uint8, device="cpu")
+    return [json.loads(bytes(other.tolist())) for other in all_gather(encoded, group)]
 
 
 def all_gather(values: Tensor, group: "dist.ProcessGroup | dist.ProcessGroupGloo") -> list[Tensor]:
@@ -77,7 +77,8 @@ def require_equal(lines: Sequence[str], error: Exception | None, group: dist.Pro
             raise error
         return
     digest = hashlib.blake2b(json.dumps(lines).encode(), digest_size=16).digest()
-    gathered = all_gather(torch.tensor(list(digest) if error is None else [0] * 16, dtype=torch.uint8), group)
+    sent = torch.tensor(list(digest) if error is None else [0] * 16, dtype=torch.uint8, device="cpu")
+    gathered = all_gather(sent, group)
     if not all(map(torch.Tensor.any, gathered)):
         raise exchange_errors(error, group)
     if any(not torch.equal(other, gathered[0]) for other in gathered):

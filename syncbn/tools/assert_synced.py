@@ -42,7 +42,7 @@ def assert_synced(model: nn.Module) -> None:
         require_equal(lines + _settings(model), None, world)
     except ValueError as error:
         raise AssertionError(f"The ranks' models have different tensors or settings. {error}") from None
-    local = torch.tensor([(_digest(tensor), cohort) for _, tensor, cohort in tensors]).view(-1, 2)
+    local = torch.tensor([(_digest(tensor), cohort) for _, tensor, cohort in tensors], device="cpu").view(-1, 2)
     gathered = torch.stack(all_gather(local, world), dim=1).tolist()  # (tensors, W, 2)
     differing = []
     for (name, tensor, _), digests in zip(tensors, gathered, strict=True):
