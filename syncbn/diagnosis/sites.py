@@ -34,7 +34,7 @@ from syncbn.diagnosis.watchdog import WatchedRank, this_rank
 from syncbn.kernels.interface import UNSIGNED
 from syncbn.texts import in_short
 from syncbn.torch_internals.distributed import ddp_that_broadcasts, is_pipeline_stage, name_of
-from syncbn.torch_internals.state import constant_in_graphs
+from syncbn.torch_internals.state import PLAIN_CLASSES, constant_in_graphs
 
 
 class CallsOnGroups(Protocol):
@@ -192,6 +192,7 @@ def new_site(caller: CallsOnGroups, group: dist.ProcessGroup) -> Site:
         else:
             assert isinstance(caller, torch.nn.Module)
             _warn_of_broadcast(caller, group)
+            _warn_of_shared_memory(caller)
             path = path_in_model(caller)
         site = state.sites[caller] = Site(caller, path, group, rank)
         rank.write(f"called/{site.group_name}/{site.name}", "")
@@ -242,3 +243,15 @@ def _warn_of_broadcast(layer: torch.nn.Module, group: dist.ProcessGroup) -> None
         copies = "copies the running statistics of its first rank to all of its ranks before forwards"
         remedy = "Pass it forward_sync_buffers=False (broadcast_buffers=False before torch 2.13)."
         warn_once(f"syncbn: {what} {copies}. {remedy}")
+
+
+def _warn_of_shared_memory(layer: torch.nn.Module) -> None:
+    """Warn where several ranks may update one running_mean. (On a GPU is_shared() is always True.)"""
+    buffers = [buffer for buffer in layer.buffers(recurse=False) if type(buffer) in PLAIN_CLASSES]
+    if any(buffer.is_cpu and buffer.is_shared() for buffer in buffers):
+        where = "in memory that processes share, as torch.multiprocessing.spawn puts those of a model passed to it"
+        what = "If ranks share them, each updates them in every step, and the weights too"
+        remedy = (
+            "Build the model in the function that spawn starts, or copy.deepcopy it there: a conversion copies nothing"
+        )
+        warn_once(f"syncbn: running statistics are {where}. {what}. {remedy}.")

@@ -1,6 +1,7 @@
 """Catches a converted model that trains otherwise under DistributedDataParallel than on one process."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -37,6 +38,19 @@ def test_a_broadcast_to_other_groups_is_warned_of(ranks: Ranks, broadcasts: bool
     words = r"over ranks (0-1|2-3) alone, but DistributedDataParallel copies .* forward_sync_buffers=False"
     with pytest.warns(UserWarning, match=words) if broadcasts else contextlib.nullcontext():
         ddp(torch.randn(4, 3, device=ranks.device))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="all tensors on a GPU can be shared")
+def test_buffers_that_ranks_may_share_are_warned_of(ranks: Ranks) -> None:
+    """A copy, as the warning advises, is not; a conversion keeps them. (In this order, as a process warns once.)"""
+    model = nn.Sequential(nn.BatchNorm1d(3)).share_memory()
+    x = torch.randn(4, 3)
+    syncbn.convert_syncbn_model(copy.deepcopy(model))(x)
+    syncbn.convert_syncbn_model(model)
+    with pytest.warns(
+        UserWarning, match=r"memory that processes share, as torch\.multiprocessing\.spawn .* copy\.deepcopy it there"
+    ):
+        model(x)
 
 
 class WithUnusedBranch(nn.Module):
