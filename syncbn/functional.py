@@ -261,7 +261,7 @@ def batch_norm_backward(
         per_channel = {"mean": mean, "invstd": invstd} | ({} if weight is None else {"weight": weight})
         check_channels(input, channel_dim, None, per_channel)
         why_forced()
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # of any class: a subclass of Tensor may raise it
         tensors = Tensors(input, weight=weight, running_mean=mean, running_var=invstd)
         raise_on_all_ranks(error, tensors, Options(channel_dim=channel_dim), reduction, "backward")
 

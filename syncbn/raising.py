@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from syncbn.arguments import Options, Tensors
-from syncbn.inputs import traced
+from syncbn.inputs import dtensors, traced
 from syncbn.kernels import select
 from syncbn.reductions.interface import Reduction
 from syncbn.reductions.totals import payload_of
@@ -26,6 +26,7 @@ def raise_on_all_ranks(
     GPU without Triton, and where no argument has channels. In eager mode its position then has the error.
     """
     traced.refuse_proxies(tensors)
+    tensors = Tensors._make(tensor.to_local() if dtensors.is_dtensor(tensor) else tensor for tensor in tensors)
     num_channels, device = _likely_channels(tensors, options), _device_of(tensors)
     device = torch.device("cpu") if lacks_float64(device) else device  # of the sums
     if not reduction.is_read or num_channels is None or not (device.type == "cpu" or select.looks_at_totals(device)):

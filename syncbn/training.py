@@ -14,6 +14,7 @@ from syncbn import general, ordinary
 from syncbn.arguments import Options, Tensors
 from syncbn.checks import checked
 from syncbn.diagnosis.sites import CallsOnGroups
+from syncbn.inputs import dtensors
 from syncbn.inputs.unwrapping import Wrap, apply_mask, unchanged, unwrap, unwrap_and_mask, without_gaps
 from syncbn.plan import forward_plan, recent_forward
 from syncbn.raising import raise_on_all_ranks
@@ -59,9 +60,11 @@ def train(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Te
 def prepared(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Tensors, Options, Reduction, Wrap]:
     """The tensors unwrapped, the options checked, the ranks to synchronise, and what makes the output what the input
     was. **Raises** a fault in the arguments of this rank on every rank."""
-    tensors, options, wrap = unwrap(tensors, options)
-    reduction = reduction_now(options.process_group, caller, tensors.input)
+    x, spec = tensors.input, options.process_group
+    group = dtensors.group_of(x, options.channel_dim) if dtensors.is_dtensor(x) else spec
+    reduction = reduction_now(group, caller, x)
     try:
+        tensors, options, wrap = unwrap(tensors, options)
         return tensors, checked(tensors, options, caller), reduction, wrap
     except Exception as error:  # of any class: a subclass's _check_input_dim may raise it
         raise_on_all_ranks(error, tensors, options, reduction, "forward")

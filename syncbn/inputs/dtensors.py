@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from syncbn.arguments import PER_CHANNEL, Options, Tensors
 from syncbn.comm.groups import GlobalRanks, GroupSpec, MeshGroup, ranks_in
@@ -45,28 +44,19 @@ def unwrap(
     """The arguments with this rank's values in place of DTensors, and a function that makes the output a DTensor placed
     as the input. If it `synchronises`, the process group becomes that of the ranks which add up their sums.
 
-    **Raises** ValueError, the same on all ranks, where the placements do not fit, or where the user passed a process
-    group of other ranks.
+    **Raises** ValueError where the placements do not fit, or where the user passed a process group of other ranks.
     """
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Shard
 
     x = tensors.input
     assert is_dtensor(x)
     mesh, placements, shape = x.device_mesh, x.placements, x.shape
-    rules: list[tuple[bool, Placement, Placement]] = []  # a row of the table above for each dim of the mesh
-    for placement in placements:
-        if placement.is_partial():
-            raise ValueError(
-                f"the input is a DTensor whose values are not added up yet, its placements are {placements}; "
-                "call input.redistribute(placements=...) with Shard or Replicate first"
-            )
-        if placement.is_replicate():
-            rules.append((False, Replicate(), Replicate()))
-        elif placement.dim - options.channel_dim in (0, x.ndim):  # type: ignore[attr-defined]
-            rules.append((False, Shard(0), Shard(0)))
-        else:
-            rules.append((True, Replicate(), Partial()))
-    adds_up, for_parameters, for_gradients = zip(*rules, strict=True)
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(
+            f"the input is a DTensor whose values are not added up yet, its placements are {placements}; "
+            "call input.redistribute(placements=...) with Shard or Replicate first"
+        )
+    _, for_parameters, for_gradients = _rules(x, options.channel_dim)
     shards_channels = Shard(0) in for_parameters
 
     def local(name: str, wanted: "Placements", for_gradient: "Placements | None" = None) -> Tensor | None:
@@ -94,7 +84,8 @@ def unwrap(
     if shards_channels:
         options = replace(options, num_channels=None)
     if synchronises:
-        group = _group_of(mesh, adds_up, options.process_group, placements)
+        group = group_of(x, options.channel_dim)
+        _require_ranks_of(group, options.process_group, placements)
         options = replace(options, process_group=group)
 
     def place(gradient: "DTensor") -> "DTensor":
@@ -115,14 +106,29 @@ def unwrap(
     return unwrapped, options, wrap
 
 
-def _group_of(
-    mesh: DeviceMesh, adds_up: tuple[bool, ...], spec: GroupSpec | MeshGroup, placements: "Placements"
-) -> MeshGroup:
+def _rules(x: "DTensor", channel_dim: int) -> tuple[tuple[bool, ...], "Placements", "Placements"]:
+    """The columns of the table above, for the dims of the mesh: whether ranks add up along it, and the placements of
+    parameters and gradients. Partial stands for Shard of the batch, which other ranks may have."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    rows: list[tuple[bool, Placement, Placement]] = []
+    for placement in x.placements:
+        if placement.is_replicate():
+            rows.append((False, Replicate(), Replicate()))
+        elif not placement.is_partial() and channel_dim in (placement.dim, placement.dim - x.ndim):  # type: ignore[attr-defined]
+            rows.append((False, Shard(0), Shard(0)))
+        else:
+            rows.append((True, Replicate(), Partial()))
+    adds_up, for_parameters, for_gradients = zip(*rows, strict=True)
+    return adds_up, for_parameters, for_gradients
+
+
+def group_of(x: "DTensor", channel_dim: int) -> MeshGroup:
     """The group of the ranks that differ from this one along those dims of the mesh that add up, and only along them.
 
-    **Raises** ValueError where this rank is not in the mesh, where no group has these ranks, and where they are not
-    those of the `spec` that the user passed, for an input with these placements.
+    **Raises** ValueError where this rank is not in the mesh, and where no group has these ranks.
     """
+    mesh, (adds_up, *_) = x.device_mesh, _rules(x, channel_dim)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"this rank is not in the mesh of the input, which is a DTensor on {mesh}")
@@ -138,11 +144,15 @@ def _group_of(
                 f"the batch of the input, a DTensor on {mesh}, lies on ranks {ranks.tolist()}, which have no process "
                 "group in common; make it once with torch.distributed.new_group, on all ranks"
             )
+    return MeshGroup(group)
+
+
+def _require_ranks_of(group: MeshGroup, spec: GroupSpec | MeshGroup, placements: "Placements") -> None:
+    """**Raises** ValueError where the `spec` that the user passed has other ranks than the group of the input."""
     if spec is not None:
-        passed, needed = sorted(ranks_in(resolve(spec))), sorted(ranks_in(group))
+        passed, needed = sorted(ranks_in(resolve(spec))), sorted(ranks_in(group.group))
         if passed != needed:
             raise ValueError(
                 f"process_group is ranks {passed}, but the batch of the input, a DTensor with placements "
                 f"{placements}, lies on ranks {needed}; set process_group=None, or pass input.to_local()"
             )
-    return MeshGroup(group)

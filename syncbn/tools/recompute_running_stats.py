@@ -17,7 +17,15 @@ from syncbn.convert import convert_syncbn_model, revert_syncbn_model
 from syncbn.layer import SyncBatchNorm
 from syncbn.reductions.join_protocol import Shadowing
 from syncbn.statistics import unbiased
-from syncbn.tools.running_stats import agreed_layers, buffers_of, overwrite, pooling, replace, unchanged_after_error
+from syncbn.tools.running_stats import (
+    Pool,
+    agreed_layers,
+    buffers_of,
+    overwrite,
+    pooling,
+    replace,
+    unchanged_after_error,
+)
 from syncbn.torch_internals.modules import without_compile
 from syncbn.unsynchronised import CONVERT, unsynchronised
 
@@ -63,22 +71,26 @@ def recompute_running_stats(
     layers = agreed_layers(model).values()
     device = buffers_of(next(iter(layers)))[0].device
 
-    def run() -> None:
+    pools: dict[_BatchNorm, Pool] = {}
+
+    def run() -> None:  # all that one rank alone may refuse
         if not isinstance(num_batches, (Integral, type(None))) or (num_batches or 0) < 0:
             raise ValueError(f"num_batches must be a number of batches or None, got {num_batches!r}")
-        for batch in _with_bar(loader, num_batches) if progress else itertools.islice(loader, num_batches):
-            if forward is None:
-                model(_input_in(batch).to(device))
-            else:
-                forward(model, batch)
+        eager = torch.compiler.set_stance("force_eager")
+        with eager, _training_over_ranks(model, layers), pooling(layers) as pools_of_layers:
+            pools.update(pools_of_layers)
+            for batch in _with_bar(loader, num_batches) if progress else itertools.islice(loader, num_batches):
+                if forward is None:
+                    model(_input_in(batch).to(device))
+                else:
+                    forward(model, batch)
 
-    with torch.compiler.set_stance("force_eager"), _training_over_ranks(model, layers), pooling(layers) as pools:
-        if groups.world() is None:
-            run()
-        else:
-            with contextlib.closing(Shadowing(device, "recompute_running_stats")) as shadowing:
-                shadowing.run(run)
-                shadowing.take_from_the_last(pool.packed for pool in pools.values())
+    if groups.world() is None:
+        run()
+    else:
+        with contextlib.closing(Shadowing(device, "recompute_running_stats")) as shadowing:
+            shadowing.run(run)
+            shadowing.take_from_the_last(pool.packed for pool in pools.values())
     if not any(pool.packed[-1] for pool in pools.values()):
         raise ValueError("no rank has a batch to recompute the running statistics from")
     with unchanged_after_error(layers):

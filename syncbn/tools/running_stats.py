@@ -129,7 +129,7 @@ def agreed_layers(model: nn.Module, count: Count = None) -> dict[str, _BatchNorm
         if not layers:
             raise ValueError("the model has no BatchNorm layer with running statistics")
         _check_count(count, layers)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # of any class: a Mapping of the user's may raise it
         fault = error
     numbered = enumerate(layers.values(), 1)
     lines = [f"BatchNorm layer {index}: {num_channels_of(layer)} channels" for index, layer in numbered]

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from training import unchanged
 from voting import Ranks
 
 import syncbn
-from syncbn.functional import batch_norm_backward, sync_batch_norm
+from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_stats
 
 TORCH_211 = torch.__version__.startswith("2.11")  # whose autograd replicates the gradient of an uneven shard to copy it
 
@@ -177,6 +178,29 @@ def test_what_does_not_fit_is_refused(ranks: Ranks) -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             refused()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs the other ranks raise at a later call")
+def test_what_does_not_fit_on_one_rank_is_refused_on_all(ranks: Ranks) -> None:
+    """Each of these is found before the plain tensors are there that other faults are found in."""
+    mesh, x, layer = mesh_of(ranks), numbers(0, ranks), new_layer(ranks)
+    good, partial, first = spread(x, Shard(0), ranks), DTensor.from_local(x, mesh, [Partial()]), ranks.rank == 0
+    alone, *_ = [torch.distributed.new_group([rank]) for rank in range(ranks.size)]
+    for message, call in (
+        ("not added up yet", lambda: layer(partial if first else good)),
+        ("not added up yet", lambda: sync_batch_stats(partial if first else good)),
+        ("expected z to have", lambda: layer(good, partial if first else good)),
+        (r"pass mask.to_local\(\)", lambda: layer(good, mask=good[:, 0] > 0 if first else None)),
+        ("process_group is ranks", lambda: sync_batch_norm(
+            good, None, None, training=True, process_group=alone if first else None
+        )),
+    ):  # fmt: skip
+        with (
+            unchanged(layer),
+            pytest.raises(ValueError, match=message if first else f"rank 0: ValueError: .*{message}"),
+        ):
+            call()
+    layer(good)
 
 
 @pytest.mark.parametrize("placement", [Shard(2), Replicate()], ids=repr)

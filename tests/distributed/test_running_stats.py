@@ -3,6 +3,7 @@
 Also a fault that leaves them half written, or that one rank alone hears of, and a difference that assert_synced misses.
 """
 
+import contextlib
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -56,6 +57,11 @@ def require_statistics(layer: nn.Module, batches: list[Tensor]) -> None:
 class TextlessError(KeyError):
     def __str__(self) -> str:
         raise AttributeError("no text")
+
+
+class FaultyCounts(dict[str, int]):
+    def __contains__(self, name: object) -> bool:
+        raise KeyError("my own words")
 
 
 def failing_loader(*batches: Tensor) -> Iterator[Tensor]:
@@ -209,6 +215,28 @@ def test_what_cannot_be_recomputed(ranks: Ranks) -> None:
     refused(nn.Sequential(ddp), r"inside the model is a DistributedDataParallel \(0\)", [])
     with syncbn.join(ddp):
         refused(ddp, r"recompute_running_stats cannot be used inside syncbn\.join", [], error=RuntimeError)
+
+
+@pytest.mark.parametrize("fault", ["a class", "a block", "a count"])
+def test_what_one_rank_alone_refuses(ranks: Ranks, fault: str) -> None:
+    """Before the tool has begun to send."""
+    layer, x, first = nn.BatchNorm2d(CHANNELS).to(ranks.device, torch.float64), part(ranks, 0, 0), ranks.rank == 0
+    call, error, message = lambda: syncbn.recompute_running_stats(layer, [x]), ValueError, "cannot take part"
+    if fault == "a class" and first:
+        layer.__class__ = type("OwnAttribute", (nn.BatchNorm2d,), {"process_group": "taken"})
+    elif fault == "a block":
+        layer, error, message = syncbn.convert_syncbn_model(layer), RuntimeError, "cannot run inside one another"
+    elif fault == "a count":
+        counts = FaultyCounts() if first else {"": 4}
+        call, error, message = lambda: syncbn.merge_running_stats(layer, counts), KeyError, "my own words"
+    block = syncbn.accumulate_running_stats(layer) if fault == "a block" and first else contextlib.nullcontext()
+    with (
+        unchanged(layer),
+        block,
+        pytest.raises(Exception, match=message if first else f"rank 0: .*{message}") as raised,
+    ):
+        call()
+    assert raised.type is (error if first else ValueError if fault == "a count" else RuntimeError)
 
 
 # Merged from ranks that had their own.
