@@ -60,7 +60,8 @@ def recompute_running_stats(
 
     Raises:
         ValueError: there is no BatchNorm with running statistics; one is lazy still, or cannot be synchronised (see
-            `convert_syncbn_model`); the ranks' models differ; or no rank has a batch.
+            `convert_syncbn_model`); the ranks' models differ; a subclass gives F.batch_norm running statistics of its
+            own, see `accumulate_running_stats`; or no rank has a batch.
         TypeError: a batch of another kind, and no `forward`.
         RuntimeError: another rank failed (this error has the text of that rank's, which raises its own); inside `join`
             or `accumulate_running_stats`.
@@ -91,12 +92,12 @@ def recompute_running_stats(
         with contextlib.closing(Shadowing(device, "recompute_running_stats")) as shadowing:
             shadowing.run(run)
             shadowing.take_from_the_last(pool.packed for pool in pools.values())
-    if not any(pool.packed[-1] for pool in pools.values()):
-        raise ValueError("no rank has a batch to recompute the running statistics from")
+    if not any(pool.packed[-1].any() for pool in pools.values()):
+        raise ValueError("no rank has a batch that reaches a BatchNorm layer, to recompute the running statistics from")
     with unchanged_after_error(layers):
         for layer, pool in pools.items():
-            mean, var, num_values = unbiased(pool.statistics(), pool.num_channels)
-            num_calls = pool.packed[-1]
+            [mean], [var], [num_values] = unbiased(pool.statistics(), 1)
+            num_calls = pool.packed[-1, 0]
             overwrite(layer, (mean, var, num_calls), (num_values > 0, num_values > 1, num_calls > 0))
 
 

@@ -17,11 +17,17 @@ from syncbn.arguments import Options, Tensors, num_channels_of
 from syncbn.comm import groups
 from syncbn.comm.text_exchange import require_equal
 from syncbn.layer import SyncBatchNorm
+from syncbn.raising import raise_on_all_ranks
 from syncbn.statistics import from_float64, from_sums, to_float64, to_sums, update_buffers
-from syncbn.torch_internals.state import current_backward, is_compiling
-from syncbn.training import train
+from syncbn.torch_internals.state import PLAIN_CLASSES, current_backward, is_compiling
+from syncbn.training import prepared, train
 
 Count: TypeAlias = float | Mapping[str, float] | None  # see merge_running_stats
+
+OF_OTHER_MEMORY = (
+    "its forward passes running statistics to F.batch_norm that are not in the memory of the layer's running_mean and "
+    "running_var, so they cannot be pooled; let it pass these or a slice of them"
+)
 
 _layers_that_pool: WeakSet[nn.Module] = WeakSet()
 
@@ -46,7 +52,8 @@ def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
             running statistics.
 
     Raises:
-        ValueError: there is no synchronised layer, or one is lazy still.
+        ValueError: there is no synchronised layer, or one is lazy still; in a forward, on every rank, that a subclass
+            gives F.batch_norm running statistics of its own, which are not in the layer's running_mean and running_var.
         RuntimeError: inside another such block; torch.compile with fullgraph=True. (Other compiled modules break their
             graphs at the layers inside the block.)
 
@@ -59,34 +66,57 @@ def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
         yield
     for layer, pool in pools.items():
         if not pool.is_empty:
-            update_buffers(*buffers_of(layer), pool.statistics(), layer.momentum)
+            mean, var, counter = buffers_of(layer)
+            update_buffers(mean[None], var[None], counter, pool.statistics(), layer.momentum)
 
 
 class Pool:
-    """The statistics of all batches of a layer: their sums, and the number of forwards."""
+    """The statistics of all batches of a layer: S, Q, n and the number of forwards, (4, C). Each channel has its own n,
+    as a subclass may normalise some channels only."""
 
     def __init__(self, num_channels: int, device: torch.device) -> None:
-        self.num_channels = num_channels
-        self.packed = to_float64(torch.zeros(2 * num_channels + 2, device=device))
+        self.packed = to_float64(torch.zeros(4, num_channels, device=device))
         self.is_empty = True
 
     def train(self, tensors: Tensors, options: Options, layer: SyncBatchNorm) -> tuple[Tensor, Tensor]:
         """Trains the layer, and adds its statistics to the pool in place of its running statistics. A recompute adds
-        nothing, since the first forward did."""
-        if tensors.running_mean is not layer.running_mean:  # a subclass passes other buffers
+        nothing, since the first forward did. **Raises** ValueError, on every rank, for those of other memory than the
+        layer's."""
+        if tensors.running_mean is None:
             return train(tensors, options, layer)
         if is_compiling():  # the graph breaks here
             raise RuntimeError("compiled graphs cannot collect running statistics; compile without fullgraph=True")
+        channels = _channels_in(tensors.running_mean, layer.running_mean)
+        if channels is None or channels != _channels_in(tensors.running_var, layer.running_var):
+            tensors, options, reduction, _ = prepared(tensors, options, layer)
+            raise_on_all_ranks(ValueError(OF_OTHER_MEMORY), tensors, options, reduction, "forward")
         y, statistics = train(tensors.without_running_stats(), options, layer)
-        packed = torch.cat((to_sums(statistics.detach(), self.num_channels), statistics.new_ones(1)))
         if current_backward() == -1:
-            self.packed += packed
+            sums = to_sums(statistics.detach(), len(channels))
+            rows = *sums[:-1].chunk(2), sums[-1].expand(len(channels))
+            self.packed[:-1, channels.start : channels.stop] += torch.stack(rows)
+            self.packed[-1] += 1
             self.is_empty = False
         return y, statistics
 
     def statistics(self) -> Tensor:
-        """mean, biased var and n of all batches, packed as the statistics of one batch."""
+        """mean, biased var, invstd and n of all batches, (4, C): each channel is packed as a batch norm of its own."""
         return from_sums(self.packed[:-1], eps=1.0)  # invstd is unused
+
+
+def _channels_in(view: object, buffer: Tensor | None) -> range | None:
+    """The channels of a layer's buffer (C,) that a subclass has passed: `buffer[:c]`, `buffer.view(-1)`. None if `view`
+    is in other memory."""
+    if not isinstance(view, Tensor) or buffer is None:
+        return None
+    if view is buffer:
+        return range(len(buffer))
+    if not PLAIN_CLASSES.issuperset((type(view), type(buffer))):
+        return None
+    start = view.storage_offset() - buffer.storage_offset()
+    part = buffer[max(start, 0) : start + view.numel()]
+    is_part = all(of(view) == of(part) for of in (Tensor.data_ptr, Tensor.size, Tensor.stride, Tensor.type))
+    return range(start, start + len(part)) if is_part else None
 
 
 @contextlib.contextmanager

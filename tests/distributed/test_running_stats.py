@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from subclasses_of_batchnorm import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -121,6 +122,72 @@ def test_a_graph_compiled_before_breaks(ranks: Ranks) -> None:
             compiled(part(ranks, ranks.rank, index))
     require_statistics(layer, parts(ranks, 0, 1))
     assert layer.num_batches_tracked == 2
+
+
+class OfSomeChannels(nn.BatchNorm2d):
+    """Its input has the last channels, as in slimmable networks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        some = slice(CHANNELS - x.shape[1], None)
+        running = self.running_mean.view(-1)[some], self.running_var.data[some]
+        return F.batch_norm(x, *running, self.weight[some], self.bias[some], self.training, self.momentum, self.eps)
+
+
+class KeepsOthers(nn.BatchNorm2d):
+    """With running statistics beside those that it inherits, or with those of an inner layer."""
+
+    kept = "own"
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.register_buffer("own_mean", torch.zeros(num_features))
+        self.register_buffer("own_var", torch.ones(num_features))
+        self.inner = nn.BatchNorm2d(num_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        running = {
+            "own": (self.own_mean, self.own_var),
+            "inner": (self.inner.running_mean, self.inner.running_var),
+            "one own": (self.running_mean, self.own_var),
+            "none": (self.running_mean, self.running_var),
+        }
+        return F.batch_norm(x, *running[self.kept], self.weight, self.bias, self.training, self.momentum, self.eps)
+
+
+def accumulate(layer: nn.Module, batches: list[Tensor]) -> None:
+    with syncbn.accumulate_running_stats(layer):
+        for x in batches:
+            layer(x)
+
+
+TOOLS = pytest.mark.parametrize("tool", [accumulate, syncbn.recompute_running_stats])
+
+
+@TOOLS
+def test_slices_of_the_layers_buffers_are_pooled(ranks: Ranks, tool: Callable[[nn.Module, list[Tensor]], None]) -> None:
+    """The first channel has the values of the first batch alone."""
+    layer = syncbn.convert_syncbn_model(OfSomeChannels(CHANNELS, momentum=1.0)).to(ranks.device, torch.float64)
+    tool(layer, [part(ranks, ranks.rank, 0), part(ranks, ranks.rank, 1)[:, 1:]])
+    expected = values_of(parts(ranks, 0))[:1], values_of(parts(ranks, 0, 1))[1:]
+    close(layer.running_mean, torch.cat([values.mean(1) for values in expected]))
+    close(layer.running_var, torch.cat([values.var(1) for values in expected]))
+    assert layer.num_batches_tracked == (1 if tool is accumulate else 2)
+
+
+@TOOLS
+@pytest.mark.parametrize("on_one_rank", [False, True])
+@pytest.mark.parametrize("kept", ["own", "inner", "one own"])
+def test_running_statistics_of_other_memory_are_refused(
+    ranks: Ranks, tool: Callable[[nn.Module, list[Tensor]], None], kept: str, on_one_rank: bool
+) -> None:
+    """By the name of the layer, on every rank, before anything moves."""
+    model = nn.Sequential(OrderedDict(norm=KeepsOthers(CHANNELS))).to(ranks.device, torch.float64)
+    syncbn.convert_syncbn_model(model).norm.kept = "none" if on_one_rank and ranks.rank else kept
+    words = r"norm(: its forward| forward(.|\n)*rank 0: ValueError: its forward) passes running statistics"
+    if ranks.device.type == "cuda" and on_one_rank:
+        pytest.skip("on GPUs the other ranks raise at a later call")
+    with unchanged(model), pytest.raises((ValueError, RuntimeError), match=words):
+        tool(model, [part(ranks, ranks.rank, index) for index in range(2)])
 
 
 # Recomputed over a data set (https://github.com/facebookresearch/fvcore/issues/152).
