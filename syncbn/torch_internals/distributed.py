@@ -166,6 +166,6 @@ def collective_in(frame: FrameType) -> str:
 # functions if there is one at its first import. destroy_process_group then leaves gloo's threads running, and a thread
 # that still has a tensor of Python's to free when the interpreter ends aborts the process (pytorch#190489). So it is
 # imported here, before there is a group.
-if dist.is_available() and dist.group.WORLD is None:
+if dist.group.WORLD is None:
     with contextlib.suppress(OSError):  # in older torch it makes a temporary folder, which may fail
         importlib.import_module("torch.distributed.nn.functional")
