@@ -203,6 +203,23 @@ def test_what_does_not_fit_on_one_rank_is_refused_on_all(ranks: Ranks) -> None:
     layer(good)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs the other ranks raise at a later call")
+def test_a_faulty_rank_sends_as_many_channels_as_the_others_have(ranks: Ranks) -> None:
+    """Each half of the channels lies on two ranks, and the fault is found while the tensors are DTensors."""
+    if ranks.size != 4:
+        pytest.skip("needs a mesh of 2 x 2")
+    mesh, x, layer = mesh_of(ranks, 2, 2), numbers(0, ranks), new_layer(ranks)
+    placed(layer, mesh, (Replicate(), Shard(0)))
+    good, bad = (distribute_tensor(x, mesh, [Shard(0), placement]) for placement in (Shard(1), Replicate()))
+    if ranks.rank in (0, 2):  # of the first half
+        message = "expected z to have" if ranks.rank == 0 else "rank 0: ValueError: .*expected z to have"
+        with pytest.raises(ValueError, match=message):
+            layer(good, bad if ranks.rank == 0 else good)
+        assert not layer.running_mean.to_local().any()
+    else:
+        layer(good, good)
+
+
 @pytest.mark.parametrize("placement", [Shard(2), Replicate()], ids=repr)
 def test_second_derivative(ranks: Ranks, placement: Placement) -> None:
     """Also through a gradient that is placed otherwise: from_local's backward alone would lose its graph."""
