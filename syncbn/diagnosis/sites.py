@@ -33,6 +33,7 @@ from syncbn.diagnosis.names import line_that_calls_model, path_in_model, quoted
 from syncbn.diagnosis.watchdog import WatchedRank, this_rank
 from syncbn.kernels.interface import UNSIGNED
 from syncbn.texts import in_short
+from syncbn.torch_internals.autograd import is_wrapped
 from syncbn.torch_internals.distributed import ddp_that_broadcasts, is_pipeline_stage, name_of
 from syncbn.torch_internals.state import PLAIN_CLASSES, constant_in_graphs
 
@@ -248,7 +249,7 @@ def _warn_of_broadcast(layer: torch.nn.Module, group: dist.ProcessGroup) -> None
 def _warn_of_shared_memory(layer: torch.nn.Module) -> None:
     """Warn where several ranks may update one running_mean. (On a GPU is_shared() is always True.)"""
     buffers = [buffer for buffer in layer.buffers(recurse=False) if type(buffer) in PLAIN_CLASSES]
-    if any(buffer.is_cpu and buffer.is_shared() for buffer in buffers):
+    if any(buffer.is_cpu and not is_wrapped(buffer) and buffer.is_shared() for buffer in buffers):
         where = "in memory that processes share, as torch.multiprocessing.spawn puts those of a model passed to it"
         what = "If ranks share them, each updates them in every step, and the weights too"
         remedy = (

@@ -19,6 +19,7 @@ from syncbn.comm.text_exchange import require_equal
 from syncbn.layer import SyncBatchNorm
 from syncbn.raising import raise_on_all_ranks
 from syncbn.statistics import from_float64, from_sums, to_float64, to_sums, update_buffers
+from syncbn.torch_internals.autograd import is_wrapped
 from syncbn.torch_internals.state import PLAIN_CLASSES, current_backward, is_compiling
 from syncbn.training import prepared, train
 
@@ -111,8 +112,8 @@ def _channels_in(view: object, buffer: Tensor | None) -> range | None:
         return None
     if view is buffer:
         return range(len(buffer))
-    if not PLAIN_CLASSES.issuperset((type(view), type(buffer))):
-        return None
+    if not PLAIN_CLASSES.issuperset((type(view), type(buffer))) or is_wrapped(view) or is_wrapped(buffer):
+        return None  # memory cannot be compared
     start = view.storage_offset() - buffer.storage_offset()
     part = buffer[max(start, 0) : start + view.numel()]
     is_part = all(of(view) == of(part) for of in (Tensor.data_ptr, Tensor.size, Tensor.stride, Tensor.type))
