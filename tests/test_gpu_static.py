@@ -102,6 +102,15 @@ def test_all_launches_compile(
             assert "div.rn.f" not in launch.assembly()
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+def test_running_stats_are_rounded_as_by_torch(capability: int) -> None:
+    """No product is fused with a sum: a rank on the general road has each rounded."""
+    launches = launches_of_a_step(capability, torch.empty((64, 64, 49), device="meta"), torch.float32)
+    (launch,) = [one for one in launches["forward_outputs"] if one.metadata.name == "forward_channels"]
+    operations = {*re.findall(r"\b(fma\S*|mul\S*|add\S*|sub\S*)\.f64", launch.assembly())}
+    assert operations == {"mul.rn", "add.rn", "sub.rn"}  # without .rn the assembler may fuse
+
+
 @pytest.mark.parametrize("sizes", [(2**31 - 1, 1, 1), (1, 1, 2**31 + 5), (2**17, 2**10, 2**6)], ids=str)
 def test_more_values_than_an_int32_counts(sizes: tuple[int, ...]) -> None:
     launches = launches_of_a_step(90, torch.empty(sizes, device="meta"), torch.float32, affine=False)

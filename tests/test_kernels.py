@@ -214,7 +214,7 @@ def force(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> list[object]:
 
 
 def truncates(kernels: ModuleType) -> bool:
-    """Triton's interpreter cuts off bits of float32, and subnormals, to make bfloat16; GPUs round."""
+    """Triton's interpreter cuts off bits of wider numbers, and subnormals, to make narrower ones; GPUs round."""
     return not on_cpu(kernels) and torch.get_default_device().type == "cpu"
 
 
@@ -506,16 +506,17 @@ def test_running_stats(kernels: ModuleType, dtype: torch.dtype) -> None:
 def test_running_stats_have_the_bits_of_torch(kernels: ModuleType, dtype: torch.dtype, momentum: float | None) -> None:
     """The general road updates by torch operations, and buffers must be the same on ranks of either road."""
     if truncates(kernels) and dtype.itemsize == 2:
-        pytest.skip("the interpreter rounds to other bits")
+        pytest.skip("the interpreter does not round")
     mean, invstd, *values = of_channels(4, 2100)  # more than C++ takes at once
     counter, buffers, by_torch = torch.tensor(2), *([value.to(dtype) for value in values] for _ in range(2))
     for n in (3.0, 7.0, 1e6):
         sums = sums_of(mean, 1 + invstd.abs(), n)
-        statistics = update(kernels, sums, *buffers, counter, momentum=momentum)
+        update(kernels, sums, *buffers, counter, momentum=momentum)
+        statistics = from_sums(sums, EPS)
         update_buffers(*by_torch, None, statistics, 1.0 / counter.double() if momentum is None else momentum)
-        if on_cpu(kernels):
+        torch.testing.assert_close(buffers, by_torch)
+        if dtype == torch.float64 or not truncates(kernels):
             assert all(map(torch.equal, buffers, by_torch))
-        torch.testing.assert_close(buffers, by_torch)  # GPUs may fuse a product with a sum
     assert counter == 5
 
 

@@ -78,9 +78,11 @@ class _Launches:
     ) -> Launch:
         grid = max(1, triton.cdiv(self.channels, gpu_channels.CHANNELS.value)), 1
         constants = () if compute is None else (compute,)
+        # Each operation rounds, as torch's do: another rank may update the running statistics by these.
         return Launch(
-            kernel, grid, self.device, dtypes, (self.channels, *numbers), constants, has_values=self.channels > 0
-        )
+            kernel, grid, self.device, dtypes, (self.channels, *numbers), constants, has_values=self.channels > 0,
+            enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 class Forward(interface.ForwardKernels):

@@ -41,9 +41,9 @@ class Launch:
         self.num_bytes = num_bytes  # of a tensor, as Triton is told: its back end for AMD asks if it is 2^31 or more
         # More addresses of 0 than this mean that a tensor has no memory. Tensors without values have none.
         self.most_zeros = dtypes.count(None) if has_values and device.type != "meta" else len(dtypes)
-        self.options = options | {"enable_fp_fusion": True}  # a * b + c as one operation; Triton 3.9 warns unless told
+        self.options = {"enable_fp_fusion": True} | options  # a * b + c as one operation; Triton 3.9 warns unless told
         are_large = [isinstance(number, int) and number >= 2**31 for number in numbers]  # int64 to Triton
-        self.key = kernel, device, dtypes, constants, *options.values(), *are_large
+        self.key = kernel, device, dtypes, constants, *self.options.values(), *are_large
         self.aligned: Ready | None = None  # the entry of compiled_kernels for addresses that are all multiples
 
     def __call__(self, *addresses: int, varying: tuple[float, ...] = ()) -> None:
