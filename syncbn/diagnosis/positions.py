@@ -4,6 +4,8 @@ Each rank writes to the store of the default process group, under keys that begi
 
     position                its last all_reduce of syncbn, and what it has done since
     called/0/layer4.1.bn3   once, with how many channels and over which ranks it has called this layer of the group 0
+    met/0                   once, that it has come to the first collective of the group 0
+    met/0/all               once, by the first rank of the group, that the ranks need not wait for others there
 
 A write takes 5 us in a loop and 25 to 120 us after a pause, so a thread (watchdog.py) writes the position, soon after
 it has changed and each second: a rank that is killed may have gone 0.05 s further than its position says. The others'
@@ -19,9 +21,7 @@ import math
 import os
 import threading
 import time
-import zlib
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from syncbn.diagnosis import processes
 from syncbn.texts import in_words
-from syncbn.torch_internals.distributed import default_store
+from syncbn.torch_internals.distributed import default_store, name_of
 
 HAS_LEFT = "has left"
 IN_COLLECTIVE = "in "  # how `Position.blocked` begins for a collective
@@ -119,7 +119,6 @@ class ThisRank:
         self.store_answers = True
         self.writing = threading.RLock()  # the program and the heartbeat write positions
         self.num_ranks = world.size()
-        self.meetings: Counter[str] = Counter()  # how often this rank has come to the meeting of a name
         self.life = next(_lives)
         self.interval = _interval(self.store, self.num_ranks)
         self.beats = self.interval < math.inf  # whether it writes every second
@@ -153,22 +152,27 @@ class ThisRank:
             self.written = time.monotonic()
             self.write("position", position)
 
-    def meet(self, name: str, group: dist.ProcessGroup, seconds: float) -> bool:
-        """Wait until all ranks of a group have come to its meeting of this name, equally often. False: one is late.
+    def meet(self, group: dist.ProcessGroup, seconds: float) -> bool:
+        """Wait until all ranks of a group have come, once for a group. False: one is late.
 
+        The first rank waits for all others, and these for the first to go on, so that there are few calls of the store.
         Ranks meet by the store and not by a collective, so that other threads go on and a missing rank harms nobody.
         """
         if not (self.beats and self.store_answers):
             return True
-        ranks = dist.get_process_group_ranks(group)
-        name = f"syncbn/met/{name}/{zlib.crc32(str(ranks).encode())}"
-        self.meetings[name] += 1
-        meeting, deadline = f"{name}/{self.meetings[name]}", time.monotonic() + seconds
+        ranks, key = dist.get_process_group_ranks(group), f"met/{name_of(group)}"
+        self.write(key, True)
+        if ranks[0] != self.rank:
+            return self._wait_for(ranks[:1], f"{key}/all", seconds)
+        have_come = self._wait_for(ranks, key, seconds)
+        self.write(f"{key}/all", True)
+        return have_come
+
+    def _wait_for(self, ranks: Sequence[int], key: str, seconds: float) -> bool:
+        """Wait until all of these ranks have written under the key; False after so many seconds."""
+        deadline, pause = time.monotonic() + seconds, SECONDS_BETWEEN_WRITES / 50
         with self.using_store():
-            if self.store.add(meeting, 1) == len(ranks):
-                self.store.set(f"{meeting}/all", "")
-            pause = SECONDS_BETWEEN_WRITES / 50
-            while not self.store.check([f"{meeting}/all"]):
+            while not all(written.value for written in self.read(ranks, key)):
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(pause)

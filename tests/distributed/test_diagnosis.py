@@ -422,6 +422,29 @@ def test_positions_of_an_earlier_process_are_not_read(ranks: Ranks, monkeypatch:
         assert f"{others}: {said}" in where
 
 
+@pytest.mark.parametrize(("seconds", "have_come"), [(-60.0, False), (0.0, True)])
+def test_meetings_of_an_earlier_process_are_void(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, seconds: float, have_come: bool
+) -> None:
+    rank, store = watchdog.this_rank(), dist.HashStore()
+    monkeypatch.setattr(rank, "store", store)
+    written = json.dumps((True, processes.start_of_this() + seconds, 0, "a host"))
+    for other in range(ranks.size):
+        for key in ("met/0", "met/0/all"):
+            store.set(f"syncbn/{other}/{key}", written)
+    assert rank.meet(dist.group.WORLD, seconds=0.1) == have_come
+
+
+def test_who_is_late_for_a_meeting_does_not_wait(ranks: Ranks) -> None:
+    """Where the first rank has gone on."""
+    rank, group = watchdog.this_rank(), dist.new_group()
+    if ranks.rank == 0:
+        assert not rank.meet(group, seconds=0.1)
+    dist.barrier()
+    assert rank.meet(group, seconds=60) or ranks.rank == 0
+    dist.barrier()
+
+
 def test_a_store_that_is_gone_is_called_once(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch prints a backtrace of C++ for each call that fails, of whatever kind."""
     calls, rank = mock.Mock(side_effect=RuntimeError("Broken pipe")), watchdog.this_rank()
@@ -432,7 +455,7 @@ def test_a_store_that_is_gone_is_called_once(ranks: Ranks, monkeypatch: pytest.M
     for _ in range(4):
         layer(x).sum().backward()
         time.sleep(0.2)
-    assert rank.meet("gone", dist.group.WORLD, seconds=60)
+    assert rank.meet(dist.group.WORLD, seconds=60)
     assert "not known, as the process group's store does not answer" in report.where_all_are(waits.WaitOutside(rank))
     assert calls.call_count == 1
 
@@ -441,8 +464,8 @@ def test_a_store_that_fails_in_a_meeting_is_gone(ranks: Ranks, monkeypatch: pyte
     rank = watchdog.this_rank()
     with rank.writing:
         monkeypatch.setattr(rank, "store_answers", True)
-        monkeypatch.setattr(rank, "store", mock.Mock(**{"add.side_effect": RuntimeError("Broken pipe")}))
-        assert rank.meet("gone", dist.group.WORLD, seconds=60)
+        monkeypatch.setattr(rank, "store", mock.Mock(**{"check.side_effect": RuntimeError("Broken pipe")}))
+        assert rank.meet(dist.group.WORLD, seconds=60)
         assert not rank.store_answers
 
 
