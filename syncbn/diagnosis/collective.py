@@ -31,9 +31,10 @@ class Collective(Wait):
     def __enter__(self) -> None:
         self.number = self.site.state.num_collectives = self.site.state.num_collectives + 1
         self.start = time.monotonic()
-        self.rank.last = self.rank.waiting = self
+        self.rank.last = self
         if self.number == 1:
             failures.meet_first(self, self.site, self.device)
+        self.rank.waiting[self] = None
 
     def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
         self.has_failed = error is not None
@@ -41,7 +42,7 @@ class Collective(Wait):
             if isinstance(error, RuntimeError):
                 failures.explain(self, error)
         finally:  # until then this rank is in the collective
-            self.rank.waiting = None
+            del self.rank.waiting[self]
 
     def doing(self) -> str:
         """layer4.1.bn3 forward, call 17."""

@@ -111,12 +111,12 @@ class ThisRank:
     """This rank of a default process group, its position, and the store to which it writes that."""
 
     last: Wait | None = None  # the last collective that this rank has begun
-    waiting: Wait | None = None  # the same, until it has ended on the host
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.rank, self.process = dist.get_rank(), os.getpid()
         self.store: dist.Store = default_store()  # the default one may later be another group's
         self.store_answers = True
+        self.waiting: dict[Wait, None] = {}  # the collectives that have not ended on the host, of all threads
         self.writing = threading.RLock()  # the program and the heartbeat write positions
         self.num_ranks = world.size()
         self.life = next(_lives)
@@ -130,9 +130,12 @@ class ThisRank:
         self.failed_at = ""  # where a collective outside of the layers failed, which ends this rank
         self.write_position()
 
-    def position(self) -> Position:
-        """The last all_reduce of this rank, and what it has done since."""
-        last, (before, blocked) = self.last, self.blocked_after  # other threads may begin the next
+    def position(self, wait: Wait | None = None) -> Position:
+        """The last all_reduce of this rank, and what it has done since. While threads wait, the collective of the one
+        that waits longest; or `wait`, if that is one of them."""
+        waiting = [*self.waiting]  # other threads may begin and end some
+        last = wait if wait in waiting else next(iter(waiting), self.last)
+        before, blocked = self.blocked_after
         blocked = self.failed_at or (blocked if before is last and not self.left else "")
         before, left_out = self.left_out_after
         return (Position() if last is None else last.position())._replace(

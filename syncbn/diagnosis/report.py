@@ -145,7 +145,7 @@ def _position(wait: Wait, rank: int, written: Written) -> Position:
     values, time_written, process, host = written
     position, age = Position(*values or ()), time.time() - time_written
     if rank == wait.rank.rank:  # its last position may not be written yet, and it may be about to leave
-        position = wait.rank.position()._replace(left="")
+        position = wait.rank.position(wait)._replace(left="")
     elif not position.left:
         if host == processes.host():
             position = position._replace(state=processes.state_of(process))

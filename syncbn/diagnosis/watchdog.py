@@ -77,18 +77,19 @@ if hasattr(os, "register_at_fork"):
 
 def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
     """The thread. Between its looks it holds nothing that would keep the group alive."""
-    wait: Wait | None = None
+    waits: list[tuple[Wait, str]] = []
     has_complained, interval = False, min(rank.interval, HEARTBEAT_SECONDS)
     # Each look holds Python's lock, which the program needs to launch kernels on a GPU.
     while not rank.ended.wait(HEARTBEAT_SECONDS if rank.boxes else interval) and dist.group.WORLD is world():
         try:
             for box in [*rank.boxes]:
                 box.look()
-            _beat(rank, wait)
-            wait, place = _current_wait(rank)
-            _warn_if_long(rank, wait, place)
+            _beat(rank, is_waiting=bool(waits))
+            waits = _current_waits(rank)
+            for wait, place in waits:
+                _warn_if_long(rank, wait, place)
         except Exception as error:
-            wait = None
+            waits = []
             if not has_complained:
                 has_complained = True
                 text = "syncbn: the watchdog of rank %d has failed once, and goes on: %s: %s"
@@ -102,18 +103,18 @@ def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
     rank.store_answers, rank.store = False, dist.HashStore()
 
 
-def _beat(rank: WatchedRank, wait: Wait | None) -> None:
-    """Write the position if it is new or old; `wait` is the wait of the previous look."""
+def _beat(rank: WatchedRank, is_waiting: bool) -> None:
+    """Write the position if it is new or old; `is_waiting` is what the previous look found."""
     with rank.writing:
         is_new = rank.position() != rank.written_position
         is_old = time.monotonic() - rank.written >= HEARTBEAT_SECONDS
-        due = is_new or is_old if rank.beats else is_new and wait is not None
+        due = is_new or is_old if rank.beats else is_new and is_waiting
         if due and not rank.ended.is_set():
             rank.write_position()
 
 
-def _warn_if_long(rank: WatchedRank, wait: Wait | None, place: str) -> None:
-    if wait is None or not wait.is_long():
+def _warn_if_long(rank: WatchedRank, wait: Wait, place: str) -> None:
+    if not wait.is_long():
         return
     seconds = wait.seconds()
     wait.next_warning_seconds *= 2
@@ -123,19 +124,19 @@ def _warn_if_long(rank: WatchedRank, wait: Wait | None, place: str) -> None:
             log.warning("syncbn: rank %d has waited %.0f s for others%s.\n%s", rank.rank, seconds, place, where)
 
 
-def _current_wait(rank: WatchedRank) -> tuple[Wait | None, str]:
-    """The wait that this rank is in, and in words what its position does not tell of it."""
-    waiting = rank.waiting
-    if waiting is not None:
-        return waiting, ""
+def _current_waits(rank: WatchedRank) -> list[tuple[Wait, str]]:
+    """The waits that this rank is in, and in words what its position does not tell of each."""
+    waiting = [*rank.waiting]
+    if waiting:
+        return [(wait, "") for wait in waiting]
     outside = rank.outside = look_outside(rank, rank.outside)
     unfinished = [wait for box in [*rank.boxes] if (wait := box.unfinished()) is not None]
     if unfinished:
         on_gpu = min(unfinished, key=lambda wait: wait.start)
-        return on_gpu, f", in {on_gpu.position().doing} on the GPU, beside which the hosts may go on"
+        return [(on_gpu, f", in {on_gpu.position().doing} on the GPU, beside which the hosts may go on")]
     if outside is not None and outside.is_in_collective():
-        return outside, ", in a collective outside of syncbn's layers"
-    return None, ""
+        return [(outside, ", in a collective outside of syncbn's layers")]
+    return []
 
 
 def _leave(rank: WatchedRank) -> None:

@@ -337,6 +337,28 @@ def test_the_calls_are_told_in_which_ranks_wait(ranks: Ranks, log_of_waits: pyte
     dist.barrier()
 
 
+@pytest.mark.two_ranks
+@on_cpu
+def test_a_wait_beside_another_thread_is_told(ranks: Ranks, log_of_waits: pytest.LogCaptureFixture) -> None:
+    """A thread waits in a layer, while another thread goes on in one of another group."""
+    (waits, x), (goes_on, _) = layer_and_input(ranks), layer_and_input(ranks)
+    waits.process_group, goes_on.process_group = dist.new_group(), dist.new_group()
+    for layer in (waits, goes_on):
+        layer(x)
+    thread = threading.Timer(2.0 * ranks.rank, waits, [x])
+    thread.start()
+    for _ in range(300):
+        goes_on(x)
+        time.sleep(0.01)
+    thread.join()
+    expected = (
+        r"rank 0 has waited \d+ s for others.\nrank 0: in SyncBatchNorm forward, call 2\n"
+        r"rank 1: \w+ SyncBatchNorm forward, call \d+ on another process group\n"
+    )
+    assert bool(re.search(expected, log_of_waits.text)) == (ranks.rank == 0), log_of_waits.text
+    dist.barrier()
+
+
 @on_cpu
 @pytest.mark.compiles
 def test_the_first_meeting_is_announced_once(
