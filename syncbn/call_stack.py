@@ -1,6 +1,8 @@
 """Finds callers and the user's line on the call stack, warns there, and hides syncbn's frames of argument errors."""
 
 import functools
+import gc
+import itertools
 import sys
 import traceback
 import warnings
@@ -25,6 +27,24 @@ def callers() -> Iterator[tuple[FrameType, Any]]:
     while frame is not None:
         yield frame, frame.f_locals.get("self")
         frame = frame.f_back
+
+
+def frames_of(thread: int) -> list[FrameType]:
+    """The frames of another thread, the innermost first; none once it has ended.
+
+    No other thread runs while `list`, one call of C, takes them all, nor a garbage collection, during which others
+    would: the thread would go on, and f_back lead to freed memory, as in Python 3.11 while Dynamo compiles.
+    """
+    innermost = map(dict.get, itertools.starmap(sys._current_frames, [()]), [thread])
+    steps: Iterator[Any] = itertools.chain(innermost, itertools.repeat("f_back"))
+    outwards = itertools.accumulate(steps, getattr)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return list(iter(outwards.__next__, None))
+    finally:
+        if collects:
+            gc.enable()
 
 
 def line_of_program(frames: Iterable[tuple[FrameType, int]]) -> str:

@@ -1,7 +1,10 @@
 """Catches a later torch in which a private name that syncbn uses no longer means what syncbn needs."""
 
+import gc
 import inspect
 import sys
+import threading
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -21,6 +24,7 @@ from torch.distributed import _functional_collectives
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from syncbn import call_stack
 from syncbn.torch_internals import autograd, distributed, guards, modules, state
 
 QUESTIONS: dict[str, Callable[[], object]] = {
@@ -255,7 +259,8 @@ def test_collective_in(group_of_one: dist.ProcessGroup) -> None:
 
     def watch(frame: FrameType, event: str, function: object) -> None:
         if event == "c_call":
-            calling.add((getattr(function, "__name__", ""), distributed.collective_in(frame)))
+            frames = [each for each, _ in traceback.walk_stack(frame)]
+            calling.add((getattr(function, "__name__", ""), distributed.collective_in(frames)))
 
     sys.setprofile(watch)
     try:
@@ -269,6 +274,41 @@ def test_collective_in(group_of_one: dist.ProcessGroup) -> None:
     in_ddp = {(name, "DistributedDataParallel") for name in ("_broadcast_coalesced", "_verify_params_across_processes")}
     assert calling >= in_ddp | {("wait", "barrier"), ("run_backward", "backward"), ("linear", ""), ("batch_norm", "")}
     assert {"wait_tensor", "all_gather_object"} <= {collective for _, collective in calling}
+
+
+def test_frames_of_another_thread() -> None:
+    """They are taken without a garbage collection on the way, in which threads may change."""
+    entered, end, collections = threading.Event(), threading.Event(), []
+
+    def wait(depth: int) -> None:
+        if depth:
+            wait(depth - 1)
+        else:
+            entered.set()
+            end.wait()
+
+    def note(phase: str, info: object) -> None:
+        collections.append(sys._getframe(1).f_code.co_name)
+
+    thread = threading.Thread(target=wait, args=[500])
+    thread.start()
+    entered.wait()
+    threshold = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(1)
+    try:
+        frames = call_stack.frames_of(thread.ident)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(note)
+    end.set()
+    thread.join()
+    names = [frame.f_code.co_name for frame in frames]
+    assert names.count("wait") > 500
+    assert names[-1] == "_bootstrap"
+    assert collections.count("frames_of") < 100
+    assert gc.isenabled()
+    assert not call_stack.frames_of(thread.ident)
 
 
 def test_no_default_argument_keeps_the_group() -> None:

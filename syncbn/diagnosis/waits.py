@@ -13,28 +13,26 @@ Collectives outside of the layers are DistributedDataParallel's, the data loader
 while the host waits without spinning, as with gloo. Under nccl the host most often goes on, and waits later, if at all.
 """
 
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterable
 from types import FrameType
 
-from syncbn.call_stack import line_of_program
+from syncbn.call_stack import frames_of, line_of_program
 from syncbn.comm import text_exchange
 from syncbn.diagnosis import processes
 from syncbn.diagnosis.positions import IN_COLLECTIVE, Position, ThisRank, Wait
 from syncbn.torch_internals.distributed import collective_in
 
 
-def place_of(frames: Iterable[tuple[FrameType, int]], unknown: str = "") -> str:
+def place_of(frames_and_lines: Iterable[tuple[FrameType, int]], unknown: str = "") -> str:
     """Where a thread is, from its frames and their lines, the innermost first: "in all_reduce at train.py:57", or "at
     train.py:57" if that is not known to wait for other ranks; an `unknown` collective is called so."""
-    frames = [*frames]
-    innermost = frames[0][0]
-    is_exchange = innermost.f_globals is vars(text_exchange)
-    collective = innermost.f_code.co_name if is_exchange else collective_in(innermost) or unknown
-    line = f"at {line_of_program(frames)}"
+    frames_and_lines = [*frames_and_lines]
+    frames = [frame for frame, _ in frames_and_lines]
+    is_exchange = frames[0].f_globals is vars(text_exchange)
+    collective = frames[0].f_code.co_name if is_exchange else collective_in(frames) or unknown
+    line = f"at {line_of_program(frames_and_lines)}"
     return f"{IN_COLLECTIVE}{collective} {line}" if collective else line
 
 
@@ -60,13 +58,13 @@ def look_outside(rank: ThisRank, previous: WaitOutside | None) -> WaitOutside | 
     """The place of the main thread outside of the layers; `previous` is what the previous look found.
 
     The first look records the CPU time of the main thread. If it is the same at the next, the thread is blocked, and
-    the position of this rank says where. Only then are its frames walked: those of a running thread may be half made.
+    the position of this rank says where.
     """
     seconds = processes.main_thread_seconds()
     if previous is not None and previous.cpu_seconds == seconds:
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        if frame is not None and not previous.blocked:
-            previous.blocked = place_of(traceback.walk_stack(frame))
+        frames = [] if previous.blocked else frames_of(threading.main_thread().ident or 0)
+        if frames:
+            previous.blocked = place_of((frame, frame.f_lineno) for frame in frames)
         rank.blocked_after = previous.last, previous.blocked
         return previous
     rank.blocked_after = None, ""

@@ -3,8 +3,9 @@
 import contextlib
 import functools
 import importlib
+import itertools
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from datetime import timedelta
 from types import FrameType
 
@@ -148,17 +149,16 @@ _WAITING = {
 _CALLS_OPERATORS = "torch._ops", "torch._library.autograd"  # among them functional collectives
 
 
-def collective_in(frame: FrameType) -> str:
-    """What torch may be waiting for other ranks in, if this is a thread's innermost frame: "all_reduce", "barrier",
-    "backward"; else empty. It is the outermost function without an underscore."""
-    name, caller = "", frame.f_back
-    while caller is not None and frame.f_globals.get("__name__") in _CALLS_OPERATORS:
-        frame, caller = caller, caller.f_back
-    while caller is not None and (module := frame.f_globals.get("__name__", "")) in _WAITING:
+def collective_in(frames: Iterable[FrameType]) -> str:
+    """What torch may be waiting for other ranks in, if these are a thread's frames, the innermost first: "all_reduce",
+    "barrier", "backward"; else empty. It is the outermost function without an underscore."""
+    name, modules = "", [(frame, frame.f_globals.get("__name__", "")) for frame in frames]
+    for frame, module in itertools.dropwhile(lambda each: each[1] in _CALLS_OPERATORS, modules):
+        if module not in _WAITING:
+            break
         called = _WAITING[module] or frame.f_code.co_name
         if not (name and called.startswith("_")):
             name = called
-        frame, caller = caller, caller.f_back
     return name.strip("_")
 
 
