@@ -148,7 +148,10 @@ def _position(wait: Wait, rank: int, written: Written) -> Position:
         position = wait.rank.position(wait)._replace(left="")
     elif not position.left:
         if host == processes.host():
-            position = position._replace(state=processes.state_of(process))
+            state = processes.state_of(process)
+            if state.endswith(processes.HAS_ENDED):  # it may have left since its position was read
+                position = Position(*wait.rank.read([rank], "position")[0].value or ())
+            position = position if position.left else position._replace(state=state)
         elif process and age > SILENCE_SECONDS and wait.rank.beats:
             position = position._replace(state=f"not heard of for {age:.0f} s")
     return position

@@ -444,6 +444,27 @@ def test_positions_of_an_earlier_process_are_not_read(ranks: Ranks, monkeypatch:
         assert f"{others}: {said}" in where
 
 
+def test_a_rank_may_leave_while_its_position_is_read(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes so before its process ends, but after another rank has read its position."""
+    rank, store, positions = watchdog.this_rank(), dist.HashStore(), [Position(), Position(left="has left with care")]
+    others = ranks_in_words([other for other in range(ranks.size) if other != ranks.rank])
+
+    def write(position: Position) -> None:
+        for other in range(ranks.size):
+            store.set(f"syncbn/{other}/position", json.dumps((position, time.time(), 7, processes.host())))
+
+    def state_of(process: int) -> str:
+        write(positions[1])
+        return f"its process ({process}) has ended"
+
+    monkeypatch.setattr(processes, "state_of", state_of)
+    with rank.writing:  # the heartbeat
+        monkeypatch.setattr(rank, "store", store)
+        write(positions[0])
+        where = report.where_all_are(waits.WaitOutside(rank), at_exit=True)
+    assert f"{others}: has left with care" in where
+
+
 @pytest.mark.parametrize(("seconds", "have_come"), [(-60.0, False), (0.0, True)])
 def test_meetings_of_an_earlier_process_are_void(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, seconds: float, have_come: bool
