@@ -13,14 +13,15 @@ Check: TypeAlias = Callable[..., bool]
 TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 
+def never(*tensors: Tensor | None) -> bool:
+    return False
+
+
 class Recent:
     """What was found for the tensors of the last call, and a check whether it serves others; both in one tuple, as
     threads may share it."""
 
-    __slots__ = ("last",)
-
-    def __init__(self) -> None:
-        self.last: tuple[Check, Any] = never, None
+    last: tuple[Check, Any] = never, None
 
     def found_for(self, *tensors: Tensor | None) -> Any:
         """What was found if it serves these; else, and where their values may not be at their addresses, None."""
@@ -35,10 +36,6 @@ class Recent:
         """Keep what was `found`. A check takes 2 us to make, so there is one for what is found twice in a row."""
         is_repeated = found == self.last[1] and NoneType not in map(type, tensors) and guards_work()
         self.last = new_check(*tensors) if is_repeated else never, found
-
-
-def never(*tensors: Tensor | None) -> bool:
-    return False
 
 
 def new_check(*tensors: Tensor | None) -> Check:
