@@ -166,21 +166,11 @@ class ThisRank:
         ranks, key = dist.get_process_group_ranks(group), f"met/{name_of(group)}"
         self.write(key, True)
         if ranks[0] != self.rank:
-            return self._wait_for(ranks[:1], f"{key}/all", seconds)
-        have_come = self._wait_for(ranks, key, seconds)
-        self.write(f"{key}/all", True)
-        return have_come
-
-    def _wait_for(self, ranks: Sequence[int], key: str, seconds: float) -> bool:
-        """Wait until all of these ranks have written under the key; False after so many seconds."""
-        deadline, pause = time.monotonic() + seconds, SECONDS_BETWEEN_WRITES / 50
-        with self.using_store():
-            while not all(written.value for written in self.read(ranks, key)):
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(pause)
-                pause = min(2 * pause, self.interval)
-        return True
+            have_come = self.wait_for(ranks[:1], f"{key}/all", seconds)
+        else:
+            have_come = self.wait_for(ranks, key, seconds)
+            self.write(f"{key}/all", True)
+        return Written() not in have_come or not self.store_answers
 
     def write(self, key: str, value: object) -> None:
         if self.store_answers:
@@ -206,7 +196,7 @@ class ThisRank:
                 self.store_answers and Written() in (written := self.read(ranks, key)) and time.monotonic() < deadline
             ):
                 time.sleep(pause)
-                pause = min(2 * pause, SECONDS_BETWEEN_WRITES)
+                pause = min(2 * pause, self.interval)
         return written
 
     @contextlib.contextmanager

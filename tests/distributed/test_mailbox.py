@@ -374,7 +374,7 @@ def test_a_first_rank_that_is_compiled(
     monkeypatch.setattr(faults, "NAMING_SECONDS", 0.1)
     model = Model()
     if ranks.rank == 0:
-        watchdog.this_rank().meet("first", model.bn1.process_group, seconds=9)
+        watchdog.this_rank().meet(model.bn1.process_group, seconds=9)
     for _ in range(3):
         if ranks.rank:
             model(X).sum().backward()

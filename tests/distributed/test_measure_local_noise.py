@@ -110,7 +110,7 @@ def test_not_inside_join(ranks: Ranks) -> None:
 def test_the_exchange_at_the_end_is_a_wait_that_is_told(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks with fewer steps wait there, which is reported though no synchronised layer has started the watchdog."""
     waits: list[Any] = []
-    look = lambda *_: waits.append(watchdog.this_rank().waiting)  # noqa: E731
+    look = lambda *_: waits.extend(watchdog.this_rank().waiting)  # noqa: E731
     monkeypatch.setattr("syncbn.tools.measure_local_noise.require_equal", look)
     with syncbn.measure_local_noise(layer(ranks)):
         pass
