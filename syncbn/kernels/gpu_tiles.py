@@ -120,14 +120,23 @@ def _through_relu(
 
 
 @triton.jit
+def _over_rows(values, TILES: tl.constexpr):
+    """The sums of a tile's columns. Each thread first adds pairs of rows: so a warp's accesses to shared memory go to
+    other banks, which those of tl.sum(values, 0) do not."""
+    even, odd = tl.split(tl.reshape(tl.trans(values), (TILES.columns, TILES.rows // 2, 2)))
+    return tl.sum(even + odd, 1)
+
+
+@triton.jit
 def _center(x, start, program, TILES: tl.constexpr):
     """The mean of the first tile, rounded to the dtype of x, or 0 where that is not finite."""
     offsets, exists = _tile(start, program, TILES)
-    count = tl.sum(exists.to(tl.float32), 0)
-    total = tl.sum(_load(x, offsets, exists, TILES), 0)
+    values, count = _load(x, offsets, exists, TILES), tl.minimum(program[0] - start, TILES.rows)
     if TILES.in_runs:
-        total, count = tl.sum(total, 0), tl.sum(count, 0)
-    center = (total / tl.maximum(count, 1.0)).to(x.dtype.element_ty).to(TILES.compute)
+        total, count = tl.sum(tl.sum(values, 1), 0), count * TILES.columns
+    else:
+        total = _over_rows(values, TILES)
+    center = (total / tl.maximum(count, 1).to(TILES.compute)).to(x.dtype.element_ty).to(TILES.compute)
     return tl.where(tl.abs(center) < float("inf"), center, 0.0)  # also NaN
 
 
@@ -194,7 +203,10 @@ def parts_of_sums(
                 seconds += factor * difference
         first += _widened(firsts, TILES)
         second += _widened(seconds, TILES)
-    first, second = tl.sum(first, 0), tl.sum(second, 0)
+    if TILES.in_runs:
+        first, second = tl.sum(first, 0), tl.sum(second, 0)
+    else:
+        first, second = _over_rows(first, TILES), _over_rows(second, TILES)
 
     if dy is None:  # about zero
         of_center = center.to(tl.float64) * (tl.cast(stop - start, tl.float64) * values_of_row)
