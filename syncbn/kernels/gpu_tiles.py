@@ -49,6 +49,16 @@ SIZES = ["num_rows", "rows_of_program", "channels", "inner", "multiplier", "shif
 
 
 @triton.jit
+def _sizes(channels, inner, TILES: tl.constexpr):
+    """The same, such that Triton knows what divides them, and loads several values at once."""
+    if TILES.in_runs:
+        inner = inner // TILES.align * TILES.align
+    else:
+        channels = channels // TILES.align * TILES.align
+    return channels, inner
+
+
+@triton.jit
 def _channel(span, channels, TILES: tl.constexpr):
     """The channel of the program's values, or one for each column, and whether there is such a channel."""
     if TILES.in_runs:
@@ -68,7 +78,6 @@ def _tile(first_row, program, TILES: tl.constexpr):
     row, column = first_row + tl.arange(0, TILES.rows), tl.arange(0, TILES.columns)
     span, exists = tl.cast(span, row.dtype), (row < stop)[:, None]
     if TILES.in_runs:
-        inner = inner // TILES.align * TILES.align  # so that Triton knows
         if TILES.index == tl.int64:
             run = row // (inner // TILES.columns)
         else:  # the same without a division, see gpu.py
@@ -76,7 +85,6 @@ def _tile(first_row, program, TILES: tl.constexpr):
         start = row * TILES.columns + run * ((channels - 1) * tl.cast(inner, row.dtype)) + span * inner
         exists = tl.broadcast_to(exists, (TILES.rows, TILES.columns))
     else:
-        channels = channels // TILES.align * TILES.align
         start = row * channels
         column += span * TILES.columns
         exists = exists & (column < channels)[None, :]
@@ -171,6 +179,7 @@ def parts_of_sums(
     span, part = tl.program_id(0), tl.program_id(1)
     start = tl.cast(part, TILES.index) * rows_of_program
     stop = tl.minimum(start + rows_of_program, num_rows)
+    channels, inner = _sizes(channels, inner, TILES)
     program = (stop, span, channels, inner, multiplier, shift)
     channel, exists = _channel(span, channels, TILES)
     values_of_row = TILES.columns if TILES.in_runs else 1  # that are a channel's
@@ -237,6 +246,7 @@ def normalize(
     TILES: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     span, start, stop, last = _in_reverse(num_rows, rows_of_program, TILES)
+    channels, inner = _sizes(channels, inner, TILES)
     program = (stop, span, channels, inner, multiplier, shift)
     channel, exists = _channel(span, channels, TILES)
     center = _coefficient(coefficients, 0, channels, channel, exists, TILES)
@@ -259,6 +269,7 @@ def input_gradient(
     shift, TILES: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     span, start, stop, last = _in_reverse(num_rows, rows_of_program, TILES)
+    channels, inner = _sizes(channels, inner, TILES)
     program = (stop, span, channels, inner, multiplier, shift)
     channel, exists = _channel(span, channels, TILES)
     center = _coefficient(coefficients, 0, channels, channel, exists, TILES)
