@@ -1,6 +1,7 @@
 """Catches spills, narrow loads and float64 where it costs in what the GPU kernels compile to, without a GPU."""
 
 import itertools
+import math
 import os
 import re
 from typing import Any
@@ -109,6 +110,29 @@ def test_running_stats_are_rounded_as_by_torch(capability: int) -> None:
     (launch,) = [one for one in launches["forward_outputs"] if one.metadata.name == "forward_channels"]
     operations = {*re.findall(r"\b(fma\S*|mul\S*|add\S*|sub\S*)\.f64", launch.assembly())}
     assert operations == {"mul.rn", "add.rn", "sub.rn"}  # without .rn the assembler may fuse
+
+
+def test_maps_load_coefficients_of_four_channels_at_once() -> None:
+    """One by one they were half of all sectors that a map reads in channels last."""
+    launches = launches_of_a_step(90, torch.empty(6272, 512, device="meta"), torch.float32, residual=False)
+    for function in ("forward_outputs", "backward_outputs"):
+        loads = re.findall(r"ld\.global\S*", gpu_static.over_whole_tensor(launches[function]).assembly())
+        assert {*loads} == {"ld.global.v4.b32"}, function
+
+
+def test_sums_over_rows_access_shared_memory_rarely() -> None:
+    """By tl.sum(values, 0) it was 58 and 34 times a thread, with conflicts of banks, which nothing here counts."""
+    launches = launches_of_a_step(90, torch.empty(6272, 512, device="meta"), torch.float32, residual=False)
+    for function, most in (("forward_sums", 40), ("backward_sums", 24)):
+        assembly = gpu_static.over_whole_tensor(launches[function]).assembly()
+        assert len(re.findall(r"(?:ld|st)\.shared", assembly)) <= most, function
+
+
+@pytest.mark.parametrize("sizes", [(32 * 112 * 112, 64, 1), (32 * 56 * 56, 256, 1), (32, 64, 112 * 112)], ids=str)
+def test_sums_have_as_many_programs_as_run_at_once(sizes: tuple[int, int, int]) -> None:
+    sums = gpu.Forward(ForwardKind(Layout(1, False, sizes), torch.bfloat16, torch.device("meta"))).parts_of_sums
+    most = gpu.MULTIPROCESSORS * gpu.SUMMING_THREADS // (32 * sums.options["num_warps"])
+    assert 0.9 * most <= math.prod(sums.grid) <= most
 
 
 @pytest.mark.parametrize("sizes", [(2**31 - 1, 1, 1), (1, 1, 2**31 + 5), (2**17, 2**10, 2**6)], ids=str)

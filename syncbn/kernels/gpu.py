@@ -24,7 +24,7 @@ COLUMNS = 64, 32  # channels of a tile, where they are neighbours. 32 of 16 bits
 WARPS_IN_RUNS, WARPS = 4, 8  # of a program
 SUMMING_REGISTERS, MAPPING_REGISTERS = 80, 64  # of a thread
 SUMMING_THREADS = 768  # that run on a multiprocessor at once, with so many registers each
-MOST_PARTS = 256  # of a sum, which a second kernel adds
+MOST_PARTS = 512  # of a sum, which a second kernel adds; fewer would leave multiprocessors idle where C <= 64
 MAPPING_PROGRAMS = 8192
 MULTIPROCESSORS = 132  # where there is no GPU
 DOUBLE = torch.float64  # of sums and statistics
