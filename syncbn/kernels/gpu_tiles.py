@@ -129,10 +129,13 @@ def _through_relu(
 
 @triton.jit
 def _over_rows(values, TILES: tl.constexpr):
-    """The sum of each column of a tile. tl.sum(values, 0) would have many conflicts of banks in shared memory; few are
-    left where each thread first gets two rows of a column, and adds them."""
-    even, odd = tl.split(tl.reshape(tl.trans(values), (TILES.columns, TILES.rows // 2, 2)))
-    return tl.sum(even + odd, 1)
+    """The sum of each column of a tile; in runs values are (rows,). tl.sum over the rows of columns would have many
+    conflicts of banks in shared memory; few are left where a thread first gets two rows of a column, and adds them."""
+    if TILES.in_runs:
+        return tl.sum(values, 0)
+    else:
+        even, odd = tl.split(tl.reshape(tl.trans(values), (TILES.columns, TILES.rows // 2, 2)))
+        return tl.sum(even + odd, 1)
 
 
 @triton.jit
@@ -141,9 +144,8 @@ def _center(x, start, program, TILES: tl.constexpr):
     offsets, exists = _tile(start, program, TILES)
     values, count = _load(x, offsets, exists, TILES), tl.minimum(program[0] - start, TILES.rows)
     if TILES.in_runs:
-        total, count = tl.sum(tl.sum(values, 1), 0), count * TILES.columns
-    else:
-        total = _over_rows(values, TILES)
+        values, count = tl.sum(values, 1), count * TILES.columns
+    total = _over_rows(values, TILES)
     center = (total / tl.maximum(count, 1).to(TILES.compute)).to(x.dtype.element_ty).to(TILES.compute)
     return tl.where(tl.abs(center) < float("inf"), center, 0.0)  # also NaN
 
@@ -212,10 +214,7 @@ def parts_of_sums(
                 seconds += factor * difference
         first += _widened(firsts, TILES)
         second += _widened(seconds, TILES)
-    if TILES.in_runs:
-        first, second = tl.sum(first, 0), tl.sum(second, 0)
-    else:
-        first, second = _over_rows(first, TILES), _over_rows(second, TILES)
+    first, second = _over_rows(first, TILES), _over_rows(second, TILES)
 
     if dy is None:  # about zero
         of_center = center.to(tl.float64) * (tl.cast(stop - start, tl.float64) * values_of_row)
