@@ -49,6 +49,13 @@ def recent_forward(tensors: Tensors, options: Options) -> ForwardKernels | None:
     return None
 
 
+def note_forward(kernels: ForwardKernels, tensors: Tensors, options: Options) -> None:
+    """Keep the kernels for `recent_forward`; they take these tensors as they are."""
+    x, z, *others, _, num_values = tensors
+    if z is num_values is None:
+        options.recent.note(kernels, x, *others)
+
+
 def recent_backward(forward: ForwardKernels, dy: Tensor, saved: Saved, needed: Needed) -> BackwardKernels | None:
     """The same of the last backward behind these kernels."""
     found = forward.recent.found_for(dy, *saved[:3])
@@ -73,9 +80,6 @@ def forward_plan(tensors: Tensors, options: Options) -> Plan | None:
         _remember(key, plan)
     except (RuntimeError, TypeError):  # no strides or memory; a bad option
         return None
-    if plan is not None and not plan.has_gaps and tensors.z is None:
-        x, _, *others, _, _ = tensors
-        options.recent.note(plan.kernels, x, *others)
     return plan
 
 

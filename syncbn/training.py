@@ -16,7 +16,7 @@ from syncbn.checks import checked
 from syncbn.diagnosis.sites import CallsOnGroups
 from syncbn.inputs import dtensors
 from syncbn.inputs.unwrapping import Wrap, apply_mask, unchanged, unwrap, unwrap_and_mask, without_gaps
-from syncbn.plan import forward_plan, recent_forward
+from syncbn.plan import forward_plan, note_forward, recent_forward
 from syncbn.raising import raise_on_all_ranks
 from syncbn.reductions.choice import note_ranks, reduction_now
 from syncbn.reductions.interface import Reduction
@@ -36,7 +36,7 @@ def train(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Te
     if current_backward() != -1:  # activation checkpointing computes again what the first forward has updated
         tensors = tensors.without_running_stats()
     wrap: Wrap = unchanged
-    kernels = recent_forward(tensors, options)
+    given, kernels = tensors, recent_forward(tensors, options)
     if kernels is None:
         if tensors.mask is not None or not PLAIN_OR_NONE.issuperset(map(type, tensors)):
             try:
@@ -46,7 +46,10 @@ def train(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Te
         plan = forward_plan(tensors, options)
         if plan is not None:
             kernels = plan.kernels
-            tensors = without_gaps(tensors, options) if plan.has_gaps else tensors
+            if plan.has_gaps:
+                tensors = without_gaps(tensors, options)
+            elif tensors is given:
+                note_forward(kernels, tensors, options)
     if kernels is None:
         y, statistics = _train_generally(tensors, options, caller)
     elif is_plain:
