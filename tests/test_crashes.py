@@ -99,7 +99,7 @@ def test_goes_on_with_fewer_ranks(folder: Path) -> None:
         address = free.getsockname()
     elastic = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3"]
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"localhost:{address[1]}"]
-    soon = ["--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1"]
+    soon = ["--rdzv-conf", "last_call_timeout=5,keep_alive_interval=1"]
     command = [*TORCHRUN, *elastic, *rendezvous, *soon, *digits(folder, steps=30)]
     agents = []
     for index in range(2):

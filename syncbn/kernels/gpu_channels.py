@@ -70,13 +70,10 @@ def _total(parts, num_parts, channels):
 
 
 @triton.jit
-def _store_payload(sums, first, second, num_values, signature, channels):
-    """The two sums of each channel and, by the first program, what ends a payload."""
+def _store_sums(sums, first, second, channels):
     channel, exists = _channels(channels)
     tl.store(sums + channel, first, mask=exists)
     tl.store(sums + channels + channel, second, mask=exists)
-    if tl.program_id(0) == 0:
-        store_trailer(sums + 2 * channels, num_values, signature)
 
 
 @triton.jit
@@ -99,7 +96,9 @@ def add_parts(parts, sums, signature: tl.float64, channels, num_parts):
     """Makes a payload of the parts: the sums, n and the signature."""
     first, second = _total(parts, num_parts, channels)
     num_values = tl.load(parts + 2 * tl.cast(num_parts, tl.int64) * channels)
-    _store_payload(sums, first, second, num_values, signature, channels)
+    _store_sums(sums, first, second, channels)
+    if tl.program_id(0) == 0:
+        store_trailer(sums + 2 * channels, num_values, signature)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
@@ -204,8 +203,10 @@ def gradient_sums(
 ):  # fmt: skip
     """Makes a payload of the parts: the sums, 0 and the signature."""
     first, second = _sums_and_gradients(parts, statistics, grad_weight, grad_bias, channels, num_parts, COMPUTE)
-    signature = _signature_of_call(signature, forward_total, channels)
-    _store_payload(sums, first, second, tl.full([], 0.0, tl.float64), signature, channels)
+    _store_sums(sums, first, second, channels)
+    if tl.program_id(0) == 0:
+        signature = _signature_of_call(signature, forward_total, channels)
+        store_trailer(sums + 2 * channels, tl.full([], 0.0, tl.float64), signature)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TENSORS)
