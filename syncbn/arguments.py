@@ -104,14 +104,19 @@ def check_one_number(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must be a number, got a tensor of {tensor.dtype}")
 
 
-def as_eps(eps: float, training: bool = True) -> float:
-    """`eps` as a float. **Raises** TypeError unless it is a number, ValueError unless it is positive (in evaluation 0
-    or more) and not too large."""
+def as_eps(eps: float) -> float:
+    """`eps` as a float. **Raises** TypeError unless it is a number, ValueError unless it is positive and not too
+    large."""
     eps = as_float("eps", eps)
+    check_eps(eps, training=True)
+    return eps
+
+
+def check_eps(eps: float, training: bool) -> None:
+    """**Raises** ValueError unless `eps` is positive; in evaluation it may be 0."""
     if not (eps > 0 or (eps == 0 and not training)):  # NaN is neither
         kind = "positive during training" if training else "non-negative"
         raise ValueError(f"batch_norm eps must be {kind}, but got {eps}")
-    return eps
 
 
 def as_float(name: str, number: float | None) -> float:

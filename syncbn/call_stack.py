@@ -32,8 +32,9 @@ def callers() -> Iterator[tuple[FrameType, Any]]:
 def frames_of(thread: int) -> list[FrameType]:
     """The frames of another thread, the innermost first; none once it has ended.
 
-    No other thread runs while `list`, one call of C, takes them all, nor a garbage collection, during which others
-    would: the thread would go on, and f_back lead to freed memory, as in Python 3.11 while Dynamo compiles.
+    The same as a loop over f_back, but in one call of C, `list`, so that no other thread runs meanwhile. A garbage
+    collection could let one run, so it is switched off. If the thread went on, f_back could be freed memory, as seen in
+    Python 3.11 while Dynamo compiles.
     """
     innermost = map(dict.get, itertools.starmap(sys._current_frames, [()]), [thread])
     steps: Iterator[Any] = itertools.chain(innermost, itertools.repeat("f_back"))

@@ -19,13 +19,20 @@ def calls_batch_norm(kind: type) -> bool:
     of a module that is one, other than to call it with training=False."""
     values = [value for base in kind.__mro__ for value in vars(base).values()]
     values += [value.__func__ for value in values if isinstance(value, (staticmethod, classmethod))]
-    functions = [inspect.unwrap(value) for value in values if isinstance(value, FunctionType)]
+    functions = [_unwrapped(value) for value in values if isinstance(value, FunctionType)]
     return any(
         _may_train(code, one.__globals__)
         for one in functions
         if isinstance(one, FunctionType) and str(one.__globals__.get("__name__")).split(".")[0] not in LEFT_OUT
         for code in _codes(one.__code__)
     )
+
+
+def _unwrapped(function: FunctionType) -> object:
+    try:
+        return inspect.unwrap(function)
+    except ValueError:  # it wraps itself
+        return function
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

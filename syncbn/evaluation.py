@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from syncbn import general
-from syncbn.arguments import Options, Tensors, as_eps
+from syncbn.arguments import Options, Tensors, check_eps
 from syncbn.checks import check
 from syncbn.inputs.unwrapping import apply_mask, unwrap, without_gaps
 from syncbn.layout import Layout
@@ -20,7 +20,7 @@ def evaluate(tensors: Tensors, options: Options, caller: object = None) -> Tenso
     is_masked_batch = tensors.mask is not None and tensors.running_mean is None
     tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
     if is_masked_batch:  # it normalises by the values that count in this batch
-        as_eps(options.eps)
+        check_eps(options.eps, training=True)
         return wrap(apply_to_output(general.normalize(without_gaps(tensors, options), options, ONE_RANK)[0]))
     x, eps = tensors.input, options.eps
     mean, var, weight, bias = tensors.per_channel().values()
@@ -46,7 +46,7 @@ def plain_batch_norm(
     bias: Tensor | None, training: bool, momentum: float, eps: float,
 ) -> Tensor:  # fmt: skip
     """torch.batch_norm, as F.batch_norm is replaced within converted layers; eps is checked as there."""
-    eps = as_eps(eps, training)
+    check_eps(eps, training)
     if input.shape[1] == 0:  # this rank may have no channels of a DTensor; torch refuses that
         return input.clone()
     if training and input.numel() == input.shape[1]:

@@ -65,6 +65,8 @@ def _is_channels_last(tensor: Tensor) -> bool:
     in this format. They do not descend in the order C, ..., N."""
     if tensor.ndim not in (4, 5) or 0 in tensor.shape:
         return False
+    if tensor.is_contiguous(memory_format=torch.channels_last if tensor.ndim == 4 else torch.channels_last_3d):
+        return True
     least = 1
     for dim in (1, *range(tensor.ndim - 1, 1, -1), 0):
         if tensor.stride(dim) < least:

@@ -16,7 +16,9 @@ from syncbn.synchronised_classes import ADDED, class_of
 # What to do about a layer; `_remedy` has more.
 CONVERT = "call syncbn.convert_syncbn_model(model)"
 BY_ITSELF = "normalises by itself; if by its batch, let its forward call syncbn.functional.sync_batch_norm"
-CALLS = "calls torch's batch_norm; if to normalise by its batch, let it call syncbn.functional.sync_batch_norm"
+CALLS = (
+    "calls F.batch_norm itself; if that normalises by the batch, call syncbn.functional.sync_batch_norm in its place"
+)
 UNREGISTERED = "keeps batch norm in a plain list or dict, where no conversion finds it; use nn.ModuleList or ModuleDict"
 HIDDEN = "a forward that was set on the layer hides the class's; convert before you wrap it, or write it in a subclass"
 HELD = "a module or a hook holds the layer's bound forward, which no conversion changes; convert before you take it"

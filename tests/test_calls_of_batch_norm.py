@@ -22,7 +22,9 @@ import syncbn
 from syncbn.calls_of_batch_norm import calls_batch_norm
 from syncbn.functional import sync_batch_norm
 
-CALLS = "calls torch's batch_norm; if to normalise by its batch, let it call syncbn.functional.sync_batch_norm"
+CALLS = (
+    "calls F.batch_norm itself; if that normalises by the batch, call syncbn.functional.sync_batch_norm in its place"
+)
 IN_LIST = "keeps batch norm in a plain list or dict, where no conversion finds it; use nn.ModuleList or ModuleDict"
 Function = Callable[..., Any]
 

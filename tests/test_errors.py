@@ -111,6 +111,8 @@ def test_eps_in_evaluation(eps: float) -> None:
     for call in (lambda: stays(X), lambda: stays(X, mask=mask)):
         with pytest.raises(ValueError, match=f"eps must be positive during training, but got {eps}"):
             call()
+    plain.eps = torch.tensor(1e-5)  # as nn.BatchNorm takes it
+    torch.testing.assert_close(plain(X), layer().eval()(X))
     plain.eps = acts.eps = 0.0
     assert all(y.isfinite().all() for y in (function(training=False, eps=0), plain(X), acts(X[..., None])))
 

@@ -92,6 +92,7 @@ STRIDES = {
     "(N, W, H, C)": torch.randn(4, 2, 5, 3).permute(0, 3, 2, 1), "expanded": torch.randn(4, 3, 1, 1).expand(4, 3, 5, 6),
     "channels last 3-D": torch.randn(4, 3, 5, 6, 2).to(memory_format=torch.channels_last_3d),
     "(N, H, D, W, C)": torch.randn(4, 5, 6, 2, 3).permute(0, 4, 2, 1, 3),
+    "one image (H, W, C)": torch.randn(5, 2, 3).permute(2, 0, 1)[None],
     "6 dims, channels last": torch.randn(4, 2, 2, 2, 2, 3).movedim(-1, 1),
 }  # fmt: skip
 
@@ -106,7 +107,8 @@ def test_strides_are_those_of_batch_norm(name: str, road: str) -> None:
         with torch.autograd.profiler.profile(enabled=road == "general"):
             y = layer(x, z)
         expected = F.batch_norm(x, layer.running_mean.clone(), layer.running_var.clone(), training=training)
-        assert y.stride() == expected.stride()
+        differing = [y.stride(dim) != expected.stride(dim) for dim in range(x.ndim) if x.shape[dim] > 1]
+        assert not any(differing)
 
 
 # What hooks give back, of which saved tensors (x, weight, statistics, y), and whether it is rounded.

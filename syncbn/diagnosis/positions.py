@@ -33,6 +33,7 @@ from syncbn.torch_internals.distributed import default_store, name_of
 
 HAS_LEFT = "has left"
 IN_COLLECTIVE = "in "  # how `Position.blocked` begins for a collective
+OF_STACK = "of a stack, as vmap and is_grads_batched make"  # behind the pass, while its size is compared
 WITH_GRAPH = "backward with create_graph or torch.func"  # the first all_reduce of such a backward
 FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
 SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; more than hosts' clocks differ

@@ -3,9 +3,9 @@
 A call site is a layer or function on one group. Each rank signs what it sends, so that ranks which have met in
 different layers or passes see it in the total. The signature s of a call site and a pass is a positive number. It is
 computed from the path of the layer, from its order (1 for the first layer that trained on this group; it separates two
-models with equal paths), from its settings and from the dtype of the input. In other passes than forward it has bits of
-the forward's total besides (signature_of_call in kernels/reference.py), which differ between calls of one layer. Rank r
-sends 1, s_r and s_r^2 behind its sums. By Cauchy and Schwarz sum 1 * sum s^2 = (sum s)^2 only where all s are equal.
+models with equal paths), from its settings and from the dtype of the input. In all passes but forward, bits of the
+forward's total are mixed in, which differ between calls of one layer (signature_of_call in kernels/reference.py). Rank
+r sends 1, s_r and s_r^2 behind its sums. By Cauchy and Schwarz sum 1 * sum s^2 = (sum s)^2 only where all s are equal.
 Two signatures of W ranks are equal by chance in at most 4 W of 2^26 cases. A rank that cannot tell its layer, as in a
 compiled graph, sends zeros and is not counted.
 """

@@ -108,7 +108,8 @@ def unwrap(
 
 def _rules(x: "DTensor", channel_dim: int) -> tuple[tuple[bool, ...], "Placements", "Placements"]:
     """The columns of the table above, for the dims of the mesh: whether ranks add up along it, and the placements of
-    parameters and gradients. Partial stands for Shard of the batch, which other ranks may have."""
+    parameters and gradients. A Partial input is refused later;
+    until then it counts as Shard of the batch, so that this rank finds the group of the others."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     rows: list[tuple[bool, Placement, Placement]] = []

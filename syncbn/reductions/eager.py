@@ -14,6 +14,7 @@ from syncbn.comm.text_exchange import all_gather, by_rank
 from syncbn.diagnosis.collective import Collective
 from syncbn.diagnosis.failures import warn_not_finite
 from syncbn.diagnosis.mailbox import Box
+from syncbn.diagnosis.positions import OF_STACK
 from syncbn.diagnosis.sites import CallsOnGroups, Site, new_site
 from syncbn.kernels import reference, select
 from syncbn.kernels.interface import FAULT, SIGNATURE_NUMBERS, TRAILER_NUMBERS, UNSIGNED, Mailbox
@@ -110,15 +111,15 @@ class EagerReduction(Reduction):
         return total
 
     def _require_as_many(self, num_samples: int, pass_name: str) -> None:
-        collective = self.other_collective(pass_name)
+        collective = self.other_collective(f"{pass_name} {OF_STACK}")
         with collective:
             numbers = [int(number) for number in all_gather(torch.tensor([num_samples], device="cpu"), self.group)]
         if len({*numbers}) > 1:
             what = (
-                "vmap stacks different numbers of samples, or of gradients, and pairs the first of each rank, and so on"
+                "the ranks have stacks of different sizes; sample i of a rank is normalised with sample i of the others"
             )
             each = by_rank(collective.ranks(), map(str, numbers))
-            raise ValueError(f"syncbn: in {collective.doing()} {what}.\n{each}\nGive all ranks as many.")
+            raise ValueError(f"syncbn: in {collective.doing()}: {what}.\n{each}\nGive all ranks as many samples.")
 
     def warn_unless_finite(self, sums: Tensor) -> None:
         if not all(map(math.isfinite, sums.tolist())):

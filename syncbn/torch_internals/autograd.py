@@ -27,6 +27,11 @@ def overlaps_itself(tensor: Tensor) -> bool:
 increment_version: Callable[[Collection[Tensor]], None] = torch._C._increment_version
 
 
+def saves_by_hooks() -> bool:
+    """Whether saved_tensors_hooks pack what autograd saves now, as activation checkpointing's do."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
     """`function.apply` without the 20 calls that serve torch.func: use it only while no transform is active."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]

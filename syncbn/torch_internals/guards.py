@@ -24,7 +24,7 @@ class Recent:
     last: tuple[Check, Any] = never, None
 
     def found_for(self, *tensors: Tensor | None) -> Any:
-        """What was found if it serves these; else, and where their values may not be at their addresses, None."""
+        """What was found, if the check passes and each tensor has memory that begins at its storage's; else None."""
         check, found = self.last
         if check(*tensors):
             present: Any = tensors
@@ -33,7 +33,7 @@ class Recent:
         return None
 
     def note(self, found: object, *tensors: Tensor | None) -> None:
-        """Keep what was `found`. A check takes 2 us to make, so there is one for what is found twice in a row."""
+        """Keep what was `found`. A check takes 2 us to make: it is made when the same is found twice in a row."""
         is_repeated = found == self.last[1] and NoneType not in map(type, tensors) and guards_work()
         self.last = new_check(*tensors) if is_repeated else never, found
 

@@ -51,6 +51,12 @@ class Block(nn.Module):
         return self.tail[0](self.bn1(x))
 
 
+class CallsFBatchNorm(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        statistics = self.running_mean, self.running_var
+        return nn.functional.batch_norm(x, *statistics, self.weight, self.bias, self.training, 0.1, self.eps)
+
+
 def layer_and_input(ranks: Ranks) -> tuple[syncbn.SyncBatchNorm, Tensor]:
     return syncbn.SyncBatchNorm(3, device=ranks.device), torch.randn(4, 3, device=ranks.device)
 
@@ -146,6 +152,27 @@ def test_backwards_of_different_calls(ranks: Ranks, name: str, create_graph: boo
         gradients([1, 0], lambda x: model(x + (torch.nan if ranks.rank == 0 else 0)))
     with pytest.raises(RuntimeError, match=r"different calls of a layer.\nrank 0: in .*, call \d+\n.*\nThe layer is"):
         gradients([0, 1] if ranks.rank else [1, 0])
+
+
+def test_the_total_is_freed_with_the_graph(ranks: Ranks) -> None:
+    """Which tells calls apart in backward: a kept loss must not keep the totals of all layers."""
+    layer, x = layer_and_input(ranks)
+    y = layer(x)
+    assert y.grad_fn.reduction.forward_total is None
+    assert any(saved is not None and len(saved) == 2 * 3 + 4 for saved in y.grad_fn.saved_tensors)
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="freed"):
+        _ = y.grad_fn.saved_tensors
+
+
+@on_cpu
+def test_a_setting_of_a_subclass_that_changes(ranks: Ranks) -> None:
+    """It calls F.batch_norm with it."""
+    layer, x = syncbn.convert_syncbn_model(CallsFBatchNorm(3)), torch.randn(4, 3)
+    layer(x)
+    layer.eps = 0.1 if ranks.rank == 0 else layer.eps
+    with pytest.raises(RuntimeError, match="different settings of a layer"):
+        layer(x)
 
 
 @on_cpu

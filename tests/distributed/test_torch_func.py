@@ -131,7 +131,8 @@ def test_another_number_of_samples_on_one_rank(ranks: Ranks, pass_name: str) -> 
     """gloo would abort a rank, and nccl wait."""
     x, num_samples = data(ranks)[ranks.even(2 * ranks.size)].requires_grad_(), 3 - (ranks.rank == 0)
     others = ranks_in_words([*range(1, ranks.size)])
-    said = rf"sync_batch_norm {pass_name}, call \d+ vmap stacks .*\nrank 0: 2\n{others}: 3\nGive all ranks as many"
+    where = rf"sync_batch_norm {pass_name} of a stack, as vmap and is_grads_batched make, call \d+"
+    said = rf"{where}: the ranks have stacks .*\nrank 0: 2\n{others}: 3\nGive all ranks as many samples"
     y = ours(x)
     stack = torch.stack([y.detach()] * num_samples)
     forward = functools.partial(vmap(ours), stack)
