@@ -75,6 +75,32 @@ def test_guards_tell_tensors_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recent.found_for(x) is None
 
 
+def test_saves_by_hooks() -> None:
+    assert not autograd.saves_by_hooks()
+    with torch.autograd.graph.save_on_cpu():
+        assert autograd.saves_by_hooks()
+    seen: list[bool] = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(autograd.saves_by_hooks())
+        return x.sin()
+
+    checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen == [True, True]  # in the recompute, too: both save as many tensors
+
+
+def test_levels_of_vmap() -> None:
+    seen: list[set[int]] = []
+    x = torch.ones(2, 3)
+
+    def function(row: Tensor) -> Tensor:
+        seen.extend(map(autograd.levels_of_vmap, (row, x, None)))
+        return row.sum()
+
+    torch.func.vmap(torch.func.grad(function))(x)
+    assert [len(levels) for levels in seen] == [1, 0, 0]
+
+
 def test_outside_modes() -> None:
     with FakeTensorMode():
         with state.outside_modes():
