@@ -11,7 +11,7 @@ has no float64, on the CPU. Knows no ranks, no layout.
 import torch
 from torch import Tensor
 
-from syncbn.torch_internals.autograd import copy_into_captured
+from syncbn.torch_internals.autograd import copy_together
 from syncbn.torch_internals.state import constant_in_graphs, inside_functorch, inside_vmap, is_compiling, outside_modes
 
 _lacks_float64: dict[torch.device, bool] = {}
@@ -103,16 +103,22 @@ def update_buffers(
         momentum = 1.0 / to_float64(counter + 1)  # without waiting for a GPU
     elif isinstance(momentum, Tensor):
         momentum = to_float64(momentum)
+    buffers: list[Tensor] = []
+    values: list[Tensor] = []
     if running_mean is not None and running_var is not None and momentum is not None:
         mean, var, num_values = unbiased(statistics.detach(), len(running_mean))  # no_grad leaves tangents
-        captured = not is_compiling() and inside_functorch() and not inside_vmap()
         for running, statistic, enough in ((running_mean, mean, num_values > 0), (running_var, var, num_values > 1)):
             wide = to_float64(running)
             updated = torch.where(enough, (1 - momentum) * wide + momentum * statistic, wide)
-            updated = from_float64(updated, running.dtype, running.device)
-            if updates and captured:
-                copy_into_captured(running, updated)
-            elif updates:
-                running.copy_(updated)
-    if counter is not None and updates:
-        counter.add_(1)
+            buffers.append(running)
+            values.append(from_float64(updated, running.dtype, running.device))
+    if counter is not None:
+        buffers.append(counter)
+        values.append(counter + 1)
+    if not (buffers and updates):
+        return
+    if not torch.compiler.is_exporting() if is_compiling() else inside_functorch() and not inside_vmap():
+        copy_together(buffers, values)
+    else:
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)

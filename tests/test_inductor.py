@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import EagerAndRecordGraphs
 from torch._functorch import config as functorch_config
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
@@ -168,3 +169,16 @@ def test_names_of_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     with without_caches():
         y = torch.compile(copy.deepcopy(layer), fullgraph=True)(x.clone().mul(1.0))
     torch.testing.assert_close(y, layer(x), rtol=0, atol=0)
+
+
+@needs_torch_213
+def test_buffers_are_updated_together() -> None:
+    """Of copies together Inductor makes one kernel on a GPU, of others one each."""
+    graphs = EagerAndRecordGraphs()
+    torch._dynamo.reset()
+    torch.compile(nn.Sequential(syncbn.SyncBatchNorm2d(3), syncbn.SyncBatchNorm2d(3)), backend=graphs, fullgraph=True)(
+        torch.randn(2, 3, 4, 5)
+    )
+    names = [getattr(node.target, "__name__", node.target) for node in graphs.graphs[0].graph.nodes]
+    assert names.count("_foreach_copy_") == 2
+    assert not {"copy_", "add_"}.intersection(names)

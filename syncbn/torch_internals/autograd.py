@@ -77,7 +77,7 @@ def jagged_parts(candidate: object) -> Jagged | None:
     return Jagged(nested.values(), nested.offsets(), nested._ragged_idx) if nested.lengths() is None else None
 
 
-def copy_into_captured(target: Tensor, values: Tensor) -> None:
-    """target.copy_(values), also where a function inside torch.func.grad has captured the target: torch.func refuses
-    copy_ on it there. vmap has no rule for this."""
-    torch._foreach_copy_((target,), (values,))
+def copy_together(targets: list[Tensor], values: list[Tensor]) -> None:
+    """target.copy_(values) for each, in one kernel where Inductor compiles it for a GPU; also where a function inside
+    torch.func.grad has captured the targets: torch.func refuses copy_ on them there. vmap has no rule for this."""
+    torch._foreach_copy_(targets, values)
