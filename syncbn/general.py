@@ -17,6 +17,7 @@ from syncbn.kernels.select import apply_function, general_back_end
 from syncbn.plan import kind_of
 from syncbn.reductions.interface import Reduction
 from syncbn.reductions.totals import total_with_count
+from syncbn.torch_internals.state import inside_functorch, is_compiling
 
 
 def normalize(tensors: Tensors, options: Options, reduction: Reduction) -> tuple[Tensor, Tensor]:
@@ -69,5 +70,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:5]
+        if is_compiling() and inside_functorch():  # Dynamo does not see what torch.func differentiates
+            needed = True, True, True, ctx.kind.has_residual
         with ctx.reduction.telling_errors("backward"):
             return None, *gradients(ctx.kind, dy, ctx.saved_tensors, needed, ctx.reduction), None

@@ -182,3 +182,24 @@ def test_buffers_are_updated_together() -> None:
     names = [getattr(node.target, "__name__", node.target) for node in graphs.graphs[0].graph.nodes]
     assert names.count("_foreach_copy_") == 2
     assert not {"copy_", "add_"}.intersection(names)
+
+
+@pytest.mark.parametrize("names", ["x", "z", "weight", "x bias"])
+@pytest.mark.parametrize("others_require_grad", [False, True])
+def test_torch_func_in_a_graph(names: str, others_require_grad: bool) -> None:
+    """Dynamo does not tell a Function which inputs torch.func differentiates, but which require a gradient outside."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    shapes = {"x": (4, 3, 5), "z": (4, 3, 5), "weight": (3,), "bias": (3,)}
+    values = {name: torch.randn(shape) for name, shape in shapes.items()}
+    outside = {name: value.clone().requires_grad_(others_require_grad) for name, value in values.items()}
+
+    def loss(given: dict[str, Tensor]) -> Tensor:
+        x, z, weight, bias = (outside | given).values()
+        y = syncbn.functional.sync_batch_norm(x, None, None, weight, bias, training=True, z=z, fuse_relu=True)
+        return y.sin().sum()
+
+    given = {name: values[name] for name in names.split()}
+    gradient = torch.func.grad(loss)
+    compiled = torch.compile(gradient, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(given), gradient(given), rtol=1e-4, atol=1e-5)
