@@ -53,16 +53,21 @@ def general_back_end(kind: ForwardKind | BackwardKind, x: Tensor, *others: Tenso
     Tensor subclasses and exported programs get torch operations; so do forward mode and vmap, for which operators have
     no rules. If there are kernels, all others get the operators, compiled graphs too: what Inductor makes of torch
     operations takes 2 to 12 times as long on CPUs (docs/tried.md). Operators have no gradient, and are called within
-    autograd.Functions alone; but Dynamo traces through the forward of a Function when nothing outside requires grad, as
-    in torch.func, and then grad mode stays on. So a graph with grad mode on gets torch operations.
+    autograd.Functions alone; but `apply_function` calls the forward itself when no tensor requires grad, of which
+    Dynamo knows nothing inside torch.func. So such a graph gets torch operations where grad mode is on. (Inside a
+    Function grad mode is off, but Dynamo of torch 2.11 leaves it on in the forward.)
     """
     if lacks_float64(kind.device):
         return without_float64
     if type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
         return reference
     if is_compiling():
-        needs_torch = torch.is_grad_enabled() or torch.compiler.is_exporting()
-        if needs_torch or _reason_unavailable(x.device, compiling=True) is not None:
+        in_function = not torch.is_grad_enabled() or requires_grad(x, *others)
+        if (
+            not in_function
+            or torch.compiler.is_exporting()
+            or _reason_unavailable(x.device, compiling=True) is not None
+        ):
             return reference
     elif is_transformed(x, *others):
         return reference
@@ -121,6 +126,10 @@ def is_transformed(*tensors: Tensor | None) -> bool:
     return is_batched or inside_vmap_or_forward_mode()
 
 
+def requires_grad(*tensors: Tensor | None) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
 def apply_function(
     function: type[torch.autograd.Function], call: object, *tensors: Tensor | None
 ) -> tuple[Tensor, ...]:
@@ -130,7 +139,7 @@ def apply_function(
     Dynamo (torch 2.13) would hand the forward a context.
     """
     if is_compiling():
-        differentiates = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        differentiates = torch.is_grad_enabled() and requires_grad(*tensors)
     else:
         differentiates = not is_transformed(*tensors)
     run = function.apply if differentiates else function.forward
