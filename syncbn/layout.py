@@ -6,6 +6,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dims
+
 
 class Layout(NamedTuple):
     """The place of the values of a tensor in memory. All tensors of a batch norm are folded by the layout of its input.
@@ -63,9 +65,9 @@ class Layout(NamedTuple):
 def _is_channels_last(tensor: Tensor) -> bool:
     """Whether torch takes the strides for channels_last or channels_last_3d, gaps or none: then an operator's output is
     in this format. They do not descend in the order C, ..., N."""
-    if tensor.ndim not in (4, 5) or 0 in tensor.shape:
+    if tensor.ndim not in CHANNELS_LAST or 0 in tensor.shape:
         return False
-    if tensor.is_contiguous(memory_format=torch.channels_last if tensor.ndim == 4 else torch.channels_last_3d):
+    if tensor.is_contiguous(memory_format=CHANNELS_LAST[tensor.ndim]):
         return True
     least = 1
     for dim in (1, *range(tensor.ndim - 1, 1, -1), 0):

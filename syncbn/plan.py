@@ -2,7 +2,7 @@
 
 A plan is a function of its key alone: of shapes, strides, dtypes, devices and options. It holds no tensor, layer or
 group, so nothing makes it invalid. There is none where kernels cannot read the tensors at their addresses, and none for
-wrong arguments.
+wrong arguments. Most calls do not look up a plan: the kernels of the last call serve them, see Recent in guards.py.
 """
 
 from collections.abc import Iterable

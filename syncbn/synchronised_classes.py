@@ -81,7 +81,7 @@ class _KeepsForward(_Made):
         first = args if isinstance(args, Proxy) else next(iter((*args, *kwargs.values())), None)
         if isinstance(first, Proxy):
             return traced.leaf(self, first.tracer, args, kwargs)
-        self._current_options()  # which looks whether a setting has changed, that the layer's signature has
+        self._current_options()  # forgets the layer's signature if a setting has changed
         replaced = BatchNormReplaced(functools.partial(_batch_norm, self))
         if not self.training or is_compiling():
             with replaced:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from syncbn.arguments import PER_CHANNEL, Options, Tensors
 from syncbn.comm.groups import GlobalRanks, GroupSpec, MeshGroup, ranks_in
+from syncbn.layout import CHANNELS_LAST
 from syncbn.reductions.resolving import resolve
 from syncbn.torch_internals.state import is_compiling
 
@@ -95,8 +96,7 @@ def unwrap(
         return gradient.redistribute(placements=placements)
 
     def wrap(output: Tensor) -> Tensor:
-        channels_last = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
-        memory_format = torch.contiguous_format if output.is_contiguous() else channels_last
+        memory_format = torch.contiguous_format if output.is_contiguous() else CHANNELS_LAST[x.ndim]
         stride = torch.empty(shape, device="meta", memory_format=memory_format).stride()
         y = DTensor.from_local(output, mesh, placements, run_check=False, shape=shape, stride=stride)
         if y.requires_grad and not is_compiling():
@@ -108,8 +108,8 @@ def unwrap(
 
 def _rules(x: "DTensor", channel_dim: int) -> tuple[tuple[bool, ...], "Placements", "Placements"]:
     """The columns of the table above, for the dims of the mesh: whether ranks add up along it, and the placements of
-    parameters and gradients. A Partial input is refused later;
-    until then it counts as Shard of the batch, so that this rank finds the group of the others."""
+    parameters and gradients. A Partial input is refused later; until then it counts as Shard of the batch, so that this
+    rank finds the group of the others."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     rows: list[tuple[bool, Placement, Placement]] = []

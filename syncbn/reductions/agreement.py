@@ -56,8 +56,8 @@ def part_in(collective: Collective) -> Part:
 
 def require_one_layer(ranks: Sequence[int], parts: Sequence[Part], has_fault: bool) -> tuple[str, int]:
     """The path and order that the ranks agree on for their layer, whose signatures differ. **Raises** RuntimeError, the
-    same on every rank, unless they are in the same pass of one layer; also if its settings, the dtypes of its inputs or
-    its calls differ, none of which is looked at if a rank `has_fault`: it may be that."""
+    same on every rank, unless they are in the same pass of one layer. Settings, dtypes of inputs and calls must agree
+    too, unless a rank `has_fault`, which may be one of them."""
 
     def all_have(key: str) -> bool:
         return all(part[key] == parts[0][key] for part in parts)
