@@ -35,7 +35,7 @@ extern "C" int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain,
 
 namespace {
 
-enum Status : int { OK, NO_THREADS, NO_MEMORY, NOT_FINITE };  // cpu.py has the same numbers
+enum Status : int { OK, NO_THREADS, NOT_FINITE };  // cpu.py has the same numbers
 enum Dtype : int { NONE = -1, FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
 enum BFloat16 : uint16_t {};
 enum Half : uint16_t {};
@@ -128,11 +128,9 @@ struct Kind {
   Sizes sizes;
   double eps;
   int32_t dtype, weight_dtype, bias_dtype, mean_dtype, var_dtype, grad_weight_dtype, grad_bias_dtype;  // or NONE
-  int32_t relu, has_residual, has_counter;
-  int32_t averages;  // the running statistics are the average of all batches: momentum is 1 / counter
+  int32_t relu, averages;  // averages: the running statistics are the average of all batches: momentum is 1 / counter
   // Backward masks dy behind a relu by y; or by x, scale and shift, which forward writes behind the statistics.
   int32_t masks_by_y, masks_by_x;
-  int64_t numbers(int32_t dtype) const { return dtype == NONE ? 0 : sizes.channels; }
 };
 
 struct Sums {  // forward has x, sums, scratch and signature alone; a group of one rank has no forward_total
@@ -229,15 +227,10 @@ const Loops* best_loops() {
 
 const Loops* const loops = best_loops();
 
-// Whether any tensor, (address, number of values), has values but no memory.
-bool lack_memory(std::initializer_list<std::pair<const void*, int64_t>> tensors) {
-  return std::any_of(tensors.begin(), tensors.end(), [](auto one) { return !one.first && one.second; });
-}
-
 }  // namespace
 
 // Changes with the parameters of the functions: cpu.py compares it with its own.
-EXPORTED int syncbn_interface() noexcept { return 10; }
+EXPORTED int syncbn_interface() noexcept { return 11; }
 
 // How many bytes of scratch the sums need; 0 where what they have is enough.
 EXPORTED int64_t syncbn_scratch(const Kind* kind) noexcept {
@@ -246,20 +239,13 @@ EXPORTED int64_t syncbn_scratch(const Kind* kind) noexcept {
 }
 
 EXPORTED int syncbn_forward_sums(const Kind* kind, const Sums* call) noexcept {
-  if (lack_memory({{call->x, kind->sizes.numel()}})) return NO_MEMORY;
   double own[OWN_SCRATCH];
   return loops[kind->dtype].sum(*kind, *call, false, call->scratch ? call->scratch : own);
 }
 
 EXPORTED int syncbn_forward_outputs(const Kind* kind, const ForwardOutputs* call) noexcept {
-  int64_t channels = kind->sizes.channels, numel = kind->sizes.numel();
+  int64_t channels = kind->sizes.channels;
   const double *total = call->total, *trailer = total + 2 * channels;
-  if (lack_memory({{call->x, numel}, {call->residual, kind->has_residual * numel}, {total, channels},
-                   {call->weight, kind->numbers(kind->weight_dtype)}, {call->bias, kind->numbers(kind->bias_dtype)},
-                   {call->running_mean, kind->numbers(kind->mean_dtype)}, {call->counter, kind->has_counter},
-                   {call->running_var, kind->numbers(kind->var_dtype)}}))
-    return NO_MEMORY;
-
   call->statistics[3 * channels] = *trailer;
   if (Status status = loops[kind->dtype].normalize(*kind, *call); status != OK) return status;
   if (call->counter) ++*call->counter;
@@ -268,18 +254,10 @@ EXPORTED int syncbn_forward_outputs(const Kind* kind, const ForwardOutputs* call
 }
 
 EXPORTED int syncbn_backward_sums(const Kind* kind, const Sums* call) noexcept {
-  int64_t channels = kind->sizes.channels, numel = kind->sizes.numel();
-  if (lack_memory({{call->x, numel}, {call->dy, numel}, {call->y, kind->masks_by_y * numel},
-                   {call->statistics, channels}}))
-    return NO_MEMORY;
   double own[OWN_SCRATCH];
   return loops[kind->dtype].sum(*kind, *call, true, call->scratch ? call->scratch : own);
 }
 
 EXPORTED int syncbn_backward_outputs(const Kind* kind, const BackwardOutputs* call) noexcept {
-  int64_t channels = kind->sizes.channels, numel = kind->sizes.numel();
-  if (lack_memory({{call->x, numel}, {call->dy, numel}, {call->y, kind->masks_by_y * numel}, {call->total, channels},
-                   {call->statistics, channels}, {call->weight, kind->numbers(kind->weight_dtype)}}))
-    return NO_MEMORY;
   return call->grad_x ? loops[kind->dtype].input_gradient(*kind, *call) : OK;
 }

@@ -21,11 +21,11 @@ from syncbn.torch_internals.autograd import increment_version
 
 FILE = Path(__file__).with_name("_cpu.so")
 CODES = {None: -1, torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # cpu.cpp's
-INTERFACE = 10  # of the C functions: an older library would read other arguments
-LACKS_MEMORY, NOT_FINITE = 2, 3  # statuses
+INTERFACE = 11  # of the C functions: an older library would read other arguments
+NOT_FINITE = 2  # a status
 
 # The structs of cpu.cpp: q and i are integers, d a double, P is an address.
-_kind = struct.Struct("3qd13i").pack
+_kind = struct.Struct("3qd11i").pack
 _forward_outputs = struct.Struct("10Pd").pack
 _sums = struct.Struct("9Pq").pack
 _backward_outputs = struct.Struct("8P").pack
@@ -33,7 +33,7 @@ _backward_outputs = struct.Struct("8P").pack
 DTYPES = (
     "dtype", "weight_dtype", "bias_dtype", "mean_dtype", "var_dtype", "grad_weight_dtype", "grad_bias_dtype"
 )  # fmt: skip
-FLAGS = "relu", "has_residual", "has_counter", "averages", "masks_by_y", "masks_by_x"
+FLAGS = "relu", "averages", "masks_by_y", "masks_by_x"
 
 FUNCTIONS = "forward_sums", "forward_outputs", "backward_sums", "backward_outputs", "scratch"
 _library = SimpleNamespace()  # the C functions by these names, once they are loaded
@@ -169,5 +169,4 @@ class Backward(interface.BackwardKernels):
 
 
 def _refuse(status: int) -> None:
-    failed = f"a kernel for CPUs failed with status {status}"
-    raise RuntimeError(interface.NO_MEMORY if status == LACKS_MEMORY else failed)
+    raise RuntimeError(f"a kernel for CPUs failed with status {status}")

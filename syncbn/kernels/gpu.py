@@ -54,7 +54,7 @@ class _Launches:
         index = tl.int64 if most >= 2**31 - 2**24 else tl.int32  # with room for missing rows
         self.tiles = gpu_tiles.Tiles(in_runs, rows, width, align, index, compute)
         self.numbers = channels, inner, *(_division(inner // width) if in_runs else (0, 0))
-        self.channels, self.device, self.has_values = channels, device, outer * channels > 0
+        self.channels, self.device = channels, device
 
     def over_tiles(self, kernel: triton.JITFunction, dtypes: Dtypes, relu: bool) -> Launch:
         """A launch whose grid is (spans, parts)."""
@@ -68,8 +68,7 @@ class _Launches:
         grid = self.spans, max(1, triton.cdiv(self.num_rows, max(1, rows_of_program)))
         return Launch(
             kernel, grid, self.device, dtypes, (self.num_rows, rows_of_program, *self.numbers), (self.tiles, relu),
-            alignment=16, has_values=self.has_values, num_bytes=2**31 if self.tiles.index == tl.int64 else 8,
-            num_warps=self.warps,
+            alignment=16, num_bytes=2**31 if self.tiles.index == tl.int64 else 8, num_warps=self.warps,
             **({} if torch.version.hip else {"maxnreg": registers}),  # Triton's back end for AMD knows no such option
         )  # fmt: skip
 
@@ -79,10 +78,7 @@ class _Launches:
         grid = max(1, triton.cdiv(self.channels, gpu_channels.CHANNELS.value)), 1
         constants = () if compute is None else (compute,)
         # Each operation rounds, as torch's do: another rank may update the running statistics by these.
-        return Launch(
-            kernel, grid, self.device, dtypes, (self.channels, *numbers), constants, has_values=self.channels > 0,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+        return Launch(kernel, grid, self.device, dtypes, (self.channels, *numbers), constants, enable_fp_fusion=False)
 
 
 class Forward(interface.ForwardKernels):

@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from syncbn.kernels.gpu_tiles import Tiles
-from syncbn.kernels.interface import NO_MEMORY
 
 Dtypes: TypeAlias = tuple[torch.dtype | None, ...]
 # How to run a compiled kernel, the function that gives a device's stream, what Triton's launch takes next, and the
@@ -34,13 +33,11 @@ class Launch:
     def __init__(
         self, kernel: triton.JITFunction, grid: tuple[int, int], device: torch.device, dtypes: Dtypes,
         numbers: tuple[float, ...], constants: tuple[Tiles | bool | tl.dtype, ...] = (), alignment: int = 1,
-        has_values: bool = True, num_bytes: int = 8, **options: int,
+        num_bytes: int = 8, **options: int,
     ) -> None:  # fmt: skip
         self.kernel, self.grid, self.dtypes, self.numbers = kernel, (*grid, 1), dtypes, (*numbers, *constants)
         self.device, self.alignment = device.index if device.type == "cuda" else -1, alignment
         self.num_bytes = num_bytes  # of a tensor, as Triton is told: its back end for AMD asks if it is 2^31 or more
-        # More addresses of 0 than this mean that a tensor has no memory. Tensors without values have none.
-        self.most_zeros = dtypes.count(None) if has_values and device.type != "meta" else len(dtypes)
         self.options = {"enable_fp_fusion": True} | options  # a * b + c as one operation; Triton 3.9 warns unless told
         are_large = [isinstance(number, int) and number >= 2**31 for number in numbers]  # int64 to Triton
         self.key = kernel, device, dtypes, constants, *self.options.values(), *are_large
@@ -52,8 +49,6 @@ class Launch:
             with torch.cuda.device(self.device):
                 self(*addresses, varying=varying)
             return
-        if addresses.count(0) > self.most_zeros:
-            raise RuntimeError(NO_MEMORY)
         ready = self.aligned if self.alignment == 1 or functools.reduce(or_, addresses) % self.alignment == 0 else None
         ready = ready or self._ready(addresses, varying)
         if ready is None:  # Triton has launched it

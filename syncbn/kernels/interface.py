@@ -11,9 +11,8 @@ in_parts.py part by part, without_float64.py to within 1e-5 and with sums, total
 cpu.py and gpu.py, for the ordinary road: their calls, which are declared here, also sign the sums, keep scratch memory
 and update the running statistics.
 
-Kernels compute: they know no ranks and refuse nothing but tensors without memory. What ranks have sent is compared by
-the caller; on a GPU, where the host does not wait for a total, the kernel that reads it compares, and notes what it
-found in a Mailbox.
+Kernels compute: they know no ranks and refuse nothing. What ranks have sent is compared by the caller; on a GPU, where
+the host does not wait for a total, the kernel that reads it compares, and notes what it found in a Mailbox.
 """
 
 from abc import ABC, abstractmethod
@@ -169,9 +168,10 @@ class BackEnd(Protocol):
 
 
 def require_memory(tensors: Sequence[Tensor]) -> None:
-    """**Raises** RuntimeError if a tensor is a view of freed memory, as of a flat parameter of FSDP1: then its address
-    is its offset. Kernels themselves refuse an address of 0."""
-    if any(map(Tensor.storage_offset, tensors)) and any(map(is_freed, tensors)):
+    """**Raises** RuntimeError if memory of a tensor was freed. Its address is its offset then: 0, or more in views,
+    as of a flat parameter of FSDP1."""
+    may_be_freed = 0 in map(Tensor.data_ptr, tensors) or any(map(Tensor.storage_offset, tensors))
+    if may_be_freed and any(map(is_freed, tensors)):
         raise RuntimeError(NO_MEMORY)
 
 
