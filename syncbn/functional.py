@@ -22,7 +22,7 @@ from syncbn.raising import raise_on_all_ranks
 from syncbn.reductions.choice import note_ranks, reduction_now
 from syncbn.reductions.interface import ONE_RANK, Reduction
 from syncbn.reductions.totals import total, total_with_count
-from syncbn.statistics import compute_dtype, from_float64, to_float64
+from syncbn.statistics import compute_dtype, from_float64, pack, to_float64
 from syncbn.torch_internals.autograd import jagged_parts
 from syncbn.torch_internals.state import recorded
 from syncbn.training import prepared, train
@@ -271,14 +271,14 @@ def batch_norm_backward(
             weight = torch.ones_like(mean, dtype=compute_dtype(input.dtype))
         mean, invstd = to_float64(mean), to_float64(invstd)
         num_values = mean.new_full((1,), layout.sizes[0] * layout.sizes[2])
-        statistics = torch.cat((mean, torch.zeros_like(mean), invstd, num_values))  # the var is unused
+        statistics = pack(mean, torch.zeros_like(mean), invstd, num_values)  # the var is unused
         kind = ForwardKind(layout, input.dtype, input.device, weight_dtype=weight.dtype, bias_dtype=weight.dtype)
         needed = needs_input and training, needs_weight, needs_bias, False
         inputs = BackwardInput.of(kind, grad_output.to(input.dtype), (input, weight, statistics, None), needed)
         kernels = inputs.kernels()
         sums, grad_weight, grad_bias = kernels.backward_sums(inputs.dy, inputs.saved)
         sums = total_with_count(sums, num_values, reduction, "backward")
-        statistics = torch.cat((statistics[:-1], sums[-TRAILER_NUMBERS : 1 - TRAILER_NUMBERS]))
+        statistics = pack(mean, torch.zeros_like(mean), invstd, sums[-TRAILER_NUMBERS : 1 - TRAILER_NUMBERS])
         inputs = inputs._replace(saved=(inputs.saved[0], weight, statistics, None))
         grad_input, _ = outputs(kernels, inputs, sums)
         if needs_input and not training:

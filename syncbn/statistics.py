@@ -2,8 +2,10 @@
 
 C channels, n values of a channel over all ranks; S = sum x and Q = sum x^2 of a channel. Packed:
     sums          (2C + 1,)  S, Q, n
-    statistics    (3C + 1,)  mean, biased var, invstd = 1 / sqrt(var + eps), n
-                  (5C + 1,)  of a relu without residual: then scale and shift, see kernels/reference.py
+    statistics    (3C + 4,)  mean, biased var, invstd = 1 / sqrt(var + eps), n four times
+                  (5C + 4,)  of a relu without residual: then scale and shift, see kernels/reference.py
+A thread of a GPU loads several of them at once, as they begin at a multiple of 32 bytes if C is a multiple of 4.
+
 All tensors here have that size, so the cost does not depend on the batch. They are on the input's device or, where that
 has no float64, on the CPU. Knows no ranks, no layout.
 """
@@ -13,6 +15,8 @@ from torch import Tensor
 
 from syncbn.torch_internals.autograd import copy_together
 from syncbn.torch_internals.state import constant_in_graphs, inside_functorch, inside_vmap, is_compiling, outside_modes
+
+TIMES_N = 4  # that n stands in the statistics
 
 _lacks_float64: dict[torch.device, bool] = {}
 HAVE_FLOAT64 = "cpu", "cuda", "meta"  # device types that are known to have it
@@ -61,13 +65,18 @@ def from_sums(sums: Tensor, eps: float) -> Tensor:
     num_values = sums[-1:]
     mean, mean_square = (sums[:-1] / num_values.clamp(min=1)).chunk(2)
     var = (mean_square - mean * mean).clamp(min=0)
-    return torch.cat((mean, var, (var + eps).rsqrt(), num_values))
+    return pack(mean, var, (var + eps).rsqrt(), num_values)
 
 
 def to_sums(statistics: Tensor, num_channels: int) -> Tensor:
     """The inverse of from_sums. Sums of several batches can be added; statistics cannot."""
     mean, var, _, num_values = unpack(statistics, num_channels)
     return torch.cat((mean * num_values, (var + mean * mean) * num_values, num_values))
+
+
+def pack(mean: Tensor, var: Tensor, invstd: Tensor, num_values: Tensor) -> Tensor:
+    """The inverse of unpack."""
+    return torch.cat((mean, var, invstd, *[num_values] * TIMES_N))
 
 
 def unpack(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -78,7 +87,7 @@ def unpack(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tenso
 
 def num_statistics(num_channels: int, relu: bool) -> int:
     """The number of packed statistics; `relu`: with the scale and shift of a relu without residual."""
-    return (5 if relu else 3) * num_channels + 1
+    return (5 if relu else 3) * num_channels + TIMES_N
 
 
 def unbiased(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tensor]:

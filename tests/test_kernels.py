@@ -94,7 +94,7 @@ def draw(num: int, sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
 
 def packed_statistics(mean: Tensor, invstd: Tensor, num_values: float = 1.0) -> Tensor:
     """Beside an eps of 0."""
-    return torch.cat((mean, invstd**-2, invstd, torch.tensor([num_values], dtype=torch.float64)))
+    return torch.cat((mean, invstd**-2, invstd, torch.tensor([num_values] * 4, dtype=torch.float64)))
 
 
 def kind_of(x: Tensor, eps: float = EPS, relu: bool = False, **others: Any) -> ForwardKind:
@@ -237,7 +237,7 @@ def test_forward_outputs(
     sums = sums_of(mean, invstd)
     given = {"weight": weight.float(), "bias": bias.bfloat16(), "residual": z if residual else None}
     out, statistics = normalized(kernels, x, sums, 0.0, relu, **given)
-    of_channels_alone = statistics[: 3 * sizes[1] + 1]
+    of_channels_alone = statistics[: 3 * sizes[1] + 4]
     torch.testing.assert_close(of_channels_alone, packed_statistics(mean, invstd, 8.0), rtol=1e-12, atol=1e-12)
     expected = (x.double() - mean[:, None]) * (invstd * weight.float())[:, None] + bias.bfloat16()[:, None]
     expected = expected + z.double() if residual else expected
@@ -290,7 +290,7 @@ def test_backward_outputs(
 
 def test_the_relu_mask_stops_nan_gradients_and_passes_nan_outputs(kernels: ModuleType) -> None:
     """As torch's relu: where the output is 0 a NaN in dy does not pass; where it is NaN, dy does."""
-    nan, statistics = float("nan"), torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    nan, statistics = float("nan"), torch.tensor([0.0] + [1.0] * 6, dtype=torch.float64)
     dy, y = torch.tensor([nan, 2.0, 3.0]).view(1, 1, 3), torch.tensor([0.0, nan, 1.0]).view(1, 1, 3)
     sums, _, _ = local_gradient_sums(kernels, dy, torch.zeros_like(dy), y, statistics)
     assert sums[0] == 5.0
@@ -309,7 +309,7 @@ def test_a_relu_without_residual_finds_its_mask_in_x(
     weight, bias = (scale * (4 * torch.stack(of_channels(2, sizes[1]))).round() / 4).float()
     sums = sums_of(torch.zeros(sizes[1], dtype=torch.float64), torch.ones(sizes[1], dtype=torch.float64))
     y, statistics = normalized(kernels, x, sums, 0.0, weight=weight, bias=bias, relu=True)
-    without = statistics[: 3 * sizes[1] + 1].clone()
+    without = statistics[: 3 * sizes[1] + 4].clone()
     sums_by_x, _, _ = local_gradient_sums(kernels, dy, x, None, statistics, relu=True)
     sums_by_y, _, _ = local_gradient_sums(kernels, dy, x, y, without)
     torch.testing.assert_close(sums_by_x, sums_by_y, rtol=0, atol=0, equal_nan=True)
@@ -579,7 +579,7 @@ def test_sums_end_in_a_signature(kernels: ModuleType, sizes: tuple[int, int, int
 def test_the_signature_of_a_backward_tells_calls_apart(kernels: ModuleType, channels: int) -> None:
     """It differs with each sum of the forward, but not with the bits of NaN, and is in the range of a signature."""
     (dy, x), smallest, found = draw(2, (2, channels, 3), torch.float32), 2**20, set[float]()
-    saved = x, None, torch.ones(3 * channels + 1, dtype=torch.float64), None
+    saved = x, None, torch.ones(3 * channels + 4, dtype=torch.float64), None
     backward = kernels.Backward(kind_of_backward(x, None, None))
 
     def signature(sums: Tensor, s: int = smallest + 12345) -> float:
@@ -650,7 +650,7 @@ class Words:
         return bool(has_changed[-1])
 
     def backward(self, tag: int, *trailer: float, needs_x: bool = True) -> Tensor | None:
-        total, statistics = torch.tensor([1.0] * 2 * MANY + [*trailer], dtype=torch.float64), torch.ones(3 * MANY + 1)
+        total, statistics = torch.tensor([1.0] * 2 * MANY + [*trailer], dtype=torch.float64), torch.ones(3 * MANY + 4)
         backward = self.kernels.Backward(kind_of_backward(self.x, None, None, needs_x=needs_x))
         saved = self.x, None, statistics.double(), None
         return backward.backward_outputs(None, self.x, saved, total, self.mailbox(tag))[0]
@@ -777,7 +777,7 @@ def test_a_look_at_a_total_notes_local_sums_that_are_not_finite(kernels: ModuleT
 needs_operators = pytest.mark.skipif(cpu.load() is not None, reason=str(cpu.load()))
 X = torch.randn(4, 3, 5)
 ONES = torch.ones(3)
-SUMS, STATISTICS = torch.ones(2 * 3 + TRAILER_NUMBERS, dtype=torch.float64), torch.ones(3 * 3 + 1, dtype=torch.float64)
+SUMS, STATISTICS = torch.ones(2 * 3 + TRAILER_NUMBERS, dtype=torch.float64), torch.ones(3 * 3 + 4, dtype=torch.float64)
 CALLS = {
     "forward_sums": (X, 1),
     "forward_outputs": (X, 1, SUMS, ONES, ONES, X, EPS, True),
@@ -816,7 +816,7 @@ def test_other_instructions(capability: str) -> None:
 def test_operators_pass_opcheck_and_check_their_tensors(name: str) -> None:
     """Each tensor in turn has another dtype or another size."""
     importlib.import_module("syncbn.kernels.operators")  # which registers them
-    operator, good = getattr(torch.ops.syncbn, f"{name}_v2").default, CALLS[name]
+    operator, good = getattr(torch.ops.syncbn, f"{name}_v3").default, CALLS[name]
     torch.library.opcheck(operator, good)
     for index, argument in enumerate(good):
         if isinstance(argument, Tensor):
@@ -845,7 +845,7 @@ OTHER_STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 def test_operators_take_all_strides(name: str, change: Callable[[Tensor], Tensor]) -> None:
     """Inductor may give any to each of their inputs; in memory outputs are as x, or as a copy of x without gaps."""
     importlib.import_module("syncbn.kernels.operators")
-    operator, large = getattr(torch.ops.syncbn, f"{name}_v2").default, [i for i, a in enumerate(CALLS[name]) if a is X]
+    operator, large = getattr(torch.ops.syncbn, f"{name}_v3").default, [i for i, a in enumerate(CALLS[name]) if a is X]
     for changed in (large, *([index] for index in large)):
         arguments = tuple(change(X) if i in changed else argument for i, argument in enumerate(CALLS[name]))
         torch.library.opcheck(operator, arguments, test_utils="test_faketensor")  # compares strides of outputs

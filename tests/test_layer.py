@@ -146,7 +146,7 @@ def test_saved_for_backward() -> None:
     """The input once, the output when relu is fused behind a residual, and vectors of C numbers."""
     x = torch.randn(8, 4, 16, 16, dtype=torch.bfloat16, requires_grad=True)
     z = torch.randn_like(x)
-    small = (5 * 4 + 1) * 8  # 5C + 1 float64
+    small = (5 * 4 + 4) * 8  # 5C + 4 float64
     for fuse_relu, inputs, expected in ((False, (x,), 1), (False, (x, z), 1), (True, (x,), 1), (True, (x, z), 2)):
         saved: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda kept, saved=saved: saved.append(kept.nbytes), id):

@@ -41,7 +41,7 @@ def calls_of(back_end: Any, case: Case, device: torch.device) -> dict[str, tuple
     weight, bias = (value(case.channels, dtype=dtype, device=device) for value in (torch.ones, torch.zeros))
     of_statistics = {"dtype": torch.float64, "device": device}
     sums = torch.ones(2 * case.channels + TRAILER_NUMBERS, **of_statistics)
-    packed = torch.ones(3 * case.channels + 1, **of_statistics)
+    packed = torch.ones(3 * case.channels + 4, **of_statistics)
     copy, of_both = torch.empty_like(x), (Layout.of(x, case.channel_dim), x.dtype, x.device)
 
     calls: dict[str, tuple[Callable[[], object], int]] = {

@@ -57,6 +57,7 @@ constexpr int64_t ALIGNED = 64;               // bytes
 constexpr int64_t ZEROS_BEHIND_ONES[2 * PADDING] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
 constexpr int64_t WIDTH_OF_SUMS = SUMMED + PADDING;
 constexpr int64_t OWN_SCRATCH = 8192;  // doubles
+constexpr int64_t TIMES_N = 4;                 // that n stands in the statistics, as in statistics.py
 constexpr uint64_t MIXER = 0x9E3779B97F4A7C15;  // odd, as in interface.py
 
 int64_t divided_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
@@ -230,7 +231,7 @@ const Loops* const loops = best_loops();
 }  // namespace
 
 // Changes with the parameters of the functions: cpu.py compares it with its own.
-EXPORTED int syncbn_interface() noexcept { return 11; }
+EXPORTED int syncbn_interface() noexcept { return 12; }
 
 // How many bytes of scratch the sums need; 0 where what they have is enough.
 EXPORTED int64_t syncbn_scratch(const Kind* kind) noexcept {
@@ -246,7 +247,7 @@ EXPORTED int syncbn_forward_sums(const Kind* kind, const Sums* call) noexcept {
 EXPORTED int syncbn_forward_outputs(const Kind* kind, const ForwardOutputs* call) noexcept {
   int64_t channels = kind->sizes.channels;
   const double *total = call->total, *trailer = total + 2 * channels;
-  call->statistics[3 * channels] = *trailer;
+  std::fill_n(call->statistics + 3 * channels, TIMES_N, *trailer);
   if (Status status = loops[kind->dtype].normalize(*kind, *call); status != OK) return status;
   if (call->counter) ++*call->counter;
   bool is_signed = trailer[1] != 0;

@@ -21,7 +21,7 @@ from syncbn.torch_internals.autograd import increment_version
 
 FILE = Path(__file__).with_name("_cpu.so")
 CODES = {None: -1, torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # cpu.cpp's
-INTERFACE = 11  # of the C functions: an older library would read other arguments
+INTERFACE = 12  # of the C functions: an older library would read other arguments
 NOT_FINITE = 2  # a status
 
 # The structs of cpu.cpp: q and i are integers, d a double, P is an address.

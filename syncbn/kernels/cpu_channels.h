@@ -62,7 +62,7 @@ void coefficients_of(const Kind& kind, const ForwardOutputs& call, int64_t first
   double num_values = call.total[2 * channels], eps = kind.eps;
   const double *sums = call.total + first, *squares = sums + channels;
   double *all_mean = call.statistics + first, *all_var = all_mean + channels, *all_invstd = all_var + channels;
-  double* of_relu = kind.masks_by_x ? all_invstd + channels + 1 : nullptr;
+  double* of_relu = kind.masks_by_x ? all_invstd + channels + TIMES_N : nullptr;
   Widened weight(call.weight, kind.weight_dtype, first, count, 1), bias(call.bias, kind.bias_dtype, first, count, 0);
   for_vectors(count, [&](Memory memory, int64_t i) INLINED {
     Wide n = wide(std::max(1.0, num_values));
@@ -102,7 +102,7 @@ void coefficients_of(const Kind& kind, const BackwardOutputs& call, int64_t firs
     memory.set(to.numbers[2] + i, b), memory.set(to.numbers[3] + i, c);
   });
   for (size_t which = 4; which < num; ++which)
-    convert(all_invstd + 1 + (which - 3) * channels, count, to.numbers[which]);
+    convert(all_invstd + TIMES_N + (which - 3) * channels, count, to.numbers[which]);
 }
 
 // The sums of a block in each part: (num_parts, 2, width).

@@ -147,7 +147,7 @@ Status sum_all(const Kind& kind, const Sums& call, bool backward, const Term& te
       int64_t part = index / blocks, first = index % blocks * some, count = std::min(some, channels - first);
       if (num && (index == begin || blocks > 1)) {
         for (size_t which = 0; which < num; ++which)  // mean; scale and shift
-          convert(call.statistics + (which ? (2 + which) * channels + 1 : 0) + first, count, of.numbers[which]);
+          convert(call.statistics + (which ? (2 + which) * channels + TIMES_N : 0) + first, count, of.numbers[which]);
         of.spread(sizes, count);
       }
       if (sizes.in_runs()) sum_runs(sizes, own, part, first, count, sums);

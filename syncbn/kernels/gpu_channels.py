@@ -17,7 +17,7 @@ import triton.language as tl
 
 from syncbn.kernels import interface
 from syncbn.kernels.gpu_mailbox import MAILBOX, look, words_at
-from syncbn.kernels.gpu_tiles import store_trailer
+from syncbn.kernels.gpu_tiles import TIMES_N, store_trailer
 
 CHANNELS, PARTS = tl.constexpr(8), tl.constexpr(128)  # that a program adds at once
 MIXED = tl.constexpr(1024)  # sums whose bits a program mixes at once
@@ -122,7 +122,7 @@ def forward_channels(
     tl.store(statistics + channel, mean, mask=exists)
     tl.store(statistics + channels + channel, var, mask=exists)
     tl.store(statistics + 2 * channels + channel, invstd, mask=exists)
-    tl.store(statistics + 3 * channels, num_values, mask=is_first)
+    tl.store(statistics + 3 * channels + tl.arange(0, TIMES_N), num_values, mask=is_first)
     has_fault = look(trailer, 1, host, state, tag)
     if counter is not None:
         tl.store(counter, tl.load(counter) + 1, mask=tl.where(has_fault, False, is_first))
@@ -132,8 +132,8 @@ def forward_channels(
     _store_number(coefficients, channels + channel, scale, exists)
     _store_number(coefficients, 2 * channels + channel, shift, exists)
     keeps = tl.where(of_relu != 0, exists, False)  # with &, Triton's interpreter makes an int32
-    tl.store(statistics + 3 * channels + 1 + channel, scale, mask=keeps)
-    tl.store(statistics + 4 * channels + 1 + channel, shift, mask=keeps)
+    tl.store(statistics + TIMES_N + 3 * channels + channel, scale, mask=keeps)
+    tl.store(statistics + TIMES_N + 4 * channels + channel, shift, mask=keeps)
     if running_mean is not None:
         share = momentum if counter_before is None else 1.0 / (tl.load(counter_before) + 1).to(tl.float64)
         exists = tl.where(has_fault, False, exists)
@@ -175,7 +175,7 @@ def _store_coefficients(sum_dy, sum_dy_xmu, statistics, weight, coefficients, ch
     _store_number(coefficients, 3 * channels + channel, -a * (sum_dy / count) - b * rest, exists)
     keeps = tl.where(of_relu != 0, exists, False)  # scale and shift, which follow the statistics
     for row in tl.static_range(3, 5):
-        number = tl.load(statistics + row * channels + 1 + channel, mask=keeps, other=0.0)
+        number = tl.load(statistics + TIMES_N + row * channels + channel, mask=keeps, other=0.0)
         _store_number(coefficients, (row + 1) * channels + channel, number, keeps)
 
 

@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 
 from syncbn.kernels.gpu_mailbox import MAILBOX, note_unless_finite
+from syncbn.statistics import TIMES_N
 
 
 class Tiles(NamedTuple):
@@ -42,6 +43,7 @@ class Tiles(NamedTuple):
     compute: tl.dtype  # tl.float32, or tl.float64
 
 
+TIMES_N = tl.constexpr(TIMES_N)
 GROUP = tl.constexpr(4)  # tiles that are loaded before the first is used
 CHUNK = tl.constexpr(32)  # tiles
 # Triton would compile anew for a size that is 1, or a multiple of 16.
@@ -192,8 +194,8 @@ def parts_of_sums(
     center_of_tile = _across(center, TILES)
     scale, offset = 0.0, 0.0
     if RELU:  # they follow the statistics
-        scale = _coefficient(statistics + 1, 3, channels, channel, exists, TILES)
-        offset = _coefficient(statistics + 1, 4, channels, channel, exists, TILES)
+        scale = _coefficient(statistics + TIMES_N, 3, channels, channel, exists, TILES)
+        offset = _coefficient(statistics + TIMES_N, 4, channels, channel, exists, TILES)
 
     zeros = tl.full((TILES.rows, TILES.columns), 0.0, TILES.compute)
     first, second = _widened(zeros, TILES), _widened(zeros, TILES)

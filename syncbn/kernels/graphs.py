@@ -18,15 +18,15 @@ from syncbn.torch_internals.inductor import (
 
 _aten, _ours = torch.ops.aten, torch.ops.syncbn
 _FORWARD, _BACKWARDS = (
-    _ours.forward_outputs_v2.default,
-    (_ours.backward_sums_v2.default, _ours.backward_outputs_v2.default),
+    _ours.forward_outputs_v3.default,
+    (_ours.backward_sums_v3.default, _ours.backward_outputs_v3.default),
 )
 
 
 @functools.cache
 def tell_inductor() -> None:
     """Tell it once."""
-    for ours in (_ours.forward_sums_v2.default, _FORWARD, *_BACKWARDS):
+    for ours in (_ours.forward_sums_v3.default, _FORWARD, *_BACKWARDS):
         give_in_one_order(ours, "x", ("dy", "y", "residual"))
     tensors = [Ignored() for _ in range(5)]  # and the channels' dim, of whatever values
     outputs = CallFunction(_FORWARD, *tensors, None, Ignored(), False, _users=MULTIPLE)  # no residual, no relu

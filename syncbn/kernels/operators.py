@@ -65,7 +65,7 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Fun
 
 
 @_operator(
-    "forward_sums_v2(Tensor x, int channel_dim) -> Tensor",
+    "forward_sums_v3(Tensor x, int channel_dim) -> Tensor",
     fake=lambda x, channel_dim: x.new_empty(2 * x.shape[channel_dim] + interface.TRAILER_NUMBERS, dtype=torch.float64),
 )
 def _forward_sums(x: Tensor, channel_dim: int) -> Tensor:
@@ -75,7 +75,7 @@ def _forward_sums(x: Tensor, channel_dim: int) -> Tensor:
 
 
 @_operator(
-    "forward_outputs_v2(Tensor x, int channel_dim, Tensor total, Tensor? weight, Tensor? bias, Tensor? residual, "
+    "forward_outputs_v3(Tensor x, int channel_dim, Tensor total, Tensor? weight, Tensor? bias, Tensor? residual, "
     "float eps, bool relu) -> (Tensor, Tensor)",
     fake=lambda x, channel_dim, total, weight, bias, residual, eps, relu: (
         torch.empty_like(x),
@@ -95,7 +95,7 @@ def _forward_outputs(
 
 
 @_operator(
-    "backward_sums_v2(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor statistics, bool relu, "
+    "backward_sums_v3(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor statistics, bool relu, "
     "ScalarType? grad_weight_dtype, ScalarType? grad_bias_dtype) -> (Tensor, Tensor?, Tensor?)",
     fake=lambda dy, x, y, channel_dim, statistics, relu, *dtypes: (
         statistics.new_empty(2 * x.shape[channel_dim] + interface.TRAILER_NUMBERS),
@@ -114,7 +114,7 @@ def _backward_sums(
 
 
 @_operator(
-    "backward_outputs_v2(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor total, Tensor statistics, "
+    "backward_outputs_v3(Tensor dy, Tensor x, Tensor? y, int channel_dim, Tensor total, Tensor statistics, "
     "Tensor? weight, bool relu, bool needs_residual) -> (Tensor, Tensor?)",
     fake=lambda dy, x, *others: (torch.empty_like(x), torch.empty_like(x) if others[-1] else None),
 )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from syncbn.kernels import interface
 from syncbn.kernels.interface import GradientPair, Inputs, Saved
-from syncbn.statistics import compute_dtype, from_float64, from_sums, to_float64, unpack
+from syncbn.statistics import TIMES_N, compute_dtype, from_float64, from_sums, to_float64, unpack
 
 
 def signature_of_call(signature: int, forward_total: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def through_relu(kind: interface.BackwardKind, dy: Tensor, x: Tensor, y: Tensor 
         return dy
     if kind.masks_by_x:
         num_channels = kind.layout.sizes[1]
-        scale, shift = statistics[3 * num_channels + 1 :].chunk(2)
+        scale, shift = statistics[3 * num_channels + TIMES_N :].chunk(2)
         y = _normalized(x, statistics[:num_channels], scale, shift).to(x.dtype)
     assert y is not None
     return dy.masked_fill(y <= 0, 0)

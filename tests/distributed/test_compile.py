@@ -134,7 +134,7 @@ def test_one_all_reduce_each_way(ranks: Ranks) -> None:
         name = "all_to_all_single" if ranks.device.type == "cpu" else "all_reduce"  # see comm/all_reduce.py
         assert collectives == [f"_c10d_functional.{name}.default"]
         if HAS_OPERATORS:
-            assert {f"syncbn.{way}_sums_v2.default", f"syncbn.{way}_outputs_v2.default"} <= {*called}
+            assert {f"syncbn.{way}_sums_v3.default", f"syncbn.{way}_outputs_v3.default"} <= {*called}
 
 
 def test_a_bad_input_behind_a_graph_break(ranks: Ranks) -> None:
