@@ -1,8 +1,9 @@
-"""Finds calls of torch's batch norm in the code of a class, which a conversion of layers does not change."""
+"""Finds calls of torch's batch norm in the source of a class, which a conversion of layers does not change."""
 
-import dis
+import ast
 import inspect
-from collections.abc import Iterator
+import textwrap
+from tokenize import TokenError
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -10,82 +11,61 @@ import torch
 from torch import nn
 
 FUNCTIONS = nn.functional.batch_norm, torch.batch_norm, torch.native_batch_norm
+NAMES = "batch_norm", "native_batch_norm"
 TRAINING = 5  # the place of the argument `training` in all of them
-LEFT_OUT = "torch", "syncbn"  # packages whose functions are not looked at
 
 
 def calls_batch_norm(kind: type) -> bool:
-    """Whether a function of the class, inherited and inner ones too, reads one of FUNCTIONS by the name of a global or
-    of a module that is one, other than to call it with training=False."""
+    """Whether a method of the class, inherited ones too, refers to one of FUNCTIONS by the name of a global or by its
+    own name in a module, other than to call it with training=False. A method without source is left out."""
     values = [value for base in kind.__mro__ for value in vars(base).values()]
-    values += [value.__func__ for value in values if isinstance(value, (staticmethod, classmethod))]
-    functions = [_unwrapped(value) for value in values if isinstance(value, FunctionType)]
-    return any(
-        _may_train(code, one.__globals__)
-        for one in functions
-        if isinstance(one, FunctionType) and str(one.__globals__.get("__name__")).split(".")[0] not in LEFT_OUT
-        for code in _codes(one.__code__)
-    )
+    return any(_may_train(value) for value in values if isinstance(value, (FunctionType, staticmethod, classmethod)))
 
 
-def _unwrapped(function: FunctionType) -> object:
+def _may_train(method: Any) -> bool:
     try:
-        return inspect.unwrap(function)
-    except ValueError:  # it wraps itself
-        return function
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function and of those within it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
-def _may_train(code: CodeType, names: dict[str, object]) -> bool:
-    value: object = None  # what the instruction has loaded, if that is a global or an attribute of a module
-    instructions = list(dis.get_instructions(code))
-    for index, instruction in enumerate(instructions):
-        if instruction.opname == "LOAD_GLOBAL":
-            value = names.get(instruction.argval)
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, ModuleType):
-            value = vars(value).get(instruction.argval)
-        elif instruction.opname != "EXTENDED_ARG":
-            value = None
-        if any(value is one for one in FUNCTIONS) and not _is_evaluation(instructions[index + 1 :], code.co_consts):
-            return True
-    return False
-
-
-def _is_evaluation(instructions: list[dis.Instruction], constants: tuple[Any, ...]) -> bool:
-    """Whether these instructions call, with training=False, the function that was loaded before them.
-
-    Argument i is made at depth i of the stack above the function. The call leaves its result at depth -1, in place of
-    the function; an instruction that takes the function as an argument leaves less.
-    """
-    if instructions[0].opname == "PUSH_NULL":  # from Python 3.13 it may stand above the function
-        instructions = instructions[1:]
-    depth, at_targets, above = 0, dict[int, int](), list[tuple[int, dis.Instruction]]()
-    for call in instructions:
-        depth = at_targets.get(call.offset, depth)
-        if call.opcode in dis.hasjrel:
-            at_targets[call.argval] = depth + dis.stack_effect(call.opcode, call.arg, jump=True)
-        after = depth + dis.stack_effect(call.opcode, call.arg, jump=False)
-        if after < 0:
-            break
-        if call.opname not in ("PRECALL", "EXTENDED_ARG"):
-            above.append((depth, call))
-        depth = after
-    if after != -1 or call.opname not in ("CALL", "CALL_KW") or not above:
+        function = inspect.unwrap(method)
+        if not isinstance(function, FunctionType) or str(function.__module__).split(".")[0] == "torch":
+            return False
+        names = function.__globals__
+        if not _names_batch_norm(function.__code__, names):  # reading its source would be slow
+            return False
+        # textwrap.dedent would leave a method indented if a comment in it is not.
+        source = textwrap.indent(inspect.getsource(function), " ")
+        tree = ast.parse(f"if True:\n{source}")
+    except (OSError, SyntaxError, TokenError, ValueError):  # no source, a part of a statement, or it wraps itself
         return False
-    last = above[-1][1]
-    keywords = constants[last.arg or 0] if last.opname == "KW_NAMES" or call.opname == "CALL_KW" else ()
-    num_positional = (call.arg or 0) - len(keywords)
-    if "training" not in keywords and num_positional <= TRAINING:
-        return True  # by default
-    place = num_positional + keywords.index("training") if "training" in keywords else TRAINING
-    value = [one for depth, one in above if depth <= place][-1]
-    jumps = [one for _, one in above if one.opcode in dis.hasjrel]
-    is_conditional = any(jump.offset < value.offset < jump.argval for jump in jumps)
-    return value.argval is False and not is_conditional
+    nodes = list(ast.walk(tree))
+    evaluated = {part for node in nodes if isinstance(node, ast.Call) for part in _evaluated(node)}
+    return any(_is_batch_norm(_value(node, names)) for node in nodes if node not in evaluated)
+
+
+def _names_batch_norm(code: CodeType, names: dict[str, object]) -> bool:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    named = any(name in NAMES or _is_batch_norm(names.get(name)) for name in code.co_names)
+    return named or any(_names_batch_norm(one, names) for one in inner)
+
+
+def _is_batch_norm(value: object) -> bool:
+    return any(value is function for function in FUNCTIONS)
+
+
+def _value(node: ast.AST, names: dict[str, object]) -> object:
+    """What the name of a global or an attribute of a module refers to."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute):
+        owner = _value(node.value, names)
+        return vars(owner).get(node.attr) if isinstance(owner, ModuleType) else None
+    return None
+
+
+def _evaluated(call: ast.Call) -> list[ast.expr]:
+    """What gets training=False from a call: the function, also by default, and if by name the arguments too, as in
+    partial(F.batch_norm, training=False)."""
+    named = [keyword.value for keyword in call.keywords if keyword.arg == "training"]
+    others = [keyword.value for keyword in call.keywords if keyword.arg is None]  # **options
+    others += [value for place, value in enumerate(call.args) if place == TRAINING or isinstance(value, ast.Starred)]
+    if any(not isinstance(value, ast.Constant) or value.value is not False for value in named or others):
+        return []
+    return [call.func, *call.args] if named else [call.func]
