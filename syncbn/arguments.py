@@ -55,14 +55,9 @@ class Options:
     num_channels: int | None = None  # num_features, for calls without a tensor (C,); None for a function
     check_input_dim: CheckOfDims = ANY_DIMS
     process_group: GroupSpec | MeshGroup = None
-    plan_key: tuple[object, ...] = field(init=False)  # what plans depend on; with classes, as True == 1 == 1.0
-    recent: Recent = field(init=False)  # the kernels of the last call with these options
+    recent: Recent = field(init=False)  # the plans of recent calls with these options
 
     def __post_init__(self) -> None:
-        momentum = self.momentum if type(self.momentum) is int else type(self.momentum)  # an int may be too large
-        values = self.eps, self.relu, self.channel_dim
-        key = momentum, *values, *map(type, values), self.num_channels, self.check_input_dim
-        object.__setattr__(self, "plan_key", key)
         object.__setattr__(self, "recent", Recent())  # Dynamo cannot trace it as a default_factory
 
     def normalized(self, tensors: Tensors) -> Self:

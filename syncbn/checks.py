@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from syncbn.arguments import ANY_DIMS, CHECKS_OF_DIMS, SUPPORTED_DTYPES, CheckOfDims, Options, Tensors
-from syncbn.kernels.interface import NO_MEMORY, is_freed
+from syncbn.kernels.interface import NO_MEMORY
 from syncbn.kernels.select import why_forced
 from syncbn.texts import ONE_VALUE_PER_CHANNEL, in_short
 from syncbn.torch_internals.autograd import innermost, is_wrapped, is_zero_tensor, levels_of_vmap, overlaps_itself
+from syncbn.torch_internals.guards import is_freed
 from syncbn.torch_internals.state import PLAIN_CLASSES, inside_functorch, is_compiling
 
 NUMBERED = {2: "1d", 3: "1d", 4: "2d", 5: "3d"}  # the class for an input with this number of dims

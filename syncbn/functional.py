@@ -1,5 +1,6 @@
 """Offers the functional forms: batch norm, its statistics, and its backward."""
 
+from operator import is_
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from syncbn.arguments import Options, Tensors
 from syncbn.call_stack import hides_checks
 from syncbn.checks import check_channels, check_input, check_like_input
-from syncbn.comm.groups import ProcessGroupLike, to_spec
+from syncbn.comm.groups import GroupSpec, MeshGroup, ProcessGroupLike, to_spec
 from syncbn.diagnosis.sites import Caller
 from syncbn.evaluation import evaluate
 from syncbn.general import Constants
@@ -24,7 +25,7 @@ from syncbn.reductions.interface import ONE_RANK, Reduction
 from syncbn.reductions.totals import total, total_with_count
 from syncbn.statistics import compute_dtype, from_float64, pack, to_float64
 from syncbn.torch_internals.autograd import jagged_parts
-from syncbn.torch_internals.state import recorded
+from syncbn.torch_internals.state import is_compiling, recorded
 from syncbn.training import prepared, train
 
 _SYNC_BATCH_NORM = Caller("sync_batch_norm")
@@ -108,12 +109,29 @@ def sync_batch_norm(
     """
     spec = to_spec(process_group) if training else None
     tensors = Tensors(input, z, weight, bias, running_mean, running_var, mask=mask)
-    options = Options(momentum, eps, channel_dim, fuse_relu, process_group=spec)
+    options = _options_of(momentum, eps, channel_dim, fuse_relu, spec)
     if training:
         return train(tensors, options, _SYNC_BATCH_NORM)[0]
     if running_mean is None and running_var is None:  # evaluate refuses one of them without the other
         raise ValueError("running_mean must be defined in evaluation mode; or pass training=True")
     return evaluate(tensors, options)
+
+
+_last: tuple[tuple[object, ...], Options] = (None, None, None, None), Options()  # the values, and what they made
+
+
+def _options_of(momentum: Any, eps: float, channel_dim: int, relu: bool, spec: GroupSpec | MeshGroup) -> Options:
+    """Those of the last call if it had these very values, as they remember the plans of calls; else new ones. No group
+    is kept alive, and graphs would be compiled again for each call beside them."""
+    global _last
+    values = momentum, eps, channel_dim, relu
+    if spec is not None or is_compiling():
+        return Options(*values, process_group=spec)
+    last_values, options = _last
+    if not all(map(is_, values, last_values)):
+        options = Options(*values)
+        _last = values, options
+    return options
 
 
 @hides_checks

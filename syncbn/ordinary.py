@@ -22,7 +22,7 @@ from syncbn.arguments import Options, Tensors
 from syncbn.checks import require_two_values
 from syncbn.diagnosis.sites import CallsOnGroups
 from syncbn.kernels.interface import ForwardKernels
-from syncbn.plan import backward_plan, recent_backward
+from syncbn.plan import backward_plan
 from syncbn.raising import raise_on_all_ranks
 from syncbn.reductions.eager import reduction_of
 from syncbn.reductions.interface import Reduction
@@ -93,10 +93,10 @@ class _Step(torch.autograd.Function):
             saved, forward_total = (x, weight, statistics, y), reduction.forward_total if total is None else total
             # A profiler shows the range of this node, _StepBackward.
             if runs_plainly(dy) and not torch.is_grad_enabled():
-                kernels = recent_backward(forward, dy, saved, needed)
+                if dy.stride() != x.stride():
+                    dy = forward.kind.layout.dense(dy)
+                kernels = forward.recent.found_for((dy, *saved), needed)
                 if kernels is None:
-                    if dy.stride() != x.stride():
-                        dy = forward.kind.layout.dense(dy)
                     kernels = backward_plan(forward, dy, saved, needed)
             if kernels is None:
                 reduction.forward_total = forward_total

@@ -1,26 +1,27 @@
-"""Finds the kernels of an ordinary pass, once for all calls whose arguments are of the same kinds.
+"""Finds the kernels of an ordinary pass.
 
-A plan is a function of its key alone: of shapes, strides, dtypes, devices and options. It holds no tensor, layer or
-group, so nothing makes it invalid. There is none where kernels cannot read the tensors at their addresses, and none for
-wrong arguments. Most calls do not look up a plan: the kernels of the last call serve them, see Recent in guards.py.
+They are a function of shapes, strides, dtypes, devices and options alone, and hold no tensor, layer or group, so
+nothing makes them invalid. There are none where kernels cannot read the tensors at their addresses, and none for wrong
+arguments. What was found serves the next calls with such tensors, see Recent in guards.py.
 """
 
+import functools
 from collections.abc import Iterable
-from functools import partial
-from operator import attrgetter, is_not
+from operator import attrgetter
 from types import NoneType
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from syncbn.arguments import CHECKS_OF_DIMS, Options, Tensors
 from syncbn.checks import check
-from syncbn.kernels.interface import BackwardKernels, BackwardKind, ForwardKernels, ForwardKind, Needed, Saved, is_freed
+from syncbn.kernels.interface import BackwardKernels, BackwardKind, ForwardKernels, ForwardKind, Needed, Saved
 from syncbn.kernels.select import ordinary_back_end
 from syncbn.layout import Layout
 from syncbn.statistics import num_statistics
-from syncbn.torch_internals.autograd import is_zero_tensor
+from syncbn.torch_internals.autograd import is_wrapped, is_zero_tensor
+from syncbn.torch_internals.guards import lack_memory
 from syncbn.torch_internals.state import PLAIN_OR_NONE
 
 
@@ -31,55 +32,21 @@ class Plan(NamedTuple):
     has_gaps: bool  # x or z must be copied first: it has gaps, or z another layout or dtype than x
 
 
-MOST_PLANS = 4096  # then all are forgotten
-_Key: TypeAlias = tuple[object, ...]
-_plans: dict[_Key, Any] = {}  # of forwards Plan or None, of backwards BackwardKernels or None
-
+MOST_KERNELS = 4096  # that are kept
 _NUMBERS = {float, int, NoneType}  # classes of momentum
-_is_present = partial(is_not, None)
 _facts = attrgetter("shape", "dtype", "device")  # of a tensor
-
-
-def recent_forward(tensors: Tensors, options: Options) -> ForwardKernels | None:
-    """The kernels of the last forward with these options if they serve this one too, without a look at the plans."""
-    x, z, weight, bias, mean, var, counter, mask, num_values = tensors
-    if z is mask is num_values is None:
-        kernels: ForwardKernels | None = options.recent.found_for(x, weight, bias, mean, var, counter)
-        return kernels
-    return None
-
-
-def note_forward(kernels: ForwardKernels, tensors: Tensors, options: Options) -> None:
-    """Keep the kernels for `recent_forward`; they take these tensors as they are."""
-    x, z, *others, _, num_values = tensors
-    if z is num_values is None:
-        options.recent.note(kernels, x, *others)
-
-
-def recent_backward(forward: ForwardKernels, dy: Tensor, saved: Saved, needed: Needed) -> BackwardKernels | None:
-    """The same of the last backward behind these kernels."""
-    found = forward.recent.found_for(dy, *saved[:3])
-    return found[0] if found is not None and found[1] == needed else None
 
 
 def forward_plan(tensors: Tensors, options: Options) -> Plan | None:
     """The plan for a forward of plain tensors without a mask, or None."""
-    try:
-        key = *map(type, tensors), _kinds(tensors), options.plan_key
-        plan: Plan | None = _plans[key]
-    except KeyError:
-        classes = type(options.eps), type(options.relu), type(options.momentum) in _NUMBERS
-        if options.check_input_dim not in CHECKS_OF_DIMS or classes != (float, bool, True):
-            return None  # the key has objects of users, which may not be kept
+    plan: Plan | None = options.recent.found_for(tensors)
+    if plan is None:
         try:
-            check(tensors, options, None)
-            options.normalized(tensors)
             plan = _new_forward_plan(tensors, options)
         except Exception:  # the general road says what is wrong, on all ranks
             return None
-        _remember(key, plan)
-    except (RuntimeError, TypeError):  # no strides or memory; a bad option
-        return None
+        if plan is not None:
+            options.recent.note(plan, tensors)
     return plan
 
 
@@ -88,54 +55,32 @@ def backward_plan(forward: ForwardKernels, dy: Tensor, saved: Saved, needed: Nee
 
     dy has the strides of x. x, weight, the statistics and y (None unless relu is fused behind a residual) were `saved`.
     """
-    kind, tensors = forward.kind, (dy, *saved)
-    classes = (*map(type, tensors),)
-    if not PLAIN_OR_NONE.issuperset(classes):
-        return None
-    try:
-        key = classes, _kinds(tensors), kind.layout, kind.relu, kind.bias_dtype, needed
-        plan: BackwardKernels | None = _plans[key]
-    except KeyError:
-        plan = _new_backward_plan(kind, dy, saved, needed)
-        _remember(key, plan)
-    except RuntimeError:  # a hook has made a sparse tensor of what was saved, or freed its memory
-        return None
-    if saved[3] is None:  # y
-        forward.recent.note((plan, needed), dy, *saved[:3])
-    return plan
+    tensors, kernels = (dy, *saved), None
+    if PLAIN_OR_NONE.issuperset(map(type, tensors)) and _are_readable(tensors):
+        kernels = _new_backward_plan(forward.kind, dy, saved, needed)
+    if kernels is not None:
+        forward.recent.note(kernels, tensors, needed)
+    return kernels
 
 
-def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[object, ...]:
-    """The part of a key that tensors give, beside their classes: shapes, dtypes, devices and strides.
-
-    **Raises** RuntimeError where the values of a tensor are not at its address; data_ptr does so by itself for sparse
-    tensors and torch.func's wrappers. Also for an inference tensor outside of inference mode, as autograd cannot
-    save it.
-    """
-    # Not by a comprehension or `any`, which would be calls; `in` is none.
-    present: list[Any] = [*filter(_is_present, tensors)]
-    is_odd = 0 in map(Tensor.data_ptr, present) or True in map(bool, map(Tensor.storage_offset, present))
-    if True in map(Tensor.is_neg, present) or (is_odd and not all(map(_has_memory, present))):
-        raise RuntimeError("a tensor whose values are not at its address")
-    if True in map(Tensor.is_inference, present) and not torch.is_inference_mode_enabled():
-        raise RuntimeError("an inference tensor")
-    return (*map(_facts, present), *map(Tensor.stride, present))
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """False for zero tensors and freed storage. (An empty tensor has the address 0, a view of freed storage its
-    offset.)"""
-    return not (is_zero_tensor(tensor) or is_freed(tensor))
-
-
-def _remember(key: _Key, plan: Plan | BackwardKernels | None) -> None:
-    if len(_plans) >= MOST_PLANS:
-        _plans.clear()
-    _plans[key] = plan
+def _are_readable(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether the values of the tensors are at their addresses, and autograd can save them: an inference tensor only in
+    inference mode."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    if any(one.is_neg() or is_zero_tensor(one) or is_wrapped(one) for one in present):
+        return False
+    has_inference = any(tensor.is_inference() for tensor in present) and not torch.is_inference_mode_enabled()
+    return not (has_inference or lack_memory(present))
 
 
 def _new_forward_plan(tensors: Tensors, options: Options) -> Plan | None:
-    """Makes a plan; None where no kernel can read the tensors at their addresses."""
+    """Makes a plan; None where no kernel can read the tensors at their addresses. **Raises** what is wrong with the
+    arguments."""
+    classes = type(options.eps), type(options.relu), type(options.momentum) in _NUMBERS
+    if options.check_input_dim not in CHECKS_OF_DIMS or classes != (float, bool, True) or not _are_readable(tensors):
+        return None
+    check(tensors, options, None)
+    options.normalized(tensors)
     x, z, counter, per_channel = tensors.input, tensors.z, tensors.counter, tensors.per_channel()
     if not _are_contiguous((*per_channel.values(), counter)):
         return None
@@ -147,9 +92,9 @@ def _new_forward_plan(tensors: Tensors, options: Options) -> Plan | None:
         mean_dtype=None if mean is None else mean.dtype, var_dtype=None if var is None else var.dtype,
         has_counter=counter is not None, averages=options.momentum is None and counter is not None,
     )  # fmt: skip
-    back_end = ordinary_back_end(kind)
+    kernels = _forward_kernels(kind)
     has_gaps = not _are_dense((x, z), kind.layout) or (z is not None and z.dtype != x.dtype)
-    return None if back_end is None else Plan(back_end.Forward(kind), has_gaps)
+    return None if kernels is None else Plan(kernels, has_gaps)
 
 
 def kind_of(tensors: Tensors, options: Options) -> ForwardKind:
@@ -183,9 +128,19 @@ def _new_backward_plan(kind: ForwardKind, dy: Tensor, saved: Saved, needed: Need
         return None
     if not (_are_dense((dy, x, y), kind.layout) and _are_contiguous((weight, statistics))):
         return None
-    backward = kind_of_backward(kind, dy, weight, needed)
-    back_end = ordinary_back_end(backward)
-    return None if back_end is None else back_end.Backward(backward)
+    return _backward_kernels(kind_of_backward(kind, dy, weight, needed))
+
+
+@functools.lru_cache(MOST_KERNELS)
+def _forward_kernels(kind: ForwardKind) -> ForwardKernels | None:
+    back_end = ordinary_back_end(kind)
+    return None if back_end is None else back_end.Forward(kind)
+
+
+@functools.lru_cache(MOST_KERNELS)
+def _backward_kernels(kind: BackwardKind) -> BackwardKernels | None:
+    back_end = ordinary_back_end(kind)
+    return None if back_end is None else back_end.Backward(kind)
 
 
 def _are_dense(tensors: Iterable[Tensor | None], layout: Layout) -> bool:

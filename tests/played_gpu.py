@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from roads_taken import forget_kernels
 from torch import Tensor
 
 from syncbn import plan
@@ -108,7 +109,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Player:
     if IS_INTERPRETED:
         gpu = importlib.import_module("syncbn.kernels.gpu")
         monkeypatch.setattr(plan, "ordinary_back_end", lambda kind: gpu)
-        monkeypatch.setattr(plan, "_plans", {})
+        forget_kernels(monkeypatch)
     else:
         for kernels, names in (
             (cpu.Forward, ("forward_sums", "forward_outputs")),

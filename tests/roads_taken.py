@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import syncbn
-from syncbn import gradients, ordinary, training
+from syncbn import gradients, ordinary, plan, training
 
 Layer = nn.BatchNorm2d | syncbn.SyncBatchNorm2d
 
@@ -34,6 +35,12 @@ def general_road() -> Iterator[list[str]]:
         patch.setattr(training, "_train_generally", noted("forward", training._train_generally))
         patch.setattr(ordinary, "gradients", SimpleNamespace(gradients=noted("backward", gradients.gradients)))
         yield taken
+
+
+def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the test they are made anew, also those that remember the last call of another test."""
+    for name in ("_forward_kernels", "_backward_kernels"):
+        monkeypatch.setattr(plan, name, functools.lru_cache(getattr(plan, name).__wrapped__))
 
 
 def twins(layer_class: type[nn.BatchNorm2d] = nn.BatchNorm2d) -> tuple[Any, Any]:

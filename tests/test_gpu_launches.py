@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from roads_taken import forget_kernels
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -48,14 +49,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         names.append(metadata.name)
 
     monkeypatch.setattr(gpu_launch, "compiled_kernels", {})
-    monkeypatch.setattr(plan, "_plans", {})
+    forget_kernels(monkeypatch)
     monkeypatch.setattr(plan, "ordinary_back_end", lambda kind: gpu)
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     monkeypatch.setattr(triton.runtime.driver, "_active", stand_in_driver(90, launch))
     forget_compiled_of_triton()  # what the driver of an earlier test has compiled
     yield names
-    for ours in (gpu_launch.compiled_kernels, plan._plans):
-        ours.clear()
+    gpu_launch.compiled_kernels.clear()
+    for kernels in (plan._forward_kernels, plan._backward_kernels):
+        kernels.cache_clear()
     forget_compiled_of_triton()  # since Triton 3.8 a kernel is unloaded then, by the driver
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from accuracy_cases import HARD_INPUTS, errors_of_one_step
 from jobs import run, run_text
+from roads_taken import forget_kernels
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -209,7 +210,7 @@ def force(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> list[object]:
     monkeypatch.setattr(plan, "ordinary_back_end", choose if serves_ordinary else Mock(return_value=None))
     for road in (general, gradients):
         monkeypatch.setattr(road, "general_back_end", Mock(side_effect=AssertionError) if serves_ordinary else choose)
-    monkeypatch.setattr(plan, "_plans", {})
+    forget_kernels(monkeypatch)
     return kinds
 
 
@@ -880,7 +881,7 @@ def test_slow_training_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of small inputs, as in tests, and not in evaluation."""
     monkeypatch.setattr(cpu, "load", lambda: "no compiler here")
     monkeypatch.setattr(select, "why_forced", lambda: None)
-    monkeypatch.setattr(plan, "_plans", {})
+    forget_kernels(monkeypatch)
     layer, large = syncbn.SyncBatchNorm1d(1), torch.randn(250_001, 1)
     layer(large[:1000])
     layer.eval()(large)

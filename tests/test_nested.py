@@ -94,7 +94,7 @@ def test_what_is_refused_with_the_remedy() -> None:
     layer, nested = syncbn.SyncBatchNorm(4), jagged(torch.randn(9, 4))
     with_holes = torch.nested.nested_tensor_from_jagged(nested.values(), OFFSETS, lengths=torch.tensor([2, 1, 4]))
     strided = torch.nested.as_nested_tensor([torch.randn(3, 4), torch.randn(2, 4)], layout=torch.strided)
-    for refused in (with_holes, strided):
+    for refused in (with_holes, strided):  # also after calls that the layer remembers
         with pytest.raises(TypeError, match=r"jagged, without holes.*as_nested_tensor\(input.unbind\(\), layout="):
             layer(refused)
         assert layer(torch.nested.as_nested_tensor(refused.unbind(), layout=torch.jagged)).is_nested

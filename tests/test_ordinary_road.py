@@ -9,11 +9,13 @@ import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from roads_taken import Layer, as_torch, close, escaped, general_road, twins, with_gaps
+import torch.nn.functional as F
+from roads_taken import Layer, as_torch, close, escaped, forget_kernels, general_road, twins, with_gaps
 from subclasses_of_batchnorm import parametrized
 from tensor_subclasses import Image, MetaImage, as_class, plain
 from torch import Tensor, nn
@@ -25,7 +27,6 @@ from torch.utils.checkpoint import checkpoint
 from training import step, unchanged
 
 import syncbn
-from syncbn import plan
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available
 from syncbn.reductions.interface import OneRank
@@ -37,7 +38,7 @@ DTYPES = torch.float16, torch.bfloat16, torch.float64
 @pytest.fixture(autouse=True)
 def seed(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(plan, "_plans", {})  # kernels remember the last call, also of another test
+    forget_kernels(monkeypatch)
 
 
 # Between a call and the next.
@@ -187,6 +188,25 @@ def test_a_mode_and_a_profiler_see_the_operators() -> None:
         step(layer, layer, x)
     for seen in (mode.debug_string(), str(profile.key_averages())):
         assert all(f"syncbn::{name}_{part}" in seen for name in ("forward", "backward") for part in ("sums", "outputs"))
+
+
+def test_a_function_with_other_options_than_in_its_last_call() -> None:
+    """And in a compiled graph, which is not compiled again for what eager calls between have changed."""
+    x = torch.randn(3, 3, 3)
+    statistics = torch.zeros(3), torch.ones(3)
+    graph = torch.compile(partial(sync_batch_norm, training=True), backend="aot_eager", fullgraph=True)
+    others: list[dict[str, Any]] = [{}, {"eps": 0.5}, {"momentum": 0.5}, {"channel_dim": 2}, {"fuse_relu": True}, {}]
+    for index, options in enumerate(others):
+        with torch.compiler.set_stance("fail_on_recompile" if index else "default"):
+            graph(x, *statistics)
+        expected = [one.clone() for one in statistics]
+        dim = options.get("channel_dim", 1)
+        of_torch = {name: options[name] for name in ("momentum", "eps") if name in options}
+        y = F.batch_norm(x.movedim(dim, 1), *expected, training=True, **of_torch).movedim(1, dim)
+        for _ in range(2):
+            ours = [one.clone() for one in statistics]
+            close(sync_batch_norm(x, *ours, training=True, **options), y.relu() if options.get("fuse_relu") else y)
+            close(ours, expected)
 
 
 def test_make_fx_records_and_replays() -> None:

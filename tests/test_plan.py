@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from roads_taken import escaped, general_road, with_gaps
+from roads_taken import escaped, forget_kernels, general_road, with_gaps
 from tensor_subclasses import plain
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import syncbn
-from syncbn import ordinary, plan, training
+from syncbn import plan, training
 from syncbn.arguments import ANY_DIMS, Options, Tensors
 from syncbn.diagnosis.sites import Caller
 from syncbn.torch_internals.autograd import is_wrapped
@@ -35,9 +34,13 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 
 
+made_options: list[Options] = []
+
+
 @pytest.fixture(autouse=True)
 def no_plans_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_plans", {})
+    made_options.clear()
+    forget_kernels(monkeypatch)
 
 
 def changed(**others: object) -> dict[str, Any]:
@@ -48,8 +51,14 @@ def changed(**others: object) -> dict[str, Any]:
 
 
 def arguments(given: dict[str, Any]) -> tuple[Tensors, Options]:
+    """The options, which remember the calls, are made once for the same values, as a layer makes them."""
     tensors = {name: value for name, value in given.items() if name in Tensors._fields}
-    return Tensors(**tensors), Options(**{name: value for name, value in given.items() if name not in tensors})
+    values = {name: value for name, value in given.items() if name not in tensors}
+    for options in made_options:
+        if all(getattr(options, name) is value for name, value in values.items()):
+            return Tensors(**tensors), options
+    made_options.append(Options(**values))
+    return Tensors(**tensors), made_options[-1]
 
 
 def train(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -216,31 +225,16 @@ def test_each_kind_of_call_has_a_plan_of_its_own(order: int) -> None:
     assert len({*map(id, made.values())}) == len(made)
 
 
-OTHER_TENSORS = [name for name, (others, _) in DIFFERENCES.items() if {*others} <= {*Tensors._fields}]
-
-
-@pytest.mark.parametrize("name", OTHER_TENSORS)
-def test_other_tensors_after_the_same_kind_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then the kernels of the last call are taken without a look at the plans, for such tensors alone."""
-    others, outcome = DIFFERENCES[name]
-    base = {"z": None, "num_channels": None}
-    options = arguments(changed(**base))[1]
-    monkeypatch.setitem(globals(), "Options", lambda **values: options)  # as a layer keeps them
-    for _ in range(3):
-        check_step(changed(**base))
-    with monkeypatch.context() as patch:
-        patch.setattr(training, "forward_plan", None)
-        patch.setattr(ordinary, "backward_plan", None)
-        check_step(changed(**base))
-    for _ in range(3):
-        if isinstance(outcome, str):
-            check_step(changed(**base | others))
-        else:
-            with pytest.raises(outcome):
-                train(changed(**base | others))
-    for _ in range(3):
-        check_step(changed(num_channels=None))  # with a residual
-    check_step(changed(**base))
+@pytest.mark.parametrize("name", [name for name, (_, outcome) in DIFFERENCES.items() if outcome in (PLAN, COPIED)])
+def test_the_next_call_of_this_kind_is_not_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = DIFFERENCES[name][0]
+    check_step(changed(**others))
+    check_step(changed())
+    for planning in ("_new_forward_plan", "_new_backward_plan"):
+        monkeypatch.setattr(plan, planning, None)
+    for _ in range(2):
+        check_step(changed(**others))
+        check_step(changed())
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
@@ -259,20 +253,6 @@ def test_momentum_is_not_of_a_plan() -> None:
         check_step(changed(momentum=momentum))
     for counter in (2, 7):
         check_step(changed(counter=torch.tensor(counter), momentum=None))
-    plans = {forward_plan(momentum=momentum) for momentum in (float("nan"), 0.0, 0.25, float("nan"))}
-    assert len(plans) == 1
-    assert None not in plans
-
-
-def test_gpus_are_told_apart() -> None:
-    """By their numbers: a weight on another GPU than the input is a fault, also after a plan was made."""
-    with FakeTensorMode():
-        first, second = (torch.empty(3, device=f"cuda:{index}") for index in range(2))
-    assert plan._facts(first) != plan._facts(second)
-
-
-def backward_plans() -> list[Any]:
-    return [made for made in plan._plans.values() if not isinstance(made, plan.Plan)]
 
 
 def test_each_kind_of_backward_has_a_plan_of_its_own() -> None:
@@ -280,8 +260,7 @@ def test_each_kind_of_backward_has_a_plan_of_its_own() -> None:
     names = *names, "relu without a residual", "dtype of weight", "dtype of bias"
     for name in names:
         check_step(changed(**DIFFERENCES[name][0]))
-    assert None not in backward_plans()
-    assert len(backward_plans()) == len(names)
+    assert plan._backward_kernels.cache_info().currsize == len(names)
 
 
 def test_the_gradients_that_are_needed_are_computed_and_no_others() -> None:
@@ -290,8 +269,9 @@ def test_the_gradients_that_are_needed_are_computed_and_no_others() -> None:
         layer, x = syncbn.SyncBatchNorm1d(3), torch.randn(2, 3, requires_grad=True)
         for name, parameter in layer.named_parameters():
             parameter.requires_grad_(name != frozen)
-        layer(x).sum().backward()
-        kind = backward_plans()[-1].kind
+        y = layer(x)
+        y.sum().backward()
+        kind = y.grad_fn.kernels.recent.entries[0][-1].kind
         assert [kind.grad_weight_dtype is None, kind.grad_bias_dtype is None] == [frozen == "weight", frozen == "bias"]
         assert [parameter.grad is None for parameter in layer.parameters()] == [frozen == "weight", frozen == "bias"]
 
@@ -300,32 +280,37 @@ def test_the_gradients_that_are_needed_are_computed_and_no_others() -> None:
 
 
 def test_plans_keep_nothing_alive() -> None:
-    """There may be thousands of them: a tensor, a layer or a class in one of them would never be freed. So many
-    channels need scratch memory in each call; another thread or stream may be in the same plan."""
+    """There may be thousands of them: a tensor, a layer or a class in one of them would never be freed."""
 
     def run(**attributes: object) -> list[weakref.ref[object]]:
         kind = type("Made", (syncbn.SyncBatchNorm1d,), attributes)
-        layer, tensors = kind(5000, fuse_relu=True), [torch.randn(2, 5000, requires_grad=True) for _ in range(2)]
+        layer, tensors = kind(3, fuse_relu=True), [torch.randn(2, 3, requires_grad=True) for _ in range(2)]
         layer(*tensors).sum().backward()
         return [weakref.ref(one) for one in (kind, layer, *tensors, *layer.parameters(), *layer.buffers())]
 
     seen = run() + run(_check_input_dim=lambda layer, x: None)
     gc.collect()
     assert {one() for one in seen} == {None}
-    assert len(plan._plans) == 2
-    kept = [vars(getattr(made, "kernels", made)) for made in plan._plans.values()]
-    assert not [one for kernels in kept for one in kernels.values() if isinstance(one, Tensor)]
 
 
-def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of ever new shapes would else fill the memory. After all are forgotten, calls run as before."""
-    monkeypatch.setattr(plan, "MOST_PLANS", 3)
+def test_kernels_hold_no_tensor() -> None:
+    """So many channels need scratch memory in each call; another thread or stream may be in the same kernels."""
+    y: Any = syncbn.SyncBatchNorm1d(5000)(torch.randn(2, 5000))
+    y.sum().backward()
+    forward = y.grad_fn.kernels
+    backward = forward.recent.entries[0][-1]
+    assert not [one for kernels in (forward, backward) for one in vars(kernels).values() if isinstance(one, Tensor)]
+
+
+def test_few_calls_are_remembered() -> None:
+    """Batches of ever new shapes would else fill the memory. What is forgotten runs as before."""
     layer, plain, numbers = syncbn.SyncBatchNorm1d(3), nn.BatchNorm1d(3), []
     with general_road() as taken:
-        for length in (2, 3, 4, 5, 2):
+        for length in (2, 3, 4, 5, 6, 2):
             x = torch.randn(4, 3, length, requires_grad=True)
-            torch.testing.assert_close(layer(x), plain(x))
-            layer(x).sum().backward()
-            numbers.append(len(plan._plans))
+            y = layer(x)
+            torch.testing.assert_close(y, plain(x))
+            y.sum().backward()
+            numbers.append(len(layer._options[1].recent.entries))
     assert not taken
-    assert numbers == [2, 1, 3, 2, 1]
+    assert numbers == [1, 2, 3, 4, 4, 4]

@@ -70,9 +70,8 @@ def test_guards_tell_tensors_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not guards.guards_work.__wrapped__()
     monkeypatch.setattr(guards, "guards_work", lambda: False)
     recent = guards.Recent()
-    for _ in range(3):
-        recent.note("kernels", x)
-    assert recent.found_for(x) is None
+    recent.note("kernels", [x])
+    assert recent.found_for([x]) is None
 
 
 def test_saves_by_hooks() -> None:

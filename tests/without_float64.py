@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from roads_taken import forget_kernels
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -14,7 +15,7 @@ from syncbn import plan, statistics
 
 def take_for_one(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(statistics._lacks_float64, device, True)
-    monkeypatch.setattr(plan, "_plans", {})
+    forget_kernels(monkeypatch)
     monkeypatch.setattr(plan, "ordinary_back_end", lambda kind: None)
 
 

@@ -16,7 +16,6 @@ the host does not wait for a total, the kernel that reads it compares, and notes
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -118,7 +117,7 @@ class ForwardKernels(ABC):
 
     def __init__(self, kind: ForwardKind) -> None:
         self.kind = kind
-        self.recent = Recent()  # the kernels of the last backward behind these, and the gradients that it needed
+        self.recent = Recent()  # the kernels of recent backwards behind these
 
     @abstractmethod
     def forward_sums(
@@ -165,16 +164,3 @@ class BackEnd(Protocol):
     def Forward(self) -> type[ForwardKernels]: ...  # noqa: N802
     @property
     def Backward(self) -> type[BackwardKernels]: ...  # noqa: N802
-
-
-def require_memory(tensors: Sequence[Tensor]) -> None:
-    """**Raises** RuntimeError if memory of a tensor was freed. Its address is its offset then: 0, or more in views,
-    as of a flat parameter of FSDP1."""
-    may_be_freed = 0 in map(Tensor.data_ptr, tensors) or any(map(Tensor.storage_offset, tensors))
-    if may_be_freed and any(map(is_freed, tensors)):
-        raise RuntimeError(NO_MEMORY)
-
-
-def is_freed(tensor: Tensor) -> bool:
-    """Whether its memory was freed, as by a resize of its storage to 0 bytes."""
-    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0

@@ -16,6 +16,7 @@ from syncbn.kernels import cpu, interface, reference
 from syncbn.kernels.interface import GradientPair, Inputs, Saved
 from syncbn.layout import Layout
 from syncbn.statistics import num_statistics
+from syncbn.torch_internals.guards import lack_memory
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _library = torch.library.Library("syncbn", "DEF")
@@ -70,8 +71,9 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Fun
 )
 def _forward_sums(x: Tensor, channel_dim: int) -> Tensor:
     layout, x = _dense(x, channel_dim)
-    interface.require_memory([x])
-    return _forward(interface.ForwardKind(layout, x.dtype, x.device)).forward_sums(x)[0]
+    kind = interface.ForwardKind(layout, x.dtype, x.device)
+    _checked(kind, x)
+    return _forward(kind).forward_sums(x)[0]
 
 
 @_operator(
@@ -179,7 +181,8 @@ def _checked(kind: interface.ForwardKind | interface.BackwardKind, x: Tensor, **
         elif tensor.stride() != x.stride():  # as of zeros that autograd has made up, which are 0
             tensor = torch.empty_like(x).copy_(tensor)
         checked.append(tensor)
-    interface.require_memory([x, *(tensor for tensor in checked if tensor is not None)])
+    if lack_memory([x, *(tensor for tensor in checked if tensor is not None)]):
+        raise RuntimeError(interface.NO_MEMORY)
     return checked
 
 

@@ -1,47 +1,62 @@
-"""Compares the tensors of a call with those of the last one, in C++, so that what was found for these serves again."""
+"""Compares the tensors of a call with those of recent ones, in C++, so that what was found for these serves again; and
+sees freed memory, which C++ does not."""
 
 import functools
-from collections.abc import Callable
-from types import NoneType
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter, is_not
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 Check: TypeAlias = Callable[..., bool]
+MOST_ENTRIES = 4  # as many kinds of calls may take turns, as by inputs of two sizes
 
 TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
-
-
-def never(*tensors: Tensor | None) -> bool:
-    return False
+_is_present = partial(is_not, None)
+_is_nested = attrgetter("is_nested")  # a check of a strided NestedTensor, which has no sizes, aborts the process
 
 
 class Recent:
-    """What was found for the tensors of the last call, and a check whether it serves others; both in one tuple, as
-    threads may share it."""
+    """What was found for the tensors of recent calls, each with a check whether it serves others. Threads may share it:
+    its entries are replaced, never changed."""
 
-    last: tuple[Check, Any] = never, None
+    entries: tuple[tuple[tuple[object, ...], Check, Any], ...] = ()
 
-    def found_for(self, *tensors: Tensor | None) -> Any:
-        """What was found, if the check passes and each tensor has memory that begins at its storage's; else None."""
-        check, found = self.last
-        if check(*tensors):
-            present: Any = tensors
-            if 0 not in map(Tensor.data_ptr, present) and not any(map(Tensor.storage_offset, present)):
-                return found
+    def found_for(self, tensors: Sequence[Tensor | None], *facts: object) -> Any:
+        """What was noted for such tensors and facts, if these have memory; else None."""
+        key = *facts, *map(type, tensors)
+        present: list[Any] = [*filter(_is_present, tensors)]
+        for noted, check, found in self.entries:
+            if noted == key and not any(map(_is_nested, present)) and check(*present):
+                return None if lack_memory(present) else found
         return None
 
-    def note(self, found: object, *tensors: Tensor | None) -> None:
-        """Keep what was `found`. A check takes 2 us to make: it is made when the same is found twice in a row."""
-        is_repeated = found == self.last[1] and NoneType not in map(type, tensors) and guards_work()
-        self.last = new_check(*tensors) if is_repeated else never, found
+    def note(self, found: object, tensors: Sequence[Tensor | None], *facts: object) -> None:
+        """Keep what was `found`, which is a function of the classes, dtypes, devices, sizes and strides of the tensors
+        and of the facts alone."""
+        if guards_work():
+            entry = (*facts, *map(type, tensors)), new_check(*filter(_is_present, tensors)), found
+            self.entries = (entry, *self.entries)[:MOST_ENTRIES]
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether its memory was freed, as by a resize of its storage to 0 bytes."""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
+def lack_memory(tensors: Sequence[Tensor]) -> bool:
+    """Whether the memory of any of these tensors was freed. Its address is then its offset: 0, or more in a view, as of
+    a flat parameter of FSDP1."""
+    may_lack_it = 0 in map(Tensor.data_ptr, tensors) or any(map(Tensor.storage_offset, tensors))
+    return may_lack_it and any(map(is_freed, tensors))
 
 
 def new_check(*tensors: Tensor | None) -> Check:
-    """Tells in 1 us whether as many tensors, or None, have the classes, dispatch keys (inference, negative, ...),
-    dtypes, devices, requires_grad, sizes and strides of these. False where autocast differs, and for a tensor that
-    comes twice. It sees neither storage offsets nor freed memory."""
+    """Tells in 1 us whether as many tensors have the classes, dispatch keys (inference, negative, ...), dtypes,
+    devices, requires_grad, sizes and strides of these. False where autocast differs, and for a tensor that comes twice.
+    It does not see freed memory."""
     check: Check = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check
 

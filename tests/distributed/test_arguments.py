@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from roads_taken import forget_kernels
 from torch import Tensor, nn
 from training import unchanged
 from voting import Ranks
@@ -210,7 +211,7 @@ def test_an_unknown_value_of_the_kernels_on_one_rank(ranks: Ranks, monkeypatch: 
     from syncbn.kernels import select
 
     select.why_forced.cache_clear()
-    monkeypatch.setattr("syncbn.plan._plans", {})
+    forget_kernels(monkeypatch)
     monkeypatch.setenv("SYNCBN_KERNELS", "fast" if ranks.rank == 0 else os.environ.get("SYNCBN_KERNELS", ""))
     layer, x = syncbn.SyncBatchNorm1d(C), torch.randn(4, C)
     calls = {"layer": lambda: layer(x), "backward": lambda: batch_norm_backward(x, x, *STATISTICS)}
