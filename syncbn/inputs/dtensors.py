@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from syncbn.arguments import PER_CHANNEL, Options, Tensors
-from syncbn.comm.groups import GlobalRanks, GroupSpec, MeshGroup, ranks_in
+from syncbn.comm.groups import GlobalRanks, MeshGroup, ranks_in
 from syncbn.layout import CHANNELS_LAST
 from syncbn.reductions.resolving import resolve
 from syncbn.torch_internals.state import is_compiling
@@ -57,8 +57,8 @@ def unwrap(
             f"the input is a DTensor whose values are not added up yet, its placements are {placements}; "
             "call input.redistribute(placements=...) with Shard or Replicate first"
         )
-    _, for_parameters, for_gradients = _rules(x, options.channel_dim)
-    shards_channels = Shard(0) in for_parameters
+    rows = [_row(placement, options.channel_dim, x.ndim) for placement in placements]
+    _, for_parameters, for_gradients = zip(*rows, strict=True)
 
     def local(name: str, wanted: "Placements", for_gradient: "Placements | None" = None) -> Tensor | None:
         tensor: Tensor | None = getattr(tensors, name)
@@ -82,11 +82,17 @@ def unwrap(
     per_channel = {name: local(name, for_parameters, for_gradients) for name in PER_CHANNEL}
     counter = tensors.counter.to_local() if is_dtensor(tensors.counter) else tensors.counter
     unwrapped = tensors._replace(input=x.to_local(), z=local("z", placements), counter=counter, **per_channel)
-    if shards_channels:
+    if Shard(0) in for_parameters:
         options = replace(options, num_channels=None)
     if synchronises:
         group = group_of(x, options.channel_dim)
-        _require_ranks_of(group, options.process_group, placements)
+        if options.process_group is not None:
+            passed, needed = sorted(ranks_in(resolve(options.process_group))), sorted(ranks_in(group.group))
+            if passed != needed:
+                raise ValueError(
+                    f"process_group is ranks {passed}, but the batch of the input, a DTensor with placements "
+                    f"{placements}, lies on ranks {needed}; set process_group=None, or pass input.to_local()"
+                )
         options = replace(options, process_group=group)
 
     def place(gradient: "DTensor") -> "DTensor":
@@ -106,22 +112,17 @@ def unwrap(
     return unwrapped, options, wrap
 
 
-def _rules(x: "DTensor", channel_dim: int) -> tuple[tuple[bool, ...], "Placements", "Placements"]:
-    """The columns of the table above, for the dims of the mesh: whether ranks add up along it, and the placements of
-    parameters and gradients. A Partial input is refused later; until then it counts as Shard of the batch, so that this
-    rank finds the group of the others."""
+def _row(placement: "Placement", channel_dim: int, ndim: int) -> "tuple[bool, Placement, Placement]":
+    """The row of the table above for a dim of the mesh: whether ranks add up along it, and the placements of parameters
+    and gradients. A Partial input is refused later; until then it counts as Shard of the batch, so that this rank finds
+    the group of the others."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    rows: list[tuple[bool, Placement, Placement]] = []
-    for placement in x.placements:
-        if placement.is_replicate():
-            rows.append((False, Replicate(), Replicate()))
-        elif not placement.is_partial() and channel_dim in (placement.dim, placement.dim - x.ndim):  # type: ignore[attr-defined]
-            rows.append((False, Shard(0), Shard(0)))
-        else:
-            rows.append((True, Replicate(), Partial()))
-    adds_up, for_parameters, for_gradients = zip(*rows, strict=True)
-    return adds_up, for_parameters, for_gradients
+    if placement.is_replicate():
+        return False, Replicate(), Replicate()
+    if not placement.is_partial() and channel_dim in (placement.dim, placement.dim - ndim):  # type: ignore[attr-defined]
+        return False, Shard(0), Shard(0)
+    return True, Replicate(), Partial()
 
 
 def group_of(x: "DTensor", channel_dim: int) -> MeshGroup:
@@ -129,10 +130,11 @@ def group_of(x: "DTensor", channel_dim: int) -> MeshGroup:
 
     **Raises** ValueError where this rank is not in the mesh, and where no group has these ranks.
     """
-    mesh, (adds_up, *_) = x.device_mesh, _rules(x, channel_dim)
+    mesh = x.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"this rank is not in the mesh of the input, which is a DTensor on {mesh}")
+    adds_up = [_row(placement, channel_dim, x.ndim)[0] for placement in x.placements]
     dims = [dim for dim, adds in enumerate(adds_up) if adds and mesh.size(dim) > 1]
     group = None  # this rank alone
     if len(dims) == 1:
@@ -146,14 +148,3 @@ def group_of(x: "DTensor", channel_dim: int) -> MeshGroup:
                 "group in common; make it once with torch.distributed.new_group, on all ranks"
             )
     return MeshGroup(group)
-
-
-def _require_ranks_of(group: MeshGroup, spec: GroupSpec | MeshGroup, placements: "Placements") -> None:
-    """**Raises** ValueError where the `spec` that the user passed has other ranks than the group of the input."""
-    if spec is not None:
-        passed, needed = sorted(ranks_in(resolve(spec))), sorted(ranks_in(group.group))
-        if passed != needed:
-            raise ValueError(
-                f"process_group is ranks {passed}, but the batch of the input, a DTensor with placements "
-                f"{placements}, lies on ranks {needed}; set process_group=None, or pass input.to_local()"
-            )
