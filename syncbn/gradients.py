@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from syncbn.diagnosis.positions import WITH_GRAPH
-from syncbn.inputs import subclasses
+from syncbn.inputs import unwrapping
 from syncbn.kernels import reference
 from syncbn.kernels.interface import TRAILER_NUMBERS, BackwardKind, ForwardKind, GradientPair, Needed, Saved
 from syncbn.kernels.select import general_back_end, torch_forward
@@ -32,8 +32,8 @@ class BackwardInput(NamedTuple):
         """From what a forward of this kind has saved, which saved_tensors_hooks may have rounded or moved."""
         x, weight, statistics, y = saved
         dy = torch.zeros_like(x) if dy is None else dy
-        if subclasses.has_memory(dy):
-            dy = subclasses.plain(dy)
+        if unwrapping.has_memory(dy):
+            dy = unwrapping.plain(dy)
 
         def dense(tensor: Tensor) -> Tensor:  # Dynamo makes dy contiguous in a backward that asks for its strides
             return tensor if is_compiling() else kind.layout.dense(tensor)

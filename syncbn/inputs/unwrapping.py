@@ -1,17 +1,23 @@
 """Makes a call ordinary: unwraps its tensors, sets masked values to 0 and copies tensors with gaps.
 
 Where the output must be wrapped or masked too, a function of the output is returned beside the tensors.
+
+The classes of users' tensors (MONAI's MetaTensor) see the output, by __torch_function__, once it has been computed on
+plain tensors: what they do there cannot change which collectives this rank issues.
 """
 
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from dataclasses import replace
+from typing import TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.overrides import handle_torch_function, has_torch_function
 
-from syncbn.arguments import SUPPORTED_DTYPES, Options, Tensors
+from syncbn.arguments import CHECKS_OF_DIMS, SUPPORTED_DTYPES, Options, Tensors
 from syncbn.checks import check_mask, check_saved
-from syncbn.inputs import dtensors, subclasses
+from syncbn.inputs import dtensors
 from syncbn.layout import Layout
 from syncbn.torch_internals.autograd import Jagged, jagged_parts
 from syncbn.torch_internals.state import PLAIN_CLASSES, PLAIN_OR_NONE, is_compiling
@@ -45,7 +51,7 @@ def unwrap(tensors: Tensors, options: Options, synchronises: bool = True) -> tup
     if PLAIN_OR_NONE.issuperset(map(type, tensors)):
         return tensors, options, wrap
     if not is_compiling():  # Dynamo (torch 2.13) cannot trace x.as_subclass(Tensor)
-        tensors, options, wrap = subclasses.unwrap(tensors, options)
+        tensors, options, wrap = _unwrap_subclasses(tensors, options)
     if type(tensors.input) not in PLAIN_CLASSES:
         jagged = jagged_parts(tensors.input)
         if jagged is not None:
@@ -53,6 +59,38 @@ def unwrap(tensors: Tensors, options: Options, synchronises: bool = True) -> tup
         elif dtensors.is_dtensor(tensors.input):
             return dtensors.unwrap(tensors, options, synchronises)
     return tensors, options, wrap
+
+
+def has_memory(tensor: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether this is a tensor of a subclass that changes no operator: its values are in memory, as a Tensor's are."""
+    if type(tensor) in PLAIN_OR_NONE or not isinstance(tensor, Tensor) or isinstance(tensor, UninitializedTensorMixin):
+        return False
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same tensor as a Tensor, without a call of its class's __torch_function__."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)
+
+
+def _unwrap_subclasses(tensors: Tensors, options: Options) -> tuple[Tensors, Options, Wrap]:
+    """The arguments with plain tensors in place of subclasses that have memory, and a function that hands the output to
+    the classes of the tensors which nn.BatchNorm would see."""
+    x, check = tensors.input, options.check_input_dim
+    if check not in CHECKS_OF_DIMS and has_memory(x):
+        options = replace(options, check_input_dim=lambda layer, _: check(layer, x))  # it may look at more than dims
+    inputs = x, tensors.running_mean, tensors.running_var, tensors.weight, tensors.bias, tensors.z
+    unwrapped = Tensors._make(plain(each) if has_memory(each) else each for each in tensors)
+    return unwrapped, options, lambda output: batch_norm(*inputs, output=output)
+
+
+def batch_norm(*inputs: Tensor | None, output: Tensor) -> Tensor:
+    """The output of a batch norm of these inputs; their classes may add to it. (Not F.batch_norm itself: by default
+    __torch_function__ would call that, which normalises this rank's batch alone.)"""
+    if has_torch_function(inputs):
+        return handle_torch_function(batch_norm, inputs, *inputs, output=output)
+    return output
 
 
 def unwrap_nested(tensors: Tensors, x: Jagged) -> tuple[Tensors, Wrap]:
