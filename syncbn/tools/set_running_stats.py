@@ -1,35 +1,90 @@
-"""Recomputes the running statistics of a model from a data set, in one pass over all ranks' batches."""
+"""Sets the running statistics of a model anew: merges those that each rank has, or recomputes them from a data set."""
 
 import contextlib
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from syncbn.arguments import num_channels_of
 from syncbn.comm import groups
+from syncbn.comm.text_exchange import all_reduce_max, require_equal
 from syncbn.convert import convert_syncbn_model, revert_syncbn_model
+from syncbn.diagnosis.sites import Caller
 from syncbn.layer import SyncBatchNorm
+from syncbn.reductions.eager import reduction_of
 from syncbn.reductions.join_protocol import Shadowing
-from syncbn.statistics import unbiased
-from syncbn.tools.running_stats import (
-    Pool,
-    agreed_layers,
-    buffers_of,
-    overwrite,
-    pooling,
-    replace,
-    unchanged_after_error,
-)
+from syncbn.reductions.totals import totals
+from syncbn.statistics import from_float64, to_float64, unbiased
+from syncbn.tools.accumulate_running_stats import buffers_of, layers_with_running_stats, pooling, pools_of, replace
 from syncbn.torch_internals.modules import without_compile
 from syncbn.unsynchronised import CONVERT, unsynchronised
 
 Batch = TypeVar("Batch")
+Count: TypeAlias = float | Mapping[str, float] | None  # see merge_running_stats
+
+_MERGE = Caller("merge_running_stats")
+
+
+@torch.no_grad()
+def merge_running_stats(model: nn.Module, count: float | Mapping[str, float] | None = None) -> None:
+    r"""Give all ranks the running statistics of their data together, after training with local BatchNorm.
+
+        n = sum_r n_r        mean = sum_r n_r mean_r / n
+        var = (sum_r (n_r - b) var_r + sum_r n_r (mean_r - mean)^2) / (n - b)
+
+    Rank r's running statistics count as those of n_r values. With `count`, which says n_r, b = 1: from unbiased
+    variances the unbiased variance of all values, so that after one batch of local BatchNorm with momentum 1 this is
+    what the whole batch has. Without, n_r is the number of batches that the layer has seen (num_batches_tracked) and
+    b = 0: the variance of the mixture. A rank with n_r = 0 adds nothing; if all are, nothing changes. Chan, Golub &
+    LeVeque 1979, http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf.
+
+    A collective of all ranks of the default group: two all_reduces for all layers, and an exchange of texts. Afterwards
+    the buffers are the same bit by bit on all ranks, num_batches_tracked being the largest. (Moving averages do not
+    tell how the ranks' means went apart over time; `recompute_running_stats` computes what synchronised layers would
+    have.)
+
+    Args:
+        model: the same on all ranks; every BatchNorm with running statistics takes part.
+        count: values per channel that this rank's running statistics stand for, of all layers or by the layer's name.
+
+    Raises:
+        ValueError: there is no BatchNorm with running statistics; a count is negative or missing; the ranks' models
+            differ in their layers. On every rank, before anything is changed.
+
+    After any error all buffers are as before.
+    """
+    layers = _agreed_layers(model, count)
+    world = groups.world()
+    if world is None:
+        return
+    b = 0 if count is None else 1
+    counts: Mapping[str, float | None] = count if isinstance(count, Mapping) else dict.fromkeys(layers, count)
+    sums = [_weighted_sums(layer, counts[name], b) for name, layer in layers.items()]
+    sums_of_ranks = totals(sums, reduction_of(None, _MERGE, sums[0].dtype), "all_reduce")
+    counters = all_reduce_max(torch.stack([buffers_of(layer)[-1] for layer in layers.values()]), world)
+    with _unchanged_after_error(layers.values()):
+        for layer, total, counter in zip(layers.values(), sums_of_ranks, counters, strict=True):
+            (weighted_mean, weighted_square), n = total[:-1].chunk(2), total[-1]
+            mean = weighted_mean / n
+            var = ((weighted_square - n * mean * mean) / (n - b)).clamp(min=0)
+            _overwrite(layer, (mean, var, counter), (n > 0, n > b, counter > 0))
+
+
+def _weighted_sums(layer: _BatchNorm, count: float | None, b: int) -> Tensor:
+    """n mean, (n - b) var + n mean^2 and n, float64 (2C + 1,); zeros where n is 0, whatever the buffers hold. Without a
+    `count` n is the number of batches."""
+    mean, var, n = map(to_float64, buffers_of(layer))
+    if count is not None:
+        n = torch.as_tensor(count, dtype=torch.float64, device=mean.device)
+    sums = torch.cat((n * mean, (n - b) * var + n * mean * mean, n.view(1)))
+    return torch.where(n > 0, sums, 0.0)
 
 
 @torch.no_grad()
@@ -69,17 +124,14 @@ def recompute_running_stats(
     After an error all buffers are as before. Layers that no batch has reached keep theirs.
     """
     model = _unwrapped(model)
-    layers = agreed_layers(model).values()
-    device = buffers_of(next(iter(layers)))[0].device
-
-    pools: dict[_BatchNorm, Pool] = {}
+    layers = _agreed_layers(model).values()
+    device, pools = buffers_of(next(iter(layers)))[0].device, pools_of(layers)
 
     def run() -> None:  # all that one rank alone may refuse
         if not isinstance(num_batches, (Integral, type(None))) or (num_batches or 0) < 0:
             raise ValueError(f"num_batches must be a number of batches or None, got {num_batches!r}")
         eager = torch.compiler.set_stance("force_eager")
-        with eager, _training_over_ranks(model, layers), pooling(layers) as pools_of_layers:
-            pools.update(pools_of_layers)
+        with eager, _training_over_ranks(model, layers), pooling(pools):
             for batch in _with_bar(loader, num_batches) if progress else itertools.islice(loader, num_batches):
                 if forward is None:
                     model(_input_in(batch).to(device))
@@ -94,11 +146,11 @@ def recompute_running_stats(
             shadowing.take_from_the_last(pool.packed for pool in pools.values())
     if not any(pool.packed[-1].any() for pool in pools.values()):
         raise ValueError("no rank has a batch that reaches a BatchNorm layer, to recompute the running statistics from")
-    with unchanged_after_error(layers):
+    with _unchanged_after_error(layers):
         for layer, pool in pools.items():
             [mean], [var], [num_values] = unbiased(pool.statistics(), 1)
             num_calls = pool.packed[-1, 0]
-            overwrite(layer, (mean, var, num_calls), (num_values > 0, num_values > 1, num_calls > 0))
+            _overwrite(layer, (mean, var, num_calls), (num_values > 0, num_values > 1, num_calls > 0))
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -149,3 +201,49 @@ def _with_bar(loader: Iterable[Batch], num_batches: int | None) -> Iterable[Batc
             steps = min(filter(None, (operator.length_hint(loader), num_batches)), default=None)
             return track(batches, "Running statistics", total=steps, console=Console(stderr=True))
     return batches
+
+
+def _agreed_layers(model: nn.Module, count: Count = None) -> dict[str, _BatchNorm]:
+    """The BatchNorm layers of `model` with running statistics, by name. They are the same on all ranks, and either all
+    ranks have a `count` for them, or none has. **Raises** on every rank what any rank raises."""
+    layers: dict[str, _BatchNorm] = {}
+    fault: Exception | None = None
+    try:
+        layers = layers_with_running_stats(model, _BatchNorm)
+        if not layers:
+            raise ValueError("the model has no BatchNorm layer with running statistics")
+        _check_count(count, layers)
+    except Exception as error:  # of any class: a Mapping of the user's may raise it
+        fault = error
+    numbered = enumerate(layers.values(), 1)
+    lines = [f"BatchNorm layer {index}: {num_channels_of(layer)} channels" for index, layer in numbered]
+    require_equal(["BatchNorm layers" + ", with count" * (count is not None), *lines], fault, groups.world())
+    return layers
+
+
+def _check_count(count: Count, names: Iterable[str]) -> None:
+    """**Raises** ValueError unless `count` is None, or has for each layer 0, or 1 or more."""
+    counts = count if isinstance(count, Mapping) else dict.fromkeys(names, 0 if count is None else count)
+    for name in names:
+        if name not in counts:
+            raise ValueError(f"count has nothing for the layer {name!r}; it has {sorted(counts)}")
+        if counts[name] != 0 and not 1 <= counts[name] < torch.inf:
+            raise ValueError(f"a count of values must be 0, or 1 or more, got {counts[name]} for the layer {name!r}")
+
+
+@contextlib.contextmanager
+def _unchanged_after_error(layers: Iterable[_BatchNorm]) -> Iterator[None]:
+    """Puts the buffers of all layers back if an error ends the block, for instance as one buffer cannot be written."""
+    with contextlib.ExitStack() as undo:
+        for layer in layers:
+            for buffer in buffers_of(layer):
+                undo.callback(buffer.copy_, buffer.clone())
+        yield
+        undo.pop_all()
+
+
+def _overwrite(layer: _BatchNorm, values: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+    """Gives running_mean, running_var and num_batches_tracked these values where they are `known`."""
+    for buffer, value, is_known in zip(buffers_of(layer), values, known, strict=True):
+        new = from_float64(value, buffer.dtype, buffer.device)
+        buffer.copy_(torch.where(is_known.to(buffer.device), new, buffer))

@@ -1,36 +1,25 @@
-"""Accumulates running statistics, and holds what the tools for running statistics share.
-
-The tools find the layers that have running statistics, pool the statistics of all batches of a block, and read and
-write the buffers.
-"""
+"""Pools the statistics of all batches of a block, for running statistics that take them as one batch."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
-from weakref import WeakSet
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn.arguments import Options, Tensors, num_channels_of
-from syncbn.comm import groups
-from syncbn.comm.text_exchange import require_equal
 from syncbn.layer import SyncBatchNorm
 from syncbn.raising import raise_on_all_ranks
-from syncbn.statistics import from_float64, from_sums, to_float64, to_sums, update_buffers
+from syncbn.statistics import from_sums, to_float64, to_sums, update_buffers
 from syncbn.torch_internals.autograd import is_wrapped
 from syncbn.torch_internals.state import PLAIN_CLASSES, current_backward, is_compiling
 from syncbn.training import prepared, train
-
-Count: TypeAlias = float | Mapping[str, float] | None  # see merge_running_stats
 
 OF_OTHER_MEMORY = (
     "its forward passes running statistics to F.batch_norm that are not in the memory of the layer's running_mean and "
     "running_var, so they cannot be pooled; let it pass these or a slice of them"
 )
-
-_layers_that_pool: WeakSet[nn.Module] = WeakSet()
 
 
 @contextlib.contextmanager
@@ -63,7 +52,8 @@ def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
     layers = layers_with_running_stats(model, SyncBatchNorm).values()
     if not layers:
         raise ValueError("no synchronised layer with running statistics: call syncbn.convert_syncbn_model(model)")
-    with pooling(layers) as pools:
+    pools = pools_of(layers)
+    with pooling(pools):
         yield
     for layer, pool in pools.items():
         if not pool.is_empty:
@@ -120,23 +110,25 @@ def _channels_in(view: object, buffer: Tensor | None) -> range | None:
     return range(start, start + len(part)) if is_part else None
 
 
+def pools_of(layers: Iterable[_BatchNorm]) -> dict[_BatchNorm, Pool]:
+    """An empty pool for each layer."""
+    return {layer: Pool(num_channels_of(layer), buffers_of(layer)[0].device) for layer in layers}
+
+
 @contextlib.contextmanager
-def pooling(layers: Iterable[_BatchNorm]) -> Iterator[dict[_BatchNorm, Pool]]:
-    """Within, the statistics of these layers go to the pools, one for each layer. At the end counters are put back.
+def pooling(pools: Mapping[_BatchNorm, Pool]) -> Iterator[None]:
+    """Within, the statistics of these layers go to their pools. At the end counters are put back.
 
     **Raises** RuntimeError if one of the layers is in such a block already.
     """
-    pools = {layer: Pool(num_channels_of(layer), buffers_of(layer)[0].device) for layer in layers}
-    if not _layers_that_pool.isdisjoint(pools):
+    if any("_train_over_ranks" in vars(layer) for layer in pools):
         raise RuntimeError("accumulate_running_stats and recompute_running_stats cannot run inside one another")
     with contextlib.ExitStack() as undo:
-        _layers_that_pool.update(pools)
-        undo.callback(_layers_that_pool.difference_update, pools)
         for layer, pool in pools.items():
             replace(layer, "_train_over_ranks", pool.train, undo)
             *_, counter = buffers_of(layer)
             undo.callback(counter.copy_, counter.clone())
-        yield pools
+        yield
 
 
 def layers_with_running_stats(model: nn.Module, layer_class: type[_BatchNorm]) -> dict[str, _BatchNorm]:
@@ -150,55 +142,9 @@ def layers_with_running_stats(model: nn.Module, layer_class: type[_BatchNorm]) -
     return layers
 
 
-def agreed_layers(model: nn.Module, count: Count = None) -> dict[str, _BatchNorm]:
-    """The BatchNorm layers of `model` with running statistics, by name. They are the same on all ranks, and either all
-    ranks have a `count` for them, or none has. **Raises** on every rank what any rank raises."""
-    layers: dict[str, _BatchNorm] = {}
-    fault: Exception | None = None
-    try:
-        layers = layers_with_running_stats(model, _BatchNorm)
-        if not layers:
-            raise ValueError("the model has no BatchNorm layer with running statistics")
-        _check_count(count, layers)
-    except Exception as error:  # of any class: a Mapping of the user's may raise it
-        fault = error
-    numbered = enumerate(layers.values(), 1)
-    lines = [f"BatchNorm layer {index}: {num_channels_of(layer)} channels" for index, layer in numbered]
-    require_equal(["BatchNorm layers" + ", with count" * (count is not None), *lines], fault, groups.world())
-    return layers
-
-
-def _check_count(count: Count, names: Iterable[str]) -> None:
-    """**Raises** ValueError unless `count` is None, or has for each layer 0, or 1 or more."""
-    counts = count if isinstance(count, Mapping) else dict.fromkeys(names, 0 if count is None else count)
-    for name in names:
-        if name not in counts:
-            raise ValueError(f"count has nothing for the layer {name!r}; it has {sorted(counts)}")
-        if counts[name] != 0 and not 1 <= counts[name] < torch.inf:
-            raise ValueError(f"a count of values must be 0, or 1 or more, got {counts[name]} for the layer {name!r}")
-
-
 def buffers_of(layer: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
     """running_mean, running_var and num_batches_tracked of a layer that has running statistics."""
     return layer.get_buffer("running_mean"), layer.get_buffer("running_var"), layer.get_buffer("num_batches_tracked")
-
-
-@contextlib.contextmanager
-def unchanged_after_error(layers: Iterable[_BatchNorm]) -> Iterator[None]:
-    """Puts the buffers of all layers back if an error ends the block, for instance as one buffer cannot be written."""
-    with contextlib.ExitStack() as undo:
-        for layer in layers:
-            for buffer in buffers_of(layer):
-                undo.callback(buffer.copy_, buffer.clone())
-        yield
-        undo.pop_all()
-
-
-def overwrite(layer: _BatchNorm, values: Sequence[Tensor], known: Sequence[Tensor]) -> None:
-    """Gives running_mean, running_var and num_batches_tracked these values where they are `known`."""
-    for buffer, value, is_known in zip(buffers_of(layer), values, known, strict=True):
-        new = from_float64(value, buffer.dtype, buffer.device)
-        buffer.copy_(torch.where(is_known.to(buffer.device), new, buffer))
 
 
 def replace(module: nn.Module, name: str, value: Any, undo: contextlib.ExitStack) -> None:
