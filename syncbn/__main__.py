@@ -12,18 +12,29 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import statistics
 import sys
+import time
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 
 import syncbn
-from syncbn.tools.check import check
+from syncbn.comm.text_exchange import all_reduce_max
+from syncbn.diagnosis.sites import Caller
+from syncbn.kernels.interface import TRAILER_NUMBERS
+from syncbn.reductions.eager import reduction_of
+from syncbn.testing import TOLERANCES, differences
+from syncbn.tools.summary import table
 
 SET_BY_TORCHRUN = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 VARIABLES = ("SYNCBN_KERNELS", "OMP_NUM_THREADS", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+ROUNDS, WARM_UP = 50, 10  # all_reduces timed, and not
+LAYERS, CHANNELS = 53, 256  # of a model whose cost is printed: as many layers as ResNet-50 has
 
 
 def main() -> int:
@@ -89,6 +100,72 @@ def _check_here() -> tuple[bool, str]:
         return check(device)
     finally:
         dist.destroy_process_group()
+
+
+def check(device: torch.device) -> tuple[bool, str]:
+    """Trains a small model on the ranks of the default group, compares with one process, in float64 and float32.
+
+    Without a process group this process alone trains. Returns whether all is well, and a text; both are the same on all
+    ranks.
+    """
+    world = dist.group.WORLD
+    size, backend = (1, "none") if world is None else (world.size(), dist.get_backend(world))
+    rows, errors = [], []  # a row for the tensors of each kind, with the largest error relative to the largest value
+    passed = True
+    for dtype, allowed in TOLERANCES.items():
+        torch.manual_seed(0)
+        model = syncbn.convert_syncbn_model(_model()).to(device, dtype)
+        generator = torch.Generator().manual_seed(1)
+        images = torch.randn(2 * size + 1, 3, 16, 16, generator=generator, device="cpu")  # slices that are not even
+        labels = torch.randint(10, (len(images),), generator=generator, device="cpu")
+        with torch.backends.cudnn.flags(allow_tf32=False):
+            compared, trained = differences(model, (images.to(device, dtype), labels.to(device)), F.cross_entropy)
+        for what in dict.fromkeys(difference.what for difference in compared):
+            errors_of_kind = [difference.relative for difference in compared if difference.what == what]
+            largest = float(torch.tensor(errors_of_kind, dtype=torch.float64, device="cpu").max())  # NaN if one is
+            passed = passed and largest <= allowed
+            rows.append((str(dtype).removeprefix("torch."), what, f"{largest:.1e}", f"{allowed:.1e}"))
+        try:
+            syncbn.assert_synced(trained)
+        except AssertionError as error:
+            errors.append(str(error))
+    passed = passed and not errors
+    lines = (
+        f"{size} rank{'s' * (size > 1)} ({backend}, {device}) and one process with the whole batch; "
+        f"kernels {syncbn.kernels.available()}",
+        table(("dtype", "what", "error", "allowed"), rows),
+        _cost(device),
+        *errors,
+        "Which layers of your model gain from synchronisation: help(syncbn.measure_local_noise)",
+        "passed" if passed else "FAILED: these ranks do not train as one process does",
+    )
+    return passed, "\n".join(lines)
+
+
+def _model() -> nn.Module:
+    """(N, 3, 16, 16) -> (N, 10)."""
+    layers: list[nn.Module] = []
+    with torch.device("cpu"):
+        for num_channels in (3, 8):
+            layers += nn.Conv2d(num_channels, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU()
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(72, 10), nn.BatchNorm1d(10))
+
+
+def _cost(device: torch.device) -> str:
+    """What an all_reduce of the sums of a layer takes: the median of the slowest rank."""
+    world = dist.group.WORLD
+    if world is None or world.size() == 1:
+        return "One rank has nothing to synchronise: torchrun --standalone --nproc-per-node 2 -m syncbn check"
+    payload = torch.zeros(2 * CHANNELS + TRAILER_NUMBERS, dtype=torch.float64, device=device)
+    measured, caller = [], Caller("syncbn check")
+    for _ in range(WARM_UP + ROUNDS):
+        start = time.perf_counter()
+        reduction_of(None, caller, payload.dtype).total(payload, "forward").cpu()  # which waits for a GPU
+        measured.append(time.perf_counter() - start)
+    median = torch.tensor([statistics.median(measured[WARM_UP:])], dtype=torch.float64, device=device)
+    seconds = all_reduce_max(median, world).item()
+    layer = f"{1e3 * seconds:.2f} ms for the all_reduce of a layer of {CHANNELS} channels"
+    return f"{layer}, {2e3 * LAYERS * seconds:.1f} ms for a step of {LAYERS} such layers"
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ ROOMS = {
 # From the top to the bottom. A module imports only from lines below its own; within a line, nothing of that line.
 ORDER = [
     "__main__",
-    "tools.check",
     "testing lightning",
     "__init__",
     "tools.measure_local_noise",
@@ -73,7 +72,7 @@ KNOWN_TO_COMM = "comm.", "torch_internals.", "call_stack", "texts"
 # Rooms that may know torch.distributed; of its tensors inputs.dtensors; and tests of users' own, which start ranks.
 KNOWS_RANKS = (
     "comm.", "reductions.", "inputs.dtensors", "diagnosis.", "tools.join", "torch_internals.distributed",
-    "testing", "__main__", "tools.check",
+    "testing", "__main__",
 )  # fmt: skip
 
 MODULES = {

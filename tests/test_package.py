@@ -23,7 +23,7 @@ def resources():
 modules, before = set(sys.modules), resources()
 import syncbn
 loaded = set(sys.modules) - modules
-import syncbn.testing, syncbn.tools.check
+import syncbn.testing, syncbn.__main__
 after, libraries = resources(), len(torch.ops.loaded_libraries)
 operators = hasattr(torch.ops.syncbn, "forward_sums_v3")
 print(json.dumps([sorted(loaded), before, after, dist.is_initialized(), operators, libraries]))

@@ -21,7 +21,6 @@ from syncbn import __main__, testing
 from syncbn.__main__ import info
 from syncbn.kernels import cpu
 from syncbn.testing import assert_matches_full_batch
-from syncbn.tools import check
 
 pytestmark = pytest.mark.usefixtures("ranks_start_faster")
 
@@ -156,9 +155,9 @@ def test_exit_statuses_of_check(here: Main, monkeypatch: pytest.MonkeyPatch) -> 
     for said in ("passed", "One rank has nothing to synchronise: torchrun", "help(syncbn.measure_local_noise)"):
         assert said in printed
     assert re.search(r"^float32  parameter  \d\.\de[+-]\d\d  1\.0e-04$", printed, re.MULTILINE)
-    model = check._model()
+    model = __main__._model()
     model.append(nn.RReLU(-2, 2))  # random
-    monkeypatch.setattr(check, "_model", lambda: model)
+    monkeypatch.setattr(__main__, "_model", lambda: model)
     status, printed = here("check")
     assert status == 1
     assert "FAILED" in printed

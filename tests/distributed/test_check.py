@@ -9,12 +9,12 @@ import pytest
 from torch import nn
 from voting import Ranks
 
-from syncbn.tools import check
+from syncbn import __main__ as program
 
 
 @pytest.mark.two_ranks
 def test_ranks_that_drift_apart_do_not_pass(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = check.differences
+    original = program.differences
 
     def differences(*arguments: Any) -> tuple[list[Any], nn.Module]:
         found, trained = original(*arguments)
@@ -22,9 +22,9 @@ def test_ranks_that_drift_apart_do_not_pass(ranks: Ranks, monkeypatch: pytest.Mo
             next(trained.parameters()).data.view(-1)[0] += 0.25
         return found, trained
 
-    assert check.check(ranks.device)[0]
-    monkeypatch.setattr(check, "differences", differences)
-    passed, text = check.check(ranks.device)
+    assert program.check(ranks.device)[0]
+    monkeypatch.setattr(program, "differences", differences)
+    passed, text = program.check(ranks.device)
     assert not passed
     assert all(float(line.split()[2]) < 1e-5 for line in text.splitlines() if line.startswith("float"))
     assert "0.weight: rank" in text

@@ -11,7 +11,7 @@ from training import unchanged
 from voting import Ranks
 
 import syncbn
-from syncbn.tools.check import check
+from syncbn.__main__ import check
 
 C = 3
 # torch's functions that make a tensor on the default device
