@@ -62,16 +62,12 @@ class Options:
 
     def normalized(self, tensors: Tensors) -> Self:
         """The same options with eps and momentum as floats; a momentum in a tensor stays. **Raises** TypeError or
-        ValueError unless each is one real number, and eps is positive."""
+        ValueError unless each is one real number, and eps is positive. A momentum of None needs a counter."""
         momentum, eps = self.momentum, as_eps(self.eps)
-        if momentum is None:
-            if tensors.counter is not None:
-                check_one_number("num_batches_tracked", tensors.counter)
-            elif tensors.running_mean is not None:
-                as_float("momentum", momentum)
-        elif isinstance(momentum, Tensor):
-            check_one_number("momentum", momentum)
-        else:
+        number = tensors.counter if momentum is None else momentum
+        if isinstance(number, Tensor):
+            check_one_number("num_batches_tracked" if momentum is None else "momentum", number, tensors.input)
+        elif number is not None or tensors.running_mean is not None:
             momentum = as_float("momentum", momentum)
         return self if momentum is self.momentum and eps is self.eps else replace(self, momentum=momentum, eps=eps)
 
@@ -91,12 +87,20 @@ def num_channels_of(layer: _BatchNorm) -> int:
     return next(sizes, layer.num_features)
 
 
-def check_one_number(name: str, tensor: Tensor) -> None:
-    """**Raises** ValueError or TypeError unless `tensor` is one real number."""
+def check_one_number(name: str, tensor: Tensor, x: Tensor) -> None:
+    """**Raises** ValueError or TypeError unless `tensor` is one real number, on the device of x or () on the CPU."""
     if tensor.numel() != 1:
         raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(tensor.shape)}")
     if tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"{name} must be a number, got a tensor of {tensor.dtype}")
+    if not (tensor.is_cpu and tensor.ndim == 0):  # which works on any device
+        check_device(name, tensor, x)
+
+
+def check_device(name: str, tensor: Tensor, x: Tensor) -> None:
+    """**Raises** ValueError unless `tensor` is on the device of x."""
+    if tensor.device != x.device:
+        raise ValueError(f"the input is on {x.device} but {name} on {tensor.device}; move one with .to(device)")
 
 
 def as_eps(eps: float) -> float:
@@ -114,7 +118,7 @@ def check_eps(eps: float, training: bool) -> None:
         raise ValueError(f"batch_norm eps must be {kind}, but got {eps}")
 
 
-def as_float(name: str, number: float | None) -> float:
+def as_float(name: str, number: object) -> float:
     """`number` as a float. **Raises** TypeError unless it is a real number, ValueError if it is too large."""
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
         raise TypeError(f"{name} must be a number, got {in_short(number)} of type {type(number).__name__}")

@@ -4,12 +4,12 @@ Nothing is changed before the checks have passed; a fault is raised on all ranks
 """
 
 import contextlib
-from typing import NoReturn, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-from syncbn.arguments import ANY_DIMS, CHECKS_OF_DIMS, SUPPORTED_DTYPES, CheckOfDims, Options, Tensors
+from syncbn.arguments import ANY_DIMS, CHECKS_OF_DIMS, SUPPORTED_DTYPES, CheckOfDims, Options, Tensors, check_device
 from syncbn.kernels.interface import NO_MEMORY
 from syncbn.kernels.select import why_forced
 from syncbn.texts import ONE_VALUE_PER_CHANNEL, in_short
@@ -34,12 +34,7 @@ def checked(tensors: Tensors, options: Options, layer: object) -> Options:
         check_writable("running_var", tensors.running_var)
         check_writable("num_batches_tracked", tensors.counter)
     check_saved(tensors)
-    options = options.normalized(tensors)
-    averages = options.momentum is None
-    number = tensors.counter if averages else options.momentum
-    if isinstance(number, Tensor) and not (number.is_cpu and number.ndim == 0):  # it works on any device
-        _check_device("num_batches_tracked" if averages else "momentum", number, tensors.input)
-    return options
+    return options.normalized(tensors)
 
 
 def check(tensors: Tensors, options: Options, layer: object) -> None:
@@ -133,23 +128,19 @@ def check_channels(x: Tensor, channel_dim: int, num_channels: int | None, per_ch
     actual = x.shape[channel_dim]
     for name, tensor in per_channel.items():
         _check_tensor(name, tensor, x)
+    shapes = [tuple(tensor.shape) for tensor in per_channel.values()] or [(num_channels or actual,)]
+    shape = shapes[0]
+    if len(shape) == 1 and shape != (actual,) and all(other == shape for other in shapes):
+        raise ValueError(
+            f"expected {shape[0]} channels in dim {channel_dim} of the input, got {actual} (input shape "
+            f"{tuple(x.shape)}); correct num_features, channel_last or channel_dim"
+        )
     for name, tensor in per_channel.items():
         if tensor.shape != (actual,):
-            if tensor.ndim == 1 and all(other.shape == tensor.shape for other in per_channel.values()):
-                _refuse_channels(len(tensor), x, channel_dim)
             raise ValueError(
                 f"expected {name} of shape ({actual},), as the input has {actual} channels in dim {channel_dim} (input "
                 f"shape {tuple(x.shape)}), got {tuple(tensor.shape)}; cut or replace it"
             )
-    if num_channels and not per_channel and actual != num_channels:
-        _refuse_channels(num_channels, x, channel_dim)
-
-
-def _refuse_channels(expected: int, x: Tensor, channel_dim: int) -> NoReturn:
-    raise ValueError(
-        f"expected {expected} channels in dim {channel_dim} of the input, got {x.shape[channel_dim]} (input shape "
-        f"{tuple(x.shape)}); correct num_features, channel_last or channel_dim"
-    )
 
 
 def check_like_input(name: str, tensor: Tensor, x: Tensor) -> None:
@@ -176,7 +167,7 @@ def check_mask(mask: Tensor, x: Tensor, channel_dim: int) -> None:
             f"expected mask of shape {tuple(wanted)}, which is the input's {tuple(x.shape)} without the channels' "
             f"dim, with sizes of 1 where all values share it, or ({wanted[0]},); got {tuple(mask.shape)}"
         )
-    _check_device("mask", mask, x)
+    check_device("mask", mask, x)
 
 
 def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
@@ -190,13 +181,7 @@ def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
         raise TypeError(f"{name} is a DTensor, expected this rank's values as a plain tensor: pass {name}.to_local()")
     if tensor.layout != torch.strided and not tensor.is_nested:  # the shape of a NestedTensor is compared
         raise TypeError(f"expected a dense {name}, got layout {tensor.layout}; use {name}.to_dense()")
-    _check_device(name, tensor, x)
-
-
-def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:
-    """**Raises** ValueError unless `tensor` is on the device of x."""
-    if tensor.device != x.device:
-        raise ValueError(f"the input is on {x.device} but {name} on {tensor.device}; move one with .to(device)")
+    check_device(name, tensor, x)
 
 
 def check_writable(name: str, buffer: Tensor | None) -> None:
@@ -217,7 +202,7 @@ def check_writable(name: str, buffer: Tensor | None) -> None:
             raise ValueError(f"{name} cannot be updated in place, as {reason}; replace it by {name}.clone()")
 
 
-def require_two_values(num_values: Tensor, x: Tensor, name: str = "") -> None:
+def require_two_values(num_values: Tensor, x: Tensor) -> None:
     """**Raises** F.batch_norm's ValueError when the whole group has one value per channel.
 
     On a GPU the host would stop to read that: a later call raises, see reductions/faults.py. A compiled graph would
@@ -226,7 +211,7 @@ def require_two_values(num_values: Tensor, x: Tensor, name: str = "") -> None:
     can_read = not is_compiling() and num_values.is_cpu and type(num_values) is Tensor
     if can_read and 1 in innermost(num_values).flatten().tolist():
         raise ValueError(
-            f"{name}{ONE_VALUE_PER_CHANNEL} (input size on this rank {tuple(x.shape)}). Use a larger batch or eval()."
+            f"{ONE_VALUE_PER_CHANNEL} (input size on this rank {tuple(x.shape)}). Use a larger batch or eval()."
         )
 
 

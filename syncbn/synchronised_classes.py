@@ -8,7 +8,6 @@ X's `super().forward(...)` calls ours. If X calls F.batch_norm itself, the mode 
 replaces that by the batch norm of all ranks.
 """
 
-import functools
 from collections.abc import Callable, Collection
 from typing import Any, SupportsIndex, TypeVar
 
@@ -82,7 +81,7 @@ class _KeepsForward(_Made):
         if isinstance(first, Proxy):
             return traced.leaf(self, first.tracer, args, kwargs)
         self._current_options()  # forgets the layer's signature if a setting has changed
-        replaced = BatchNormReplaced(functools.partial(_batch_norm, self))
+        replaced = BatchNormReplaced(self)
         if not self.training or is_compiling():
             with replaced:
                 return super().forward(*args, **kwargs)
@@ -108,20 +107,20 @@ class _KeepsForward(_Made):
 
 
 class BatchNormReplaced(TorchFunctionMode):
-    """Within the context F.batch_norm calls `replacement`, which takes the same arguments."""
+    """Within the context F.batch_norm normalises as in the forward of `layer`."""
 
     saw_operators = False  # a compiled part of the forward calls them, and leaves no note on the layer
 
-    def __init__(self, replacement: Callable[..., Tensor]) -> None:
+    def __init__(self, layer: SyncBatchNorm) -> None:
         super().__init__()
-        self.replacement = replacement
+        self.layer = layer
 
     def __torch_function__(
         self, func: Callable[..., Result], types: Collection[type],
-        args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None,
+        args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None,
     ) -> Result | Tensor:  # fmt: skip
         if func is nn.functional.batch_norm:
-            return self.replacement(*args, **(kwargs or {}))
+            return _batch_norm(self.layer, *args, **(kwargs or {}))
         if isinstance(func, OPERATORS) and not is_compiling():  # a graph may not set attributes
             self.saw_operators = True
         return func(*args, **(kwargs or {}))
