@@ -288,17 +288,16 @@ def batch_norm_backward(
         if weight is None:
             weight = torch.ones_like(mean, dtype=compute_dtype(input.dtype))
         mean, invstd = to_float64(mean), to_float64(invstd)
-        num_values = mean.new_full((1,), layout.sizes[0] * layout.sizes[2])
-        statistics = pack(mean, torch.zeros_like(mean), invstd, num_values)  # the var is unused
+        num_values = mean.new_full((), layout.sizes[0] * layout.sizes[2])
+        # The var is unused, and n is 1: the total is divided by its n below.
+        statistics = pack(mean, torch.zeros_like(mean), invstd, mean.new_ones(1))
         kind = ForwardKind(layout, input.dtype, input.device, weight_dtype=weight.dtype, bias_dtype=weight.dtype)
         needed = needs_input and training, needs_weight, needs_bias, False
         inputs = BackwardInput.of(kind, grad_output.to(input.dtype), (input, weight, statistics, None), needed)
         kernels = inputs.kernels()
         sums, grad_weight, grad_bias = kernels.backward_sums(inputs.dy, inputs.saved)
         sums = total_with_count(sums, num_values, reduction, "backward")
-        statistics = pack(mean, torch.zeros_like(mean), invstd, sums[-TRAILER_NUMBERS : 1 - TRAILER_NUMBERS])
-        inputs = inputs._replace(saved=(inputs.saved[0], weight, statistics, None))
-        grad_input, _ = outputs(kernels, inputs, sums)
+        grad_input, _ = outputs(kernels, inputs, sums / sums[-TRAILER_NUMBERS].clamp(min=1))
         if needs_input and not training:
             scale = from_float64(invstd * to_float64(weight), compute_dtype(input.dtype), input.device)[:, None]
             grad_input = layout.unfold(layout.fold(grad_output) * scale, input.shape).to(input.dtype)

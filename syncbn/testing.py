@@ -30,7 +30,6 @@ START_METHOD = "spawn"  # the ranks get the environment of this process and none
 
 Batch: TypeAlias = Sequence[Tensor]  # the model's input, and what else the loss takes
 Loss: TypeAlias = Callable[..., Tensor]
-Step: TypeAlias = tuple[Tensor | None, Tensor]  # the output, if it is a tensor, and the loss
 
 
 class Difference(NamedTuple):
@@ -115,10 +114,10 @@ def differences(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int = 2) -
     model = data_parallel = copy.deepcopy(model)
     if world is not None:  # DistributedDataParallel gives all ranks rank 0's tensors
         data_parallel, rank, size = nn.parallel.DistributedDataParallel(model), dist.get_rank(), dist.get_world_size()
-    reference, do_more = copy.deepcopy(model), _layers_that_do_more(model)
-    for module in (*model.modules(), *reference.modules()):
+    for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()
+    reference, do_more = copy.deepcopy(model), _layers_that_do_more(model)
     slices = [tensor.tensor_split(size)[rank] for tensor in batch]
     share = len(slices[0]) * size / len(batch[0])  # makes the mean over ranks the mean over samples
     on_ranks = _train(data_parallel, slices, loss_fn, steps, share)
@@ -135,7 +134,7 @@ def differences(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int = 2) -
             dist.all_reduce(loss)
         pairs.append(("loss", f"of step {step}", loss / size, expected_loss))
         # The same on all ranks.
-        if output is not None and expected is not None and expected.ndim and len(expected) == len(batch[0]):
+        if isinstance(expected, Tensor) and expected.ndim and len(expected) == len(batch[0]):
             pairs.append(("output", f"of step {step}", output, expected.tensor_split(size)[rank]))
     for (name, parameter), expected_parameter in zip(model.named_parameters(), reference.parameters(), strict=True):
         if parameter.grad is not None and expected_parameter.grad is not None:
@@ -146,8 +145,8 @@ def differences(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int = 2) -
     return _compared(pairs, world), model
 
 
-def _train(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int, share: float = 1.0) -> list[Step]:
-    """Takes these steps of SGD; the loss is multiplied by `share`."""
+def _train(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int, share: float = 1.0) -> list[tuple[Any, Tensor]]:
+    """The output and the loss of each of these steps of SGD; the loss is multiplied by `share`."""
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     results = []
     for _ in range(steps):
@@ -158,7 +157,7 @@ def _train(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int, share: flo
             raise ValueError(f"loss_fn must return one number, the mean over samples, got shape {tuple(loss.shape)}")
         torch.autograd.backward(loss)
         optimizer.step()
-        results.append((output if isinstance(output, Tensor) else None, loss.detach()))
+        results.append((output, loss.detach()))
     return results
 
 
