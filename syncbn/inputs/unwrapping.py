@@ -37,11 +37,10 @@ def unwrap_and_mask(tensors: Tensors, options: Options) -> tuple[Tensors, Option
     tensors, options, wrap = unwrap(tensors, options)
     if not PLAIN_OR_NONE.issuperset(map(type, tensors)):
         raise TypeError("a tensor is not plain")
-    if tensors.mask is None:
-        return tensors, options, wrap
-    check_saved(tensors)  # a plan does not check the mask
+    if tensors.mask is not None:
+        check_saved(tensors)  # a plan does not check the mask
     tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
-    return tensors, options, apply_to_output if wrap is unchanged else lambda output: wrap(apply_to_output(output))
+    return tensors, options, lambda output: wrap(apply_to_output(output))
 
 
 def unwrap(tensors: Tensors, options: Options, synchronises: bool = True) -> tuple[Tensors, Options, Wrap]:

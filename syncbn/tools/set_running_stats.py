@@ -28,6 +28,7 @@ from syncbn.unsynchronised import CONVERT, unsynchronised
 
 Batch = TypeVar("Batch")
 Count: TypeAlias = float | Mapping[str, float] | None  # see merge_running_stats
+Values: TypeAlias = Sequence[tuple[Tensor, Tensor]]  # for the buffers of a layer, each with whether it is known
 
 _MERGE = Caller("merge_running_stats")
 
@@ -69,12 +70,13 @@ def merge_running_stats(model: nn.Module, count: float | Mapping[str, float] | N
     sums = [_weighted_sums(layer, counts[name], b) for name, layer in layers.items()]
     sums_of_ranks = totals(sums, reduction_of(None, _MERGE, sums[0].dtype), "all_reduce")
     counters = all_reduce_max(torch.stack([buffers_of(layer)[-1] for layer in layers.values()]), world)
-    with _unchanged_after_error(layers.values()):
-        for layer, total, counter in zip(layers.values(), sums_of_ranks, counters, strict=True):
-            (weighted_mean, weighted_square), n = total[:-1].chunk(2), total[-1]
-            mean = weighted_mean / n
-            var = ((weighted_square - n * mean * mean) / (n - b)).clamp(min=0)
-            _overwrite(layer, (mean, var, counter), (n > 0, n > b, counter > 0))
+    merged: list[Values] = []
+    for total, counter in zip(sums_of_ranks, counters, strict=True):
+        (weighted_mean, weighted_square), n = total[:-1].chunk(2), total[-1]
+        mean = weighted_mean / n
+        var = ((weighted_square - n * mean * mean) / (n - b)).clamp(min=0)
+        merged.append(((mean, n > 0), (var, n > b), (counter, counter > 0)))
+    _overwrite(layers.values(), merged)
 
 
 def _weighted_sums(layer: _BatchNorm, count: float | None, b: int) -> Tensor:
@@ -146,11 +148,12 @@ def recompute_running_stats(
             shadowing.take_from_the_last(pool.packed for pool in pools.values())
     if not any(pool.packed[-1].any() for pool in pools.values()):
         raise ValueError("no rank has a batch that reaches a BatchNorm layer, to recompute the running statistics from")
-    with _unchanged_after_error(layers):
-        for layer, pool in pools.items():
-            [mean], [var], [num_values] = unbiased(pool.statistics(), 1)
-            num_calls = pool.packed[-1, 0]
-            _overwrite(layer, (mean, var, num_calls), (num_values > 0, num_values > 1, num_calls > 0))
+    recomputed: list[Values] = []
+    for pool in pools.values():
+        [mean], [var], [num_values] = unbiased(pool.statistics(), 1)
+        num_calls = pool.packed[-1, 0]
+        recomputed.append(((mean, num_values > 0), (var, num_values > 1), (num_calls, num_calls > 0)))
+    _overwrite(layers, recomputed)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -231,19 +234,13 @@ def _check_count(count: Count, names: Iterable[str]) -> None:
             raise ValueError(f"a count of values must be 0, or 1 or more, got {counts[name]} for the layer {name!r}")
 
 
-@contextlib.contextmanager
-def _unchanged_after_error(layers: Iterable[_BatchNorm]) -> Iterator[None]:
-    """Puts the buffers of all layers back if an error ends the block, for instance as one buffer cannot be written."""
+def _overwrite(layers: Iterable[_BatchNorm], values: Iterable[Values]) -> None:
+    """Gives running_mean, running_var and num_batches_tracked of these layers their values where these are known.
+    After an error, for instance as one buffer cannot be written, all are as before."""
     with contextlib.ExitStack() as undo:
-        for layer in layers:
-            for buffer in buffers_of(layer):
-                undo.callback(buffer.copy_, buffer.clone())
-        yield
+        for layer, values_of_layer in zip(layers, values, strict=True):
+            for buffer, (value, is_known) in zip(buffers_of(layer), values_of_layer, strict=True):
+                old, new = buffer.clone(), from_float64(value, buffer.dtype, buffer.device)
+                buffer.copy_(torch.where(is_known.to(buffer.device), new, old))
+                undo.callback(buffer.copy_, old)
         undo.pop_all()
-
-
-def _overwrite(layer: _BatchNorm, values: Sequence[Tensor], known: Sequence[Tensor]) -> None:
-    """Gives running_mean, running_var and num_batches_tracked these values where they are `known`."""
-    for buffer, value, is_known in zip(buffers_of(layer), values, known, strict=True):
-        new = from_float64(value, buffer.dtype, buffer.device)
-        buffer.copy_(torch.where(is_known.to(buffer.device), new, buffer))
