@@ -160,7 +160,7 @@ def _apply(changes: list[Change]) -> None:
     with contextlib.ExitStack() as undo:
         for layer, new_class, attributes in changes:
             undo.callback(_set, layer, type(layer), dict(vars(layer)))
-            kept = {name: value for name, value in vars(layer).items() if name not in (*ADDED, "process_group")}
+            kept = {name: value for name, value in vars(layer).items() if name not in ADDED}
             if class_of(layer) is not type(layer):
                 new_class = type(f"Parametrized{new_class.__name__}", (new_class,), dict(vars(type(layer))))
             _set(layer, new_class, {**kept, **attributes})

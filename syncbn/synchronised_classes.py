@@ -32,11 +32,9 @@ OURS: dict[type[nn.Module], type[SyncBatchNorm]] = {
     nn.SyncBatchNorm: SyncBatchNorm,
 }
 
-# A conversion adds these attributes to a layer; a revert takes them away.
-ADDED = (
-    "_original_class", "_process_group", "channel_last", "fuse_relu", "_synchronised_ranks", "_call_site", "_options",
-    "_train_over_ranks",
-)  # fmt: skip
+# Attributes that a conversion gives to a layer and a revert takes away. process_group, a property of ours, is an
+# attribute of an nn.SyncBatchNorm.
+ADDED = "process_group", "_original_class", "_train_over_ranks", *SyncBatchNorm.__annotations__
 
 NOT_KNOWN = 0  # in place of the number of ranks: a step in eager mode has not noted it
 

@@ -99,7 +99,7 @@ def _remedy(module: nn.Module, is_held: bool) -> str | None:
             if original.__module__.startswith("timm."):
                 return "do not call timm's convert_sync_batchnorm first: timm's own BatchNorm layers can be converted"
             return "a subclass of nn.SyncBatchNorm communicates by itself, derive it from nn.BatchNorm1d, 2d or 3d"
-        taken = [name for name in ("process_group", *ADDED) if hasattr(module, name)]
+        taken = [name for name in ADDED if hasattr(module, name)]
         if taken:
             return f"has attributes that ours need, rename {', '.join(taken)}"
     if "forward" in vars(module):
