@@ -14,7 +14,7 @@ from syncbn.kernels.interface import NO_MEMORY
 from syncbn.kernels.select import why_forced
 from syncbn.texts import ONE_VALUE_PER_CHANNEL, in_short
 from syncbn.torch_internals.autograd import innermost, is_wrapped, is_zero_tensor, levels_of_vmap, overlaps_itself
-from syncbn.torch_internals.guards import is_freed
+from syncbn.torch_internals.guards import lack_memory
 from syncbn.torch_internals.state import PLAIN_CLASSES, inside_functorch, is_compiling
 
 NUMBERED = {2: "1d", 3: "1d", 4: "2d", 5: "3d"}  # the class for an input with this number of dims
@@ -26,7 +26,7 @@ def checked(tensors: Tensors, options: Options, layer: object) -> Options:
     check(tensors, options, layer)
     if not is_compiling():
         why_forced()
-        if any(_is_plain(tensor) and is_freed(tensor) for tensor in tensors):
+        if lack_memory([tensor for tensor in tensors if _is_plain(tensor)]):
             raise RuntimeError(NO_MEMORY)
         if inside_functorch():
             _check_stacked(tensors)
