@@ -59,6 +59,10 @@ def unwrap(
         )
     rows = [_row(placement, options.channel_dim, x.ndim) for placement in placements]
     _, for_parameters, for_gradients = zip(*rows, strict=True)
+    all_channels = channels = None  # of all ranks and of this one, where they are sharded
+    if Shard(0) in for_parameters:
+        all_channels, channels = (sizes[options.channel_dim] for sizes in (shape, x.to_local().shape))
+        options = replace(options, num_channels=None)
 
     def local(name: str, wanted: "Placements", for_gradient: "Placements | None" = None) -> Tensor | None:
         tensor: Tensor | None = getattr(tensors, name)
@@ -69,7 +73,6 @@ def unwrap(
                     f"{wanted} there, got {tensor.placements} on {tensor.device_mesh}; redistribute it"
                 )
             return tensor.to_local(grad_placements=for_gradient)
-        all_channels, channels = shape[options.channel_dim], x.to_local().shape[options.channel_dim]
         if name in PER_CHANNEL and tensor is not None and tensor.shape == (all_channels,) != (channels,):
             raise ValueError(
                 f"the input is a DTensor whose channels are sharded, its placements are {placements}, but {name} has "
@@ -82,8 +85,6 @@ def unwrap(
     per_channel = {name: local(name, for_parameters, for_gradients) for name in PER_CHANNEL}
     counter = tensors.counter.to_local() if is_dtensor(tensors.counter) else tensors.counter
     unwrapped = tensors._replace(input=x.to_local(), z=local("z", placements), counter=counter, **per_channel)
-    if Shard(0) in for_parameters:
-        options = replace(options, num_channels=None)
     if synchronises:
         group = group_of(x, options.channel_dim)
         if options.process_group is not None:

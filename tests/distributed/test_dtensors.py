@@ -194,6 +194,9 @@ def test_what_does_not_fit_on_one_rank_is_refused_on_all(ranks: Ranks) -> None:
         ("process_group is ranks", lambda: sync_batch_norm(
             good, None, None, training=True, process_group=alone if first else None
         )),
+        ("channel_dim=7 does not exist in an input of shape", lambda: sync_batch_norm(
+            good, layer.running_mean, layer.running_var, training=True, channel_dim=7 if first else 1
+        )),
     ):  # fmt: skip
         with (
             unchanged(layer),
