@@ -41,7 +41,7 @@ class Recent:
             self.entries = (entry, *self.entries)[:MOST_ENTRIES]
 
 
-def is_freed(tensor: Tensor) -> bool:
+def _is_freed(tensor: Tensor) -> bool:
     """Whether its memory was freed, as by a resize of its storage to 0 bytes."""
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
@@ -50,7 +50,7 @@ def lack_memory(tensors: Sequence[Tensor]) -> bool:
     """Whether the memory of any of these tensors was freed. Its address is then its offset: 0, or more in a view, as of
     a flat parameter of FSDP1."""
     may_lack_it = 0 in map(Tensor.data_ptr, tensors) or any(map(Tensor.storage_offset, tensors))
-    return may_lack_it and any(map(is_freed, tensors))
+    return may_lack_it and any(map(_is_freed, tensors))
 
 
 def new_check(*tensors: Tensor | None) -> Check:
