@@ -7,29 +7,26 @@ import torch
 from torch import Tensor
 
 from syncbn.arguments import Options, Tensors
+from syncbn.batch_stats import sync_batch_stats as sync_batch_stats
 from syncbn.call_stack import hides_checks
 from syncbn.checks import check_channels, check_input, check_like_input
 from syncbn.comm.groups import GroupSpec, MeshGroup, ProcessGroupLike, to_spec
 from syncbn.diagnosis.sites import Caller
 from syncbn.evaluation import evaluate
-from syncbn.general import Constants
 from syncbn.gradients import BackwardInput, outputs
-from syncbn.inputs.unwrapping import apply_mask, without_gaps
 from syncbn.kernels.interface import TRAILER_NUMBERS, ForwardKind
-from syncbn.kernels.select import apply_function, general_back_end, torch_forward, why_forced
+from syncbn.kernels.select import why_forced
 from syncbn.layout import Layout
-from syncbn.plan import kind_of
 from syncbn.raising import raise_on_all_ranks
-from syncbn.reductions.choice import note_ranks, reduction_now
+from syncbn.reductions.choice import reduction_now
 from syncbn.reductions.interface import ONE_RANK, Reduction
-from syncbn.reductions.totals import total, total_with_count
+from syncbn.reductions.totals import total_with_count
 from syncbn.statistics import compute_dtype, from_float64, pack, to_float64
 from syncbn.torch_internals.autograd import jagged_parts
-from syncbn.torch_internals.state import is_compiling, recorded
-from syncbn.training import prepared, train
+from syncbn.torch_internals.state import is_compiling
+from syncbn.training import train
 
 _SYNC_BATCH_NORM = Caller("sync_batch_norm")
-_SYNC_BATCH_STATS = Caller("sync_batch_stats", needs_two_values=False)
 _BATCH_NORM_BACKWARD = Caller("batch_norm_backward")
 
 
@@ -132,98 +129,6 @@ def _options_of(momentum: Any, eps: float, channel_dim: int, relu: bool, spec: G
         options = Options(*values)
         _last = values, options
     return options
-
-
-@hides_checks
-def sync_batch_stats(
-    input: Tensor, process_group: ProcessGroupLike = None, *, channel_dim: int = 1, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    r"""The mean, the biased variance and the number of values of each channel, over all ranks of a process group.
-
-        forward   n = sum_r n_r      mean = sum_r sum x / n      var = max(0, sum_r sum x^2 / n - mean^2)
-        backward  grad_input = (sum_r dmean_r + 2 * (x - mean) * sum_r dvar_r) / n
-
-    For losses and layers that need the batch's statistics themselves. All ranks get the same numbers, bit by bit. They
-    are differentiable as often as one likes; each derivative is that of the sum of the ranks' losses. So where every
-    rank computes the same loss from them, divide that by the number of ranks, unless DistributedDataParallel averages
-    the gradients.
-
-    Issues one all_reduce of 8 * (2C + 4) bytes in forward and one in backward, also with create_graph=True; none with
-    one rank or without a process group. Every rank of the group must make the same calls in the same order, and so the
-    same backwards: `requires_grad` of the input must agree on all ranks.
-
-    Args:
-        input: as in `sync_batch_norm`; a rank may have no values.
-        process_group, channel_dim, mask: as in `sync_batch_norm`.
-
-    Returns:
-        (mean, var, count): mean and var (C,), float32, or float64 for float64 input; 0 where no rank has a value.
-        count (), int64, the number n of values of a channel, without a gradient. The unbiased variance is
-        var * count / (count - 1). All are plain tensors; for a DTensor whose channels are sharded those of this rank's
-        channels.
-
-    Raises:
-        RuntimeError: as `sync_batch_norm`.
-        ValueError, TypeError: a bad argument. In eager mode every rank raises, the others (on a GPU at a later call) an
-            error with the faulty ranks' numbers, as long as the input has a dim `channel_dim`.
-
-    >>> mean, var, count = sync_batch_stats(torch.tensor([[1.0, 10.0], [3.0, 30.0]]))  # (N, C) on the only rank
-    >>> mean, var, count
-    (tensor([ 2., 20.]), tensor([  1., 100.]), tensor(2))
-    """
-    options = Options(channel_dim=channel_dim, process_group=to_spec(process_group))
-    tensors, options, reduction, _ = prepared(Tensors(input, mask=mask), options, _SYNC_BATCH_STATS)
-    with recorded("syncbn.forward"), reduction.telling_errors("forward"):
-        tensors = without_gaps(apply_mask(tensors, channel_dim)[0], options)
-        x = tensors.input
-        (sums,) = apply_function(_Sums, Constants(kind_of(tensors, options), reduction), x, tensors.num_values)
-    note_ranks(_SYNC_BATCH_STATS, reduction)
-    count = sums[-TRAILER_NUMBERS].detach()
-    mean, mean_square = (sums[:-TRAILER_NUMBERS] / count.clamp(min=1)).chunk(2)
-    var = mean_square - mean.square()
-    var = var + (var.clamp(min=0) - var).detach()  # the clamp must not stop the gradients of a constant channel
-    mean, var = (from_float64(values, compute_dtype(x.dtype), x.device) for values in (mean, var))
-    return mean, var, from_float64(count, torch.int64, x.device)
-
-
-class _Sums(torch.autograd.Function):
-    """(constants, x, num_values) -> the sums over all ranks, packed as in statistics.py.
-
-    The arguments are those of general.SyncBatchNormFunction. Saved for backward: x and the sums. Collectives: one
-    all_reduce each way. The gradient is d sum + 2 x d sum of squares; x is taken as center + (x - center), by any
-    constant center, so that second derivatives need no other.
-    """
-
-    @staticmethod
-    def forward(constants: Constants, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
-        sums = general_back_end(constants.kind, x).Forward(constants.kind).forward_sums(x)
-        return (total_with_count(sums, num_values, constants.reduction, "forward"),)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor]) -> None:
-        constants, x, _ = inputs
-        ctx.kind, ctx.reduction = constants.kind, constants.reduction
-        ctx.save_for_backward(x, *output)
-
-    @staticmethod
-    def backward(ctx: Any, grad_sums: Tensor) -> tuple[None, Tensor, None]:
-        num_channels = ctx.kind.layout.sizes[1]
-        with recorded("syncbn.backward"), ctx.reduction.telling_errors("backward"):
-            x, sums = ctx.saved_tensors
-            center = sums.detach()[:num_channels] / sums[-TRAILER_NUMBERS].detach().clamp(min=1)
-            grad_sum, grad_square = total(grad_sums, ctx.reduction, "backward")[:-TRAILER_NUMBERS].chunk(2)
-            at_center, slope = grad_sum + 2 * grad_square * center, 2 * grad_square
-            if torch.is_grad_enabled():
-                kernels, layout = torch_forward(ctx.kind), ctx.kind.layout
-                xmu = kernels.minus_mean(layout.fold(x), center)
-                wide_grad_x = kernels.column(at_center) + kernels.column(slope) * xmu
-                return None, layout.unfold(wide_grad_x, x.shape).to(x.dtype), None
-            # The same as the output of a batch norm: sums of squares 0 and eps 1 make the variance 0 and invstd 1.
-            kind = ctx.kind._replace(eps=1.0, weight_dtype=torch.float64, bias_dtype=torch.float64)
-            x = kind.layout.dense(x.to(kind.dtype))  # saved_tensors_hooks may have rounded or moved it
-            sums = torch.cat((center, torch.zeros_like(center), center.new_ones(TRAILER_NUMBERS)))
-            inputs = x, slope, at_center, None
-            return None, general_back_end(kind, x, slope).Forward(kind).forward_outputs(inputs, sums)[0], None
 
 
 @hides_checks

@@ -39,6 +39,7 @@ ORDER = [
     "unsynchronised",
     "calls_of_batch_norm synchronised_classes tools.accumulate_running_stats tools.join tools.assert_synced",
     "functional layer",
+    "batch_stats",
     "training evaluation",
     "ordinary general",
     "gradients raising",
