@@ -26,7 +26,7 @@ from syncbn.plan import backward_plan
 from syncbn.raising import raise_on_all_ranks
 from syncbn.reductions.eager import reduction_of
 from syncbn.reductions.interface import Reduction
-from syncbn.torch_internals.autograd import direct_apply, saves_by_hooks
+from syncbn.torch_internals.autograd import direct_apply
 from syncbn.torch_internals.state import runs_plainly
 
 
@@ -66,9 +66,9 @@ class _Step(torch.autograd.Function):
 
     `computed` hides y and the statistics in a tuple: autograd treats bare tensor arguments as inputs.
 
-    Saved for backward: x, weight, the statistics, y when relu is fused behind a residual, and the total of several
-    ranks, which tells this call from others. Collectives: one all_reduce each way, see reductions/eager.py; none for
-    one rank. Backward issues its all_reduce whatever needs_input_grad says: another rank may need the sums.
+    Saved for backward: x, weight, the statistics, and y when relu is fused behind a residual. Collectives: one
+    all_reduce each way, see reductions/eager.py; none for one rank. Backward issues its all_reduce whatever
+    needs_input_grad says: another rank may need the sums.
     """
 
     @staticmethod
@@ -76,12 +76,8 @@ class _Step(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
         computed: tuple[Tensor, Tensor, ForwardKernels, Reduction],
     ) -> Tensor:  # fmt: skip
-        y, statistics, ctx.kernels, reduction = computed
-        ctx.reduction, total = reduction, None
-        # The reduction keeps the total only beside hooks, which could round it on this rank alone.
-        if reduction.forward_total is not None and not saves_by_hooks():
-            total, reduction.forward_total = reduction.forward_total, None
-        ctx.save_for_backward(x, weight, statistics, y if ctx.kernels.kind.masks_by_y else None, total)
+        y, statistics, ctx.kernels, ctx.reduction = computed
+        ctx.save_for_backward(x, weight, statistics, y if ctx.kernels.kind.masks_by_y else None)
         return y
 
     @staticmethod
@@ -89,8 +85,7 @@ class _Step(torch.autograd.Function):
         reduction, forward, kernels = ctx.reduction, ctx.kernels, None
         needed = _, _, _, needs_residual = ctx.needs_input_grad[:4]
         try:
-            x, weight, statistics, y, total = ctx.saved_tensors  # calls hooks of users and activation checkpointing
-            saved, forward_total = (x, weight, statistics, y), reduction.forward_total if total is None else total
+            x, _, _, y = saved = ctx.saved_tensors  # calls hooks of users and activation checkpointing
             # A profiler shows the range of this node, _StepBackward.
             if runs_plainly(dy) and not torch.is_grad_enabled():
                 if dy.stride() != x.stride():
@@ -99,12 +94,11 @@ class _Step(torch.autograd.Function):
                 if kernels is None:
                     kernels = backward_plan(forward, dy, saved, needed)
             if kernels is None:
-                reduction.forward_total = forward_total
                 return *gradients.gradients(forward.kind, dy, saved, needed, reduction), None
 
             mailbox = reduction.mailbox("backward", x.device) if x.is_cuda else None
             signature = reduction.signatures["backward", x.dtype]
-            of_call = signature, reduction.group is None, forward_total
+            of_call = signature, reduction.group is None, reduction.forward_total
             sums, *of_parameters, scratch = kernels.backward_sums(dy, saved, *of_call)
         except Exception as error:
             reduction.leave_out(error, "backward")

@@ -74,18 +74,13 @@ def test_guards_tell_tensors_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recent.found_for([x]) is None
 
 
-def test_saves_by_hooks() -> None:
-    assert not autograd.saves_by_hooks()
-    with torch.autograd.graph.save_on_cpu():
-        assert autograd.saves_by_hooks()
-    seen: list[bool] = []
-
-    def function(x: Tensor) -> Tensor:
-        seen.append(autograd.saves_by_hooks())
-        return x.sin()
-
-    checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
-    assert seen == [True, True]  # in the recompute, too: both save as many tensors
+def test_keeps_graph() -> None:
+    seen = [autograd.keeps_graph()]
+    y = torch.ones(2, requires_grad=True).sin()
+    y.register_hook(lambda _: seen.append(autograd.keeps_graph()))
+    for retain_graph in (True, False):
+        y.sum().backward(retain_graph=retain_graph)
+    assert seen == [True, True, False]
 
 
 def test_levels_of_vmap() -> None:

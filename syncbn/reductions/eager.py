@@ -23,6 +23,7 @@ from syncbn.reductions.faults import GroupBox, agree_on_name, captured_tag
 from syncbn.reductions.guards import guards, joined_group
 from syncbn.reductions.interface import NO_SIGNATURES, ONE_RANK, TRANSFORMED_GRAPH, Reduction
 from syncbn.reductions.resolving import resolve
+from syncbn.torch_internals.autograd import keeps_graph
 from syncbn.torch_internals.distributed import stream_of
 from syncbn.torch_internals.state import current_dispatch_mode
 
@@ -77,6 +78,8 @@ class EagerReduction(Reduction):
                     fault = fault_in_total(collective, trailer, error)
         if pass_name == "forward":
             self.forward_total = total
+        elif pass_name == "backward" and not keeps_graph():  # the loss may be kept, and with it this reduction
+            self.forward_total = None
         if fault is not None:  # outside of the context, which would say that the collective failed
             raise fault
         return total

@@ -44,7 +44,7 @@ class Reduction(ABC):
     group: dist.ProcessGroup | None  # None for one rank
     num_ranks: int | None  # None in a graph, where it is unused
     signatures: Signatures
-    forward_total: Tensor | None = None  # of this call, if there are other ranks, until autograd saves it
+    forward_total: Tensor | None = None  # of this call, if there are other ranks, until its graph is freed
     is_read = False  # whether a rank with an error may join with NaN: ranks, or their GPUs, read the totals
 
     @abstractmethod

@@ -12,6 +12,9 @@ is_batched_gradient: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_ba
 # Whether a transform of torch.func has wrapped this tensor; the transform may have ended since.
 is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
+# Whether the backward that calls this keeps its graph (retain_graph=True); True outside of a backward.
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
 # Whether the tensor has no memory: torch makes up its zeros.
 is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
 
@@ -25,11 +28,6 @@ def overlaps_itself(tensor: Tensor) -> bool:
 # Tells autograd that code has written to these tensors without the dispatcher. The public function,
 # torch.autograd.graph.increment_version, makes three calls more.
 increment_version: Callable[[Collection[Tensor]], None] = torch._C._increment_version
-
-
-def saves_by_hooks() -> bool:
-    """Whether saved_tensors_hooks pack what autograd saves now, as activation checkpointing's do."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
