@@ -27,7 +27,7 @@ import syncbn
 from syncbn.comm.text_exchange import all_reduce_max
 from syncbn.diagnosis.sites import Caller
 from syncbn.kernels.interface import TRAILER_NUMBERS
-from syncbn.reductions.eager import reduction_of
+from syncbn.reductions.choice import reduction_of
 from syncbn.testing import TOLERANCES, differences
 from syncbn.tools.summary import table
 

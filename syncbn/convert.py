@@ -16,7 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from syncbn.call_stack import warn
 from syncbn.comm.groups import ProcessGroupLike, to_spec, torch_group
 from syncbn.layer import SyncBatchNorm
-from syncbn.reductions.resolving import make_groups
+from syncbn.reductions.choice import make_groups
 from syncbn.synchronised_classes import ADDED, class_of, synchronised_class
 from syncbn.unsynchronised import CONVERT, description, first_names, unsynchronised
 

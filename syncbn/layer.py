@@ -17,7 +17,7 @@ from syncbn.diagnosis.sites import Site
 from syncbn.diagnosis.watchdog import note_evaluation
 from syncbn.evaluation import evaluate
 from syncbn.inputs import traced
-from syncbn.reductions.resolving import make_groups
+from syncbn.reductions.choice import make_groups
 from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling, runs_plainly
 from syncbn.training import train
 

@@ -24,7 +24,7 @@ from syncbn.diagnosis.sites import CallsOnGroups
 from syncbn.kernels.interface import ForwardKernels
 from syncbn.plan import backward_plan
 from syncbn.raising import raise_on_all_ranks
-from syncbn.reductions.eager import reduction_of
+from syncbn.reductions.choice import reduction_of
 from syncbn.reductions.interface import Reduction
 from syncbn.torch_internals.autograd import direct_apply
 from syncbn.torch_internals.state import runs_plainly

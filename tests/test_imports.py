@@ -11,11 +11,10 @@ PACKAGE = Path(syncbn.__file__).parent
 ROOMS = {
     "reductions": [
         "reductions.join_protocol reductions.choice",
-        "reductions.graph reductions.totals",
-        "reductions.eager",
+        "reductions.eager reductions.totals",
         "reductions.faults",
-        "reductions.agreement reductions.resolving reductions.interface",
-        "reductions.guards",
+        "reductions.agreement",
+        "reductions.interface",
     ],
     "diagnosis": [
         "diagnosis.collective",

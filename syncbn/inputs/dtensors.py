@@ -21,7 +21,7 @@ from torch import Tensor
 from syncbn.arguments import PER_CHANNEL, Options, Tensors
 from syncbn.comm.groups import GlobalRanks, MeshGroup, ranks_in
 from syncbn.layout import CHANNELS_LAST
-from syncbn.reductions.resolving import resolve
+from syncbn.reductions.choice import resolve
 from syncbn.torch_internals.state import is_compiling
 
 if TYPE_CHECKING:

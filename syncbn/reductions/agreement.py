@@ -10,7 +10,7 @@ from syncbn.diagnosis.collective import Collective
 from syncbn.diagnosis.failures import RanksDifferError
 from syncbn.diagnosis.names import may_be_one_layer
 from syncbn.diagnosis.positions import WITH_GRAPH
-from syncbn.reductions.guards import joined_group
+from syncbn.reductions.interface import joined_group
 
 Part: TypeAlias = dict[str, Any]  # a rank's part in a collective of a layer
 

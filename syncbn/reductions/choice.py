@@ -1,13 +1,19 @@
-"""Chooses the reduction of a call as torch is running now, and notes on the layer over how many ranks it went."""
+"""Chooses the reduction of a call: finds or makes the process group, and asks whether torch compiles."""
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from syncbn.comm.groups import SpecOfCall
-from syncbn.diagnosis.sites import CallsOnGroups
-from syncbn.reductions.eager import reduction_of
-from syncbn.reductions.graph import reduction_in_graph
-from syncbn.reductions.interface import Reduction
-from syncbn.torch_internals.state import is_compiling, is_jit_tracing
+from syncbn.comm import groups
+from syncbn.comm.all_reduce import all_reduce, exchanges
+from syncbn.comm.groups import MeshGroup, SpecOfCall
+from syncbn.diagnosis.collective import Collective
+from syncbn.diagnosis.sites import Caller, CallsOnGroups, new_site
+from syncbn.kernels.interface import Mailbox
+from syncbn.reductions.eager import EagerReduction
+from syncbn.reductions.interface import ONE_RANK, TRANSFORMED_GRAPH, Reduction, guards, joined_group
+from syncbn.torch_internals.distributed import group_in_graph
+from syncbn.torch_internals.state import inside_vmap_or_forward_mode, is_compiling, is_jit_tracing
 
 
 def reduction_now(spec: SpecOfCall, caller: CallsOnGroups, input: Tensor | None) -> Reduction:
@@ -23,7 +29,105 @@ def reduction_now(spec: SpecOfCall, caller: CallsOnGroups, input: Tensor | None)
     return reduction_of(spec, caller, getattr(input, "dtype", None))
 
 
+def reduction_of(spec: SpecOfCall, caller: CallsOnGroups, dtype: torch.dtype | None) -> Reduction:
+    """The reduction over the ranks that a call synchronises in eager mode; counts the call. See `resolve`."""
+    group = dist.group.WORLD if spec is None else groups.existing(spec)
+    if group is None and spec is None:
+        groups.warn_if_meant_for_several_ranks()
+        return ONE_RANK
+    site = caller._call_site
+    # The site of the last call is used again if it still fits; a guard may bring a group of its own.
+    if group is None or site is None or site.group() is not group or site.caller() is not caller or guards:
+        group = resolve(spec)
+        if group is None:
+            return ONE_RANK
+        site = new_site(caller, group)
+        object.__setattr__(caller, "_call_site", site)  # a layer's own may refuse
+    return EagerReduction(group, site, dtype)
+
+
+class GraphReduction(Reduction):
+    """The ranks of a group in a compiled graph, which cannot tell its layer. The total is not read there."""
+
+    group: dist.ProcessGroup
+    num_ranks = None
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def all_reduce(self, payload: Tensor, pass_name: str, mailbox: Mailbox | None = None) -> Tensor:
+        if inside_vmap_or_forward_mode():  # Dynamo would lose the total
+            raise RuntimeError(TRANSFORMED_GRAPH)
+        return all_reduce(payload, group_in_graph(self.group), exchanges(self.group))
+
+
+def reduction_in_graph(spec: SpecOfCall) -> Reduction:
+    """**Raises** RuntimeError where new groups would have to be made, and inside syncbn.join."""
+    if not dist.is_initialized():  # in graphs of torch 2.11 WORLD itself is never None
+        return ONE_RANK
+    if joined_group() is not None:
+        where = "inside syncbn.join and recompute_running_stats"
+        raise RuntimeError(f"{where} nothing may be compiled: leave out torch.compile")
+    group = groups.existing(spec)
+    if group is None and not isinstance(spec, MeshGroup):
+        remedy = "construct or convert the layers after torch.distributed.init_process_group()"
+        what = f"process_group={spec!r} needs new groups, which cannot be made inside a compiled graph"
+        raise RuntimeError(f"{what}; {remedy}")
+    return ONE_RANK if group is None or group.size() == 1 else GraphReduction(group)
+
+
 def note_ranks(caller: CallsOnGroups, reduction: Reduction) -> None:
     """Note over how many ranks the caller was synchronised."""
     if not is_compiling():  # where an attribute that changes would compile a graph again
         object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)  # a layer's own may refuse
+
+
+def resolve(spec: SpecOfCall) -> dist.ProcessGroup | None:
+    """The group to synchronise over now; None for a group of one rank, and when there is no process group.
+
+    The first call with an int or "node" makes the groups. **Raises** ValueError for a part of the ranks inside
+    syncbn.join; and as `groups.existing`.
+    """
+    make_groups(spec)
+    group = groups.existing(spec)
+    if not (dist.is_initialized() or isinstance(spec, MeshGroup)):
+        groups.warn_if_meant_for_several_ranks()
+    if group is None or group.size() == 1:
+        return None
+    joined = joined_group()
+    if joined is not None and group.size() < joined.size():
+        wanted = f"every layer must synchronise over all {joined.size()} ranks, not over {group.size()}"
+        where = "inside syncbn.join and recompute_running_stats"
+        raise ValueError(f"{where} {wanted} (process_group={spec!r}); set process_group=None")
+    return joined or group
+
+
+def make_groups(spec: SpecOfCall) -> None:
+    """Make the groups that an int or "node" needs, unless they are made: a collective over ALL ranks of the default
+    group, which tells the other ranks where this rank waits.
+
+    **Raises** ValueError on every rank when the ranks ask for different groups, or their number does not divide.
+    """
+    default_group = dist.group.WORLD
+    if default_group is not None and isinstance(spec, (int, str)) and groups.existing(spec) is None:
+        caller = Caller(f"the making of groups for process_group={spec!r}", is_signed=False)
+        with Collective(new_site(caller, default_group), 1, "making"):
+            groups.make(spec, default_group)
+
+
+def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
+    """This rank's group of `group_size` consecutive ranks, as apex's function of the same name.
+
+    A collective over all ranks of the default group the first time a size is asked for. 0 means all ranks: None.
+
+    **Raises** ValueError when `group_size` is negative, exceeds the number of ranks or does not divide it; RuntimeError
+    before init_process_group.
+    """
+    if group_size == 0:
+        return None
+    if group_size < 0:
+        raise ValueError(f"group_size must not be negative, got {group_size}")
+    if dist.group.WORLD is None:
+        raise RuntimeError("create_syncbn_process_group needs torch.distributed.init_process_group() first")
+    make_groups(group_size)
+    return groups.existing(group_size)

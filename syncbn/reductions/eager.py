@@ -8,21 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncbn.comm import groups
 from syncbn.comm.all_reduce import all_reduce
 from syncbn.comm.text_exchange import all_gather, by_rank
 from syncbn.diagnosis.collective import Collective
 from syncbn.diagnosis.failures import warn_not_finite
 from syncbn.diagnosis.mailbox import Box
 from syncbn.diagnosis.positions import OF_STACK
-from syncbn.diagnosis.sites import CallsOnGroups, Site, new_site
+from syncbn.diagnosis.sites import Site
 from syncbn.kernels import reference, select
 from syncbn.kernels.interface import FAULT, SIGNATURE_NUMBERS, TRAILER_NUMBERS, UNSIGNED, Mailbox
 from syncbn.reductions.agreement import fault_in_total
 from syncbn.reductions.faults import GroupBox, agree_on_name, captured_tag
-from syncbn.reductions.guards import guards, joined_group
-from syncbn.reductions.interface import NO_SIGNATURES, ONE_RANK, TRANSFORMED_GRAPH, Reduction
-from syncbn.reductions.resolving import resolve
+from syncbn.reductions.interface import NO_SIGNATURES, TRANSFORMED_GRAPH, Reduction, guards, joined_group
 from syncbn.torch_internals.autograd import keeps_graph
 from syncbn.torch_internals.distributed import stream_of
 from syncbn.torch_internals.state import current_dispatch_mode
@@ -148,20 +145,3 @@ class EagerReduction(Reduction):
 
     def other_collective(self, pass_name: str) -> Collective:
         return Collective(self.site, self.call, pass_name)
-
-
-def reduction_of(spec: groups.SpecOfCall, caller: CallsOnGroups, dtype: torch.dtype | None) -> Reduction:
-    """The reduction over the ranks that a call synchronises in eager mode; counts the call. See `resolve`."""
-    group = dist.group.WORLD if spec is None else groups.existing(spec)
-    if group is None and spec is None:
-        groups.warn_if_meant_for_several_ranks()
-        return ONE_RANK
-    site = caller._call_site
-    # The site of the last call is used again if it still fits; a guard may bring a group of its own.
-    if group is None or site is None or site.group() is not group or site.caller() is not caller or guards:
-        group = resolve(spec)
-        if group is None:
-            return ONE_RANK
-        site = new_site(caller, group)
-        object.__setattr__(caller, "_call_site", site)  # a layer's own may refuse
-    return EagerReduction(group, site, dtype)

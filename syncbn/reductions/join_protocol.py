@@ -24,7 +24,7 @@ from syncbn.comm.text_exchange import all_gather_json, by_rank
 from syncbn.diagnosis.collective import Collective
 from syncbn.diagnosis.sites import Caller, CallsOnGroups, new_site, skip_first_meeting
 from syncbn.reductions.eager import EagerReduction
-from syncbn.reductions.guards import Guard, guarded_by, joined_group
+from syncbn.reductions.interface import Guard, guarded_by, joined_group
 from syncbn.statistics import to_float64
 from syncbn.texts import in_words
 from syncbn.torch_internals.distributed import device_of, timeout_of

@@ -23,7 +23,7 @@ from syncbn.diagnosis import report
 from syncbn.diagnosis.sites import Caller
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.layer import SyncBatchNorm
-from syncbn.reductions.guards import guarded_by
+from syncbn.reductions.interface import guarded_by
 from syncbn.reductions.join_protocol import ITERATION, Shadowing
 from syncbn.torch_internals.distributed import JoinAfter
 from syncbn.torch_internals.modules import is_compiled

@@ -25,10 +25,9 @@ from syncbn.convert import check_module
 from syncbn.diagnosis.sites import Caller
 from syncbn.inputs.unwrapping import expanded_mask
 from syncbn.layer import SyncBatchNorm
-from syncbn.reductions.eager import reduction_of
+from syncbn.reductions.choice import reduction_of, resolve
 from syncbn.reductions.interface import Reduction
 from syncbn.reductions.join_protocol import refuse_inside_join
-from syncbn.reductions.resolving import resolve
 from syncbn.reductions.totals import totals
 from syncbn.statistics import compute_dtype, from_sums, to_float64, unpack
 from syncbn.tools.summary import bytes_if_synchronised, table

@@ -18,7 +18,7 @@ from syncbn.comm.text_exchange import all_reduce_max, require_equal
 from syncbn.convert import convert_syncbn_model, revert_syncbn_model
 from syncbn.diagnosis.sites import Caller
 from syncbn.layer import SyncBatchNorm
-from syncbn.reductions.eager import reduction_of
+from syncbn.reductions.choice import reduction_of
 from syncbn.reductions.join_protocol import Shadowing
 from syncbn.reductions.totals import totals
 from syncbn.statistics import from_float64, to_float64, unbiased

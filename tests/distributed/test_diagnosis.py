@@ -33,8 +33,8 @@ from syncbn.diagnosis.collective import Collective
 from syncbn.diagnosis.positions import WITH_GRAPH, Position, Wait
 from syncbn.diagnosis.sites import Caller, smallest_signature
 from syncbn.kernels import cpu, operators
-from syncbn.reductions.eager import reduction_of
-from syncbn.reductions.guards import Guard, guarded_by
+from syncbn.reductions.choice import reduction_of
+from syncbn.reductions.interface import Guard, guarded_by
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="signatures are for CPUs")
 

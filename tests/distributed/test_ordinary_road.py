@@ -22,7 +22,7 @@ from syncbn.comm import text_exchange
 from syncbn.diagnosis.collective import Collective
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available
-from syncbn.reductions.guards import Guard, guarded_by
+from syncbn.reductions.interface import Guard, guarded_by
 
 HAS_PLANS = "torch operations" not in available()  # without kernels each call takes the general road
 has_plans = pytest.mark.skipif(not HAS_PLANS, reason="without kernels there is no ordinary road")
