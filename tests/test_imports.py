@@ -18,10 +18,9 @@ ROOMS = {
     ],
     "diagnosis": [
         "diagnosis.collective",
-        "diagnosis.failures",
         "diagnosis.sites",
         "diagnosis.watchdog",
-        "diagnosis.waits diagnosis.report diagnosis.mailbox",
+        "diagnosis.report",
         "diagnosis.positions",
         "diagnosis.names diagnosis.processes",
     ],

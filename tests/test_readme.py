@@ -18,7 +18,7 @@ from jobs import run, run_on_ranks
 from readme_renderer import markdown
 
 import syncbn
-from syncbn.diagnosis.failures import RanksDifferError
+from syncbn.diagnosis.collective import RanksDifferError
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -1,16 +1,31 @@
-"""Defines the context of a collective: it keeps this rank's position up to date, and explains a failure."""
+"""Defines the context of a collective: keeps this rank's position up to date, and explains why a collective fails or
+does not begin.
+"""
 
 import time
 
 import torch
 import torch.distributed as dist
 
-from syncbn.diagnosis import failures
+from syncbn.call_stack import warn
+from syncbn.diagnosis import report
 from syncbn.diagnosis.positions import Position, Wait
 from syncbn.diagnosis.sites import Site
+from syncbn.diagnosis.watchdog import log
+from syncbn.torch_internals.distributed import timeout_of
 
 CPU = torch.device("cpu")
 IN_CUDA_GRAPH = 0  # as `call`: a replay makes no call of Python
+FIRST_MEETING_SECONDS = 9.0  # that a rank waits for the others before the first collective of a group
+# Finite values of these dtypes whose squares are infinite in the sums; those of the others are added in float64.
+SQUARES_OVERFLOW = {torch.bfloat16: "1e19", torch.float64: "1e154"}
+
+
+class RanksDifferError(RuntimeError):
+    """The ranks of a group are in different layers, or about to be."""
+
+    def __init__(self, where: str, what: str = "are in different layers or calls") -> None:
+        super().__init__(f"syncbn: the ranks {what}.\n{where}")
 
 
 class Collective(Wait):
@@ -33,14 +48,14 @@ class Collective(Wait):
         self.start = time.monotonic()
         self.rank.last = self
         if self.number == 1:
-            failures.meet_first(self, self.site, self.device)
+            self._meet_first()
         self.rank.waiting[self] = None
 
     def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
         self.has_failed = error is not None
         try:
             if isinstance(error, RuntimeError):
-                failures.explain(self, error)
+                self._explain(error)
         finally:  # until then this rank is in the collective
             del self.rank.waiting[self]
 
@@ -56,4 +71,46 @@ class Collective(Wait):
         return self.site.name if self.site.is_signed else ""
 
     def ranks(self) -> list[int]:
-        return dist.get_process_group_ranks(self.site.require_group())
+        return self.site.ranks()
+
+    def warn_not_finite(self) -> None:
+        """Warn, once for a layer, that the sums of this rank's input are not finite."""
+        if not self.site.warned_of_nan:
+            self.site.warned_of_nan = True
+            what = f"NaN or infinity in the input of {self.doing()} on rank {self.rank.rank}"
+            if self.dtype in SQUARES_OVERFLOW:
+                what += f", or values beyond about {SQUARES_OVERFLOW[self.dtype]}, whose squares overflow"
+            then = "the statistics of all ranks, and so their running statistics, become NaN or infinite"
+            look = "Look at this rank's batch first, then at the learning rate and the loss scale"
+            by_torch = "torch.autograd.set_detect_anomaly(True) finds a backward that makes NaN."
+            warn(f"syncbn: {what}; {then}. {look}; {by_torch}")
+
+    def _meet_first(self) -> None:
+        """This rank enters the first collective of a group. It waits at most 9 s for the others, and then warns.
+
+        gloo aborts ranks that send different sizes, and ranks in different collectives, as if some have not converted
+        their model, wait until the time-out. nccl needs no meeting, also beside gloo in a group that has both.
+        """
+        rank, group = self.rank, self.site.require_group()
+        rank.write_position()
+        seconds = min(FIRST_MEETING_SECONDS, timeout_of(group).total_seconds() / 2)
+        may_abort = self.site.state.meets_first and f"{self.device.type}:gloo" in dist.get_backend_config(group)
+        if may_abort and not rank.meet(group, seconds):
+            text = "syncbn: rank %d has waited %g s for others before its first collective with them, and goes on.\n%s"
+            log.warning(text, rank.rank, seconds, report.where_all_are(self))
+
+    def _explain(self, error: RuntimeError) -> None:
+        """**Raises** RuntimeError with the positions of all ranks, unless `error` has them or comes from the GPU."""
+        if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
+            what = f"the GPU's error is older than {self.doing()}, where the host has learnt of it"
+            error.add_note(f"syncbn: {what}; with CUDA_LAUNCH_BLOCKING=1 it is raised where it happens.")
+        elif "No backend type associated with device type" in str(error):
+            what = f"syncbn: {self.doing()} cannot send its sums: {error} in its process group"
+            why = "the sums are on the input's device, or on the CPU if that has no float64"
+            raise RuntimeError(
+                f'{what}; {why}. Name a backend for both, as in init_process_group("cpu:gloo,cuda:nccl").'
+            )
+        elif not isinstance(error, RanksDifferError):
+            where = report.where_all_are(self, has_failed=True)
+            failed = f"syncbn: a collective failed on rank {self.rank.rank} after {self.seconds():.1f} s."
+            raise RuntimeError(f"{failed}\n{where}\nThe process group says: {error}") from error

@@ -17,7 +17,7 @@ import threading
 import zlib
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -28,7 +28,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from syncbn.call_stack import callers, warn_once
 from syncbn.comm.all_reduce import exchanges
 from syncbn.comm.text_exchange import ranks_in_words
-from syncbn.diagnosis.mailbox import Box
 from syncbn.diagnosis.names import line_that_calls_model, path_in_model, quoted
 from syncbn.diagnosis.watchdog import WatchedRank, this_rank
 from syncbn.kernels.interface import UNSIGNED
@@ -36,6 +35,9 @@ from syncbn.texts import in_short
 from syncbn.torch_internals.autograd import is_wrapped
 from syncbn.torch_internals.distributed import ddp_that_broadcasts, is_pipeline_stage, name_of
 from syncbn.torch_internals.state import PLAIN_CLASSES, constant_in_graphs
+
+if TYPE_CHECKING:
+    from syncbn.reductions.faults import Box
 
 
 class CallsOnGroups(Protocol):
@@ -159,10 +161,14 @@ class Site:
             raise ValueError("the process group has ended")
         return group
 
+    def ranks(self) -> list[int]:
+        """The global ranks of the group. **Raises** ValueError if it has ended."""
+        return dist.get_process_group_ranks(self.require_group())
+
     def tell_call(self, num_channels: int) -> None:
         """Write how this rank calls the layer, so that reports show it where the ranks differ."""
-        ranks = ranks_in_words(dist.get_process_group_ranks(self.require_group()))
-        self.rank.write(f"called/{self.group_name}/{self.name}", f"with {num_channels} channels over {ranks}")
+        how = f"with {num_channels} channels over {ranks_in_words(self.ranks())}"
+        self.rank.write(f"called/{self.group_name}/{self.name}", how)
 
     def sign_as(self, path: str, order: int) -> None:
         """Sign from now on as the layer of this path and order."""

@@ -6,8 +6,7 @@ from typing import Any, TypeAlias
 
 from syncbn.comm.text_exchange import all_gather_json, by_rank, exchange_errors
 from syncbn.diagnosis import report
-from syncbn.diagnosis.collective import Collective
-from syncbn.diagnosis.failures import RanksDifferError
+from syncbn.diagnosis.collective import Collective, RanksDifferError
 from syncbn.diagnosis.names import may_be_one_layer
 from syncbn.diagnosis.positions import WITH_GRAPH
 from syncbn.reductions.interface import joined_group
@@ -28,7 +27,7 @@ def fault_in_total(collective: Collective, trailer: list[float], error: Exceptio
         if not (site.is_signed and all_sign):  # some ranks would not take part in an all_gather
             raise RanksDifferError(report.where_all_are(collective))
         parts = all_gather_json(part_in(collective), group)
-        site.sign_as(*require_one_layer(collective.ranks(), parts, has_fault))
+        site.sign_as(*require_one_layer(site.ranks(), parts, has_fault))
     if not has_fault:
         return None
     # Ranks in a compiled graph sign nothing and would not take part in an all_gather; joined ranks do.

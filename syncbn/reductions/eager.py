@@ -11,14 +11,12 @@ from torch import Tensor
 from syncbn.comm.all_reduce import all_reduce
 from syncbn.comm.text_exchange import all_gather, by_rank
 from syncbn.diagnosis.collective import Collective
-from syncbn.diagnosis.failures import warn_not_finite
-from syncbn.diagnosis.mailbox import Box
 from syncbn.diagnosis.positions import OF_STACK
 from syncbn.diagnosis.sites import Site
 from syncbn.kernels import reference, select
 from syncbn.kernels.interface import FAULT, SIGNATURE_NUMBERS, TRAILER_NUMBERS, UNSIGNED, Mailbox
 from syncbn.reductions.agreement import fault_in_total
-from syncbn.reductions.faults import GroupBox, agree_on_name, captured_tag
+from syncbn.reductions.faults import Box, agree_on_name, captured_tag
 from syncbn.reductions.interface import NO_SIGNATURES, TRANSFORMED_GRAPH, Reduction, guards, joined_group
 from syncbn.torch_internals.autograd import keeps_graph
 from syncbn.torch_internals.distributed import stream_of
@@ -46,7 +44,7 @@ class EagerReduction(Reduction):
         if box is None:
             if stream is None:
                 return None
-            box = GroupBox(site, device, stream)
+            box = Box(site, device, stream)
         if state.fault is not None or box.words[FAULT]:
             raise box.error()
         self.box = box
@@ -118,12 +116,12 @@ class EagerReduction(Reduction):
             what = (
                 "the ranks have stacks of different sizes; sample i of a rank is normalised with sample i of the others"
             )
-            each = by_rank(collective.ranks(), map(str, numbers))
+            each = by_rank(self.site.ranks(), map(str, numbers))
             raise ValueError(f"syncbn: in {collective.doing()}: {what}.\n{each}\nGive all ranks as many samples.")
 
     def warn_unless_finite(self, sums: Tensor) -> None:
         if not all(map(math.isfinite, sums.tolist())):
-            warn_not_finite(self.site, self.other_collective("forward").doing(), self.dtype)
+            self.other_collective("forward").warn_not_finite()
 
     def leave_out(self, error: BaseException, pass_name: str) -> None:
         site, last = self.site, self.site.rank.last
@@ -144,4 +142,4 @@ class EagerReduction(Reduction):
             raise
 
     def other_collective(self, pass_name: str) -> Collective:
-        return Collective(self.site, self.call, pass_name)
+        return Collective(self.site, self.call, pass_name, dtype=self.dtype)

@@ -1,5 +1,17 @@
 """Raises what kernels on a GPU have seen in the total of an all_reduce: some calls later, with all ranks' parts in it.
 
+A kernel notes in a mailbox what it saw. There is one mailbox for each group, device and stream, as a stream runs
+kernels in order. So the host also knows which all_reduces have ended, without a call of CUDA.
+
+    tag                 names an all_reduce: its number in the group, from 1; in a CUDA graph < 0, for a layer and pass
+    words               three int64 in pinned memory, which kernels write and the host reads:
+      ENDED             the tag of the last all_reduce whose total a kernel has read
+      FAULT             the tag of the first faulty all_reduce, and the kind of the fault
+      LOCAL_NOT_FINITE  the tag of the first forward to which this rank gave NaN or infinity; the host sets it to 0
+    state               FAULT again, in the GPU's memory: behind a fault kernels update no running statistics
+    begun               the last all_reduces that the host has begun: which layer a tag means
+    part                of this rank in the faulty all_reduce: its layer, call and pass, and its error if it has one
+
 The program comes by at its next all_reduce, and raises. If it does not within a second, as while it waits for the GPU,
 the watchdog logs the error. Either writes this rank's part in the faulty all_reduce to the store, and reads the others'
 there. A fault is final: each later all_reduce of the group raises it again, and kernels update no running statistics.
@@ -8,26 +20,30 @@ Ranks may have different names for one layer. On CPU they agree by an all_gather
 of the group does, which writes its name to the store in the layer's first call, see `agree_on_name`.
 """
 
+import bisect
+import ctypes
+import operator
 import time
+from collections import deque
 from weakref import finalize
 
 import torch
+from torch import Tensor
 
 from syncbn.comm.text_exchange import by_rank, error_of_others
 from syncbn.diagnosis import report
-from syncbn.diagnosis.collective import IN_CUDA_GRAPH, Collective
-from syncbn.diagnosis.failures import RanksDifferError, warn_not_finite
-from syncbn.diagnosis.mailbox import Box
+from syncbn.diagnosis.collective import IN_CUDA_GRAPH, Collective, RanksDifferError
 from syncbn.diagnosis.names import may_be_one_layer
 from syncbn.diagnosis.sites import Site
 from syncbn.diagnosis.watchdog import log
-from syncbn.kernels.interface import BAD_ARGUMENT, FAULT, LOCAL_NOT_FINITE, ONE_VALUE, RANKS_DIFFER
+from syncbn.kernels.interface import BAD_ARGUMENT, ENDED, FAULT, LOCAL_NOT_FINITE, ONE_VALUE, RANKS_DIFFER
 from syncbn.reductions.agreement import Part, part_in, require_one_layer
 from syncbn.texts import ONE_VALUE_PER_CHANNEL, in_words
 
 PATIENCE_SECONDS = 1.0  # after which the watchdog logs a fault that the program has not raised
 ANSWER_SECONDS = 5.0  # in which the other ranks write their parts
 NAMING_SECONDS = 5.0  # in which the first rank is to come to a layer's first call
+MOST_KEPT = 1024  # all_reduces that a mailbox can name, some ten steps of a ResNet-50
 
 NOT_NAMED = (
     "syncbn: rank %d is in %s, at %s, the layer number %d of its group, and rank %d has not come to its layer of this "
@@ -50,7 +66,7 @@ def agree_on_name(site: Site) -> None:
     """
     if site.num_calls & (site.num_calls - 1):
         return
-    rank, state, first = site.rank, site.state, Collective(site, 0, "").ranks()[0]
+    rank, state, first = site.rank, site.state, site.ranks()[0]
     key = f"named/{rank.life}/{site.group_name}/{site.order}"
     if rank.rank == first:
         rank.write(key, path := site.path)
@@ -64,28 +80,49 @@ def agree_on_name(site: Site) -> None:
         log.warning(NOT_NAMED, rank.rank, site.name, site.first_line, site.order, first, NAMING_SECONDS)
 
 
-class GroupBox(Box):
+_memory: list[Tensor] = []  # of all mailboxes, never given back: queued kernels and CUDA graphs may still write to it
+
+
+class Box:
     """The mailbox of a group on a device and stream. A stream that captures a CUDA graph has that of another, as no
     memory may be allocated."""
 
     def __init__(self, site: Site, device: torch.device, stream: int) -> None:
-        super().__init__(device)
+        host = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")  # a test has no GPU
+        state = torch.zeros(1, dtype=torch.int64, device=device)
+        _memory.extend((host, state))
+        self.host, self.state = host.data_ptr(), state.data_ptr()
+        self.words = (ctypes.c_int64 * 3).from_address(self.host)
+        self.begun: deque[Collective] = deque(maxlen=MOST_KEPT)  # their numbers, which ascend, are the tags
+        self._oldest: Collective | None = None
         self.rank, self.group_state = site.rank, site.state
         site.state.boxes[device, stream] = site.state.boxes[device, None] = self
         self._key = f"fault/{site.rank.life}/{site.group_name}"  # of the ranks' parts
-        group = site.require_group()
-        self.ranks = Collective(site, 0, "").ranks()
+        self.ranks = site.ranks()
         self.seen: float | None = None  # when the watchdog has seen the fault
         self.rank.boxes.add(self)
-        finalize(group, self.rank.boxes.discard, self).atexit = False
+        finalize(site.require_group(), self.rank.boxes.discard, self).atexit = False
+
+    def unfinished(self) -> Collective | None:
+        """The oldest all_reduce that has begun and not ended."""
+        ended, oldest = self.words[ENDED], self._oldest
+        if not self.begun or self.begun[-1].number <= ended:
+            self._oldest = None
+        elif oldest is None or oldest.number <= ended:
+            begun = [*self.begun]
+            self._oldest = begun[bisect.bisect(begun, ended, key=operator.attrgetter("number"))]
+            if oldest is not None:  # until now the GPU may have been behind
+                self._oldest.start = time.monotonic()
+        return self._oldest
 
     def look(self) -> None:
+        """The watchdog looks: warns of NaN, and logs a fault that the program does not raise."""
         tag = self.words[LOCAL_NOT_FINITE]
         if tag and self.begun and tag <= self.begun[-1].number:  # the kernel may be ahead of the host's all_reduce
             self.words[LOCAL_NOT_FINITE] = 0
             noted = self._collective(tag)
             if noted is not None:
-                warn_not_finite(noted.site, noted.doing(), noted.dtype)
+                noted.warn_not_finite()
         if self.words[FAULT] and not self.group_state.has_told_fault:
             if self.seen is None:  # now, while the other ranks answer
                 self.seen = time.monotonic()
@@ -94,6 +131,7 @@ class GroupBox(Box):
                 log.error("syncbn: rank %d meets a fault on the GPU.\n%s", self.rank.rank, in_words(self.error()))
 
     def error(self) -> Exception:
+        """What every rank of the group raises because of a fault that kernels have noted."""
         self.group_state.has_told_fault = True
         fault = self._explain()
         # A new one each time: the traceback of one that was raised keeps the tensors of that step, and the group.
@@ -116,6 +154,7 @@ class GroupBox(Box):
         return state.fault
 
     def tell(self, tag: int, error: Exception | None = None) -> None:
+        """Write this rank's part in the all_reduce with this tag, once; with its `error`, if that is the fault."""
         state = self.group_state
         with state.explaining:
             if state.part is None:
@@ -129,12 +168,9 @@ class GroupBox(Box):
         """The all_reduce with this tag; None if it is too old, or its layer is gone."""
         if tag > 0:
             boxes = [*self.group_state.boxes.values()]
-            candidates = (begun for box in boxes for begun in [*box.begun] if begun.number == tag)
-        else:
-            sites, pass_name = [*self.group_state.sites.values()], "forward" if tag % 2 else "backward"
-            candidates = (Collective(site, IN_CUDA_GRAPH, pass_name) for site in sites if site.order == -tag // 2)
-        collective = next(candidates, None)
-        return collective if isinstance(collective, Collective) else None
+            return next((begun for box in boxes for begun in [*box.begun] if begun.number == tag), None)
+        sites, pass_name = [*self.group_state.sites.values()], "forward" if tag % 2 else "backward"
+        return next((Collective(site, IN_CUDA_GRAPH, pass_name) for site in sites if site.order == -tag // 2), None)
 
     def _explained(self, kind: int) -> Exception:
         parts = self._parts()

@@ -28,7 +28,7 @@ import syncbn
 from syncbn import raising
 from syncbn.comm import groups
 from syncbn.comm.text_exchange import ranks_in_words
-from syncbn.diagnosis import failures, processes, report, waits, watchdog
+from syncbn.diagnosis import collective, processes, report, watchdog
 from syncbn.diagnosis.collective import Collective
 from syncbn.diagnosis.positions import WITH_GRAPH, Position, Wait
 from syncbn.diagnosis.sites import Caller, smallest_signature
@@ -148,7 +148,7 @@ def test_backwards_of_different_calls(ranks: Ranks, name: str, create_graph: boo
     rounds = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.to(torch.float16), lambda packed: packed)
     with rounds if ranks.rank == 0 else contextlib.nullcontext(), pytest.MonkeyPatch.context() as patch:
         gradients([0, 1])
-        patch.setattr(failures, "warn", lambda text: None)
+        patch.setattr(collective, "warn", lambda text: None)
         gradients([1, 0], lambda x: model(x + (torch.nan if ranks.rank == 0 else 0)))
     with pytest.raises(RuntimeError, match=r"different calls of a layer.\nrank 0: in .*, call \d+\n.*\nThe layer is"):
         gradients([0, 1] if ranks.rank else [1, 0])
@@ -395,7 +395,7 @@ def test_the_first_meeting_is_announced_once(
     ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the first all_reduce is explained: here by rank 1, beside one that is late and compiled."""
-    monkeypatch.setattr(failures, "FIRST_MEETING_SECONDS", 1.0)
+    monkeypatch.setattr(collective, "FIRST_MEETING_SECONDS", 1.0)
     layer, x = syncbn.SyncBatchNorm1d(3, process_group=dist.new_group()), torch.ones(4, 3)
     if ranks.rank == 0:
         time.sleep(2)
@@ -470,7 +470,7 @@ def test_positions_of_an_earlier_process_are_not_read(ranks: Ranks, monkeypatch:
             position = Position("0", 10**9, "forward", "bn forward, call 7")
             store.set(f"syncbn/{other}/position", json.dumps((position, written, 0, "a host")))
         with rank.writing:  # the heartbeat
-            where = report.where_all_are(waits.WaitOutside(rank))
+            where = report.where_all_are(watchdog.WaitOutside(rank))
         assert f"{others}: {said}" in where
 
 
@@ -491,7 +491,7 @@ def test_a_rank_may_leave_while_its_position_is_read(ranks: Ranks, monkeypatch: 
     with rank.writing:  # the heartbeat
         monkeypatch.setattr(rank, "store", store)
         write(positions[0])
-        where = report.where_all_are(waits.WaitOutside(rank), at_exit=True)
+        where = report.where_all_are(watchdog.WaitOutside(rank), at_exit=True)
     assert f"{others}: has left with care" in where
 
 
@@ -529,7 +529,7 @@ def test_a_store_that_is_gone_is_called_once(ranks: Ranks, monkeypatch: pytest.M
         layer(x).sum().backward()
         time.sleep(0.2)
     assert rank.meet(dist.group.WORLD, seconds=60)
-    assert "not known, as the process group's store does not answer" in report.where_all_are(waits.WaitOutside(rank))
+    assert "not known, as the process group's store does not answer" in report.where_all_are(watchdog.WaitOutside(rank))
     assert calls.call_count == 1
 
 

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from voting import Ranks
 
 import syncbn
-from syncbn.diagnosis import mailbox, watchdog
-from syncbn.diagnosis.failures import RanksDifferError
+from syncbn.diagnosis import watchdog
+from syncbn.diagnosis.collective import RanksDifferError
 from syncbn.diagnosis.positions import Wait
 from syncbn.diagnosis.sites import Site
 from syncbn.kernels.interface import ENDED, FAULT, RANKS_DIFFER
@@ -289,7 +289,7 @@ def test_several_streams(ranks: Ranks, model: Model, monkeypatch: pytest.MonkeyP
 
 def test_faults_in_two_streams_at_once(ranks: Ranks, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks raise the earlier, whichever they have seen first."""
-    monkeypatch.setattr(faults.GroupBox, "look", lambda box: None)  # the watchdog has seen none
+    monkeypatch.setattr(faults.Box, "look", lambda box: None)  # the watchdog has seen none
     streams = [5, 7]
     for stream, layers in zip(streams, ((model.bn1, model.bn2), (model.bn2, model.bn1)), strict=True):
         monkeypatch.setattr(eager, "stream_of", lambda device, stream=stream: stream)
@@ -304,12 +304,12 @@ def test_faults_in_two_streams_at_once(ranks: Ranks, model: Model, monkeypatch: 
 
 def test_a_group_that_was_destroyed(ranks: Ranks, model: Model) -> None:
     """The watchdog forgets its mailbox; queued kernels may still write to it."""
-    rank, kept, before = watchdog.this_rank(), len(mailbox._memory), len(watchdog.this_rank().boxes)
+    rank, kept, before = watchdog.this_rank(), len(faults._memory), len(watchdog.this_rank().boxes)
     dist.destroy_process_group(model.bn1.process_group)
     del model.bn1, model.bn2
     gc.collect()
     assert len(rank.boxes) == before - 1
-    assert len(mailbox._memory) == kept
+    assert len(faults._memory) == kept
 
 
 def test_a_forked_process(ranks: Ranks, model: Model) -> None:
@@ -444,7 +444,7 @@ def test_the_watchdog_survives_an_error(
 ) -> None:
     """It says so once, and goes on writing positions."""
     look = mock.Mock(side_effect=[RuntimeError("the store is odd")] * 3 + [None] * 1000)
-    monkeypatch.setattr(faults.GroupBox, "look", look)
+    monkeypatch.setattr(faults.Box, "look", look)
     time.sleep(1)
     said = f"syncbn: the watchdog of rank {ranks.rank} has failed once, and goes on: RuntimeError: the store is odd"
     assert caplog.text.count(said) == caplog.text.count("syncbn: ") == 1
