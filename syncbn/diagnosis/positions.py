@@ -48,7 +48,7 @@ class Position(NamedTuple):
     number: int = 0  # of the all_reduce among syncbn's on the group, from 1
     pass_name: str = ""  # of the all_reduce: forward, backward, WITH_GRAPH, or a derivative or tangent of these
     doing: str = ""  # layer4.1.bn3 forward, call 17
-    has_evaluated: bool = False  # the rank has called a layer in evaluation mode since
+    evaluated: str = ""  # the rank has called a layer in evaluation mode since
     left: str = ""  # HAS_LEFT, and why
     blocked: str = ""  # where its main thread is blocked since: in all_reduce at train.py:57
     left_out: str = ""  # the all_reduce that it has left out since, and its error
@@ -123,9 +123,8 @@ class ThisRank:
         self.life = next(_lives)
         self.interval = _interval(self.store, self.num_ranks)
         self.beats = self.interval < math.inf  # whether it writes every second
-        self.evaluated_after: Wait | bool | None = False  # `last` at a call in evaluation mode; False: no such call
-        self.blocked_after: tuple[Wait | None, str] = (None, "")  # `last` when its main thread was blocked; where
-        self.left_out_after: tuple[Wait | None, str] = (None, "")  # `last` when an error prevented the next; the error
+        # What it has done since its last all_reduce: for fields of Position the text, and `last` when it was noted.
+        self.since: dict[str, tuple[str, Wait | None]] = {}
         self.left = ""
         self.ended = threading.Event()
         self.failed_at = ""  # where a collective outside of the layers failed, which ends this rank
@@ -136,18 +135,15 @@ class ThisRank:
         that waits longest; or `wait`, if that is one of them."""
         waiting = [*self.waiting]  # other threads may begin and end some
         last = wait if wait in waiting else next(iter(waiting), self.last)
-        before, blocked = self.blocked_after
-        blocked = self.failed_at or (blocked if before is last and not self.left else "")
-        before, left_out = self.left_out_after
-        return (Position() if last is None else last.position())._replace(
-            has_evaluated=self.evaluated_after is last, left=self.left, blocked=blocked,
-            left_out=left_out if before is last else "",
-        )  # fmt: skip
+        since: dict[str, Any] = {field: text for field, (text, before) in self.since.copy().items() if before is last}
+        if self.left or self.failed_at:
+            since["blocked"] = self.failed_at
+        return (Position() if last is None else last.position())._replace(left=self.left, **since)
 
     def leave_out(self, doing: str, error: BaseException) -> None:
         """Write that an error of this rank alone prevents its next all_reduce: the others wait for it."""
         text = f"left out {doing}, because of {in_words(error)}"
-        self.left_out_after = self.last, text.partition("\n")[0][:300]
+        self.since["left_out"] = text.partition("\n")[0][:300], self.last
         self.write_position()
 
     def write_position(self) -> None:
@@ -166,12 +162,12 @@ class ThisRank:
             return True
         ranks, key = dist.get_process_group_ranks(group), f"met/{name_of(group)}"
         self.write(key, True)
-        if ranks[0] != self.rank:
-            have_come = self.wait_for(ranks[:1], f"{key}/all", seconds)
-        else:
-            have_come = self.wait_for(ranks, key, seconds)
+        if ranks[0] == self.rank:
+            written = self.wait_for(ranks, key, seconds)
             self.write(f"{key}/all", True)
-        return Written() not in have_come or not self.store_answers
+        else:
+            written = self.wait_for(ranks[:1], f"{key}/all", seconds)
+        return Written() not in written or not self.store_answers
 
     def write(self, key: str, value: object) -> None:
         if self.store_answers:
@@ -193,9 +189,10 @@ class ThisRank:
         """What `read` gives, as soon as all of these ranks have written, and at the latest after these seconds."""
         deadline, pause, written = time.monotonic() + seconds, SECONDS_BETWEEN_WRITES / 50, [Written()] * len(ranks)
         with self.using_store():
-            while (
-                self.store_answers and Written() in (written := self.read(ranks, key)) and time.monotonic() < deadline
-            ):
+            while self.store_answers:
+                written = self.read(ranks, key)
+                if Written() not in written or time.monotonic() >= deadline:
+                    break
                 time.sleep(pause)
                 pause = min(2 * pause, self.interval)
         return written

@@ -80,7 +80,7 @@ def _remedy(positions: list[Position]) -> str:
         (any(one.called for one in positions), OTHER_CALLS),
         (any(one.state.endswith(processes.HAS_ENDED) for one in positions), ENDED),
         (num_collectives > 1 and not is_silent, OTHER_COLLECTIVES),
-        (any(one.has_evaluated for one in positions), EVALUATES),
+        (any(one.evaluated for one in positions), EVALUATES),
         ({"backward", WITH_GRAPH} <= passes, OTHER_GRAPHS),
         (HAS_LEFT in left, OTHER_PASSES),
         (is_silent, ""),
@@ -101,11 +101,10 @@ def where_all_are(wait: Wait, has_failed: bool = False, at_exit: bool = False) -
     if not at_exit:
         wait.rank.write_position()
     if wait.rank.store_answers:
-        arguments = wait, ranks, has_failed, reports
+        thread = threading.Thread(target=_read_report, args=(wait, ranks, has_failed, reports), daemon=True)
         if at_exit:
-            _read_report(*arguments)
+            thread.run()  # in this thread
         else:
-            thread = threading.Thread(target=_read_report, args=arguments, daemon=True)
             thread.start()
             thread.join(READ_SECONDS)  # the store's host may be stopped
         wait.rank.store_answers = bool(reports)  # else it is not called again
@@ -175,8 +174,7 @@ def _in_words(wait: Wait, position: Position) -> str:
         arrived = "in" if wait.has_arrived(position) else "after"
         group = " on another process group" * (wait.position().group not in ("", position.group))
         place = f"{seen}{arrived} {position.doing}{group}"
-    evaluates = "has called a layer in evaluation mode" * position.has_evaluated
     left_out = position.left_out * (len(position.left) <= len(HAS_LEFT))  # else that has an error of its own
-    behind = position.blocked, position.left, position.state
-    words = place, position.called, position.unseen, evaluates, left_out, *behind
+    since = position.evaluated, left_out, position.blocked, position.left, position.state
+    words = place, position.called, position.unseen, *since
     return "; ".join(filter(None, words)) or "has not been seen"

@@ -98,7 +98,7 @@ def note_evaluation() -> None:
     world = dist.group.WORLD
     if world is not None and world.size() > 1 and world not in _inherited:
         rank = this_rank()
-        rank.evaluated_after = rank.last
+        rank.since["evaluated"] = "has called a layer in evaluation mode", rank.last
 
 
 def _after_fork() -> None:
@@ -186,9 +186,9 @@ def _look_outside(rank: ThisRank, previous: WaitOutside | None) -> WaitOutside |
         frames = [] if previous.blocked else frames_of(threading.main_thread().ident or 0)
         if frames:
             previous.blocked = _place_of((frame, frame.f_lineno) for frame in frames)
-        rank.blocked_after = previous.last, previous.blocked
+        rank.since["blocked"] = previous.blocked, previous.last
         return previous
-    rank.blocked_after = None, ""
+    rank.since.pop("blocked", None)
     return None if seconds is None else WaitOutside(rank, cpu_seconds=seconds)
 
 
