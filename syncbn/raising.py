@@ -11,7 +11,7 @@ from syncbn.arguments import Options, Tensors
 from syncbn.inputs import dtensors, traced
 from syncbn.kernels import select
 from syncbn.reductions.interface import Reduction
-from syncbn.reductions.totals import payload_of
+from syncbn.reductions.totals import total_of_stack
 from syncbn.statistics import lacks_float64
 from syncbn.torch_internals.autograd import innermost
 from syncbn.torch_internals.state import inside_vmap
@@ -36,8 +36,7 @@ def raise_on_all_ranks(
     if inside_vmap() and isinstance(tensors.input, Tensor):  # the others send a stack
         sums = tensors.input.new_zeros(len(sums), dtype=torch.float64, device=sums.device)
     sums[-1] = math.nan
-    sums = innermost(sums)
-    reduction.total(payload_of(sums), pass_name, error, sums[..., 0].numel() if sums.ndim > 1 else 0)
+    total_of_stack(innermost(sums), reduction, pass_name, error)
     raise AssertionError("internal error: no rank reported the bad argument") from error
 
 

@@ -192,11 +192,6 @@ def make(spec: int | str, default_group: dist.ProcessGroup) -> None:
 
     **Raises** ValueError on every rank when the ranks ask for different groups, or their number does not divide.
     """
-    _made.setdefault(default_group, {})[spec] = _new_group(spec, default_group)
-
-
-def _new_group(spec: int | str, default_group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """This rank's new group; None for the default group itself."""
     request = [str(spec), os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK")]
     specs, *hosts = zip(*all_gather_json(request, default_group), strict=True)
     if len(set(specs)) > 1:
@@ -207,10 +202,10 @@ def _new_group(spec: int | str, default_group: dist.ProcessGroup) -> dist.Proces
     if world_size % ranks_per_group:
         divided = f"{world_size} ranks do not divide into groups of {ranks_per_group}"
         raise ValueError(f"the number of ranks must be a multiple of the group size: {divided}")
-    if ranks_per_group == world_size:
-        return None
-    timeout = timeout_of(default_group)
-    return dist.new_subgroups(ranks_per_group, timeout=timeout)[0]  # type: ignore[no-any-return]
+    group = None
+    if ranks_per_group < world_size:
+        group = dist.new_subgroups(ranks_per_group, timeout=timeout_of(default_group))[0]
+    _made.setdefault(default_group, {})[spec] = group
 
 
 def ranks_per_host(gathered: list[tuple[str | None, str | None]]) -> int:

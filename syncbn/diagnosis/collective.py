@@ -22,10 +22,7 @@ SQUARES_OVERFLOW = {torch.bfloat16: "1e19", torch.float64: "1e154"}
 
 
 class RanksDifferError(RuntimeError):
-    """The ranks of a group are in different layers, or about to be."""
-
-    def __init__(self, where: str, what: str = "are in different layers or calls") -> None:
-        super().__init__(f"syncbn: the ranks {what}.\n{where}")
+    """The ranks of a group are in different layers or calls, or in different states there."""
 
 
 class Collective(Wait):

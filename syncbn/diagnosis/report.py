@@ -20,6 +20,7 @@ from syncbn.diagnosis.positions import (
 SETTLE_SECONDS = 0.3  # in which a rank that leaves can say why
 READ_SECONDS = 5.0  # the longest time that reading may take
 
+RANKS_DIFFER = "syncbn: the ranks are in different layers or calls.\n"
 OTHER_LAYERS = (
     "Every rank must call the same layers in the same order, all converted with the same process_group and in training "
     "mode. A layer in a branch that only some ranks take must be called on the others too, for their backward as well: "
@@ -36,6 +37,7 @@ OTHER_STACKS = "Call torch.func.vmap, or pass is_grads_batched=True, on every ra
 OTHER_SETTINGS = (
     "Give the layer the same settings on every rank, and let schedules change them on all ranks in the same step."
 )
+OTHER_DTYPES = "Use autocast on every rank or on none, and give model and inputs the same dtype on all."
 OTHER_BACKWARDS = (
     "The layer is called several times, and the ranks run the backwards of these calls in different orders: let every "
     "rank call backward(), or torch.autograd.grad, for the same call first."

@@ -107,7 +107,7 @@ class Signatures(dict[tuple[str, torch.dtype | None], int]):
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__()
-        self.identity, self.settings, self.smallest = "", "", smallest_signature(num_ranks)
+        self.identity, self.settings, self.smallest = "", dict[str, str](), smallest_signature(num_ranks)
 
     def __missing__(self, key: tuple[str, torch.dtype | None]) -> int:
         pass_name, dtype = key
@@ -146,11 +146,11 @@ class Site:
         self.path = path  # the dotted name in the model, or the function's name; empty for a layer without a model
         self.first_line = line_that_calls_model()
         self.name = quoted(path) or type(caller).__name__
-        self.is_signed = not isinstance(caller, Caller) or caller.is_signed
-        self.needs_two_values = not isinstance(caller, Caller) or caller.needs_two_values
+        self.is_signed = getattr(caller, "is_signed", True)  # a layer is
+        self.needs_two_values = getattr(caller, "needs_two_values", True)
         self.is_agreed = not self.is_signed  # on a GPU: whether it signs as the first rank does, see agree_on_name
         self.warned_of_nan = False
-        self.signatures, self.order, self.settings = Signatures(self.num_ranks), 0, dict[str, str]()
+        self.signatures, self.order = Signatures(self.num_ranks), 0
         if self.is_signed:
             self.sign_as(path, self.state.last_order + 1)
 
@@ -176,12 +176,6 @@ class Site:
         self.signatures.identity = f"{order} {path}"
         self.signatures.clear()
 
-    def sign_with(self, settings: dict[str, str]) -> None:
-        """Sign from now on as a layer of these settings."""
-        if settings != self.settings:
-            self.settings, self.signatures.settings = settings, str(settings)
-            self.signatures.clear()
-
 
 def new_site(caller: CallsOnGroups, group: dist.ProcessGroup) -> Site:
     """The call site of a layer or function, which may not have called on this group before.
@@ -203,7 +197,10 @@ def new_site(caller: CallsOnGroups, group: dist.ProcessGroup) -> Site:
             path = path_in_model(caller)
         site = state.sites[caller] = Site(caller, path, group, rank)
         rank.write(f"called/{site.group_name}/{site.name}", "")
-    site.sign_with(settings_of(caller))
+    settings = settings_of(caller)
+    if site.signatures.settings != settings:
+        site.signatures.settings = settings
+        site.signatures.clear()
     return site
 
 

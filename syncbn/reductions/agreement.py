@@ -25,7 +25,7 @@ def fault_in_total(collective: Collective, trailer: list[float], error: Exceptio
     has_fault, all_sign = math.isnan(num_values), num_signed == site.num_ranks
     if num_signed * squares != total * total:
         if not (site.is_signed and all_sign):  # some ranks would not take part in an all_gather
-            raise RanksDifferError(report.where_all_are(collective))
+            raise RanksDifferError(report.RANKS_DIFFER + report.where_all_are(collective))
         parts = all_gather_json(part_in(collective), group)
         site.sign_as(*require_one_layer(site.ranks(), parts, has_fault))
     if not has_fault:
@@ -46,7 +46,7 @@ def part_in(collective: Collective) -> Part:
         "identity": site.signatures.identity,
         "call": collective.call,
         "pass": collective.pass_name,
-        "settings": site.settings,
+        "settings": site.signatures.settings,
         "dtype": str(collective.dtype),
         "doing": collective.doing(),
         "first call": f"first called at {site.first_line}, as layer number {site.order} of its group",
@@ -61,29 +61,26 @@ def require_one_layer(ranks: Sequence[int], parts: Sequence[Part], has_fault: bo
     def all_have(key: str) -> bool:
         return all(part[key] == parts[0][key] for part in parts)
 
-    def by_their_rank(text: str) -> str:
-        return by_rank(ranks, [text.format(**part) for part in parts])
-
     paths = [part["path"] for part in parts]
     # In its first call on a rank a layer may have another name there, or be another model's as well.
     has_one_name = all_have("identity") or (may_be_one_layer(paths) and any(part["call"] == 1 for part in parts))
+    what, each, remedy = report.RANKS_DIFFER, "in {doing}", report.OTHER_LAYERS
     if not (has_one_name and all_have("pass")):
-        # Layers of two models may have the same path.
-        where = by_their_rank("in {doing}; {first call}" if all_have("doing") else "in {doing}")
-        remedy = report.OTHER_LAYERS if all_have("pass") else report.OTHER_PASSES
+        if all_have("doing"):  # layers of two models may have the same path
+            each = "in {doing}; {first call}"
         if {"backward", WITH_GRAPH} <= {part["pass"] for part in parts}:
             remedy = report.OTHER_GRAPHS
-        raise RanksDifferError(f"{where}\n{remedy}")
-    if not (has_fault or all_have("settings")):
+        elif not all_have("pass"):
+            remedy = report.OTHER_PASSES
+    elif not (has_fault or all_have("settings")):
         differing = [name for name in parts[0]["settings"] if len({part["settings"].get(name) for part in parts}) > 1]
-        with_settings = ", ".join(f"{name}={{settings[{name}]}}" for name in differing)
-        where = by_their_rank(f"in {{doing}}, with {with_settings}")
-        raise RanksDifferError(f"{where}\n{report.OTHER_SETTINGS}", "have different settings of a layer")
-    if not (has_fault or all_have("dtype")):
-        remedy = "Use autocast on every rank or on none, and give model and inputs the same dtype on all."
-        where = by_their_rank("in {doing}, with an input of {dtype}")
-        raise RanksDifferError(f"{where}\n{remedy}", "have inputs of different dtypes")
-    if not has_fault and all_have("identity"):
-        where = by_their_rank("in {doing}")
-        raise RanksDifferError(f"{where}\n{report.OTHER_BACKWARDS}", "differentiate different calls of a layer")
-    return max(paths, key=len), max(part["order"] for part in parts)
+        each += ", with " + ", ".join(f"{name}={{settings[{name}]}}" for name in differing)
+        what, remedy = "syncbn: the ranks have different settings of a layer.\n", report.OTHER_SETTINGS
+    elif not (has_fault or all_have("dtype")):
+        each += ", with an input of {dtype}"
+        what, remedy = "syncbn: the ranks have inputs of different dtypes.\n", report.OTHER_DTYPES
+    elif not has_fault and all_have("identity"):
+        what, remedy = "syncbn: the ranks differentiate different calls of a layer.\n", report.OTHER_BACKWARDS
+    else:
+        return max(paths, key=len), max(part["order"] for part in parts)
+    raise RanksDifferError(f"{what}{by_rank(ranks, [each.format(**part) for part in parts])}\n{remedy}")

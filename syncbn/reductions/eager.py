@@ -79,10 +79,7 @@ class EagerReduction(Reduction):
             raise fault
         return total
 
-    def total(self, sums: Tensor, pass_name: str, error: Exception | None = None, num_samples: int = 0) -> Tensor:
-        # A joined rank does not come to another collective; in a graph all_reduce raises.
-        if num_samples and joined_group() is None and not torch.compiler.is_dynamo_compiling():
-            self._require_as_many(num_samples, pass_name)
+    def total(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
         is_real = type(sums) is Tensor
         has_mailbox = is_real and sums.is_cuda and select.looks_at_totals(sums.device)
         mailbox = self.mailbox(pass_name, sums.device) if has_mailbox else None
@@ -108,7 +105,10 @@ class EagerReduction(Reduction):
             self.warn_unless_finite(sums)
         return total
 
-    def _require_as_many(self, num_samples: int, pass_name: str) -> None:
+    def require_as_many(self, num_samples: int, pass_name: str) -> None:
+        # A joined rank does not come to another collective; in a graph all_reduce raises.
+        if joined_group() is not None or torch.compiler.is_dynamo_compiling():
+            return
         collective = self.other_collective(f"{pass_name} {OF_STACK}")
         with collective:
             numbers = [int(number) for number in all_gather(torch.tensor([num_samples], device="cpu"), self.group)]

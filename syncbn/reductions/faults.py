@@ -21,6 +21,7 @@ of the group does, which writes its name to the store in the layer's first call,
 """
 
 import bisect
+import copy
 import ctypes
 import operator
 import time
@@ -133,12 +134,7 @@ class Box:
     def error(self) -> Exception:
         """What every rank of the group raises because of a fault that kernels have noted."""
         self.group_state.has_told_fault = True
-        fault = self._explain()
-        # A new one each time: the traceback of one that was raised keeps the tensors of that step, and the group.
-        error = type(fault).__new__(type(fault), *fault.args)
-        for note in fault.__notes__:
-            error.add_note(note)
-        return error
+        return copy.deepcopy(self._explain())  # the traceback of an error keeps the tensors of its step, and the group
 
     def _explain(self) -> Exception:
         state = self.group_state
@@ -190,7 +186,7 @@ class Box:
         where = by_rank(self.ranks, [unknown if part is None else f"in {part['doing']}" for part in parts])
         if kind == BAD_ARGUMENT:
             return RuntimeError(f"syncbn: another rank has a bad argument.\n{where}")
-        return RanksDifferError(f"{where}\n{report.OTHER_LAYERS}")
+        return RanksDifferError(f"{report.RANKS_DIFFER}{where}\n{report.OTHER_LAYERS}")
 
     def _parts(self) -> list[Part | None]:
         """The ranks' parts; None for one that does not answer."""

@@ -57,10 +57,9 @@ class Reduction(ABC):
         rank has a fault, a ValueError or TypeError with the texts of the faulty ranks.
         """
 
-    def total(self, sums: Tensor, pass_name: str, error: Exception | None = None, num_samples: int = 0) -> Tensor:
+    def total(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
         """`all_reduce` of float64 `sums` whose trailer is not signed yet. A rank with an `error` has NaN in the place
-        of n, and raises this error. `num_samples`: of a stack that vmap makes, else 0; the ranks compare it by an
-        all_gather first, as different sizes would abort them. **Raises** ValueError on all ranks if it differs."""
+        of n, and raises this error."""
         return self.all_reduce(sums, pass_name)
 
     def mailbox(self, pass_name: str, device: torch.device) -> Mailbox | None:
@@ -68,6 +67,9 @@ class Reduction(ABC):
         return None
 
     # One rank tells nobody, and a graph cannot: in these the rest does nothing.
+
+    def require_as_many(self, num_samples: int, pass_name: str) -> None:  # noqa: B027
+        """**Raises** ValueError on all ranks if they have stacks of different sizes, which would abort them."""
 
     def warn_unless_finite(self, sums: Tensor) -> None:  # noqa: B027
         """A total of forward has NaN or infinity. Warns, once for a layer, if these `sums` of this rank have."""

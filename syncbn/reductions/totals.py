@@ -46,9 +46,12 @@ def totals(several: list[Tensor], reduction: Reduction, pass_name: str) -> list[
     return [result[end - len(sums) : end] for sums, end in zip(several, ends, strict=True)]
 
 
-def payload_of(sums: Tensor) -> Tensor:
-    """What a rank sends for sums and n, those of a stack one behind the other; a place for its signature follows."""
-    return F.pad(sums.flatten(), (0, SIGNATURE_NUMBERS))
+def total_of_stack(sums: Tensor, reduction: Reduction, pass_name: str, error: Exception | None = None) -> Tensor:
+    """`Reduction.total` of sums and n, or of a stack of them as vmap makes, one behind the other. The ranks compare the
+    size of the stack first."""
+    if sums.ndim > 1:
+        reduction.require_as_many(sums[..., 0].numel(), pass_name)
+    return reduction.total(F.pad(sums.flatten(), (0, SIGNATURE_NUMBERS)), pass_name, error)
 
 
 def _differentiable_total(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
@@ -61,9 +64,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def forward(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
-        num_samples = sums[..., 0].numel() if sums.ndim > 1 else 0
-        total = reduction.total(payload_of(sums), pass_name, num_samples=num_samples)
-        return total[:-SIGNATURE_NUMBERS].view_as(sums)
+        return total_of_stack(sums, reduction, pass_name)[:-SIGNATURE_NUMBERS].view_as(sums)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
