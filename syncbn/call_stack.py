@@ -1,4 +1,6 @@
-"""Finds callers and the user's line on the call stack, warns there, and hides syncbn's frames of argument errors."""
+"""Finds callers, the path of a layer and the user's line on the call stack, warns there, and hides syncbn's frames of
+argument errors.
+"""
 
 import functools
 import gc
@@ -11,6 +13,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
+from torch import nn
+
+from syncbn.texts import printable
 from syncbn.torch_internals.state import is_compiling
 
 Parameters = ParamSpec("Parameters")
@@ -27,6 +32,29 @@ def callers() -> Iterator[tuple[FrameType, Any]]:
     while frame is not None:
         yield frame, frame.f_locals.get("self")
         frame = frame.f_back
+
+
+def path_in_model(layer: nn.Module) -> str:
+    """The dotted name of a layer in the outermost module that is `self` in a frame of this call; empty without one.
+
+    DistributedDataParallel and the wrapper of torch.compile are left out of the name.
+    """
+    inner, path = layer, ""
+    for _, outer in callers():
+        if isinstance(outer, nn.parallel.DistributedDataParallel):
+            break
+        if isinstance(outer, nn.Module) and outer is not inner:
+            below = itertools.chain(outer.named_children(), outer.named_modules())  # most often it is a child
+            name = next((name for name, module in below if module is inner), None)
+            if name is not None:
+                inner, path = outer, f"{name}.{path}"
+    return printable(".".join(part for part in path.split(".") if part not in ("", "_orig_mod")))
+
+
+def line_that_calls_model() -> str:
+    """The line in which the program calls the outermost module that is `self` in a frame of this call: train.py:57."""
+    frames = [frame for frame, caller in callers() if isinstance(caller, nn.Module)]
+    return line_of_program(traceback.walk_stack(frames[-1] if frames else sys._getframe()))
 
 
 def frames_of(thread: int) -> list[FrameType]:

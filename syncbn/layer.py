@@ -9,15 +9,15 @@ from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn.arguments import CHECKS_OF_DIMS, CheckOfDims, Options, Tensors, as_eps, as_float, check_num_features
-from syncbn.call_stack import hide_checks
+from syncbn.call_stack import hide_checks, path_in_model
 from syncbn.comm import groups
 from syncbn.comm.groups import GroupSpec, ProcessGroupLike
-from syncbn.diagnosis.names import path_in_model, quoted
 from syncbn.diagnosis.sites import Site
 from syncbn.diagnosis.watchdog import note_evaluation
 from syncbn.evaluation import evaluate
 from syncbn.inputs import traced
 from syncbn.reductions.choice import make_groups
+from syncbn.texts import quoted
 from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling, runs_plainly
 from syncbn.training import train
 

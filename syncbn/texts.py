@@ -11,6 +11,11 @@ def printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def quoted(path: str) -> str:
+    """The path of a layer, or `layer '1'` for one that would read as a number."""
+    return f"layer '{path}'" if path.replace(".", "").isdecimal() else path
+
+
 def in_words(error: BaseException) -> str:
     """The class and the text, as in the last line of a traceback, also if the exception's __str__ raises."""
     return printable("".join(traceback.format_exception_only(error)).strip())

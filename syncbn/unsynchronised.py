@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn.calls_of_batch_norm import calls_batch_norm
-from syncbn.diagnosis.names import quoted
 from syncbn.layer import SyncBatchNorm
 from syncbn.synchronised_classes import ADDED, class_of
+from syncbn.texts import quoted
 
 # What to do about a layer; `_remedy` has more.
 CONVERT = "call syncbn.convert_syncbn_model(model)"

@@ -22,7 +22,7 @@ ROOMS = {
         "diagnosis.watchdog",
         "diagnosis.report",
         "diagnosis.positions",
-        "diagnosis.names diagnosis.processes",
+        "diagnosis.processes",
     ],
     "comm": ["comm.groups", "comm.all_reduce comm.text_exchange"],
 }

@@ -1,1 +1,1 @@
-"""Tells where every rank is, and why the ranks disagree: names, positions, waits, reports, failures."""
+"""Tells where every rank is, and why the ranks disagree: call sites, positions, waits, reports."""

@@ -36,7 +36,7 @@ IN_COLLECTIVE = "in "  # how `Position.blocked` begins for a collective
 OF_STACK = "of a stack, as vmap and is_grads_batched make"  # behind the pass, while its size is compared
 WITH_GRAPH = "backward with create_graph or torch.func"  # the first all_reduce of such a backward
 FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
-SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; more than hosts' clocks differ
+CLOCKS_DIFFER_SECONDS = 5.0  # at most, of two hosts
 SECONDS_BETWEEN_WRITES = 0.05  # of a rank, at least
 SECONDS_PER_WRITE = 10e-6  # of all ranks together: a store takes some 100,000 writes a second
 
@@ -68,7 +68,7 @@ class Written(NamedTuple):
 
     def is_old(self) -> bool:
         """Whether it was there before this process: torchrun may keep the store and start the ranks again."""
-        allowed = 0.0 if self.host == processes.host() else SILENCE_SECONDS  # clocks differ
+        allowed = 0.0 if self.host == processes.host() else CLOCKS_DIFFER_SECONDS
         return self.time < processes.start_of_this() - allowed
 
 
@@ -95,10 +95,6 @@ class Wait(ABC):
     def seconds(self) -> float:
         """The seconds since it began."""
         return time.monotonic() - self.start
-
-    def is_long(self) -> bool:
-        """Whether a warning is due."""
-        return self.seconds() >= self.next_warning_seconds
 
     def has_arrived(self, position: Position) -> bool:
         """Whether a rank of this position has come to what this rank waits in."""

@@ -6,18 +6,10 @@ import time
 
 from syncbn.comm.text_exchange import by_rank
 from syncbn.diagnosis import processes
-from syncbn.diagnosis.positions import (
-    HAS_LEFT,
-    IN_COLLECTIVE,
-    OF_STACK,
-    SILENCE_SECONDS,
-    WITH_GRAPH,
-    Position,
-    Wait,
-    Written,
-)  # fmt: skip
+from syncbn.diagnosis.positions import HAS_LEFT, IN_COLLECTIVE, OF_STACK, WITH_GRAPH, Position, Wait, Written
 
 SETTLE_SECONDS = 0.3  # in which a rank that leaves can say why
+SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; clocks may differ by less
 READ_SECONDS = 5.0  # the longest time that reading may take
 
 RANKS_DIFFER = "syncbn: the ranks are in different layers or calls.\n"

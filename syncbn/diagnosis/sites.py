@@ -25,13 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn.call_stack import callers, warn_once
+from syncbn.call_stack import callers, line_that_calls_model, path_in_model, warn_once
 from syncbn.comm.all_reduce import exchanges
 from syncbn.comm.text_exchange import ranks_in_words
-from syncbn.diagnosis.names import line_that_calls_model, path_in_model, quoted
 from syncbn.diagnosis.watchdog import WatchedRank, this_rank
 from syncbn.kernels.interface import UNSIGNED
-from syncbn.texts import in_short
+from syncbn.texts import in_short, quoted
 from syncbn.torch_internals.autograd import is_wrapped
 from syncbn.torch_internals.distributed import ddp_that_broadcasts, is_pipeline_stage, name_of
 from syncbn.torch_internals.state import PLAIN_CLASSES, constant_in_graphs

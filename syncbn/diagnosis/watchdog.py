@@ -60,10 +60,6 @@ class WaitOutside(Wait):
     def position(self) -> Position:
         return self.position_at_start
 
-    def is_in_collective(self) -> bool:
-        """Whether it is known to wait for other ranks."""
-        return self.blocked.startswith(IN_COLLECTIVE)
-
 
 class WatchedRank(ThisRank):
     """This rank with the thread, which ends with the group of all ranks."""
@@ -150,9 +146,9 @@ def _beat(rank: WatchedRank, is_waiting: bool) -> None:
 
 
 def _warn_if_long(rank: WatchedRank, wait: Wait, place: str) -> None:
-    if not wait.is_long():
-        return
     seconds = wait.seconds()
+    if seconds < wait.next_warning_seconds:
+        return
     wait.next_warning_seconds *= 2
     with contextlib.suppress(ValueError):  # a group that has ended
         if wait.ranks().index(rank.rank) < WARNING_RANKS:
@@ -170,7 +166,7 @@ def _current_waits(rank: WatchedRank) -> list[tuple[Wait, str]]:
     if unfinished:
         on_gpu = min(unfinished, key=lambda wait: wait.start)
         return [(on_gpu, f", in {on_gpu.position().doing} on the GPU, beside which the hosts may go on")]
-    if outside is not None and outside.is_in_collective():
+    if outside is not None and outside.blocked.startswith(IN_COLLECTIVE):
         return [(outside, ", in a collective outside of syncbn's layers")]
     return []
 

@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 from syncbn.comm.text_exchange import all_gather_json, by_rank, exchange_errors
 from syncbn.diagnosis import report
 from syncbn.diagnosis.collective import Collective, RanksDifferError
-from syncbn.diagnosis.names import may_be_one_layer
 from syncbn.diagnosis.positions import WITH_GRAPH
 from syncbn.reductions.interface import joined_group
 
@@ -35,6 +34,12 @@ def fault_in_total(collective: Collective, trailer: list[float], error: Exceptio
         where = report.where_all_are(collective)
         return error or RuntimeError(f"syncbn: another rank has a bad argument, and says which.\n{where}")
     return exchange_errors(error, group, f" in {collective.doing()}")
+
+
+def may_be_one_layer(paths: list[str]) -> bool:
+    """Whether one layer may have these paths: a rank may have wrapped the model in another module, or have no model."""
+    longest = max(paths, key=len)
+    return all(not path or f".{longest}".endswith(f".{path}") for path in paths)
 
 
 def part_in(collective: Collective) -> Part:

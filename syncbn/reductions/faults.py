@@ -34,14 +34,12 @@ from torch import Tensor
 from syncbn.comm.text_exchange import by_rank, error_of_others
 from syncbn.diagnosis import report
 from syncbn.diagnosis.collective import IN_CUDA_GRAPH, Collective, RanksDifferError
-from syncbn.diagnosis.names import may_be_one_layer
 from syncbn.diagnosis.sites import Site
 from syncbn.diagnosis.watchdog import log
 from syncbn.kernels.interface import BAD_ARGUMENT, ENDED, FAULT, LOCAL_NOT_FINITE, ONE_VALUE, RANKS_DIFFER
-from syncbn.reductions.agreement import Part, part_in, require_one_layer
+from syncbn.reductions.agreement import Part, may_be_one_layer, part_in, require_one_layer
 from syncbn.texts import ONE_VALUE_PER_CHANNEL, in_words
 
-PATIENCE_SECONDS = 1.0  # after which the watchdog logs a fault that the program has not raised
 ANSWER_SECONDS = 5.0  # in which the other ranks write their parts
 NAMING_SECONDS = 5.0  # in which the first rank is to come to a layer's first call
 MOST_KEPT = 1024  # all_reduces that a mailbox can name, some ten steps of a ResNet-50
@@ -100,7 +98,6 @@ class Box:
         site.state.boxes[device, stream] = site.state.boxes[device, None] = self
         self._key = f"fault/{site.rank.life}/{site.group_name}"  # of the ranks' parts
         self.ranks = site.ranks()
-        self.seen: float | None = None  # when the watchdog has seen the fault
         self.rank.boxes.add(self)
         finalize(site.require_group(), self.rank.boxes.discard, self).atexit = False
 
@@ -125,10 +122,9 @@ class Box:
             if noted is not None:
                 noted.warn_not_finite()
         if self.words[FAULT] and not self.group_state.has_told_fault:
-            if self.seen is None:  # now, while the other ranks answer
-                self.seen = time.monotonic()
+            if self.group_state.fault is None:  # now, while the other ranks answer
                 self._explain()
-            elif time.monotonic() - self.seen >= PATIENCE_SECONDS:
+            else:  # nor has the program come by since the previous look
                 log.error("syncbn: rank %d meets a fault on the GPU.\n%s", self.rank.rank, in_words(self.error()))
 
     def error(self) -> Exception:
