@@ -87,8 +87,14 @@ def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
             raise ValueError(f"process_group={process_group}: an int is the number of ranks per group, at least 1")
         return process_group
     if isinstance(process_group, dist.ProcessGroup):
-        _require_made_by_torch(process_group)
-        if process_group not in existing_groups():
+        is_known = process_group in existing_groups()
+        # It does its all_reduce in Python, over ranks that torch's registry does not know: it does not know the group,
+        # or takes it for this rank alone, as torchft's.
+        is_written_in_python = type(process_group).allreduce is not dist.ProcessGroup.allreduce
+        if is_written_in_python and not (is_known and len(ranks_in(process_group)) > 1):
+            what = f"process_group is a {type(process_group).__name__}, which torch.distributed did not make"
+            raise ValueError(f"{what}; pass a group of torch.distributed.new_group() or init_device_mesh()")
+        if not is_known:
             raise ValueError("process_group was destroyed; pass one that exists, or None for the default group")
         return GlobalRanks(tuple(ranks_in(process_group)), process_group)
     if isinstance(process_group, DeviceMesh):
@@ -98,16 +104,6 @@ def to_spec(process_group: ProcessGroupLike) -> GroupSpec:
         return process_group
     expected = 'None, a ProcessGroup, an int (ranks per group), "node" or a 1-D DeviceMesh'
     raise TypeError(f"process_group must be {expected}, got {process_group!r} of type {type(process_group).__name__}")
-
-
-def _require_made_by_torch(group: dist.ProcessGroup) -> None:
-    """**Raises** ValueError for a group that does its all_reduce in Python, over ranks that torch's registry does not
-    know: it does not know the group, or takes it for this rank alone, as torchft's."""
-    if type(group).allreduce is not dist.ProcessGroup.allreduce and (
-        group not in existing_groups() or len(ranks_in(group)) == 1
-    ):
-        what = f"process_group is a {type(group).__name__}, which torch.distributed did not make"
-        raise ValueError(f"{what}; pass a group of torch.distributed.new_group() or init_device_mesh()")
 
 
 def to_user(spec: GroupSpec) -> ProcessGroupLike:

@@ -23,13 +23,16 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
 from syncbn.diagnosis import processes
 from syncbn.texts import in_words
 from syncbn.torch_internals.distributed import default_store, name_of
+
+if TYPE_CHECKING:
+    from syncbn.reductions.faults import Box
 
 HAS_LEFT = "has left"
 IN_COLLECTIVE = "in "  # how `Position.blocked` begins for a collective
@@ -114,6 +117,7 @@ class ThisRank:
         self.store: dist.Store = default_store()  # the default one may later be another group's
         self.store_answers = True
         self.waiting: dict[Wait, None] = {}  # the collectives that have not ended on the host, of all threads
+        self.boxes: set[Box] = set()  # the mailboxes of this rank's GPUs
         self.writing = threading.RLock()  # the program and the heartbeat write positions
         self.num_ranks = world.size()
         self.life = next(_lives)

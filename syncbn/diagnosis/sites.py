@@ -28,7 +28,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from syncbn.call_stack import callers, line_that_calls_model, path_in_model, warn_once
 from syncbn.comm.all_reduce import exchanges
 from syncbn.comm.text_exchange import ranks_in_words
-from syncbn.diagnosis.watchdog import WatchedRank, this_rank
+from syncbn.diagnosis.positions import ThisRank
+from syncbn.diagnosis.watchdog import this_rank
 from syncbn.kernels.interface import UNSIGNED
 from syncbn.texts import in_short, quoted
 from syncbn.torch_internals.autograd import is_wrapped
@@ -137,7 +138,7 @@ _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
 class Site:
     """A layer or function that calls on a group, by its name. References to both are weak."""
 
-    def __init__(self, caller: CallsOnGroups, path: str, group: dist.ProcessGroup, rank: WatchedRank) -> None:
+    def __init__(self, caller: CallsOnGroups, path: str, group: dist.ProcessGroup, rank: ThisRank) -> None:
         self.caller, self.rank, self.state = ref(caller), rank, _states[group]
         self.group: Callable[[], dist.ProcessGroup | None] = ref(group)
         self.group_name, self.num_ranks, self.num_calls = name_of(group), group.size(), 0

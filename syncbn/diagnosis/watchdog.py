@@ -26,7 +26,6 @@ import time
 import traceback
 from collections.abc import Iterable
 from types import FrameType
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch.distributed as dist
@@ -36,9 +35,6 @@ from syncbn.comm import text_exchange
 from syncbn.diagnosis import processes, report
 from syncbn.diagnosis.positions import HAS_LEFT, IN_COLLECTIVE, Position, ThisRank, Wait
 from syncbn.torch_internals.distributed import collective_in
-
-if TYPE_CHECKING:
-    from syncbn.reductions.faults import Box
 
 HEARTBEAT_SECONDS = 1.0  # between writes of an unchanged position; with 10,000 ranks a tenth of the store's time
 LEAVE_SECONDS = 1.0  # for which a rank that leaves waits for its own heartbeat
@@ -61,31 +57,23 @@ class WaitOutside(Wait):
         return self.position_at_start
 
 
-class WatchedRank(ThisRank):
-    """This rank with the thread, which ends with the group of all ranks."""
-
-    def __init__(self, world: dist.ProcessGroup) -> None:
-        super().__init__(world)
-        self.boxes: set[Box] = set()
-        self.outside: WaitOutside | None = None  # where the previous look found the main thread
-        finalize(world, _leave, self)
-        self.watchdog = threading.Thread(target=_watch, args=[self, ref(world)], name="syncbn.watchdog", daemon=True)
-        self.watchdog.start()
-
-
-_ranks: WeakKeyDictionary[dist.ProcessGroup, WatchedRank] = WeakKeyDictionary()  # by the default process group
+_ranks: WeakKeyDictionary[dist.ProcessGroup, ThisRank] = WeakKeyDictionary()  # by the default process group
 _inherited: WeakSet[dist.ProcessGroup] = WeakSet()  # this process was forked from one that made these groups
 
 
-def this_rank() -> WatchedRank:
-    """This rank of the default group. **Raises** RuntimeError in a forked process."""
+def this_rank() -> ThisRank:
+    """This rank of the default group, watched by a thread that ends with the group. **Raises** RuntimeError in a forked
+    process."""
     world = dist.group.WORLD
     assert world is not None
     if world in _inherited:
         what = f"this process ({os.getpid()}) was forked from one whose process group does not work here"
         raise RuntimeError(f'syncbn: {what}. Start it by the method "spawn" instead.')
     if world not in _ranks:
-        _ranks[world] = WatchedRank(world)
+        rank = _ranks[world] = ThisRank(world)
+        thread = threading.Thread(target=_watch, args=[rank, ref(world)], name="syncbn.watchdog", daemon=True)
+        finalize(world, _leave, rank, thread)
+        thread.start()
     return _ranks[world]
 
 
@@ -107,9 +95,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
+def _watch(rank: ThisRank, world: ref[dist.ProcessGroup]) -> None:
     """The thread. Between its looks it holds nothing that would keep the group alive."""
-    waits: list[tuple[Wait, str]] = []
+    waits: dict[Wait, str] = {}
+    outside: WaitOutside | None = None
     has_complained, interval = False, min(rank.interval, HEARTBEAT_SECONDS)
     # Each look holds Python's lock, which the program needs to launch kernels on a GPU.
     while not rank.ended.wait(HEARTBEAT_SECONDS if rank.boxes else interval) and dist.group.WORLD is world():
@@ -117,11 +106,13 @@ def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
             for box in [*rank.boxes]:
                 box.look()
             _beat(rank, is_waiting=bool(waits))
-            waits = _current_waits(rank)
-            for wait, place in waits:
+            if not rank.waiting:
+                outside = _look_outside(rank, outside)
+            waits = _current_waits(rank, outside)
+            for wait, place in waits.items():
                 _warn_if_long(rank, wait, place)
         except Exception as error:
-            waits = []
+            waits = {}
             if not has_complained:
                 has_complained = True
                 text = "syncbn: the watchdog of rank %d has failed once, and goes on: %s: %s"
@@ -135,7 +126,7 @@ def _watch(rank: WatchedRank, world: ref[dist.ProcessGroup]) -> None:
     rank.store_answers, rank.store = False, dist.HashStore()
 
 
-def _beat(rank: WatchedRank, is_waiting: bool) -> None:
+def _beat(rank: ThisRank, is_waiting: bool) -> None:
     """Write the position if it is new or old; `is_waiting` is what the previous look found."""
     with rank.writing:
         is_new = rank.position() != rank.written_position
@@ -145,7 +136,7 @@ def _beat(rank: WatchedRank, is_waiting: bool) -> None:
             rank.write_position()
 
 
-def _warn_if_long(rank: WatchedRank, wait: Wait, place: str) -> None:
+def _warn_if_long(rank: ThisRank, wait: Wait, place: str) -> None:
     seconds = wait.seconds()
     if seconds < wait.next_warning_seconds:
         return
@@ -156,19 +147,17 @@ def _warn_if_long(rank: WatchedRank, wait: Wait, place: str) -> None:
             log.warning("syncbn: rank %d has waited %.0f s for others%s.\n%s", rank.rank, seconds, place, where)
 
 
-def _current_waits(rank: WatchedRank) -> list[tuple[Wait, str]]:
-    """The waits that this rank is in, and in words what its position does not tell of each."""
-    waiting = [*rank.waiting]
-    if waiting:
-        return [(wait, "") for wait in waiting]
-    outside = rank.outside = _look_outside(rank, rank.outside)
+def _current_waits(rank: ThisRank, outside: WaitOutside | None) -> dict[Wait, str]:
+    """The waits that this rank is in, each with what its position does not tell in words."""
+    if waiting := [*rank.waiting]:
+        return dict.fromkeys(waiting, "")
     unfinished = [wait for box in [*rank.boxes] if (wait := box.unfinished()) is not None]
     if unfinished:
         on_gpu = min(unfinished, key=lambda wait: wait.start)
-        return [(on_gpu, f", in {on_gpu.position().doing} on the GPU, beside which the hosts may go on")]
+        return {on_gpu: f", in {on_gpu.position().doing} on the GPU, beside which the hosts may go on"}
     if outside is not None and outside.blocked.startswith(IN_COLLECTIVE):
-        return [(outside, ", in a collective outside of syncbn's layers")]
-    return []
+        return {outside: ", in a collective outside of syncbn's layers"}
+    return {}
 
 
 def _look_outside(rank: ThisRank, previous: WaitOutside | None) -> WaitOutside | None:
@@ -199,7 +188,7 @@ def _place_of(frames_and_lines: Iterable[tuple[FrameType, int]], unknown: str = 
     return f"{IN_COLLECTIVE}{collective} {line}" if collective else line
 
 
-def _leave(rank: WatchedRank) -> None:
+def _leave(rank: ThisRank, watchdog: threading.Thread) -> None:
     """The default process group, or this program, ends, perhaps because of an exception."""
     here = rank.process == os.getpid()  # a forked process has no thread
     error = processes.failure_of_collective() if here else None
@@ -213,4 +202,4 @@ def _leave(rank: WatchedRank) -> None:
         rank.writing.release()
     if rank.failed_at:
         with contextlib.suppress(RuntimeError):  # this thread itself may let the group go
-            rank.watchdog.join(report.READ_SECONDS)
+            watchdog.join(report.READ_SECONDS)

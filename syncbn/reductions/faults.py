@@ -37,7 +37,7 @@ from syncbn.diagnosis.collective import IN_CUDA_GRAPH, Collective, RanksDifferEr
 from syncbn.diagnosis.sites import Site
 from syncbn.diagnosis.watchdog import log
 from syncbn.kernels.interface import BAD_ARGUMENT, ENDED, FAULT, LOCAL_NOT_FINITE, ONE_VALUE, RANKS_DIFFER
-from syncbn.reductions.agreement import Part, may_be_one_layer, part_in, require_one_layer
+from syncbn.reductions.agreement import may_be_one_layer, part_in, require_one_layer
 from syncbn.texts import ONE_VALUE_PER_CHANNEL, in_words
 
 ANSWER_SECONDS = 5.0  # in which the other ranks write their parts
@@ -165,7 +165,8 @@ class Box:
         return next((Collective(site, IN_CUDA_GRAPH, pass_name) for site in sites if site.order == -tag // 2), None)
 
     def _explained(self, kind: int) -> Exception:
-        parts = self._parts()
+        parts = [written.value for written in self.rank.wait_for(self.ranks, self._key, ANSWER_SECONDS)]
+        parts[self.ranks.index(self.rank.rank)] = self.group_state.part  # also if the store is gone
         answers = [part for part in parts if part is not None]
         faults = [(part["is TypeError"], part["error"]) if part and "error" in part else None for part in parts]
         doing = answers[0]["doing"]
@@ -183,11 +184,3 @@ class Box:
         if kind == BAD_ARGUMENT:
             return RuntimeError(f"syncbn: another rank has a bad argument.\n{where}")
         return RanksDifferError(f"{report.RANKS_DIFFER}{where}\n{report.OTHER_LAYERS}")
-
-    def _parts(self) -> list[Part | None]:
-        """The ranks' parts; None for one that does not answer."""
-        parts = self.rank.wait_for(self.ranks, self._key, ANSWER_SECONDS)
-        return [
-            self.group_state.part if rank == self.rank.rank else part.value
-            for rank, part in zip(self.ranks, parts, strict=True)
-        ]
