@@ -51,7 +51,7 @@ class Collective(Wait):
     def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
         self.has_failed = error is not None
         try:
-            if isinstance(error, RuntimeError):
+            if self.has_failed and isinstance(error, RuntimeError):
                 self._explain(error)
         finally:  # until then this rank is in the collective
             del self.rank.waiting[self]
