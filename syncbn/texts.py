@@ -1,6 +1,11 @@
 """Writes names, values and exceptions as text that every store, log file and terminal takes."""
 
+import contextlib
+import numbers
 import traceback
+
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 ONE_VALUE_PER_CHANNEL = "Expected more than 1 value per channel when training, got 1 over all ranks"
 SHOWN_CHARACTERS = 60  # of a value in an error
@@ -28,3 +33,21 @@ def in_short(value: object) -> str:
     except ValueError:  # an int of more than 4,300 digits
         text = f"a large {type(value).__name__}"
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def settings_of(caller: object) -> dict[str, str]:
+    """The settings of a layer that must be the same on all ranks; a function has none."""
+    if not isinstance(caller, _BatchNorm):
+        return {}
+    flags = {name: str(bool(getattr(caller, name, False))) for name in ("fuse_relu", "track_running_stats")}
+    return {"eps": _number_in_words(caller.eps), "momentum": _number_in_words(caller.momentum)} | flags
+
+
+def _number_in_words(setting: object) -> str:
+    """The same for equal numbers of all classes, and for all tensors."""
+    if isinstance(setting, Tensor):
+        return "a tensor"
+    if isinstance(setting, numbers.Real):
+        with contextlib.suppress(OverflowError):
+            return repr(float(setting))
+    return in_short(setting)

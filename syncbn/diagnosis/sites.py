@@ -10,8 +10,6 @@ Two signatures of W ranks are equal by chance in at most 4 W of 2^26 cases. A ra
 compiled graph, sends zeros and is not counted.
 """
 
-import contextlib
-import numbers
 import os
 import threading
 import zlib
@@ -22,8 +20,6 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn.call_stack import callers, line_that_calls_model, path_in_model, warn_once
 from syncbn.comm.all_reduce import exchanges
@@ -31,7 +27,7 @@ from syncbn.comm.text_exchange import ranks_in_words
 from syncbn.diagnosis.positions import ThisRank
 from syncbn.diagnosis.watchdog import this_rank
 from syncbn.kernels.interface import UNSIGNED
-from syncbn.texts import in_short, quoted
+from syncbn.texts import quoted, settings_of
 from syncbn.torch_internals.autograd import is_wrapped
 from syncbn.torch_internals.distributed import ddp_that_broadcasts, is_pipeline_stage, name_of
 from syncbn.torch_internals.state import PLAIN_CLASSES, constant_in_graphs
@@ -81,25 +77,6 @@ def smallest_signature(num_ranks: int) -> int:
     """The smallest signature in a group of this size, a power of two; the largest is 2 * smallest - 1. Their total is
     below 2^26, and its square exact in float64."""
     return 1 << (2**25 // num_ranks).bit_length() - 1
-
-
-def settings_of(caller: CallsOnGroups) -> dict[str, str]:
-    """The settings of a layer that must be the same on all ranks, in words; a function has none."""
-    if not isinstance(caller, _BatchNorm):
-        return {}
-    flags = {name: bool(getattr(caller, name, False)) for name in ("fuse_relu", "track_running_stats")}
-    settings = {"eps": caller.eps, "momentum": caller.momentum} | flags
-    return {name: _in_words(setting) for name, setting in settings.items()}
-
-
-def _in_words(setting: object) -> str:
-    """The same for equal numbers of all classes, and for all tensors."""
-    if isinstance(setting, Tensor):
-        return "a tensor"
-    if isinstance(setting, numbers.Real) and not isinstance(setting, bool):
-        with contextlib.suppress(OverflowError):
-            return repr(float(setting))
-    return in_short(setting)
 
 
 class Signatures(dict[tuple[str, torch.dtype | None], int]):

@@ -9,10 +9,10 @@ from torch.nn.parameter import is_lazy
 
 from syncbn.comm import groups
 from syncbn.comm.text_exchange import all_gather, all_reduce_max, ranks_in_words, require_equal
-from syncbn.diagnosis.sites import settings_of
 from syncbn.inputs import dtensors
 from syncbn.layer import SyncBatchNorm
 from syncbn.statistics import to_float64
+from syncbn.texts import settings_of
 
 LINES = 20  # tensors that an error names
 
