@@ -62,13 +62,13 @@ class Collective(Wait):
         return f"{self.site.name} {self.pass_name}, {call}" if self.site.is_signed else self.site.name
 
     def position(self) -> Position:
-        return Position(self.site.group_name, self.number, self.pass_name, self.doing())
+        return Position(self.site.state.name, self.number, self.pass_name, self.doing())
 
     def layer(self) -> str:
         return self.site.name if self.site.is_signed else ""
 
     def ranks(self) -> list[int]:
-        return self.site.ranks()
+        return self.site.state.ranks
 
     def warn_not_finite(self) -> None:
         """Warn, once for a layer, that the sums of this rank's input are not finite."""
@@ -88,7 +88,8 @@ class Collective(Wait):
         gloo aborts ranks that send different sizes, and ranks in different collectives, as if some have not converted
         their model, wait until the time-out. nccl needs no meeting, also beside gloo in a group that has both.
         """
-        rank, group = self.rank, self.site.require_group()
+        rank, group = self.rank, self.site.state.group()
+        assert group is not None
         rank.write_position()
         seconds = min(FIRST_MEETING_SECONDS, timeout_of(group).total_seconds() / 2)
         may_abort = self.site.state.meets_first and f"{self.device.type}:gloo" in dist.get_backend_config(group)

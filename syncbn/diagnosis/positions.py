@@ -92,7 +92,7 @@ class Wait(ABC):
         return ""
 
     def ranks(self) -> list[int]:
-        """The global ranks that wait for one another. **Raises** ValueError for a group that has ended."""
+        """The global ranks that wait for one another."""
         return list(range(self.rank.num_ranks))
 
     def seconds(self) -> float:

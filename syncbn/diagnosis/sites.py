@@ -94,9 +94,11 @@ class Signatures(dict[tuple[str, torch.dtype | None], int]):
 
 
 class GroupState:
-    """What syncbn has done on a process group."""
+    """A process group, of which it holds a weak reference, and what syncbn has done on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group: Callable[[], dist.ProcessGroup | None] = ref(group)
+        self.name, self.ranks, self.num_ranks = name_of(group), dist.get_process_group_ranks(group), group.size()
         self.sites: WeakKeyDictionary[CallsOnGroups, Site] = WeakKeyDictionary()
         self.last_order = 0  # of a site
         self.num_collectives = 0
@@ -112,13 +114,17 @@ class GroupState:
 _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
 
 
+def _state_of(group: dist.ProcessGroup) -> GroupState:
+    if group not in _states:
+        _states[group] = GroupState(group)
+    return _states[group]
+
+
 class Site:
-    """A layer or function that calls on a group, by its name. References to both are weak."""
+    """A layer or function that calls on a group, by its name. The reference to it is weak."""
 
     def __init__(self, caller: CallsOnGroups, path: str, group: dist.ProcessGroup, rank: ThisRank) -> None:
-        self.caller, self.rank, self.state = ref(caller), rank, _states[group]
-        self.group: Callable[[], dist.ProcessGroup | None] = ref(group)
-        self.group_name, self.num_ranks, self.num_calls = name_of(group), group.size(), 0
+        self.caller, self.rank, self.state, self.num_calls = ref(caller), rank, _state_of(group), 0
         self.exchanges = exchanges(group)
         self.path = path  # the dotted name in the model, or the function's name; empty for a layer without a model
         self.first_line = line_that_calls_model()
@@ -127,25 +133,14 @@ class Site:
         self.needs_two_values = getattr(caller, "needs_two_values", True)
         self.is_agreed = not self.is_signed  # on a GPU: whether it signs as the first rank does, see agree_on_name
         self.warned_of_nan = False
-        self.signatures, self.order = Signatures(self.num_ranks), 0
+        self.signatures, self.order = Signatures(self.state.num_ranks), 0
         if self.is_signed:
             self.sign_as(path, self.state.last_order + 1)
 
-    def require_group(self) -> dist.ProcessGroup:
-        """The process group. **Raises** ValueError if it has ended."""
-        group = self.group()
-        if group is None:
-            raise ValueError("the process group has ended")
-        return group
-
-    def ranks(self) -> list[int]:
-        """The global ranks of the group. **Raises** ValueError if it has ended."""
-        return dist.get_process_group_ranks(self.require_group())
-
     def tell_call(self, num_channels: int) -> None:
         """Write how this rank calls the layer, so that reports show it where the ranks differ."""
-        how = f"with {num_channels} channels over {ranks_in_words(self.ranks())}"
-        self.rank.write(f"called/{self.group_name}/{self.name}", how)
+        how = f"with {num_channels} channels over {ranks_in_words(self.state.ranks)}"
+        self.rank.write(f"called/{self.state.name}/{self.name}", how)
 
     def sign_as(self, path: str, order: int) -> None:
         """Sign from now on as the layer of this path and order."""
@@ -161,7 +156,7 @@ def new_site(caller: CallsOnGroups, group: dist.ProcessGroup) -> Site:
     RuntimeError in a forked process.
     """
     rank = this_rank()
-    state = _states.setdefault(group, GroupState())
+    state = _state_of(group)
     site = state.sites.get(caller)
     if site is None:
         _require_one_stage(group)
@@ -173,7 +168,7 @@ def new_site(caller: CallsOnGroups, group: dist.ProcessGroup) -> Site:
             _warn_of_shared_memory(caller)
             path = path_in_model(caller)
         site = state.sites[caller] = Site(caller, path, group, rank)
-        rank.write(f"called/{site.group_name}/{site.name}", "")
+        rank.write(f"called/{state.name}/{site.name}", "")
     settings = settings_of(caller)
     if site.signatures.settings != settings:
         site.signatures.settings = settings
@@ -183,15 +178,14 @@ def new_site(caller: CallsOnGroups, group: dist.ProcessGroup) -> Site:
 
 def skip_first_meeting(group: dist.ProcessGroup) -> None:
     """Let no rank wait for others before its first collective on this group, nor for names: one may not come to it."""
-    state = _states.setdefault(group, GroupState())
+    state = _state_of(group)
     state.meets_first = state.awaits_names = False
 
 
 def _after_fork() -> None:
     """The parent's groups do not work in this process: layers must look theirs up again, and `this_rank` refuses."""
     for state in _states.values():
-        for site in state.sites.values():
-            site.group = lambda: None
+        state.group = lambda: None
 
 
 if hasattr(os, "register_at_fork"):

@@ -141,10 +141,9 @@ def _warn_if_long(rank: ThisRank, wait: Wait, place: str) -> None:
     if seconds < wait.next_warning_seconds:
         return
     wait.next_warning_seconds *= 2
-    with contextlib.suppress(ValueError):  # a group that has ended
-        if wait.ranks().index(rank.rank) < WARNING_RANKS:
-            where = report.where_all_are(wait)
-            log.warning("syncbn: rank %d has waited %.0f s for others%s.\n%s", rank.rank, seconds, place, where)
+    if wait.ranks().index(rank.rank) < WARNING_RANKS:
+        where = report.where_all_are(wait)
+        log.warning("syncbn: rank %d has waited %.0f s for others%s.\n%s", rank.rank, seconds, place, where)
 
 
 def _current_waits(rank: ThisRank, outside: WaitOutside | None) -> dict[Wait, str]:

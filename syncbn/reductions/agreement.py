@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import torch.distributed as dist
+
 from syncbn.comm.text_exchange import all_gather_json, by_rank, exchange_errors
 from syncbn.diagnosis import report
 from syncbn.diagnosis.collective import Collective, RanksDifferError
@@ -13,20 +15,21 @@ from syncbn.reductions.interface import joined_group
 Part: TypeAlias = dict[str, Any]  # a rank's part in a collective of a layer
 
 
-def fault_in_total(collective: Collective, trailer: list[float], error: Exception | None) -> Exception | None:
+def fault_in_total(
+    collective: Collective, group: dist.ProcessGroup, trailer: list[float], error: Exception | None
+) -> Exception | None:
     """What this rank is to raise if a rank has a fault; `error` is this rank's, or None.
 
     `trailer` is the last four numbers of the total, n and the signature. **Raises** RuntimeError if they show that
     ranks in different layers or passes have met, unless the ranks only have different names for one layer.
     """
-    site, group = collective.site, collective.site.require_group()
-    num_values, num_signed, total, squares = trailer
-    has_fault, all_sign = math.isnan(num_values), num_signed == site.num_ranks
+    site, (num_values, num_signed, total, squares) = collective.site, trailer
+    has_fault, all_sign = math.isnan(num_values), num_signed == site.state.num_ranks
     if num_signed * squares != total * total:
         if not (site.is_signed and all_sign):  # some ranks would not take part in an all_gather
             raise RanksDifferError(report.RANKS_DIFFER + report.where_all_are(collective))
         parts = all_gather_json(part_in(collective), group)
-        site.sign_as(*require_one_layer(site.ranks(), parts, has_fault))
+        site.sign_as(*require_one_layer(site.state.ranks, parts, has_fault))
     if not has_fault:
         return None
     # Ranks in a compiled graph sign nothing and would not take part in an all_gather; joined ranks do.

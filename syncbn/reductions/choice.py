@@ -37,7 +37,7 @@ def reduction_of(spec: SpecOfCall, caller: CallsOnGroups, dtype: torch.dtype | N
         return ONE_RANK
     site = caller._call_site
     # The site of the last call is used again if it still fits; a guard may bring a group of its own.
-    if group is None or site is None or site.group() is not group or site.caller() is not caller or guards:
+    if group is None or site is None or site.state.group() is not group or site.caller() is not caller or guards:
         group = resolve(spec)
         if group is None:
             return ONE_RANK

@@ -33,7 +33,7 @@ class EagerReduction(Reduction):
     def __init__(self, group: dist.ProcessGroup, site: Site, dtype: torch.dtype | None) -> None:
         site.num_calls += 1
         self.group, self.site, self.call, self.dtype = group, site, site.num_calls, dtype
-        self.num_ranks, self.signatures = site.num_ranks, site.signatures
+        self.num_ranks, self.signatures = site.state.num_ranks, site.signatures
 
     def mailbox(self, pass_name: str, device: torch.device) -> Mailbox | None:
         site, state, stream = self.site, self.site.state, stream_of(device)
@@ -70,7 +70,7 @@ class EagerReduction(Reduction):
             if mailbox is None and total.is_cpu and type(total) is Tensor:  # else the host cannot read it: a FakeTensor
                 trailer = n, num_signed, signatures, squares = total[-TRAILER_NUMBERS:].tolist()
                 if num_signed * squares != signatures * signatures or n != n:
-                    fault = fault_in_total(collective, trailer, error)
+                    fault = fault_in_total(collective, self.group, trailer, error)
         if pass_name == "forward":
             self.forward_total = total
         elif pass_name == "backward" and not keeps_graph():  # the loss may be kept, and with it this reduction
@@ -116,7 +116,7 @@ class EagerReduction(Reduction):
             what = (
                 "the ranks have stacks of different sizes; sample i of a rank is normalised with sample i of the others"
             )
-            each = by_rank(self.site.ranks(), map(str, numbers))
+            each = by_rank(self.site.state.ranks, map(str, numbers))
             raise ValueError(f"syncbn: in {collective.doing()}: {what}.\n{each}\nGive all ranks as many samples.")
 
     def warn_unless_finite(self, sums: Tensor) -> None:

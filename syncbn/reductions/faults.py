@@ -65,8 +65,8 @@ def agree_on_name(site: Site) -> None:
     """
     if site.num_calls & (site.num_calls - 1):
         return
-    rank, state, first = site.rank, site.state, site.ranks()[0]
-    key = f"named/{rank.life}/{site.group_name}/{site.order}"
+    rank, state, first = site.rank, site.state, site.state.ranks[0]
+    key = f"named/{rank.life}/{state.name}/{site.order}"
     if rank.rank == first:
         rank.write(key, path := site.path)
     else:
@@ -96,10 +96,9 @@ class Box:
         self._oldest: Collective | None = None
         self.rank, self.group_state = site.rank, site.state
         site.state.boxes[device, stream] = site.state.boxes[device, None] = self
-        self._key = f"fault/{site.rank.life}/{site.group_name}"  # of the ranks' parts
-        self.ranks = site.ranks()
+        self._key = f"fault/{site.rank.life}/{site.state.name}"  # of the ranks' parts
         self.rank.boxes.add(self)
-        finalize(site.require_group(), self.rank.boxes.discard, self).atexit = False
+        finalize(site.state.group(), self.rank.boxes.discard, self).atexit = False
 
     def unfinished(self) -> Collective | None:
         """The oldest all_reduce that has begun and not ended."""
@@ -165,8 +164,9 @@ class Box:
         return next((Collective(site, IN_CUDA_GRAPH, pass_name) for site in sites if site.order == -tag // 2), None)
 
     def _explained(self, kind: int) -> Exception:
-        parts = [written.value for written in self.rank.wait_for(self.ranks, self._key, ANSWER_SECONDS)]
-        parts[self.ranks.index(self.rank.rank)] = self.group_state.part  # also if the store is gone
+        ranks = self.group_state.ranks
+        parts = [written.value for written in self.rank.wait_for(ranks, self._key, ANSWER_SECONDS)]
+        parts[ranks.index(self.rank.rank)] = self.group_state.part  # also if the store is gone
         answers = [part for part in parts if part is not None]
         faults = [(part["is TypeError"], part["error"]) if part and "error" in part else None for part in parts]
         doing = answers[0]["doing"]
@@ -174,13 +174,13 @@ class Box:
             return ValueError(f"syncbn: {ONE_VALUE_PER_CHANNEL} in {doing}. Use a larger batch or eval().")
         if kind == RANKS_DIFFER and len(answers) == len(parts) and all("path" in part for part in answers):
             try:
-                require_one_layer(self.ranks, answers, has_fault=any(faults))
+                require_one_layer(ranks, answers, has_fault=any(faults))
             except RanksDifferError as error:
                 return error
         if any(faults):
-            return error_of_others(faults, self.ranks, f" in {doing}")
+            return error_of_others(faults, ranks, f" in {doing}")
         unknown = f"has not answered within {ANSWER_SECONDS:g} s, and may run a compiled model"
-        where = by_rank(self.ranks, [unknown if part is None else f"in {part['doing']}" for part in parts])
+        where = by_rank(ranks, [unknown if part is None else f"in {part['doing']}" for part in parts])
         if kind == BAD_ARGUMENT:
             return RuntimeError(f"syncbn: another rank has a bad argument.\n{where}")
         return RanksDifferError(f"{report.RANKS_DIFFER}{where}\n{report.OTHER_LAYERS}")

@@ -258,7 +258,7 @@ def test_a_rank_that_does_not_answer(ranks: Ranks, model: Model, monkeypatch: py
         with monkeypatch.context() as long_ago:
             long_ago.setattr(time, "time", lambda: 1e9)
             long_ago.setattr(site.rank, "rank", 1)
-            site.rank.write(f"fault/{site.rank.life}/{site.group_name}", {"doing": "bn7 forward, call 2"})
+            site.rank.write(f"fault/{site.rank.life}/{site.state.name}", {"doing": "bn7 forward, call 2"})
         box.words[FAULT] = site.state.num_collectives * 4 + RANKS_DIFFER
         said = texts_of(lambda: model(X), RanksDifferError)
         assert "rank 0: in bn1 backward, call 1\nrank 1: has not answered within 0.5 s" in said
