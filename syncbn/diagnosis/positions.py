@@ -31,7 +31,7 @@ from syncbn.diagnosis import processes
 from syncbn.texts import in_words
 from syncbn.torch_internals.distributed import default_store, name_of
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # upwards, for the type of what the watchdog looks at
     from syncbn.reductions.faults import Box
 
 HAS_LEFT = "has left"

@@ -12,7 +12,7 @@ SETTLE_SECONDS = 0.3  # in which a rank that leaves can say why
 SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; clocks may differ by less
 READ_SECONDS = 5.0  # the longest time that reading may take
 
-RANKS_DIFFER = "syncbn: the ranks are in different layers or calls.\n"
+DIFFERENT_LAYERS = "syncbn: the ranks are in different layers or calls.\n"
 OTHER_LAYERS = (
     "Every rank must call the same layers in the same order, all converted with the same process_group and in training "
     "mode. A layer in a branch that only some ranks take must be called on the others too, for their backward as well: "

@@ -32,7 +32,7 @@ from syncbn.torch_internals.autograd import is_wrapped
 from syncbn.torch_internals.distributed import ddp_that_broadcasts, is_pipeline_stage, name_of
 from syncbn.torch_internals.state import PLAIN_CLASSES, constant_in_graphs
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # upwards, for the type of what reductions keep in a group's state
     from syncbn.reductions.faults import Box
 
 
@@ -159,12 +159,10 @@ def new_site(caller: CallsOnGroups, group: dist.ProcessGroup) -> Site:
     state = _state_of(group)
     site = state.sites.get(caller)
     if site is None:
-        _require_one_stage(group)
-        if isinstance(caller, Caller):
-            path = caller.name
-        else:
-            assert isinstance(caller, torch.nn.Module)
-            _warn_of_broadcast(caller, group)
+        _require_one_stage(state.ranks)
+        path = getattr(caller, "name", "")  # of a function
+        if isinstance(caller, torch.nn.Module):
+            _warn_of_broadcast(caller, state.ranks)
             _warn_of_shared_memory(caller)
             path = path_in_model(caller)
         site = state.sites[caller] = Site(caller, path, group, rank)
@@ -192,16 +190,16 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _require_one_stage(group: dist.ProcessGroup) -> None:
-    """**Raises** ValueError where a layer that synchronises over `group` is called in a stage of a pipeline of
-    torch.distributed.pipelining, and the group has several ranks of that pipeline.
+def _require_one_stage(ranks: list[int]) -> None:
+    """**Raises** ValueError where a layer that synchronises over these ranks is called in a stage of a pipeline of
+    torch.distributed.pipelining, and several of them are ranks of that pipeline.
 
     They would wait for each other: one in batch norm, the next for the output of the stage before it.
     """
     stage = next((caller for _, caller in callers() if is_pipeline_stage(caller)), None)
     if stage is None:
         return
-    ranks, pipeline = map(dist.get_process_group_ranks, (group, stage.group or dist.group.WORLD))
+    pipeline = dist.get_process_group_ranks(stage.group or dist.group.WORLD)
     if len({*ranks} & {*pipeline}) > 1:
         where = f"stage {stage.stage_index} of a pipeline over {ranks_in_words(pipeline)}, which hold other stages"
         remedy = "with the group of the ranks that hold the same stage, or with process_group=1 where that is one rank"
@@ -209,10 +207,9 @@ def _require_one_stage(group: dist.ProcessGroup) -> None:
         raise ValueError(f"{what}; convert the stage {remedy}")
 
 
-def _warn_of_broadcast(layer: torch.nn.Module, group: dist.ProcessGroup) -> None:
+def _warn_of_broadcast(layer: torch.nn.Module, ranks: list[int]) -> None:
     """Warn where DistributedDataParallel gives the running statistics of its first rank to ranks of other groups."""
     ddp = ddp_that_broadcasts(getattr(layer, "running_mean", None))
-    ranks = dist.get_process_group_ranks(group)
     if ddp is not None and not {*ranks}.issuperset(dist.get_process_group_ranks(ddp.process_group)):
         what = f"layers share their statistics over {ranks_in_words(ranks)} alone, but DistributedDataParallel"
         copies = "copies the running statistics of its first rank to all of its ranks before forwards"

@@ -27,7 +27,7 @@ def fault_in_total(
     has_fault, all_sign = math.isnan(num_values), num_signed == site.state.num_ranks
     if num_signed * squares != total * total:
         if not (site.is_signed and all_sign):  # some ranks would not take part in an all_gather
-            raise RanksDifferError(report.RANKS_DIFFER + report.where_all_are(collective))
+            raise RanksDifferError(report.DIFFERENT_LAYERS + report.where_all_are(collective))
         parts = all_gather_json(part_in(collective), group)
         site.sign_as(*require_one_layer(site.state.ranks, parts, has_fault))
     if not has_fault:
@@ -72,7 +72,7 @@ def require_one_layer(ranks: Sequence[int], parts: Sequence[Part], has_fault: bo
     paths = [part["path"] for part in parts]
     # In its first call on a rank a layer may have another name there, or be another model's as well.
     has_one_name = all_have("identity") or (may_be_one_layer(paths) and any(part["call"] == 1 for part in parts))
-    what, each, remedy = report.RANKS_DIFFER, "in {doing}", report.OTHER_LAYERS
+    what, each, remedy = report.DIFFERENT_LAYERS, "in {doing}", report.OTHER_LAYERS
     if not (has_one_name and all_have("pass")):
         if all_have("doing"):  # layers of two models may have the same path
             each = "in {doing}; {first call}"

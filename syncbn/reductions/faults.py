@@ -183,4 +183,4 @@ class Box:
         where = by_rank(ranks, [unknown if part is None else f"in {part['doing']}" for part in parts])
         if kind == BAD_ARGUMENT:
             return RuntimeError(f"syncbn: another rank has a bad argument.\n{where}")
-        return RanksDifferError(f"{report.RANKS_DIFFER}{where}\n{report.OTHER_LAYERS}")
+        return RanksDifferError(f"{report.DIFFERENT_LAYERS}{where}\n{report.OTHER_LAYERS}")
