@@ -37,8 +37,9 @@ def unwrap_and_mask(tensors: Tensors, options: Options) -> tuple[Tensors, Option
     tensors, options, wrap = unwrap(tensors, options)
     if not PLAIN_OR_NONE.issuperset(map(type, tensors)):
         raise TypeError("a tensor is not plain")
-    if tensors.mask is not None:
-        check_saved(tensors)  # a plan does not check the mask
+    if tensors.mask is None:
+        return tensors, options, wrap
+    check_saved(tensors)  # a plan does not check the mask
     tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
     return tensors, options, lambda output: wrap(apply_to_output(output))
 
@@ -80,7 +81,9 @@ def _unwrap_subclasses(tensors: Tensors, options: Options) -> tuple[Tensors, Opt
     if check not in CHECKS_OF_DIMS and has_memory(x):
         options = replace(options, check_input_dim=lambda layer, _: check(layer, x))  # it may look at more than dims
     inputs = x, tensors.running_mean, tensors.running_var, tensors.weight, tensors.bias, tensors.z
-    unwrapped = Tensors._make(plain(each) if has_memory(each) else each for each in tensors)
+    unwrapped = Tensors._make(
+        plain(each) if type(each) not in PLAIN_OR_NONE and has_memory(each) else each for each in tensors
+    )
     return unwrapped, options, lambda output: batch_norm(*inputs, output=output)
 
 
