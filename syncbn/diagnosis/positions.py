@@ -3,9 +3,11 @@
 Each rank writes to the store of the default process group, under keys that begin with syncbn/ and its global rank:
 
     position                its last all_reduce of syncbn, and what it has done since
-    called/0/layer4.1.bn3   once, with how many channels and over which ranks it has called this layer of the group 0
-    met/0                   once, that it has come to the first collective of the group 0
-    met/0/all               once, by the first rank of the group, that the ranks need not wait for others there
+    called/0/1/layer4.1.bn3 once, with how many channels and over which ranks it has called this layer of the group 0/1
+    met/0/1                 once, that it has come to the first collective of the group 0/1
+    met/0/1/all             once, by the first rank of the group, that the ranks need not wait for others there
+
+The group 0/1 has the name 1 beside the first default group of its ranks, 1/1 beside the second.
 
 A write takes 5 us in a loop and 25 to 120 us after a pause, so a thread (watchdog.py) writes the position, soon after
 it has changed and each second: a rank that is killed may have gone 0.05 s further than its position says. The others'
@@ -29,7 +31,7 @@ import torch.distributed as dist
 
 from syncbn.diagnosis import processes
 from syncbn.texts import in_words
-from syncbn.torch_internals.distributed import default_store, name_of
+from syncbn.torch_internals.distributed import default_store
 
 if TYPE_CHECKING:  # upwards, for the type of what the watchdog looks at
     from syncbn.reductions.faults import Box
@@ -47,7 +49,7 @@ SECONDS_PER_WRITE = 10e-6  # of all ranks together: a store takes some 100,000 w
 class Position(NamedTuple):
     """The position of a rank: its last all_reduce of syncbn, and what it has done since. The store has it as JSON."""
 
-    group: str = ""  # the name of the process group
+    group: str = ""  # the process group: 0/1
     number: int = 0  # of the all_reduce among syncbn's on the group, from 1
     pass_name: str = ""  # of the all_reduce: forward, backward, WITH_GRAPH, or a derivative or tangent of these
     doing: str = ""  # layer4.1.bn3 forward, call 17
@@ -152,7 +154,7 @@ class ThisRank:
             self.written = time.monotonic()
             self.write("position", position)
 
-    def meet(self, group: dist.ProcessGroup, seconds: float) -> bool:
+    def meet(self, group: str, ranks: list[int], seconds: float) -> bool:
         """Wait until all ranks of a group have come, once for a group. False: one is late.
 
         The first rank waits for all others, and these for the first to go on, so that there are few calls of the store.
@@ -160,7 +162,7 @@ class ThisRank:
         """
         if not (self.beats and self.store_answers):
             return True
-        ranks, key = dist.get_process_group_ranks(group), f"met/{name_of(group)}"
+        key = f"met/{group}"
         self.write(key, True)
         if ranks[0] == self.rank:
             written = self.wait_for(ranks, key, seconds)

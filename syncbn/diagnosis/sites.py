@@ -98,7 +98,8 @@ class GroupState:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group: Callable[[], dist.ProcessGroup | None] = ref(group)
-        self.name, self.ranks, self.num_ranks = name_of(group), dist.get_process_group_ranks(group), group.size()
+        self.name = f"{this_rank().life}/{name_of(group)}"  # torch gives names again after destroy_process_group
+        self.ranks, self.num_ranks = dist.get_process_group_ranks(group), group.size()
         self.sites: WeakKeyDictionary[CallsOnGroups, Site] = WeakKeyDictionary()
         self.last_order = 0  # of a site
         self.num_collectives = 0

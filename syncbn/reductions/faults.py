@@ -66,7 +66,7 @@ def agree_on_name(site: Site) -> None:
     if site.num_calls & (site.num_calls - 1):
         return
     rank, state, first = site.rank, site.state, site.state.ranks[0]
-    key = f"named/{rank.life}/{state.name}/{site.order}"
+    key = f"named/{state.name}/{site.order}"
     if rank.rank == first:
         rank.write(key, path := site.path)
     else:
@@ -96,7 +96,7 @@ class Box:
         self._oldest: Collective | None = None
         self.rank, self.group_state = site.rank, site.state
         site.state.boxes[device, stream] = site.state.boxes[device, None] = self
-        self._key = f"fault/{site.rank.life}/{site.state.name}"  # of the ranks' parts
+        self._key = f"fault/{site.state.name}"  # of the ranks' parts
         self.rank.boxes.add(self)
         finalize(site.state.group(), self.rank.boxes.discard, self).atexit = False
 

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import voting
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._debug_mode import DebugMode
@@ -31,7 +32,7 @@ from syncbn.comm.text_exchange import ranks_in_words
 from syncbn.diagnosis import collective, processes, report, watchdog
 from syncbn.diagnosis.collective import Collective
 from syncbn.diagnosis.positions import WITH_GRAPH, Position, Wait
-from syncbn.diagnosis.sites import Caller, smallest_signature
+from syncbn.diagnosis.sites import Caller, new_site, smallest_signature
 from syncbn.kernels import cpu, operators
 from syncbn.reductions.choice import reduction_of
 from syncbn.reductions.interface import Guard, guarded_by
@@ -467,7 +468,7 @@ def test_positions_of_an_earlier_process_are_not_read(ranks: Ranks, monkeypatch:
     for seconds, said in ((-60.0, "has not been seen"), (0.0, "in bn forward, call 7")):
         written = processes.start_of_this() + seconds
         for other in range(ranks.size):
-            position = Position("0", 10**9, "forward", "bn forward, call 7")
+            position = Position(f"{rank.life}/0", 10**9, "forward", "bn forward, call 7")
             store.set(f"syncbn/{other}/position", json.dumps((position, written, 0, "a host")))
         with rank.writing:  # the heartbeat
             where = report.where_all_are(watchdog.WaitOutside(rank))
@@ -503,19 +504,35 @@ def test_meetings_of_an_earlier_process_are_void(
     monkeypatch.setattr(rank, "store", store)
     written = json.dumps((True, processes.start_of_this() + seconds, 0, "a host"))
     for other in range(ranks.size):
-        for key in ("met/0", "met/0/all"):
+        for key in ("met/0/0", "met/0/0/all"):
             store.set(f"syncbn/{other}/{key}", written)
-    assert rank.meet(dist.group.WORLD, seconds=0.1) == have_come
+    assert rank.meet("0/0", [*range(ranks.size)], seconds=0.1) == have_come
 
 
 def test_who_is_late_for_a_meeting_does_not_wait(ranks: Ranks) -> None:
     """Where the first rank has gone on."""
-    rank, group = watchdog.this_rank(), dist.new_group()
+    rank, meeting = watchdog.this_rank(), ("of this test", [*range(ranks.size)])
     if ranks.rank == 0:
-        assert not rank.meet(group, seconds=0.1)
+        assert not rank.meet(*meeting, seconds=0.1)
     dist.barrier()
-    assert rank.meet(group, seconds=60) or ranks.rank == 0
+    assert rank.meet(*meeting, seconds=60) or ranks.rank == 0
     dist.barrier()
+
+
+def test_a_default_group_made_again_begins_anew(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the store of the first, as torchrun's: who has met there has not met yet."""
+    monkeypatch.setattr(voting.world, "num_groups", 0)
+    monkeypatch.setattr(voting.world, "store", dist.PrefixStore("made again", voting.world.store))
+    for _ in range(2):
+        monkeypatch.setattr(voting.world, "num_groups", 0)
+        voting.world.make_anew()
+        site = new_site(syncbn.SyncBatchNorm1d(3), dist.group.WORLD)
+        meeting = site.state.name, site.state.ranks
+        if ranks.rank == 0:
+            assert not site.rank.meet(*meeting, seconds=0.1)
+        dist.barrier()
+        assert site.rank.meet(*meeting, seconds=60) or ranks.rank == 0
+        dist.barrier()
 
 
 def test_a_store_that_is_gone_is_called_once(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,7 +545,7 @@ def test_a_store_that_is_gone_is_called_once(ranks: Ranks, monkeypatch: pytest.M
     for _ in range(4):
         layer(x).sum().backward()
         time.sleep(0.2)
-    assert rank.meet(dist.group.WORLD, seconds=60)
+    assert rank.meet("0/0", [*range(ranks.size)], seconds=60)
     assert "not known, as the process group's store does not answer" in report.where_all_are(watchdog.WaitOutside(rank))
     assert calls.call_count == 1
 
@@ -538,7 +555,7 @@ def test_a_store_that_fails_in_a_meeting_is_gone(ranks: Ranks, monkeypatch: pyte
     with rank.writing:
         monkeypatch.setattr(rank, "store_answers", True)
         monkeypatch.setattr(rank, "store", mock.Mock(**{"check.side_effect": RuntimeError("Broken pipe")}))
-        assert rank.meet(dist.group.WORLD, seconds=60)
+        assert rank.meet("0/0", [*range(ranks.size)], seconds=60)
         assert not rank.store_answers
 
 

@@ -21,7 +21,7 @@ import syncbn
 from syncbn.diagnosis import watchdog
 from syncbn.diagnosis.collective import RanksDifferError
 from syncbn.diagnosis.positions import Wait
-from syncbn.diagnosis.sites import Site
+from syncbn.diagnosis.sites import Site, new_site
 from syncbn.kernels.interface import ENDED, FAULT, RANKS_DIFFER
 from syncbn.reductions import eager, faults
 from syncbn.reductions.join_protocol import Shadowing
@@ -258,7 +258,7 @@ def test_a_rank_that_does_not_answer(ranks: Ranks, model: Model, monkeypatch: py
         with monkeypatch.context() as long_ago:
             long_ago.setattr(time, "time", lambda: 1e9)
             long_ago.setattr(site.rank, "rank", 1)
-            site.rank.write(f"fault/{site.rank.life}/{site.state.name}", {"doing": "bn7 forward, call 2"})
+            site.rank.write(f"fault/{site.state.name}", {"doing": "bn7 forward, call 2"})
         box.words[FAULT] = site.state.num_collectives * 4 + RANKS_DIFFER
         said = texts_of(lambda: model(X), RanksDifferError)
         assert "rank 0: in bn1 backward, call 1\nrank 1: has not answered within 0.5 s" in said
@@ -374,7 +374,8 @@ def test_a_first_rank_that_is_compiled(
     monkeypatch.setattr(faults, "NAMING_SECONDS", 0.1)
     model = Model()
     if ranks.rank == 0:
-        watchdog.this_rank().meet(model.bn1.process_group, seconds=9)
+        state = new_site(model.bn1, model.bn1.process_group).state
+        watchdog.this_rank().meet(state.name, state.ranks, seconds=9)
     for _ in range(3):
         if ranks.rank:
             model(X).sum().backward()
