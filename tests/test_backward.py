@@ -78,12 +78,3 @@ def test_gradcheck_and_gradgradcheck(fuse_relu: bool, channel_dim: int) -> None:
     leaves = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in ((3, 2, 2), 2, 2, (3, 2, 2))]
     for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
         assert check(lambda x, weight, bias, z: sync_batch_norm(x, None, None, weight, bias, z=z, **options), leaves)
-
-
-def test_per_channel_tensors_may_be_strided() -> None:
-    """As columns of a table are."""
-    x, strided, results = torch.randn(6, 3, 4), torch.rand(4, 6)[:, ::2], []
-    for mean, var, weight, bias in (strided, strided.clone()):
-        y = sync_batch_norm(x, mean, var, weight, bias, training=True)
-        results.append((y, batch_norm_backward(x, x, mean.double(), var.double(), weight)[0], mean, var))
-    assert all(map(torch.equal, *results))

@@ -346,19 +346,6 @@ def test_what_torchs_converter_made_becomes_the_class_that_the_user_says(
     assert torch.equal(model.eval()(x), plain.eval()(x))
 
 
-def test_what_code_that_asks_for_a_class_finds() -> None:
-    """As groups for weight decay do: docs/works_with.md."""
-
-    def num_parameters(kinds: type[nn.Module] | tuple[type[nn.Module], ...]) -> int:
-        return sum(len(list(layer.parameters())) for layer in model if isinstance(layer, kinds))
-
-    asked = nn.BatchNorm2d, nn.SyncBatchNorm
-    model = syncbn.convert_syncbn_model(nn.Sequential(nn.BatchNorm2d(3), nn.SyncBatchNorm(3)))
-    assert (num_parameters(asked), num_parameters(nn.modules.batchnorm._BatchNorm)) == (2, 4)
-    syncbn.convert_syncbn_model(syncbn.revert_syncbn_model(model, nn.BatchNorm2d))
-    assert (num_parameters(asked), num_parameters(syncbn.SyncBatchNorm)) == (4, 4)
-
-
 def test_a_target_concerns_torchs_synchronised_layers_alone() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), SubclassOfSyncBatchNorm(3), syncbn.SyncBatchNorm(3), nn.SyncBatchNorm(3))
     syncbn.convert_syncbn_model(model[0])

@@ -2,13 +2,11 @@
 
 import datetime
 import functools
-import warnings
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.nn.parallel import DistributedDataParallel
 from training import require_trains_as, small_model
@@ -86,29 +84,6 @@ def test_long_payloads_all_reduce(ranks: Ranks, monkeypatch: pytest.MonkeyPatch,
 def test_which_groups_exchange(monkeypatch: pytest.MonkeyPatch, size: int, config: str, expected: bool) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     assert module.exchanges(mock.Mock(size=lambda: size)) == expected
-
-
-@pytest.mark.compiles
-def test_a_compiled_part_of_a_subclass_is_seen_to_synchronise(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its graph is of torch operations, so that the collective alone shows it."""
-    monkeypatch.setenv("SYNCBN_KERNELS", "reference")
-    layer = syncbn.convert_syncbn_model(CompiledInside(4)).to(ranks.device)
-    layer.compiled = torch.compile(layer.compiled, backend="eager")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "syncbn is not synchronising")
-        layer(torch.randn(2, 4, 3, 3, device=ranks.device))
-    assert syncbn.summary(layer)[0].last_step != "not synchronised"
-
-
-class CompiledInside(nn.BatchNorm2d):
-    """Takes a mean of its own, and compiles the rest."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.last_mean = x.mean((0, 2, 3)).detach()
-        return self.compiled(x)
-
-    def compiled(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x)
 
 
 @pytest.mark.two_ranks

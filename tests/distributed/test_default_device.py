@@ -11,7 +11,6 @@ from training import unchanged
 from voting import Ranks
 
 import syncbn
-from syncbn.__main__ import check
 
 C = 3
 # torch's functions that make a tensor on the default device
@@ -66,13 +65,6 @@ def test_what_differs_is_told_under_another_default_device(ranks: Ranks) -> None
         with torch.device("meta"), unchanged(layer), pytest.raises(ValueError, match=expected):
             layer(x if ranks.rank == 0 else x[:, :C])
         dist.barrier()
-
-
-@pytest.mark.two_ranks
-def test_check_passes_under_another_default_device(ranks: Ranks) -> None:
-    with torch.device("meta"):
-        passed, text = check(ranks.device)
-    assert passed, text
 
 
 def test_each_tensor_names_its_device() -> None:
