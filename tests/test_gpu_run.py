@@ -24,27 +24,6 @@ sys.exit(status)
 """
 
 
-def test_nccl_that_refuses_two_ranks_on_one_gpu_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVIDIA does not support it (nccl#418); the tests of two ranks then run under gloo."""
-    refused: list[str] = []
-
-    def start_ranks(part: gpu_run.Part, fault: str) -> list[gpu_run.Process]:
-        refused.append(fault)
-        return [part.python("-c", "import sys; sys.exit('Duplicate GPU detected')") for _ in range(2)]
-
-    monkeypatch.setattr(gpu_run, "start_ranks", start_ranks)
-    part = gpu_run.Part(tmp_path, 60, dry_run=False)
-    is_gloo = "import os, sys; sys.exit(os.environ['TESTS_BACKEND'] != 'gloo')"
-    part.pytest = lambda *_, ranks, **environment: part.python("-c", is_gloo, **environment)
-    gpu_run.ranks(part)
-    why = "nccl took no two ranks on one GPU, which NVIDIA does not support (nccl#418): Duplicate GPU detected"
-    assert part.verdict().startswith(f"passed: under gloo; {why}")
-    with pytest.raises(gpu_run.Skip, match="Duplicate GPU"):
-        gpu_run.faults(part)
-    assert refused == ["no fault"], "asked once"
-    gpu_run.refusal.cache_clear()
-
-
 def test_files_of_tests_exist() -> None:
     for name in sum(gpu_run.DISTRIBUTED_TESTS, ()):
         assert (ROOT / f"tests/distributed/test_{name}.py").exists()

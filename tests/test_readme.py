@@ -62,25 +62,6 @@ def test_links() -> None:
             assert not anchor or anchor in anchors(target), (page, link)
 
 
-def title(page: Path) -> str:
-    return "Changelog" if page.name == "changelog.md" else page.read_text().split("\n", 1)[0].removeprefix("# ")
-
-
-def test_each_page_has_one_title() -> None:
-    """The sidebar has it from the page. The first page of the guides lists each page by it, and wherever else a link to
-    a whole page begins with a capital, its text is the title; those in bold letters are the doors of the first page."""
-    for page in (*GUIDES, ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md"):
-        for text, file in re.findall(r"(?<!\*)\[([^]]+)]\((?!http)([\w./]+\.md)\)", without_blocks(page)):
-            target, text = (page.parent / file).resolve(), " ".join(text.split())
-            if target in GUIDES and target != FIRST_GUIDE and (page == FIRST_GUIDE or re.match("[A-Z][a-z]", text)):
-                assert text == title(target), (page, text)
-    first = FIRST_GUIDE.read_text()
-    others = {page.stem for page in GUIDES if page != FIRST_GUIDE}
-    in_sidebar = re.findall(r"^\w+$", "".join(blocks(first, "{toctree}")), re.MULTILINE)
-    assert sorted(in_sidebar) == sorted(others)
-    assert [name for name in others if f"[{title(ROOT / 'docs' / f'{name}.md')}]({name}.md)" not in first] == []
-
-
 def test_names() -> None:
     """Those of files, from the root, and those in the package."""
     for page in PAGES + WORKFLOWS:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from syncbn.diagnosis import report
+from syncbn.diagnosis.positions import Wait
 
 NUM_RANKS = os.environ.get("WORLD_SIZE")
 collect_ignore_glob = [] if "RANK" in os.environ else ["*"]
@@ -35,3 +36,10 @@ def nothing_compiled_yet(request: pytest.FixtureRequest) -> None:
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error waits for what the other ranks write, longer than a busy machine lets a rank wait for a core."""
     monkeypatch.setattr(report, "SETTLE_SECONDS", 10.0)
+
+
+@pytest.fixture
+def log_of_waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """The log of a rank that warns when it has waited half a second."""
+    monkeypatch.setattr(Wait, "next_warning_seconds", 0.5)
+    return caplog

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import voting
+from subclasses_of_batchnorm import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._debug_mode import DebugMode
@@ -30,7 +31,7 @@ from syncbn.comm import groups
 from syncbn.comm.text_exchange import ranks_in_words
 from syncbn.diagnosis import collective, processes, report, watchdog
 from syncbn.diagnosis.collective import Collective
-from syncbn.diagnosis.positions import WITH_GRAPH, Position, Wait
+from syncbn.diagnosis.positions import WITH_GRAPH, Position
 from syncbn.diagnosis.sites import Caller, new_site, smallest_signature
 from syncbn.kernels import cpu, operators
 from syncbn.reductions.choice import reduction_of
@@ -49,12 +50,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.tail[0](self.bn1(x))
-
-
-class CallsFBatchNorm(nn.BatchNorm1d):
-    def forward(self, x: Tensor) -> Tensor:
-        statistics = self.running_mean, self.running_var
-        return nn.functional.batch_norm(x, *statistics, self.weight, self.bias, self.training, 0.1, self.eps)
 
 
 def layer_and_input(ranks: Ranks) -> tuple[syncbn.SyncBatchNorm, Tensor]:
@@ -171,7 +166,7 @@ def test_the_total_is_freed_with_the_graph(
 @on_cpu
 def test_a_setting_of_a_subclass_that_changes(ranks: Ranks) -> None:
     """It calls F.batch_norm with it."""
-    layer, x = syncbn.convert_syncbn_model(CallsFBatchNorm(3)), torch.randn(4, 3)
+    layer, x = syncbn.convert_syncbn_model(BatchNormAct2d(3)), torch.randn(4, 3, 2, 2)
     layer(x)
     layer.eps = 0.1 if ranks.rank == 0 else layer.eps
     with pytest.raises(RuntimeError, match="different settings of a layer"):
@@ -223,13 +218,6 @@ def test_signatures_are_exact(num_ranks: int) -> None:
 
 
 # Long waits.
-
-
-@pytest.fixture
-def log_of_waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """The log of a rank that warns when it has waited half a second."""
-    monkeypatch.setattr(Wait, "next_warning_seconds", 0.5)
-    return caplog
 
 
 class CompilationError(Exception):

@@ -41,16 +41,19 @@ def test_bad_input_on_one_rank(ranks: Ranks, bad: object, error: type[Exception]
 
 
 @pytest.mark.parametrize(
-    ("name", "bad", "message"),
+    ("name", "bad", "error", "message"),
     [
-        ("input", GOOD[..., :1], "expected grad_output of the input's shape"),
-        ("mean", torch.ones(2), r"expected mean of shape \(3,\), .* got \(2,\)"),
-        ("output_mask", (True, True), "not enough values to unpack"),
+        ("input", GOOD[..., :1], ValueError, "expected grad_output of the input's shape"),
+        ("mean", torch.ones(2), ValueError, r"expected mean of shape \(3,\), .* got \(2,\)"),
+        ("output_mask", map({}.__getitem__, ["my own words"]), KeyError, "my own words"),  # of the user's own code
     ],
 )
-def test_a_bad_argument_of_the_backward(ranks: Ranks, name: str, bad: object, message: str) -> None:
+def test_a_bad_argument_of_the_backward(
+    ranks: Ranks, name: str, bad: object, error: type[Exception], message: str
+) -> None:
     arguments = {"grad_output": GOOD, "input": GOOD, "mean": torch.zeros(3), "invstd": torch.ones(3)}
-    with pytest.raises(ValueError, match=message if ranks.rank == 0 else f"rank 0: ValueError: .*{message}"):
+    of_others = f"rank 0: {error.__name__}: .*{message}"
+    with pytest.raises((error, ValueError), match=message if ranks.rank == 0 else of_others):
         batch_norm_backward(**arguments | ({name: bad} if ranks.rank == 0 else {}))
 
 

@@ -5,22 +5,20 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from counting import CountCollectives
 from played_gpu import IS_INTERPRETED, Player, play
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from voting import Ranks
 
 import syncbn
 from syncbn.diagnosis import watchdog
 from syncbn.diagnosis.collective import RanksDifferError
-from syncbn.diagnosis.positions import Wait
 from syncbn.diagnosis.sites import Site, new_site
 from syncbn.kernels.interface import ENDED, FAULT, RANKS_DIFFER
 from syncbn.reductions import eager, faults
@@ -186,18 +184,9 @@ def test_the_rank_of_a_nan_warns_once(ranks: Ranks, model: Model, bad: float) ->
     texts_of(lambda: model.bn1(X), RanksDifferError)
 
 
-class Mode(TorchDispatchMode):
-    """In which layers take the general road."""
-
-    def __torch_dispatch__(
-        self, operator: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> object:
-        return operator(*args, **(kwargs or {}))
-
-
 def test_no_running_statistics_move_behind_a_fault_on_the_general_road(ranks: Ranks, model: Model) -> None:
     buffers = [buffer.clone() for buffer in model.buffers() if buffer.is_floating_point()]
-    with Mode():
+    with CountCollectives():
         (model.bn1 if ranks.rank else model.bn2)(X)
     texts_of(lambda: model(X), RanksDifferError)
     now = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
@@ -207,7 +196,7 @@ def test_no_running_statistics_move_behind_a_fault_on_the_general_road(ranks: Ra
 
 def test_a_nan_on_the_general_road(ranks: Ranks, model: Model) -> None:
     x = torch.full_like(X, torch.nan if ranks.rank else 1.0)
-    with warnings.catch_warnings(record=True) as caught, Mode():
+    with warnings.catch_warnings(record=True) as caught, CountCollectives():
         warnings.simplefilter("always")
         model.bn1(x)
         wait_until(lambda: ranks.rank == 0 or any("syncbn" in str(one.message) for one in caught))
@@ -395,13 +384,6 @@ def test_a_first_rank_without_data_in_join(ranks: Ranks, player: Player, caplog:
 
 
 # Waits.
-
-
-@pytest.fixture
-def log_of_waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """The log of a rank that warns when it has waited half a second."""
-    monkeypatch.setattr(Wait, "next_warning_seconds", 0.5)
-    return caplog
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the kernels run at once")

@@ -1,16 +1,6 @@
-"""Catches a broken promise of syncbn: eight, in order, one test each. Begin here; other files try many more cases.
+"""Catches a broken promise of syncbn: nine, in order, as docs/how_it_works.md has them.
 
-1. W ranks equal one rank with the concatenated batch: outputs, grad_input, running statistics; and grad_weight and
-   grad_bias after summing over ranks.
-2. Exactly 1 collective in forward and 1 in backward; 0 in evaluation, 0 in a group of one. Every rank issues the same
-   collectives in the same order, whatever its batch, its arguments and needs_input_grad.
-3. Uneven and empty ranks are exact. An all-empty step changes no buffer but num_batches_tracked, and makes no NaN.
-   Gradients of empty inputs are empty, not None.
-4. Running statistics are the same bits on all ranks, updated in place, once per step.
-5. eval() never communicates and is plain F.batch_norm.
-6. Output dtype = input dtype; statistics never below float32; a buffer keeps its dtype, and is rounded when written.
-7. The keys of the state_dict are BatchNorm's: checkpoints load both ways.
-8. A bad argument is a ValueError or TypeError that gives the values and the remedy, on every rank.
+Begin here; other files try many more cases.
 """
 
 import copy
