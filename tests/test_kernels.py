@@ -351,7 +351,7 @@ def test_squares_of_16_bits_lose_nothing(
 
 @pytest.mark.parametrize("sizes", [(40, 70, 49), (5000, 24, 1), (300, 300, 1), (1, 3, 200_000), (40, 5000, 1)], ids=str)
 def test_results_are_the_same_again_and_on_other_threads(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
-    if kernels is reference:
+    if kernels in (reference, in_parts):
         pytest.skip("torch's sums depend on the number of threads")
     if truncates(kernels) and math.prod(sizes) > 100_000:
         pytest.skip("the interpreter takes long")
@@ -508,7 +508,7 @@ def test_running_stats_have_the_bits_of_torch(kernels: ModuleType, dtype: torch.
     """The general road updates by torch operations, and buffers must be the same on ranks of either road."""
     if truncates(kernels) and dtype.itemsize == 2:
         pytest.skip("the interpreter does not round")
-    mean, invstd, *values = of_channels(4, 2100)  # more than C++ takes at once
+    mean, invstd, *values = of_channels(4, 2100 if on_cpu(kernels) else 70)  # more than C++ takes at once
     counter, buffers, by_torch = torch.tensor(2), *([value.to(dtype) for value in values] for _ in range(2))
     for n in (3.0, 7.0, 1e6):
         sums = sums_of(mean, 1 + invstd.abs(), n)
@@ -576,7 +576,7 @@ def test_sums_end_in_a_signature(kernels: ModuleType, sizes: tuple[int, int, int
 
 
 @only_ordinary
-@pytest.mark.parametrize("channels", [1, 20, 700])  # of one program and of several; 1,400 sums are mixed in two turns
+@pytest.mark.parametrize("channels", [1, 20, 520])  # of one program and of several; 1,040 sums are mixed in two turns
 def test_the_signature_of_a_backward_tells_calls_apart(kernels: ModuleType, channels: int) -> None:
     """It differs with each sum of the forward, but not with the bits of NaN, and is in the range of a signature."""
     (dy, x), smallest, found = draw(2, (2, channels, 3), torch.float32), 2**20, set[float]()
@@ -584,7 +584,7 @@ def test_the_signature_of_a_backward_tells_calls_apart(kernels: ModuleType, chan
     backward = kernels.Backward(kind_of_backward(x, None, None))
 
     def signature(sums: Tensor, s: int = smallest + 12345) -> float:
-        total = torch.cat((sums, torch.randn(interface.TRAILER_NUMBERS)))  # which does not count
+        total = torch.cat((sums, torch.randn(TRAILER_NUMBERS)))  # which does not count
         sent = backward.backward_sums(dy, saved, s, False, total)[0][-interface.SIGNATURE_NUMBERS :].tolist()
         assert sent == [s != 0, sent[1], sent[1] ** 2]
         assert s == 0 or sent[1] == reference.signature_of_call(s, total).item()
@@ -736,7 +736,7 @@ def test_a_fault_is_final(kernels: ModuleType, averages: bool) -> None:
 
 
 @only_triton
-@pytest.mark.parametrize("value", [math.inf, -math.inf, NAN, 1e30])  # whose square is infinite
+@pytest.mark.parametrize("value", [math.inf, NAN, 1e30])  # whose square is infinite
 @pytest.mark.parametrize("sizes", [(4, 3, 5), (600, 3, 40), (700, 40, 1)], ids=str)  # one part, and several
 def test_local_sums_that_are_not_finite_are_noted(
     kernels: ModuleType, sizes: tuple[int, int, int], value: float
