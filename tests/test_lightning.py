@@ -55,21 +55,24 @@ def test_a_strategy_that_does_not_call_the_plugin(tmp_path: Path, entry_points: 
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_each_trainer_checks_the_plugin(package: str, entry_points: Path) -> None:
-    """It asks for layers that train and can be converted, and only where the Trainer has the plugin."""
+def test_a_trainer_takes_the_plugin_and_checks_it(package: str, entry_points: Path) -> None:
+    """Of either package: their classes are two copies. It asks for layers that train and can be converted, and only
+    where the Trainer has the plugin."""
     pytest.importorskip(package.partition(".")[0])
     code = f"""
 import sys
 sys.path.insert(0, {str(entry_points)!r})
 from {package} import Trainer
 from {package}.strategies import ModelParallelStrategy
-from syncbn import convert_syncbn_model
+from syncbn import SyncBatchNorm1d, convert_syncbn_model
 from syncbn.lightning import SyncBatchNormCheck, SyncBatchNormPlugin
 from torch.nn import BatchNorm1d, Sequential
 
+def trainer_of(strategy, *plugins):
+    return Trainer(strategy=strategy, accelerator="cpu", devices=2, plugins=[*plugins], logger=False)
+
 def starts(model, *plugins):
-    strategy = ModelParallelStrategy()
-    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, plugins=[*plugins], logger=False)
+    trainer = trainer_of(ModelParallelStrategy(), *plugins)
     (check,) = (callback for callback in trainer.callbacks if isinstance(callback, SyncBatchNormCheck))
     try:
         check.on_train_start(trainer, model)
@@ -81,22 +84,9 @@ assert not starts(Sequential(BatchNorm1d(3)), SyncBatchNormPlugin())
 assert starts(Sequential(BatchNorm1d(3)))
 assert starts(Sequential(BatchNorm1d(3)).eval(), SyncBatchNormPlugin())
 assert starts(convert_syncbn_model(Sequential(BatchNorm1d(3))), SyncBatchNormPlugin())
-"""
-    run_text(code)
 
-
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_the_trainer_takes_the_plugin(package: str) -> None:
-    """Of either package: their classes are two copies."""
-    pytest.importorskip(package.partition(".")[0])
-    code = f"""
-from {package} import Trainer
-from syncbn import SyncBatchNorm1d, convert_syncbn_model
-from syncbn.lightning import SyncBatchNormPlugin
-from torch.nn import BatchNorm1d, Sequential
 plugin = SyncBatchNormPlugin(process_group=2, channel_last=True)
-trainer = Trainer(strategy="ddp", accelerator="cpu", devices=2, plugins=[plugin], logger=False)
-assert trainer.strategy._layer_sync is plugin
+assert trainer_of("ddp", plugin).strategy._layer_sync is plugin
 model = plugin.apply(Sequential(BatchNorm1d(3), convert_syncbn_model(BatchNorm1d(3))))
 assert [type(layer) for layer in model] == [SyncBatchNorm1d, SyncBatchNorm1d]
 assert (model[0].process_group, model[0].channel_last) == (2, True)
