@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from syncbn import call_stack
-from syncbn.torch_internals import distributed, guards, modules, state
+from syncbn.torch_internals import autograd, distributed, guards, modules, state
 
 QUESTIONS: dict[str, Callable[[], object]] = {
     "plain": state.runs_plainly,
