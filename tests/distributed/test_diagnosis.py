@@ -461,19 +461,6 @@ def test_a_rank_may_leave_while_its_position_is_read(ranks: Ranks, monkeypatch: 
     assert f"{others}: has left with care" in where
 
 
-@pytest.mark.parametrize(("seconds", "have_come"), [(-60.0, False), (0.0, True)])
-def test_meetings_of_an_earlier_process_are_void(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, seconds: float, have_come: bool
-) -> None:
-    rank, store = watchdog.this_rank(), dist.HashStore()
-    monkeypatch.setattr(rank, "store", store)
-    written = json.dumps((True, processes.start_of_this() + seconds, 0, "a host"))
-    for other in range(ranks.size):
-        for key in ("met/0/0", "met/0/0/all"):
-            store.set(f"syncbn/{other}/{key}", written)
-    assert rank.meet("0/0", [*range(ranks.size)], seconds=0.1) == have_come
-
-
 def test_who_is_late_for_a_meeting_does_not_wait(ranks: Ranks) -> None:
     """Where the first rank has gone on."""
     rank, meeting = watchdog.this_rank(), ("of this test", [*range(ranks.size)])
