@@ -407,24 +407,6 @@ def test_a_copied_layer_is_another_one(ranks: Ranks) -> None:
 # The store.
 
 
-def test_ranks_that_call_a_layer_otherwise_are_told(ranks: Ranks) -> None:
-    """With other channels, or a group of other ranks: gloo ends one of them, and nccl waits."""
-    layer, x = layer_and_input(ranks)
-    layer(x)
-    wait = watchdog.this_rank().last
-    assert "has called" not in report.where_all_are(wait)
-    dist.barrier()
-    layer._call_site.tell_call(4 if ranks.rank == 0 else 3)
-    dist.barrier()
-    where, all_ranks = report.where_all_are(wait), ranks_in_words([*range(ranks.size)])
-    for rank, channels in enumerate((4, 3)):
-        assert re.search(
-            rf"^rank.* {rank}.*: .*; has called SyncBatchNorm with {channels} channels over {all_ranks}", where, re.M
-        )
-    assert "Build the same model everywhere" in where
-    dist.barrier()
-
-
 def test_positions_of_an_earlier_process_are_not_read(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun may keep the store when it starts the ranks again."""
     rank, store = watchdog.this_rank(), dist.HashStore()
