@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import os
 import re
 import time
 import warnings
@@ -294,19 +293,6 @@ def test_a_group_that_was_destroyed(ranks: Ranks, model: Model) -> None:
     gc.collect()
     assert len(rank.boxes) == before - 1
     assert len(faults._memory) == kept
-
-
-def test_a_forked_process(ranks: Ranks, model: Model) -> None:
-    child = os.fork()
-    if not child:
-        try:
-            model(X)
-        except RuntimeError as error:
-            os._exit(int("was forked" not in str(error)))
-        os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    model(X)
-    dist.barrier()
 
 
 def test_ranks_that_begin_in_different_layers(ranks: Ranks, player: Player, monkeypatch: pytest.MonkeyPatch) -> None:
