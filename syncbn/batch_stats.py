@@ -107,6 +107,7 @@ class _Sums(torch.autograd.Function):
                 xmu = kernels.minus_mean(layout.fold(x), center)
                 wide_grad_x = kernels.column(at_center) + kernels.column(slope) * xmu
                 return None, layout.unfold(wide_grad_x, x.shape).to(x.dtype), None
+            ctx.reduction.end_backward()
             # The same as the output of a batch norm: sums of squares 0 and eps 1 make the variance 0 and invstd 1.
             kind = ctx.kind._replace(eps=1.0, weight_dtype=torch.float64, bias_dtype=torch.float64)
             x = kind.layout.dense(x.to(kind.dtype))  # saved_tensors_hooks may have rounded or moved it

@@ -56,6 +56,7 @@ def gradients(kind: ForwardKind, dy: Tensor | None, saved: Saved, needed: Needed
         kernels = inputs.kernels()
         sums, grad_weight, grad_bias = kernels.backward_sums(inputs.dy, inputs.saved)
         sums = total(sums, reduction, "backward")
+        reduction.end_backward()
         grad_x, grad_residual = outputs(kernels, inputs, sums)
         return grad_x, grad_weight, grad_bias, grad_residual
 

@@ -104,6 +104,7 @@ class _Step(torch.autograd.Function):
             reduction.leave_out(error, "backward")
             raise
         total = reduction.all_reduce(sums, "backward", mailbox)
+        reduction.end_backward()
         grad_x, grad_residual = kernels.backward_outputs(scratch, dy, saved, total, mailbox)
         return grad_x, *of_parameters, dy if needs_residual and y is None else grad_residual, None
 

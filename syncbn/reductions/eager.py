@@ -73,8 +73,6 @@ class EagerReduction(Reduction):
                     fault = fault_in_total(collective, self.group, trailer, error)
         if pass_name == "forward":
             self.forward_total = total
-        elif pass_name == "backward" and not keeps_graph():  # the loss may be kept, and with it this reduction
-            self.forward_total = None
         if fault is not None:  # outside of the context, which would say that the collective failed
             raise fault
         return total
@@ -104,6 +102,10 @@ class EagerReduction(Reduction):
         if looks and not all(map(math.isfinite, total.tolist())):
             self.warn_unless_finite(sums)
         return total
+
+    def end_backward(self) -> None:
+        if not keeps_graph():  # the loss may be kept, and with it this reduction
+            self.forward_total = None
 
     def require_as_many(self, num_samples: int, pass_name: str) -> None:
         # A joined rank does not come to another collective; in a graph all_reduce raises.

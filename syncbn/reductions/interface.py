@@ -68,6 +68,9 @@ class Reduction(ABC):
 
     # One rank tells nobody, and a graph cannot: in these the rest does nothing.
 
+    def end_backward(self) -> None:  # noqa: B027
+        """A backward that makes no graph of its own has added up: `forward_total` is let go if its graph is."""
+
     def require_as_many(self, num_samples: int, pass_name: str) -> None:  # noqa: B027
         """**Raises** ValueError on all ranks if they have stacks of different sizes, which would abort them."""
 

@@ -163,6 +163,23 @@ def test_the_total_is_freed_with_the_graph(
     assert y.grad_fn.reduction.forward_total is None
 
 
+def test_second_derivatives_of_other_calls(ranks: Ranks) -> None:
+    """They are told apart although the graphs of the first are freed, on any rank: those of the second need the total,
+    by which ranks tell calls apart."""
+    layer, x = layer_and_input(ranks)
+
+    def slope(x: Tensor, retain_graph: bool) -> Tensor:
+        y = layer(x)
+        (gradient,) = torch.autograd.grad(y, x, y.detach().cos(), create_graph=True, retain_graph=retain_graph)
+        return gradient.pow(2).sum()
+
+    inputs = [torch.randn_like(x, requires_grad=True) for _ in range(2)]
+    slope(inputs[0], retain_graph=ranks.rank == 0).backward()
+    slopes = [slope(x, retain_graph=False) for x in inputs]
+    with pytest.raises(RuntimeError, match="the ranks differentiate different calls"):
+        slopes[ranks.rank % 2].backward()
+
+
 @on_cpu
 def test_a_setting_of_a_subclass_that_changes(ranks: Ranks) -> None:
     """It calls F.batch_norm with it."""
