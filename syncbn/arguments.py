@@ -3,6 +3,7 @@
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import NoneType
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn.comm.groups import GroupSpec, MeshGroup
 from syncbn.texts import in_short
-from syncbn.torch_internals.guards import Recent
+from syncbn.torch_internals.state import is_compiling
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 PER_CHANNEL = "running_mean", "running_var", "weight", "bias"
@@ -19,6 +20,9 @@ CheckOfDims: TypeAlias = Callable[[Any, Tensor], Any]  # (layer, input)
 ANY_DIMS: CheckOfDims = _BatchNorm._check_input_dim  # not implemented: SyncBatchNorm takes any number of dims
 # The checks that look at the number of dims alone.
 CHECKS_OF_DIMS = {ANY_DIMS, *(layer._check_input_dim for layer in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))}
+
+
+NUMBERS = {float, int, NoneType}  # classes of a usual momentum
 
 
 class Tensors(NamedTuple):
@@ -55,10 +59,14 @@ class Options:
     num_channels: int | None = None  # num_features, for calls without a tensor (C,); None for a function
     check_input_dim: CheckOfDims = ANY_DIMS
     process_group: GroupSpec | MeshGroup = None
-    recent: Recent = field(init=False)  # the plans of recent calls with these options
+    plan_key: tuple[object, ...] | None = field(init=False)  # what plans depend on; None: objects of users, no plan
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "recent", Recent())  # Dynamo cannot trace it as a default_factory
+        momentum = self.momentum if type(self.momentum) is int else type(self.momentum)  # an int may be too large
+        key = momentum, self.eps, self.relu, self.channel_dim, self.num_channels, self.check_input_dim
+        classes = type(self.momentum) in NUMBERS, *map(type, key[1:4])
+        has_plan = not is_compiling() and classes == (True, float, bool, int) and self.check_input_dim in CHECKS_OF_DIMS
+        object.__setattr__(self, "plan_key", key if has_plan else None)
 
     def normalized(self, tensors: Tensors) -> Self:
         """The same options with eps and momentum as floats; a momentum in a tensor stays. **Raises** TypeError or

@@ -4,17 +4,17 @@ Nothing is changed before the checks have passed; a fault is raised on all ranks
 """
 
 import contextlib
+from collections.abc import Iterable
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from syncbn.arguments import ANY_DIMS, CHECKS_OF_DIMS, SUPPORTED_DTYPES, CheckOfDims, Options, Tensors, check_device
-from syncbn.kernels.interface import NO_MEMORY
 from syncbn.kernels.select import why_forced
 from syncbn.texts import ONE_VALUE_PER_CHANNEL, in_short
 from syncbn.torch_internals.autograd import innermost, is_wrapped, is_zero_tensor, levels_of_vmap, overlaps_itself
-from syncbn.torch_internals.guards import lack_memory
+from syncbn.torch_internals.guards import require_memory
 from syncbn.torch_internals.state import PLAIN_CLASSES, inside_functorch, is_compiling
 
 NUMBERED = {2: "1d", 3: "1d", 4: "2d", 5: "3d"}  # the class for an input with this number of dims
@@ -26,8 +26,7 @@ def checked(tensors: Tensors, options: Options, layer: object) -> Options:
     check(tensors, options, layer)
     if not is_compiling():
         why_forced()
-        if lack_memory([tensor for tensor in tensors if _is_plain(tensor)]):
-            raise RuntimeError(NO_MEMORY)
+        check_memory(tensors)
         if inside_functorch():
             _check_stacked(tensors)
         check_writable("running_mean", tensors.running_mean)
@@ -182,6 +181,11 @@ def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
     if tensor.layout != torch.strided and not tensor.is_nested:  # the shape of a NestedTensor is compared
         raise TypeError(f"expected a dense {name}, got layout {tensor.layout}; use {name}.to_dense()")
     check_device(name, tensor, x)
+
+
+def check_memory(tensors: Iterable[Tensor | None]) -> None:
+    """**Raises** RuntimeError if the memory of a plain tensor was freed."""
+    require_memory([tensor for tensor in tensors if _is_plain(tensor)])
 
 
 def check_writable(name: str, buffer: Tensor | None) -> None:

@@ -1,16 +1,13 @@
 """Offers the functional forms: batch norm, its statistics, and its backward."""
 
-from operator import is_
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from syncbn.arguments import Options, Tensors
 from syncbn.batch_stats import sync_batch_stats as sync_batch_stats
 from syncbn.call_stack import hides_checks
-from syncbn.checks import check_channels, check_input, check_like_input
-from syncbn.comm.groups import GroupSpec, MeshGroup, ProcessGroupLike, to_spec
+from syncbn.checks import check_channels, check_input, check_like_input, check_memory
+from syncbn.comm.groups import ProcessGroupLike, to_spec
 from syncbn.diagnosis.sites import Caller
 from syncbn.evaluation import evaluate
 from syncbn.gradients import BackwardInput, outputs
@@ -106,29 +103,12 @@ def sync_batch_norm(
     """
     spec = to_spec(process_group) if training else None
     tensors = Tensors(input, z, weight, bias, running_mean, running_var, mask=mask)
-    options = _options_of(momentum, eps, channel_dim, fuse_relu, spec)
+    options = Options(momentum, eps, channel_dim, fuse_relu, process_group=spec)
     if training:
         return train(tensors, options, _SYNC_BATCH_NORM)[0]
     if running_mean is None and running_var is None:  # evaluate refuses one of them without the other
         raise ValueError("running_mean must be defined in evaluation mode; or pass training=True")
     return evaluate(tensors, options)
-
-
-_last: tuple[tuple[object, ...], Options] = (None, None, None, None), Options()  # the values, and what they made
-
-
-def _options_of(momentum: Any, eps: float, channel_dim: int, relu: bool, spec: GroupSpec | MeshGroup) -> Options:
-    """Those of the last call if it had these very values, as they remember the plans of calls; else new ones. No group
-    is kept alive, and graphs would be compiled again for each call beside them."""
-    global _last
-    values = momentum, eps, channel_dim, relu
-    if spec is not None or is_compiling():
-        return Options(*values, process_group=spec)
-    last_values, options = _last
-    if not all(map(is_, values, last_values)):
-        options = Options(*values)
-        _last = values, options
-    return options
 
 
 @hides_checks
@@ -183,6 +163,8 @@ def batch_norm_backward(
         check_like_input("grad_output", grad_output, input)
         per_channel = {"mean": mean, "invstd": invstd} | ({} if weight is None else {"weight": weight})
         check_channels(input, channel_dim, None, per_channel)
+        if not is_compiling():
+            check_memory((grad_output, input, *per_channel.values()))
         why_forced()
     except Exception as error:  # of any class: a subclass of Tensor may raise it
         tensors = Tensors(input, weight=weight, running_mean=mean, running_var=invstd)

@@ -90,9 +90,7 @@ class _Step(torch.autograd.Function):
             if runs_plainly(dy) and not torch.is_grad_enabled():
                 if dy.stride() != x.stride():
                     dy = forward.kind.layout.dense(dy)
-                kernels = forward.recent.found_for((dy, *saved), needed)
-                if kernels is None:
-                    kernels = backward_plan(forward, dy, saved, needed)
+                kernels = backward_plan(forward, dy, saved, needed)
             if kernels is None:
                 return *gradients.gradients(forward.kind, dy, saved, needed, reduction), None
 

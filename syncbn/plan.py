@@ -2,26 +2,25 @@
 
 They are a function of shapes, strides, dtypes, devices and options alone, and hold no tensor, layer or group, so
 nothing makes them invalid. There are none where kernels cannot read the tensors at their addresses, and none for wrong
-arguments. What was found serves the next calls with such tensors, see Recent in guards.py.
+arguments. What was found serves later calls with such tensors, see Found in guards.py.
 """
 
 import functools
 from collections.abc import Iterable
 from operator import attrgetter
-from types import NoneType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from syncbn.arguments import CHECKS_OF_DIMS, Options, Tensors
+from syncbn.arguments import Options, Tensors
 from syncbn.checks import check
 from syncbn.kernels.interface import BackwardKernels, BackwardKind, ForwardKernels, ForwardKind, Needed, Saved
 from syncbn.kernels.select import ordinary_back_end
 from syncbn.layout import Layout
 from syncbn.statistics import num_statistics
 from syncbn.torch_internals.autograd import is_wrapped, is_zero_tensor
-from syncbn.torch_internals.guards import lack_memory
+from syncbn.torch_internals.guards import Found, lack_memory
 from syncbn.torch_internals.state import PLAIN_OR_NONE
 
 
@@ -33,20 +32,22 @@ class Plan(NamedTuple):
 
 
 MOST_KERNELS = 4096  # that are kept
-_NUMBERS = {float, int, NoneType}  # classes of momentum
+_found = Found()  # plans of forwards, and kernels of backwards
 _facts = attrgetter("shape", "dtype", "device")  # of a tensor
 
 
 def forward_plan(tensors: Tensors, options: Options) -> Plan | None:
     """The plan for a forward of plain tensors without a mask, or None."""
-    plan: Plan | None = options.recent.found_for(tensors)
+    if options.plan_key is None:
+        return None
+    plan: Plan | None = _found.again(options.plan_key, tensors)
     if plan is None:
         try:
             plan = _new_forward_plan(tensors, options)
         except Exception:  # the general road says what is wrong, on all ranks
             return None
         if plan is not None:
-            options.recent.note(plan, tensors)
+            _found.note(plan, options.plan_key, tensors)
     return plan
 
 
@@ -55,11 +56,12 @@ def backward_plan(forward: ForwardKernels, dy: Tensor, saved: Saved, needed: Nee
 
     dy has the strides of x. x, weight, the statistics and y (None unless relu is fused behind a residual) were `saved`.
     """
-    tensors, kernels = (dy, *saved), None
-    if PLAIN_OR_NONE.issuperset(map(type, tensors)) and _are_readable(tensors):
+    fact, tensors = (forward, needed), (dy, *saved)
+    kernels: BackwardKernels | None = _found.again(fact, tensors)
+    if kernels is None and PLAIN_OR_NONE.issuperset(map(type, tensors)) and _are_readable(tensors):
         kernels = _new_backward_plan(forward.kind, dy, saved, needed)
-    if kernels is not None:
-        forward.recent.note(kernels, tensors, needed)
+        if kernels is not None:
+            _found.note(kernels, fact, tensors)
     return kernels
 
 
@@ -67,7 +69,7 @@ def _are_readable(tensors: Iterable[Tensor | None]) -> bool:
     """Whether the values of the tensors are at their addresses, and autograd can save them: an inference tensor only in
     inference mode."""
     present = [tensor for tensor in tensors if tensor is not None]
-    if any(one.is_neg() or is_zero_tensor(one) or is_wrapped(one) for one in present):
+    if any(one.layout != torch.strided or one.is_neg() or is_zero_tensor(one) or is_wrapped(one) for one in present):
         return False
     has_inference = any(tensor.is_inference() for tensor in present) and not torch.is_inference_mode_enabled()
     return not (has_inference or lack_memory(present))
@@ -76,8 +78,7 @@ def _are_readable(tensors: Iterable[Tensor | None]) -> bool:
 def _new_forward_plan(tensors: Tensors, options: Options) -> Plan | None:
     """Makes a plan; None where no kernel can read the tensors at their addresses. **Raises** what is wrong with the
     arguments."""
-    classes = type(options.eps), type(options.relu), type(options.momentum) in _NUMBERS
-    if options.check_input_dim not in CHECKS_OF_DIMS or classes != (float, bool, True) or not _are_readable(tensors):
+    if not _are_readable(tensors):
         return None
     check(tensors, options, None)
     options.normalized(tensors)

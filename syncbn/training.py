@@ -16,7 +16,7 @@ from syncbn.checks import checked
 from syncbn.diagnosis.sites import CallsOnGroups
 from syncbn.inputs import dtensors
 from syncbn.inputs.unwrapping import Wrap, apply_mask, unchanged, unwrap, unwrap_and_mask, without_gaps
-from syncbn.plan import Plan, forward_plan
+from syncbn.plan import forward_plan
 from syncbn.raising import raise_on_all_ranks
 from syncbn.reductions.choice import note_ranks, reduction_now
 from syncbn.reductions.interface import Reduction
@@ -36,14 +36,12 @@ def train(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Te
     if current_backward() != -1:  # activation checkpointing computes again what the first forward has updated
         tensors = tensors.without_running_stats()
     wrap: Wrap = unchanged
-    plan: Plan | None = options.recent.found_for(tensors)
-    if plan is None:
-        if tensors.mask is not None or not PLAIN_OR_NONE.issuperset(map(type, tensors)):
-            try:
-                tensors, options, wrap = unwrap_and_mask(tensors, options)
-            except Exception:  # a bad argument may raise anything; the general road explains it
-                return _train_generally(tensors, options, caller)
-        plan = forward_plan(tensors, options)
+    if tensors.mask is not None or not PLAIN_OR_NONE.issuperset(map(type, tensors)):
+        try:
+            tensors, options, wrap = unwrap_and_mask(tensors, options)
+        except Exception:  # a bad argument may raise anything; the general road explains it
+            return _train_generally(tensors, options, caller)
+    plan = forward_plan(tensors, options)
     if plan is not None and plan.has_gaps:
         tensors = without_gaps(tensors, options)
     if plan is None:

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from training import step, unchanged
 
 import syncbn
-from syncbn.functional import sync_batch_norm
+from syncbn.functional import batch_norm_backward, sync_batch_norm
 from syncbn.kernels import available
 from syncbn.reductions.interface import OneRank
 
@@ -364,6 +364,26 @@ def test_freed_memory_is_refused(
     close(named, saved, rtol=0, atol=0)
     if freed != "saved weight":
         assert sent == ["forward"] * (freed not in FREED_BEFORE_FORWARD)
+
+
+@in_c
+@pytest.mark.parametrize("freed", ["input", "mask"])
+def test_freed_memory_beside_a_mask(freed: str) -> None:
+    """Before the mask is applied by torch, which would read at the address 0."""
+    given = {"input": torch.randn(SHAPE), "mask": torch.ones(SHAPE[0], dtype=torch.bool)}
+    given[freed].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="the storage of a tensor was freed"):
+        syncbn.SyncBatchNorm2d(3)(**given)
+
+
+@in_c
+@pytest.mark.parametrize("freed", ["grad_output", "input", "mean", "invstd", "weight"])
+def test_freed_memory_of_a_backward_by_hand(freed: str) -> None:
+    x = torch.randn(SHAPE)
+    given = {"grad_output": x.clone(), "input": x, **{name: torch.ones(3) for name in ("mean", "invstd", "weight")}}
+    given[freed].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="the storage of a tensor was freed"):
+        batch_norm_backward(**given)
 
 
 STRANGE: dict[str, Callable[[Tensor], Tensor]] = {

@@ -4,6 +4,7 @@ What a plan must tell apart is in a table: each step beside others is that of fl
 """
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from fractions import Fraction
@@ -21,6 +22,7 @@ import syncbn
 from syncbn import plan, training
 from syncbn.arguments import ANY_DIMS, Options, Tensors
 from syncbn.diagnosis.sites import Caller
+from syncbn.torch_internals import guards
 from syncbn.torch_internals.autograd import is_wrapped
 from syncbn.torch_internals.state import PLAIN_OR_NONE
 
@@ -34,12 +36,8 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 
 
-made_options: list[Options] = []
-
-
 @pytest.fixture(autouse=True)
 def no_plans_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    made_options.clear()
     forget_kernels(monkeypatch)
 
 
@@ -51,14 +49,8 @@ def changed(**others: object) -> dict[str, Any]:
 
 
 def arguments(given: dict[str, Any]) -> tuple[Tensors, Options]:
-    """The options, which remember the calls, are made once for the same values, as a layer makes them."""
     tensors = {name: value for name, value in given.items() if name in Tensors._fields}
-    values = {name: value for name, value in given.items() if name not in tensors}
-    for options in made_options:
-        if all(getattr(options, name) is value for name, value in values.items()):
-            return Tensors(**tensors), options
-    made_options.append(Options(**values))
-    return Tensors(**tensors), made_options[-1]
+    return Tensors(**tensors), Options(**{name: value for name, value in given.items() if name not in tensors})
 
 
 def train(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -232,9 +224,17 @@ def test_the_next_call_of_this_kind_is_not_planned(name: str, monkeypatch: pytes
     check_step(changed())
     for planning in ("_new_forward_plan", "_new_backward_plan"):
         monkeypatch.setattr(plan, planning, None)
-    for _ in range(2):
-        check_step(changed(**others))
-        check_step(changed())
+    with general_road() as taken:
+        for _ in range(2):
+            check_step(changed(**others))
+            check_step(changed())
+    assert not taken
+
+
+def test_which_tensor_is_missing_is_told_apart() -> None:
+    """Although those that are left are alike."""
+    for name in 2 * ("weight", "bias"):
+        check_step(changed(**{name: None}))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
@@ -253,6 +253,12 @@ def test_momentum_is_not_of_a_plan() -> None:
         check_step(changed(momentum=momentum))
     for counter in (2, 7):
         check_step(changed(counter=torch.tensor(counter), momentum=None))
+
+
+def found_kernels() -> list[Any]:
+    """Those of all passes until now, each once."""
+    found = [one for of_key in plan._found.by_key.values() for _, one in of_key]
+    return [*dict.fromkeys(getattr(one, "kernels", one) for one in found)]
 
 
 def test_each_kind_of_backward_has_a_plan_of_its_own() -> None:
@@ -282,22 +288,27 @@ def test_plans_keep_nothing_alive() -> None:
 
 def test_kernels_hold_no_tensor() -> None:
     """So many channels need scratch memory in each call; another thread or stream may be in the same kernels."""
-    y: Any = syncbn.SyncBatchNorm1d(5000)(torch.randn(2, 5000))
-    y.sum().backward()
-    forward = y.grad_fn.kernels
-    backward = forward.recent.entries[0][-1]
+    syncbn.SyncBatchNorm1d(5000)(torch.randn(2, 5000)).sum().backward()
+    forward, backward = found_kernels()
     assert not [one for kernels in (forward, backward) for one in vars(kernels).values() if isinstance(one, Tensor)]
 
 
-def test_few_calls_are_remembered() -> None:
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of ever new shapes would else fill the memory. What is forgotten runs as before."""
+    monkeypatch.setattr(guards, "MOST_KEYS", 3)
     layer, plain, numbers = syncbn.SyncBatchNorm1d(3), nn.BatchNorm1d(3), []
     with general_road() as taken:
-        for length in (2, 3, 4, 5, 6, 2):
+        for length in (2, 3, 4, 5, 2):
             x = torch.randn(4, 3, length, requires_grad=True)
             y = layer(x)
             torch.testing.assert_close(y, plain(x))
             y.sum().backward()
-            numbers.append(len(layer._options[1].recent.entries))
+            numbers.append(len(plan._found.by_key))
     assert not taken
-    assert numbers == [1, 2, 3, 4, 4, 4]
+    assert numbers == [2, 1, 3, 2, 1]
+    x = torch.randn(4, 3, 2)
+    for requires_grad in itertools.product((True, False), repeat=3):
+        for tensor, value in zip((x, layer.weight, layer.bias), requires_grad, strict=True):
+            tensor.requires_grad_(value)
+        layer(x)
+    assert max(map(len, plan._found.by_key.values())) == guards.MOST_OF_A_KEY

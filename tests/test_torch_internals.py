@@ -69,9 +69,9 @@ def test_guards_tell_tensors_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(guards, "TensorGuards", tensor_guards)
         assert not guards.guards_work.__wrapped__()
     monkeypatch.setattr(guards, "guards_work", lambda: False)
-    recent = guards.Recent()
-    recent.note("kernels", [x])
-    assert recent.found_for([x]) is None
+    found = guards.Found()
+    found.note("kernels", "fact", [x])
+    assert found.again("fact", [x]) is None
 
 
 def test_keeps_graph() -> None:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from syncbn.layout import Layout
-from syncbn.torch_internals.guards import Recent
 
 # All sums end in a trailer: n in forward and 0 in backward; then 1, s and s^2 for a signature s, or zeros without one.
 TRAILER_NUMBERS, SIGNATURE_NUMBERS = 4, 3
@@ -46,8 +45,6 @@ LOCAL_NOT_FINITE = 2
 RANKS_DIFFER = 1  # ranks have different signatures
 BAD_ARGUMENT = 2  # n is NaN, which a rank with a bad argument sends
 ONE_VALUE = 3  # a forward has exactly 1 value per channel
-
-NO_MEMORY = "the storage of a tensor was freed (resized to 0 bytes); give it memory before the call"
 
 
 class Mailbox(NamedTuple):
@@ -117,7 +114,6 @@ class ForwardKernels(ABC):
 
     def __init__(self, kind: ForwardKind) -> None:
         self.kind = kind
-        self.recent = Recent()  # the kernels of recent backwards behind these
 
     @abstractmethod
     def forward_sums(

@@ -16,7 +16,7 @@ from syncbn.kernels import cpu, interface, reference
 from syncbn.kernels.interface import GradientPair, Inputs, Saved
 from syncbn.layout import Layout
 from syncbn.statistics import num_statistics
-from syncbn.torch_internals.guards import lack_memory
+from syncbn.torch_internals.guards import require_memory
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _library = torch.library.Library("syncbn", "DEF")
@@ -181,8 +181,7 @@ def _checked(kind: interface.ForwardKind | interface.BackwardKind, x: Tensor, **
         elif tensor.stride() != x.stride():  # as of zeros that autograd has made up, which are 0
             tensor = torch.empty_like(x).copy_(tensor)
         checked.append(tensor)
-    if lack_memory([x, *(tensor for tensor in checked if tensor is not None)]):
-        raise RuntimeError(interface.NO_MEMORY)
+    require_memory([x, *(tensor for tensor in checked if tensor is not None)])
     return checked
 
 

@@ -1,8 +1,8 @@
-"""Compares the tensors of a call with those of recent ones, in C++, so that what was found for these serves again; and
-sees freed memory, which C++ does not."""
+"""Compares tensors with earlier ones, in C++, so that what was found for these serves again, and sees freed memory,
+which C++ does not."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from operator import attrgetter, is_not
 from typing import Any, TypeAlias
@@ -11,34 +11,40 @@ import torch
 from torch import Tensor
 
 Check: TypeAlias = Callable[..., bool]
-MOST_ENTRIES = 4  # as many kinds of calls may take turns, as by inputs of two sizes
+MOST_KEYS = 4096  # then all is forgotten
+MOST_OF_A_KEY = 4  # as several kinds of tensors of one shape may take turns: of two dtypes, with frozen weights
 
 TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 _is_present = partial(is_not, None)
 _is_nested = attrgetter("is_nested")  # a check of a strided NestedTensor, which has no sizes, aborts the process
 
 
-class Recent:
-    """What was found for the tensors of recent calls, each with a check whether it serves others. Threads may share it:
-    its entries are replaced, never changed."""
+class Found:
+    """What was found for tensors, each with a check whether it serves others. It is found again by a fact, the classes
+    of the tensors and the shape of the first."""
 
-    entries: tuple[tuple[tuple[object, ...], Check, Any], ...] = ()
+    def __init__(self) -> None:
+        self.by_key: dict[tuple[object, ...], tuple[tuple[Check, Any], ...]] = {}
 
-    def found_for(self, tensors: Sequence[Tensor | None], *facts: object) -> Any:
-        """What was noted for such tensors and facts, if these have memory; else None."""
-        key = *facts, *map(type, tensors)
+    def again(self, fact: Hashable, tensors: Sequence[Tensor | None]) -> Any:
+        """What was noted for this fact and such tensors, if these have memory; else None. The first is no None."""
         present: list[Any] = [*filter(_is_present, tensors)]
-        for noted, check, found in self.entries:
-            if noted == key and not any(map(_is_nested, present)) and check(*present):
+        if any(map(_is_nested, present)):
+            return None
+        for check, found in self.by_key.get((fact, present[0].shape, *map(type, tensors)), ()):
+            if check(*present):
                 return None if lack_memory(present) else found
         return None
 
-    def note(self, found: object, tensors: Sequence[Tensor | None], *facts: object) -> None:
-        """Keep what was `found`, which is a function of the classes, dtypes, devices, sizes and strides of the tensors
-        and of the facts alone."""
+    def note(self, found: object, fact: Hashable, tensors: Sequence[Tensor | None]) -> None:
+        """Keep what was `found`, which is a function of the fact and of the classes, dtypes, devices, sizes and strides
+        of the tensors alone."""
         if guards_work():
-            entry = (*facts, *map(type, tensors)), new_check(*filter(_is_present, tensors)), found
-            self.entries = (entry, *self.entries)[:MOST_ENTRIES]
+            present: list[Any] = [*filter(_is_present, tensors)]
+            key = fact, present[0].shape, *map(type, tensors)
+            if len(self.by_key) >= MOST_KEYS:
+                self.by_key.clear()
+            self.by_key[key] = ((new_check(*present), found), *self.by_key.get(key, ()))[:MOST_OF_A_KEY]
 
 
 def _is_freed(tensor: Tensor) -> bool:
@@ -51,6 +57,12 @@ def lack_memory(tensors: Sequence[Tensor]) -> bool:
     a flat parameter of FSDP1."""
     may_lack_it = 0 in map(Tensor.data_ptr, tensors) or any(map(Tensor.storage_offset, tensors))
     return may_lack_it and any(map(_is_freed, tensors))
+
+
+def require_memory(tensors: Sequence[Tensor]) -> None:
+    """**Raises** RuntimeError if the memory of any of these tensors was freed."""
+    if lack_memory(tensors):
+        raise RuntimeError("the storage of a tensor was freed (resized to 0 bytes); give it memory before the call")
 
 
 def new_check(*tensors: Tensor | None) -> Check:
