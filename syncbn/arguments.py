@@ -70,7 +70,8 @@ class Options:
 
     def normalized(self, tensors: Tensors) -> Self:
         """The same options with eps and momentum as floats; a momentum in a tensor stays. **Raises** TypeError or
-        ValueError unless each is one real number, and eps is positive. A momentum of None needs a counter."""
+        ValueError unless each is one real number, and eps is positive. Beside running
+        statistics a momentum of None needs a counter."""
         momentum, eps = self.momentum, as_eps(self.eps)
         number = tensors.counter if momentum is None else momentum
         if isinstance(number, Tensor):

@@ -32,8 +32,8 @@ OURS: dict[type[nn.Module], type[SyncBatchNorm]] = {
     nn.SyncBatchNorm: SyncBatchNorm,
 }
 
-# Attributes that a conversion gives to a layer and a revert takes away. process_group, a property of ours, is an
-# attribute of an nn.SyncBatchNorm.
+# Attributes that a conversion gives to a layer and a revert takes away: among them all that our class annotates.
+# process_group, a property of ours, is an attribute of an nn.SyncBatchNorm.
 ADDED = "process_group", "_original_class", "_train_over_ranks", *SyncBatchNorm.__annotations__
 
 NOT_KNOWN = 0  # in place of the number of ranks: a step in eager mode has not noted it

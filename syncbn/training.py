@@ -4,8 +4,8 @@ An ordinary call has plain tensors without gaps and no mask, in eager mode; ther
 transform or profiler watches its operators (on a GPU a profiler may). It takes ordinary.step. So does a call with a
 mask, a tensor with gaps, a subclass of Tensor, a NestedTensor or a DTensor, once it has been made ordinary here. All
 others take the general road: calls in a compiled graph or an exported program; under a dispatch mode, a transform of
-torch.func or, on a CPU, a profiler; with a momentum in a tensor or a bad argument; and calls on machines without
-kernels.
+torch.func or, on a CPU, a profiler; with a momentum in a tensor, a weight or buffer with gaps, other unusual options or
+a bad argument; and calls on machines without kernels.
 """
 
 from torch import Tensor

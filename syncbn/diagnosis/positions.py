@@ -53,7 +53,7 @@ class Position(NamedTuple):
     number: int = 0  # of the all_reduce among syncbn's on the group, from 1
     pass_name: str = ""  # of the all_reduce: forward, backward, WITH_GRAPH, or a derivative or tangent of these
     doing: str = ""  # layer4.1.bn3 forward, call 17
-    evaluated: str = ""  # the rank has called a layer in evaluation mode since
+    evaluated: str = ""  # that it has called a layer in evaluation mode since
     left: str = ""  # HAS_LEFT, and why
     blocked: str = ""  # where its main thread is blocked since: in all_reduce at train.py:57
     left_out: str = ""  # the all_reduce that it has left out since, and its error

@@ -95,12 +95,12 @@ def where_all_are(wait: Wait, has_failed: bool = False, at_exit: bool = False) -
     if not at_exit:
         wait.rank.write_position()
     if wait.rank.store_answers:
-        thread = threading.Thread(target=_read_report, args=(wait, ranks, has_failed, reports), daemon=True)
         if at_exit:
-            thread.run()  # in this thread
-        else:
+            _read_report(wait, ranks, has_failed, reports)
+        else:  # in a thread, as the store's host may be stopped
+            thread = threading.Thread(target=_read_report, args=(wait, ranks, has_failed, reports), daemon=True)
             thread.start()
-            thread.join(READ_SECONDS)  # the store's host may be stopped
+            thread.join(READ_SECONDS)
         wait.rank.store_answers = bool(reports)  # else it is not called again
     return reports[0] if reports else _without_store(wait, ranks)
 

@@ -1,4 +1,6 @@
-"""Chooses the reduction of a call: finds or makes the process group, and asks whether torch compiles."""
+"""Chooses the reduction of a call: finds or makes the process group, and asks whether torch compiles. Adds up in
+compiled graphs.
+"""
 
 import torch
 import torch.distributed as dist

@@ -12,7 +12,7 @@ from torch import Tensor
 
 Check: TypeAlias = Callable[..., bool]
 MOST_KEYS = 4096  # then all is forgotten
-MOST_OF_A_KEY = 4  # as several kinds of tensors of one shape may take turns: of two dtypes, with frozen weights
+MOST_OF_A_KEY = 8  # kinds of tensors of one shape that may take turns: of two dtypes, with frozen weights
 
 TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 _is_present = partial(is_not, None)
