@@ -226,4 +226,5 @@ def test_backends_by_device(ranks: Ranks, backend: str | None) -> None:
     syncbn.recompute_running_stats(model, [x])
     syncbn.merge_running_stats(model)
     syncbn.assert_synced(model)
+    del ddp  # before the group is destroyed, see docs/rules.md: else the end of its reducer may wait for ever
     voting.world.make_anew()
