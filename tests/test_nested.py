@@ -100,5 +100,8 @@ def test_what_is_refused_with_the_remedy() -> None:
         assert layer(torch.nested.as_nested_tensor(refused.unbind(), layout=torch.jagged)).is_nested
     with pytest.raises(ValueError, match="expected z of the input's shape"):
         layer(nested, jagged(torch.randn(9, 4), torch.tensor([0, 1, 1, 9])))
+    layer(x := torch.randn(5, 4), x.clone())
+    with pytest.raises(RuntimeError, match="sizes"):  # torch's, in place of an abort
+        layer(x, strided)
     with pytest.raises(TypeError, match=r"pass grad_output.values\(\) and input.values\(\)"):
         batch_norm_backward(nested, nested, torch.zeros(4), torch.ones(4))

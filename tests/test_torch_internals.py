@@ -70,8 +70,8 @@ def test_guards_tell_tensors_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not guards.guards_work.__wrapped__()
     monkeypatch.setattr(guards, "guards_work", lambda: False)
     found = guards.Found()
-    found.note("kernels", "fact", [x])
-    assert found.again("fact", [x]) is None
+    found.note("kernels", "fact", (x, None))
+    assert found.again("fact", (x, None)) is None
 
 
 def test_keeps_graph() -> None:

@@ -16,10 +16,11 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.overrides import handle_torch_function, has_torch_function
 
 from syncbn.arguments import CHECKS_OF_DIMS, SUPPORTED_DTYPES, Options, Tensors
-from syncbn.checks import check_mask, check_memory, check_saved
+from syncbn.checks import check_mask, check_saved
 from syncbn.inputs import dtensors
 from syncbn.layout import Layout
 from syncbn.torch_internals.autograd import Jagged, jagged_parts
+from syncbn.torch_internals.guards import require_memory
 from syncbn.torch_internals.state import PLAIN_CLASSES, PLAIN_OR_NONE, is_compiling
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
@@ -40,7 +41,7 @@ def unwrap_and_mask(tensors: Tensors, options: Options) -> tuple[Tensors, Option
     if tensors.mask is None:
         return tensors, options, wrap
     check_saved(tensors)  # a plan does not check the mask
-    check_memory(tensors)
+    require_memory([tensor for tensor in tensors if tensor is not None])
     tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
     return tensors, options, lambda output: wrap(apply_to_output(output))
 

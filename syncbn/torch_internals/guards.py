@@ -4,7 +4,7 @@ which C++ does not."""
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from operator import attrgetter, is_not
+from operator import is_not
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +16,6 @@ MOST_OF_A_KEY = 8  # kinds of tensors of one shape that may take turns: of two d
 
 TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 _is_present = partial(is_not, None)
-_is_nested = attrgetter("is_nested")  # a check of a strided NestedTensor, which has no sizes, aborts the process
 
 
 class Found:
@@ -26,22 +25,24 @@ class Found:
     def __init__(self) -> None:
         self.by_key: dict[tuple[object, ...], tuple[tuple[Check, Any], ...]] = {}
 
-    def again(self, fact: Hashable, tensors: Sequence[Tensor | None]) -> Any:
-        """What was noted for this fact and such tensors, if these have memory; else None. The first is no None."""
-        present: list[Any] = [*filter(_is_present, tensors)]
-        if any(map(_is_nested, present)):
+    def again(self, fact: Hashable, tensors: tuple[Any, ...]) -> Any:
+        """What was noted for this fact and such tensors, two or more, if these have memory; else None. The first is no
+        None. A strided NestedTensor has no sizes: its check would abort the process, and users pass the first two."""
+        first, second, *_ = tensors
+        if first.is_nested or (second is not None and second.is_nested):
             return None
-        for check, found in self.by_key.get((fact, present[0].shape, *map(type, tensors)), ()):
+        present = [*filter(_is_present, tensors)]
+        for check, found in self.by_key.get((fact, first.shape, *map(type, tensors)), ()):
             if check(*present):
                 return None if lack_memory(present) else found
         return None
 
-    def note(self, found: object, fact: Hashable, tensors: Sequence[Tensor | None]) -> None:
+    def note(self, found: object, fact: Hashable, tensors: tuple[Any, ...]) -> None:
         """Keep what was `found`, which is a function of the fact and of the classes, dtypes, devices, sizes and strides
         of the tensors alone."""
         if guards_work():
-            present: list[Any] = [*filter(_is_present, tensors)]
-            key = fact, present[0].shape, *map(type, tensors)
+            present = [*filter(_is_present, tensors)]
+            key = fact, tensors[0].shape, *map(type, tensors)
             if len(self.by_key) >= MOST_KEYS:
                 self.by_key.clear()
             self.by_key[key] = ((new_check(*present), found), *self.by_key.get(key, ()))[:MOST_OF_A_KEY]
