@@ -20,8 +20,6 @@ CheckOfDims: TypeAlias = Callable[[Any, Tensor], Any]  # (layer, input)
 ANY_DIMS: CheckOfDims = _BatchNorm._check_input_dim  # not implemented: SyncBatchNorm takes any number of dims
 # The checks that look at the number of dims alone.
 CHECKS_OF_DIMS = {ANY_DIMS, *(layer._check_input_dim for layer in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))}
-
-
 NUMBERS = {float, int, NoneType}  # classes of a usual momentum
 
 
@@ -70,8 +68,8 @@ class Options:
 
     def normalized(self, tensors: Tensors) -> Self:
         """The same options with eps and momentum as floats; a momentum in a tensor stays. **Raises** TypeError or
-        ValueError unless each is one real number, and eps is positive. Beside running
-        statistics a momentum of None needs a counter."""
+        ValueError unless each is one real number, and eps is positive. Beside running statistics a momentum of None
+        needs a counter."""
         momentum, eps = self.momentum, as_eps(self.eps)
         number = tensors.counter if momentum is None else momentum
         if isinstance(number, Tensor):

@@ -32,7 +32,7 @@ class BackwardInput(NamedTuple):
         """From what a forward of this kind has saved, which saved_tensors_hooks may have rounded or moved."""
         x, weight, statistics, y = saved
         dy = torch.zeros_like(x) if dy is None else dy
-        if unwrapping.has_memory(dy):
+        if unwrapping.can_be_unwrapped(dy):
             dy = unwrapping.plain(dy)
 
         def dense(tensor: Tensor) -> Tensor:  # Dynamo makes dy contiguous in a backward that asks for its strides

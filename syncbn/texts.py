@@ -1,4 +1,4 @@
-"""Writes names, values and exceptions as text that every store, log file and terminal takes."""
+"""Writes names, values, settings and exceptions as text that every store, log file and terminal takes."""
 
 import contextlib
 import numbers

@@ -63,7 +63,7 @@ def unwrap(tensors: Tensors, options: Options, synchronises: bool = True) -> tup
     return tensors, options, wrap
 
 
-def has_memory(tensor: Tensor | None) -> TypeGuard[Tensor]:
+def can_be_unwrapped(tensor: Tensor | None) -> TypeGuard[Tensor]:
     """Whether this is a tensor of a subclass that changes no operator: its values are in memory, as a Tensor's are."""
     if type(tensor) in PLAIN_OR_NONE or not isinstance(tensor, Tensor) or isinstance(tensor, UninitializedTensorMixin):
         return False
@@ -80,11 +80,11 @@ def _unwrap_subclasses(tensors: Tensors, options: Options) -> tuple[Tensors, Opt
     """The arguments with plain tensors in place of subclasses that have memory, and a function that hands the output to
     the classes of the tensors which nn.BatchNorm would see."""
     x, check = tensors.input, options.check_input_dim
-    if check not in CHECKS_OF_DIMS and has_memory(x):
+    if check not in CHECKS_OF_DIMS and can_be_unwrapped(x):
         options = replace(options, check_input_dim=lambda layer, _: check(layer, x))  # it may look at more than dims
     inputs = x, tensors.running_mean, tensors.running_var, tensors.weight, tensors.bias, tensors.z
     unwrapped = Tensors._make(
-        plain(each) if type(each) not in PLAIN_OR_NONE and has_memory(each) else each for each in tensors
+        plain(each) if type(each) not in PLAIN_OR_NONE and can_be_unwrapped(each) else each for each in tensors
     )
     return unwrapped, options, lambda output: batch_norm(*inputs, output=output)
 

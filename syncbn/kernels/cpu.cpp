@@ -57,7 +57,7 @@ constexpr int64_t ALIGNED = 64;               // bytes
 constexpr int64_t ZEROS_BEHIND_ONES[2 * PADDING] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
 constexpr int64_t WIDTH_OF_SUMS = SUMMED + PADDING;
 constexpr int64_t OWN_SCRATCH = 8192;  // doubles
-constexpr int64_t TIMES_N = 4;                 // that n stands in the statistics, as in statistics.py
+constexpr int64_t TIMES_N = 4;  // that n stands in the statistics, as in statistics.py
 constexpr uint64_t MIXER = 0x9E3779B97F4A7C15;  // odd, as in interface.py
 
 int64_t divided_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
