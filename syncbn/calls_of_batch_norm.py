@@ -13,6 +13,8 @@ from torch import nn
 FUNCTIONS = nn.functional.batch_norm, torch.batch_norm, torch.native_batch_norm
 NAMES = "batch_norm", "native_batch_norm"
 TRAINING = 5  # the place of the argument `training` in all of them
+# Raised for a function that has no source or wraps itself, and for source that is incomplete or nested too deeply.
+UNREADABLE = OSError, SyntaxError, TokenError, ValueError, RecursionError, MemoryError
 
 
 def calls_batch_norm(kind: type) -> bool:
@@ -32,12 +34,11 @@ def _may_train(method: Any) -> bool:
             return False
         # textwrap.dedent would leave a method indented if a comment in it is not.
         source = textwrap.indent(inspect.getsource(function), " ")
-        tree = ast.parse(f"if True:\n{source}")
-    except (OSError, SyntaxError, TokenError, ValueError):  # no source, a part of a statement, or it wraps itself
+        nodes = list(ast.walk(ast.parse(f"if True:\n{source}")))
+        evaluated = {part for node in nodes if isinstance(node, ast.Call) for part in _evaluated(node)}
+        return any(_is_batch_norm(_value(node, names)) for node in nodes if node not in evaluated)
+    except UNREADABLE:
         return False
-    nodes = list(ast.walk(tree))
-    evaluated = {part for node in nodes if isinstance(node, ast.Call) for part in _evaluated(node)}
-    return any(_is_batch_norm(_value(node, names)) for node in nodes if node not in evaluated)
 
 
 def _names_batch_norm(code: CodeType, names: dict[str, object]) -> bool:

@@ -99,6 +99,13 @@ def test_a_class_whose_source_cannot_be_read_is_not_named(source: str, tmp_path:
     assert calls_batch_norm(namespace["Norm"]) == (source == NORM)
 
 
+@pytest.mark.parametrize("depth", [3000, 9000])  # a RecursionError and a MemoryError of Python 3.11
+def test_source_that_is_nested_too_deeply_to_be_parsed(depth: int, tmp_path: Path) -> None:
+    (tmp_path / "norm.py").write_text(NORM.replace("(x,", f"({'not ' * depth}x,"))
+    exec(compile(NORM, tmp_path / "norm.py", "exec"), namespace := {"F": F})
+    calls_batch_norm(namespace["Norm"])  # raises nothing
+
+
 def test_a_function_that_wraps_itself_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NAMED[0], "__wrapped__", NAMED[0], raising=False)
     assert not calls_batch_norm(class_with(forward=NAMED[0]))
