@@ -17,7 +17,7 @@ from syncbn.call_stack import warn
 from syncbn.comm.groups import ProcessGroupLike, to_spec, torch_group
 from syncbn.layer import SyncBatchNorm
 from syncbn.reductions.choice import make_groups
-from syncbn.synchronised_classes import ADDED, class_of, synchronised_class
+from syncbn.synchronised_classes import ADDED, class_of, make_class, synchronised_class
 from syncbn.unsynchronised import CONVERT, description, first_names, unsynchronised
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -162,7 +162,8 @@ def _apply(changes: list[Change]) -> None:
             undo.callback(_set, layer, type(layer), dict(vars(layer)))
             kept = {name: value for name, value in vars(layer).items() if name not in ADDED}
             if class_of(layer) is not type(layer):
-                new_class = type(f"Parametrized{new_class.__name__}", (new_class,), dict(vars(type(layer))))
+                class_name = f"Parametrized{new_class.__name__}"
+                new_class = make_class(type(new_class), class_name, (new_class,), dict(vars(type(layer))))
             _set(layer, new_class, {**kept, **attributes})
         undo.pop_all()
 

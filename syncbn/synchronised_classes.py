@@ -8,6 +8,7 @@ X's `super().forward(...)` calls ours. If X calls F.batch_norm itself, the mode 
 replaces that by the batch norm of all ranks.
 """
 
+from abc import ABCMeta
 from collections.abc import Callable, Collection
 from typing import Any, SupportsIndex, TypeVar
 
@@ -57,14 +58,25 @@ def synchronised_class(original: type[nn.Module]) -> type[SyncBatchNorm]:
     if issubclass(original, nn.modules.lazy.LazyModuleMixin) and original.cls_to_become is not None:
         ours = namespace["cls_to_become"] = synchronised_class(original.cls_to_become)  # after the first forward
     mixin = _Made if original.forward is nn.BatchNorm1d.forward else _KeepsForward
-    _classes[original] = type(f"Sync{original.__name__}", (mixin, original, ours), namespace)
+    _classes[original] = make_class(type(original), f"Sync{original.__name__}", (mixin, original, ours), namespace)
     return _classes[original]
+
+
+def make_class(metaclass: type, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+    """Make a class without calling the metaclass, which may register each class or need arguments.
+
+    ABCMeta is the exception: it gives each class a cache for `isinstance`.
+    """
+    return (ABCMeta if issubclass(metaclass, ABCMeta) else type).__new__(metaclass, name, bases, namespace)
 
 
 class _Made(SyncBatchNorm):
     """Makes instances of a made class copyable and picklable: pickle cannot import a class made at run time."""
 
     _syncbn_original: type[nn.Module]
+
+    def __init_subclass__(cls) -> None:
+        """Hide the original's hook, which may register each class or need arguments."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         return _empty_instance, (self._syncbn_original,), self.__getstate__()

@@ -8,8 +8,10 @@ import copy
 import functools
 import pickle
 import re
+from abc import ABCMeta
 from collections.abc import Callable
 from types import MethodType
+from typing import Any
 
 import pytest
 import torch
@@ -192,6 +194,63 @@ def test_a_forward_that_normalises_other_channels() -> None:
     torch.testing.assert_close(layer(x), plain(x))
 
 
+registered: list[str] = []
+
+
+class Registers(type):
+    """A metaclass that keeps a registry, and takes an argument."""
+
+    def __new__(metaclass, name: str, bases: tuple[type, ...], namespace: dict[str, Any], *, key: str = "") -> type:
+        registered.append(key)
+        return super().__new__(metaclass, name, bases, namespace)
+
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], *, key: str = "") -> None:
+        super().__init__(name, bases, namespace)
+
+
+class Abstract(Registers, ABCMeta):
+    """Such a metaclass that keeps a cache of instances for each class."""
+
+
+class HasHeirs(nn.BatchNorm2d):
+    def __init_subclass__(cls, *, key: str) -> None:
+        registered.append(key)
+
+
+class ByMetaclass(CallsSuper2d, metaclass=Registers, key="metaclass"):
+    pass
+
+
+class ByAbstractMetaclass(CallsSuper2d, metaclass=Abstract, key="abstract"):
+    pass
+
+
+class Heir(HasHeirs, key="heir"):
+    pass
+
+
+@pytest.mark.parametrize("kind", [ByMetaclass, ByAbstractMetaclass, Heir])
+def test_a_conversion_makes_classes_without_the_hooks_of_users(kind: type[nn.Module]) -> None:
+    """They may refuse a class without a key, or note it in a registry."""
+    before, plain = [*registered], kind(3)
+    layer = syncbn.convert_syncbn_model(copy.deepcopy(plain))
+    made, x = type(layer), torch.randn(4, 3, 2, 2)
+    assert (type(made), made.__name__) == (type(kind), f"Sync{kind.__name__}")
+    assert issubclass(kind, kind)  # which an ABCMeta notes
+    assert (isinstance(layer, kind), isinstance(layer, made), isinstance(plain, made)) == (True, True, False)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(layer))(x), plain(x))
+    assert type(syncbn.revert_syncbn_model(layer)) is kind
+    assert registered == before
+
+
+def test_a_class_of_parametrize_is_made_again_without_its_metaclass() -> None:
+    layer = parametrized(ByMetaclass(3))
+    before = [*registered]
+    assert type(syncbn.convert_syncbn_model(layer)).__name__ == "ParametrizedSyncByMetaclass"
+    assert type(syncbn.revert_syncbn_model(layer)).__name__ == "ParametrizedByMetaclass"
+    assert registered == before
+
+
 class RefusesAttributes(nn.BatchNorm2d):
     """Once it is built."""
 
@@ -211,11 +270,6 @@ def test_a_layer_that_refuses_attributes_is_converted_trained_and_reverted() -> 
     assert [type(layer) for layer in model] == [nn.BatchNorm2d, RefusesAttributes, syncbn.SyncBatchNorm]
 
 
-class NoHeirs(nn.BatchNorm2d):
-    def __init_subclass__(cls) -> None:
-        raise RuntimeError("no heirs")
-
-
 class RefusesClasses(nn.BatchNorm2d):
     @property
     def __class__(self) -> type:
@@ -226,7 +280,6 @@ class RefusesClasses(nn.BatchNorm2d):
     ("layer", "error"),
     [
         (nn.LazyBatchNorm2d(), (ValueError, "'2' is lazy and counts channels in dim 1")),
-        (NoHeirs(3), (RuntimeError, "no heirs")),
         (RefusesClasses(3), (AttributeError, "has no setter")),
         (SubclassOfSyncBatchNorm(3), (UserWarning, "did not convert")),  # pytest makes warnings errors
     ],
