@@ -5,7 +5,7 @@ The made class inherits from the original first and then from ours, so that ever
     SyncX -> X -> ... -> SyncBatchNorm2d -> SyncBatchNorm -> nn.BatchNorm2d -> ...
 
 X's `super().forward(...)` calls ours. If X calls F.batch_norm itself, the mode BatchNormReplaced around its forward
-replaces that by the batch norm of all ranks.
+replaces each call that passes a tensor of the layer by the batch norm of all ranks.
 """
 
 from abc import ABCMeta
@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.overrides import TorchFunctionMode
 
-from syncbn.arguments import Options, Tensors
+from syncbn.arguments import PER_CHANNEL, Options, Tensors
 from syncbn.call_stack import warn_once
 from syncbn.checks import check
-from syncbn.comm.groups import world
+from syncbn.comm.groups import GroupSpec, size
 from syncbn.diagnosis.sites import layer_in_forward
 from syncbn.evaluation import plain_batch_norm
 from syncbn.inputs import traced
 from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, add_name
-from syncbn.torch_internals.state import OPERATORS, is_compiling
+from syncbn.torch_internals.autograd import have_same_base
+from syncbn.torch_internals.state import OPERATORS, constant_in_graphs, is_compiling
 
 OURS: dict[type[nn.Module], type[SyncBatchNorm]] = {
     nn.BatchNorm1d: SyncBatchNorm1d,
@@ -38,6 +39,17 @@ OURS: dict[type[nn.Module], type[SyncBatchNorm]] = {
 ADDED = "process_group", "_original_class", "_train_over_ranks", *SyncBatchNorm.__annotations__
 
 NOT_KNOWN = 0  # in place of the number of ranks: a step in eager mode has not noted it
+
+# What a warning says about the forward of a converted subclass that does not synchronise.
+CALLS_NONE = (
+    "calls neither super().forward nor F.batch_norm. If it normalises by its batch, let it call one of them, or "
+    "syncbn.functional.sync_batch_norm."
+)
+PASSES_NONE = (
+    "calls F.batch_norm with none of the layer's weight, bias, running_mean and running_var. If that normalises by the "
+    "batch, let it pass one of them or a slice of one, not a copy such as weight.float(), or let it call "
+    "syncbn.functional.sync_batch_norm."
+)
 
 Result = TypeVar("Result")
 
@@ -107,12 +119,7 @@ class _KeepsForward(_Made):
         _, *parts = self.modules()
         if not any(isinstance(part, SyncBatchNorm) for part in parts):  # which may have synchronised in its place
             note["_synchronised_ranks"] = 1
-            if world() is not None:  # on one rank nothing need be synchronised, and a graph may call no operator
-                warn_once(
-                    f"syncbn is not synchronising: {self._syncbn_original.__qualname__}.forward calls neither "
-                    "super().forward nor F.batch_norm. If it normalises by its batch, let it call one of them, or "
-                    "syncbn.functional.sync_batch_norm."
-                )
+            _warn_on_several_ranks(self._syncbn_original.__qualname__, CALLS_NONE, self._process_group)
         return output
 
 
@@ -121,7 +128,7 @@ class BatchNormReplaced(TorchFunctionMode):
 
     saw_operators = False  # a compiled part of the forward calls them, and leaves no note on the layer
 
-    def __init__(self, layer: SyncBatchNorm) -> None:
+    def __init__(self, layer: _Made) -> None:
         super().__init__()
         self.layer = layer
 
@@ -137,18 +144,20 @@ class BatchNormReplaced(TorchFunctionMode):
 
 
 def _batch_norm(
-    layer: SyncBatchNorm, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+    layer: _Made, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
     weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """F.batch_norm in the forward of `layer`: in training over all ranks of its group."""
+    """F.batch_norm in the forward of `layer`: in training over all ranks of its group, if the call belongs to it."""
     tensors = Tensors(input, None, weight, bias, running_mean, running_var)
     options = Options(momentum, eps, process_group=layer._process_group)
     try:
         if training and layer.training:
-            return layer._train_over_ranks(tensors, options, layer)[0]
+            if _belongs_to_layer(layer, tensors):
+                return layer._train_over_ranks(tensors, options, layer)[0]
+            _warn_on_several_ranks(layer._syncbn_original.__qualname__, PASSES_NONE, layer._process_group)
         if layer.training and not is_compiling():
-            vars(layer)["_synchronised_ranks"] = 1  # the original uses its running statistics
+            vars(layer)["_synchronised_ranks"] = layer._synchronised_ranks or 1
         try:
             return plain_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
         except RuntimeError:  # torch's, which may say neither values nor remedy
@@ -157,6 +166,25 @@ def _batch_norm(
     except (RuntimeError, TypeError, ValueError) as error:
         add_name(error, layer)
         raise error
+
+
+def _belongs_to_layer(layer: SyncBatchNorm, tensors: Tensors) -> bool:
+    """Return whether a call of F.batch_norm passes the layer's weight, bias, running_mean or running_var, or a view of
+    one; True if the layer has none of the four.
+
+    Shapes must not decide, because they differ between ranks: instance norm of one sample has the layer's channels.
+    """
+    held = [name for name in PER_CHANNEL if not hasattr(type(layer), name)]  # a parametrization makes a property
+    own = [tensor for name in held if isinstance(tensor := getattr(layer, name, None), Tensor)]
+    passed = [tensor for tensor in tensors.per_channel().values() if isinstance(tensor, Tensor)]
+    return not own or any(have_same_base(tensor, other) for tensor in passed for other in own)
+
+
+@constant_in_graphs
+def _warn_on_several_ranks(kind: str, problem: str, spec: GroupSpec) -> None:
+    """Warn once if several ranks would synchronise the layer."""
+    if size(spec) > 1:
+        warn_once(f"syncbn is not synchronising: {kind}.forward {problem}")
 
 
 def _empty_instance(original: type[nn.Module]) -> SyncBatchNorm:

@@ -181,17 +181,22 @@ def test_a_subclass_of_a_converted_subclass() -> None:
 
 
 class Ghost2d(nn.BatchNorm2d):
-    """Each of two parts of the batch is normalised by itself."""
+    """Each of two parts of the batch is normalised by itself, and has running statistics of its own."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.running_mean, self.running_var = self.running_mean.repeat(2), self.running_var.repeat(2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = x.view(len(x) // 2, -1, *x.shape[2:])
-        return F.batch_norm(parts, None, None, self.weight.repeat(2), self.bias.repeat(2), True).view_as(x)
+        parts, running = x.view(len(x) // 2, -1, *x.shape[2:]), (self.running_mean, self.running_var)
+        return F.batch_norm(parts, *running, self.weight.repeat(2), self.bias.repeat(2), True).view_as(x)
 
 
 def test_a_forward_that_normalises_other_channels() -> None:
     plain, x = Ghost2d(3), torch.randn(4, 3, 2, 2)
     layer = syncbn.convert_syncbn_model(copy.deepcopy(plain), channel_last=True)
     torch.testing.assert_close(layer(x), plain(x))
+    torch.testing.assert_close(layer.state_dict(), plain.state_dict())
 
 
 registered: list[str] = []

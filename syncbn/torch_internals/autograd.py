@@ -30,6 +30,15 @@ def overlaps_itself(tensor: Tensor) -> bool:
 increment_version: Callable[[Collection[Tensor]], None] = torch._C._increment_version
 
 
+def have_same_base(tensor: Tensor, other: Tensor) -> bool:
+    """Whether the tensors are the same tensor, or views of the same tensor.
+
+    Dynamo traces this, but no comparison of storages. Results of `detach()` and `.data` have no base.
+    """
+    base, other_base = tensor._base, other._base
+    return (tensor if base is None else base) is (other if other_base is None else other_base)
+
+
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
     """`function.apply` without the 20 calls that serve torch.func: use it only while no transform is active."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]

@@ -1,18 +1,21 @@
 """Catches a converted model that does not train as one process does, or a reverted one that cannot be exported.
 
-Also a call of super().forward or F.batch_norm in a subclass that stays local; a layer that communicates in evaluation,
+Also a call of super().forward or F.batch_norm in a subclass that stays local, or one that is not the layer's and does
+not; a layer that communicates in evaluation,
 or more than once each way; a layer called synchronised that is not, or the other way round (pytorch#187298, #41081;
 timm#2422; mmcv#1253).
 """
 
 import copy
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.fx
+import torch.nn.functional as F
 from counting import CountCollectives
 from subclasses_of_batchnorm import BatchNormAct2d, CallsFunctional, CallsSuper2d, Frozen, OwnMathematics, parametrized
 from torch import Tensor, nn
@@ -23,6 +26,7 @@ from training import mine, require_equal_state, require_trains_as, step, train, 
 from voting import Ranks
 
 import syncbn
+from syncbn.call_stack import warn_once
 
 STEPS = 3
 
@@ -124,6 +128,128 @@ def test_averaged_copies(ranks: Ranks) -> None:
         results.append(nn.ModuleList(copies))
     assert isinstance(copies[2].module[1], syncbn.SyncBatchNorm2d)
     require_equal_state(*results)
+
+
+def ghost(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """Each of two parts of the batch by itself."""
+    own = layer.running_mean, layer.running_var, layer.weight, layer.bias, True
+    return torch.stack([F.batch_norm(part, *own) for part in (x[::2], x[1::2])], 1).flatten(0, 1)
+
+
+def slimmable(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """The last two channels."""
+    own = [None if tensor is None else tensor[1:] for tensor in (layer.running_mean, layer.running_var, layer.weight)]
+    return F.batch_norm(x[:, 1:], *own, training=True)
+
+
+def standardised(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    weight = (layer.weight - layer.weight.mean()) / layer.weight.std()
+    return F.batch_norm(x, layer.running_mean, layer.running_var, weight, training=True)
+
+
+def without_statistics(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, layer.weight, layer.bias, training=True)
+
+
+def instance_norm(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    n, c, *sizes = x.shape
+    return F.batch_norm(x.reshape(1, n * c, *sizes), None, None, layer.weight.repeat(n), training=True).view_as(x)
+
+
+def layer_norm(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    return F.batch_norm(x.flatten(1).t(), None, None, training=True).t().view_as(x) * layer.weight.view(-1, 1, 1)
+
+
+def instance_and_batch_norm(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    return instance_norm(layer, without_statistics(layer, instance_norm(layer, x)))
+
+
+# What a forward does, the options of the layer, and the number of all_reduces of a training forward.
+CALLS: dict[str, tuple[Callable[[nn.BatchNorm2d, Tensor], Tensor], dict[str, bool], int]] = {
+    "ghost batch norm": (ghost, {}, 2),
+    "slices": (slimmable, {}, 1),
+    "slices without statistics": (slimmable, {"track_running_stats": False}, 1),
+    "slices without weight": (slimmable, {"affine": False}, 1),
+    "standardised weight": (standardised, {}, 1),
+    "without statistics": (without_statistics, {}, 1),
+    "track_running_stats=False": (without_statistics, {"track_running_stats": False}, 1),
+    "neither": (without_statistics, {"track_running_stats": False, "affine": False}, 1),
+    "parametrized": (without_statistics, {"track_running_stats": False}, 1),
+    "instance norm": (instance_norm, {}, 0),
+    "layer norm": (layer_norm, {"track_running_stats": False}, 0),
+    "both": (instance_and_batch_norm, {}, 1),
+}
+
+
+def layers_that_call(name: str, ranks: Ranks) -> tuple[nn.Module, nn.Module]:
+    """An unconverted layer with the forward of this name, and a converted one."""
+    forward, options, _ = CALLS[name]
+    kind = type(f"Calls{forward.__name__}", (nn.BatchNorm2d,), {"forward": forward})
+    plain = kind(3, **options, dtype=torch.float64, device=ranks.device)
+    for index, parameter in enumerate(plain.parameters()):
+        nn.init.normal_(parameter, generator=torch.Generator(ranks.device).manual_seed(index))
+    if name == "parametrized":  # such a layer holds none of its tensors itself
+        plain.register_parameter("bias", None)
+        parametrized(plain)
+    return plain, syncbn.convert_syncbn_model(copy.deepcopy(plain))
+
+
+def parts_of(ranks: Ranks) -> tuple[Tensor, slice]:
+    """A batch of which the ranks have different numbers of samples, and this rank's part."""
+    sizes = [2, 4, 6, 2][: ranks.size]
+    x = torch.randn(sum(sizes), 3, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return x.to(ranks.device), ranks.slices(sizes)
+
+
+def warnings_of(function: Callable[[], object]) -> list[str]:
+    """syncbn's warnings in a call, also those that it has given before."""
+    warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function()
+    return [str(one.message) for one in caught if "syncbn" in str(one.message)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_synchronises_that_passes_a_tensor_of_the_layer(ranks: Ranks, name: str) -> None:
+    """Or a slice of one, or if there is none; others are as before the conversion, and named once."""
+    plain, layer = layers_that_call(name, ranks)
+    (whole, own), (forward, _, num_collectives) = parts_of(ranks), CALLS[name]
+    outputs: list[Tensor] = []
+    with CountCollectives() as collectives:
+        warned = warnings_of(lambda: outputs.extend(layer(whole[own]) for _ in range(2)))
+    assert collectives.total == 2 * num_collectives
+    expected = [plain(whole)[own] for _ in range(2)]
+    torch.testing.assert_close((outputs, layer.state_dict()), (expected, plain.state_dict()))
+    is_local = forward in (instance_norm, layer_norm, instance_and_batch_norm)
+    assert len(warned) == is_local
+    assert all(
+        one.startswith(f"syncbn is not synchronising: Calls{forward.__name__}.forward calls F.batch_norm with none of")
+        for one in warned
+    )
+    last_step = f"synchronised over {ranks.size} ranks" if num_collectives else "not synchronised"
+    assert syncbn.summary(layer)[0].last_step == last_step
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("name", ["slices", "layer norm", "both"])
+def test_a_compiled_call_synchronises_where_an_eager_one_does(ranks: Ranks, name: str) -> None:
+    _, layer = layers_that_call(name, ranks)
+    compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
+    whole, own = parts_of(ranks)
+    outputs: list[Tensor] = []
+    first, second = (warnings_of(lambda one=one: outputs.append(one(whole[own]))) for one in (layer, compiled))
+    torch.testing.assert_close(*outputs)
+    assert first == second
+
+
+def test_a_layer_of_one_rank_is_not_warned_of(ranks: Ranks) -> None:
+    """The warnings say that other ranks are left out."""
+    _, layer = layers_that_call("instance norm", ranks)
+    layers = nn.Sequential(layer, OwnMathematics(3, dtype=torch.float64, device=ranks.device))
+    syncbn.convert_syncbn_model(layers, process_group=1)
+    whole, own = parts_of(ranks)
+    assert warnings_of(lambda: layers(whole[own])) == []
 
 
 class OfPoints(nn.BatchNorm1d):
