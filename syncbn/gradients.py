@@ -25,13 +25,14 @@ class BackwardInput(NamedTuple):
     kind: BackwardKind
     dy: Tensor
     saved: Saved
-    needs_residual: bool
+    passed_dy: Tensor | None  # dy itself if it is the gradient of the residual: to a view autograd may add in place
 
     @classmethod
     def of(cls, kind: ForwardKind, dy: Tensor | None, saved: Saved, needed: Needed) -> Self:
         """From what a forward of this kind has saved, which saved_tensors_hooks may have rounded or moved."""
         x, weight, statistics, y = saved
         dy = torch.zeros_like(x) if dy is None else dy
+        passed_dy = dy if needed[3] and y is None else None
         if unwrapping.can_be_unwrapped(dy):
             dy = unwrapping.plain(dy)
 
@@ -40,7 +41,7 @@ class BackwardInput(NamedTuple):
 
         dense_y = None if y is None else dense(y.to(dy.dtype))
         saved = dense(x.to(dy.dtype)), weight, to_float64(statistics).contiguous(), dense_y
-        return cls(kind_of_backward(kind, dy, weight, needed), dense(dy), saved, needed[3])
+        return cls(kind_of_backward(kind, dy, weight, needed), dense(dy), saved, passed_dy)
 
     def kernels(self) -> reference.Backward:
         return general_back_end(self.kind, *self.saved, self.dy).Backward(self.kind)
@@ -63,11 +64,11 @@ def gradients(kind: ForwardKind, dy: Tensor | None, saved: Saved, needed: Needed
 
 def outputs(kernels: reference.Backward, inputs: BackwardInput, sums: Tensor) -> GradientPair:
     """grad_x and grad_residual, by the sums of all ranks."""
-    kind, dy, saved, needs_residual = inputs
+    kind, dy, saved, passed_dy = inputs
     grad_x = grad_residual = None
     if kind.needs_x or kind.needs_residual:
         grad_x, grad_residual = kernels.backward_outputs(dy, saved, sums)
-    return grad_x, dy if needs_residual and saved[3] is None else grad_residual
+    return grad_x, grad_residual if kind.needs_residual else passed_dy
 
 
 def _gradients_with_graph(forward: ForwardKind, inputs: BackwardInput, reduction: Reduction) -> Gradients:
@@ -76,7 +77,7 @@ def _gradients_with_graph(forward: ForwardKind, inputs: BackwardInput, reduction
 
     The first has a pass name of its own: a rank without create_graph issues only the second.
     """
-    kind, dy, (x, weight, statistics, y), needs_residual = inputs
+    kind, dy, (x, weight, statistics, y), passed_dy = inputs
     kernels, num_values = torch_forward(forward), statistics[3 * kind.layout.sizes[1]].clamp(min=1)
     column, fold = kernels.column, kind.layout.fold
     sums = total(kernels.forward_sums(x), reduction, WITH_GRAPH)
@@ -96,5 +97,5 @@ def _gradients_with_graph(forward: ForwardKind, inputs: BackwardInput, reduction
         grad_x if kind.needs_x else None,
         None if weight_dtype is None else from_float64(sum_dy_xmu * invstd, weight_dtype, x.device),
         None if bias_dtype is None else from_float64(sum_dy, bias_dtype, x.device),
-        grad_residual if needs_residual else None,
+        grad_residual if kind.needs_residual else passed_dy,
     )

@@ -145,6 +145,25 @@ def test_converted_layers_with_a_forward_of_their_own(layer_class: type[nn.Batch
     as_torch(lambda layer: step(layer, layer.train(training), x), layer_class=layer_class)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("class_of_x", [Tensor, Image])
+@pytest.mark.parametrize("class_of_dy", [Tensor, Image])
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_the_gradient_of_a_residual_is_not_the_memory_of_dy(
+    class_of_dy: type[Tensor], class_of_x: type[Tensor], create_graph: bool
+) -> None:
+    """To z.grad autograd adds in place. In a size of 1 any stride is dense."""
+    for shape, dtype in (SHAPE, torch.float32), (SHAPE, torch.float64), ((4, 3, 1, 1), torch.float32):
+        x, dy, z = (torch.randn(shape, dtype=dtype).requires_grad_(number != 1) for number in range(3))
+        dy = dy.as_strided(shape, (3, 1, 7, 5)) if shape[2] == 1 else dy
+        y, expected = twins()[1].to(dtype)(as_class(x, class_of_x), z), 2 * dy
+        given = as_class(dy, class_of_dy)
+        y.backward(given, retain_graph=True, create_graph=create_graph)
+        y.backward(given)
+        assert torch.equal(plain(given), expected / 2)
+        assert torch.equal(plain(z.grad), expected)
+
+
 def test_a_hand_written_backward() -> None:
     tensors = [torch.rand(shape) for shape in (SHAPE, SHAPE, 3, 3, 3)]  # dy, x, mean, invstd, weight
     actual = batch_norm_backward(*(as_class(tensor, Image) for tensor in tensors))

@@ -100,7 +100,9 @@ def unwrap(
         """Redistributes the gradient. (The backward of from_local does so outside the graph of second derivatives.)"""
         if TO_LOCAL_LOSES_GRAPH and torch.is_grad_enabled():
             raise RuntimeError("DTensors have no second derivatives before torch 2.13: leave out create_graph")
-        return gradient.redistribute(placements=placements)
+        gradient = gradient.redistribute(placements=placements)
+        # Autograd may take its values for z.grad, to which it adds in place.
+        return gradient if tensors.z is None else gradient.clone()
 
     def wrap(output: Tensor) -> Tensor:
         memory_format = torch.contiguous_format if output.is_contiguous() else CHANNELS_LAST[x.ndim]

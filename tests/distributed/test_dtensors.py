@@ -137,6 +137,17 @@ def test_a_model_and_its_optimizer(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
+def test_the_gradient_of_a_residual_is_not_the_memory_of_another_tensor(ranks: Ranks, training: bool) -> None:
+    """To z.grad autograd adds in place."""
+    x, z, w, dy = (spread(numbers(seed, ranks), Shard(0), ranks).requires_grad_(seed < 3) for seed in range(4))
+    y = new_layer(ranks).train(training)(x, z) + w
+    y.backward(dy, retain_graph=True)
+    y.backward(dy)
+    for actual, expected in (dy, 1), (z.grad, 2), (w.grad, 2):
+        assert torch.equal(actual.to_local(), expected * spread(numbers(3, ranks), Shard(0), ranks).to_local())
+
+
+@pytest.mark.parametrize("training", [True, False])
 def test_function(ranks: Ranks, training: bool) -> None:
     """Of one image a rank, of which the first does not count."""
     x = numbers(0, ranks).repeat(ranks.size, 1, 1, 1)[: ranks.size]
