@@ -206,14 +206,18 @@ def check_writable(name: str, buffer: Tensor | None) -> None:
             raise ValueError(f"{name} cannot be updated in place, as {reason}; replace it by {name}.clone()")
 
 
-def require_two_values(num_values: Tensor, x: Tensor) -> None:
+def require_two_values(num_values: Tensor | int, x: Tensor) -> None:
     """**Raises** F.batch_norm's ValueError when the whole group has one value per channel.
 
-    On a GPU the host would stop to read that: a later call raises, see reductions/faults.py. A compiled graph would
-    break, and a subclass such as FakeTensor may have no values: nothing is raised.
+    One rank without a mask knows the number from the shape. Of a tensor on a GPU the host would stop to read it: a
+    later call raises where there are other ranks, see reductions/faults.py. A compiled graph would break, and a
+    subclass such as FakeTensor may have no values: nothing is raised.
     """
-    can_read = not is_compiling() and num_values.is_cpu and type(num_values) is Tensor
-    if can_read and 1 in innermost(num_values).flatten().tolist():
+    numbers = [num_values]
+    if isinstance(num_values, Tensor):
+        can_read = not is_compiling() and num_values.is_cpu and type(num_values) is Tensor
+        numbers = innermost(num_values).flatten().tolist() if can_read else []
+    if any(number == 1 for number in numbers):  # Not `in`, see check_mask.
         raise ValueError(
             f"{ONE_VALUE_PER_CHANNEL} (input size on this rank {tuple(x.shape)}). Use a larger batch or eval()."
         )

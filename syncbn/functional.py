@@ -93,7 +93,8 @@ def sync_batch_norm(
         ValueError, TypeError: a bad argument, before any buffer is changed. In eager mode every rank raises, the others
             (on a GPU at a later call) an error with the faulty ranks' numbers, as long as most of running_mean,
             running_var, weight, bias and the input agree on C; if none of them tells C, the faulty rank raises alone.
-            One value per channel in the whole group is a ValueError too, on every rank; in compiled graphs it leaves
+            One value per channel in the whole group is a ValueError too, on every rank. Where the host does not read
+            the number, in compiled graphs over several ranks and with a mask in a graph or on one GPU, it leaves
             running_var as it is.
 
     >>> x = torch.tensor([[1.0, 10.0], [3.0, 30.0]])  # (N, C) on the only rank

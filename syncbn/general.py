@@ -54,8 +54,10 @@ class SyncBatchNormFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         kernels = general_back_end(constants.kind, x, weight, bias, residual).Forward(constants.kind)
         sums = total_with_count(kernels.forward_sums(x), num_values, constants.reduction, "forward")
-        if num_values is not None or x.numel() <= constants.kind.layout.sizes[1]:  # else this rank alone has two values
-            require_two_values(sums[-TRAILER_NUMBERS], x)
+        outer, _, inner = constants.kind.layout.sizes
+        if outer * inner < 2 or num_values is not None:  # else this rank alone has two values
+            is_complete = constants.reduction.group is None and num_values is None
+            require_two_values(outer * inner if is_complete else sums[-TRAILER_NUMBERS], x)
         return kernels.forward_outputs((x, weight, bias, residual), sums)
 
     @staticmethod

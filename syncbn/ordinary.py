@@ -50,7 +50,7 @@ def step(kernels: ForwardKernels, tensors: Tensors, options: Options, caller: Ca
         sums[2 * num_channels] = num_values
     total = reduction.all_reduce(sums, "forward", mailbox)
     if outer * inner < 2 or num_values is not None:  # else this rank alone has two values
-        require_two_values(total[2 * num_channels], x)
+        require_two_values(outer * inner if is_complete else total[2 * num_channels], x)
     momentum: Any = options.momentum  # no tensor: there is no plan for such a call
     buffers = running_mean, running_var, counter
     y, statistics, is_finite = kernels.forward_outputs(scratch, (x, weight, bias, z), total, buffers, momentum, mailbox)

@@ -7,7 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from played_gpu import play
 from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import GroupMember
 
 import syncbn
@@ -174,6 +177,51 @@ def test_errors_of_a_layer_name_it_and_the_remedy() -> None:
                     called(torch.randn(2, 5, 4, 4))
         with pytest.raises(ValueError, match=r"^body\.0: Expected more than 1 value per channel when training"):
             model.train()(torch.randn(1, 3, 1, 1))
+
+
+def fake(x: Tensor) -> object:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        return layer()(mode.from_tensor(x))
+
+
+def compiled(x: Tensor, **options: object) -> object:
+    torch._dynamo.reset()
+    return torch.compile(layer(), backend="eager", **options)(x)
+
+
+ON_GPU: dict[str, Callable[[Tensor], object]] = {
+    "a layer": lambda x: layer()(x),
+    "the general road": lambda x: layer(momentum=torch.tensor(0.1))(x),
+    "a function": lambda x: function(input=x),
+}
+ANYWHERE: dict[str, Callable[[Tensor], object]] = {
+    "meta": lambda x: layer(device="meta")(x.to("meta")),
+    "fake": fake,
+    "vmap": lambda x: torch.vmap(layer(track_running_stats=False))(x[None]),
+    "compiled": compiled,
+    "compiled, dynamic": lambda x: compiled(x, dynamic=True),
+    "exported": lambda x: torch.export.export(layer(), (x,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo's own
+@pytest.mark.parametrize("name", [*ON_GPU, *ANYWHERE])
+def test_one_value_per_channel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank knows the number from the shape, where the host cannot read a tensor either."""
+    if name in ON_GPU:
+        play(monkeypatch)
+    call = (ON_GPU | ANYWHERE)[name]
+    call(torch.randn(2, 3, 1))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training, got 1"):
+        call(torch.randn(1, 3, 1))
+
+
+def test_one_value_behind_a_mask_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host does not know the number."""
+    play(monkeypatch)
+    batch_norm = layer()
+    batch_norm(torch.randn(2, 3), mask=torch.tensor([True, False]))
+    assert torch.equal(batch_norm.running_var, torch.ones(3))
 
 
 def test_the_cause_of_an_error_stays() -> None:

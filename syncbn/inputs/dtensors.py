@@ -96,7 +96,7 @@ def unwrap(
                 )
         options = replace(options, process_group=group)
 
-    def place(gradient: "DTensor") -> "DTensor":
+    def place(gradient: "DTensor") -> Tensor:
         """Redistributes the gradient. (The backward of from_local does so outside the graph of second derivatives.)"""
         if TO_LOCAL_LOSES_GRAPH and torch.is_grad_enabled():
             raise RuntimeError("DTensors have no second derivatives before torch 2.13: leave out create_graph")

@@ -159,6 +159,12 @@ def test_one_value_per_channel(ranks: Ranks, model: Model) -> None:
     )
 
 
+def test_one_value_per_channel_of_a_rank_alone(ranks: Ranks, player: Player) -> None:
+    """The host knows, and says it in this call."""
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training, got 1 over all ranks"):
+        syncbn.SyncBatchNorm1d(3, process_group=1)(X[:1])
+
+
 def test_statistics_of_one_value_are_no_fault(ranks: Ranks, model: Model) -> None:
     group = model.bn1.process_group
     assert syncbn.functional.sync_batch_stats(X[: 1 - ranks.rank], group)[2] == 1
