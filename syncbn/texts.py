@@ -39,7 +39,8 @@ def settings_of(caller: object) -> dict[str, str]:
     """The settings of a layer that must be the same on all ranks; a function has none."""
     if not isinstance(caller, _BatchNorm):
         return {}
-    flags = {name: str(bool(getattr(caller, name, False))) for name in ("fuse_relu", "track_running_stats")}
+    names = "channel_last", "fuse_relu", "track_running_stats"
+    flags = {name: str(bool(getattr(caller, name, False))) for name in names}
     return {"eps": _number_in_words(caller.eps), "momentum": _number_in_words(caller.momentum)} | flags
 
 

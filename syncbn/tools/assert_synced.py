@@ -20,7 +20,7 @@ LINES = 20  # tensors that an error names
 @torch.no_grad()
 def assert_synced(model: nn.Module) -> None:
     """Parameters and buffers of `model` are equal bit by bit on all ranks of the default group, and so are eps,
-    momentum, fuse_relu and track_running_stats of its layers that synchronise over this group.
+    momentum, channel_last, fuse_relu and track_running_stats of its layers that synchronise over this group.
 
     Buffers of a layer with a `process_group` are compared within that group, its settings in its next step. Parameters
     that FSDP2 has sharded are left out, as each rank has its own part, and so are uninitialised ones of lazy layers.

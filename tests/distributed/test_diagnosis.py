@@ -198,7 +198,7 @@ def test_a_setting_of_a_subclass_that_changes(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("name", "other", "usual"),
     [("eps", 1e-3, "1e-05"), ("momentum", None, "0.1"), ("momentum", torch.tensor(0.1), "0.1"),
-     ("fuse_relu", True, "False"), ("track_running_stats", False, "True")], ids=str,
+     ("channel_last", True, "False"), ("fuse_relu", True, "False"), ("track_running_stats", False, "True")], ids=str,
 )  # fmt: skip
 def test_a_setting_of_one_rank(ranks: Ranks, name: str, other: object, usual: str) -> None:
     """At the first call, and when it changes later. What all ranks change together goes on."""
