@@ -32,7 +32,7 @@ from syncbn.testing import TOLERANCES, differences
 from syncbn.tools.summary import table
 
 SET_BY_TORCHRUN = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
-VARIABLES = ("SYNCBN_KERNELS", "OMP_NUM_THREADS", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+VARIABLES = ("SYNCBN_KERNELS", "SYNCBN_CHECKS", "OMP_NUM_THREADS", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 ROUNDS, WARM_UP = 50, 10  # all_reduces timed, and not
 LAYERS, CHANNELS = 53, 256  # of a model whose cost is printed: as many layers as ResNet-50 has
 

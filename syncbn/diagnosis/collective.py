@@ -24,6 +24,9 @@ SQUARES_OVERFLOW = {torch.bfloat16: "1e19", torch.float64: "1e154"}
 class RanksDifferError(RuntimeError):
     """The ranks of a group are in different layers or calls, or in different states there."""
 
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n{report.FALSE_ALARM}"
+
 
 class Collective(Wait):
     """The context of a collective, in which this rank waits for others. It outlives the collective as the rank's last,

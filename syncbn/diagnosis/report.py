@@ -34,6 +34,7 @@ OTHER_BACKWARDS = (
     "The layer is called several times, and the ranks run the backwards of these calls in different orders: let every "
     "rank call backward(), or torch.autograd.grad, for the same call first."
 )
+FALSE_ALARM = "If this is a false alarm, set SYNCBN_CHECKS=0 on every rank: the ranks then compare nothing."
 ENDED = (
     "Read what the ended process wrote last. If it wrote nothing, memory may have run out: see dmesg. If it wrote "
     "gloo::EnforceNotMet, the ranks sent different sizes: one of them has other channels, has not converted its model, "

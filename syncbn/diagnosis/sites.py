@@ -7,9 +7,10 @@ models with equal paths), from its settings and from the dtype of the input. In 
 forward's total are mixed in, which differ between calls of one layer (signature_of_call in kernels/reference.py). Rank
 r sends 1, s_r and s_r^2 behind its sums. By Cauchy and Schwarz sum 1 * sum s^2 = (sum s)^2 only where all s are equal.
 Two signatures of W ranks are equal by chance in at most 4 W of 2^26 cases. A rank that cannot tell its layer, as in a
-compiled graph, sends zeros and is not counted.
+compiled graph, sends zeros and is not counted. With SYNCBN_CHECKS=0 in the environment no layer of this rank signs.
 """
 
+import functools
 import os
 import threading
 import zlib
@@ -79,8 +80,14 @@ def smallest_signature(num_ranks: int) -> int:
     return 1 << (2**25 // num_ranks).bit_length() - 1
 
 
+@functools.cache
+def signs() -> bool:
+    """Whether the layers of this rank sign what they send. `select.why_forced` refuses unknown values."""
+    return os.environ.get("SYNCBN_CHECKS") != "0"
+
+
 class Signatures(dict[tuple[str, torch.dtype | None], int]):
-    """The signatures of a call site by pass and dtype of the input; UNSIGNED as long as the site has no identity."""
+    """The signatures of a call site by pass and dtype of the input; UNSIGNED without an identity."""
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__()
@@ -89,7 +96,7 @@ class Signatures(dict[tuple[str, torch.dtype | None], int]):
     def __missing__(self, key: tuple[str, torch.dtype | None]) -> int:
         pass_name, dtype = key
         s = self.smallest + _hash(f"{self.identity} {self.settings} {pass_name} {dtype}") % self.smallest
-        self[key] = signature = s if self.identity else UNSIGNED
+        self[key] = signature = s if self.identity and signs() else UNSIGNED
         return signature
 
 

@@ -240,8 +240,10 @@ def _try_triton(device: torch.device) -> None:
 
 @functools.cache
 def why_forced() -> str | None:
-    """Why torch operations are used although there may be kernels. **Raises** ValueError for an unknown value."""
-    forced = os.environ.get("SYNCBN_KERNELS") or None
-    if forced not in (None, "reference"):
-        raise ValueError(f"the environment variable SYNCBN_KERNELS must be 'reference' or not set, got {forced!r}")
+    """Why torch operations are used although there may be kernels. **Raises** ValueError for an unknown value of an
+    environment variable of syncbn."""
+    for name, known in (("SYNCBN_KERNELS", "reference"), ("SYNCBN_CHECKS", "0")):
+        if (value := os.environ.get(name)) not in (None, "", known):
+            raise ValueError(f"the environment variable {name} must be {known!r} or not set, got {value!r}")
+    forced = os.environ.get("SYNCBN_KERNELS")
     return f"SYNCBN_KERNELS={forced}" if forced else None

@@ -1,12 +1,14 @@
 """Tests on several ranks, launched by torchrun with `-p voting`; without it there is nothing to collect here."""
 
 import os
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from syncbn.diagnosis import report
 from syncbn.diagnosis.positions import Wait
+from syncbn.diagnosis.sites import signs
 
 NUM_RANKS = os.environ.get("WORLD_SIZE")
 collect_ignore_glob = [] if "RANK" in os.environ else ["*"]
@@ -43,3 +45,15 @@ def log_of_waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
     """The log of a rank that warns when it has waited half a second."""
     monkeypatch.setattr(Wait, "next_warning_seconds", 0.5)
     return caplog
+
+
+@pytest.fixture
+def sign_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """A rank that calls it goes on as if it had started with SYNCBN_CHECKS=0."""
+
+    def call() -> None:
+        monkeypatch.setenv("SYNCBN_CHECKS", "0")
+        signs.cache_clear()
+
+    yield call
+    signs.cache_clear()

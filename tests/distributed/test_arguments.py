@@ -207,15 +207,18 @@ def test_squares_that_overflow_are_warned_of(
 
 @on_cpu
 @pytest.mark.parametrize("call", ["layer", "backward"])
-def test_an_unknown_value_of_the_kernels_on_one_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+@pytest.mark.parametrize(("name", "known"), [("SYNCBN_KERNELS", "reference"), ("SYNCBN_CHECKS", "0")])
+def test_an_unknown_value_of_a_variable_on_one_rank(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, name: str, known: str, call: str
+) -> None:
     from syncbn.kernels import select
 
     select.why_forced.cache_clear()
     forget_kernels(monkeypatch)
-    monkeypatch.setenv("SYNCBN_KERNELS", "fast" if ranks.rank == 0 else os.environ.get("SYNCBN_KERNELS", ""))
+    monkeypatch.setenv(name, "fast" if ranks.rank == 0 else os.environ.get(name, ""))
     layer, x = syncbn.SyncBatchNorm1d(C), torch.randn(4, C)
     calls = {"layer": lambda: layer(x), "backward": lambda: batch_norm_backward(x, x, *STATISTICS)}
-    check_refused(ranks, calls[call], layer, "SYNCBN_KERNELS must be 'reference' or not set, got 'fast'")
+    check_refused(ranks, calls[call], layer, f"{name} must be {known!r} or not set, got 'fast'")
     select.why_forced.cache_clear()
 
 

@@ -12,6 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -30,10 +31,12 @@ from syncbn import functional, raising
 from syncbn.comm import groups
 from syncbn.comm.text_exchange import ranks_in_words
 from syncbn.diagnosis import collective, processes, report, watchdog
-from syncbn.diagnosis.collective import Collective
+from syncbn.diagnosis.collective import Collective, RanksDifferError
 from syncbn.diagnosis.positions import WITH_GRAPH, Position
 from syncbn.diagnosis.sites import Caller, new_site, smallest_signature
 from syncbn.kernels import cpu, operators
+from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS
+from syncbn.reductions import eager
 from syncbn.reductions.choice import reduction_of
 from syncbn.reductions.interface import Guard, guarded_by
 
@@ -217,6 +220,59 @@ def test_a_setting_of_one_rank(ranks: Ranks, name: str, other: object, usual: st
             model(x)
         setattr(model.bn1, name, default)
         assert model(x).isfinite().all()
+
+
+@on_cpu
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("signed", [True, False])
+def test_totals_that_differ_in_their_bits(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, sign_nothing: Callable[[], None], signed: bool, create_graph: bool
+) -> None:
+    """A false alarm, whose last remedy is to switch the comparison off."""
+    add_up = eager.all_reduce
+
+    def all_reduce(payload: Tensor, *arguments: Any) -> Tensor:
+        total = add_up(payload, *arguments)
+        total[:-TRAILER_NUMBERS] *= 1 + (ranks.rank == 0) * 2**-52
+        return total
+
+    monkeypatch.setattr(eager, "all_reduce", all_reduce)
+    if not signed:
+        sign_nothing()
+    layer, x = layer_and_input(ranks)
+    y = layer(x.requires_grad_()).square().sum()
+    said = r"different calls of a layer(.|\n)*set SYNCBN_CHECKS=0 on every rank: the ranks then compare nothing\.$"
+    with pytest.raises(RanksDifferError, match=said) if signed else contextlib.nullcontext():
+        torch.autograd.grad(y, x, create_graph=create_graph)
+
+
+@on_cpu
+@pytest.mark.parametrize("which", ["all ranks", "rank 0"])
+def test_without_signatures(ranks: Ranks, sign_nothing: Callable[[], None], which: str) -> None:
+    """A rank is not compared with others, whether these sign or not; its bad argument still raises on all."""
+    signed = which == "rank 0" and ranks.rank > 0
+    if not signed:
+        sign_nothing()
+    sent = []
+
+    class Seeing(Guard):
+        def before_all_reduce(self, collective: Collective, payload: Tensor) -> None:
+            sent.append(payload[-SIGNATURE_NUMBERS:].clone())
+
+    model, x = Block(), torch.randn(4, 3, requires_grad=True)
+    with guarded_by(Seeing()):
+        model(x).square().sum().backward()
+        torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        (model.tail[0] if ranks.rank else model.bn1)(x)
+    assert len(sent) == 2 * 2 + 3 * 2 + 1
+    assert [bool(signature.all()) for signature in sent] == [signed] * len(sent)
+    assert [bool(signature.any()) for signature in sent] == [signed] * len(sent)
+    error, said = (
+        (RuntimeError, "another rank has a bad argument") if ranks.rank else (ValueError, "expected 3 channel")
+    )
+    with unchanged(model), pytest.raises(error, match=said):
+        model(x if ranks.rank else x[:, :2])
+    assert model(x).isfinite().all()
 
 
 @pytest.mark.parametrize("make", [lambda: syncbn.SyncBatchNorm1d(3), Block], ids=["no model", "a model"])

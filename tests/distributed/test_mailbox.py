@@ -151,6 +151,22 @@ def test_a_bad_argument_of_another_type(ranks: Ranks, model: Model) -> None:
     assert "rank 0: TypeError: expected a float16, bfloat16" in texts_of(lambda: model(X), TypeError)
 
 
+@pytest.mark.parametrize("unsigned", [(0,), (0, 1)])
+def test_without_signatures(
+    ranks: Ranks, player: Player, sign_nothing: Callable[[], None], unsigned: tuple[int, ...]
+) -> None:
+    """Ranks are not compared; a bad argument still raises on all."""
+    if ranks.rank in unsigned:
+        sign_nothing()
+    model = Model()
+    model(X).sum().backward()
+    (model.bn2 if ranks.rank else model.bn1)(X).sum().backward()
+    model(X)
+    with pytest.raises(TypeError) if ranks.rank == 0 else warnings.catch_warnings():
+        model.bn2(X.cfloat() if ranks.rank == 0 else X)
+    assert "rank 0: TypeError: expected a float16, bfloat16" in texts_of(lambda: model(X), TypeError)
+
+
 def test_one_value_per_channel(ranks: Ranks, model: Model) -> None:
     model.bn1(X[: 1 - ranks.rank])
     said = texts_of(lambda: model.bn2(X), ValueError)
