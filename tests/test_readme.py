@@ -2,6 +2,7 @@
 
 import pkgutil
 import re
+import shlex
 import shutil
 import sys
 import zipfile
@@ -17,6 +18,7 @@ from jobs import run, run_on_ranks
 from readme_renderer import markdown
 
 import syncbn
+from syncbn.kernels import cpu
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -202,17 +204,20 @@ def test_the_description_on_the_package_index_has_no_dead_link() -> None:
 
 
 def test_installs(tmp_path: Path) -> None:
-    """`pip install .` and `python -m syncbn info`, of a copy and without a compiler, which makes it fast; the package
-    has the description for the index. An editable install offers the package alone, and not `import tests`, which may
-    be meant to be the user's."""
+    """`pip install .` and `python -m syncbn info`, of a copy, in it and elsewhere: both find the kernels. The compiler
+    copies the library that is here, which makes it fast. The package has the description for the index. An editable
+    install offers the package alone, and not `import tests`, which may be meant to be the user's."""
     ignored = shutil.ignore_patterns(".*", "build", "runs", "*.so", "__pycache__")
     copy, installed = shutil.copytree(ROOT, tmp_path / "copy", ignore=ignored), tmp_path / "installed"
     with (copy / "pyproject.toml").open("a") as project:
         project.write("[project.urls]\n" + "".join(f'{name} = "{address}"\n' for name, address in URLS.items()))
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", installed]
-    run(sys.executable, "-m", "pip", "install", *options, copy, CXX="false")
-    said = run(sys.executable, "-m", "syncbn", "info", folder=tmp_path, PYTHONPATH=str(installed))
-    assert f"{syncbn.__version__}, {installed / 'syncbn'}" in said
+    copies = f"import shutil, sys; shutil.copy({str(cpu.FILE)!r}, sys.argv[sys.argv.index('-o') + 1])"
+    run(sys.executable, "-m", "pip", "install", *options, copy, CXX=shlex.join([sys.executable, "-c", copies]))
+    for folder, package in ((tmp_path, installed), (copy, copy)):
+        said = run(sys.executable, "-m", "syncbn", "info", folder=folder, PYTHONPATH=str(installed))
+        assert f"{syncbn.__version__}, {package / 'syncbn'}" in said
+        assert ("cpu: C++" in said) == cpu.FILE.exists(), said
     (metadata,) = (message_from_string(file.read_text()) for file in installed.glob("syncbn-*.dist-info/METADATA"))
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata.get_payload() == DESCRIPTION
