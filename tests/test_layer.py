@@ -176,6 +176,26 @@ def test_input_changed_in_place_is_noticed() -> None:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("make", [nn.BatchNorm1d, syncbn.SyncBatchNorm1d])
+def test_an_evaluation_before_a_training_call_is_not_wrong_in_silence(make: type[nn.BatchNorm1d]) -> None:
+    """Its backward needs the running statistics as they were, which nn.BatchNorm does not notice. The other order is
+    right (docs/when_ranks_disagree.md)."""
+    for evaluates_first in (False, True):
+        layer, x = make(3), torch.arange(12.0).view(4, 3).requires_grad_()
+        if not evaluates_first:
+            layer(x.detach())
+        expected = (layer.running_var + layer.eps).rsqrt().expand(4, 3)
+        y = layer.eval()(x)
+        if evaluates_first:
+            layer.train()(x.detach())
+        if evaluates_first and make is syncbn.SyncBatchNorm1d:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+        else:
+            y.sum().backward()
+            assert torch.allclose(x.grad, expected) == (not evaluates_first)
+
+
 def test_meta_device() -> None:
     with torch.device("meta"):
         layer = syncbn.SyncBatchNorm2d(3)

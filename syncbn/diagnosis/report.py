@@ -15,14 +15,16 @@ READ_SECONDS = 5.0  # the longest time that reading may take
 DIFFERENT_LAYERS = "syncbn: the ranks are in different layers or calls.\n"
 OTHER_LAYERS = (
     "Every rank must call the same layers in the same order, all converted with the same process_group and in training "
-    "mode. A layer in a branch that only some ranks take must be called on the others too, for their backward as well: "
-    "loss = loss + layer(x[:0]).sum(). Ranks that hold different layers, as a pipeline's, need a process_group for "
-    "each stage."
+    "mode; before a call on one rank alone, as for a profile, call model.eval(). A layer in a branch that only some "
+    "ranks take must be called on the others too, for their backward as well: loss = loss + layer(x[:0]).sum(). Layers "
+    "of some ranks alone, as of a pipeline's stage or of a DistributedDataParallel with a process_group, need that "
+    "group: convert_syncbn_model(model, process_group)."
 )
 OTHER_PASSES = (
-    "A rank has left out a layer or a backward; or it had fewer batches: give all ranks as many, or train inside "
-    "syncbn.join; or the rank that is ahead called the model once more, as in a validation without model.eval(); or it "
-    "called ddp.module where the others call ddp."
+    "A rank has left out a layer or a backward, or has called a layer fewer times: for each missing call, loss = loss "
+    "+ layer(x[:0]).sum(); or it had fewer batches: give all ranks as many, or train inside syncbn.join; or the rank "
+    "that is ahead called the model once more, as to validate or profile it without model.eval(); or it called "
+    "ddp.module where the others call ddp."
 )
 OTHER_GRAPHS = "Pass create_graph=True on every rank or on none, and differentiate by torch.func on all or on none."
 OTHER_STACKS = "Call torch.func.vmap, or pass is_grads_batched=True, on every rank or on none."
@@ -53,7 +55,10 @@ LATE = (
     "of its batches: give all ranks as many, or train inside syncbn.join."
 )
 OTHER_CALLS = "Build the same model everywhere, and give the layer the same process_group on every rank."
-ONE_CALL = "All ranks are in this call. One of them has other channels, or cannot be reached."
+ONE_CALL = (
+    "All ranks are in this call. One of them has other channels, or cannot be reached; or another thread, such as that "
+    "of dcp.async_save, uses this process group, too: pass it one of its own, process_group=dist.new_group()."
+)
 UNSEEN = "A rank not seen in a layer is late, or runs a compiled model, or needs convert_syncbn_model(model).\n"
 
 

@@ -102,7 +102,8 @@ MEETINGS: list[tuple[Callable[..., object], Callable[..., object], str]] = [
     (
         lambda model, x, y: model(x),
         lambda model, x, y: y.sum().backward(),
-        r"rank 0: in bn1 forward, call 3\nOTHERS: in bn1 backward, call 2\nA rank has left out a layer or a backward",
+        r"rank 0: in bn1 forward, call 3\nOTHERS: in bn1 backward, call 2\nA rank has left out a layer or a backward,"
+        r".* fewer times: for each missing call, loss = loss \+ layer\(x\[:0\]\).* profile it without model\.eval\(\)",
     ),
     (
         lambda model, x, y: model(x.bfloat16()),
@@ -407,6 +408,41 @@ def test_a_long_wait_outside_of_the_layers_is_told(
         rf"rank 1: after SyncBatchNorm forward, call 1; in {kind} at \w+.py:\d+\nA rank that is in no collective is"
     )
     assert re.search(expected, log_of_waits.text) if ranks.rank else not log_of_waits.text, log_of_waits.text
+    dist.barrier()  # all have read the positions
+
+
+@pytest.mark.two_ranks
+@on_cpu
+def test_a_call_on_one_rank_alone_is_advised(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As to count FLOPs, or inside a DistributedDataParallel of some ranks."""
+    monkeypatch.setattr(collective, "FIRST_MEETING_SECONDS", 1.0)
+    voting.world.make_anew()  # in which no layer has been called
+    layer, x = layer_and_input(ranks)
+    if ranks.rank == 1:
+        time.sleep(3)
+    layer(x)
+    expected = (
+        r"rank 1: has not been seen in SyncBatchNorm.*\n.*\nEvery rank .* a call on one rank alone, as for a profile, "
+        r"call model\.eval\(\)\. .* DistributedDataParallel .* convert_syncbn_model\(model, process_group\)"
+    )
+    assert bool(re.search(expected, caplog.text)) == (ranks.rank == 0), caplog.text
+
+
+@pytest.mark.two_ranks
+@on_cpu
+def test_another_thread_on_the_same_group_is_advised(
+    ranks: Ranks, log_of_waits: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collective of dcp.async_save's thread meets one of the layers, so all ranks wait in one call. Here rank 1 only
+    takes its time there."""
+    layer, x = layer_and_input(ranks)
+    all_reduce = eager.all_reduce
+    monkeypatch.setattr(eager, "all_reduce", lambda *arguments: (time.sleep(2 * ranks.rank), all_reduce(*arguments))[1])
+    layer(x)
+    expected = r"ranks 0-1: in SyncBatchNorm forward, call 1\nAll ranks are .* process_group=dist\.new_group\(\)"
+    assert re.search(expected, log_of_waits.text), log_of_waits.text
     dist.barrier()  # all have read the positions
 
 

@@ -129,6 +129,34 @@ def test_a_norm_for_each_domain(ranks: Ranks, domains: list[int]) -> None:
     assert torch.equal(y, model.norms[domains[ranks.rank]](leaf))
 
 
+def test_ranks_call_a_layer_different_numbers_of_times(ranks: Ranks) -> None:
+    """As a recurrent network does (docs/rules.md, "Branches"). One process normalises, at each time step, the sequences
+    that have not ended."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double().to(ranks.device)
+    x = torch.randn(ranks.size, 4, 3, dtype=torch.float64).to(ranks.device)
+    lengths = [2 + 3 * rank for rank in range(ranks.size)]
+    whole, hidden = copy.deepcopy(model), [*(wanted := x.clone().requires_grad_())]
+    for step in range(max(lengths)):
+        going_on = [rank for rank in range(ranks.size) if step < lengths[rank]]
+        for rank, y in zip(going_on, whole(torch.cat([hidden[rank] for rank in going_on])).split(4), strict=True):
+            hidden[rank] = y.tanh()
+    torch.stack(hidden).cos().sum().backward()
+
+    linear, norm = syncbn.convert_syncbn_model(model)
+    own, loss, step = (leaf := x[ranks.rank].clone().requires_grad_()), 0.0, 0
+    while ranks.total(torch.tensor(step < lengths[ranks.rank], dtype=torch.int).to(ranks.device)):
+        if step < lengths[ranks.rank]:
+            own = norm(linear(own)).tanh()
+        else:
+            loss = loss + norm(own[:0]).sum()
+        step += 1
+    (loss + own.cos().sum()).backward()
+    results = [own, leaf.grad, *norm.buffers(), *(ranks.total(parameter.grad) for parameter in model.parameters())]
+    expected = [hidden[ranks.rank], wanted.grad[ranks.rank], *whole[1].buffers()]
+    torch.testing.assert_close(results, [*expected, *(parameter.grad for parameter in whole.parameters())], **EXACT)
+
+
 def test_batch_renorm(ranks: Ranks, one_process: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """It is converted too, and is known to be synchronised."""
     torch.manual_seed(0)
