@@ -178,8 +178,10 @@ def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
         raise TypeError(f"expected {name} to be a float tensor, got {tensor.dtype}; {remedy}")
     if type(tensor) not in PLAIN_CLASSES and hasattr(tensor, "device_mesh"):
         raise TypeError(f"{name} is a DTensor, expected this rank's values as a plain tensor: pass {name}.to_local()")
-    if tensor.layout != torch.strided and not tensor.is_nested:  # the shape of a NestedTensor is compared
-        raise TypeError(f"expected a dense {name}, got layout {tensor.layout}; use {name}.to_dense()")
+    if tensor.is_nested == (tensor.layout == torch.strided):  # the shape of a jagged NestedTensor is compared
+        nested = "a NestedTensor", f"torch.cat({name}.unbind())"
+        got, remedy = nested if tensor.is_nested else (f"layout {tensor.layout}", f"{name}.to_dense()")
+        raise TypeError(f"expected a dense {name}, got {got}; use {remedy}")
     check_device(name, tensor, x)
 
 

@@ -40,14 +40,14 @@ def step(kernels: ForwardKernels, tensors: Tensors, options: Options, caller: Ca
     x, z, weight, bias, running_mean, running_var, counter, _, num_values = tensors
     reduction = reduction_of(options.process_group, caller, x.dtype)
     is_complete = reduction.group is None and num_values is None  # nothing is added to the sums of this rank
-    mailbox = reduction.mailbox("forward", x.device) if x.is_cuda else None
+    outer, num_channels, inner = kernels.kind.layout.sizes
     try:
+        mailbox = reduction.mailbox("forward", x.device) if x.is_cuda else None
         sums, scratch = kernels.forward_sums(x, reduction.signatures["forward", x.dtype], is_complete, mailbox)
+        if num_values is not None:  # a mask has set the other values to 0; n stands behind sum x and sum x^2
+            sums[2 * num_channels] = num_values
     except Exception as error:  # of whatever class, as kernels may be compiled here
         raise_on_all_ranks(error, tensors, options, reduction, "forward")
-    outer, num_channels, inner = kernels.kind.layout.sizes
-    if num_values is not None:  # a mask has set the other values to 0; n stands behind sum x and sum x^2
-        sums[2 * num_channels] = num_values
     total = reduction.all_reduce(sums, "forward", mailbox)
     if outer * inner < 2 or num_values is not None:  # else this rank alone has two values
         require_two_values(outer * inner if is_complete else total[2 * num_channels], x)

@@ -1,8 +1,8 @@
 """Finds the kernels of an ordinary pass.
 
 They are a function of shapes, strides, dtypes, devices and options alone, and hold no tensor, layer or group, so
-nothing makes them invalid. There are none where kernels cannot read the tensors at their addresses, and none for wrong
-arguments. What was found serves later calls with such tensors, see Found in guards.py.
+nothing makes them invalid. There are none where kernels cannot read the tensors at their addresses. What was found
+serves later calls with such tensors, see Found in guards.py.
 """
 
 import functools
@@ -37,17 +37,10 @@ _facts = attrgetter("shape", "dtype", "device")  # of a tensor
 
 
 def forward_plan(tensors: Tensors, options: Options) -> Plan | None:
-    """The plan for a forward of plain tensors without a mask, or None."""
+    """The plan for a forward of plain tensors without a mask, or None. **Raises** any exception for bad arguments."""
     if options.plan_key is None:
         return None
-    plan: Plan | None = _found.again(options.plan_key, tensors)
-    if plan is None:
-        try:
-            plan = _new_forward_plan(tensors, options)
-        except Exception:  # the general road says what is wrong, on all ranks
-            return None
-        if plan is not None:
-            _found.note(plan, options.plan_key, tensors)
+    plan: Plan | None = _found.get(options.plan_key, tensors, lambda: _new_forward_plan(tensors, options))
     return plan
 
 
@@ -56,12 +49,9 @@ def backward_plan(forward: ForwardKernels, dy: Tensor, saved: Saved, needed: Nee
 
     dy has the strides of x. x, weight, the statistics and y (None unless relu is fused behind a residual) were `saved`.
     """
-    fact, tensors = (forward, needed), (dy, *saved)
-    kernels: BackwardKernels | None = _found.again(fact, tensors)
-    if kernels is None and PLAIN_OR_NONE.issuperset(map(type, tensors)) and _are_readable(tensors):
-        kernels = _new_backward_plan(forward.kind, dy, saved, needed)
-        if kernels is not None:
-            _found.note(kernels, fact, tensors)
+    kernels: BackwardKernels | None = _found.get(
+        (forward, needed), (dy, *saved), lambda: _new_backward_plan(forward.kind, dy, saved, needed)
+    )
     return kernels
 
 
@@ -120,6 +110,8 @@ def kind_of_backward(kind: ForwardKind, dy: Tensor, weight: Tensor | None, neede
 def _new_backward_plan(kind: ForwardKind, dy: Tensor, saved: Saved, needed: Needed) -> BackwardKernels | None:
     """Finds the kernels; None where hooks have rounded or moved what was saved."""
     x, weight, statistics, y = saved
+    if not (PLAIN_OR_NONE.issuperset(map(type, (dy, *saved))) and _are_readable((dy, *saved))):
+        return None
     channels = kind.layout.sizes[1]
     if any(tensor is not None and _facts(tensor) != _facts(dy) for tensor in (x, y)):
         return None

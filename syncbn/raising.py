@@ -2,10 +2,12 @@
 
 import contextlib
 import math
+from numbers import Integral
 from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from syncbn.arguments import Options, Tensors
 from syncbn.inputs import dtensors, traced
@@ -36,14 +38,16 @@ def raise_on_all_ranks(
     if inside_vmap() and isinstance(tensors.input, Tensor):  # the others send a stack
         sums = tensors.input.new_zeros(len(sums), dtype=torch.float64, device=sums.device)
     sums[-1] = math.nan
-    total_of_stack(innermost(sums), reduction, pass_name, error)
+    with reduction.telling_errors(pass_name):
+        total_of_stack(innermost(sums), reduction, pass_name, error)
     raise AssertionError("internal error: no rank reported the bad argument") from error
 
 
 def _likely_channels(tensors: Tensors, options: Options) -> int | None:
     """The number of channels that most arguments have, since one of them is wrong; None if none has channels."""
-    votes = [tensor.numel() for tensor in tensors.per_channel().values() if isinstance(tensor, Tensor)]
-    if not votes and options.num_channels:
+    per_channel = [tensor for tensor in tensors.per_channel().values() if isinstance(tensor, Tensor)]
+    votes = [tensor.numel() for tensor in per_channel if not is_lazy(tensor)]
+    if not votes and isinstance(options.num_channels, Integral) and options.num_channels > 0:
         return options.num_channels
     with contextlib.suppress(Exception):  # no tensor; no such dim; sequences of different lengths
         votes.append(int(tensors.input.shape[options.channel_dim]))

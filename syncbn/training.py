@@ -36,14 +36,14 @@ def train(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Te
     if current_backward() != -1:  # activation checkpointing computes again what the first forward has updated
         tensors = tensors.without_running_stats()
     wrap: Wrap = unchanged
-    if tensors.mask is not None or not PLAIN_OR_NONE.issuperset(map(type, tensors)):
-        try:
+    try:
+        if tensors.mask is not None or not PLAIN_OR_NONE.issuperset(map(type, tensors)):
             tensors, options, wrap = unwrap_and_mask(tensors, options)
-        except Exception:  # a bad argument may raise anything; the general road explains it
-            return _train_generally(tensors, options, caller)
-    plan = forward_plan(tensors, options)
-    if plan is not None and plan.has_gaps:
-        tensors = without_gaps(tensors, options)
+        plan = forward_plan(tensors, options)
+        if plan is not None and plan.has_gaps:
+            tensors = without_gaps(tensors, options)
+    except Exception:  # a bad argument may raise anything; the general road raises an error on all ranks
+        plan = None
     if plan is None:
         y, statistics = _train_generally(tensors, options, caller)
     elif is_plain:

@@ -3,8 +3,10 @@
 What a plan must tell apart is in a table: each step beside others is that of float64, on the road that the table says.
 """
 
+import contextlib
 import gc
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable
 from fractions import Fraction
@@ -122,6 +124,13 @@ def refuse(layer: nn.Module, x: Tensor) -> None:
 
 CHECK_2D = nn.BatchNorm2d._check_input_dim
 
+
+def nested() -> Tensor:
+    """Without sizes and strides: a comparison of its strides aborts the process."""
+    with warnings.catch_warnings(action="ignore"):
+        return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+
+
 # By what a call differs from BASE: how it runs, or what it raises.
 DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     "nothing": ({}, PLAN),
@@ -134,6 +143,9 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     "gaps": ({"input": with_gaps(X), "z": with_gaps(Z)}, COPIED),  # as little contiguous as "strides of x"
     "dtype of x": ({"input": X.double(), "z": Z.double()}, PLAN),
     "integers": ({"input": X.int()}, TypeError),
+    "no input": ({"input": None}, TypeError),
+    "text": ({"input": "text"}, TypeError),
+    **{f"nested {name}": ({name: nested()}, TypeError) for name in ("input", "z", *PER_CHANNEL)},
     "no residual": ({"z": None}, PLAN),
     "shape of the residual": ({"z": Z[:1]}, ValueError),
     "strides of the residual": ({"z": channel_innermost(Z)}, COPIED),
@@ -175,6 +187,7 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
     "relu without a residual": ({"relu": True, "z": None}, PLAN),
     "class of relu": ({"relu": np.bool_(False)}, GENERAL),
     "num_channels": ({"num_channels": 4}, PLAN),  # only a name beside tensors
+    "num_channels cannot be looked up": ({"num_channels": [3]}, GENERAL),
     "num_channels alone": ({"num_channels": 4, **dict.fromkeys(PER_CHANNEL)}, ValueError),
     "no num_channels": ({"num_channels": None}, PLAN),
     "mask": ({"mask": torch.ones(3, dtype=torch.bool)}, MADE_ORDINARY),
@@ -186,10 +199,11 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
 
 
 def forward_plan(**others: object) -> Any:
-    """The plan of a call as it is; None where it must be made ordinary first, see training.train."""
+    """The plan of a call as it is; None where it must be made ordinary first, or is wrong, see training.train."""
     tensors, options = arguments(changed(**others))
     is_plain = tensors.mask is None and PLAIN_OR_NONE.issuperset(map(type, tensors))
-    return plan.forward_plan(tensors, options) if is_plain else None
+    with contextlib.suppress(Exception):
+        return plan.forward_plan(tensors, options) if is_plain else None
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
@@ -202,6 +216,7 @@ def test_a_call_beside_the_plan_of_another(name: str) -> None:
             check_step(changed(**others))
         assert taken == ["forward"] * (outcome == GENERAL)
     else:
+        train(changed())  # without gradients, too
         for _ in range(2):  # a plan would let it pass the second time
             with pytest.raises(outcome, match=r"^(?!unhashable)"):  # Python's error would be raised on this rank alone
                 train(changed(**others))

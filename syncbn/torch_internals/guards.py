@@ -4,6 +4,7 @@ which C++ does not."""
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from itertools import repeat
 from operator import is_not
 from typing import Any, TypeAlias
 
@@ -16,36 +17,37 @@ MOST_OF_A_KEY = 8  # kinds of tensors of one shape that may take turns: of two d
 
 TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 _is_present = partial(is_not, None)
+_IS_NESTED, _NONE = repeat("is_nested"), repeat(None)
 
 
 class Found:
-    """What was found for tensors, each with a check whether it serves others. It is found again by a fact, the classes
-    of the tensors and the shape of the first."""
+    """A cache of values that depend on a fact and on the dtypes, devices, sizes and strides of tensors alone.
+
+    The key is the fact, the shape of the first tensor and which tensors are None; a check of each value compares the
+    rest.
+    """
 
     def __init__(self) -> None:
         self.by_key: dict[tuple[object, ...], tuple[tuple[Check, Any], ...]] = {}
 
-    def again(self, fact: Hashable, tensors: tuple[Any, ...]) -> Any:
-        """What was noted for this fact and such tensors, two or more, if these have memory; else None. The first is no
-        None. A strided NestedTensor has no sizes: its check would abort the process, and users pass the first two."""
-        first, second, *_ = tensors
-        if first.is_nested or (second is not None and second.is_nested):
-            return None
+    def get(self, fact: Hashable, tensors: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """Return the cached value if its check accepts the tensors, None if the memory of one of them was freed. Else
+        return the value of `make`, which is cached unless it is None.
+
+        **Raises** any exception if the first tensor is not a Tensor, or the fact is not hashable.
+        """
         present = [*filter(_is_present, tensors)]
-        for check, found in self.by_key.get((fact, first.shape, *map(type, tensors)), ()):
+        # True in the key stands for a NestedTensor, for which no value is cached: a strided one would abort the check.
+        key = fact, tensors[0].shape, *map(getattr, tensors, _IS_NESTED, _NONE)
+        for check, found in self.by_key.get(key, ()):
             if check(*present):
                 return None if lack_memory(present) else found
-        return None
-
-    def note(self, found: object, fact: Hashable, tensors: tuple[Any, ...]) -> None:
-        """Keep what was `found`, which is a function of the fact and of the classes, dtypes, devices, sizes and strides
-        of the tensors alone."""
-        if guards_work():
-            present = [*filter(_is_present, tensors)]
-            key = fact, tensors[0].shape, *map(type, tensors)
+        found = make()
+        if found is not None and guards_work():
             if len(self.by_key) >= MOST_KEYS:
                 self.by_key.clear()
             self.by_key[key] = ((new_check(*present), found), *self.by_key.get(key, ()))[:MOST_OF_A_KEY]
+        return found
 
 
 def _is_freed(tensor: Tensor) -> bool:
@@ -77,14 +79,14 @@ def new_check(*tensors: Tensor | None) -> Check:
 @functools.cache
 def guards_work() -> bool:
     """Whether torch has the guards, and they tell tensors apart."""
-    x = torch.ones(2, 3, device="cpu")
-    with torch.inference_mode():
-        of_inference = x.clone()
-    others = [
-        x.double(), x.t(), x[:1], torch.ones(3, 2, device="cpu").t(), torch.nn.Parameter(x, requires_grad=False),
-        x.clone().requires_grad_(), torch._neg_view(x), torch._efficientzerotensor(x.shape), of_inference, None,
-    ]  # fmt: skip
     try:
+        x = torch.ones(2, 3, device="cpu")
+        with torch.inference_mode():
+            of_inference = x.clone()
+        others = [
+            x.double(), x.t(), x[:1], torch.ones(3, 2, device="cpu").t(), torch.nn.Parameter(x, requires_grad=False),
+            x.clone().requires_grad_(), torch._neg_view(x), torch._efficientzerotensor(x.shape), of_inference, None,
+        ]  # fmt: skip
         check = new_check(x, x.clone())
         return check(x.clone(), x) and not any(check(x, other) for other in others)
     except Exception:  # of whatever class: a later torch has changed it

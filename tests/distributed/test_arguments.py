@@ -131,6 +131,24 @@ def test_inputs_of_inference_mode(ranks: Ranks, name: str, mode: str) -> None:
 
 
 @on_cpu
+@pytest.mark.parametrize("num_features", [[C], "text", -1, 2.5, C + 0.0, None])
+@pytest.mark.parametrize("affine", [False, True])
+def test_num_features_that_is_set_to_no_number(ranks: Ranks, num_features: object, affine: bool) -> None:
+    """It may not be hashable, and is no number of channels to send. Tensors of a layer tell its channels."""
+    layer, x = syncbn.SyncBatchNorm1d(C, affine=affine, track_running_stats=affine), torch.randn(4, C)
+    layer(x)
+    if ranks.rank == 0:
+        layer.num_features = num_features
+    if affine or num_features in (C, None):
+        layer(x)
+    else:
+        check_refused(
+            ranks, lambda: layer(x), layer, f"expected {num_features} channels in dim 1 of the input, got {C}"
+        )
+    syncbn.SyncBatchNorm1d(C)(x)  # the group goes on
+
+
+@on_cpu
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("converted_before", [False, True])
 def test_num_features_is_not_believed(ranks: Ranks, converted_before: bool, assign: bool) -> None:

@@ -245,6 +245,23 @@ def test_a_capture_makes_no_mailbox(ranks: Ranks, player: Player, monkeypatch: p
     assert not box.words[FAULT]
 
 
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_mailbox_that_cannot_be_made(
+    ranks: Ranks, player: Player, monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
+    """The others wait for this rank, and their report has its error. (Here all ranks fail, and none waits.)"""
+    layer = Model().bn1
+    for _ in range(before):  # so that there is a plan
+        layer(X)
+    monkeypatch.setattr(eager, "stream_of", lambda device: 7)
+    monkeypatch.setattr(eager, "Box", mock.Mock(side_effect=RuntimeError("no pinned memory")))
+    with pytest.raises(RuntimeError, match="no pinned memory"):
+        layer(X)
+    expected = f"left out SyncBatchNorm1d forward, call {before + 1}, because of RuntimeError: no pinned memory"
+    assert watchdog.this_rank().position().left_out == expected
+    dist.barrier()
+
+
 def test_a_program_that_does_not_come_by(ranks: Ranks, model: Model, caplog: pytest.LogCaptureFixture) -> None:
     """As it waits in torch.cuda.synchronize(): the watchdog logs the fault, once."""
     (model.bn1 if ranks.rank else model.bn2)(X)

@@ -4,24 +4,28 @@ import contextlib
 import copy
 import functools
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import voting
 from counting import CountCollectives
-from roads_taken import general_road
+from roads_taken import general_road, with_gaps
 from torch import Tensor, nn
 from training import step
 from voting import Ranks
 
 import syncbn
 from syncbn.comm import text_exchange
+from syncbn.diagnosis import watchdog
 from syncbn.diagnosis.collective import Collective
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available
+from syncbn.layout import Layout
 from syncbn.reductions.interface import Guard, guarded_by
 
 HAS_PLANS = "torch operations" not in available()  # without kernels each call takes the general road
@@ -83,6 +87,12 @@ def test_one_rank_is_watched(
     torch.testing.assert_close(actual, expected)
 
 
+def nested() -> Tensor:
+    """Without strides: a check of the guards would abort the process."""
+    with warnings.catch_warnings(action="ignore"):
+        return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+
+
 def freed(tensor: Tensor) -> Tensor:
     tensor.untyped_storage().resize_(0)
     return tensor
@@ -97,7 +107,13 @@ def freed(tensor: Tensor) -> Tensor:
         ("channel_dim", lambda: 1.0, "channel_dim must be an int, got 1.0"),
         ("input", lambda: torch.tensor(1.0), r"expected at least 2D input \(got 0D input of shape \(\)\)"),
         ("input", lambda: torch.ones(2, C, 5, device="meta"), "the input is on meta but running_mean on cpu"),
+        ("input", lambda: None, "expected a Tensor as input, got NoneType"),
+        ("input", lambda: "text", "expected a Tensor as input, got str"),
+        ("input", lambda: [1.0], "expected a Tensor as input, got list"),
         ("weight", lambda: [1.0], "expected weight to be a float tensor, got list"),
+        ("weight", lambda: nested(), r"expected a dense weight, got a NestedTensor; use torch.cat\(weight"),
+        ("running_var", lambda: nn.UninitializedBuffer(), "uninitialized"),
+        ("z", lambda: nested(), r"expected a dense z, got a NestedTensor; use torch.cat\(z"),
         ("z", lambda: torch.ones(2, C, 5).to_sparse(), "expected a dense z, got layout torch.sparse_coo; use z"),
         ("mask", lambda: torch.ones(2, C, 5) > 0, r"expected mask of .* got \(2, 3, 5\)"),
         ("mask", lambda: torch.ones(2, device="meta") > 0, "the input is on cpu but mask on meta"),
@@ -115,13 +131,28 @@ def test_a_bad_argument_after_a_plan_was_made(
     good |= {"input": x, "training": True}
     sync_batch_norm(**good)
     before, faulty = copy.deepcopy(good), ranks.rank == 0
-    error = RuntimeError if faulty and "freed" in message else (TypeError, ValueError)
+    error = RuntimeError if faulty and message.endswith(("freed", "uninitialized")) else (TypeError, ValueError)
     with general_road() as taken, pytest.raises(error, match=message):
         sync_batch_norm(**(good | {name: bad()} if faulty else good))
     assert taken == ["forward"] * faulty
     assert sent == [SENT[0], SENT[0], REPORT]
     torch.testing.assert_close(good, before, rtol=0, atol=0)
     sync_batch_norm(**good)  # the group goes on
+    dist.barrier()
+
+
+@has_plans
+@on_cpu
+def test_a_copy_that_does_not_fit_into_memory(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for this rank, and their report has its error. (Here all ranks fail, and none waits.)"""
+    layer, x = layer_and_input(ranks)
+    for _ in range(2):  # the second has a plan
+        layer(with_gaps(x))
+    monkeypatch.setattr(Layout, "dense", Mock(side_effect=RuntimeError("memory is exhausted")))
+    with pytest.raises(RuntimeError, match="memory is exhausted"):
+        layer(with_gaps(x))
+    expected = "left out SyncBatchNorm1d forward, call 3, because of RuntimeError: memory is exhausted"
+    assert watchdog.this_rank().position().left_out == expected
     dist.barrier()
 
 
