@@ -284,6 +284,54 @@ def test_each_kind_of_backward_has_a_plan_of_its_own() -> None:
     assert plan._backward_kernels.cache_info().currsize == len(names)
 
 
+# How torch runs when a plan is made, and when it is asked for.
+
+MODES: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
+    "as usual": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu"),
+}
+BUFFERS = "running_mean", "running_var", "counter"
+ALL_TENSORS = "input", "z", "weight", "bias", *BUFFERS
+OF_INFERENCE = {"no tensor": (), "input": ("input",), "buffers": BUFFERS, "all": ALL_TENSORS}
+STATES = [*itertools.product(MODES, OF_INFERENCE)]
+
+
+def train_in(mode: str, of_inference: str) -> tuple[str, list[Tensor]]:
+    """The error, or "", and the buffers after it; without an error the output and its gradients, too."""
+    given, error, results = changed(), "", list[Tensor]()
+    with torch.inference_mode():
+        given |= {name: given[name].clone() for name in OF_INFERENCE[of_inference]}
+        for name in ("weight", "bias"):
+            given[name].requires_grad_()
+    try:
+        with MODES[mode]():
+            y, _ = train(given)
+        results = [y, *torch.autograd.grad(y, (given["weight"], given["bias"]), Z)] if y.requires_grad else [y]
+    except (RuntimeError, ValueError) as raised:
+        error = str(raised)
+    return error, [*results, *(given[name] for name in BUFFERS)]
+
+
+@pytest.mark.parametrize(("mode", "of_inference"), STATES)
+def test_a_plan_of_another_mode(mode: str, of_inference: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever plan is there, the call is the same. Outside of inference mode autograd refuses to update or save a
+    tensor that was made inside, and no buffer may have moved then, as by a plan that was made inside."""
+    error, expected = train_in(mode, of_inference)
+    refuses_buffers = mode != "inference_mode" and of_inference in ("buffers", "all")
+    refuses_input = mode in ("as usual", "autocast") and of_inference == "input"
+    assert ("was made in torch.inference_mode()" in error) == bool(error) == (refuses_buffers or refuses_input)
+    if error:
+        torch.testing.assert_close(expected, [BASE[name] for name in BUFFERS])
+    for state in STATES:
+        monkeypatch.setattr(plan, "_found", guards.Found())
+        train_in(*state)
+        actual_error, actual = train_in(mode, of_inference)
+        assert actual_error == error, state
+        torch.testing.assert_close(actual, expected)
+
+
 # What a plan holds.
 
 

@@ -70,13 +70,17 @@ def require_memory(tensors: Sequence[Tensor]) -> None:
 
 def new_check(*tensors: Tensor | None) -> Check:
     """Tells in 1 us whether as many tensors have the classes, dispatch keys (inference, negative, ...), dtypes,
-    devices, requires_grad, sizes and strides of these. False where autocast differs, and for a tensor that comes twice.
-    It does not see freed memory."""
+    devices, requires_grad, sizes and strides of these. False where autocast or inference mode differs, and for a tensor
+    that comes twice. It does not see freed memory."""
     check: Check = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    return check
+    if not torch.is_inference_mode_enabled():
+        return check
+    # Inside inference mode a normal tensor has the dispatch keys that an inference tensor has outside.
+    return lambda *others: torch.is_inference_mode_enabled() and check(*others)
 
 
 @functools.cache
+@torch.inference_mode(False)  # the first call may be inside, where the tensors below are all of one kind
 def guards_work() -> bool:
     """Whether torch has the guards, and they tell tensors apart."""
     try:

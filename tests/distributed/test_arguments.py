@@ -104,6 +104,26 @@ def test_layers_that_cannot_be_trained(ranks: Ranks, name: str, trained_before: 
 
 
 @on_cpu
+@pytest.mark.parametrize("mode", ["enable_grad", "no_grad"])
+def test_a_layer_of_inference_mode_outside_of_it(ranks: Ranks, mode: str) -> None:
+    """Also where a plan was made inside, with tensors from outside, whose dispatch keys are the same there. Rank 0
+    would raise alone behind the all_reduce, or move buffers that autograd does not let it."""
+    layer, x = syncbn.SyncBatchNorm1d(C), torch.randn(4, C)
+    with torch.inference_mode():
+        layer(x)
+    layer.reset_running_stats()
+    if ranks.rank == 0:
+        for name in ("weight", "bias"):
+            parameter(layer, name)
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            buffer(name, inference)(layer)
+        x = inference(x)
+    with getattr(torch, mode)():
+        check_refused(ranks, lambda: layer(x), layer, f"running_mean {IN_PLACE}it was made in torch.inference_mode()")
+    assert not layer.running_mean.any()
+
+
+@on_cpu
 @pytest.mark.parametrize("name", ["input", "mask", "z"])
 @pytest.mark.parametrize("mode", ["autograd", "frozen", "no_grad", "inference_mode"])
 def test_inputs_of_inference_mode(ranks: Ranks, name: str, mode: str) -> None:
