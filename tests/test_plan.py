@@ -246,6 +246,49 @@ def test_the_next_call_of_this_kind_is_not_planned(name: str, monkeypatch: pytes
     assert not taken
 
 
+@pytest.mark.parametrize(("first", "second"), [("input", "z"), *itertools.combinations(PER_CHANNEL, 2)])
+def test_a_tensor_that_comes_twice(first: str, second: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No check of the guards accepts it, so that each call would be planned. It must not run by the plan of a call in
+    which one of the two is missing, or has another dtype."""
+
+    def run() -> tuple[Tensor, ...]:
+        given = changed()
+        given[second] = given[first]
+        y, statistics = train(given)
+        return y, statistics, given["running_mean"], given["running_var"]
+
+    expected = run()
+    missing = ("running_mean", "running_var") if "running" in second else (second,)
+    for others in ({}, dict.fromkeys(missing), {second: BASE[second].double()}):
+        check_step(changed(**others))
+    monkeypatch.setattr(plan, "_new_forward_plan", None)
+    with general_road() as taken:
+        torch.testing.assert_close(run(), expected, rtol=0, atol=0)
+    assert not taken
+
+
+@pytest.mark.parametrize("fuse_relu", [False, True])
+def test_a_residual_that_is_the_input_and_a_bias_that_is_the_weight(
+    fuse_relu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward, whose dy is the input too, are those of torch, and are planned once."""
+    layer, plain = syncbn.SyncBatchNorm1d(3, fuse_relu=fuse_relu), nn.BatchNorm1d(3)
+    layer.bias, plain.bias = layer.weight, plain.weight
+    for call in range(3):
+        if call == 2:
+            for planning in ("_new_forward_plan", "_new_backward_plan"):
+                monkeypatch.setattr(plan, planning, None)
+        x = torch.randn(4, 3, 2)
+        own_x = x.clone()
+        with general_road() as taken:
+            layer(own_x, own_x).backward(own_x)
+        expected = plain(x) + x
+        (expected.relu() if fuse_relu else expected).backward(x)
+        assert not taken
+        torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
+    torch.testing.assert_close(layer.state_dict(), plain.state_dict())
+
+
 def test_which_tensor_is_missing_is_told_apart() -> None:
     """Although those that are left are alike."""
     for name in 2 * ("weight", "bias"):

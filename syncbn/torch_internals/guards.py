@@ -42,6 +42,9 @@ class Found:
         for check, found in self.by_key.get(key, ()):
             if check(*present):
                 return None if lack_memory(present) else found
+        for index, tensor in enumerate(tensors):
+            if tensor is not None and id(tensor) in map(id, tensors[:index]):  # no check accepts a tensor twice
+                return self.get(fact, (*tensors[:index], tensor.detach(), *tensors[index + 1 :]), make)
         found = make()
         if found is not None and guards_work():
             if len(self.by_key) >= MOST_KEYS:
