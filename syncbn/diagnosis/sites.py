@@ -10,7 +10,6 @@ Two signatures of W ranks are equal by chance in at most 4 W of 2^26 cases. A ra
 compiled graph, sends zeros and is not counted. With SYNCBN_CHECKS=0 in the environment no layer of this rank signs.
 """
 
-import functools
 import os
 import threading
 import zlib
@@ -80,8 +79,8 @@ def smallest_signature(num_ranks: int) -> int:
     return 1 << (2**25 // num_ranks).bit_length() - 1
 
 
-@functools.cache
-def signs() -> bool:
+@constant_in_graphs
+def _signs() -> bool:
     """Whether the layers of this rank sign what they send. `select.why_forced` refuses unknown values."""
     return os.environ.get("SYNCBN_CHECKS") != "0"
 
@@ -96,7 +95,7 @@ class Signatures(dict[tuple[str, torch.dtype | None], int]):
     def __missing__(self, key: tuple[str, torch.dtype | None]) -> int:
         pass_name, dtype = key
         s = self.smallest + _hash(f"{self.identity} {self.settings} {pass_name} {dtype}") % self.smallest
-        self[key] = signature = s if self.identity and signs() else UNSIGNED
+        self[key] = signature = s if self.identity and _signs() else UNSIGNED
         return signature
 
 

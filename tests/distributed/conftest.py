@@ -1,14 +1,13 @@
 """Tests on several ranks, launched by torchrun with `-p voting`; without it there is nothing to collect here."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from syncbn.diagnosis import report
 from syncbn.diagnosis.positions import Wait
-from syncbn.diagnosis.sites import signs
 
 NUM_RANKS = os.environ.get("WORLD_SIZE")
 collect_ignore_glob = [] if "RANK" in os.environ else ["*"]
@@ -48,12 +47,6 @@ def log_of_waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
 
 
 @pytest.fixture
-def sign_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """A rank that calls it goes on as if it had started with SYNCBN_CHECKS=0."""
-
-    def call() -> None:
-        monkeypatch.setenv("SYNCBN_CHECKS", "0")
-        signs.cache_clear()
-
-    yield call
-    signs.cache_clear()
+def sign_nothing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """The layers of a rank that calls it go on as if it had started with SYNCBN_CHECKS=0, if they have not begun."""
+    return lambda: monkeypatch.setenv("SYNCBN_CHECKS", "0")
