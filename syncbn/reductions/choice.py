@@ -65,7 +65,9 @@ class GraphReduction(Reduction):
 
 def reduction_in_graph(spec: SpecOfCall) -> Reduction:
     """**Raises** RuntimeError where new groups would have to be made, and inside syncbn.join."""
-    if not dist.is_initialized():  # in graphs of torch 2.11 WORLD itself is never None
+    # Dynamo guards WORLD, so it compiles again for another default group; it folds is_initialized() without a guard. In
+    # graphs of torch 2.11 WORLD itself is never None.
+    if dist.group.WORLD is None or not dist.is_initialized():
         return ONE_RANK
     if joined_group() is not None:
         where = "inside syncbn.join and recompute_running_stats"

@@ -1,5 +1,6 @@
 """Tests on several ranks, launched by torchrun with `-p voting`; without it there is nothing to collect here."""
 
+import gc
 import os
 from collections.abc import Callable
 
@@ -28,9 +29,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_compiled_yet(request: pytest.FixtureRequest) -> None:
-    """No graph of another test."""
+    """No graph of another test, and no group that an error of another test holds: Dynamo would trace what runs when the
+    group ends."""
     if request.node.get_closest_marker("compiles"):
         torch._dynamo.reset()
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)

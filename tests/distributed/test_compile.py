@@ -1,11 +1,13 @@
 """Catches a compiled layer that breaks the graph, has other numbers than eager, communicates more or compiles often."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import voting
 from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
@@ -89,6 +91,32 @@ def test_bf16_autocast(ranks: Ranks) -> None:
         actual, expected = compiled(own_input(ranks)), model(own_input(ranks))
     assert actual.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+@pytest.mark.parametrize("kind", ["layer", "sync_batch_norm", "sync_batch_stats"])
+def test_compiled_before_there_is_a_group(ranks: Ranks, kind: str, is_full: bool) -> None:
+    """Each default group compiles once more. Without a group the first graph serves again."""
+    functions: dict[str, Callable[[Tensor], Any]] = {
+        "layer": syncbn.SyncBatchNorm(1).to(ranks.device),
+        "sync_batch_norm": lambda x: syncbn.functional.sync_batch_norm(x, None, None, training=True),
+        "sync_batch_stats": syncbn.functional.sync_batch_stats,
+    }
+    x, counter = own_input(ranks) + ranks.rank, CompileCounter()
+    expected = copy.deepcopy(functions[kind])(x)
+    compiled = torch.compile(functions[kind], backend=counter, fullgraph=is_full)
+    voting.world.leave()
+    local = compiled(x)
+    voting.world.enter()
+    for num_graphs in (2, 3):
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), expected)
+        assert counter.frame_count == num_graphs
+        voting.world.make_anew()
+    voting.world.leave()
+    torch.testing.assert_close(compiled(x), local, rtol=0, atol=0)
+    voting.world.enter()
+    assert counter.frame_count == 3
 
 
 def test_masks(ranks: Ranks) -> None:
