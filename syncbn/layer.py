@@ -46,7 +46,7 @@ class SyncBatchNorm(_BatchNorm):
         process_group: the ranks to synchronise: None (the default group, looked up at each call), a ProcessGroup, an
             int (that many consecutive ranks per group), "node" (the ranks of one host) or a 1-D DeviceMesh. An int or
             "node" makes groups in this constructor when torch.distributed is initialised, else in the first training
-            forward: a collective of ALL ranks of the default group.
+            forward, which must not be compiled: a collective of ALL ranks of the default group.
         channel_last: the channels are the last dim, not dim 1.
         fuse_relu: apply relu to the output, in the same pass.
         bias: with `affine`, learn bias too.

@@ -66,7 +66,7 @@ class MeshGroup(NamedTuple):
     group: dist.ProcessGroup | None
 
 
-THIS_RANK_ALONE = MeshGroup(None)
+THIS_RANK_ALONE = 1  # the spec of groups of one rank, which need not be made
 GroupSpec: TypeAlias = int | str | GlobalRanks | DeviceMesh | None  # what a layer keeps
 SpecOfCall: TypeAlias = GroupSpec | MeshGroup
 ProcessGroupLike: TypeAlias = dist.ProcessGroup | GroupSpec  # what a user passes
@@ -180,7 +180,13 @@ def torch_group(spec: GroupSpec) -> dist.ProcessGroup | int | None:
     """The group for an nn.SyncBatchNorm, which holds one. **Raises** RuntimeError where the group does not exist."""
     if spec is None or dist.group.WORLD is None:
         return None
-    return existing(spec) if includes_this_rank(spec) else dist.GroupMember.NON_GROUP_MEMBER
+    if not includes_this_rank(spec):
+        return dist.GroupMember.NON_GROUP_MEMBER
+    group = existing(spec)
+    if group is None:
+        remedy = f"call convert_syncbn_model(model, {spec!r}) on all ranks first"
+        raise RuntimeError(f"the groups of process_group={spec!r} have not been made; {remedy}")
+    return group
 
 
 def make(spec: int | str, default_group: dist.ProcessGroup) -> None:

@@ -15,7 +15,7 @@ from syncbn.kernels.interface import Mailbox
 from syncbn.reductions.eager import EagerReduction
 from syncbn.reductions.interface import ONE_RANK, TRANSFORMED_GRAPH, Reduction, guards, joined_group
 from syncbn.torch_internals.distributed import group_in_graph
-from syncbn.torch_internals.state import inside_vmap_or_forward_mode, is_compiling, is_jit_tracing
+from syncbn.torch_internals.state import constant_in_graphs, inside_vmap_or_forward_mode, is_compiling, is_jit_tracing
 
 
 def reduction_now(spec: SpecOfCall, caller: CallsOnGroups, input: Tensor | None) -> Reduction:
@@ -67,17 +67,23 @@ def reduction_in_graph(spec: SpecOfCall) -> Reduction:
     """**Raises** RuntimeError where new groups would have to be made, and inside syncbn.join."""
     # Dynamo guards WORLD, so it compiles again for another default group; it folds is_initialized() without a guard. In
     # graphs of torch 2.11 WORLD itself is never None.
-    if dist.group.WORLD is None or not dist.is_initialized():
+    if spec == groups.THIS_RANK_ALONE or dist.group.WORLD is None or not dist.is_initialized():
         return ONE_RANK
     if joined_group() is not None:
         where = "inside syncbn.join and recompute_running_stats"
         raise RuntimeError(f"{where} nothing may be compiled: leave out torch.compile")
     group = groups.existing(spec)
-    if group is None and not isinstance(spec, MeshGroup):
-        remedy = "construct or convert the layers after torch.distributed.init_process_group()"
-        what = f"process_group={spec!r} needs new groups, which cannot be made inside a compiled graph"
-        raise RuntimeError(f"{what}; {remedy}")
+    if group is None and isinstance(spec, (int, str)):
+        refuse_to_make_groups(spec)
     return ONE_RANK if group is None or group.size() == 1 else GraphReduction(group)
+
+
+@constant_in_graphs  # Dynamo would break the graph at an error that it traces, and go on to trace the making of groups
+def refuse_to_make_groups(spec: int | str) -> None:
+    """**Raises** RuntimeError: the groups of this spec are not made yet."""
+    remedy = "construct or convert the layers after torch.distributed.init_process_group()"
+    what = f"process_group={spec!r} needs new groups, which cannot be made inside a compiled graph"
+    raise RuntimeError(f"{what}; {remedy}")
 
 
 def note_ranks(caller: CallsOnGroups, reduction: Reduction) -> None:
@@ -89,9 +95,11 @@ def note_ranks(caller: CallsOnGroups, reduction: Reduction) -> None:
 def resolve(spec: SpecOfCall) -> dist.ProcessGroup | None:
     """The group to synchronise over now; None for a group of one rank, and when there is no process group.
 
-    The first call with an int or "node" makes the groups. **Raises** ValueError for a part of the ranks inside
+    The first call with an int above 1 or "node" makes the groups. **Raises** ValueError for a part of the ranks inside
     syncbn.join; and as `groups.existing`.
     """
+    if spec == groups.THIS_RANK_ALONE:
+        return None
     make_groups(spec)
     group = groups.existing(spec)
     if not (dist.is_initialized() or isinstance(spec, MeshGroup)):

@@ -119,6 +119,26 @@ def test_compiled_before_there_is_a_group(ranks: Ranks, kind: str, is_full: bool
     assert counter.frame_count == 3
 
 
+@pytest.mark.parametrize("is_full", [True, False])
+def test_an_int_before_there_is_a_group(ranks: Ranks, is_full: bool) -> None:
+    """The groups of several ranks cannot be made while a graph is compiled; one rank needs no group."""
+    voting.world.leave()
+    alone, layer = (syncbn.SyncBatchNorm(1, process_group=size).to(ranks.device) for size in (1, ranks.size))
+    voting.world.enter()
+    counter, x = CompileCounter(), own_input(ranks) + ranks.rank
+    compiled = torch.compile(nn.Sequential(alone, layer), backend=counter, fullgraph=is_full)
+    remedy = (
+        rf"process_group={ranks.size} needs new groups, .*; construct or convert the layers after .*init_process_group"
+    )
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=remedy):
+            compiled(x)
+    expected = nn.functional.batch_norm(x, None, None, training=True)
+    torch.testing.assert_close(torch.compile(alone, backend="eager", fullgraph=is_full)(x), expected)
+    syncbn.create_syncbn_process_group(ranks.size)
+    torch.testing.assert_close(compiled(x), copy.deepcopy(layer)(expected))
+
+
 def test_masks(ranks: Ranks) -> None:
     """No shape depends on the mask's values, so nothing breaks the graph."""
     eager, x = syncbn.SyncBatchNorm2d(1, fuse_relu=True).to(ranks.device), own_input(ranks)

@@ -1,7 +1,6 @@
 """Catches a process_group that means other ranks than it says, also after a copy or a new default group."""
 
 import copy
-import gc
 import pickle
 
 import pytest
@@ -189,8 +188,8 @@ def test_summary(ranks: Ranks) -> None:
 
 
 def test_specification_before_init_process_group(ranks: Ranks) -> None:
-    """An int given without a default group, or under another, becomes a group in the first training forward, but not of
-    a graph."""
+    """An int given without a default group, or under another, becomes a group in the first training forward; 1 needs
+    none. Compiled layers: test_compile.py."""
     alone = [layer_of(1, ranks)]
     everyone = [layer_of(spec, ranks) for spec in (None, ranks.size, dist.group.WORLD)]
     voting.world.leave()
@@ -199,15 +198,25 @@ def test_specification_before_init_process_group(ranks: Ranks) -> None:
     voting.world.enter()
     assert groups.existing(1) is None
     assert syncbn.summary(everyone[-1])[0].group_size == ranks.size
-    compiled = torch.compile(alone[1], backend="eager", fullgraph=True)
-    gc.collect()  # groups of errors of other tests: Dynamo would trace what runs when they end
-    with pytest.raises(Exception, match=r"convert the layers after torch.distributed.init_process_group\(\)"):
-        compiled(batch(ranks))
     for layer in alone:
         assert ranks_that_share(layer, ranks) == [ranks.rank]
+    assert groups.existing(1) is None
     for layer in everyone:
         assert all_share(layer, ranks)
         assert groups.existing(layer._process_group) is dist.group.WORLD
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_int_is_reverted_to_its_group(ranks: Ranks, size: int) -> None:
+    """An nn.SyncBatchNorm without a group would synchronise over all ranks."""
+    voting.world.leave()
+    model = syncbn.convert_syncbn_model(nn.Sequential(nn.SyncBatchNorm(C)), size)
+    voting.world.enter()
+    if ranks.size % size == 0:
+        with pytest.raises(RuntimeError, match=rf"process_group={size} .*; call convert_syncbn_model\(model, {size}\)"):
+            syncbn.revert_syncbn_model(model)
+        syncbn.convert_syncbn_model(model, size)
+        assert syncbn.revert_syncbn_model(model)[0].process_group.size() == size
 
 
 @pytest.mark.parametrize("backend", ["cpu:gloo", "cpu:gloo,cuda:gloo", None])
