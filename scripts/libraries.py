@@ -7,7 +7,8 @@ Opacus trains no model: the lines of docs/works_with.md must make it refuse conv
 
 A loss, output, gradient, parameter or buffer may differ by 1e-9 of the largest of its kind, in float64, or by 100 times
 what nn.BatchNorm on one process differs from itself when the samples come in another order. A model that differs by
-more does not match, and the script ends with status 1.
+more does not match, and the script ends with status 1. It also prints which models refuse a batch without samples, with
+which a rank that has run out of data goes on.
 """
 
 import copy
@@ -44,6 +45,7 @@ class Row(NamedTuple):
     layers: int  # synchronised
     error: float  # of W ranks, the largest
     rounding: float  # of one process, whose samples come in another order
+    refusal: str  # of a batch without samples; empty for a model that takes it
 
 
 def of_timm() -> Iterator[Case]:
@@ -191,7 +193,16 @@ def try_model(library: str, name: str, build: Callable[[], nn.Module], shape: tu
         raise RuntimeError(f"not synchronised: {', '.join(local)}")
     found, trained = differences(model, (x,), loss_of, STEPS)
     layers = sum(isinstance(module, syncbn.SyncBatchNorm) for module in trained.modules())
-    return Row(library, name, layers, max(one.relative for one in found), rounding)
+    return Row(library, name, layers, max(one.relative for one in found), rounding, refusal_of_empty_batch(model, x))
+
+
+def refusal_of_empty_batch(model: nn.Module, x: Tensor) -> str:
+    """The error of a training step of all ranks without samples."""
+    try:
+        loss_of(model(x[:0])).backward()
+    except Exception as error:
+        return str(error)
+    return ""
 
 
 def gradients_after_training(model: nn.Module, x: Tensor) -> list[Tensor | None]:
@@ -229,7 +240,7 @@ def try_opacus() -> None:
 def write(rows: list[Row]) -> None:
     """The figures of the page; its words stay."""
     table = ""
-    for library, model, layers, *errors in rows:
+    for library, model, layers, *errors, _ in rows:
         cells = library, version(library), model, layers, *(f"{error:.1e}" for error in errors), date.today()
         table += f"| {' | '.join(map(str, cells))} |\n"
     text = re.sub(r"^\d+ models", f"{len(rows)} models", PAGE.read_text(), count=1, flags=re.MULTILINE)
@@ -261,6 +272,9 @@ def main() -> int:
             all_match = all_match and matches
             if is_first:
                 print("" if matches else "DOES NOT MATCH", *row, flush=True)
+        if is_first:
+            tried = [row.refusal for row in rows if row.library == library]
+            print(f"{tried.count('')} of {len(tried)} models of {library} take a batch without samples", flush=True)
         if is_first and not sys.argv[1:]:
             write(rows)
     dist.destroy_process_group()

@@ -1,8 +1,9 @@
 """Catches a recipe of the guides whose code trains ranks otherwise than one process."""
 
 import copy
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,20 @@ from voting import Ranks
 import syncbn
 
 DOCS = Path(__file__).parents[2] / "docs"
-NAMES = {"torch": torch, "nn": nn, "F": F, "dist": dist, "syncbn": syncbn}
+NAMES = {"torch": torch, "nn": nn, "F": F, "dist": dist, "itertools": itertools, "syncbn": syncbn}
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def block_with(page: str, beginning: str) -> str:
+    """The block of a guide with a line that begins so, which is a regular expression."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    (block,) = (block for block in blocks if re.search(f"^{beginning}", block, re.MULTILINE))
+    return block
 
 
 def defined(page: str, name: str) -> dict[str, Any]:
     """What the block of a guide that defines this class or function defines."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
-    (block,) = (block for block in blocks if re.search(rf"^(class|def) {name}\b", block, re.MULTILINE))
-    exec(block, names := dict(NAMES))
+    exec(block_with(page, rf"(class|def) {name}\b"), names := dict(NAMES))
     return names
 
 
@@ -77,6 +83,78 @@ def test_a_hook_passes_the_mask(ranks: Ranks) -> None:
         results.append([y, leaf.grad, *converted.norm.buffers()])
     (y, gradient, *buffers), (whole_y, whole_gradient, *whole_buffers) = results
     torch.testing.assert_close([y, gradient, *buffers], [whole_y[samples], whole_gradient[samples], *whole_buffers])
+
+
+class Network(nn.Module):
+    """Of (N, 3, 32, 32), with 5 classes."""
+
+    def __init__(self, refuses_empty_batches: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, stride=4), nn.Conv2d(4, 6, 3)
+        self.norm1, self.norm2 = nn.BatchNorm2d(4), nn.BatchNorm2d(6, momentum=None)
+        self.last, self.refuses_empty_batches = nn.Linear(6 * 36, 5), refuses_empty_batches
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm2(self.second(F.relu(self.norm1(self.first(x))))))
+        return self.last(x.view(x.size(0), -1) if self.refuses_empty_batches else x.flatten(1))
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """Makes float64 the default dtype, that of the tensors which a guide makes."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def batch_of(size: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 3, 32, 32).to(ranks.device), torch.randint(5, (size,)).to(ranks.device)
+
+
+# The blocks of a recipe, by lines in them.
+FROM_LINES = {
+    "known lengths": ["num_steps = ", "for images, labels in batches:"],
+    "unknown lengths": ["def until_all_end", "for images, labels in batches:"],
+    "masks": ["def until_all_end", "masks = "],
+}
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("without_data", ["first", "last"])
+@pytest.mark.parametrize("recipe", ["known lengths", "unknown lengths", "masks"])
+def test_ranks_that_run_out_of_data(ranks: Ranks, recipe: str, without_data: str) -> None:
+    """Each has one batch more than the rank before it, in batches of different sizes; one rank has none at all."""
+    torch.manual_seed(0)
+    alone = Network(refuses_empty_batches=recipe == "masks").to(ranks.device)
+    model = syncbn.convert_syncbn_model(copy.deepcopy(alone))
+    loaders = [[batch_of(1 + (rank + step) % 3, ranks) for step in range(2 + rank)] for rank in range(ranks.size)]
+    loaders[0 if without_data == "first" else -1] = []
+
+    def optimized(model: nn.Module) -> dict[str, Any]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+        return {"optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)}
+
+    as_one = optimized(alone)
+    for batches in itertools.zip_longest(*loaders):
+        images, labels = map(torch.cat, zip(*filter(None, batches), strict=True))
+        as_one["optimizer"].zero_grad()
+        F.cross_entropy(alone(images), labels).backward()
+        as_one["optimizer"].step()
+        as_one["scheduler"].step()
+
+    loader, ddp = loaders[ranks.rank], DistributedDataParallel(model)
+    names = {**defined("uneven_data.md", "Masks"), **optimized(model), "model": model, "ddp": ddp}
+    names |= {"world_size": ranks.size, "device": ranks.device, "empty": batch_of(0, ranks)}
+    names |= {"loader": loader if recipe == "known lengths" else iter(loader)}  # which has no length
+    try:
+        for line in FROM_LINES[recipe]:
+            exec(block_with("uneven_data.md", line), names)
+    except BaseException:
+        names.clear()  # a traceback keeps them, with the group, until whose end the other ranks wait
+        raise
+    torch.testing.assert_close(model.state_dict(), alone.state_dict(), rtol=1e-12, atol=1e-12)
+    for name in as_one:
+        torch.testing.assert_close(names[name].state_dict(), as_one[name].state_dict(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("frozen_first", [True, False])
