@@ -28,7 +28,7 @@ LOOKS = {  # of what is compared: colour and marker
     "alone": (BLACK, "o"),
     "padded, mask": (BLUE, "s"),
     "padded, no mask": (PURPLE, "X"),
-    "join": (BLUE, "s"),
+    "empty batches": (BLUE, "s"),
     "drop": (PURPLE, "X"),
     "drop, as many steps": (ORANGE, "v"),
 }

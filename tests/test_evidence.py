@@ -59,9 +59,9 @@ def test_padded_sequences(tmp_path: Path) -> None:
 def test_uneven_data(tmp_path: Path) -> None:
     _, metrics = run_evidence("uneven_data", tmp_path, "--epochs", 1, "--shares", 90)
     errors = metrics["test errors in %"]
-    assert metrics["steps"] == {"join": {"90 %": 67}, "drop": {"90 %": 7}, "drop, as many steps": {"90 %": 67}}
-    assert errors["join"]["90 %"] < errors["drop"]["90 %"]
-    assert errors["join"] != errors["drop, as many steps"]
+    assert metrics["steps"] == {"empty batches": {"90 %": 67}, "drop": {"90 %": 7}, "drop, as many steps": {"90 %": 67}}
+    assert errors["empty batches"]["90 %"] < errors["drop"]["90 %"]
+    assert errors["empty batches"] != errors["drop, as many steps"]
 
 
 def test_segmentation_seeds(tmp_path: Path) -> None:

@@ -76,15 +76,13 @@ def epochs_of(indices: Tensor, batch: int, epochs: int, seed: int) -> list[Tenso
     return list(torch.cat(orders).split(batch))
 
 
-def train(
-    model: nn.Module, data: Data, batches: list[Tensor], lr: float, momentum: float = 0.9, done: int = 0, total: int = 0
-) -> Iterator[float]:
+def train(model: nn.Module, data: Data, batches: list[Tensor], lr: float) -> Iterator[float]:
     """Make a step of SGD on each of this rank's batches of indices; yields its loss. The learning rate falls to 0 in a
-    straight line, over `total` steps of which some are done, or over these batches."""
+    straight line."""
     images, labels = data
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
-    for step, picked in enumerate(batches, done):
-        optimizer.param_groups[0]["lr"] = lr * (1 - step / (total or len(batches)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    for step, picked in enumerate(batches):
+        optimizer.param_groups[0]["lr"] = lr * (1 - step / len(batches))
         loss = F.cross_entropy(model(images[picked]), labels[picked])
         optimizer.zero_grad()
         loss.backward()

@@ -1,29 +1,29 @@
-"""Ranks with unequal shares of the data: training on all of them under syncbn.join, or dropping the rest.
+"""Ranks with unequal shares of the data: training on all of them with empty batches, or dropping the rest.
 
-    join                   syncbn.join: an epoch is as long as the longest share
+    empty batches          an epoch is as long as the longest share; the other ranks go on with empty batches
     drop                   an epoch is as long as the shortest share; what the others have beyond it is dropped
-    drop, as many steps    the same with more epochs, which make as many steps as join does
+    drop, as many steps    the same with more epochs, which make as many steps as with empty batches
 
 Rank 0 has 50, 75 or 90 % of the images, the others share the rest. Each epoch shuffles each rank's share anew, so that
-it drops other images. The optimizer is SGD without momentum: a rank that has joined makes no steps of its own, and its
-momentum would stay behind that of the others.
+it drops other images. The optimizer is SGD without momentum.
 
     torchrun --standalone --nproc-per-node 2 examples/evidence/uneven_data.py          minutes on two cores
     torchrun --standalone --nproc-per-node 2 examples/evidence/uneven_data.py --seeds 1 --epochs 2 --shares 90
 """
 
 import argparse
-import contextlib
 import sys
 
 import torch
-from common import Data, Errors, build_network, epochs_of, load_data, new_parser, report, runs, test_error, train
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import Data, Errors, build_network, epochs_of, load_data, new_parser, report, runs, test_error
 from launch import parallel, positive, rank, run_on_ranks, world_size
 from torch import Tensor, nn
 
 import syncbn
 
-WAYS = "join", "drop", "drop, as many steps"
+WAYS = "empty batches", "drop", "drop, as many steps"
 IMAGES_PER_RANK = 8
 LEARNING_RATE = 0.2
 
@@ -39,16 +39,25 @@ def shares_of(num_images: int, percent: int, seed: int) -> tuple[Tensor, ...]:
 
 
 def train_on_share(model: nn.Module, data: Data, shares: tuple[Tensor, ...], way: str, epochs: int, seed: int) -> int:
-    """Train on this rank's share; returns the number of steps of the rank that makes most."""
+    """Train on this rank's share; returns the number of steps."""
     steps_of_ranks = [len(share) // IMAGES_PER_RANK for share in shares]  # in an epoch
     if min(steps_of_ranks) == 0:
         sys.exit(f"each rank needs {IMAGES_PER_RANK} images, and they have {', '.join(map(str, map(len, shares)))}")
-    steps = max(steps_of_ranks) if way == "join" else min(steps_of_ranks)
+    steps = max(steps_of_ranks) if way == "empty batches" else min(steps_of_ranks)
     total = epochs * (steps if way == "drop" else max(steps_of_ranks))
+    (images, labels), share = data, shares[rank()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for done in range(0, total, steps):
-        batches = epochs_of(shares[rank()], IMAGES_PER_RANK, 1, seed=1000 * seed + done)[: min(steps, total - done)]
-        with syncbn.join(model, divide_by_initial_world_size=False) if way == "join" else contextlib.nullcontext():
-            list(train(model, data, batches, LEARNING_RATE, momentum=0, done=done, total=total))
+        batches = epochs_of(share, IMAGES_PER_RANK, 1, seed=1000 * seed + done)
+        batches += [share[:0]] * (steps - len(batches))
+        for step, picked in enumerate(batches[: min(steps, total - done)], done):
+            num_samples = torch.tensor(float(len(picked)), device=images.device)
+            dist.all_reduce(num_samples)
+            loss = F.cross_entropy(model(images[picked]), labels[picked], reduction="sum") * world_size() / num_samples
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - step / total)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
     return total
 
 
