@@ -53,7 +53,7 @@ FAULTS = {
     "replay": (REPLAY, REPLAY),
 }
 # At once, so that they take as long as one another.
-DISTRIBUTED_TESTS = ("equality", "ddp", "communication", "masks"), ("join", "groups", "running_stats")
+DISTRIBUTED_TESTS = ("equality", "ddp", "communication", "masks"), ("recipes", "groups", "running_stats")
 
 
 class Skip(Exception):  # noqa: N818  # no error

@@ -64,8 +64,9 @@ def round_of_everything(data: torch.Generator) -> nn.Module:
     ddp = DistributedDataParallel(build_model())
     train(ddp, data)
     train(build_model(2 if dist.get_world_size() % 2 == 0 else 1), data)
-    with syncbn.join(ddp):
-        train(ddp, data, STEPS + dist.get_rank())
+    train(ddp, data, STEPS + dist.get_rank())
+    for _ in range(dist.get_rank(), dist.get_world_size() - 1):  # this rank has run out of data
+        ddp(draw(data)[:0]).sum().backward()
     model = syncbn.convert_syncbn_model(syncbn.revert_syncbn_model(copy.deepcopy(ddp.module)))
     train(model, data)
     for _ in range(STEPS):

@@ -66,11 +66,11 @@ def _one_batch_less(collective: str, num_ranks: int = 2, has_evaluated: bool = F
     evaluates = "; has called a layer in evaluation mode" * has_evaluated
     at_fault = rf"rank {num_ranks - 1}: {LAST_BUT_ONE}{evaluates}; in {collective}{OF_JOB}"
     where = rf"ranks? 0(-1)?: {in_ddp}\n(.*\n)?{at_fault}\n"
-    return Fault(BATCHES, rf"{where}The ranks wait in different calls: .*syncbn\.join", num_ranks=num_ranks)
+    return Fault(BATCHES, rf"{where}The ranks wait in different calls: .*empty batches", num_ranks=num_ranks)
 
 
 # What to do about several faults.
-BATCHES = "give all ranks as many batches, or train inside `syncbn.join`"
+BATCHES = "give all ranks as many batches, or let a rank go on with empty ones, `images[:0]`"
 KILLED = "find what killed the process, such as Linux when memory ran out (`dmesg`)"
 
 FAULTS = {
@@ -97,7 +97,7 @@ FAULTS = {
         "",
         said_at_fault=r"a collective outside of syncbn's layers failed on rank 1\.\n"
         + _where(f"{LAST}; has left", f"{LAST}; in DistributedDataParallel{OF_JOB}")
-        + r"A rank has left out .*syncbn\.join",
+        + "A rank has left out .*empty batches",
         well=1,
     ),
     "in evaluation": Fault(
@@ -130,7 +130,7 @@ FAULTS = {
         "evaluate with `ddp.module(x)`, not with `ddp(x)`", _where(IN_1, EVALUATES) + r".*call ddp\.module\(x\)"
     ),
     "one more step, then a barrier": Fault(  # in which the others wait
-        BATCHES, rf"rank 0: {LAST}; in barrier{OF_JOB}\nrank 1: in body.bn1 forward, call 7.*\n.*syncbn\.join"
+        BATCHES, rf"rank 0: {LAST}; in barrier{OF_JOB}\nrank 1: in body.bn1 forward, call 7.*\n.*empty batches"
     ),
     "exception in forward": Fault(
         "correct the error that the rank has left with",
@@ -177,15 +177,6 @@ FAULTS = {
         "set `process_group` on all ranks at the same place",
         _where(IN_1, "in the making of groups for process_group=1.*"),
         by_hand=False,
-    ),
-    "kill -9 inside join": Fault(
-        KILLED,
-        rf"rank 0: in the other ranks' steps, with no data left\nrank 1: {IN_2}.*\nrank 2: {ENDED.format(AFTER_1)}\n",
-        num_ranks=3,
-        by_hand=False,
-    ),
-    "kill -9 inside recompute_running_stats": Fault(
-        KILLED, _where("in body.bn2 forward, call 1", ENDED.format("after body.bn1 forward, call 1; .*")), by_hand=False
     ),
 }
 

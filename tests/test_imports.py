@@ -10,7 +10,7 @@ PACKAGE = Path(syncbn.__file__).parent
 # What talks between ranks: comm, diagnosis stands on it, reductions on both. Within a room from the top to the bottom.
 ROOMS = {
     "reductions": [
-        "reductions.join_protocol reductions.choice",
+        "reductions.choice",
         "reductions.eager reductions.totals",
         "reductions.faults",
         "reductions.agreement",
@@ -32,10 +32,10 @@ ORDER = [
     "testing lightning",
     "__init__",
     "tools.measure_local_noise",
-    "tools.set_running_stats tools.summary",
+    "tools.summary",
     "convert",
     "unsynchronised",
-    "calls_of_batch_norm synchronised_classes tools.accumulate_running_stats tools.join tools.assert_synced",
+    "calls_of_batch_norm synchronised_classes tools.accumulate_running_stats tools.assert_synced",
     "functional layer",
     "batch_stats",
     "training evaluation",
@@ -70,7 +70,7 @@ ALLOWED_UPWARDS = {("layer", "convert")}
 KNOWN_TO_COMM = "comm.", "torch_internals.", "call_stack", "texts"
 # Rooms that may know torch.distributed; of its tensors inputs.dtensors; and tests of users' own, which start ranks.
 KNOWS_RANKS = (
-    "comm.", "reductions.", "inputs.dtensors", "diagnosis.", "tools.join", "torch_internals.distributed",
+    "comm.", "reductions.", "inputs.dtensors", "diagnosis.", "torch_internals.distributed",
     "testing", "__main__",
 )  # fmt: skip
 

@@ -88,8 +88,8 @@ def test_nothing_outlives_the_group() -> None:
 PUBLIC = {
     "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d",
     "convert_syncbn_model", "revert_syncbn_model", "create_syncbn_process_group",
-    "accumulate_running_stats", "assert_synced", "join", "measure_local_noise", "merge_running_stats",
-    "recompute_running_stats", "summary", "functional", "kernels",
+    "accumulate_running_stats", "assert_synced", "measure_local_noise",
+    "summary", "functional", "kernels",
 }  # fmt: skip
 
 
@@ -98,7 +98,6 @@ def test_the_public_table() -> None:
     names = {name for name, value in vars(syncbn).items() if name in PUBLIC or not isinstance(value, ModuleType)}
     assert {name for name in names if not name.startswith("__")} == PUBLIC
     assert callable(syncbn.summary)
-    assert callable(syncbn.join)
     for name in ("testing", "functional", "kernels", "__main__"):
         assert importlib.util.find_spec(f"syncbn.{name}"), name
 

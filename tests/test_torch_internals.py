@@ -38,7 +38,6 @@ QUESTIONS: dict[str, Callable[[], object]] = {
     "vmap": state.inside_vmap,
     "vmap or forward mode": state.inside_vmap_or_forward_mode,
     "dispatch mode": lambda: state.current_dispatch_mode() is not None,
-    "selective checkpoint": state.inside_selective_checkpoint,
 }
 
 Function = Callable[[Tensor], Tensor]
@@ -118,9 +117,7 @@ WAYS: dict[str, tuple[Callable[[Function, Tensor], object], set[str]]] = {
     "grad": (lambda f, x: torch.func.grad(f)(x), {"functorch"}),
     "torch.jit.trace": (lambda f, x: torch.jit.trace(f, x, check_trace=False), {"jit"}),
     "recompute": (checkpointed(use_reentrant=False), {"plain", "backward"}),
-    "selective recompute": (
-        checkpointed(use_reentrant=False, context_fn=selective), {"backward", "dispatch mode", "selective checkpoint"}
-    ),
+    "selective recompute": (checkpointed(use_reentrant=False, context_fn=selective), {"backward", "dispatch mode"}),
 }  # fmt: skip
 
 
@@ -245,7 +242,7 @@ def test_names_of_modules() -> None:
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own
 def test_names_of_groups(group_of_one: dist.ProcessGroup) -> None:
     """The operator of all_reduce leaves its argument. The class of stages is the one that torch builds; the schedules'
-    tests have the other. If Join did not ask how many are left, syncbn.join would wait."""
+    tests have the other."""
     from torch.distributed import pipelining
 
     values = torch.arange(3.0)
@@ -258,18 +255,14 @@ def test_names_of_groups(group_of_one: dist.ProcessGroup) -> None:
     assert distributed.name_of(second) == second.group_name
     assert distributed.timeout_of(second) == timedelta(seconds=33)
 
-    layer, asked = nn.Linear(2, 2), Mock()
-    stage = pipelining.pipeline(layer, (torch.ones(1, 2),)).build_stage(0, torch.device("cpu"), group_of_one)
-    assert [distributed.is_pipeline_stage(one) for one in (layer, stage)] == [False, True]
+    stage = pipelining.pipeline(nn.Linear(2, 2), (torch.ones(1, 2),)).build_stage(0, torch.device("cpu"), group_of_one)
+    assert [distributed.is_pipeline_stage(one) for one in (stage.submod, stage)] == [False, True]
     assert (stage.stage_index, stage.group) == (0, group_of_one)
     norm, sent_by = nn.BatchNorm1d(2), []
     norm.register_forward_pre_hook(lambda *_: sent_by.append(distributed.ddp_that_broadcasts(norm.running_mean)))
     ddp = DistributedDataParallel(norm)
     assert ddp(torch.ones(2, 2)).equal(norm(torch.ones(2, 2)))
     assert sent_by == [ddp, None]
-    with type("Counted", (distributed.JoinAfter,), {"before_iteration": asked})([DistributedDataParallel(layer)]):
-        pass
-    assert asked.called
 
 
 # None is what torch finds, with a GPU nccl too. On GPUs it is the current one, as of "nccl" and "cuda:nccl".

@@ -7,5 +7,3 @@ from torch.nn.parallel import DistributedDataParallel
 # torch 2.13 renamed the argument and warns of the old name.
 _arguments = inspect.signature(DistributedDataParallel.__init__).parameters
 BROADCAST_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _arguments else "broadcast_buffers"
-# torch 2.15: DistributedDataParallel makes its buckets in backward and gives them back.
-LAZY_BUCKETS = {"lazy_bucket_allocation": True} if "lazy_bucket_allocation" in _arguments else {}

@@ -95,7 +95,7 @@ class Collective(Wait):
         assert group is not None
         rank.write_position()
         seconds = min(FIRST_MEETING_SECONDS, timeout_of(group).total_seconds() / 2)
-        may_abort = self.site.state.meets_first and f"{self.device.type}:gloo" in dist.get_backend_config(group)
+        may_abort = f"{self.device.type}:gloo" in dist.get_backend_config(group)
         if may_abort and not rank.meet(self.site.state.name, self.ranks(), seconds):
             text = "syncbn: rank %d has waited %g s for others before its first collective with them, and goes on.\n%s"
             log.warning(text, rank.rank, seconds, report.where_all_are(self))

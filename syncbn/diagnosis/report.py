@@ -22,9 +22,9 @@ OTHER_LAYERS = (
 )
 OTHER_PASSES = (
     "A rank has left out a layer or a backward, or has called a layer fewer times: for each missing call, loss = loss "
-    "+ layer(x[:0]).sum(); or it had fewer batches: give all ranks as many, or train inside syncbn.join; or the rank "
-    "that is ahead called the model once more, as to validate or profile it without model.eval(); or it called "
-    "ddp.module where the others call ddp."
+    "+ layer(x[:0]).sum(); or it had fewer batches: give all ranks as many, or let it go on with empty batches, "
+    "images[:0]; or the rank that is ahead called the model once more, as to validate or profile it without "
+    "model.eval(); or it called ddp.module where the others call ddp."
 )
 OTHER_GRAPHS = "Pass create_graph=True on every rank or on none, and differentiate by torch.func on all or on none."
 OTHER_STACKS = "Call torch.func.vmap, or pass is_grads_batched=True, on every rank or on none."
@@ -44,7 +44,7 @@ ENDED = (
 )
 OTHER_COLLECTIVES = (
     "The ranks wait in different calls: one has come to the end of its batches, or has left a loop early. Give all "
-    "ranks as many batches, or train inside syncbn.join."
+    "ranks as many batches, or let it go on with empty batches, images[:0]."
 )
 EVALUATES = (
     "A layer in evaluation mode waits for nobody: call model.train() on every rank before the next step. To evaluate "
@@ -52,7 +52,7 @@ EVALUATES = (
 )
 LATE = (
     "A rank that is in no collective is late, as while it loads data or saves a checkpoint; or it has come to the end "
-    "of its batches: give all ranks as many, or train inside syncbn.join."
+    "of its batches: give all ranks as many, or let it go on with empty batches, images[:0]."
 )
 OTHER_CALLS = "Build the same model everywhere, and give the layer the same process_group on every rank."
 ONE_CALL = (

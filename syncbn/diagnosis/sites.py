@@ -109,7 +109,6 @@ class GroupState:
         self.sites: WeakKeyDictionary[CallsOnGroups, Site] = WeakKeyDictionary()
         self.last_order = 0  # of a site
         self.num_collectives = 0
-        self.meets_first = True  # whether all ranks come to the first collective
         self.awaits_names = True  # whether the first rank comes to the first call of each layer; used on a GPU
         self.boxes: dict[tuple[torch.device, int | None], Box] = {}  # by device and stream; None: while it captures
         self.explaining = threading.RLock()  # a fault: the program and the watchdog may, for several boxes
@@ -138,7 +137,7 @@ class Site:
         self.name = quoted(path) or type(caller).__name__
         self.is_signed = getattr(caller, "is_signed", True)  # a layer is
         self.needs_two_values = getattr(caller, "needs_two_values", True)
-        self.is_agreed = not self.is_signed  # on a GPU: whether it signs as the first rank does, see agree_on_name
+        self.is_agreed = False  # on a GPU: whether it signs as the first rank does, see agree_on_name
         self.warned_of_nan = False
         self.signatures, self.order = Signatures(self.state.num_ranks), 0
         if self.is_signed:
@@ -179,12 +178,6 @@ def new_site(caller: CallsOnGroups, group: dist.ProcessGroup) -> Site:
         site.signatures.settings = settings
         site.signatures.clear()
     return site
-
-
-def skip_first_meeting(group: dist.ProcessGroup) -> None:
-    """Let no rank wait for others before its first collective on this group, nor for names: one may not come to it."""
-    state = _state_of(group)
-    state.meets_first = state.awaits_names = False
 
 
 def _after_fork() -> None:

@@ -10,7 +10,6 @@ from syncbn.comm.text_exchange import all_gather_json, by_rank, exchange_errors
 from syncbn.diagnosis import report
 from syncbn.diagnosis.collective import Collective, RanksDifferError
 from syncbn.diagnosis.positions import WITH_GRAPH
-from syncbn.reductions.interface import joined_group
 
 Part: TypeAlias = dict[str, Any]  # a rank's part in a collective of a layer
 
@@ -26,14 +25,13 @@ def fault_in_total(
     site, (num_values, num_signed, total, squares) = collective.site, trailer
     has_fault, all_sign = math.isnan(num_values), num_signed == site.state.num_ranks
     if num_signed * squares != total * total:
-        if not (site.is_signed and all_sign):  # some ranks would not take part in an all_gather
+        if not all_sign:  # some ranks would not take part in an all_gather
             raise RanksDifferError(report.DIFFERENT_LAYERS + report.where_all_are(collective))
         parts = all_gather_json(part_in(collective), group)
         site.sign_as(*require_one_layer(site.state.ranks, parts, has_fault))
     if not has_fault:
         return None
-    # Ranks in a compiled graph sign nothing and would not take part in an all_gather; joined ranks do.
-    if site.is_signed and not all_sign and joined_group() is None:
+    if not all_sign:  # ranks in a compiled graph sign nothing, and would not take part in an all_gather
         where = report.where_all_are(collective)
         return error or RuntimeError(f"syncbn: another rank has a bad argument, and says which.\n{where}")
     return exchange_errors(error, group, f" in {collective.doing()}")

@@ -13,7 +13,7 @@ from syncbn.diagnosis.collective import Collective
 from syncbn.diagnosis.sites import Caller, CallsOnGroups, new_site
 from syncbn.kernels.interface import Mailbox
 from syncbn.reductions.eager import EagerReduction
-from syncbn.reductions.interface import ONE_RANK, TRANSFORMED_GRAPH, Reduction, guards, joined_group
+from syncbn.reductions.interface import ONE_RANK, TRANSFORMED_GRAPH, Reduction
 from syncbn.torch_internals.distributed import group_in_graph
 from syncbn.torch_internals.state import constant_in_graphs, inside_vmap_or_forward_mode, is_compiling, is_jit_tracing
 
@@ -38,8 +38,8 @@ def reduction_of(spec: SpecOfCall, caller: CallsOnGroups, dtype: torch.dtype | N
         groups.warn_if_meant_for_several_ranks()
         return ONE_RANK
     site = caller._call_site
-    # The site of the last call is used again if it still fits; a guard may bring a group of its own.
-    if group is None or site is None or site.state.group() is not group or site.caller() is not caller or guards:
+    # The site of the last call is used again if it still fits.
+    if group is None or site is None or site.state.group() is not group or site.caller() is not caller:
         group = resolve(spec)
         if group is None:
             return ONE_RANK
@@ -64,14 +64,11 @@ class GraphReduction(Reduction):
 
 
 def reduction_in_graph(spec: SpecOfCall) -> Reduction:
-    """**Raises** RuntimeError where new groups would have to be made, and inside syncbn.join."""
+    """**Raises** RuntimeError where new groups would have to be made."""
     # Dynamo guards WORLD, so it compiles again for another default group; it folds is_initialized() without a guard. In
     # graphs of torch 2.11 WORLD itself is never None.
     if spec == groups.THIS_RANK_ALONE or dist.group.WORLD is None or not dist.is_initialized():
         return ONE_RANK
-    if joined_group() is not None:
-        where = "inside syncbn.join and recompute_running_stats"
-        raise RuntimeError(f"{where} nothing may be compiled: leave out torch.compile")
     group = groups.existing(spec)
     if group is None and isinstance(spec, (int, str)):
         refuse_to_make_groups(spec)
@@ -95,8 +92,7 @@ def note_ranks(caller: CallsOnGroups, reduction: Reduction) -> None:
 def resolve(spec: SpecOfCall) -> dist.ProcessGroup | None:
     """The group to synchronise over now; None for a group of one rank, and when there is no process group.
 
-    The first call with an int above 1 or "node" makes the groups. **Raises** ValueError for a part of the ranks inside
-    syncbn.join; and as `groups.existing`.
+    The first call with an int above 1 or "node" makes the groups. **Raises** as `groups.existing`.
     """
     if spec == groups.THIS_RANK_ALONE:
         return None
@@ -104,14 +100,7 @@ def resolve(spec: SpecOfCall) -> dist.ProcessGroup | None:
     group = groups.existing(spec)
     if not (dist.is_initialized() or isinstance(spec, MeshGroup)):
         groups.warn_if_meant_for_several_ranks()
-    if group is None or group.size() == 1:
-        return None
-    joined = joined_group()
-    if joined is not None and group.size() < joined.size():
-        wanted = f"every layer must synchronise over all {joined.size()} ranks, not over {group.size()}"
-        where = "inside syncbn.join and recompute_running_stats"
-        raise ValueError(f"{where} {wanted} (process_group={spec!r}); set process_group=None")
-    return joined or group
+    return None if group is None or group.size() == 1 else group
 
 
 def make_groups(spec: SpecOfCall) -> None:

@@ -17,7 +17,7 @@ from syncbn.kernels import reference, select
 from syncbn.kernels.interface import FAULT, SIGNATURE_NUMBERS, TRAILER_NUMBERS, UNSIGNED, Mailbox
 from syncbn.reductions.agreement import fault_in_total
 from syncbn.reductions.faults import Box, agree_on_name, captured_tag
-from syncbn.reductions.interface import NO_SIGNATURES, TRANSFORMED_GRAPH, Reduction, guards, joined_group
+from syncbn.reductions.interface import NO_SIGNATURES, TRANSFORMED_GRAPH, Reduction
 from syncbn.torch_internals.autograd import keeps_graph
 from syncbn.torch_internals.distributed import stream_of
 from syncbn.torch_internals.state import current_dispatch_mode
@@ -59,8 +59,6 @@ class EagerReduction(Reduction):
         if torch.compiler.is_dynamo_compiling():  # after the graph of a caller was broken
             raise RuntimeError(TRANSFORMED_GRAPH)
         collective, fault = Collective(self.site, self.call, pass_name, payload.device, self.dtype), None
-        for guard in guards:
-            guard.before_all_reduce(collective, payload)
         if self.call == 1 and pass_name == "forward":
             self.site.tell_call((len(payload) - TRAILER_NUMBERS) // 2)
         with collective:
@@ -108,8 +106,7 @@ class EagerReduction(Reduction):
             self.forward_total = None
 
     def require_as_many(self, num_samples: int, pass_name: str) -> None:
-        # A joined rank does not come to another collective; in a graph all_reduce raises.
-        if joined_group() is not None or torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling():  # all_reduce raises
             return
         collective = self.other_collective(f"{pass_name} {OF_STACK}")
         with collective:

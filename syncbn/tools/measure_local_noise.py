@@ -27,7 +27,6 @@ from syncbn.inputs.unwrapping import expanded_mask
 from syncbn.layer import SyncBatchNorm
 from syncbn.reductions.choice import reduction_of, resolve
 from syncbn.reductions.interface import Reduction
-from syncbn.reductions.join_protocol import refuse_inside_join
 from syncbn.reductions.totals import totals
 from syncbn.statistics import compute_dtype, from_sums, to_float64, unpack
 from syncbn.tools.summary import bytes_if_synchronised, table
@@ -135,7 +134,6 @@ def measure_local_noise(
         TypeError: `model` is not a module; a bad `process_group`.
         ValueError: one rank alone with num_slices=1, which has nothing to compare; num_slices below 1; at the end, on
             every rank, that the ranks' layers, calls or num_slices differ, and in what first.
-        RuntimeError: inside `syncbn.join`.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
     >>> with measure_local_noise(model, num_slices=8) as noise, torch.no_grad():
@@ -146,7 +144,6 @@ def measure_local_noise(
     check_module(model)
     if not isinstance(num_slices, int) or num_slices < 1:
         raise ValueError(f"num_slices must be a number of parts of a batch, 1 or more, got {num_slices!r}")
-    refuse_inside_join("measure_local_noise")
     spec = to_spec(process_group)
     if resolve(spec) is None and num_slices == 1:
         remedy = "pass num_slices=8 to cut its batch into the parts of 8 ranks, or start several with torchrun"

@@ -1,4 +1,4 @@
-"""Uses private names of torch.distributed and of what is built on it: groups, stores, DDP, Join, pipelines, CUDA."""
+"""Uses private names of torch.distributed and of what is built on it: groups, stores, DDP, pipelines, CUDA."""
 
 import contextlib
 import functools
@@ -12,7 +12,6 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
 
 from syncbn.torch_internals.state import constant_in_graphs
 
@@ -62,17 +61,6 @@ def _define_same_group() -> torch.library.Library:
     library.impl("same_group", lambda group: group, "CompositeExplicitAutograd")
     torch.library.register_fake("syncbn::same_group", lambda group: getattr(group, "real_obj", group), lib=library)
     return library
-
-
-class JoinAfter(Join):
-    """torch's Join, in which a joined rank calls `before_iteration` before it shadows an iteration of the others."""
-
-    def before_iteration(self) -> None:
-        """Does nothing."""
-
-    def _get_num_nonjoined_procs(self) -> int:
-        self.before_iteration()
-        return super()._get_num_nonjoined_procs()  # type: ignore[no-untyped-call, no-any-return]
 
 
 def is_pipeline_stage(candidate: object) -> bool:

@@ -81,11 +81,6 @@ def inside_vmap() -> bool:
     return any(level.key().name == "Vmap" for level in torch._C._functorch.get_interpreter_stack() or ())
 
 
-def inside_selective_checkpoint() -> bool:
-    """Whether the dispatch mode is that of selective checkpointing, which may leave an operator out."""
-    return type(current_dispatch_mode()).__module__ == "torch.utils.checkpoint"
-
-
 def recorded(name: str) -> contextlib.AbstractContextManager[object]:
     """A profiler's range of this name while one records."""
     return torch.profiler.record_function(name) if profiler_enabled() else contextlib.nullcontext()

@@ -6,11 +6,10 @@ Its derivatives are in test_derivatives.py.
 import pytest
 import torch
 from counting import CountCollectives
-from torch import Tensor, nn
+from torch import Tensor
 from voting import Ranks
 from without_float64 import PerChannelAlone
 
-import syncbn
 from syncbn.functional import sync_batch_norm, sync_batch_stats
 
 C = 3
@@ -108,16 +107,3 @@ def test_compiled(ranks: Ranks) -> None:
         (gradient,) = torch.autograd.grad((mean + 1).square().sum() + var.square().sum(), leaf)
         results.append((mean, var, count, gradient))
     torch.testing.assert_close(*results)
-
-
-def test_inside_join(ranks: Ranks) -> None:
-    """Ranks that have run out of data add nothing."""
-    ddp = nn.parallel.DistributedDataParallel(syncbn.SyncBatchNorm1d(C).to(ranks.device))
-    counts = []
-    with syncbn.join(ddp):
-        for _ in range(1 + ranks.rank):
-            x = torch.ones(4, C, device=ranks.device).requires_grad_()
-            mean, _, count = sync_batch_stats(ddp(x) + x)
-            mean.sum().backward()
-            counts.append(int(count))
-    assert counts == [4 * (ranks.size - step) for step in range(1 + ranks.rank)]

@@ -11,7 +11,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -31,14 +31,14 @@ from syncbn import functional, raising
 from syncbn.comm import groups
 from syncbn.comm.text_exchange import ranks_in_words
 from syncbn.diagnosis import collective, processes, report, watchdog
-from syncbn.diagnosis.collective import Collective, RanksDifferError
+from syncbn.diagnosis.collective import RanksDifferError
 from syncbn.diagnosis.positions import WITH_GRAPH, Position
 from syncbn.diagnosis.sites import Caller, new_site, smallest_signature
 from syncbn.kernels import cpu, operators
 from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS
 from syncbn.reductions import eager
 from syncbn.reductions.choice import reduction_of
-from syncbn.reductions.interface import Guard, guarded_by
+from syncbn.reductions.eager import EagerReduction
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="signatures are for CPUs")
 
@@ -60,16 +60,17 @@ def layer_and_input(ranks: Ranks) -> tuple[syncbn.SyncBatchNorm, Tensor]:
 
 
 @pytest.fixture
-def doing() -> Iterator[list[str]]:
+def doing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What each all_reduce is said to be for."""
     seen: list[str] = []
+    all_reduce = EagerReduction.all_reduce
 
-    class Seeing(Guard):
-        def before_all_reduce(self, collective: Collective, payload: Tensor) -> None:
-            seen.append(collective.doing())
+    def see(reduction: EagerReduction, payload: Tensor, pass_name: str, *more: Any) -> Tensor:
+        seen.append(reduction.other_collective(pass_name).doing())
+        return all_reduce(reduction, payload, pass_name, *more)
 
-    with guarded_by(Seeing()):
-        yield seen
+    monkeypatch.setattr(EagerReduction, "all_reduce", see)
+    return seen
 
 
 def test_names_passes_and_calls(ranks: Ranks, doing: list[str]) -> None:
@@ -249,19 +250,22 @@ def test_totals_that_differ_in_their_bits(
 
 @on_cpu
 @pytest.mark.parametrize("which", ["all ranks", "rank 0"])
-def test_without_signatures(ranks: Ranks, sign_nothing: Callable[[], None], which: str) -> None:
+def test_without_signatures(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, sign_nothing: Callable[[], None], which: str
+) -> None:
     """A rank is not compared with others, whether these sign or not; its bad argument still raises on all."""
     signed = which == "rank 0" and ranks.rank > 0
     if not signed:
         sign_nothing()
-    sent = []
+    sent, add_up = [], eager.all_reduce
 
-    class Seeing(Guard):
-        def before_all_reduce(self, collective: Collective, payload: Tensor) -> None:
-            sent.append(payload[-SIGNATURE_NUMBERS:].clone())
+    def all_reduce(payload: Tensor, *arguments: Any) -> Tensor:
+        sent.append(payload[-SIGNATURE_NUMBERS:].clone())
+        return add_up(payload, *arguments)
 
     model, x = Block(), torch.randn(4, 3, requires_grad=True)
-    with guarded_by(Seeing()):
+    with monkeypatch.context() as patched:
+        patched.setattr(eager, "all_reduce", all_reduce)
         model(x).square().sum().backward()
         torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         (model.tail[0] if ranks.rank else model.bn1)(x)

@@ -227,9 +227,7 @@ def test_backends_by_device(ranks: Ranks, backend: str | None) -> None:
     model = nn.Sequential(nn.Linear(3, C), layer_of(ranks.size, ranks).float(), layer_of("node", ranks).float())
     x = torch.randn(4, 3)
     ddp = nn.parallel.DistributedDataParallel(model)
-    with syncbn.join(ddp):
-        for _ in range(2 if ranks.rank else 1):
-            ddp(x).sum().backward()
+    ddp(x).sum().backward()
     with pytest.raises(ValueError, match="expected 3 channels"):
         syncbn.functional.sync_batch_norm(x if ranks.rank else x[:, :2], None, None, torch.ones(3), training=True)
     syncbn.recompute_running_stats(model, [x])

@@ -22,7 +22,6 @@ from syncbn.diagnosis.collective import RanksDifferError
 from syncbn.diagnosis.sites import Site, new_site
 from syncbn.kernels.interface import ENDED, FAULT, RANKS_DIFFER
 from syncbn.reductions import eager, faults
-from syncbn.reductions.join_protocol import Shadowing
 
 pytestmark = [
     pytest.mark.two_ranks,
@@ -394,14 +393,6 @@ def test_a_first_rank_that_is_compiled(
                 dist.all_reduce(torch.zeros(10, dtype=torch.float64), group=model.bn1.process_group)
     assert caplog.text.count("rank 0 has not come to its layer of this number within 0.1 s") == ranks.rank
     dist.barrier()
-
-
-def test_a_first_rank_without_data_in_join(ranks: Ranks, player: Player, caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody waits for its names."""
-    layer, shadowing = syncbn.SyncBatchNorm1d(3), Shadowing(X.device, "a test")
-    shadowing.run(lambda: [layer(X).sum().backward() for _ in range(2 * ranks.rank)])
-    shadowing.close()
-    assert not caplog.text
 
 
 # Waits.

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from counting import CountCollectives
 from noise_by_hand import figures_by_hand
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from voting import Ranks
 
 import syncbn
@@ -98,13 +97,6 @@ def test_ranks_that_differ_raise_everywhere(ranks: Ranks) -> None:
         noise = syncbn.measure_local_noise(model, num_slices=num_slices)
         with pytest.raises(ValueError, match=rf"first in:\nrank 0: {of_first}\nranks? 1.*: {of_others}$"), noise:
             nn.Sequential(*[model] * num_calls)(part(ranks, ranks.rank))
-
-
-def test_not_inside_join(ranks: Ranks) -> None:
-    ddp = DistributedDataParallel(syncbn.SyncBatchNorm(2).to(ranks.device))
-    noise = syncbn.measure_local_noise(ddp)
-    with syncbn.join(ddp), pytest.raises(RuntimeError, match=r"cannot be used inside syncbn\.join"), noise:
-        pass
 
 
 def test_the_exchange_at_the_end_is_a_wait_that_is_told(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

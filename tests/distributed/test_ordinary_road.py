@@ -6,7 +6,8 @@ import functools
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -22,11 +23,10 @@ from voting import Ranks
 import syncbn
 from syncbn.comm import text_exchange
 from syncbn.diagnosis import watchdog
-from syncbn.diagnosis.collective import Collective
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available
 from syncbn.layout import Layout
-from syncbn.reductions.interface import Guard, guarded_by
+from syncbn.reductions.eager import EagerReduction
 
 HAS_PLANS = "torch operations" not in available()  # without kernels each call takes the general road
 has_plans = pytest.mark.skipif(not HAS_PLANS, reason="without kernels there is no ordinary road")
@@ -43,7 +43,7 @@ def layer_and_input(ranks: Ranks, **options: object) -> tuple[syncbn.SyncBatchNo
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many numbers this rank has sent in each all_reduce of a layer."""
     numbers: list[int] = []
     exchange = text_exchange.all_gather_json
@@ -54,12 +54,14 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(text_exchange, "all_gather_json", report)
 
-    class Counting(Guard):
-        def before_all_reduce(self, collective: Collective, payload: Tensor) -> None:
-            numbers.append(payload.numel())
+    all_reduce = EagerReduction.all_reduce
 
-    with guarded_by(Counting()):
-        yield numbers
+    def count(reduction: EagerReduction, payload: Tensor, *more: Any) -> Tensor:
+        numbers.append(payload.numel())
+        return all_reduce(reduction, payload, *more)
+
+    monkeypatch.setattr(EagerReduction, "all_reduce", count)
+    return numbers
 
 
 @has_plans

@@ -3,18 +3,15 @@
 Also a fault that leaves them half written, or that one rank alone hears of, and a difference that assert_synced misses.
 """
 
-import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from subclasses_of_batchnorm import BatchNormAct2d
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from training import unchanged
 from voting import Ranks
@@ -58,11 +55,6 @@ def require_statistics(layer: nn.Module, batches: list[Tensor]) -> None:
 class TextlessError(KeyError):
     def __str__(self) -> str:
         raise AttributeError("no text")
-
-
-class FaultyCounts(dict[str, int]):
-    def __contains__(self, name: object) -> bool:
-        raise KeyError("my own words")
 
 
 def failing_loader(*batches: Tensor) -> Iterator[Tensor]:
@@ -160,26 +152,19 @@ def accumulate(layer: nn.Module, batches: list[Tensor]) -> None:
             layer(x)
 
 
-TOOLS = pytest.mark.parametrize("tool", [accumulate, syncbn.recompute_running_stats])
-
-
-@TOOLS
-def test_slices_of_the_layers_buffers_are_pooled(ranks: Ranks, tool: Callable[[nn.Module, list[Tensor]], None]) -> None:
+def test_slices_of_the_layers_buffers_are_pooled(ranks: Ranks) -> None:
     """The first channel has the values of the first batch alone."""
     layer = syncbn.convert_syncbn_model(OfSomeChannels(CHANNELS, momentum=1.0)).to(ranks.device, torch.float64)
-    tool(layer, [part(ranks, ranks.rank, 0), part(ranks, ranks.rank, 1)[:, 1:]])
+    accumulate(layer, [part(ranks, ranks.rank, 0), part(ranks, ranks.rank, 1)[:, 1:]])
     expected = values_of(parts(ranks, 0))[:1], values_of(parts(ranks, 0, 1))[1:]
     close(layer.running_mean, torch.cat([values.mean(1) for values in expected]))
     close(layer.running_var, torch.cat([values.var(1) for values in expected]))
-    assert layer.num_batches_tracked == (1 if tool is accumulate else 2)
+    assert layer.num_batches_tracked == 1
 
 
-@TOOLS
 @pytest.mark.parametrize("on_one_rank", [False, True])
 @pytest.mark.parametrize("kept", ["own", "inner", "one own"])
-def test_running_statistics_of_other_memory_are_refused(
-    ranks: Ranks, tool: Callable[[nn.Module, list[Tensor]], None], kept: str, on_one_rank: bool
-) -> None:
+def test_running_statistics_of_other_memory_are_refused(ranks: Ranks, kept: str, on_one_rank: bool) -> None:
     """By the name of the layer, on every rank, before anything moves."""
     model = nn.Sequential(OrderedDict(norm=KeepsOthers(CHANNELS))).to(ranks.device, torch.float64)
     syncbn.convert_syncbn_model(model).norm.kept = "none" if on_one_rank and ranks.rank else kept
@@ -187,10 +172,10 @@ def test_running_statistics_of_other_memory_are_refused(
     if ranks.device.type == "cuda" and on_one_rank:
         pytest.skip("on GPUs the other ranks raise at a later call")
     with unchanged(model), pytest.raises((ValueError, RuntimeError), match=words):
-        tool(model, [part(ranks, ranks.rank, index) for index in range(2)])
+        accumulate(model, [part(ranks, ranks.rank, index) for index in range(2)])
 
 
-# Recomputed over a data set (https://github.com/facebookresearch/fvcore/issues/152).
+# Equal on all ranks.
 
 
 def net(ranks: Ranks) -> nn.Sequential:
@@ -199,184 +184,6 @@ def net(ranks: Ranks) -> nn.Sequential:
     first, second = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(4, momentum=None)
     layers = OrderedDict(bn1=first, dropout=nn.Dropout(), conv=nn.Conv2d(CHANNELS, 4, 3), bn2=second)
     return nn.Sequential(layers).to(ranks.device, torch.float64)
-
-
-@pytest.mark.parametrize(
-    ("kind", "num_batches"),
-    [
-        ("local", None), ("synchronised", 2), ("alone", None), ("of torch's class", None), ("mixed", None),
-        ("DDP", None), ("compiled DDP", 2),
-    ],
-)  # fmt: skip
-def test_recomputed_over_uneven_loaders(
-    ranks: Ranks, kind: str, num_batches: int | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Rank r has 3 batches, less r, and one rank none, which does not wait before its first all_reduce either."""
-    lengths = [max(1, 3 - rank) for rank in range(ranks.size)]
-    lengths[0 if kind == "compiled DDP" else -1] = 0  # DDP's own forward would wait for rank 0
-    model = net(ranks)
-    most = min(max(lengths), num_batches or 9)
-    wholes = [torch.cat([part(ranks, rank, t) for rank in range(ranks.size) if t < lengths[rank]]) for t in range(most)]
-    model.dropout.eval()
-    into_second = [model[:3](whole) for whole in wholes]
-    model.dropout.train()
-    if kind == "of torch's class":
-        groups = [dist.new_group([rank]) for rank in range(ranks.size)]
-        model.bn1 = nn.SyncBatchNorm(CHANNELS, process_group=groups[ranks.rank]).to(ranks.device, torch.float64)
-    elif kind != "local":
-        syncbn.convert_syncbn_model(model.bn1 if kind == "mixed" else model, 1 if kind == "alone" else None)
-    model.bn1.running_mean.fill_(torch.nan)
-    model.bn2.eval()
-
-    def settings() -> list[object]:
-        return [(type(module), module.training, getattr(module, "process_group", None)) for module in model.modules()]
-
-    before = settings()
-    given = DistributedDataParallel(model) if "DDP" in kind else model
-    given = torch.compile(given, backend="eager") if "compiled" in kind else given
-    loader = ((part(ranks, ranks.rank, t), "a label") for t in range(lengths[ranks.rank]))
-    syncbn.recompute_running_stats(given, loader, num_batches)
-    for layer, inputs in ((model.bn1, wholes), (model.bn2, into_second)):
-        require_statistics(layer, inputs)
-        assert layer.num_batches_tracked == most
-    syncbn.assert_synced(model)
-    assert settings() == before
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("num_batches", [0, 1])
-def test_a_loader_that_fails_on_one_rank(ranks: Ranks, num_batches: int) -> None:
-    model, x = net(ranks), part(ranks, ranks.rank, 0)
-    batches, error, message = (
-        [x, x],
-        RuntimeError,
-        "inside recompute_running_stats another rank failed: rank 0: .*TextlessError",
-    )
-    if ranks.rank == 0:
-        batches, error, message = failing_loader(*[x] * num_batches), TextlessError, None
-    with unchanged(model), pytest.raises(error, match=message):
-        syncbn.recompute_running_stats(model, batches)
-
-
-def test_what_cannot_be_recomputed(ranks: Ranks) -> None:
-    """It is told on all ranks, and changes nothing."""
-
-    def refused(model: nn.Module, message: str, *arguments: object, error: type[Exception] = ValueError) -> None:
-        kinds = [type(module) for module in model.modules()]
-        with unchanged(model), pytest.raises(error, match=message):
-            syncbn.recompute_running_stats(model, *arguments)
-        assert [type(module) for module in model.modules()] == kinds
-
-    model, x = net(ranks), part(ranks, ranks.rank, 0)
-    a_number = "num_batches must be a number of batches or None, got "
-    refused(model, a_number, [x], lambda model, batch: model(batch))  # a `forward` that was not given by its name
-    refused(model, a_number, [x], -1)
-    refused(model, "no rank has a batch", [])
-    refused(model, "begins with one, got dict; pass forward=", [{"x": x}], error=TypeError)
-    syncbn.recompute_running_stats(model, [{"x": x}], forward=lambda module, batch: module(batch["x"]))
-    require_statistics(model.bn1, parts(ranks, 0))
-    refused(nn.BatchNorm1d(3, track_running_stats=False), "no BatchNorm layer with running statistics", [])
-    own_attribute = type("OwnAttribute", (nn.BatchNorm2d,), {"process_group": "taken"})(4)
-    refused(nn.Sequential(model, own_attribute), r"leaves as they are cannot take part: 1$", [x])
-    ddp = DistributedDataParallel(syncbn.convert_syncbn_model(model))
-    refused(nn.Sequential(ddp), r"inside the model is a DistributedDataParallel \(0\)", [])
-    with syncbn.join(ddp):
-        refused(ddp, r"recompute_running_stats cannot be used inside syncbn\.join", [], error=RuntimeError)
-
-
-@pytest.mark.parametrize("fault", ["a class", "a block", "a count"])
-def test_what_one_rank_alone_refuses(ranks: Ranks, fault: str) -> None:
-    """Before the tool has begun to send."""
-    layer, x, first = nn.BatchNorm2d(CHANNELS).to(ranks.device, torch.float64), part(ranks, 0, 0), ranks.rank == 0
-    call, error, message = lambda: syncbn.recompute_running_stats(layer, [x]), ValueError, "cannot take part"
-    if fault == "a class" and first:
-        layer.__class__ = type("OwnAttribute", (nn.BatchNorm2d,), {"process_group": "taken"})
-    elif fault == "a block":
-        layer, error, message = syncbn.convert_syncbn_model(layer), RuntimeError, "cannot run inside one another"
-    elif fault == "a count":
-        counts = FaultyCounts() if first else {"": 4}
-        call, error, message = lambda: syncbn.merge_running_stats(layer, counts), KeyError, "my own words"
-    block = syncbn.accumulate_running_stats(layer) if fault == "a block" and first else contextlib.nullcontext()
-    with (
-        unchanged(layer),
-        block,
-        pytest.raises(Exception, match=message if first else f"rank 0: .*{message}") as raised,
-    ):
-        call()
-    assert raised.type is (error if first else ValueError if fault == "a count" else RuntimeError)
-
-
-# Merged from ranks that had their own.
-
-
-@pytest.mark.parametrize("by_layer", [False, True])
-def test_merged_local_batches_are_the_whole_batch(ranks: Ranks, by_layer: bool) -> None:
-    """Each rank has one batch of its own size; the last rank none, and NaN."""
-    local = nn.BatchNorm2d(CHANNELS, momentum=1.0).to(ranks.device, torch.float64)
-    batches = [part(ranks, rank, rank) for rank in range(ranks.size - 1)]
-    num_values = 0
-    if ranks.rank < ranks.size - 1:
-        local(batches[ranks.rank])
-        num_values = batches[ranks.rank].numel() // CHANNELS
-    else:
-        local.running_var.fill_(torch.nan)
-    syncbn.merge_running_stats(nn.Sequential(local), {"0": num_values} if by_layer else num_values)
-    require_statistics(local, batches)
-    syncbn.assert_synced(local)
-
-
-def test_merged_by_the_number_of_batches(ranks: Ranks) -> None:
-    """The variance of the mixture; merging again changes nothing but rounding."""
-    layer = nn.BatchNorm1d(CHANNELS).to(ranks.device, torch.float64)
-    batches = torch.arange(ranks.size, device=ranks.device)  # rank 0 has none
-    means = torch.arange(ranks.size * CHANNELS, device=ranks.device).view(ranks.size, CHANNELS).double() ** 2
-    layer.running_mean.copy_(means[ranks.rank])
-    layer.running_var.copy_(means[ranks.rank] + 1)
-    layer.num_batches_tracked.copy_(batches[ranks.rank])
-    weights = (batches / batches.sum().double())[:, None]
-    mean = (weights * means).sum(0)
-    for _ in range(2):
-        syncbn.merge_running_stats(layer)
-        close(layer.running_mean, mean)
-        close(layer.running_var, (weights * (means + 1 + (means - mean) ** 2)).sum(0))
-        assert layer.num_batches_tracked == ranks.size - 1
-        syncbn.assert_synced(layer)
-
-
-def test_what_cannot_be_merged(ranks: Ranks) -> None:
-    layer, first = nn.BatchNorm1d(CHANNELS, device=ranks.device), ranks.rank == 0
-    layer.running_mean.fill_(ranks.rank)
-
-    def refused(message: str, count: object, *further_layers: nn.Module) -> None:
-        with unchanged(layer), pytest.raises(ValueError, match=message):
-            syncbn.merge_running_stats(nn.Sequential(layer, *further_layers), count)
-
-    refused("got -1.0 for the layer '0'", -1.0 if first else 1)
-    refused(r"nothing .* it has \['a'\]", {"a": 1} if first else 1)
-    refused(r"rank 0: BatchNorm layers, with count\nranks? 1.*: BatchNorm layers$", 4 if first else None)
-    further = [] if first else [nn.BatchNorm1d(3)]
-    more = r"differ, first in:\nrank 0: nothing more\nranks? 1.*: BatchNorm layer 2: 3 channels$"
-    refused(more, 1, *further)
-    many = [nn.BatchNorm1d(64) for _ in range(300)]  # whose description is longer than what is sent at once
-    longer = r"rank 0: BatchNorm layer 302: 9 channels\nranks? 1.* 302: 8 channels$"
-    refused(longer, 1, *many, nn.BatchNorm1d(9 if first else 8))
-    dist.barrier()
-
-
-@pytest.mark.parametrize(
-    "tool", [syncbn.merge_running_stats, lambda model: syncbn.recompute_running_stats(model, [torch.randn(5, 3)])]
-)
-def test_a_buffer_that_cannot_be_written_leaves_all_layers_as_they_were(
-    ranks: Ranks, tool: Callable[[nn.Module], None]
-) -> None:
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)).to(ranks.device)
-    model(torch.randn(4, 3, device=ranks.device) + ranks.rank)
-    model[1].running_mean = torch.zeros(1, device=ranks.device).expand(3)
-    with unchanged(model), pytest.raises(RuntimeError, match="single memory location"):
-        tool(model)
-
-
-# Equal on all ranks.
 
 
 def test_differences_are_named(ranks: Ranks) -> None:
