@@ -11,7 +11,6 @@ from syncbn.layer import SyncBatchNorm3d as SyncBatchNorm3d
 from syncbn.reductions.choice import create_syncbn_process_group as create_syncbn_process_group
 from syncbn.tools.accumulate_running_stats import accumulate_running_stats as accumulate_running_stats
 from syncbn.tools.assert_synced import assert_synced as assert_synced
-from syncbn.tools.measure_local_noise import measure_local_noise as measure_local_noise
 from syncbn.tools.summary import summary as summary
 
 __version__ = "0.1.0"  # pyproject.toml reads it here

@@ -136,7 +136,6 @@ def check(device: torch.device) -> tuple[bool, str]:
         table(("dtype", "what", "error", "allowed"), rows),
         _cost(device),
         *errors,
-        "Which layers of your model gain from synchronisation: help(syncbn.measure_local_noise)",
         "passed" if passed else "FAILED: these ranks do not train as one process does",
     )
     return passed, "\n".join(lines)

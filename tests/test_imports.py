@@ -31,7 +31,6 @@ ORDER = [
     "__main__",
     "testing lightning",
     "__init__",
-    "tools.measure_local_noise",
     "tools.summary",
     "convert",
     "unsynchronised",

@@ -19,13 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import syncbn
-from syncbn.tools.measure_local_noise import LocalNoise
 
 sys.path.append(str(Path(__file__).parents[1]))
 import launch
 from digits import build_model, load_images
 from launch import positive, print_table, progress_bar, rank, world_size, write
-from local_noise import in_words, measure
+from local_noise import LayerNoise, in_words, measure, print_noise
 from plots import Lines, draw_panels, mean_and_spread
 
 NUM_TRAIN = 600  # of the 1,797 digits; the others test, so that an error is known to 0.1 %
@@ -101,7 +100,7 @@ def test_error(model: nn.Module, data: Data) -> float:
     return wrong.item()
 
 
-def local_noise(model: nn.Module, images: Tensor, batches: list[Tensor]) -> LocalNoise:
+def local_noise(model: nn.Module, images: Tensor, batches: list[Tensor]) -> list[LayerNoise]:
     """How far this rank's statistics of a trained model lie from those of all ranks, on this rank's first batches."""
     return measure(copy.deepcopy(model).train(), (images[picked] for picked in batches[:NUM_MEASURED]))
 
@@ -132,7 +131,7 @@ def report(
         print(syncbn.summary(model))
     if noise := more.pop("noise", None):
         noisiest = max(noise, key=lambda setting: max(row.output_deviation for row in noise[setting]))
-        print(f"{axis}: {noisiest}", noise[noisiest], sep="\n")
+        print_noise(f"{axis}: {noisiest}", noise[noisiest])
         rows = [(setting, *in_words(layers)) for setting, layers in noise.items()]
         print_table("What local batch norm would do", (axis, "layers that gain", "outputs off by up to"), rows)
         more["local noise"] = {setting: [row._asdict() for row in layers] for setting, layers in noise.items()}

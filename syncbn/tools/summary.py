@@ -74,9 +74,10 @@ def summary(model: nn.Module) -> Summary:
 
 def _row(name: str, layer: SyncBatchNorm, compiled: bool) -> LayerSummary:
     group_size = groups.size(layer._process_group)
-    num_bytes = bytes_if_synchronised(layer) if group_size > 1 else 0
+    num_channels = num_channels_of(layer)
+    num_bytes = BYTES_PER_NUMBER * (2 * num_channels + TRAILER_NUMBERS) if group_size > 1 else 0
     last_step = "compiled" if compiled else _last_eager_step(layer)
-    return LayerSummary(name, type(layer).__name__, num_channels_of(layer), group_size, num_bytes, num_bytes, last_step)
+    return LayerSummary(name, type(layer).__name__, num_channels, group_size, num_bytes, num_bytes, last_step)
 
 
 def _last_eager_step(layer: SyncBatchNorm) -> str:
@@ -89,11 +90,6 @@ def _last_eager_step(layer: SyncBatchNorm) -> str:
     if num_ranks == NOT_KNOWN:
         return "not known"
     return "not synchronised" if num_ranks == 1 else f"synchronised over {num_ranks} ranks"
-
-
-def bytes_if_synchronised(layer: nn.modules.batchnorm._BatchNorm) -> int:
-    """The bytes of the payload in each pass of a call, in a group of two ranks or more."""
-    return BYTES_PER_NUMBER * (2 * num_channels_of(layer) + TRAILER_NUMBERS)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]], footer: Sequence[object] = ()) -> str:

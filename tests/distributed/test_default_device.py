@@ -21,12 +21,6 @@ MAKERS = {
 }  # fmt: skip
 
 
-def measure(layer: syncbn.SyncBatchNorm, x: torch.Tensor) -> None:
-    with syncbn.measure_local_noise(layer) as noise:
-        layer(x)
-    assert noise[0].num_calls == 1
-
-
 def accumulate(layer: syncbn.SyncBatchNorm, x: torch.Tensor) -> None:
     with syncbn.accumulate_running_stats(layer):
         layer(x)
@@ -39,7 +33,6 @@ CALLS: dict[str, Callable[[syncbn.SyncBatchNorm, torch.Tensor], object]] = {
     "a group": lambda layer, x: syncbn.create_syncbn_process_group(1),
     "accumulate": accumulate,
     "assert_synced": lambda layer, x: syncbn.assert_synced(layer),
-    "measure_local_noise": measure,
     "merge": lambda layer, x: syncbn.merge_running_stats(layer, count=4),
     "recompute": lambda layer, x: syncbn.recompute_running_stats(layer, [x]),
 }

@@ -1,6 +1,7 @@
 """Catches a recipe of the guides whose code trains ranks otherwise than one process."""
 
 import copy
+import importlib
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from counting import CountCollectives
+from jobs import EXAMPLES
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from voting import Ranks
@@ -64,6 +66,49 @@ class Conformer(nn.Module):
 
     def forward(self, x: Tensor, **mask: Tensor) -> Tensor:
         return self.behind(F.silu(self.norm(self.depthwise(F.glu(self.before(x), 1)), **mask)))
+
+
+def noise_by_definition(batches: list[list[Tensor]], eps: float) -> list[float]:
+    """Of batches with a part (n, C, ...) for each rank, not empty: the fields of `LayerNoise`, without the name."""
+    terms = []
+    for parts in batches:
+        flat = [part.transpose(0, 1).flatten(1) for part in parts]
+        whole = torch.cat(flat, 1)
+        mean, var = whole.mean(1), whole.var(1, correction=0)
+        normalised = ((whole.T - mean) / (var + eps).sqrt()).T.split([part.shape[1] for part in flat], 1)
+        for x, with_all in zip(flat, normalised, strict=True):
+            own_mean, own_var = x.mean(1), x.var(1, correction=0)
+            off = ((x.T - own_mean) / (own_var + eps).sqrt()).T - with_all
+            sizes = torch.full_like(mean, x.shape[1]), torch.full_like(mean, whole.shape[1])
+            squares = (own_mean - mean).square() / var, (own_var / var - 1).square(), off.square().mean(1)
+            terms.append(torch.stack((*sizes, *squares)))
+    means = torch.cat(terms, 1).mean(1)
+    return [*means[:2].tolist(), *means[2:].sqrt().tolist()]
+
+
+@pytest.mark.parametrize("num_slices", [1, 2])
+def test_local_noise(ranks: Ranks, num_slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches differ in size, and rank 0 has an empty one. A constant channel and a frozen layer are left out."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    measure = importlib.import_module("local_noise").measure
+    generator, eps = torch.Generator().manual_seed(0), 2.0
+    sizes = [[3 * bool(rank), 2 + rank % 2] for rank in range(ranks.size)]
+    batches = [
+        [torch.randn(size, 3, 2, 2, generator=generator, dtype=torch.float64) * (rank + 1) + 10 for size in its_sizes]
+        for rank, its_sizes in enumerate(sizes)
+    ]
+    for batch in itertools.chain.from_iterable(batches):
+        batch[:, 1] = 0.1
+    layer, frozen = nn.BatchNorm2d(3, eps=eps), nn.BatchNorm2d(3).eval()
+    model = nn.Sequential(layer, nn.Identity(), frozen).double().to(ranks.device)
+    [row] = measure(model, [batch.to(ranks.device) for batch in batches[ranks.rank]], num_slices)
+    assert not layer._forward_hooks
+    parts = [
+        [part[:, ::2] for batch in step for part in batch.tensor_split(num_slices) if len(part)]
+        for step in zip(*batches, strict=True)
+    ]
+    assert row[0] == "0"
+    assert row[1:] == pytest.approx(noise_by_definition(parts, eps), rel=1e-9)
 
 
 def test_a_hook_passes_the_mask(ranks: Ranks) -> None:
