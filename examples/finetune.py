@@ -4,7 +4,7 @@ A small network learns real handwritten digits in one process. Then the images c
 becomes of the running statistics, which are those of the old images?
 
     as it was       no training at all
-    recomputed      no training: syncbn.recompute_running_stats over the new training images
+    recomputed      no training: recompute_running_stats of running_statistics.py over the new training images
     frozen          trained with batch norm in evaluation: the old statistics stay
     local           trained with nn.BatchNorm2d, each rank's two images for themselves
     syncbn          trained with synchronised batch norm
@@ -22,8 +22,10 @@ import functools
 import torch
 from digits import NUM_TEST, accuracy, build_model, load_images
 from launch import new_parser, own, positive, print_table, progress_bar, rank, run_on_ranks, world_size, write
+from running_statistics import recompute_running_stats
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader, TensorDataset
 from trainer import Trainer, distance, last_losses
 
 import syncbn
@@ -65,7 +67,8 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
     accuracies = {"as it was, old images": accuracy(model, images[test], labels[test])}
 
     ways = {name: copy.deepcopy(model) for name in ("as it was", "recomputed", *TRAINED)}
-    syncbn.recompute_running_stats(ways["recomputed"], own(changed[new]).split(50))
+    loader = DataLoader(TensorDataset(own(changed[new])), 50)
+    recompute_running_stats(ways["recomputed"], loader, changed[:0])
     for layer in ways["frozen"].modules():
         if isinstance(layer, _BatchNorm):
             layer.eval()  # its weights still learn; model.train() would undo it

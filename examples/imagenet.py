@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from launch import new_parser, parallel, positive, progress_bar, rank, resume, run_on_ranks, sum_over_ranks, world_size
 from PIL import Image
+from running_statistics import merge_running_stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
@@ -270,7 +271,7 @@ class Training:
     def evaluate(self) -> tuple[float, float]:
         """Top-1 and top-5 of all validation images, each counted once."""
         if self.arguments.local_batch_norm:
-            syncbn.merge_running_stats(self.module)
+            merge_running_stats(self.module)
         self.model.eval()
         counts = torch.zeros(3, dtype=torch.int64, device=self.device)  # right, right among five, images
         for images, labels in self.batches(self.validation):

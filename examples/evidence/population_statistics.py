@@ -2,7 +2,7 @@
 https://arxiv.org/abs/2105.07576), with small and large batches.
 
     moving average    what training leaves in the buffers: 0.9 of the old and 0.1 of each new batch
-    recomputed        syncbn.recompute_running_stats with the training data, in a copy of the model
+    recomputed        recompute_running_stats of ../running_statistics.py, in a copy of the model
 
 A model is trained with each batch size, with a learning rate proportional to it, and tested with both after 1, 2, 4, 8
 epochs. A large batch makes few steps in an epoch, so that the moving average lags behind the weights, and holds some of
@@ -18,6 +18,8 @@ import copy
 import torch
 from common import Errors, build_network, epochs_of, load_data, new_parser, report, runs, test_error, train
 from launch import own, parallel, positive, run_on_ranks
+from running_statistics import recompute_running_stats
+from torch.utils.data import DataLoader, TensorDataset
 
 import syncbn
 
@@ -40,7 +42,7 @@ def job(arguments: argparse.Namespace, device: torch.device) -> None:
             if rest or epoch & (epoch - 1):
                 continue
             recomputed = copy.deepcopy(model)
-            syncbn.recompute_running_stats(recomputed, own(training[0]).split(CHUNK), progress=False)
+            recompute_running_stats(recomputed, DataLoader(TensorDataset(own(training[0])), CHUNK), training[0][:0])
             errors[f"batch {batch}, moving average"][str(epoch)].append(test_error(model, test))
             errors[f"batch {batch}, recomputed"][str(epoch)].append(test_error(recomputed, test))
     report(errors, "epochs", "Population statistics", arguments, joined=True, panel_of="way", model=model)

@@ -3,7 +3,7 @@
     one process         the whole batch on one process, nn.BatchNorm2d
     syncbn              synchronised batch norm; each rank has its slice of the batch
     local               nn.BatchNorm2d: every rank normalises its slice alone
-    local, recomputed   the same model with syncbn.recompute_running_stats over training scenes of all ranks
+    local, recomputed   the same model with statistics that are recomputed from training scenes of all ranks
 
 Two claims are measured apart. W ranks equal one process: the distance between loss curves, at every seed. It matters
 where a rank has one image: mean IoU, at every seed.

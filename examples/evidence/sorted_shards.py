@@ -1,8 +1,8 @@
 """Digits in shards that are sorted by class: each rank sees classes that no other rank sees.
 
     local               nn.BatchNorm2d; tested with rank 0's running statistics, as DistributedDataParallel leaves them
-    local, merged       the same model with syncbn.merge_running_stats
-    local, recomputed   the same model with syncbn.recompute_running_stats over all ranks' images
+    local, merged       the same model after merge_running_stats of ../running_statistics.py
+    local, recomputed   the same model after recompute_running_stats over all ranks' images
     syncbn              synchronised batch norm
 
 Each is trained on shuffled shards, where every rank sees all classes, and on sorted ones. A rank has a batch of 16
@@ -21,7 +21,9 @@ import copy
 import torch
 from common import Errors, build_network, epochs_of, load_data, local_noise, new_parser, report, runs, test_error, train
 from launch import parallel, rank, run_on_ranks, world_size
+from running_statistics import merge_running_stats, recompute_running_stats
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import syncbn
 
@@ -47,8 +49,8 @@ def variants(model: nn.Module, way: str, images: Tensor) -> dict[str, nn.Module]
     if way == "syncbn":
         return {way: model}
     merged, recomputed = copy.deepcopy(model), copy.deepcopy(model)
-    syncbn.merge_running_stats(merged)
-    syncbn.recompute_running_stats(recomputed, images.split(IMAGES_PER_RANK), progress=False)
+    merge_running_stats(merged)
+    recompute_running_stats(recomputed, DataLoader(TensorDataset(images), IMAGES_PER_RANK), images[:0])
     return {way: model, f"{way}, merged": merged, f"{way}, recomputed": recomputed}
 
 

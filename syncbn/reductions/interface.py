@@ -1,7 +1,7 @@
 """Declares what a reduction offers: it adds up over the ranks, one all_reduce each pass, and is chosen once for a call.
 
 There are three: `OneRank`, `EagerReduction` for a group in eager mode, and `GraphReduction` for one in a compiled
-graph. Calls that are not ordinary add up by `total` or `totals` of totals.py, whose results have derivatives and may be
+graph. Calls that are not ordinary add up by `total` of totals.py, whose results have derivatives and may be
 batched.
 
 W ranks; C channels; n_r values per channel on rank r.

@@ -1,6 +1,5 @@
 """Adds up over the ranks for calls that are not ordinary: the totals have derivatives and may be batched."""
 
-import itertools
 from typing import Any
 
 import torch
@@ -36,14 +35,6 @@ def total_with_count(sums: Tensor, num_values: Tensor | None, reduction: Reducti
         trailer = -TRAILER_NUMBERS
         sums = torch.cat((sums[:trailer], to_float64(num_values).view(1), sums[trailer + 1 :]))
     return total(sums, reduction, pass_name)
-
-
-def totals(several: list[Tensor], reduction: Reduction, pass_name: str) -> list[Tensor]:
-    """The totals of each of these sums, which have no trailer, by one all_reduce."""
-    result = total(torch.cat((*several, several[0].new_zeros(TRAILER_NUMBERS))), reduction, pass_name)
-    # Not by torch.split: graphs of torch 2.11 under activation checkpointing can neither save it nor compute it again.
-    ends = itertools.accumulate(map(len, several))
-    return [result[end - len(sums) : end] for sums, end in zip(several, ends, strict=True)]
 
 
 def total_of_stack(sums: Tensor, reduction: Reduction, pass_name: str, error: Exception | None = None) -> Tensor:

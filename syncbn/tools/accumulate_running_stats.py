@@ -1,12 +1,10 @@
 """Pools the statistics of all batches of a block, for running statistics that take them as one batch."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn.arguments import Options, Tensors, num_channels_of
 from syncbn.layer import SyncBatchNorm
@@ -49,15 +47,22 @@ def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
 
     After an exception in the block running statistics and counters are what they were before it.
     """
-    layers = layers_with_running_stats(model, SyncBatchNorm).values()
+    layers = _layers_with_running_stats(model)
     if not layers:
         raise ValueError("no synchronised layer with running statistics: call syncbn.convert_syncbn_model(model)")
-    pools = pools_of(layers)
-    with pooling(pools):
+    if any("_train_over_ranks" in vars(layer) for layer in layers):
+        raise RuntimeError("accumulate_running_stats: a layer is in such a block already; leave that first")
+    pools = {layer: Pool(num_channels_of(layer), _buffers_of(layer)[0].device) for layer in layers}
+    with contextlib.ExitStack() as undo:
+        for layer, pool in pools.items():
+            vars(layer)["_train_over_ranks"] = pool.train  # hides the method
+            undo.callback(vars(layer).pop, "_train_over_ranks", None)
+            *_, counter = _buffers_of(layer)
+            undo.callback(counter.copy_, counter.clone())
         yield
     for layer, pool in pools.items():
         if not pool.is_empty:
-            mean, var, counter = buffers_of(layer)
+            mean, var, counter = _buffers_of(layer)
             update_buffers(mean[None], var[None], counter, pool.statistics(), layer.momentum)
 
 
@@ -110,48 +115,17 @@ def _channels_in(view: object, buffer: Tensor | None) -> range | None:
     return range(start, start + len(part)) if is_part else None
 
 
-def pools_of(layers: Iterable[_BatchNorm]) -> dict[_BatchNorm, Pool]:
-    """An empty pool for each layer."""
-    return {layer: Pool(num_channels_of(layer), buffers_of(layer)[0].device) for layer in layers}
-
-
-@contextlib.contextmanager
-def pooling(pools: Mapping[_BatchNorm, Pool]) -> Iterator[None]:
-    """Within, the statistics of these layers go to their pools. At the end counters are put back.
-
-    **Raises** RuntimeError if one of the layers is in such a block already.
-    """
-    if any("_train_over_ranks" in vars(layer) for layer in pools):
-        raise RuntimeError("accumulate_running_stats and recompute_running_stats cannot run inside one another")
-    with contextlib.ExitStack() as undo:
-        for layer, pool in pools.items():
-            replace(layer, "_train_over_ranks", pool.train, undo)
-            *_, counter = buffers_of(layer)
-            undo.callback(counter.copy_, counter.clone())
-        yield
-
-
-def layers_with_running_stats(model: nn.Module, layer_class: type[_BatchNorm]) -> dict[str, _BatchNorm]:
-    """The layers of this class that have running statistics, by name. **Raises** ValueError if one is lazy still."""
-    layers = {}
+def _layers_with_running_stats(model: nn.Module) -> list[SyncBatchNorm]:
+    """The synchronised layers that have running statistics. **Raises** ValueError if one is lazy still."""
+    layers = []
     for name, layer in model.named_modules():
-        if isinstance(layer, layer_class) and layer.track_running_stats and layer.running_mean is not None:
+        if isinstance(layer, SyncBatchNorm) and layer.track_running_stats and layer.running_mean is not None:
             if nn.parameter.is_lazy(layer.running_mean):
                 raise ValueError(f"the layer {name!r} is lazy and has no statistics yet; run a forward before")
-            layers[name] = layer
+            layers.append(layer)
     return layers
 
 
-def buffers_of(layer: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
+def _buffers_of(layer: SyncBatchNorm) -> tuple[Tensor, Tensor, Tensor]:
     """running_mean, running_var and num_batches_tracked of a layer that has running statistics."""
     return layer.get_buffer("running_mean"), layer.get_buffer("running_var"), layer.get_buffer("num_batches_tracked")
-
-
-def replace(module: nn.Module, name: str, value: Any, undo: contextlib.ExitStack) -> None:
-    """Gives an attribute of the module this value until `undo` ends. It may hide one of the class, as a method is."""
-    attributes = vars(module)
-    if name in attributes:
-        undo.callback(attributes.update, {name: attributes[name]})
-    else:
-        undo.callback(attributes.pop, name, None)
-    attributes[name] = value

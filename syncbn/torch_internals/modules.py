@@ -12,9 +12,3 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile has wrapped this module: torch.compile(module) returns a wrapper that holds the module as
     _orig_mod, module.compile() sets _compiled_call_impl."""
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
-
-
-def without_compile(module: nn.Module) -> nn.Module:
-    """The module that torch.compile(module) has wrapped, else itself."""
-    inner = module._modules.get("_orig_mod")
-    return module if inner is None else inner

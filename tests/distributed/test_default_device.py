@@ -33,8 +33,6 @@ CALLS: dict[str, Callable[[syncbn.SyncBatchNorm, torch.Tensor], object]] = {
     "a group": lambda layer, x: syncbn.create_syncbn_process_group(1),
     "accumulate": accumulate,
     "assert_synced": lambda layer, x: syncbn.assert_synced(layer),
-    "merge": lambda layer, x: syncbn.merge_running_stats(layer, count=4),
-    "recompute": lambda layer, x: syncbn.recompute_running_stats(layer, [x]),
 }
 
 

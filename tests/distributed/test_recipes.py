@@ -21,7 +21,7 @@ from voting import Ranks
 import syncbn
 
 DOCS = Path(__file__).parents[2] / "docs"
-NAMES = {"torch": torch, "nn": nn, "F": F, "dist": dist, "itertools": itertools, "syncbn": syncbn}
+NAMES = {"torch": torch, "Tensor": Tensor, "nn": nn, "F": F, "dist": dist, "itertools": itertools, "syncbn": syncbn}
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 
@@ -109,6 +109,67 @@ def test_local_noise(ranks: Ranks, num_slices: int, monkeypatch: pytest.MonkeyPa
     ]
     assert row[0] == "0"
     assert row[1:] == pytest.approx(noise_by_definition(parts, eps), rel=1e-9)
+
+
+def values_of(batches: list[Tensor]) -> Tensor:
+    """(C, n), of batches (N, C, ...)."""
+    return torch.cat([batch.transpose(0, 1).flatten(1) for batch in batches], 1)
+
+
+@pytest.mark.parametrize("kind", ["converted", "local", "of one rank each"])
+def test_running_statistics_of_a_data_set(ranks: Ranks, kind: str) -> None:
+    """Rank r has a batch less than the rank before it, and the last rank none. The second layer's input depends on how
+    the first one normalises, and on the dropout."""
+    torch.manual_seed(0)
+    lengths = [3 - rank if rank < ranks.size - 1 else 0 for rank in range(ranks.size)]
+    loaders = [
+        [(torch.randn(1 + (rank + step) % 3, 3, 4, 5).double() * 3 + step, 0) for step in range(length)]
+        for rank, length in enumerate(lengths)
+    ]
+    wholes = [torch.cat([images for images, _ in filter(None, step)]) for step in itertools.zip_longest(*loaders)]
+    first, second = nn.BatchNorm2d(3), nn.BatchNorm2d(4, momentum=None)
+    model = nn.Sequential(first, nn.Dropout(), nn.Conv2d(3, 4, 3), second).double()
+    alone = copy.deepcopy(model)
+    alone[1].eval()
+    expected = values_of(wholes), values_of([alone[:3](whole.double()) for whole in wholes])
+    if kind != "local":
+        syncbn.convert_syncbn_model(model, 1 if kind == "of one rank each" else None)
+    model.to(ranks.device)[3].eval()
+    first.running_var.fill_(torch.nan)
+    first.num_batches_tracked.fill_(ranks.rank)
+    facts = lambda: [(type(part), part.training, getattr(part, "process_group", 0)) for part in model.modules()]  # noqa: E731
+    before, parameters = facts(), copy.deepcopy([*model.parameters()])
+    recompute = defined("running_statistics.md", "recompute_running_stats")["recompute_running_stats"]
+    recompute(model, loaders[ranks.rank], torch.empty(0, 3, 4, 5, dtype=torch.float64, device=ranks.device))
+    for layer, values in zip((first, second), expected, strict=True):
+        torch.testing.assert_close(layer.running_mean.cpu(), values.mean(1), **EXACT)
+        torch.testing.assert_close(layer.running_var.cpu(), values.var(1), **EXACT)
+        assert layer.num_batches_tracked == 1
+    assert (facts(), second.momentum) == (before, None)
+    assert all(map(torch.equal, model.parameters(), parameters))
+
+
+def test_merged_running_statistics(ranks: Ranks) -> None:
+    """Of ranks with different numbers of batches; rank 0 has none. Merging again changes nothing but rounding."""
+    layer, untrained = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    model = nn.Sequential(layer, untrained).double().to(ranks.device)
+    weights = torch.arange(ranks.size, dtype=torch.float64, device=ranks.device)[:, None]
+    means = torch.arange(3.0 * ranks.size, dtype=torch.float64, device=ranks.device).view(-1, 3) ** 2
+    layer.running_mean.copy_(means[ranks.rank])
+    layer.running_var.copy_(means[ranks.rank] + 1)
+    layer.num_batches_tracked.fill_(ranks.rank)
+    mean = (weights * means).sum(0) / weights.sum()
+    var = (weights * (means + 1 + (means - mean) ** 2)).sum(0) / weights.sum()
+    for _ in range(2):
+        defined("running_statistics.md", "merge_running_stats")["merge_running_stats"](model)
+        torch.testing.assert_close((layer.running_mean, layer.running_var), (mean, var), **EXACT)
+    assert torch.equal(untrained.running_var, torch.ones_like(untrained.running_var))
+
+
+@pytest.mark.parametrize("name", ["recompute_running_stats", "merge_running_stats"])
+def test_the_examples_have_the_recipe(name: str) -> None:
+    block = block_with("running_statistics.md", rf"(class|def) {name}\b")
+    assert block[block.index("@torch.no_grad()") :] in (EXAMPLES / "running_statistics.py").read_text()
 
 
 def test_a_hook_passes_the_mask(ranks: Ranks) -> None:
