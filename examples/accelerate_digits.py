@@ -49,7 +49,6 @@ for _ in range(arguments.epochs):
         accelerator.backward(loss)
         optimizer.step()
 losses = accelerator.gather(loss.detach().reshape(1))
-syncbn.assert_synced(model)
 
 test = (tensor.to(accelerator.device) for tensor in test)
 right = accuracy(accelerator.unwrap_model(model), *test)

@@ -10,7 +10,6 @@ from syncbn.layer import SyncBatchNorm2d as SyncBatchNorm2d
 from syncbn.layer import SyncBatchNorm3d as SyncBatchNorm3d
 from syncbn.reductions.choice import create_syncbn_process_group as create_syncbn_process_group
 from syncbn.tools.accumulate_running_stats import accumulate_running_stats as accumulate_running_stats
-from syncbn.tools.assert_synced import assert_synced as assert_synced
 from syncbn.tools.summary import summary as summary
 
 __version__ = "0.1.0"  # pyproject.toml reads it here

@@ -8,7 +8,7 @@ import copy
 import json
 import os
 import pickle
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from datetime import timedelta
 from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
@@ -143,6 +143,19 @@ def differences(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int = 2) -
     for (name, buffer), expected in zip(model.named_buffers(), reference.buffers(), strict=True):
         pairs.append(("buffer", name, buffer, expected))
     return _compared(pairs, world), model
+
+
+def unequal(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors that are not the same on all ranks, byte by byte. Two all_reduces a tensor."""
+    names = []
+    for name, tensor in tensors.items():
+        lowest = tensor.contiguous().reshape(-1).view(torch.uint8).clone()
+        highest = lowest.clone()
+        dist.all_reduce(lowest, dist.ReduceOp.MIN)
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
+        if not torch.equal(lowest, highest):
+            names.append(name)
+    return names
 
 
 def _train(model: nn.Module, batch: Batch, loss_fn: Loss, steps: int, share: float = 1.0) -> list[tuple[Any, Tensor]]:

@@ -34,7 +34,7 @@ ORDER = [
     "tools.summary",
     "convert",
     "unsynchronised",
-    "calls_of_batch_norm synchronised_classes tools.accumulate_running_stats tools.assert_synced",
+    "calls_of_batch_norm synchronised_classes tools.accumulate_running_stats",
     "functional layer",
     "batch_stats",
     "training evaluation",

@@ -88,7 +88,7 @@ def test_nothing_outlives_the_group() -> None:
 PUBLIC = {
     "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d",
     "convert_syncbn_model", "revert_syncbn_model", "create_syncbn_process_group",
-    "accumulate_running_stats", "assert_synced", "summary", "functional", "kernels",
+    "accumulate_running_stats", "summary", "functional", "kernels",
 }  # fmt: skip
 
 

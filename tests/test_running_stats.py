@@ -12,12 +12,11 @@ import syncbn
 DATA = torch.randn(12, 3, dtype=torch.float64)
 
 
-def test_one_process_accumulates_and_is_synced() -> None:
+def test_one_process_accumulates() -> None:
     layer = syncbn.SyncBatchNorm1d(3, momentum=1.0, dtype=torch.float64)
     with syncbn.accumulate_running_stats(layer):
         for part in DATA.split(5):
             layer(part)
-    syncbn.assert_synced(layer)
     torch.testing.assert_close(layer.running_var, DATA.var(0))
 
 

@@ -32,7 +32,6 @@ CALLS: dict[str, Callable[[syncbn.SyncBatchNorm, torch.Tensor], object]] = {
     "statistics": lambda layer, x: syncbn.functional.sync_batch_stats(x),
     "a group": lambda layer, x: syncbn.create_syncbn_process_group(1),
     "accumulate": accumulate,
-    "assert_synced": lambda layer, x: syncbn.assert_synced(layer),
 }
 
 
@@ -46,9 +45,6 @@ def test_no_call_asks_for_the_default_device(ranks: Ranks, name: str) -> None:
 
 def test_what_differs_is_told_under_another_default_device(ranks: Ranks) -> None:
     layer, x = syncbn.SyncBatchNorm1d(C, device=ranks.device), torch.randn(4, C + 1, device=ranks.device)
-    layer.bias.data.fill_(ranks.rank)
-    with torch.device("meta"), pytest.raises(AssertionError, match=r"1 of 5 tensors differ between ranks:\nbias: rank"):
-        syncbn.assert_synced(layer)
     if ranks.device.type == "cpu":  # on GPUs the others raise at a later call
         expected = (
             "^SyncBatchNorm1d: expected 3 channels" if ranks.rank == 0 else r"\nrank 0: ValueError: expected 3 chan"

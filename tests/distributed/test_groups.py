@@ -95,7 +95,6 @@ def test_a_rank_outside_its_group_builds_and_is_told_when_it_trains(ranks: Ranks
         else:
             with unchanged(layer), pytest.raises(ValueError, match=r"not in .* set layer.process_group on each rank"):
                 layer(batch(ranks))
-    syncbn.assert_synced(built)  # a collective: their buffers differ, and that is well
     given = syncbn.convert_syncbn_model(nn.SyncBatchNorm(2), others)
     expected = dist.GroupMember.NON_GROUP_MEMBER if ranks.rank else groups.existing(built._process_group)
     assert syncbn.revert_syncbn_model(given).process_group is expected
@@ -230,6 +229,5 @@ def test_backends_by_device(ranks: Ranks, backend: str | None) -> None:
     ddp(x).sum().backward()
     with pytest.raises(ValueError, match="expected 3 channels"):
         syncbn.functional.sync_batch_norm(x if ranks.rank else x[:, :2], None, None, torch.ones(3), training=True)
-    syncbn.assert_synced(model)
     del ddp  # before the group is destroyed, see docs/rules.md: else the end of its reducer may wait for ever
     voting.world.make_anew()

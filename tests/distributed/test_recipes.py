@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from voting import Ranks
 
 import syncbn
+from syncbn import testing
 
 DOCS = Path(__file__).parents[2] / "docs"
 NAMES = {"torch": torch, "Tensor": Tensor, "nn": nn, "F": F, "dist": dist, "itertools": itertools, "syncbn": syncbn}
@@ -164,6 +165,27 @@ def test_merged_running_statistics(ranks: Ranks) -> None:
         defined("running_statistics.md", "merge_running_stats")["merge_running_stats"](model)
         torch.testing.assert_close((layer.running_mean, layer.running_var), (mean, var), **EXACT)
     assert torch.equal(untrained.running_var, torch.ones_like(untrained.running_var))
+
+
+@pytest.mark.parametrize("source", ["the guide", "syncbn.testing"])
+def test_tensors_that_are_not_equal(ranks: Ranks, source: str) -> None:
+    """By one byte on the last rank. NaN equals the same NaN, and the order in memory is none of the values."""
+    unequal = defined("running_statistics.md", "unequal")["unequal"] if source == "the guide" else testing.unequal
+    x = torch.arange(24.0).view(1, 2, 3, 4).to(ranks.device)
+    last = ranks.rank == ranks.size - 1
+    tensors = {
+        "channels last": x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format),
+        "transposed": x[0, 0].t(), "strided": x.flatten()[::2], "empty": x[:0], "scalar": x[0, 0, 0, 1],
+        "NaN": x / x, "flags": x > 3, "bfloat16": x.bfloat16(), "counter": x.long().sum(),
+        "complex": x.to(torch.complex64),
+    }  # fmt: skip
+    assert unequal(tensors) == []
+    changes = {
+        "transposed": x[0, 0].t() + last, "scalar": x[0, 0, 0, 1] + last, "NaN": x * 0 if last else x / x,
+        "flags": (x > 3) ^ last, "bfloat16": (x + 4 * last).bfloat16(), "counter": x.long().sum() + 3 * last,
+        "complex": torch.complex(x, x * last), "zero": -0.0 * x if last else 0.0 * x,
+    }  # fmt: skip
+    assert unequal(tensors | changes) == [*changes]
 
 
 @pytest.mark.parametrize("name", ["recompute_running_stats", "merge_running_stats"])
