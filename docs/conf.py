@@ -38,7 +38,6 @@ copybutton_prompt_text = ">>> "
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"  # not those that a derived class inherits
-autodoc_mock_imports = ["lightning", "pytorch_lightning"]
 
 
 def _mark_indented_blocks(app, what, name, obj, options, lines):

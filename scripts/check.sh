@@ -2,7 +2,7 @@
 # Format, lint and types.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-prepare_environment check examples # mypy reads rich
+prepare_environment check
 python -m ruff format --check .
 python -m ruff check .
 python -m mypy
