@@ -42,15 +42,14 @@ def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, c
     Converting again sets the group, if one is given, of layers that are synchronised already, and changes nothing else.
     What cannot be converted is left alone and named in one warning, by class, with what to do: subclasses of
     nn.SyncBatchNorm, scripted and exported layers, layers that have an attribute of a name that ours need or a forward
-    set on them (layer.forward = ...), layers whose bound forward a module or a hook holds (other.norm = layer.forward),
-    other modules with running statistics of their own, modules whose class calls F.batch_norm, and those that keep
-    layers in plain lists or dicts.
+    set on them (layer.forward = ...), other modules with running statistics of their own, modules whose class calls
+    F.batch_norm, and those that keep layers in plain lists or dicts.
 
     Args:
         model: any module, also a single batch-norm layer. Convert before wrapping it:
             DistributedDataParallel(convert_syncbn_model(model)).
-        process_group: as in `SyncBatchNorm`. With an int or "node", and torch.distributed initialised, a collective of
-            ALL ranks of the default group. None keeps the group that a layer already has, of nn.SyncBatchNorm or ours;
+        process_group: as in `SyncBatchNorm`. With an int, and torch.distributed initialised, a collective of ALL ranks
+            of the default group. None keeps the group that a layer already has, of nn.SyncBatchNorm or ours;
             `layer.process_group = None` resets it.
         channel_last: the layers' inputs have the channels in the last dim.
 

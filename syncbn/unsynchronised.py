@@ -1,34 +1,36 @@
-"""Finds the modules of a model that seem to normalise each rank's batch alone, and says what to do about each."""
+"""Finds the modules of a model that may normalise each rank's batch alone, and says what to do about each."""
 
-from collections.abc import Iterator
-from types import MethodType
+import ast
+import inspect
+import textwrap
+from itertools import islice
+from tokenize import TokenError
 from typing import NamedTuple
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn.calls_of_batch_norm import calls_batch_norm
 from syncbn.layer import SyncBatchNorm
 from syncbn.synchronised_classes import ADDED, class_of
 from syncbn.texts import quoted
 
 # What to do about a layer; `_remedy` has more.
 CONVERT = "call syncbn.convert_syncbn_model(model)"
-BY_ITSELF = "normalises by itself; if by its batch, let its forward call syncbn.functional.sync_batch_norm"
-CALLS = (
-    "calls F.batch_norm itself; if that normalises by the batch, call syncbn.functional.sync_batch_norm in its place"
-)
+BY_ITSELF = "may normalise by its batch; if so, let its forward call syncbn.functional.sync_batch_norm"
+CALLS = "may normalise by its batch, by F.batch_norm; if so, call syncbn.functional.sync_batch_norm in its place"
 UNREGISTERED = "keeps batch norm in a plain list or dict, where no conversion finds it; use nn.ModuleList or ModuleDict"
 HIDDEN = "a forward that was set on the layer hides the class's; convert before you wrap it, or write it in a subclass"
-HELD = "a module or a hook holds the layer's bound forward, which no conversion changes; convert before you take it"
 
-MAX_CHARACTERS = 800  # of a description
-NAMED, NAME_CHARACTERS = 3, 60  # layers of a class that are named, and how much of a name is shown
+NAMED = 3  # layers of a class that are named
+LOOKED_AT = 100  # elements of a list or dict: it may hold a data set
+PREFIXES = "", "F.", "functional.", "nn.functional.", "torch.nn.functional.", "torch."  # of a call of batch_norm
+TRAINING = 5  # the position of the argument `training` of F.batch_norm and torch.batch_norm
+# Raised for a method that has no source or wraps itself, and for source that is incomplete or nested too deeply.
+UNREADABLE = AttributeError, OSError, SyntaxError, TokenError, ValueError, RecursionError, MemoryError
 
 
 class LocalLayer(NamedTuple):
-    """A layer that seems to normalise each rank's batch alone."""
+    """A layer that may normalise each rank's batch alone."""
 
     name: str  # in the model
     layer: nn.Module
@@ -36,104 +38,89 @@ class LocalLayer(NamedTuple):
 
 
 def unsynchronised(model: nn.Module) -> list[LocalLayer]:
-    """The layers of `model` that seem to normalise each rank's batch alone."""
-    modules, held = set(model.modules()), _ids_of_held_forwards(model)
+    """The layers of `model` that may normalise each rank's batch alone."""
+    modules = set(model.modules())
     calling = {kind for kind in {type(module) for module in modules} if calls_batch_norm(kind)}
     layers: list[LocalLayer] = []
     for name, module in model.named_modules():
-        remedy = _remedy(module, id(module) in held)
+        remedy = _remedy(module)
         if remedy in (None, BY_ITSELF) and not isinstance(module, SyncBatchNorm):
             if type(module) in calling:
                 remedy = CALLS
-            elif any(_trains_locally(part) for part in _held_modules(module) if part not in modules):
+            elif any(_remedy(part) == CONVERT and part.training for part in _in_lists(module) if part not in modules):
                 remedy = UNREGISTERED
         if remedy is not None:
             layers.append(LocalLayer(name, module, remedy))
     return layers
 
 
-def _held_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules in the attributes of a module, in lists, tuples and dicts there, and all modules within those."""
-    values, seen = list[object]([vars(module)]), set[int]()
-    while values:
-        value = values.pop()
-        if isinstance(value, nn.Module):
-            yield from value.modules()
-        elif isinstance(value, (list, tuple, dict)) and id(value) not in seen:
-            seen.add(id(value))
-            if type(value).__module__ in ("builtins", "collections"):  # Lightning copies arguments to a dict of its own
-                values.extend(value.values() if isinstance(value, dict) else value)
+def calls_batch_norm(kind: type) -> bool:
+    """Whether the source of a method of the class, which may be inherited, calls torch's batch norm by one of its usual
+    names, other than with training=False. A method without source, or of torch or syncbn, is left out."""
+    return any(_calls_in_training(value) for base in kind.__mro__ for value in vars(base).values())
 
 
-def _trains_locally(module: nn.Module) -> bool:
-    is_synchronised = isinstance(module, (SyncBatchNorm, nn.SyncBatchNorm))
-    return isinstance(module, _BatchNorm) and not is_synchronised and module.training
+def _calls_in_training(method: object) -> bool:
+    try:
+        function = inspect.unwrap(getattr(method, "__func__", method))  # type: ignore[arg-type]
+        package = str(function.__module__).partition(".")[0]
+        if package in ("torch", "syncbn") or "batch_norm" not in function.__code__.co_names:  # reading source is slow
+            return False
+        # textwrap.dedent would leave a method indented if a comment in it is not.
+        source = textwrap.indent(inspect.getsource(function), " ")
+        return any(map(_is_call_in_training, ast.walk(ast.parse(f"if True:\n{source}"))))
+    except UNREADABLE:
+        return False
 
 
-def _ids_of_held_forwards(model: nn.Module) -> set[int]:
-    """The ids of the objects whose bound method `forward` is an attribute or a hook of a module. Such a method calls
-    the forward of the class that its object had then."""
-    values = [value for module in model.modules() for value in vars(module).values()]
-    values += [hook for value in values if isinstance(value, dict) for hook in value.values()]
-    methods = [value for value in values if isinstance(value, MethodType)]
-    return {id(method.__self__) for method in methods if getattr(method, "__name__", "") == "forward"}
+def _is_call_in_training(node: ast.AST) -> bool:
+    if not (isinstance(node, ast.Call) and ast.unparse(node.func) in [f"{prefix}batch_norm" for prefix in PREFIXES]):
+        return False
+    given = [value for place, value in enumerate(node.args) if place == TRAINING or isinstance(value, ast.Starred)]
+    given += [keyword.value for keyword in node.keywords if keyword.arg in ("training", None)]
+    return any(ast.unparse(value) != "False" for value in given)
 
 
-def _remedy(module: nn.Module, is_held: bool) -> str | None:
-    """What to do about a module that seems to normalise each rank's batch alone; None for any other."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return "scripted, convert before torch.jit" if "BatchNorm" in module.original_name else None
+def _in_lists(module: nn.Module) -> list[nn.Module]:
+    """The modules in the lists, tuples and dicts that are attributes of `module`, and all modules within those, without
+    torch's synchronised layers."""
+    # Not of a subclass of dict, in which Lightning copies a module's arguments.
+    values = [value for value in vars(module).values() if type(value) in (list, tuple, dict)]
+    items = [
+        item for value in values for item in islice(value.values() if isinstance(value, dict) else value, LOOKED_AT)
+    ]
+    parts = [part for item in items if isinstance(item, nn.Module) for part in item.modules()]
+    return [part for part in parts if not isinstance(part, nn.SyncBatchNorm)]
+
+
+def _remedy(module: nn.Module) -> str | None:
+    """What to do about a module that may normalise each rank's batch alone; None for any other."""
     if isinstance(module, (SyncBatchNorm, nn.modules.instancenorm._InstanceNorm)):
         return None
     if not isinstance(module, _BatchNorm):
-        buffers = vars(module)["_buffers"]
+        buffers = {name for name, _ in module.named_buffers(recurse=False)}
         # A module whose weight is a buffer too is a frozen batch norm, which needs no synchronisation.
-        if (buffers.get("running_mean") is None and buffers.get("running_var") is None) or "weight" in buffers:
-            return None
-        if type(module) is nn.Module or type(module).__module__ == "torch.export.unflatten":
-            return "a part of an exported graph, convert before torch.export"
-        return BY_ITSELF
+        return BY_ITSELF if {"running_mean", "running_var"} & buffers and "weight" not in buffers else None
     original = class_of(module)
     if original is not nn.SyncBatchNorm:
         if issubclass(original, nn.SyncBatchNorm):
-            if original.__module__.startswith("timm."):
-                return "do not call timm's convert_sync_batchnorm first: timm's own BatchNorm layers can be converted"
             return "a subclass of nn.SyncBatchNorm communicates by itself, derive it from nn.BatchNorm1d, 2d or 3d"
         taken = [name for name in ADDED if hasattr(module, name)]
         if taken:
             return f"has attributes that ours need, rename {', '.join(taken)}"
-    if "forward" in vars(module):
-        return HIDDEN
-    return HELD if is_held else CONVERT
-
-
-def class_name(module: nn.Module) -> str:
-    """The name of the module's class; of a scripted module's class before it was scripted."""
-    return str(module.original_name) if isinstance(module, torch.jit.ScriptModule) else class_of(module).__name__
+    return HIDDEN if "forward" in vars(module) else CONVERT
 
 
 def description(layers: list[LocalLayer]) -> str:
-    """Says for each class and remedy how many layers there are, names the first, and says what to do; at most 1,000
-    characters."""
+    """For each class and remedy: how many layers there are, the names of the first, and the remedy."""
     names: dict[tuple[str, str], list[str]] = {}
     for name, layer, remedy in layers:
-        names.setdefault((class_name(layer), remedy), []).append(name)
-    parts: list[str] = []
-    num_left = len(layers)
-    for (kind, remedy), layer_names in names.items():
-        parts.append(f"{len(layer_names)} {_shortened(kind)} ({first_names(layer_names)}): {remedy}")
-        if len("; ".join(parts)) > MAX_CHARACTERS:
-            parts[-1] = f"and {num_left} others"
-            break
-        num_left -= len(layer_names)
-    return "; ".join(parts)
+        names.setdefault((class_of(layer).__name__, remedy), []).append(name)
+    return "; ".join(
+        f"{len(of_class)} {kind} ({first_names(of_class)}): {remedy}" for (kind, remedy), of_class in names.items()
+    )
 
 
 def first_names(names: list[str]) -> str:
-    """The first of these layers' names, shortened, with "..." for the others."""
-    shown = [_shortened(quoted(name) or "the model") for name in names[:NAMED]]
-    return ", ".join(shown + ["..."] * (len(names) > NAMED))
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= NAME_CHARACTERS else f"...{name[-NAME_CHARACTERS:]}"
+    """The first of these layers' names, with "..." for the others."""
+    return ", ".join([quoted(name) or "the model" for name in names[:NAMED]] + ["..."] * (len(names) > NAMED))

