@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
-from syncbn.comm.text_exchange import all_reduce_max
 from syncbn.convert import convert_syncbn_model, revert_syncbn_model
 from syncbn.layer import SyncBatchNorm
 from syncbn.unsynchronised import unsynchronised
@@ -181,7 +180,7 @@ def _compared(pairs: list[tuple[str, str, Tensor, Tensor]], world: dist.ProcessG
         measured.append(both.reshape(2, -1).abs().amax(1) if both.numel() else both.new_zeros(2))
     largest = torch.stack(measured)
     if world is not None:
-        largest = all_reduce_max(largest, world)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=world)
     rows = [Difference(*pair[:2], *both) for pair, both in zip(pairs, largest.tolist(), strict=True)]
     # The scale is that of all tensors of a kind: a gradient that should be 0, as of a bias before batch norm, is noise.
     scales = {what: max(row.scale for row in rows if row.what == what) for what, *_ in rows}

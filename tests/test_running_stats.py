@@ -25,7 +25,7 @@ def test_where_nothing_can_be_accumulated() -> None:
     for refused, error, message in (
         (nn.ReLU(), ValueError, r"no synchronised layer .*convert"),
         (lazy, ValueError, "the layer '0' is lazy"),
-        (layer, RuntimeError, "a layer is in such a block already"),
+        (layer, RuntimeError, "cannot run inside another accumulate_running_stats"),
     ):
         inner = syncbn.accumulate_running_stats(refused)
         with syncbn.accumulate_running_stats(layer), pytest.raises(error, match=message), inner:

@@ -3,7 +3,6 @@
 These are for errors and agreements, not for training steps: the host waits for each of their collectives.
 """
 
-import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Sequence
@@ -39,13 +38,6 @@ def all_gather(values: Tensor, group: "dist.ProcessGroup | dist.ProcessGroupGloo
     return gathered
 
 
-def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The largest over all ranks, element by element, of `values`, which it may overwrite; on their device."""
-    sent = values.to(device_of(group))
-    dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
-    return sent.to(values.device)
-
-
 def exchange_errors(error: Exception | None, group: dist.ProcessGroup, where: str = "") -> Exception:
     """Exchange the errors of the ranks, of which at least one has one; `error` is this rank's, or None. Two
     collectives.
@@ -64,29 +56,6 @@ def error_of_others(faults: Sequence[tuple[bool, str] | None], ranks: Sequence[i
     is_type_error = next(fault[0] for fault in faults if fault is not None)
     errors = by_rank(ranks, ["" if fault is None else fault[1] for fault in faults])
     return (TypeError if is_type_error else ValueError)(f"syncbn: another rank failed{where}.\n{errors}")
-
-
-def require_equal(lines: Sequence[str], error: Exception | None, group: dist.ProcessGroup | None) -> None:
-    """Check that the models are the same, as far as these lines say, before collectives that depend on it.
-
-    **Raises** on every rank: what `exchange_errors` returns, if a rank has an `error`; ValueError, if the lines differ,
-    with the first line that does. Without errors and differences it is one all_gather of 16 bytes.
-    """
-    if group is None:
-        if error is not None:
-            raise error
-        return
-    digest = hashlib.blake2b(json.dumps(lines).encode(), digest_size=16).digest()
-    sent = torch.tensor(list(digest) if error is None else [0] * 16, dtype=torch.uint8, device="cpu")
-    gathered = all_gather(sent, group)
-    if not all(map(torch.Tensor.any, gathered)):
-        raise exchange_errors(error, group)
-    if any(not torch.equal(other, gathered[0]) for other in gathered):
-        rest = iter(lines)
-        while len(set(gathered_lines := all_gather_json(next(rest, None), group))) == 1:
-            pass  # each line up to the first that differs costs two collectives; one list may end before the others
-        texts = ["nothing more" if line is None else line for line in gathered_lines]
-        raise ValueError(f"the ranks' models differ, first in:\n{by_rank(dist.get_process_group_ranks(group), texts)}")
 
 
 def by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:

@@ -57,8 +57,7 @@ def summary(model: nn.Module) -> Summary:
         synchronised, as another converter may have made it since, and what torch's nn.SyncBatchNorm synchronises, with
         what to do.
 
-    **Raises** TypeError unless `model` is a module; ValueError for a layer with process_group="node" where
-    LOCAL_WORLD_SIZE is not set.
+    **Raises** TypeError unless `model` is a module.
     """
     check_module(model)
     compiled = {part for module in model.modules() if is_compiled(module) for part in module.modules()}

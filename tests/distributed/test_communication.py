@@ -39,27 +39,6 @@ def test_functional_backward_is_one_collective(ranks: Ranks) -> None:
         assert collectives.get_total_counts() == training
 
 
-LONG = 5000 * "x"
-
-
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        ([["the same", LONG + "a"], ["the same", LONG + "b"]], f"rank 0: {LONG}a\nrank 1: {LONG}b"),
-        ([["a"], ["a", "b"]], "rank 0: nothing more\nrank 1: b"),
-        ([["a"], ["a", "nothing more"]], "ranks 0-1: nothing more"),  # once the ranks went on for ever
-        ([["a", "b"], ["a\nb"]], "rank 0: a\nrank 1: a\nb"),
-    ],
-    ids=["long", "shorter", "nothing more", "newline"],
-)
-def test_the_first_line_that_differs_is_found(ranks: Ranks, lines: list[list[str]], words: str) -> None:
-    if ranks.size != 2:
-        pytest.skip("the texts are those of two ranks")
-    text_exchange.require_equal(lines[0], None, dist.group.WORLD)
-    with pytest.raises(ValueError, match=f"models differ, first in:\n{words}$"):
-        text_exchange.require_equal(lines[ranks.rank], None, dist.group.WORLD)
-
-
 def test_texts_arrive_whole(ranks: Ranks) -> None:
     """Of any length, of different lengths, with letters of several bytes and with a surrogate, which no UTF-8 holds."""
     texts = [rank * 1000 * "layer, \u5c42, \U0001f600, \udcff" for rank in range(ranks.size)]

@@ -115,15 +115,6 @@ def test_a_graph_compiled_before_breaks(ranks: Ranks) -> None:
     assert layer.num_batches_tracked == 2
 
 
-class OfSomeChannels(nn.BatchNorm2d):
-    """Its input has the last channels, as in slimmable networks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        some = slice(CHANNELS - x.shape[1], None)
-        running = self.running_mean.view(-1)[some], self.running_var.data[some]
-        return F.batch_norm(x, *running, self.weight[some], self.bias[some], self.training, self.momentum, self.eps)
-
-
 class KeepsOthers(nn.BatchNorm2d):
     """With running statistics beside those that it inherits, or with those of an inner layer."""
 
@@ -140,6 +131,7 @@ class KeepsOthers(nn.BatchNorm2d):
             "own": (self.own_mean, self.own_var),
             "inner": (self.inner.running_mean, self.inner.running_var),
             "one own": (self.running_mean, self.own_var),
+            "a slice": (self.running_mean[:], self.running_var[:]),
             "none": (self.running_mean, self.running_var),
         }
         return F.batch_norm(x, *running[self.kept], self.weight, self.bias, self.training, self.momentum, self.eps)
@@ -151,23 +143,13 @@ def accumulate(layer: nn.Module, batches: list[Tensor]) -> None:
             layer(x)
 
 
-def test_slices_of_the_layers_buffers_are_pooled(ranks: Ranks) -> None:
-    """The first channel has the values of the first batch alone."""
-    layer = syncbn.convert_syncbn_model(OfSomeChannels(CHANNELS, momentum=1.0)).to(ranks.device, torch.float64)
-    accumulate(layer, [part(ranks, ranks.rank, 0), part(ranks, ranks.rank, 1)[:, 1:]])
-    expected = values_of(parts(ranks, 0))[:1], values_of(parts(ranks, 0, 1))[1:]
-    close(layer.running_mean, torch.cat([values.mean(1) for values in expected]))
-    close(layer.running_var, torch.cat([values.var(1) for values in expected]))
-    assert layer.num_batches_tracked == 1
-
-
 @pytest.mark.parametrize("on_one_rank", [False, True])
-@pytest.mark.parametrize("kept", ["own", "inner", "one own"])
-def test_running_statistics_of_other_memory_are_refused(ranks: Ranks, kept: str, on_one_rank: bool) -> None:
+@pytest.mark.parametrize("kept", ["own", "inner", "one own", "a slice"])
+def test_other_running_statistics_are_refused(ranks: Ranks, kept: str, on_one_rank: bool) -> None:
     """By the name of the layer, on every rank, before anything moves."""
     model = nn.Sequential(OrderedDict(norm=KeepsOthers(CHANNELS))).to(ranks.device, torch.float64)
     syncbn.convert_syncbn_model(model).norm.kept = "none" if on_one_rank and ranks.rank else kept
-    words = r"norm(: its forward| forward(.|\n)*rank 0: ValueError: its forward) passes running statistics"
+    words = r"norm(: its forward| forward(.|\n)*rank 0: ValueError: its forward) passes F.batch_norm other"
     if ranks.device.type == "cuda" and on_one_rank:
         pytest.skip("on GPUs the other ranks raise at a later call")
     with unchanged(model), pytest.raises((ValueError, RuntimeError), match=words):
