@@ -45,7 +45,7 @@ TIMED_BYTES = (1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000)
 WORLDS = (8, 32, 128, 512, 2048, 8192, 16384)  # modelled ranks
 NODE = 8  # ranks of a host
 SHARE = 0.05  # of a step
-IN_NODES = "syncbn in nodes"  # process_group="node"
+IN_NODES = "syncbn in nodes"  # process_group=int(os.environ["LOCAL_WORLD_SIZE"])
 TOPOLOGIES = ("ring", "tree")
 RESNET = [64]  # channels of ResNet-50's layers
 for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):

@@ -2,7 +2,7 @@
 
     python -m syncbn --version                                       which syncbn this is
     python -m syncbn info                                            what is installed and used
-    torchrun --standalone --nproc-per-node 2 -m syncbn check         do these ranks equal one, and what does that cost
+    torchrun --standalone --nproc-per-node 2 -m syncbn check         do these ranks equal one
 
 check takes as many ranks on as many hosts as torchrun gives it: nccl when each has a GPU, else gloo. Rank 0 prints. The
 exit status is 0 when all is well, 1 when W ranks do not equal one, 2 for a bad command line.
@@ -12,10 +12,6 @@ import argparse
 import importlib.metadata
 import os
 import platform
-import statistics
-import sys
-import time
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
@@ -24,17 +20,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import syncbn
-from syncbn.comm.text_exchange import all_reduce_max
-from syncbn.diagnosis.sites import Caller
-from syncbn.kernels.interface import TRAILER_NUMBERS
-from syncbn.reductions.choice import reduction_of
 from syncbn.testing import TOLERANCES, differences, unequal
 from syncbn.tools.summary import table
 
-SET_BY_TORCHRUN = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 VARIABLES = ("SYNCBN_KERNELS", "SYNCBN_CHECKS", "OMP_NUM_THREADS", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-ROUNDS, WARM_UP = 50, 10  # all_reduces timed, and not
-LAYERS, CHANNELS = 53, 256  # of a model whose cost is printed: as many layers as ResNet-50 has
 
 
 def main() -> int:
@@ -43,12 +32,8 @@ def main() -> int:
     parser = argparse.ArgumentParser("python -m syncbn", description=__doc__, formatter_class=formatter)
     parser.add_argument("--version", action="version", version=f"syncbn {syncbn.__version__}")
     parser.add_argument("command", choices=("info", "check"))
-    missing = [name for name in SET_BY_TORCHRUN if name not in os.environ]
     if parser.parse_args().command == "info":
         passed, text = True, "\n".join(f"{name:33}  {value}" for name, value in info().items())
-    elif "RANK" in os.environ and missing:
-        remedy = "torchrun sets all of them. To check one process, unset RANK"
-        parser.error(f"RANK is set, but not {', '.join(missing)}; {remedy}")
     else:
         passed, text = _check_here()
     if "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0":  # a cluster's shell may have a RANK alone
@@ -74,15 +59,7 @@ def info() -> dict[str, str]:
         "kernels": syncbn.kernels.available(),
         "backends": ", ".join(backends) or "none",
         "environment": " ".join(variables) or "none of " + " ".join(VARIABLES),
-        "apex's module of the same name": _apex(),
     }
-
-
-def _apex() -> str:
-    """Finds the extension module `syncbn` that apex, built with APEX_CUDA_EXT=1, installs at the top level."""
-    paths = (Path(folder, f"syncbn{suffix}") for folder in sys.path for suffix in EXTENSION_SUFFIXES)
-    modules = ", ".join(str(path) for path in paths if path.exists())
-    return f"{modules}: `import syncbn` finds the package where both lie in one folder" if modules else "none"
 
 
 def _check_here() -> tuple[bool, str]:
@@ -132,7 +109,6 @@ def check(device: torch.device) -> tuple[bool, str]:
         f"{size} rank{'s' * (size > 1)} ({backend}, {device}) and one process with the whole batch; "
         f"kernels {syncbn.kernels.available()}",
         table(("dtype", "what", "error", "allowed"), rows),
-        _cost(device),
         *errors,
         "passed" if passed else "FAILED: these ranks do not train as one process does",
     )
@@ -146,23 +122,6 @@ def _model() -> nn.Module:
         for num_channels in (3, 8):
             layers += nn.Conv2d(num_channels, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU()
         return nn.Sequential(*layers, nn.Flatten(), nn.Linear(72, 10), nn.BatchNorm1d(10))
-
-
-def _cost(device: torch.device) -> str:
-    """What an all_reduce of the sums of a layer takes: the median of the slowest rank."""
-    world = dist.group.WORLD
-    if world is None or world.size() == 1:
-        return "One rank has nothing to synchronise: torchrun --standalone --nproc-per-node 2 -m syncbn check"
-    payload = torch.zeros(2 * CHANNELS + TRAILER_NUMBERS, dtype=torch.float64, device=device)
-    measured, caller = [], Caller("syncbn check")
-    for _ in range(WARM_UP + ROUNDS):
-        start = time.perf_counter()
-        reduction_of(None, caller, payload.dtype).total(payload, "forward").cpu()  # which waits for a GPU
-        measured.append(time.perf_counter() - start)
-    median = torch.tensor([statistics.median(measured[WARM_UP:])], dtype=torch.float64, device=device)
-    seconds = all_reduce_max(median, world).item()
-    layer = f"{1e3 * seconds:.2f} ms for the all_reduce of a layer of {CHANNELS} channels"
-    return f"{layer}, {2e3 * LAYERS * seconds:.1f} ms for a step of {LAYERS} such layers"
 
 
 if __name__ == "__main__":

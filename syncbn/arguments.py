@@ -1,6 +1,5 @@
 """Holds the arguments of a batch norm, options of a layer and tensors of a call, and makes its numbers floats."""
 
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import NoneType
@@ -10,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn.comm.groups import GroupSpec, MeshGroup
-from syncbn.texts import in_short
+from syncbn.comm.groups import GroupSpec
 from syncbn.torch_internals.state import is_compiling
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -56,7 +54,7 @@ class Options:
     relu: bool = False
     num_channels: int | None = None  # num_features, for calls without a tensor (C,); None for a function
     check_input_dim: CheckOfDims = ANY_DIMS
-    process_group: GroupSpec | MeshGroup = None
+    process_group: GroupSpec = None
     plan_key: tuple[object, ...] | None = field(init=False)  # what plans depend on; None: objects of users, no plan
 
     def __post_init__(self) -> None:
@@ -73,18 +71,14 @@ class Options:
         momentum, eps = self.momentum, as_eps(self.eps)
         number = tensors.counter if momentum is None else momentum
         if isinstance(number, Tensor):
-            check_one_number("num_batches_tracked" if momentum is None else "momentum", number, tensors.input)
+            name = "num_batches_tracked" if momentum is None else "momentum"
+            if number.numel() != 1:
+                raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(number.shape)}")
+            if number.ndim or not number.is_cpu:  # A tensor () on the CPU works beside tensors on any device.
+                check_device(name, number, tensors.input)
         elif number is not None or tensors.running_mean is not None:
             momentum = as_float("momentum", momentum)
         return self if momentum is self.momentum and eps is self.eps else replace(self, momentum=momentum, eps=eps)
-
-
-def check_num_features(num_features: int) -> None:
-    """**Raises** TypeError unless `num_features` is an int, ValueError unless it is positive."""
-    if isinstance(num_features, bool) or not isinstance(num_features, numbers.Integral):
-        raise TypeError(f"num_features must be an int, the number of channels, got {num_features!r}; pass int(...)")
-    if num_features < 1:
-        raise ValueError(f"num_features must be positive, got {num_features}")
 
 
 def num_channels_of(layer: _BatchNorm) -> int:
@@ -92,16 +86,6 @@ def num_channels_of(layer: _BatchNorm) -> int:
     tensors = [getattr(layer, name) for name in PER_CHANNEL]
     sizes = (len(tensor) for tensor in tensors if tensor is not None and not nn.parameter.is_lazy(tensor))
     return next(sizes, layer.num_features)
-
-
-def check_one_number(name: str, tensor: Tensor, x: Tensor) -> None:
-    """**Raises** ValueError or TypeError unless `tensor` is one real number, on the device of x or () on the CPU."""
-    if tensor.numel() != 1:
-        raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(tensor.shape)}")
-    if tensor.is_complex() or tensor.dtype == torch.bool:
-        raise TypeError(f"{name} must be a number, got a tensor of {tensor.dtype}")
-    if not (tensor.is_cpu and tensor.ndim == 0):  # which works on any device
-        check_device(name, tensor, x)
 
 
 def check_device(name: str, tensor: Tensor, x: Tensor) -> None:
@@ -126,10 +110,8 @@ def check_eps(eps: float, training: bool) -> None:
 
 
 def as_float(name: str, number: object) -> float:
-    """`number` as a float. **Raises** TypeError unless it is a real number, ValueError if it is too large."""
-    if isinstance(number, bool) or not isinstance(number, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {in_short(number)} of type {type(number).__name__}")
-    try:
-        return float(number)
-    except OverflowError:
-        raise ValueError(f"{name} must fit into a float, got {in_short(number)}") from None
+    """Return `number` as a float. **Raises** TypeError unless it is a float or an int, OverflowError if it is too
+    large."""
+    if not isinstance(number, (float, int)):
+        raise TypeError(f"{name} must be a float, got {number!r} of type {type(number).__name__}; pass float({name})")
+    return float(number)

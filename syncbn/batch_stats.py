@@ -6,24 +6,23 @@ import torch
 from torch import Tensor
 
 from syncbn.arguments import Options, Tensors
-from syncbn.call_stack import hides_checks
 from syncbn.comm.groups import ProcessGroupLike, to_spec
 from syncbn.diagnosis.sites import Caller
 from syncbn.general import Constants
 from syncbn.inputs.unwrapping import apply_mask, without_gaps
 from syncbn.kernels.interface import TRAILER_NUMBERS
-from syncbn.kernels.select import apply_function, general_back_end, torch_forward
+from syncbn.kernels.reference import minus_mean
+from syncbn.kernels.select import apply_function, general_back_end
 from syncbn.plan import kind_of
 from syncbn.reductions.choice import note_ranks
 from syncbn.reductions.totals import total, total_with_count
-from syncbn.statistics import compute_dtype, from_float64
+from syncbn.statistics import compute_dtype
 from syncbn.torch_internals.state import recorded
 from syncbn.training import prepared
 
 _SYNC_BATCH_STATS = Caller("sync_batch_stats", needs_two_values=False)
 
 
-@hides_checks
 def sync_batch_stats(
     input: Tensor, process_group: ProcessGroupLike = None, *, channel_dim: int = 1, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,8 +47,7 @@ def sync_batch_stats(
     Returns:
         (mean, var, count): mean and var (C,), float32, or float64 for float64 input; 0 where no rank has a value.
         count (), int64, the number n of values of a channel, without a gradient. The unbiased variance is
-        var * count / (count - 1). All are plain tensors; for a DTensor whose channels are sharded those of this rank's
-        channels.
+        var * count / (count - 1). All are plain tensors.
 
     Raises:
         RuntimeError: as `functional.sync_batch_norm`.
@@ -71,8 +69,8 @@ def sync_batch_stats(
     mean, mean_square = (sums[:-TRAILER_NUMBERS] / count.clamp(min=1)).chunk(2)
     var = mean_square - mean.square()
     var = var + (var.clamp(min=0) - var).detach()  # the clamp must not stop the gradients of a constant channel
-    mean, var = (from_float64(values, compute_dtype(x.dtype), x.device) for values in (mean, var))
-    return mean, var, from_float64(count, torch.int64, x.device)
+    mean, var = (values.to(compute_dtype(x.dtype)) for values in (mean, var))
+    return mean, var, count.to(torch.int64)
 
 
 class _Sums(torch.autograd.Function):
@@ -103,9 +101,8 @@ class _Sums(torch.autograd.Function):
             grad_sum, grad_square = total(grad_sums, ctx.reduction, "backward")[:-TRAILER_NUMBERS].chunk(2)
             at_center, slope = grad_sum + 2 * grad_square * center, 2 * grad_square
             if torch.is_grad_enabled():
-                kernels, layout = torch_forward(ctx.kind), ctx.kind.layout
-                xmu = kernels.minus_mean(layout.fold(x), center)
-                wide_grad_x = kernels.column(at_center) + kernels.column(slope) * xmu
+                layout = ctx.kind.layout
+                wide_grad_x = at_center[:, None] + slope[:, None] * minus_mean(layout.fold(x), center)
                 return None, layout.unfold(wide_grad_x, x.shape).to(x.dtype), None
             ctx.reduction.end_backward()
             # The same as the output of a batch norm: sums of squares 0 and eps 1 make the variance 0 and invstd 1.

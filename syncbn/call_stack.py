@@ -1,6 +1,4 @@
-"""Finds callers, the path of a layer and the user's line on the call stack, warns there, and hides syncbn's frames of
-argument errors.
-"""
+"""Finds callers, the path of a layer and the user's line on the call stack, and warns there."""
 
 import functools
 import gc
@@ -8,21 +6,15 @@ import itertools
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from torch import nn
 
 from syncbn.texts import printable
-from syncbn.torch_internals.state import is_compiling
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
-# Modules and rooms whose frames are hidden: they check arguments, or raise what another rank has found.
-CHECKS = "arguments", "checks", "raising", "inputs", "comm", "diagnosis", "reductions", "call_stack"
 LIBRARIES = {"torch", "syncbn", *sys.stdlib_module_names}
 
 
@@ -101,27 +93,3 @@ def _first_of_program(frames: Iterable[tuple[FrameType, int]]) -> tuple[FrameTyp
         if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES:
             break
     return frame, line
-
-
-def hide_checks(error: Exception) -> None:
-    """Hides syncbn's frames of argument errors: the traceback then ends in the function that the user called, which
-    raises `error` again. Other errors, such as torch's or those of a user's check, keep their tracebacks."""
-    if isinstance(error, (TypeError, ValueError)) and not is_compiling():
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        package, _, rest = (frame.f_globals.get("__name__") or "").partition(".")
-        if package == "syncbn" and rest.partition(".")[0] in CHECKS:
-            error.__traceback__, error.__suppress_context__ = None, True
-
-
-def hides_checks(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorates a function that users call: `hide_checks` for its errors."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        try:
-            return function(*args, **kwargs)
-        except (TypeError, ValueError) as error:
-            hide_checks(error)
-            raise error
-
-    return wrapper

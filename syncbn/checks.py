@@ -3,21 +3,29 @@
 Nothing is changed before the checks have passed; a fault is raised on all ranks, see raising.py.
 """
 
-import contextlib
 from collections.abc import Iterable
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-from syncbn.arguments import ANY_DIMS, CHECKS_OF_DIMS, SUPPORTED_DTYPES, CheckOfDims, Options, Tensors, check_device
+from syncbn.arguments import ANY_DIMS, SUPPORTED_DTYPES, CheckOfDims, Options, Tensors, check_device
 from syncbn.kernels.select import why_forced
+from syncbn.statistics import has_float64
 from syncbn.texts import ONE_VALUE_PER_CHANNEL, in_short
-from syncbn.torch_internals.autograd import innermost, is_wrapped, is_zero_tensor, levels_of_vmap, overlaps_itself
+from syncbn.torch_internals.autograd import is_wrapped, is_zero_tensor, overlaps_itself
 from syncbn.torch_internals.guards import require_memory
-from syncbn.torch_internals.state import PLAIN_CLASSES, inside_functorch, is_compiling
+from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling
 
-NUMBERED = {2: "1d", 3: "1d", 4: "2d", 5: "3d"}  # the class for an input with this number of dims
+# What to do about tensors that a layer does not take.
+DTENSORS = (
+    "pass {0}.to_local(), and as process_group the group of the ranks that share the batch, such as mesh.get_group(); "
+    "DTensor.from_local(output, mesh, placements, shape=input.shape, stride=input.stride()) wraps the output again"
+)
+NESTED_TENSORS = (
+    "pass {0}.values() of one with layout=torch.jagged; "
+    "torch.nested.nested_tensor_from_jagged(output, input.offsets()) wraps the output again"
+)
 
 
 def checked(tensors: Tensors, options: Options, layer: object) -> Options:
@@ -27,8 +35,6 @@ def checked(tensors: Tensors, options: Options, layer: object) -> Options:
     if not is_compiling():
         why_forced()
         check_memory(tensors)
-        if inside_functorch():
-            _check_stacked(tensors)
         check_writable("running_mean", tensors.running_mean)
         check_writable("running_var", tensors.running_var)
         check_writable("num_batches_tracked", tensors.counter)
@@ -48,18 +54,6 @@ def check(tensors: Tensors, options: Options, layer: object) -> None:
         check_like_input("z", tensors.z, x)
     if tensors.mask is not None:
         check_mask(tensors.mask, x, channel_dim)
-
-
-def _check_stacked(tensors: Tensors) -> None:
-    """**Raises** ValueError where vmap makes a stack of statistics, but not of running statistics."""
-    needed = levels_of_vmap(tensors.input) | levels_of_vmap(tensors.mask)
-    for name in ("running_mean", "running_var"):
-        if getattr(tensors, name) is not None and not needed <= levels_of_vmap(getattr(tensors, name)):
-            remedy = (
-                "construct the layer with track_running_stats=False, or give each sample running statistics of its own"
-            )
-            what = f"inside torch.func.vmap each sample has statistics of its own, but all samples share one {name}"
-            raise ValueError(f"{what}; {remedy}, as torch.func.stack_module_state does")
 
 
 def check_saved(tensors: Tensors) -> None:
@@ -84,39 +78,15 @@ def check_input(x: Tensor, channel_dim: int, check_input_dim: CheckOfDims = ANY_
     if x.dtype not in SUPPORTED_DTYPES:
         remedy = "call syncbn.revert_syncbn_model(model) before quantising" if x.is_quantized else "convert it first"
         raise TypeError(f"expected a float16, bfloat16, float32 or float64 input, got {x.dtype}; {remedy}")
-    if x.is_nested:
-        raise TypeError(
-            f"expected a dense input, or one NestedTensor that is jagged, without holes between its sequences, got "
-            f"layout {x.layout}; use torch.nested.as_nested_tensor(input.unbind(), layout=torch.jagged) or its values()"
-        )
     _check_tensor("input", x, x)
     if check_input_dim is not ANY_DIMS:
-        try:
-            check_input_dim(layer, x)
-        except ValueError as error:
-            if type(error) is not ValueError:
-                raise
-            text = f"{error}; its shape is {tuple(x.shape)}"
-            if check_input_dim in CHECKS_OF_DIMS:  # torch's own
-                raise ValueError(text + _remedy_of_dims(x, check_input_dim, layer)) from None
-            raise ValueError(text) from error
+        check_input_dim(layer, x)
     if x.ndim < 2:
         raise ValueError(f"expected at least 2D input (got {x.ndim}D input of shape {tuple(x.shape)})")
     if not isinstance(channel_dim, int):
         raise TypeError(f"channel_dim must be an int, got {channel_dim!r}")
     if not -x.ndim <= channel_dim < x.ndim:
         raise ValueError(f"channel_dim={channel_dim} does not exist in an input of shape {tuple(x.shape)}")
-
-
-def _remedy_of_dims(x: Tensor, check_input_dim: CheckOfDims, layer: object) -> str:
-    """What to do about an input that one of torch's numbered classes does not take."""
-    remedies = []
-    with contextlib.suppress(ValueError):
-        check_input_dim(layer, x[None])
-        remedies.append("add the dim of the batch by input[None]")
-    if number := NUMBERED.get(x.ndim):
-        remedies.append(f"use SyncBatchNorm{number} (nn.BatchNorm{number} before conversion)")
-    return f"; {', or '.join(remedies)}" if remedies else ""
 
 
 def check_channels(x: Tensor, channel_dim: int, num_channels: int | None, per_channel: dict[str, Tensor]) -> None:
@@ -177,11 +147,11 @@ def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
         remedy = f"a mask is passed as mask=, not as {name}" if tensor.dtype is torch.bool else "convert it first"
         raise TypeError(f"expected {name} to be a float tensor, got {tensor.dtype}; {remedy}")
     if type(tensor) not in PLAIN_CLASSES and hasattr(tensor, "device_mesh"):
-        raise TypeError(f"{name} is a DTensor, expected this rank's values as a plain tensor: pass {name}.to_local()")
-    if tensor.is_nested == (tensor.layout == torch.strided):  # the shape of a jagged NestedTensor is compared
-        nested = "a NestedTensor", f"torch.cat({name}.unbind())"
-        got, remedy = nested if tensor.is_nested else (f"layout {tensor.layout}", f"{name}.to_dense()")
-        raise TypeError(f"expected a dense {name}, got {got}; use {remedy}")
+        raise TypeError(f"{name} is a DTensor; {DTENSORS.format(name)}")
+    if tensor.is_nested:
+        raise TypeError(f"{name} is a NestedTensor; {NESTED_TENSORS.format(name)}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"expected a dense {name}, got layout {tensor.layout}; use {name}.to_dense()")
     check_device(name, tensor, x)
 
 
@@ -213,16 +183,25 @@ def require_two_values(num_values: Tensor | int, x: Tensor) -> None:
 
     One rank without a mask knows the number from the shape. Of a tensor on a GPU the host would stop to read it: a
     later call raises where there are other ranks, see reductions/faults.py. A compiled graph would break, and a
-    subclass such as FakeTensor may have no values: nothing is raised.
+    FakeTensor or a tensor of torch.func has no value: nothing is raised.
     """
-    numbers = [num_values]
+    number: object = num_values
     if isinstance(num_values, Tensor):
-        can_read = not is_compiling() and num_values.is_cpu and type(num_values) is Tensor
-        numbers = innermost(num_values).flatten().tolist() if can_read else []
-    if any(number == 1 for number in numbers):  # Not `in`, see check_mask.
+        can_read = (
+            not is_compiling() and num_values.is_cpu and type(num_values) is Tensor and not is_wrapped(num_values)
+        )
+        number = num_values.item() if can_read else None
+    if number == 1:
         raise ValueError(
             f"{ONE_VALUE_PER_CHANNEL} (input size on this rank {tuple(x.shape)}). Use a larger batch or eval()."
         )
+
+
+def require_float64(x: Tensor) -> None:
+    """**Raises** TypeError if the device of x has no float64, in which ranks add up, and batches under a mask."""
+    if not has_float64(x.device):
+        what = f"the sums over several ranks and under a mask are float64, which {x.device} does not have"
+        raise TypeError(f"{what}; train on the CPU, or on one rank without a mask")
 
 
 def _is_plain(tensor: object) -> TypeGuard[Tensor]:

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from syncbn.arguments import Options, Tensors
 from syncbn.batch_stats import sync_batch_stats as sync_batch_stats
-from syncbn.call_stack import hides_checks
 from syncbn.checks import check_channels, check_input, check_like_input, check_memory
 from syncbn.comm.groups import ProcessGroupLike, to_spec
 from syncbn.diagnosis.sites import Caller
@@ -18,8 +17,7 @@ from syncbn.raising import raise_on_all_ranks
 from syncbn.reductions.choice import reduction_now
 from syncbn.reductions.interface import ONE_RANK, Reduction
 from syncbn.reductions.totals import total_with_count
-from syncbn.statistics import compute_dtype, from_float64, pack, to_float64
-from syncbn.torch_internals.autograd import jagged_parts
+from syncbn.statistics import compute_dtype, pack
 from syncbn.torch_internals.state import is_compiling
 from syncbn.training import train
 
@@ -27,7 +25,6 @@ _SYNC_BATCH_NORM = Caller("sync_batch_norm")
 _BATCH_NORM_BACKWARD = Caller("batch_norm_backward")
 
 
-@hides_checks
 def sync_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -63,16 +60,14 @@ def sync_batch_norm(
         input: (N, C, ...) or, with `channel_dim=-1`, (N, ..., C); 2 or more dims; float16, bfloat16, float32 or
             float64. N and the other sizes but C may differ between ranks, and be 0. While weight or bias requires grad,
             `requires_grad` of the input may differ too; when neither does, and for second derivatives, it must agree on
-            all ranks, else backward waits for a rank that never comes. For a jagged NestedTensor (N, length, C, ...)
-            the values (sum of lengths, C, ...) are normalised, and `channel_dim` is a dim of the values. The batch of a
-            DTensor lies on the ranks along those dims of its mesh that shard other dims than the channels'.
+            all ranks, else backward waits for a rank that never comes. For a NestedTensor or DTensor the error gives
+            the lines that pass its values.
         running_mean, running_var: (C,), any float dtype, both or neither. An all-empty batch leaves them as they are.
         weight, bias: (C,), any float dtype, each optional.
         training: synchronise, and normalise by the statistics of this batch.
         momentum: weight of this batch's statistics, a number or a 0-d tensor.
         eps: added to the variance, > 0; without `training` >= 0.
-        process_group: None (the default group), a ProcessGroup, an int (consecutive ranks per group), "node" or a 1-D
-            DeviceMesh.
+        process_group: None (the default group), a ProcessGroup, or an int (consecutive ranks per group).
         channel_dim: the dim of the channels; negative counts from the right.
         z: residual of the input's shape, added before the relu; another float dtype is first converted to the input's.
         fuse_relu: apply relu last.
@@ -112,7 +107,6 @@ def sync_batch_norm(
     return evaluate(tensors, options)
 
 
-@hides_checks
 def batch_norm_backward(
     grad_output: Tensor,
     input: Tensor,
@@ -158,8 +152,6 @@ def batch_norm_backward(
         reduction = reduction_now(to_spec(process_group), _BATCH_NORM_BACKWARD, input)
     try:
         needs_input, needs_weight, needs_bias = output_mask
-        if jagged_parts(input) is not None:
-            raise TypeError("input is a NestedTensor; pass grad_output.values() and input.values()")
         check_input(input, channel_dim)
         check_like_input("grad_output", grad_output, input)
         per_channel = {"mean": mean, "invstd": invstd} | ({} if weight is None else {"weight": weight})
@@ -175,7 +167,7 @@ def batch_norm_backward(
         layout = Layout.of(input, channel_dim)
         if weight is None:
             weight = torch.ones_like(mean, dtype=compute_dtype(input.dtype))
-        mean, invstd = to_float64(mean), to_float64(invstd)
+        mean, invstd = mean.double(), invstd.double()
         num_values = mean.new_full((), layout.sizes[0] * layout.sizes[2])
         # The var is unused, and n is 1: the total is divided by its n below.
         statistics = pack(mean, torch.zeros_like(mean), invstd, mean.new_ones(1))
@@ -187,6 +179,6 @@ def batch_norm_backward(
         sums = total_with_count(sums, num_values, reduction, "backward")
         grad_input, _ = outputs(kernels, inputs, sums / sums[-TRAILER_NUMBERS].clamp(min=1))
         if needs_input and not training:
-            scale = from_float64(invstd * to_float64(weight), compute_dtype(input.dtype), input.device)[:, None]
+            scale = (invstd * weight.double()).to(compute_dtype(input.dtype))[:, None]
             grad_input = layout.unfold(layout.fold(grad_output) * scale, input.shape).to(input.dtype)
     return grad_input, grad_weight, grad_bias

@@ -43,8 +43,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
     the other values to 0. The statistics of all ranks, packed as in statistics.py, are not
     differentiable.
 
-    Saved for backward and collectives: as in ordinary._Step; two all_reduces in backward with create_graph=True, and
-    for a stack of gradients (is_grads_batched, vmap) as many as for one.
+    Saved for backward and collectives: as in ordinary._Step; two all_reduces in backward with create_graph=True.
     """
 
     @staticmethod
@@ -54,10 +53,8 @@ class SyncBatchNormFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         kernels = general_back_end(constants.kind, x, weight, bias, residual).Forward(constants.kind)
         sums = total_with_count(kernels.forward_sums(x), num_values, constants.reduction, "forward")
-        outer, _, inner = constants.kind.layout.sizes
-        if outer * inner < 2 or num_values is not None:  # else this rank alone has two values
-            is_complete = constants.reduction.group is None and num_values is None
-            require_two_values(outer * inner if is_complete else sums[-TRAILER_NUMBERS], x)
+        if num_values is not None or x.numel() <= constants.kind.layout.sizes[1]:  # else this rank alone has two values
+            require_two_values(sums[-TRAILER_NUMBERS], x)
         return kernels.forward_outputs((x, weight, bias, residual), sums)
 
     @staticmethod

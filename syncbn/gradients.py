@@ -9,11 +9,10 @@ from syncbn.diagnosis.positions import WITH_GRAPH
 from syncbn.inputs import unwrapping
 from syncbn.kernels import reference
 from syncbn.kernels.interface import TRAILER_NUMBERS, BackwardKind, ForwardKind, GradientPair, Needed, Saved
-from syncbn.kernels.select import general_back_end, torch_forward
+from syncbn.kernels.select import general_back_end
 from syncbn.plan import kind_of_backward
 from syncbn.reductions.interface import Reduction
 from syncbn.reductions.totals import total
-from syncbn.statistics import from_float64, to_float64
 from syncbn.torch_internals.state import is_compiling, recorded
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of x, weight, bias, residual
@@ -40,7 +39,7 @@ class BackwardInput(NamedTuple):
             return tensor if is_compiling() else kind.layout.dense(tensor)
 
         dense_y = None if y is None else dense(y.to(dy.dtype))
-        saved = dense(x.to(dy.dtype)), weight, to_float64(statistics).contiguous(), dense_y
+        saved = dense(x.to(dy.dtype)), weight, statistics.double().contiguous(), dense_y
         return cls(kind_of_backward(kind, dy, weight, needed), dense(dy), saved, passed_dy)
 
     def kernels(self) -> reference.Backward:
@@ -78,24 +77,24 @@ def _gradients_with_graph(forward: ForwardKind, inputs: BackwardInput, reduction
     The first has a pass name of its own: a rank without create_graph issues only the second.
     """
     kind, dy, (x, weight, statistics, y), passed_dy = inputs
-    kernels, num_values = torch_forward(forward), statistics[3 * kind.layout.sizes[1]].clamp(min=1)
-    column, fold = kernels.column, kind.layout.fold
+    kernels, num_values = reference.Forward(forward), statistics[3 * kind.layout.sizes[1]].clamp(min=1)
+    fold = kind.layout.fold
     sums = total(kernels.forward_sums(x), reduction, WITH_GRAPH)
     mean, mean_square = (sums[:-TRAILER_NUMBERS] / num_values).chunk(2)
-    xmu = kernels.minus_mean(fold(x), mean)
+    xmu = reference.minus_mean(fold(x), mean)
     invstd = ((mean_square - mean.square()).clamp(min=0) + forward.eps).rsqrt()
     dy = reference.through_relu(kind, fold(dy), fold(x), None if y is None else fold(y), statistics)
-    wide_dy = dy.to(kernels.wide)
-    sum_dy, sum_dy_xmu = kernels.channel_sums(wide_dy), kernels.channel_sums(wide_dy * xmu)
+    wide_dy = dy.double()
+    sum_dy, sum_dy_xmu = reference.channel_sums(wide_dy), reference.channel_sums(wide_dy * xmu)
     sums = total(torch.cat((sum_dy, sum_dy_xmu, sum_dy.new_zeros(TRAILER_NUMBERS))), reduction, "backward")
     mean_dy, mean_dy_xmu = (sums[:-TRAILER_NUMBERS] / num_values).chunk(2)
-    scale = invstd if weight is None else invstd * to_float64(weight)
-    wide_grad_x = (wide_dy - column(mean_dy) - xmu * column(invstd.square() * mean_dy_xmu)) * column(scale)
+    scale = invstd if weight is None else invstd * weight.double()
+    wide_grad_x = (wide_dy - mean_dy[:, None] - xmu * (invstd.square() * mean_dy_xmu)[:, None]) * scale[:, None]
     grad_x, grad_residual = (kind.layout.unfold(wide, x.shape).to(x.dtype) for wide in (wide_grad_x, wide_dy))
     weight_dtype, bias_dtype = kind.grad_weight_dtype, kind.grad_bias_dtype
     return (
         grad_x if kind.needs_x else None,
-        None if weight_dtype is None else from_float64(sum_dy_xmu * invstd, weight_dtype, x.device),
-        None if bias_dtype is None else from_float64(sum_dy, bias_dtype, x.device),
+        None if weight_dtype is None else (sum_dy_xmu * invstd).to(weight_dtype),
+        None if bias_dtype is None else sum_dy.to(bias_dtype),
         grad_residual if kind.needs_residual else passed_dy,
     )

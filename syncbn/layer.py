@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn.arguments import CHECKS_OF_DIMS, CheckOfDims, Options, Tensors, as_eps, as_float, check_num_features
-from syncbn.call_stack import hide_checks, path_in_model
+from syncbn.arguments import CHECKS_OF_DIMS, CheckOfDims, Options, Tensors, as_eps, as_float
+from syncbn.call_stack import path_in_model
 from syncbn.comm import groups
 from syncbn.comm.groups import GroupSpec, ProcessGroupLike
 from syncbn.diagnosis.sites import Site
@@ -43,10 +43,10 @@ class SyncBatchNorm(_BatchNorm):
             statistic; None for the average of all batches so far.
         affine: learn weight and bias.
         track_running_stats: keep running statistics, and use them in evaluation.
-        process_group: the ranks to synchronise: None (the default group, looked up at each call), a ProcessGroup, an
-            int (that many consecutive ranks per group), "node" (the ranks of one host) or a 1-D DeviceMesh. An int or
-            "node" makes groups in this constructor when torch.distributed is initialised, else in the first training
-            forward, which must not be compiled: a collective of ALL ranks of the default group.
+        process_group: the ranks to synchronise: None (the default group, looked up at each call), a ProcessGroup, or an
+            int (that many consecutive ranks per group). An int makes groups in this constructor when torch.distributed
+            is initialised, else in the first training forward, which must not be compiled: a collective of ALL ranks of
+            the default group.
         channel_last: the channels are the last dim, not dim 1.
         fuse_relu: apply relu to the output, in the same pass.
         bias: with `affine`, learn bias too.
@@ -79,7 +79,8 @@ class SyncBatchNorm(_BatchNorm):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_num_features(num_features)
+        if num_features < 1:
+            raise ValueError(f"num_features must be positive, got {num_features}")
         if momentum is not None and not isinstance(momentum, Tensor):
             momentum = as_float("momentum", momentum)
         super().__init__(num_features, as_eps(eps), momentum, affine, track_running_stats, device, dtype)
@@ -117,16 +118,14 @@ class SyncBatchNorm(_BatchNorm):
 
         Args:
             input: (N, C, ...), or (N, ..., C) with `channel_last`; 2 or more dims, the numbered classes as in torch;
-                any N, which may differ between ranks and be 0. float16, bfloat16, float32 or float64. For a jagged
-                NestedTensor (N, length, C, ...) the values (sum of lengths, C, ...) are normalised. For a DTensor this
-                rank's values are normalised, over the ranks along those dims of its mesh that shard other dims than the
-                channels'; parameters and buffers are then DTensors too, or this rank's share.
+                any N, which may differ between ranks and be 0. float16, bfloat16, float32 or float64. For a
+                NestedTensor or DTensor the error gives the lines that pass its values.
             z: residual of the input's shape, added before the relu.
             mask: bool, which values count, as in `functional.sync_batch_norm`.
 
         Returns:
             Tensor of the input's kind, shape and dtype, with the strides of nn.BatchNorm's: channels_last for such an
-            input of 4 or 5 dims, else contiguous. A DTensor has the input's placements.
+            input of 4 or 5 dims, else contiguous.
 
         Raises:
             ValueError, TypeError: a bad argument. In eager mode every rank raises: the faulty rank this error, the
@@ -156,7 +155,7 @@ class SyncBatchNorm(_BatchNorm):
             return evaluate(tensors, self._current_options(), self)
         except (RuntimeError, TypeError, ValueError) as error:
             add_name(error, self)
-            raise error
+            raise
 
     def _current_options(self) -> Options:
         """The options of this layer, made anew if one has changed."""
@@ -219,7 +218,7 @@ def _check_by_layer(layer: Any, input: Tensor) -> None:
 
 
 def add_name(error: Exception, layer: nn.Module) -> None:
-    """Puts the layer's name before an error of its forward, unless the error has it already; see `hide_checks`.
+    """Puts the layer's name before an error of its forward, unless the error has it already.
 
     Exceptions of other classes are left unchanged. So are all exceptions in a compiled graph: it has no frames from
     which the name could be found.
@@ -232,4 +231,3 @@ def add_name(error: Exception, layer: nn.Module) -> None:
         f"{name}{after}" in text for after in (" forward", " backward", ":")
     ):
         error.args = (f"{name}: {error}",)
-    hide_checks(error)

@@ -10,13 +10,10 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from syncbn.arguments import Options, Tensors
-from syncbn.inputs import dtensors, traced
+from syncbn.inputs import traced
 from syncbn.kernels import select
+from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.reductions.interface import Reduction
-from syncbn.reductions.totals import total_of_stack
-from syncbn.statistics import lacks_float64
-from syncbn.torch_internals.autograd import innermost
-from syncbn.torch_internals.state import inside_vmap
 
 
 def raise_on_all_ranks(
@@ -28,18 +25,14 @@ def raise_on_all_ranks(
     GPU without Triton, and where no argument has channels. In eager mode its position then has the error.
     """
     traced.refuse_proxies(tensors)
-    tensors = Tensors._make(tensor.to_local() if dtensors.is_dtensor(tensor) else tensor for tensor in tensors)
     num_channels, device = _likely_channels(tensors, options), _device_of(tensors)
-    device = torch.device("cpu") if lacks_float64(device) else device  # of the sums
     if not reduction.is_read or num_channels is None or not (device.type == "cpu" or select.looks_at_totals(device)):
         reduction.leave_out(error, pass_name)
         raise error  # no rank would read the NaN
-    sums = torch.zeros(2 * num_channels + 1, dtype=torch.float64, device=device)
-    if inside_vmap() and isinstance(tensors.input, Tensor):  # the others send a stack
-        sums = tensors.input.new_zeros(len(sums), dtype=torch.float64, device=sums.device)
-    sums[-1] = math.nan
+    sums = torch.zeros(2 * num_channels + TRAILER_NUMBERS, dtype=torch.float64, device=device)
+    sums[-TRAILER_NUMBERS] = math.nan
     with reduction.telling_errors(pass_name):
-        total_of_stack(innermost(sums), reduction, pass_name, error)
+        reduction.total(sums, pass_name, error)
     raise AssertionError("internal error: no rank reported the bad argument") from error
 
 

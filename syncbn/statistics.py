@@ -6,49 +6,29 @@ C channels, n values of a channel over all ranks; S = sum x and Q = sum x^2 of a
                   (5C + 4,)  of a relu without residual: then scale and shift, see kernels/reference.py
 A thread of a GPU loads several of them at once, as they begin at a multiple of 32 bytes if C is a multiple of 4.
 
-All tensors here have that size, so the cost does not depend on the batch. They are on the input's device or, where that
-has no float64, on the CPU. Knows no ranks, no layout.
+All tensors here have that size, so the cost does not depend on the batch. Knows no ranks, no layout.
 """
 
 import torch
 from torch import Tensor
 
 from syncbn.torch_internals.autograd import copy_together
-from syncbn.torch_internals.state import constant_in_graphs, inside_functorch, inside_vmap, is_compiling, outside_modes
+from syncbn.torch_internals.state import constant_in_graphs, inside_functorch, inside_vmap, is_compiling
 
 TIMES_N = 4  # that n stands in the statistics
-
-_lacks_float64: dict[torch.device, bool] = {}
-HAVE_FLOAT64 = "cpu", "cuda", "meta"  # device types that are known to have it
+HAVE_FLOAT64 = "cpu", "cuda"  # device types
 
 
 @constant_in_graphs
-def lacks_float64(device: torch.device) -> bool:
-    """Whether there is no float64 on a device, as on Apple's MPS and on some GPUs of Intel; it is tried once."""
-    if device not in _lacks_float64:
-        lacks = False
-        if device.type not in HAVE_FLOAT64:
-            try:
-                with outside_modes():
-                    torch.ones(2, dtype=torch.float64, device=device).sum().item()
-            except (torch.OutOfMemoryError, torch.AcceleratorError):  # these may not happen again
-                raise
-            except (RuntimeError, TypeError):  # TypeError: MPS's
-                lacks = True
-            except AssertionError:  # torch was built without such devices: the tensors are fake
-                pass
-        _lacks_float64[device] = lacks
-    return _lacks_float64[device]
-
-
-def to_float64(tensor: Tensor) -> Tensor:
-    """`tensor` in float64; on the CPU if its device has none."""
-    return (tensor.cpu() if lacks_float64(tensor.device) else tensor).to(torch.float64)
-
-
-def from_float64(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`tensor` in this dtype, on this device, which may have no float64."""
-    return tensor.to(dtype).to(device)
+def has_float64(device: torch.device) -> bool:
+    """Whether the device has float64: Apple's MPS and some of Intel's GPUs do not."""
+    if device.type in HAVE_FLOAT64:
+        return True
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device)
+    except (RuntimeError, TypeError):  # TypeError: MPS's
+        return False
+    return True
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -96,7 +76,6 @@ def unbiased(statistics: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Ten
     return mean, var * (num_values / (num_values - 1).clamp(min=1)), num_values
 
 
-@torch.no_grad()
 def update_buffers(
     running_mean: Tensor | None, running_var: Tensor | None, counter: Tensor | None, statistics: Tensor,
     momentum: float | Tensor | None, updates: bool = True,
@@ -109,18 +88,18 @@ def update_buffers(
     selective checkpointing matches saved results by call order.
     """
     if momentum is None and counter is not None:
-        momentum = 1.0 / to_float64(counter + 1)  # without waiting for a GPU
+        momentum = 1.0 / (counter + 1).to(statistics.dtype)  # without waiting for a GPU
     elif isinstance(momentum, Tensor):
-        momentum = to_float64(momentum)
+        momentum = momentum.detach().to(statistics.dtype)
     buffers: list[Tensor] = []
     values: list[Tensor] = []
     if running_mean is not None and running_var is not None and momentum is not None:
-        mean, var, num_values = unbiased(statistics.detach(), len(running_mean))  # no_grad leaves tangents
+        mean, var, num_values = unbiased(statistics.detach(), len(running_mean))
         for running, statistic, enough in ((running_mean, mean, num_values > 0), (running_var, var, num_values > 1)):
-            wide = to_float64(running)
+            wide = running.to(statistics.dtype)
             updated = torch.where(enough, (1 - momentum) * wide + momentum * statistic, wide)
             buffers.append(running)
-            values.append(from_float64(updated, running.dtype, running.device))
+            values.append(updated.to(running.dtype))
     if counter is not None:
         buffers.append(counter)
         values.append(counter + 1)

@@ -165,7 +165,7 @@ def _batch_norm(
             raise
     except (RuntimeError, TypeError, ValueError) as error:
         add_name(error, layer)
-        raise error
+        raise
 
 
 def _belongs_to_layer(layer: SyncBatchNorm, tensors: Tensors) -> bool:

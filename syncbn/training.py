@@ -2,19 +2,19 @@
 
 An ordinary call has plain tensors without gaps and no mask, in eager mode; there are kernels for them, and no mode,
 transform or profiler watches its operators (on a GPU a profiler may). It takes ordinary.step. So does a call with a
-mask, a tensor with gaps, a subclass of Tensor, a NestedTensor or a DTensor, once it has been made ordinary here. All
-others take the general road: calls in a compiled graph or an exported program; under a dispatch mode, a transform of
-torch.func or, on a CPU, a profiler; with a momentum in a tensor, a weight or buffer with gaps, other unusual options or
-a bad argument; and calls on machines without kernels.
+mask, a tensor with gaps or a subclass of Tensor, once it has been made ordinary here. All others take the general road:
+calls in a compiled graph or an exported program; under a dispatch mode, a transform of torch.func or, on a CPU, a
+profiler; with a momentum in a tensor, a weight or buffer with gaps, other unusual options or a bad argument; and calls
+on machines without kernels. On the general road one rank without a mask is F.batch_norm.
 """
 
 from torch import Tensor
 
 from syncbn import general, ordinary
 from syncbn.arguments import Options, Tensors
-from syncbn.checks import checked
+from syncbn.checks import checked, require_float64
 from syncbn.diagnosis.sites import CallsOnGroups
-from syncbn.inputs import dtensors
+from syncbn.evaluation import train_alone
 from syncbn.inputs.unwrapping import Wrap, apply_mask, unchanged, unwrap, unwrap_and_mask, without_gaps
 from syncbn.plan import forward_plan
 from syncbn.raising import raise_on_all_ranks
@@ -57,12 +57,13 @@ def train(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Te
 def prepared(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Tensors, Options, Reduction, Wrap]:
     """The tensors unwrapped, the options checked, the ranks to synchronise, and what makes the output what the input
     was. **Raises** a fault in the arguments of this rank on every rank."""
-    x, spec = tensors.input, options.process_group
-    group = dtensors.group_of(x, options.channel_dim) if dtensors.is_dtensor(x) else spec
-    reduction = reduction_now(group, caller, x)
+    reduction = reduction_now(options.process_group, caller, tensors.input)
     try:
         tensors, options, wrap = unwrap(tensors, options)
-        return tensors, checked(tensors, options, caller), reduction, wrap
+        options = checked(tensors, options, caller)
+        if reduction.group is not None or tensors.mask is not None:
+            require_float64(tensors.input)
+        return tensors, options, reduction, wrap
     except Exception as error:  # of any class: a subclass's _check_input_dim may raise it
         raise_on_all_ranks(error, tensors, options, reduction, "forward")
 
@@ -75,10 +76,13 @@ def _train_generally(tensors: Tensors, options: Options, caller: CallsOnGroups) 
     """
     tensors, options, reduction, wrap = prepared(tensors, options, caller)
     with recorded("syncbn.forward"), reduction.telling_errors("forward"):
-        tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
-        tensors = without_gaps(tensors, options)
-        y, statistics = general.normalize(tensors, options, reduction)
-        y = apply_to_output(y)
+        if reduction.group is None and tensors.mask is None:
+            y, statistics = train_alone(tensors, options)
+        else:
+            tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
+            tensors = without_gaps(tensors, options)
+            y, statistics = general.normalize(tensors, options, reduction)
+            y = apply_to_output(y)
     # Compiled graphs leave updates out of a recompute; in eager mode the same operators run there and update nothing.
     updates = is_compiling() or current_backward() == -1
     buffers = tensors.running_mean, tensors.running_var, tensors.counter

@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import GroupMember
 
 import syncbn
-from syncbn.comm.groups import ranks_per_host
 from syncbn.functional import batch_norm_backward, sync_batch_norm
 
 X = torch.randn(4, 3, 5)
@@ -39,14 +38,12 @@ def backward(**changed: object) -> object:
 # what fails, the nearest that does not, the error, its words
 CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], str]] = [
     (lambda: layer(num_features=0), lambda: layer(num_features=1), ValueError, "num_features must be positive, got 0"),
-    (lambda: layer(num_features="8"), lambda: layer(num_features=np.int64(8)), TypeError, "num_features must be an int, the number of channels, got '8'; pass int(...)"),
     (lambda: layer(eps=0), lambda: layer(eps=1e-30), ValueError, "eps must be positive during training, but got 0"),
     (lambda: layer(eps=float("nan")), lambda: layer(eps=1), ValueError, "eps must be positive during training, but got nan"),
-    (lambda: layer(eps="1"), lambda: layer(eps=np.float64(0.1), momentum=np.float32(0.1))(X), TypeError, "eps must be a number, got '1' of type str"),
-    (lambda: layer(momentum=True), lambda: layer(momentum=1), TypeError, "momentum must be a number, got True"),
+    (lambda: layer(eps="1"), lambda: layer(eps=np.float64(0.1), momentum=np.float64(0.1))(X), TypeError, "eps must be a float, got '1' of type str; pass float(eps)"),
     (lambda: layer(process_group=0), lambda: layer(process_group=1), ValueError, "process_group=0: an int is the number of ranks"),
     (lambda: layer(process_group=True), lambda: layer(process_group=1), TypeError, "got True of type bool"),
-    (lambda: layer(process_group="host"), lambda: layer(process_group="node"), TypeError, "\"node\" or a 1-D DeviceMesh, got 'host'"),
+    (lambda: layer(process_group="host"), lambda: layer(process_group=2), TypeError, "got 'host' of type str; of a DeviceMesh pass mesh.get_group(), for the ranks of a node int(os.environ"),
     (lambda: layer(process_group=GroupMember.NON_GROUP_MEMBER)(X), lambda: layer(process_group=GroupMember.NON_GROUP_MEMBER).eval()(X), ValueError, "this rank is not in the layer's process_group"),
     (lambda: layer(process_group=[0, 1]), lambda: layer(process_group=2), TypeError, "got [0, 1] of type list"),
     (lambda: layer()(X[0, 0]), lambda: layer()(X[:, :, 0]), ValueError, "expected at least 2D input (got 1D input"),
@@ -120,42 +117,6 @@ def test_eps_in_evaluation(eps: float) -> None:
     assert all(y.isfinite().all() for y in (function(training=False, eps=0), plain(X), acts(X[..., None])))
 
 
-@pytest.mark.parametrize(
-    ("dims", "shape", "remedy"),
-    [
-        (1, (2, 3, 4, 4), "; use SyncBatchNorm2d (nn.BatchNorm2d before conversion)"),
-        (1, (3,), "; add the dim of the batch by input[None]"),
-        (2, (3, 4, 4), "; add the dim of the batch by input[None], or use SyncBatchNorm1d (nn.BatchNorm1d before"),
-        (3, (2, 3, 4, 4), "; add the dim of the batch by input[None], or use SyncBatchNorm2d (nn.BatchNorm2d before"),
-        (2, (2, 3, 4, 4, 4), "; use SyncBatchNorm3d (nn.BatchNorm3d before conversion)"),
-        (2, (2, 3, 4, 4, 4, 4), ""),
-    ],
-)
-def test_the_remedy_of_a_number_of_dims(dims: int, shape: tuple[int, ...], remedy: str) -> None:
-    """In training, evaluation, and for the class that a conversion makes."""
-    ours = getattr(syncbn, f"SyncBatchNorm{dims}d")(3)
-    for used in (ours, syncbn.convert_syncbn_model(getattr(torch.nn, f"BatchNorm{dims}d")(3))):
-        for training in (True, False):
-            with pytest.raises(ValueError, match=re.escape(f"its shape is {shape}{remedy}") + "$" * (not remedy)):
-                used.train(training)(torch.ones(shape))
-
-
-def test_node_rejects_what_is_not_consecutive_hosts() -> None:
-    assert ranks_per_host([("2", "0"), ("2", "1"), ("2", "0"), ("2", "1")]) == 2
-    assert ranks_per_host([("2", None)] * 4) == ranks_per_host([("2", "")] * 4) == 2
-    for told, words in (
-        ([("2", "0"), (None, "1")], "the same positive number everywhere:\nrank 0: 2\nrank 1: not set"),
-        ([("x", "0")], "rank 0: x"),
-        ([("0", "0")], "rank 0: 0"),
-        ([(5000 * "9", "0")], "rank 0: 999"),
-        ([("2", "0"), ("1", "0")], "rank 0: 2\nrank 1: 1"),
-        ([("2", "0"), ("2", "1"), ("2", "0")], "divide WORLD_SIZE; they are 2 and 3"),
-        ([("2", "0"), ("2", "0"), ("2", "1"), ("2", "1")], "rank 1 has LOCAL_RANK 0, expected 1"),
-    ):
-        with pytest.raises(ValueError, match=r"(?s)LOCAL_WORLD_SIZE.*" + re.escape(words)):
-            ranks_per_host(told)
-
-
 def test_errors_of_a_layer_name_it_and_the_remedy() -> None:
     """In training and evaluation; also of a subclass that calls F.batch_norm, where torch says only
     "running_mean should contain 5 elements not 3"."""
@@ -212,7 +173,7 @@ def test_one_value_per_channel(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         play(monkeypatch)
     call = (ON_GPU | ANYWHERE)[name]
     call(torch.randn(2, 3, 1))
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training, got 1"):
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training, got "):
         call(torch.randn(1, 3, 1))
 
 

@@ -29,19 +29,20 @@ ROOMS = {
 # From the top to the bottom. A module imports only from lines below its own; within a line, nothing of that line.
 ORDER = [
     "__main__",
-    "testing lightning",
+    "testing",
     "__init__",
     "tools.summary",
     "convert",
     "unsynchronised",
-    "calls_of_batch_norm synchronised_classes tools.accumulate_running_stats",
+    "synchronised_classes tools.accumulate_running_stats",
     "functional layer",
     "batch_stats",
-    "training evaluation",
-    "ordinary general",
+    "training",
+    "evaluation ordinary",
+    "general",
     "gradients raising",
     "inputs.unwrapping",
-    "inputs.dtensors inputs.traced",
+    "inputs.traced",
     "plan",
     "checks",
     "arguments",
@@ -52,7 +53,7 @@ ORDER = [
     "kernels.select",
     "kernels.graphs",
     "kernels.operators",
-    "kernels.in_parts kernels.without_float64",
+    "kernels.in_parts",
     "kernels.gpu kernels.reference kernels.cpu",
     "kernels.gpu_channels kernels.gpu_launch",
     "kernels.gpu_tiles",
@@ -67,9 +68,9 @@ LEVELS = {module: level for level, line in enumerate(ORDER) for module in line.s
 # Within a method of layer.py: torch's name of the conversion stands on the class, and users type it.
 ALLOWED_UPWARDS = {("layer", "convert")}
 KNOWN_TO_COMM = "comm.", "torch_internals.", "call_stack", "texts"
-# Rooms that may know torch.distributed; of its tensors inputs.dtensors; and tests of users' own, which start ranks.
+# Rooms that may know torch.distributed; and tests of users' own, which start ranks.
 KNOWS_RANKS = (
-    "comm.", "reductions.", "inputs.dtensors", "diagnosis.", "torch_internals.distributed",
+    "comm.", "reductions.", "diagnosis.", "torch_internals.distributed",
     "testing", "__main__",
 )  # fmt: skip
 

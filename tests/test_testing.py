@@ -5,7 +5,6 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -130,14 +129,6 @@ def test_info_says_where_kernels_are_missing(tmp_path: Path, monkeypatch: pytest
     assert cpu.load.__wrapped__() == hides
 
 
-def test_info_finds_apexs_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert info()["apex's module of the same name"] == "none"
-    extension = tmp_path / f"syncbn{EXTENSION_SUFFIXES[0]}"
-    extension.touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert info()["apex's module of the same name"].startswith(f"{extension}: ")
-
-
 def test_check_on_two_ranks(tmp_path: Path) -> None:
     (program := tmp_path / "program.py").write_text("from syncbn.__main__ import main; raise SystemExit(main())")
     printed = run_on_ranks(2, program, "check")
@@ -146,14 +137,12 @@ def test_check_on_two_ranks(tmp_path: Path) -> None:
     kinds = itertools.product(["float64", "float32"], ["loss", "output", "gradient", "parameter", "buffer"])
     assert [row[:2] for row in rows] == [*kinds]
     assert all(float(error) < (1e-14 if dtype == "float64" else 1e-5) for dtype, _, error in rows)
-    assert re.search(r"[\d.]+ ms for the all_reduce of a layer of 256 channels, .* for a step of 53", printed)
 
 
 def test_exit_statuses_of_check(here: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     status, printed = here("check")
     assert status == 0
-    for said in ("passed", "One rank has nothing to synchronise: torchrun"):
-        assert said in printed
+    assert "passed" in printed
     assert re.search(r"^float32  parameter  \d\.\de[+-]\d\d  1\.0e-04$", printed, re.MULTILINE)
     model = __main__._model()
     model.append(nn.RReLU(-2, 2))  # random
@@ -161,11 +150,3 @@ def test_exit_statuses_of_check(here: Main, monkeypatch: pytest.MonkeyPatch) -> 
     status, printed = here("check")
     assert status == 1
     assert "FAILED" in printed
-    for name in __main__.SET_BY_TORCHRUN:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RANK", "0")  # as a cluster's shell may, without the others
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    status, printed = here("check")
-    assert status == 2
-    missing = "RANK is set, but not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; torchrun sets all of them"
-    assert missing in printed

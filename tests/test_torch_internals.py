@@ -18,7 +18,6 @@ import torch.distributed as dist
 from conftest import GROUP_TIMEOUT
 from jobs import run
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import _functional_collectives
 from torch.nn.parallel import DistributedDataParallel
@@ -83,25 +82,6 @@ def test_keeps_graph() -> None:
     for retain_graph in (True, False):
         y.sum().backward(retain_graph=retain_graph)
     assert seen == [True, True, False]
-
-
-def test_levels_of_vmap() -> None:
-    seen: list[set[int]] = []
-    x = torch.ones(2, 3)
-
-    def function(row: Tensor) -> Tensor:
-        seen.extend(map(autograd.levels_of_vmap, (row, x, None)))
-        return row.sum()
-
-    torch.func.vmap(torch.func.grad(function))(x)
-    assert [len(levels) for levels in seen] == [1, 0, 0]
-
-
-def test_outside_modes() -> None:
-    with FakeTensorMode():
-        with state.outside_modes():
-            assert torch.ones(2).sum().item() == 2
-        assert type(torch.ones(2)) is FakeTensor
 
 
 selective = partial(create_selective_checkpoint_contexts, [])  # of which nothing is saved
@@ -177,16 +157,6 @@ def test_names_of_tensors() -> None:
     assert [autograd.is_zero_tensor(one) for one in (x, torch._efficientzerotensor(2))] == [False, True]
     several = x, x.expand(3, 2), torch.zeros(6)[::2], torch.zeros(1).expand(1)
     assert [*map(autograd.overlaps_itself, several)] == [False, True, False, False]
-    for dim, shape in ((1, (5, 4)), (2, (4, 5))):
-        nested = torch.nested.nested_tensor_from_jagged(torch.randn(shape), torch.tensor([0, 2, 5]), jagged_dim=dim)
-        values, offsets, ragged_dim = autograd.jagged_parts(nested)
-        assert torch.equal(values, nested.values())
-        assert offsets is nested.offsets()
-        assert ragged_dim == dim
-    rows = torch.ones(2, 3)
-    innermost = [autograd.innermost(rows)]
-    torch.vmap(torch.func.grad(lambda row: innermost.append(autograd.innermost(row)) or row.sum()))(rows)
-    assert all(tensor is rows for tensor in innermost)
 
 
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
@@ -206,23 +176,6 @@ def test_views_of_a_tensor(context: type[Any]) -> None:
             function(parameter, buffer)
             function(buffer, parameter)
     assert seen == [[True] * 5 + [False] * 6] * 6
-
-
-def test_batched_gradients_and_their_stack() -> None:
-    """What is done to the stack is done to each gradient, and has a graph."""
-    seen: list[tuple[bool, list[int]]] = []
-
-    def double(tensor: Tensor) -> Tensor:
-        seen.append((autograd.is_batched_gradient(tensor), [*tensor.shape]))
-        return 2 * tensor
-
-    x = torch.ones(2, requires_grad=True)
-    y = x.square()
-    y.register_hook(lambda dy: autograd.apply_to_stack(double, double(dy)))
-    (first,) = torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, create_graph=True)
-    assert torch.equal(first, 8 * torch.eye(2))
-    assert torch.equal(torch.autograd.grad(first.sum(), x)[0], torch.tensor([8.0, 8.0]))
-    assert seen == [(True, [2]), (False, [2, 2])]
 
 
 def test_names_of_modules() -> None:

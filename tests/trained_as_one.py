@@ -1,5 +1,7 @@
 """Models and losses that the ranks which `syncbn.testing` starts can import."""
 
+import os
+
 import torch
 from torch import Tensor, nn
 
@@ -37,7 +39,7 @@ def built_model() -> nn.Module:
 
 
 def model_by_node() -> nn.Module:
-    return syncbn.convert_syncbn_model(local_model(), process_group="node")
+    return syncbn.convert_syncbn_model(local_model(), process_group=int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
 def frozen_model() -> nn.Module:

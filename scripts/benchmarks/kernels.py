@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from benchmarks.measuring import Case, cases, draw, in_turn, session, time_stages
 
-from syncbn.kernels import in_parts
+from syncbn.kernels import reference
 from syncbn.kernels.interface import TRAILER_NUMBERS, BackwardKind, ForwardKernels, ForwardKind
 from syncbn.kernels.select import ordinary_back_end
 from syncbn.layout import Layout
@@ -69,7 +69,7 @@ def run_case(case: Case, device: torch.device, rounds: int) -> dict[str, dict[st
     """Milliseconds of each call, and its share of the copy's rate."""
     x = draw(case, device)[0]
     kind = ForwardKind(Layout.of(x, case.channel_dim), x.dtype, device)
-    calls = calls_of(ordinary_back_end(kind) or in_parts, case, device)
+    calls = calls_of(ordinary_back_end(kind) or reference, case, device)
     timers = {name: partial(time_stages, device, call) for name, (call, _) in calls.items()}
     samples = in_turn(timers, rounds, warm_up=2)
     times = {name: statistics.median(ms for (ms,) in values) for name, values in samples.items()}

@@ -107,10 +107,8 @@ class Collective(Wait):
             error.add_note(f"syncbn: {what}; with CUDA_LAUNCH_BLOCKING=1 it is raised where it happens.")
         elif "No backend type associated with device type" in str(error):
             what = f"syncbn: {self.doing()} cannot send its sums: {error} in its process group"
-            why = "the sums are on the input's device, or on the CPU if that has no float64"
-            raise RuntimeError(
-                f'{what}; {why}. Name a backend for both, as in init_process_group("cpu:gloo,cuda:nccl").'
-            )
+            remedy = 'Name a backend for both, as in init_process_group("cpu:gloo,cuda:nccl").'
+            raise RuntimeError(f"{what}, which are on the device of the input. {remedy}")
         elif not isinstance(error, RanksDifferError):
             where = report.where_all_are(self, has_failed=True)
             failed = f"syncbn: a collective failed on rank {self.rank.rank} after {self.seconds():.1f} s."

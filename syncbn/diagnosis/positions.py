@@ -38,7 +38,6 @@ if TYPE_CHECKING:  # upwards, for the type of what the watchdog looks at
 
 HAS_LEFT = "has left"
 IN_COLLECTIVE = "in "  # how `Position.blocked` begins for a collective
-OF_STACK = "of a stack, as vmap and is_grads_batched make"  # behind the pass, while its size is compared
 WITH_GRAPH = "backward with create_graph or torch.func"  # the first all_reduce of such a backward
 FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
 CLOCKS_DIFFER_SECONDS = 5.0  # at most, of two hosts
@@ -51,7 +50,7 @@ class Position(NamedTuple):
 
     group: str = ""  # the process group: 0/1
     number: int = 0  # of the all_reduce among syncbn's on the group, from 1
-    pass_name: str = ""  # of the all_reduce: forward, backward, WITH_GRAPH, or a derivative or tangent of these
+    pass_name: str = ""  # of the all_reduce: forward, backward, WITH_GRAPH, or a derivative of these
     doing: str = ""  # layer4.1.bn3 forward, call 17
     evaluated: str = ""  # that it has called a layer in evaluation mode since
     left: str = ""  # HAS_LEFT, and why

@@ -6,7 +6,7 @@ import time
 
 from syncbn.comm.text_exchange import by_rank
 from syncbn.diagnosis import processes
-from syncbn.diagnosis.positions import HAS_LEFT, IN_COLLECTIVE, OF_STACK, WITH_GRAPH, Position, Wait, Written
+from syncbn.diagnosis.positions import HAS_LEFT, IN_COLLECTIVE, WITH_GRAPH, Position, Wait, Written
 
 SETTLE_SECONDS = 0.3  # in which a rank that leaves can say why
 SILENCE_SECONDS = 5.0  # after which a silent rank of another host is reported; clocks may differ by less
@@ -27,7 +27,6 @@ OTHER_PASSES = (
     "model.eval(); or it called ddp.module where the others call ddp."
 )
 OTHER_GRAPHS = "Pass create_graph=True on every rank or on none, and differentiate by torch.func on all or on none."
-OTHER_STACKS = "Call torch.func.vmap, or pass is_grads_batched=True, on every rank or on none."
 OTHER_SETTINGS = (
     "Give the layer the same settings on every rank, and let schedules change them on all ranks in the same step."
 )
@@ -76,7 +75,6 @@ def _remedy(positions: list[Position]) -> str:
     num_collectives = sum(place.startswith(IN_COLLECTIVE) for place in blocked)
     rows = (
         (has_own_error, ""),
-        (len({one.endswith(OF_STACK) for one in passes if one}) > 1, OTHER_STACKS),
         (any(one.called for one in positions), OTHER_CALLS),
         (any(one.state.endswith(processes.HAS_ENDED) for one in positions), ENDED),
         (num_collectives > 1 and not is_silent, OTHER_COLLECTIVES),

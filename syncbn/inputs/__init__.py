@@ -1,1 +1,1 @@
-"""Makes inputs ordinary and outputs what the inputs were: subclasses, NestedTensors, DTensors, masks, gaps, Proxies."""
+"""Makes inputs ordinary and outputs what the inputs were: subclasses, masks, gaps, Proxies."""

@@ -8,7 +8,7 @@ plain tensors: what they do there cannot change which collectives this rank issu
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias, TypeGuard, TypeVar
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -17,13 +17,10 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from syncbn.arguments import CHECKS_OF_DIMS, SUPPORTED_DTYPES, Options, Tensors
 from syncbn.checks import check_mask, check_saved
-from syncbn.inputs import dtensors
 from syncbn.layout import Layout
-from syncbn.torch_internals.autograd import Jagged, jagged_parts
 from syncbn.torch_internals.guards import require_memory
-from syncbn.torch_internals.state import PLAIN_CLASSES, PLAIN_OR_NONE, is_compiling
+from syncbn.torch_internals.state import PLAIN_OR_NONE, is_compiling
 
-MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 Wrap: TypeAlias = Callable[[Tensor], Tensor]
 
 
@@ -46,23 +43,6 @@ def unwrap_and_mask(tensors: Tensors, options: Options) -> tuple[Tensors, Option
     return tensors, options, lambda output: wrap(apply_to_output(output))
 
 
-def unwrap(tensors: Tensors, options: Options, synchronises: bool = True) -> tuple[Tensors, Options, Wrap]:
-    """The arguments with plain tensors in place of subclasses, NestedTensors and DTensors, and a function that makes
-    the output what the input was. If the call `synchronises`, the ranks are those of a DTensor's mesh."""
-    wrap: Wrap = unchanged
-    if PLAIN_OR_NONE.issuperset(map(type, tensors)):
-        return tensors, options, wrap
-    if not is_compiling():  # Dynamo (torch 2.13) cannot trace x.as_subclass(Tensor)
-        tensors, options, wrap = _unwrap_subclasses(tensors, options)
-    if type(tensors.input) not in PLAIN_CLASSES:
-        jagged = jagged_parts(tensors.input)
-        if jagged is not None:
-            tensors, wrap = unwrap_nested(tensors, jagged)
-        elif dtensors.is_dtensor(tensors.input):
-            return dtensors.unwrap(tensors, options, synchronises)
-    return tensors, options, wrap
-
-
 def can_be_unwrapped(tensor: Tensor | None) -> TypeGuard[Tensor]:
     """Whether this is a tensor of a subclass that changes no operator: its values are in memory, as a Tensor's are."""
     if type(tensor) in PLAIN_OR_NONE or not isinstance(tensor, Tensor) or isinstance(tensor, UninitializedTensorMixin):
@@ -76,9 +56,11 @@ def plain(tensor: Tensor) -> Tensor:
         return tensor.as_subclass(Tensor)
 
 
-def _unwrap_subclasses(tensors: Tensors, options: Options) -> tuple[Tensors, Options, Wrap]:
-    """The arguments with plain tensors in place of subclasses that have memory, and a function that hands the output to
-    the classes of the tensors which nn.BatchNorm would see."""
+def unwrap(tensors: Tensors, options: Options) -> tuple[Tensors, Options, Wrap]:
+    """Return the arguments with plain tensors in place of subclasses that have memory, and a function that hands the
+    output to the classes of the tensors which nn.BatchNorm would see."""
+    if is_compiling() or PLAIN_OR_NONE.issuperset(map(type, tensors)):  # Dynamo cannot trace x.as_subclass(Tensor)
+        return tensors, options, unchanged
     x, check = tensors.input, options.check_input_dim
     if check not in CHECKS_OF_DIMS and can_be_unwrapped(x):
         options = replace(options, check_input_dim=lambda layer, _: check(layer, x))  # it may look at more than dims
@@ -95,26 +77,6 @@ def batch_norm(*inputs: Tensor | None, output: Tensor) -> Tensor:
     if has_torch_function(inputs):
         return handle_torch_function(batch_norm, inputs, *inputs, output=output)
     return output
-
-
-def unwrap_nested(tensors: Tensors, x: Jagged) -> tuple[Tensors, Wrap]:
-    """The tensors with the values (sum of lengths, ...) of a jagged NestedTensor (N, length, ...), whose parts are x,
-    and a function that makes the output a NestedTensor with the input's offsets.
-
-    The ragged dim, which may be another than dim 1 as in (N, C, length), becomes the first. z and mask are values, or
-    NestedTensors with the input's offsets.
-    """
-
-    def values(tensor: MaybeTensor) -> MaybeTensor:
-        parts = jagged_parts(tensor)
-        if parts is None or parts.offsets is not x.offsets:
-            return tensor
-        return parts.values.movedim(parts.dim - 1, 0)
-
-    def wrap(output: Tensor) -> Tensor:
-        return torch.nested.nested_tensor_from_jagged(output.movedim(0, x.dim - 1), x.offsets, jagged_dim=x.dim)
-
-    return tensors._replace(input=values(tensors.input), z=values(tensors.z), mask=values(tensors.mask)), wrap
 
 
 def apply_mask(tensors: Tensors, channel_dim: int) -> tuple[Tensors, Wrap]:

@@ -16,7 +16,7 @@ class InParts(reference.Operations):
     def summed(self, terms: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Tensor | None) -> Tensor:
         sums = x.new_zeros(2 * self.kind.layout.sizes[1], dtype=torch.float64)
         for part in self.parts(x, *others):
-            sums += torch.cat([*map(self.channel_sums, terms(*part))])
+            sums += torch.cat([*map(reference.channel_sums, terms(*part))])
         return sums
 
     def mapped(self, function: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Tensor:

@@ -7,9 +7,8 @@
 
 An all_reduce of the sums stands between the two calls of a pass. A back end is a module with two classes, Forward and
 Backward. reference.py defines the calls by torch operations, for the general road; operators.py must compute the same,
-in_parts.py part by part, without_float64.py to within 1e-5 and with sums, totals and statistics on the CPU. So must
-cpu.py and gpu.py, for the ordinary road: their calls, which are declared here, also sign the sums, keep scratch memory
-and update the running statistics.
+in_parts.py part by part. So must cpu.py and gpu.py, for the ordinary road: their calls, which are declared here, also
+sign the sums, keep scratch memory and update the running statistics.
 
 Kernels compute: they know no ranks and refuse nothing. What ranks have sent is compared by the caller; on a GPU, where
 the host does not wait for a total, the kernel that reads it compares, and notes what it found in a Mailbox.

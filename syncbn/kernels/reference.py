@@ -1,7 +1,7 @@
 """Defines the kernels as torch operations, which run on every device: the other back ends must compute the same.
 
-in_parts.py, operators.py and without_float64.py derive from these classes, and serve the general road with them. cpu.py
-and gpu.py serve the ordinary road, with more arguments, see interface.py.
+in_parts.py and operators.py derive from these classes, and serve the general road with them. cpu.py and gpu.py serve
+the ordinary road, with more arguments, see interface.py.
 
 C: channels. The layout of a kind says how x lies in memory: without gaps, as (outer, C, inner). So do dy, y and the
     residual, which have the dtype and shape of x. Sums, totals and statistics are float64, packed as in statistics.py;
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from syncbn.kernels import interface
 from syncbn.kernels.interface import GradientPair, Inputs, Saved
-from syncbn.statistics import TIMES_N, compute_dtype, from_float64, from_sums, to_float64, unpack
+from syncbn.statistics import TIMES_N, compute_dtype, from_sums, unpack
 
 
 def signature_of_call(signature: int, forward_total: Tensor) -> Tensor:
@@ -38,29 +38,15 @@ def signature_of_call(signature: int, forward_total: Tensor) -> Tensor:
 
 
 class Operations:
-    """What both passes do with tensors: fold them, add up over channels, map. in_parts.py and without_float64.py do it
-    in another way. Autograd, torch.func and compilers see each operation of torch."""
-
-    wide = torch.float64  # in which values are added
+    """What both passes do with tensors: fold them, add up over channels, map. in_parts.py does it in another way.
+    Autograd, torch.func and compilers see each operation of torch."""
 
     def __init__(self, kind: interface.ForwardKind | interface.BackwardKind) -> None:
         self.kind = kind
 
-    def channel_sums(self, values: Tensor) -> Tensor:
-        """The sum over each channel of folded values, which are `wide`: float64 (C,)."""
-        return values.sum((0, 2))
-
-    def minus_mean(self, x: Tensor, mean: Tensor) -> Tensor:
-        """x - mean of a folded x, `wide`; the mean is float64."""
-        return x.to(torch.float64) - mean[:, None]
-
-    def column(self, values: Tensor) -> Tensor:
-        """Per-channel values in float64 as `wide` ones (C, 1), beside folded values."""
-        return from_float64(values, self.wide, self.kind.device).unsqueeze(1)
-
     def summed(self, terms: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Tensor | None) -> Tensor:
         """The sums of two terms, of these tensors folded, over the values of each channel: float64 (2C,)."""
-        return torch.cat([*map(self.channel_sums, terms(*self.folded(x, *others)))])
+        return torch.cat([*map(channel_sums, terms(*self.folded(x, *others)))])
 
     def mapped(self, function: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Tensor:
         """What the function makes of these tensors folded, in the shape, dtype and memory format of x; not as a view,
@@ -70,6 +56,16 @@ class Operations:
 
     def folded(self, *tensors: Tensor | None) -> list[Tensor | None]:
         return [None if tensor is None else self.kind.layout.fold(tensor) for tensor in tensors]
+
+
+def channel_sums(values: Tensor) -> Tensor:
+    """The sum over each channel of folded values in float64: (C,)."""
+    return values.sum((0, 2))
+
+
+def minus_mean(x: Tensor, mean: Tensor) -> Tensor:
+    """x - mean of a folded x, in float64."""
+    return x.double() - mean[:, None]
 
 
 class Forward(Operations):
@@ -96,8 +92,8 @@ class Forward(Operations):
         statistics = from_sums(total[: -interface.SIGNATURE_NUMBERS], self.kind.eps)
         mean, _, invstd, _ = unpack(statistics, kind.layout.sizes[1])
         _, rest = _split(mean, x.dtype)
-        scale = invstd if weight is None else invstd * to_float64(weight)
-        shift = -rest * scale if bias is None else to_float64(bias) - rest * scale
+        scale = invstd if weight is None else invstd * weight.double()
+        shift = -rest * scale if bias is None else bias.double() - rest * scale
         if kind.masks_by_x:
             statistics = torch.cat((statistics, scale, shift))
 
@@ -119,14 +115,14 @@ class Backward(Operations):
         mean, _, invstd, _ = unpack(statistics, self.kind.layout.sizes[1])
 
         def terms(x: Tensor, dy: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-            wide_dy = through_relu(self.kind, dy, x, y, statistics).to(self.wide)
-            return wide_dy, wide_dy * self.minus_mean(x, mean)
+            wide_dy = through_relu(self.kind, dy, x, y, statistics).double()
+            return wide_dy, wide_dy * minus_mean(x, mean)
 
         sums = self.summed(terms, x, dy, y)
         sum_dy, sum_dy_xmu = sums.chunk(2)
         weight_dtype, bias_dtype = self.kind.grad_weight_dtype, self.kind.grad_bias_dtype
-        grad_weight = None if weight_dtype is None else from_float64(sum_dy_xmu * invstd, weight_dtype, x.device)
-        grad_bias = None if bias_dtype is None else from_float64(sum_dy.clone(), bias_dtype, x.device)
+        grad_weight = None if weight_dtype is None else (sum_dy_xmu * invstd).to(weight_dtype)
+        grad_bias = None if bias_dtype is None else sum_dy.clone().to(bias_dtype)
         return torch.cat((sums, sums.new_zeros(interface.TRAILER_NUMBERS))), grad_weight, grad_bias
 
     def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
@@ -138,9 +134,9 @@ class Backward(Operations):
         mean, _, invstd, num_values = unpack(statistics, self.kind.layout.sizes[1])
         narrow_mean, rest = _split(mean, x.dtype)
         mean_dy, mean_dy_xmu = (total[: -interface.TRAILER_NUMBERS] / num_values.clamp(min=1)).chunk(2)
-        wide_a = invstd if weight is None else invstd * to_float64(weight)
+        wide_a = invstd if weight is None else invstd * weight.double()
         wide_b = -wide_a * invstd.square() * mean_dy_xmu
-        center, a, b, c = _columns(x.device, narrow_mean, wide_a, wide_b, -wide_a * mean_dy - wide_b * rest)
+        center, a, b, c = _columns(narrow_mean, wide_a, wide_b, -wide_a * mean_dy - wide_b * rest)
 
         def behind_relu(x: Tensor, dy: Tensor, y: Tensor | None) -> Tensor:
             return through_relu(self.kind, dy, x, y, statistics)
@@ -166,7 +162,7 @@ def through_relu(kind: interface.BackwardKind, dy: Tensor, x: Tensor, y: Tensor 
 
 def _normalized(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """(x - center) * scale + shift of a folded x, in the dtype of computation."""
-    center, scale, shift = _columns(x.device, _split(mean, x.dtype)[0], scale, shift)
+    center, scale, shift = _columns(_split(mean, x.dtype)[0], scale, shift)
     return (x.to(center.dtype) - center) * scale + shift
 
 
@@ -176,8 +172,8 @@ def _split(mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return center, mean - center
 
 
-def _columns(device: torch.device, center: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """These per-channel values, each (C, 1), on this device in the dtype of the center. Inductor does not compute
-    again, for each value of a map, what torch.cat puts in memory."""
-    packed = torch.cat((center, *[values.to(center.dtype) for values in others])).to(device)
+def _columns(center: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """These per-channel values, each (C, 1), in the dtype of the center. Inductor does not compute again, for each
+    value of a map, what torch.cat puts in memory."""
+    packed = torch.cat((center, *[values.to(center.dtype) for values in others]))
     return packed.view(1 + len(others), center.shape[0], 1).unbind()

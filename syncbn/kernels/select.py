@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from syncbn.call_stack import warn_once
-from syncbn.kernels import cpu, in_parts, reference, without_float64
+from syncbn.kernels import cpu, in_parts, reference
 from syncbn.kernels.interface import BackEnd, BackwardKind, ForwardKind, Mailbox
 from syncbn.layout import Layout
-from syncbn.statistics import lacks_float64
 from syncbn.torch_internals.autograd import is_batched_gradient
 from syncbn.torch_internals.state import (
     constant_in_graphs,
@@ -57,8 +56,6 @@ def general_back_end(kind: ForwardKind | BackwardKind, x: Tensor, *others: Tenso
     Dynamo knows nothing inside torch.func. So such a graph gets torch operations where grad mode is on. (Inside a
     Function grad mode is off, but Dynamo of torch 2.11 leaves it on in the forward.)
     """
-    if lacks_float64(kind.device):
-        return without_float64
     if type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
         return reference
     if is_compiling():
@@ -87,11 +84,6 @@ def _tell_inductor() -> None:
         from syncbn.kernels import graphs
 
         graphs.tell_inductor()
-
-
-def torch_forward(kind: ForwardKind) -> reference.Forward:
-    """The kernels by operations of torch, which have derivatives and serve tensors of all classes and devices."""
-    return without_float64.Forward(kind) if lacks_float64(kind.device) else reference.Forward(kind)
 
 
 def _has_kernels(kind: ForwardKind | BackwardKind) -> bool:
@@ -174,20 +166,9 @@ def _reason_unavailable(device: torch.device, compiling: bool) -> str | None:
 _triton_works: dict[torch.device, str | None] = {}  # or why not
 
 
-# What an error says, and what to do.
-REMEDIES = {
-    "No module named 'triton'": "pip install triton",
-    "C compiler": "install a C compiler, such as gcc",
-    "'-shared'": "the C compiler has said why above; if it found no Python.h, install Python's headers (python3-dev)",
-    "libcuda.so cannot found": "run ldconfig as root, or set TRITON_LIBCUDA_PATH to the folder of libcuda.so.1",
-    "ldconfig'": "install ldconfig, or set TRITON_LIBCUDA_PATH to the folder of libcuda.so.1",
-}
-
-
 def _why_no_triton(device: torch.device, compiling: bool) -> str | None:
-    """None when kernels in Triton run on this GPU, which is tried once, else the reason in a line. **Raises**
-    RuntimeError where Triton cannot use its cache, and what says nothing of Triton: an error of the GPU, or no memory.
-    """
+    """None if Triton kernels run on this GPU, which is tried once, else the reason in one line. **Raises** RuntimeError
+    if Triton cannot use its cache. CUDA and out-of-memory errors propagate unchanged."""
     if device in _triton_works:
         return _triton_works[device]
     if compiling or is_capturing(device):
@@ -196,7 +177,7 @@ def _why_no_triton(device: torch.device, compiling: bool) -> str | None:
     try:
         try:
             _try_triton(device)
-        except OSError:  # of Triton's cache, which other ranks may be writing
+        except OSError:  # Another rank may be writing to Triton's cache.
             _try_triton(device)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
@@ -204,8 +185,7 @@ def _why_no_triton(device: torch.device, compiling: bool) -> str | None:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         if reason.startswith("RuntimeError: Triton Error [CUDA]: out of memory"):
             raise
-        reason += "".join(f"; {remedy}" for part, remedy in REMEDIES.items() if part in reason)
-        # Where the cache fails the other ranks would not fall back, and their running statistics had other bits.
+        # A rank that fell back alone would compute running statistics with other bits than the other ranks.
         is_of_compiler = isinstance(error, FileNotFoundError) and error.filename == os.environ.get("CC")
         if isinstance(error, OSError) and "ldconfig" not in reason and not is_of_compiler:
             remedy = "set TRITON_CACHE_DIR to a folder on a local disk"
@@ -215,9 +195,9 @@ def _why_no_triton(device: torch.device, compiling: bool) -> str | None:
 
 
 def _try_triton(device: torch.device) -> None:
-    """Runs kernels of each sort: over a tensor, a reduction and a map, and over per-channel values. Twice, as Triton
-    itself does the first launch of a kernel, gpu_launch.py the others. **Raises** RuntimeError where they compute wrong
-    values. The host waits for the GPU, whose errors so show here."""
+    """Run a reduction, a map, and a kernel over per-channel values, twice: Triton itself does the first launch of a
+    kernel, gpu_launch.py the later ones. The host waits for the GPU, so that its errors surface here. **Raises**
+    RuntimeError if the kernels compute wrong values."""
     x = torch.arange(1.0, 4.0, 2.0, device=device)[:, None]
     kernels = _gpu_back_end().Forward(
         ForwardKind(Layout.of(x, 1), x.dtype, device, mean_dtype=x.dtype, var_dtype=x.dtype)

@@ -2,23 +2,24 @@
 compiled graphs.
 """
 
+from typing import NoReturn
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from syncbn.comm import groups
 from syncbn.comm.all_reduce import all_reduce, exchanges
-from syncbn.comm.groups import MeshGroup, SpecOfCall
+from syncbn.comm.groups import GroupSpec
 from syncbn.diagnosis.collective import Collective
 from syncbn.diagnosis.sites import Caller, CallsOnGroups, new_site
 from syncbn.kernels.interface import Mailbox
 from syncbn.reductions.eager import EagerReduction
-from syncbn.reductions.interface import ONE_RANK, TRANSFORMED_GRAPH, Reduction
-from syncbn.torch_internals.distributed import group_in_graph
-from syncbn.torch_internals.state import constant_in_graphs, inside_vmap_or_forward_mode, is_compiling, is_jit_tracing
+from syncbn.reductions.interface import ONE_RANK, Reduction
+from syncbn.torch_internals.state import constant_in_graphs, is_compiling, is_jit_tracing
 
 
-def reduction_now(spec: SpecOfCall, caller: CallsOnGroups, input: Tensor | None) -> Reduction:
+def reduction_now(spec: GroupSpec, caller: CallsOnGroups, input: Tensor | None) -> Reduction:
     """The ranks that a call synchronises. **Raises** RuntimeError in torch.jit.trace, which cannot record them, before
     anything is sent: often one rank alone records."""
     if is_compiling():
@@ -31,7 +32,7 @@ def reduction_now(spec: SpecOfCall, caller: CallsOnGroups, input: Tensor | None)
     return reduction_of(spec, caller, getattr(input, "dtype", None))
 
 
-def reduction_of(spec: SpecOfCall, caller: CallsOnGroups, dtype: torch.dtype | None) -> Reduction:
+def reduction_of(spec: GroupSpec, caller: CallsOnGroups, dtype: torch.dtype | None) -> Reduction:
     """The reduction over the ranks that a call synchronises in eager mode; counts the call. See `resolve`."""
     group = dist.group.WORLD if spec is None else groups.existing(spec)
     if group is None and spec is None:
@@ -58,29 +59,31 @@ class GraphReduction(Reduction):
         self.group = group
 
     def all_reduce(self, payload: Tensor, pass_name: str, mailbox: Mailbox | None = None) -> Tensor:
-        if inside_vmap_or_forward_mode():  # Dynamo would lose the total
-            raise RuntimeError(TRANSFORMED_GRAPH)
-        return all_reduce(payload, group_in_graph(self.group), exchanges(self.group))
+        return all_reduce(payload, self.group, exchanges(self.group))
 
 
-def reduction_in_graph(spec: SpecOfCall) -> Reduction:
-    """**Raises** RuntimeError where new groups would have to be made."""
+def reduction_in_graph(spec: GroupSpec) -> Reduction:
+    """**Raises** RuntimeError where new groups would have to be made, and in an export over several ranks."""
     # Dynamo guards WORLD, so it compiles again for another default group; it folds is_initialized() without a guard. In
     # graphs of torch 2.11 WORLD itself is never None.
     if spec == groups.THIS_RANK_ALONE or dist.group.WORLD is None or not dist.is_initialized():
         return ONE_RANK
     group = groups.existing(spec)
-    if group is None and isinstance(spec, (int, str)):
-        refuse_to_make_groups(spec)
-    return ONE_RANK if group is None or group.size() == 1 else GraphReduction(group)
+    if group is None:
+        what = f"process_group={spec!r} needs new groups, which cannot be made inside a compiled graph"
+        remedy = "construct or convert the layers after torch.distributed.init_process_group()"
+        _raise_in_graph(f"{what}; {remedy}")
+    if group.size() == 1:
+        return ONE_RANK
+    if torch.compiler.is_exporting():
+        what = "torch.export cannot record batch norm over several ranks in training"
+        _raise_in_graph(f"syncbn: {what}; call model.eval() or syncbn.revert_syncbn_model(model) first")
+    return GraphReduction(group)
 
 
-@constant_in_graphs  # Dynamo would break the graph at an error that it traces, and go on to trace the making of groups
-def refuse_to_make_groups(spec: int | str) -> None:
-    """**Raises** RuntimeError: the groups of this spec are not made yet."""
-    remedy = "construct or convert the layers after torch.distributed.init_process_group()"
-    what = f"process_group={spec!r} needs new groups, which cannot be made inside a compiled graph"
-    raise RuntimeError(f"{what}; {remedy}")
+@constant_in_graphs  # At an error that Dynamo traces it would break the graph, and run the layer in eager mode.
+def _raise_in_graph(message: str) -> NoReturn:
+    raise RuntimeError(message)
 
 
 def note_ranks(caller: CallsOnGroups, reduction: Reduction) -> None:
@@ -89,28 +92,28 @@ def note_ranks(caller: CallsOnGroups, reduction: Reduction) -> None:
         object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)  # a layer's own may refuse
 
 
-def resolve(spec: SpecOfCall) -> dist.ProcessGroup | None:
+def resolve(spec: GroupSpec) -> dist.ProcessGroup | None:
     """The group to synchronise over now; None for a group of one rank, and when there is no process group.
 
-    The first call with an int above 1 or "node" makes the groups. **Raises** as `groups.existing`.
+    The first call with an int above 1 makes the groups. **Raises** as `groups.existing`.
     """
     if spec == groups.THIS_RANK_ALONE:
         return None
     make_groups(spec)
     group = groups.existing(spec)
-    if not (dist.is_initialized() or isinstance(spec, MeshGroup)):
+    if not dist.is_initialized():
         groups.warn_if_meant_for_several_ranks()
     return None if group is None or group.size() == 1 else group
 
 
-def make_groups(spec: SpecOfCall) -> None:
-    """Make the groups that an int or "node" needs, unless they are made: a collective over ALL ranks of the default
-    group, which tells the other ranks where this rank waits.
+def make_groups(spec: GroupSpec) -> None:
+    """Make the groups that an int needs, unless they are made: a collective over ALL ranks of the default group, which
+    tells the other ranks where this rank waits.
 
     **Raises** ValueError on every rank when the ranks ask for different groups, or their number does not divide.
     """
     default_group = dist.group.WORLD
-    if default_group is not None and isinstance(spec, (int, str)) and groups.existing(spec) is None:
+    if default_group is not None and isinstance(spec, int) and groups.existing(spec) is None:
         caller = Caller(f"the making of groups for process_group={spec!r}", is_signed=False)
         with Collective(new_site(caller, default_group), 1, "making"):
             groups.make(spec, default_group)

@@ -9,15 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncbn.comm.all_reduce import all_reduce
-from syncbn.comm.text_exchange import all_gather, by_rank
 from syncbn.diagnosis.collective import Collective
-from syncbn.diagnosis.positions import OF_STACK
 from syncbn.diagnosis.sites import Site
 from syncbn.kernels import reference, select
 from syncbn.kernels.interface import FAULT, SIGNATURE_NUMBERS, TRAILER_NUMBERS, UNSIGNED, Mailbox
 from syncbn.reductions.agreement import fault_in_total
 from syncbn.reductions.faults import Box, agree_on_name, captured_tag
-from syncbn.reductions.interface import NO_SIGNATURES, TRANSFORMED_GRAPH, Reduction
+from syncbn.reductions.interface import NO_SIGNATURES, Reduction
 from syncbn.torch_internals.autograd import keeps_graph
 from syncbn.torch_internals.distributed import stream_of
 from syncbn.torch_internals.state import current_dispatch_mode
@@ -56,8 +54,6 @@ class EagerReduction(Reduction):
         by_operator: bool = False,
     ) -> Tensor:  # fmt: skip
         """The total, see `Reduction`; `by_operator` by one that a dispatch mode can save."""
-        if torch.compiler.is_dynamo_compiling():  # after the graph of a caller was broken
-            raise RuntimeError(TRANSFORMED_GRAPH)
         collective, fault = Collective(self.site, self.call, pass_name, payload.device, self.dtype), None
         if self.call == 1 and pass_name == "forward":
             self.site.tell_call((len(payload) - TRAILER_NUMBERS) // 2)
@@ -104,19 +100,6 @@ class EagerReduction(Reduction):
     def end_backward(self) -> None:
         if not keeps_graph():  # the loss may be kept, and with it this reduction
             self.forward_total = None
-
-    def require_as_many(self, num_samples: int, pass_name: str) -> None:
-        if torch.compiler.is_dynamo_compiling():  # all_reduce raises
-            return
-        collective = self.other_collective(f"{pass_name} {OF_STACK}")
-        with collective:
-            numbers = [int(number) for number in all_gather(torch.tensor([num_samples], device="cpu"), self.group)]
-        if len({*numbers}) > 1:
-            what = (
-                "the ranks have stacks of different sizes; sample i of a rank is normalised with sample i of the others"
-            )
-            each = by_rank(self.site.state.ranks, map(str, numbers))
-            raise ValueError(f"syncbn: in {collective.doing()}: {what}.\n{each}\nGive all ranks as many samples.")
 
     def warn_unless_finite(self, sums: Tensor) -> None:
         if not all(map(math.isfinite, sums.tolist())):

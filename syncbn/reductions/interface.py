@@ -1,8 +1,7 @@
 """Declares what a reduction offers: it adds up over the ranks, one all_reduce each pass, and is chosen once for a call.
 
 There are three: `OneRank`, `EagerReduction` for a group in eager mode, and `GraphReduction` for one in a compiled
-graph. Calls that are not ordinary add up by `total` of totals.py, whose results have derivatives and may be
-batched.
+graph. Calls that are not ordinary add up by `total` of totals.py, whose results have derivatives.
 
 W ranks; C channels; n_r values per channel on rank r.
 
@@ -13,9 +12,8 @@ W ranks; C channels; n_r values per channel on rank r.
 
 All numbers are float64, and the sums are not centred, so that uneven and empty ranks need no special case. Each pass is
 exactly one collective when the group has two or more ranks, and none otherwise: an all_reduce, which small groups of
-gloo make by an exchange, see comm/all_reduce.py. (For a stack, as of vmap, an all_gather of one number precedes it.)
-A rank with bad arguments cannot compute its sums but must not leave the others waiting: it joins the forward all_reduce
-with zeros and n_r = NaN, which every rank sees in the total.
+gloo make by an exchange, see comm/all_reduce.py. A rank with bad arguments cannot compute its sums but must not leave
+the others waiting: it joins the forward all_reduce with zeros and n_r = NaN, which every rank sees in the total.
 
 Each payload ends in a trailer of four numbers: n in forward and 0 in backward, and a signature, see diagnosis/sites.py.
 On CPU every rank reads the total's trailer, and sees there whether ranks in different layers have met. On a GPU a
@@ -32,7 +30,6 @@ from torch import Tensor
 from syncbn.diagnosis.sites import Signatures
 from syncbn.kernels.interface import Mailbox
 
-TRANSFORMED_GRAPH = "A compiled graph cannot all_reduce inside vmap or forward mode: compile without fullgraph=True."
 NO_SIGNATURES = Signatures(1)  # a site without an identity sends zeros
 
 
@@ -68,9 +65,6 @@ class Reduction(ABC):
     def end_backward(self) -> None:  # noqa: B027
         """A backward that makes no graph of its own has added up: `forward_total` is let go if its graph is."""
 
-    def require_as_many(self, num_samples: int, pass_name: str) -> None:  # noqa: B027
-        """**Raises** ValueError on all ranks if they have stacks of different sizes, which would abort them."""
-
     def warn_unless_finite(self, sums: Tensor) -> None:  # noqa: B027
         """A total of forward has NaN or infinity. Warns, once for a layer, if these `sums` of this rank have."""
 
@@ -79,10 +73,6 @@ class Reduction(ABC):
 
     def telling_errors(self, pass_name: str) -> contextlib.AbstractContextManager[None]:
         """The context of a pass. Calls `leave_out` if the pass raises."""
-        return contextlib.nullcontext()
-
-    def other_collective(self, pass_name: str) -> contextlib.AbstractContextManager[None]:
-        """The context for a collective of this call that is no all_reduce of sums."""
         return contextlib.nullcontext()
 
 

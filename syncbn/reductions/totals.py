@@ -1,4 +1,4 @@
-"""Adds up over the ranks for calls that are not ordinary: the totals have derivatives and may be batched."""
+"""Adds up over the ranks for calls that are not ordinary: the totals have derivatives."""
 
 from typing import Any
 
@@ -9,23 +9,27 @@ from torch import Tensor
 from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS
 from syncbn.kernels.select import is_transformed
 from syncbn.reductions.interface import Reduction
-from syncbn.statistics import to_float64
-from syncbn.torch_internals.autograd import apply_to_stack
-from syncbn.torch_internals.state import is_compiling
+from syncbn.torch_internals.state import inside_vmap_or_forward_mode, is_compiling
+
+TRANSFORMED = (
+    "syncbn: batch norm over several ranks does not support torch.func.vmap (and so jacrev and hessian), forward mode "
+    "(jvp, jacfwd) and is_grads_batched=True. Loop over samples or gradients, use torch.autograd.functional, or set "
+    "process_group=1, which synchronises nothing"
+)
 
 
 def total(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
     """The totals of float64 `sums` with a trailer, which it may overwrite, by one all_reduce.
 
-    In eager mode with gradients they are differentiable, as often as one likes, and may be batched, by any vmap: the
-    sum is linear, so that its gradient, its tangent and a stack of it are sums over the ranks, too, each one
-    all_reduce.
+    In eager mode with gradients the totals are differentiable any number of times: the sum is linear, so its gradient
+    is a sum over the ranks, too, by one all_reduce. **Raises** RuntimeError inside vmap and forward mode.
     """
-    has_graph = torch.is_grad_enabled() and not is_compiling()
-    if reduction.group is None or not (has_graph or is_transformed(sums)):
+    if reduction.group is not None and (inside_vmap_or_forward_mode() or is_transformed(sums)):
+        raise RuntimeError(TRANSFORMED)
+    if reduction.group is None or is_compiling() or not torch.is_grad_enabled():
         return reduction.total(sums, pass_name)
-    result = _differentiable_total(sums[:-SIGNATURE_NUMBERS], reduction, pass_name)
-    n = result[-1:].detach() if has_graph else result[-1:]  # a constant to autograd
+    result = _Total.apply(sums[:-SIGNATURE_NUMBERS], reduction, pass_name)  # type: ignore[no-untyped-call]
+    n = result[-1:].detach()
     return torch.cat((result[:-1], n, sums.new_zeros(SIGNATURE_NUMBERS)))
 
 
@@ -33,21 +37,8 @@ def total_with_count(sums: Tensor, num_values: Tensor | None, reduction: Reducti
     """The totals of these sums, with `num_values` in the place of n unless it is None."""
     if num_values is not None:
         trailer = -TRAILER_NUMBERS
-        sums = torch.cat((sums[:trailer], to_float64(num_values).view(1), sums[trailer + 1 :]))
+        sums = torch.cat((sums[:trailer], num_values.double().view(1), sums[trailer + 1 :]))
     return total(sums, reduction, pass_name)
-
-
-def total_of_stack(sums: Tensor, reduction: Reduction, pass_name: str, error: Exception | None = None) -> Tensor:
-    """`Reduction.total` of sums and n, or of a stack of them as vmap makes, one behind the other. The ranks compare the
-    size of the stack first."""
-    if sums.ndim > 1:
-        reduction.require_as_many(sums[..., 0].numel(), pass_name)
-    return reduction.total(F.pad(sums.flatten(), (0, SIGNATURE_NUMBERS)), pass_name, error)
-
-
-def _differentiable_total(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
-    # A batched gradient hides its graph from an autograd Function, the stack does not.
-    return apply_to_stack(lambda stack: _Total.apply(stack, reduction, pass_name), sums)  # type: ignore[no-untyped-call]
 
 
 class _Total(torch.autograd.Function):
@@ -55,7 +46,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def forward(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
-        return total_of_stack(sums, reduction, pass_name)[:-SIGNATURE_NUMBERS].view_as(sums)
+        return reduction.total(F.pad(sums, (0, SIGNATURE_NUMBERS)), pass_name)[:-SIGNATURE_NUMBERS]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -63,14 +54,5 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None]:
-        return _differentiable_total(grad_total, ctx.reduction, f"derivative of {ctx.pass_name}"), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _differentiable_total(tangent, ctx.reduction, f"tangent of {ctx.pass_name}")
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int, ...], sums: Tensor, reduction: Reduction, pass_name: str
-    ) -> tuple[Tensor, int]:
-        return _differentiable_total(sums.movedim(in_dims[0], 0), reduction, pass_name), 0
+        pass_name = f"derivative of {ctx.pass_name}"
+        return _Total.apply(grad_total, ctx.reduction, pass_name), None, None  # type: ignore[no-untyped-call]

@@ -1,7 +1,6 @@
 """Uses private names of torch about tensors and autograd."""
 
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,46 +41,6 @@ def have_same_base(tensor: Tensor, other: Tensor) -> bool:
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
     """`function.apply` without the 20 calls that serve torch.func: use it only while no transform is active."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
-
-
-def apply_to_stack(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """function(tensor); a batched gradient is passed as its whole stack (B, ...)."""
-    if torch.compiler.is_compiling() or not is_batched_gradient(tensor):
-        return function(tensor)
-    return torch._add_batch_dim(function(torch._remove_batch_dim(tensor, 1, 0, 0)), 0, 1)
-
-
-def innermost(tensor: Tensor) -> Tensor:
-    """The tensor inside the wrappers of torch.func's transforms. vmap's stacks are dims of it, at any place."""
-    while is_wrapped(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
-
-
-def levels_of_vmap(tensor: Tensor | None) -> set[int]:
-    """The levels of torch.func.vmap at which the tensor is a stack."""
-    levels = set[int]()
-    while tensor is not None and is_wrapped(tensor):
-        if torch._C._functorch.is_batchedtensor(tensor):
-            levels.add(torch._C._functorch.maybe_get_level(tensor))
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return levels
-
-
-class Jagged(NamedTuple):
-    """The parts of a jagged NestedTensor."""
-
-    values: Tensor
-    offsets: Tensor
-    dim: int  # in which its sequences differ in length, counted with the batch's dim
-
-
-def jagged_parts(candidate: object) -> Jagged | None:
-    """The parts of a NestedTensor with layout=torch.jagged whose values have no holes; None for anything else."""
-    if not (isinstance(candidate, Tensor) and candidate.is_nested and candidate.layout == torch.jagged):
-        return None
-    nested: Any = candidate
-    return Jagged(nested.values(), nested.offsets(), nested._ragged_idx) if nested.lengths() is None else None
 
 
 def copy_together(targets: list[Tensor], values: list[Tensor]) -> None:

@@ -1,7 +1,6 @@
 """Uses private names of torch.distributed and of what is built on it: groups, stores, DDP, pipelines, CUDA."""
 
 import contextlib
-import functools
 import importlib
 import itertools
 import sys
@@ -12,8 +11,6 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from syncbn.torch_internals.state import constant_in_graphs
 
 
 def all_reduce_operator(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -32,35 +29,6 @@ def all_to_all_operator(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     lengths = [len(tensor) // num_ranks] * num_ranks
     received = operators.all_to_all_single(tensor, lengths, lengths, name_of(group))
     return operators.wait_tensor(received)  # type: ignore[no-any-return]
-
-
-def group_in_graph(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """`group` for an all_reduce in a compiled graph: under compile_on_one_rank (torch 2.15) it must stay an input of
-    the graph, which serves every rank.
-
-    If the input itself goes into an all_reduce, AOTAutograd puts this rank's group into the graph, and cannot copy it
-    for backward. It keeps what an operator returns, so our operator returns its argument.
-    """
-    return torch.ops.syncbn.same_group(group) if _compiles_on_one_rank() else group
-
-
-@constant_in_graphs
-def _compiles_on_one_rank() -> bool:
-    """Whether the traced graph is for every rank; if so, defines the operator of `group_in_graph`."""
-    compiles_on_one_rank = getattr(torch.compiler.config, "compile_on_one_rank", False)
-    if compiles_on_one_rank:
-        _define_same_group()
-    return compiles_on_one_rank
-
-
-@functools.cache
-def _define_same_group() -> torch.library.Library:
-    library = torch.library.Library("syncbn", "FRAGMENT")
-    group = "torch.distributed.distributed_c10d.ProcessGroup"  # which torch 2.15 has registered as a type of operators
-    library.define(f"same_group({group} group) -> {group}")
-    library.impl("same_group", lambda group: group, "CompositeExplicitAutograd")
-    torch.library.register_fake("syncbn::same_group", lambda group: getattr(group, "real_obj", group), lib=library)
-    return library
 
 
 def is_pipeline_stage(candidate: object) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad, profiler
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -60,8 +60,6 @@ def runs_plainly(x: object = None) -> bool:
 
 
 current_dispatch_mode: Callable[[], TorchDispatchMode | None] = _get_current_dispatch_mode
-# Within, no dispatch mode watches this thread, so that tensors are real also under FakeTensorMode.
-outside_modes: Callable[[], contextlib.AbstractContextManager[object]] = _disable_current_modes
 
 
 def is_capturing(device: torch.device) -> bool:

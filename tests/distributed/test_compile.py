@@ -62,7 +62,10 @@ def require_equal(compiled: nn.Module, layer: nn.Module, eager: nn.Module, x: Te
         # What a layer keeps of a group is looked up inside the graph.
         ("aot_eager", {"process_group": 2}),
         ("aot_eager", {"process_group": dist.new_group}),
-        ("aot_eager", {"process_group": lambda: init_device_mesh(DEVICE, (2,), mesh_dim_names=("all",))["all"]}),
+        (
+            "aot_eager",
+            {"process_group": lambda: init_device_mesh(DEVICE, (2,), mesh_dim_names=("all",))["all"].get_group()},
+        ),
     ],
     ids=str,
 )

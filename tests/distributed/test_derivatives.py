@@ -3,7 +3,6 @@
 Of sync_batch_norm and sync_batch_stats alike.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 import torch
 from counting import CountCollectives
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.func import grad, jacfwd, jacrev, jvp, vmap
+from torch.func import grad
 from voting import Ranks
 
 from syncbn.functional import batch_norm_backward, sync_batch_norm, sync_batch_stats
@@ -123,13 +121,6 @@ def tangents(given: Sequence[Tensor], stack: Tensor) -> tuple[Tensor, ...]:
     return tuple(stack[0] if one.ndim == 4 else one.detach().cos() for one in given)
 
 
-def gradient_of_tangent(f: BatchNorm, given: list[Tensor], stack: Tensor) -> Sequence[Tensor]:
-    with forward_ad.dual_level():
-        y = f(*map(forward_ad.make_dual, given, tangents(given, stack)))
-        tangent = forward_ad.unpack_dual(y).tangent
-        return tangent, *torch.autograd.grad(tangent.pow(3).sum(), given, allow_unused=True, materialize_grads=True)
-
-
 def grad_of_penalty(f: BatchNorm, given: list[Tensor], _: Tensor) -> Sequence[Tensor]:
     return torch.autograd.grad(penalty(torch.autograd.grad(cubes(f)(*given), given, create_graph=True)), given)
 
@@ -139,19 +130,11 @@ def grad_of_penalty(f: BatchNorm, given: list[Tensor], _: Tensor) -> Sequence[Te
 FUNC_WAYS: dict[str, tuple[Way, int | None]] = {
     "grad": (lambda f, given, _: gradients(cubes(f), given), 3),
     "grad of grad": (lambda f, given, _: gradients(lambda *x: penalty(gradients(cubes(f), x)), given), None),
-    "jvp": (lambda f, given, stack: jvp(f, tuple(given), tangents(given, stack)), 2),
-    "jvp of grad": (
-        lambda f, given, stack: jvp(lambda *x: gradients(cubes(f), x), tuple(given), tangents(given, stack))[1],
-        None,
-    ),
-    "jacrev": (lambda f, given, stack: gradients(lambda *x: (f(*x) * stack).sum((1, 2, 3, 4)), given, jacrev), 3),
 }
 WAYS: dict[str, tuple[Way, int | None]] = FUNC_WAYS | {
     "autograd.grad": (lambda f, given, _: torch.autograd.grad(cubes(f)(*given), given), 2),
     "create_graph": (lambda f, given, _: torch.autograd.grad(cubes(f)(*given), given, create_graph=True), 3),
     "penalty": (grad_of_penalty, None),
-    "dual tensors": (gradient_of_tangent, None),
-    "stack": (lambda f, given, stack: torch.autograd.grad(f(*given), given, stack, is_grads_batched=True), 2),
 }
 
 
@@ -182,26 +165,13 @@ def test_equal_to_the_whole_batch(ranks: Ranks, name: str, options: dict[str, An
         batch.results(way, name not in FUNC_WAYS)
     if num_all_reduces is not None:  # second derivatives of the statistics need no all_reduce of their own
         num_all_reduces = min(2, num_all_reduces) if batch.statistics else num_all_reduces
-        assert counted.total == num_all_reduces + (name in ("jacrev", "stack"))  # all_gathers of the size of a stack
-
-
-@pytest.mark.parametrize(("outer", "inner"), [*itertools.product([jacfwd, jacrev], repeat=2)])
-def test_hessian(ranks: Ranks, outer: Callable[..., Any], inner: Callable[..., Any]) -> None:
-    """torch.func.hessian is jacfwd of jacrev."""
-    table = torch.rand(C, 2, 4, dtype=torch.float64, device=ranks.device)  # which all ranks share: stacks of one size
-
-    def hessian(f: BatchNorm, given: list[Tensor], _: Tensor) -> Tensor:
-        return outer(inner(lambda table: cubes(f)(given[0] * table, *given[1:])))(table)
-
-    actual, expected = Batch(ranks).results(hessian)
-    torch.testing.assert_close(ranks.total(actual), expected, rtol=1e-10, atol=1e-10)
+        assert counted.total == num_all_reduces
 
 
 # What rank 0 does, and what the others do at its side; and the remedy.
 DIFFERENCES: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "create_graph": (WAYS["create_graph"][0], WAYS["autograd.grad"][0], "Pass create_graph=True on every rank or"),
     "torch.func.grad": (WAYS["grad"][0], WAYS["autograd.grad"][0], "differentiate by torch.func on all or on none"),
-    "jvp": (WAYS["jvp"][0], lambda f, given, _: (f(*given), f(*given)), "A rank has left out a layer or a backward"),
 }
 
 
@@ -218,11 +188,10 @@ def test_ranks_that_differentiate_in_different_ways(ranks: Ranks, name: str) -> 
 
 
 def test_hand_written_backward(ranks: Ranks) -> None:
-    """batch_norm_backward sends its count beside the whole stack."""
     batch = Batch(ranks, given="x weight")
     x, weight = batch.tensors["x"], batch.tensors["weight"]
     mean, invstd = x.mean((0, 2, 3)), (x.var((0, 2, 3), correction=0) + 1e-5).rsqrt()
-    by_hand = vmap(lambda dy: batch_norm_backward(dy, x[batch.samples], mean, invstd, weight)[0])
-    expected = batch.results(WAYS["stack"][0])[1][0]
-    actual = by_hand(batch.stack[:, batch.samples])
-    torch.testing.assert_close(actual, expected[:, batch.samples], rtol=1e-10, atol=1e-10)
+    dy = batch.stack[0]
+    _, expected = batch.results(lambda f, given, stack: torch.autograd.grad(f(*given), given, stack[0]))
+    actual, *_ = batch_norm_backward(dy[batch.samples], x[batch.samples], mean, invstd, weight)
+    torch.testing.assert_close(actual, expected[0][batch.samples], rtol=1e-10, atol=1e-10)

@@ -74,7 +74,7 @@ class OwnCheck(torch.nn.modules.batchnorm._BatchNorm):
         (None, "AssertionError: my own words"),  # of another number of dims
         (AssertionError(), "AssertionError$"),
         (TextlessError(), r".*\.TextlessError: <exception str\(\) failed>$"),
-        (ValueError("cannot read \udcff.png"), r"ValueError: cannot read \\udcff\.png; its shape is \(4, 3, 4, 1\)$"),
+        (ValueError("cannot read \udcff.png"), r"ValueError: cannot read \\udcff\.png$"),
     ],
     ids=["words", "no words", "no text", "surrogate"],
 )

@@ -50,7 +50,7 @@ def draw_program(draw: random.Random, num_ranks: int) -> tuple[SimpleNamespace, 
         dtype=dtype,  # of the inputs
         options=options,
         parameter_class=one_of(CLASSES),  # of the buffers too
-        group_size=one_of([size for size in range(1, num_ranks + 1) if num_ranks % size == 0]),
+        group_size=one_of([size for size in range(2, num_ranks + 1) if num_ranks % size == 0]),
     )
     steps = [
         SimpleNamespace(

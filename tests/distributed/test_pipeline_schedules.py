@@ -59,7 +59,7 @@ def test_a_schedule_trains_as_one_process(ranks: Ranks, name: str) -> None:
     for micro_batch in batch:
         (loss_fn(whole(micro_batch.flatten(0, 1)), batch.new_tensor(1.0)) / MICRO_BATCHES).backward()
 
-    modules = [syncbn.convert_syncbn_model(stage_of(index), process_group=mesh["dp"]) for index in held]
+    modules = [syncbn.convert_syncbn_model(stage_of(index), process_group=mesh.get_group("dp")) for index in held]
     x = batch.new_empty(SHARE, WIDTH)
     stages = []
     for module, index in zip(modules, held, strict=True):
@@ -94,9 +94,9 @@ def test_a_stage_over_the_whole_pipeline_is_refused(ranks: Ranks, wrap: type[nn.
         stage.forward_maybe_with_nosync(x)
 
     words = rf"^layer '1': the layer is in stage {index} of a pipeline over ranks {pipeline[0]}"
-    for too_large in (None, dist.group.WORLD, mesh["pp"]):
+    for too_large in (None, dist.group.WORLD, mesh.get_group("pp")):
         with pytest.raises(ValueError, match=words + r".* which hold other stages, and synchronises over ranks "):
             step(too_large)
-    step(mesh["dp"])
+    step(mesh.get_group("dp"))
     step(1)
     syncbn.convert_syncbn_model(nn.Sequential(stage_of(0), stage_of(1)).to(ranks.device))(x)  # without a pipeline

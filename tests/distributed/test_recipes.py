@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from counting import CountCollectives
 from jobs import EXAMPLES
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from voting import Ranks
 
@@ -401,3 +403,44 @@ def test_deep_inversion(ranks: Ranks, one_process: Callable[[dict[str, Any]], di
     actual = gradient(samples)
     one_process(names)
     torch.testing.assert_close(actual, gradient(slice(None))[samples], **EXACT)
+
+
+def test_values_of_a_nested_tensor(ranks: Ranks) -> None:
+    """Sequences of the ranks, of different lengths and numbers, are one batch. The NestedTensor itself is refused."""
+    normalize_nested = defined("torch_features.md", "normalize_nested")["normalize_nested"]
+    lengths = [1 + sequence % 3 for sequence in range(2 * ranks.size + 1)]
+    sequences = [torch.randn(length, 3, dtype=torch.float64, device=ranks.device) for length in lengths]
+    for sequence in sequences:
+        dist.broadcast(sequence, 0)
+    own = ranks.slices([2] * (ranks.size - 1) + [3])
+    layer = syncbn.SyncBatchNorm(3, dtype=torch.float64, device=ranks.device)
+    nested = torch.nested.nested_tensor(sequences[own], layout=torch.jagged, requires_grad=True)
+    with pytest.raises(TypeError, match=r"NestedTensor; pass input\.values\(\) of one with layout=torch\.jagged"):
+        layer(nested)
+    output = normalize_nested(layer, nested)
+    output.values().pow(3).sum().backward()
+    whole = torch.cat(sequences).requires_grad_()
+    expected = F.batch_norm(whole, None, None, training=True)
+    expected.pow(3).sum().backward()
+    for actual, wanted in ((output, expected), (nested.grad, whole.grad)):
+        torch.testing.assert_close([*actual.unbind()], [*wanted.split(lengths)[own]], **EXACT)
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+def test_values_of_a_dtensor(ranks: Ranks, dim: int) -> None:
+    """Shards of samples and of rows, which are uneven. The DTensor itself is refused, also where one rank has one."""
+    normalize_dtensor = defined("torch_features.md", "normalize_dtensor")["normalize_dtensor"]
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    whole = torch.randn(5, 3, 5, 2, dtype=torch.float64, device=ranks.device)
+    dist.broadcast(whole, 0)
+    sharded = distribute_tensor(whole, mesh, [Shard(dim)]).requires_grad_()
+    layer = syncbn.SyncBatchNorm(3, dtype=torch.float64, device=ranks.device)
+    with pytest.raises(TypeError, match=r"input is a DTensor; pass input\.to_local\(\), and as process_group "):
+        layer(sharded if ranks.rank == 0 else sharded.to_local().detach())
+    output = normalize_dtensor(layer, sharded)
+    output.pow(3).sum().backward()
+    expected = F.batch_norm(whole.requires_grad_(), None, None, training=True)
+    expected.pow(3).sum().backward()
+    assert output.placements == sharded.grad.placements == sharded.placements
+    for actual, wanted in ((output, expected), (sharded.grad, whole.grad)):
+        torch.testing.assert_close(actual.full_tensor(), wanted, **EXACT)
