@@ -170,12 +170,13 @@ FAULTS = {
     ),
     "sizes of groups": Fault(
         "pass the same `process_group` on all ranks",
-        "the ranks ask for different process groups: rank 0 for 2, rank 1 for 1",
+        "the ranks ask for different process groups: rank 0 for 4, rank 1 for 4, rank 2 for 4, rank 3 for 2",
+        num_ranks=4,
         by_hand=False,
     ),
     "a group on one rank alone": Fault(
         "set `process_group` on all ranks at the same place",
-        _where(IN_1, "in the making of groups for process_group=1.*"),
+        _where(IN_1, "in the making of groups for process_group=2.*"),
         by_hand=False,
     ),
 }

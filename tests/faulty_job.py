@@ -107,9 +107,9 @@ def before_step(model: nn.Sequential) -> None:
     if FAULT == "members":
         model.body.bn1.process_group = dist.new_group(list(range(RANKS - (not AT_FAULT))), timeout=TIMEOUT)
     if FAULT == "sizes of groups":
-        model.body.bn1.process_group = 1 if AT_FAULT else RANKS
+        model.body.bn1.process_group = 2 if AT_FAULT else RANKS
     if FAULT == "a group on one rank alone" and AT_FAULT:
-        model.body.bn1.process_group = 1
+        model.body.bn1.process_group = RANKS
     if FAULT == "replay":
         replay(model)
     if FAULT == "link cut":  # between hosts, by the test
