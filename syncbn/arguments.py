@@ -38,6 +38,10 @@ class Tensors(NamedTuple):
         """The tensors (C,), by their names."""
         return {name: getattr(self, name) for name in PER_CHANNEL}
 
+    def has_mask(self) -> bool:
+        """Whether some values do not count, before or after the mask has set them to 0."""
+        return self.mask is not None or self.num_values is not None
+
     def without_running_stats(self) -> Self:
         """The same tensors without running statistics and counter."""
         return self._replace(running_mean=None, running_var=None, counter=None)

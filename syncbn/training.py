@@ -61,7 +61,7 @@ def prepared(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple
     try:
         tensors, options, wrap = unwrap(tensors, options)
         options = checked(tensors, options, caller)
-        if reduction.group is not None or tensors.mask is not None:
+        if reduction.group is not None or tensors.has_mask():
             require_float64(tensors.input)
         return tensors, options, reduction, wrap
     except Exception as error:  # of any class: a subclass's _check_input_dim may raise it
@@ -76,7 +76,7 @@ def _train_generally(tensors: Tensors, options: Options, caller: CallsOnGroups) 
     """
     tensors, options, reduction, wrap = prepared(tensors, options, caller)
     with recorded("syncbn.forward"), reduction.telling_errors("forward"):
-        if reduction.group is None and tensors.mask is None:
+        if reduction.group is None and not tensors.has_mask():
             y, statistics = train_alone(tensors, options)
         else:
             tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
