@@ -44,6 +44,7 @@ def merge_running_stats(model: nn.Module) -> None:
             sums = torch.cat((n * mean, n * (var + mean * mean), n.view(1)))
             if dist.is_initialized():
                 dist.all_reduce(sums)
+                dist.all_reduce(layer.num_batches_tracked, dist.ReduceOp.MAX)
             if sums[-1] > 0:  # else no rank has trained the layer
                 mean, mean_square = (sums[:-1] / sums[-1]).chunk(2)
                 layer.running_mean.copy_(mean)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn.comm.groups import GroupSpec
+from syncbn.texts import in_short
 from syncbn.torch_internals.state import is_compiling
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -114,8 +115,11 @@ def check_eps(eps: float, training: bool) -> None:
 
 
 def as_float(name: str, number: object) -> float:
-    """Return `number` as a float. **Raises** TypeError unless it is a float or an int, OverflowError if it is too
+    """Return `number` as a float. **Raises** TypeError unless it is a float or an int, ValueError if it is too
     large."""
     if not isinstance(number, (float, int)):
         raise TypeError(f"{name} must be a float, got {number!r} of type {type(number).__name__}; pass float({name})")
-    return float(number)
+    try:
+        return float(number)
+    except OverflowError:
+        raise ValueError(f"{name} must fit into a float, got {in_short(number)}") from None

@@ -22,6 +22,7 @@ DTENSORS = (
     "pass {0}.to_local(), and as process_group the group of the ranks that share the batch, such as mesh.get_group(); "
     "DTensor.from_local(output, mesh, placements, shape=input.shape, stride=input.stride()) wraps the output again"
 )
+PARAMETERS = "pass {0}.to_local(), or call the module that fully_shard has wrapped, and not a layer in it"
 NESTED_TENSORS = (
     "pass {0}.values() of one with layout=torch.jagged; "
     "torch.nested.nested_tensor_from_jagged(output, input.offsets()) wraps the output again"
@@ -140,14 +141,16 @@ def check_mask(mask: Tensor, x: Tensor, channel_dim: int) -> None:
 
 
 def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
-    """**Raises** TypeError or ValueError unless `tensor` is a dense float tensor on the device of x, and no DTensor."""
+    """**Raises** TypeError or ValueError unless `tensor` is a dense float tensor on the device of x, and neither a
+    DTensor nor a NestedTensor."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected {name} to be a float tensor, got {type(tensor).__name__}; use torch.as_tensor")
     if tensor.dtype not in SUPPORTED_DTYPES:
         remedy = f"a mask is passed as mask=, not as {name}" if tensor.dtype is torch.bool else "convert it first"
         raise TypeError(f"expected {name} to be a float tensor, got {tensor.dtype}; {remedy}")
     if type(tensor) not in PLAIN_CLASSES and hasattr(tensor, "device_mesh"):
-        raise TypeError(f"{name} is a DTensor; {DTENSORS.format(name)}")
+        remedy = DTENSORS if tensor.ndim > 1 else PARAMETERS
+        raise TypeError(f"{name} is a DTensor; {remedy.format(name)}")
     if tensor.is_nested:
         raise TypeError(f"{name} is a NestedTensor; {NESTED_TENSORS.format(name)}")
     if tensor.layout != torch.strided:
@@ -181,8 +184,8 @@ def check_writable(name: str, buffer: Tensor | None) -> None:
 def require_two_values(num_values: Tensor | int, x: Tensor) -> None:
     """**Raises** F.batch_norm's ValueError when the whole group has one value per channel.
 
-    One rank without a mask knows the number from the shape. Of a tensor on a GPU the host would stop to read it: a
-    later call raises where there are other ranks, see reductions/faults.py. A compiled graph would break, and a
+    One rank without a mask knows the number from the shape. To read a tensor on a GPU the host would have to wait; a
+    later call raises there if there are other ranks, see reductions/faults.py. A compiled graph would break, and a
     FakeTensor or a tensor of torch.func has no value: nothing is raised.
     """
     number: object = num_values
@@ -198,7 +201,7 @@ def require_two_values(num_values: Tensor | int, x: Tensor) -> None:
 
 
 def require_float64(x: Tensor) -> None:
-    """**Raises** TypeError if the device of x has no float64, in which ranks add up, and batches under a mask."""
+    """**Raises** TypeError if the device of x has no float64, which sums over ranks and under a mask need."""
     if not has_float64(x.device):
         what = f"the sums over several ranks and under a mask are float64, which {x.device} does not have"
         raise TypeError(f"{what}; train on the CPU, or on one rank without a mask")

@@ -34,7 +34,7 @@ def train_alone(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     # With a momentum of 1, F.batch_norm replaces these running statistics by those of the batch.
     mean, var = (x.new_zeros(x.shape[options.channel_dim], dtype=compute_dtype(x.dtype)) for _ in range(2))
     y = _by_torch(tensors, options, mean, var, training=True)
-    if has_float64(x.device):  # Sums that are made of the statistics of several batches would lose the variance.
+    if has_float64(x.device):  # `to_sums` in float32 would lose the variance beside a large mean.
         mean, var = mean.to(torch.float64), var.to(torch.float64)
     n = mean.new_full((1,), x.numel() // max(1, len(mean)))
     var = var * ((n - 1) / n.clamp(min=1))
@@ -67,7 +67,7 @@ def plain_batch_norm(
 ) -> Tensor:  # fmt: skip
     """torch.batch_norm, as F.batch_norm is replaced within converted layers; eps is checked as there."""
     check_eps(eps, training)
-    if training and input.numel() == input.shape[1]:
+    if training and input.numel() == input.shape[1] > 0:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
     return torch.batch_norm(
         input, weight, bias, running_mean, running_var, training, momentum, eps, torch.backends.cudnn.enabled

@@ -1,5 +1,6 @@
 """Defines the layer: parameters and buffers of nn.BatchNorm, statistics of all ranks."""
 
+from numbers import Integral
 from operator import is_
 from typing import Any, Self
 
@@ -79,8 +80,8 @@ class SyncBatchNorm(_BatchNorm):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if num_features < 1:
-            raise ValueError(f"num_features must be positive, got {num_features}")
+        if not isinstance(num_features, Integral) or num_features < 1:
+            raise ValueError(f"num_features must be a positive int, got {num_features!r}")
         if momentum is not None and not isinstance(momentum, Tensor):
             momentum = as_float("momentum", momentum)
         super().__init__(num_features, as_eps(eps), momentum, affine, track_running_stats, device, dtype)

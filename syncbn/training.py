@@ -71,8 +71,9 @@ def prepared(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple
 def _train_generally(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
     """`train` on the general road: by operators on the same kernels, else by torch's operations.
 
-    The results have the same bits where operators run, else they are the same up to rounding. Each pass sends the same
-    payload as the ordinary one, so that ranks on different roads fit together.
+    The results have the same bits where operators run, else they are the same up to rounding; one rank without a mask
+    is F.batch_norm. Each pass sends the same payload as the ordinary one, so that ranks on different roads fit
+    together.
     """
     tensors, options, reduction, wrap = prepared(tensors, options, caller)
     with recorded("syncbn.forward"), reduction.telling_errors("forward"):

@@ -5,7 +5,8 @@ import inspect
 import textwrap
 from itertools import islice
 from tokenize import TokenError
-from typing import NamedTuple
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -17,6 +18,7 @@ from syncbn.texts import quoted
 # What to do about a layer; `_remedy` has more.
 CONVERT = "call syncbn.convert_syncbn_model(model)"
 BY_ITSELF = "may normalise by its batch; if so, let its forward call syncbn.functional.sync_batch_norm"
+EXPORTED = "a part of a scripted or exported model, convert before torch.jit or torch.export"
 CALLS = "may normalise by its batch, by F.batch_norm; if so, call syncbn.functional.sync_batch_norm in its place"
 UNREGISTERED = "keeps batch norm in a plain list or dict, where no conversion finds it; use nn.ModuleList or ModuleDict"
 HIDDEN = "a forward that was set on the layer hides the class's; convert before you wrap it, or write it in a subclass"
@@ -26,7 +28,7 @@ LOOKED_AT = 100  # elements of a list or dict: it may hold a data set
 PREFIXES = "", "F.", "functional.", "nn.functional.", "torch.nn.functional.", "torch."  # of a call of batch_norm
 TRAINING = 5  # the position of the argument `training` of F.batch_norm and torch.batch_norm
 # Raised for a method that has no source or wraps itself, and for source that is incomplete or nested too deeply.
-UNREADABLE = AttributeError, OSError, SyntaxError, TokenError, ValueError, RecursionError, MemoryError
+UNREADABLE = OSError, SyntaxError, TokenError, ValueError, RecursionError, MemoryError
 
 
 class LocalLayer(NamedTuple):
@@ -57,20 +59,28 @@ def unsynchronised(model: nn.Module) -> list[LocalLayer]:
 def calls_batch_norm(kind: type) -> bool:
     """Whether the source of a method of the class, which may be inherited, calls torch's batch norm by one of its usual
     names, other than with training=False. A method without source, or of torch or syncbn, is left out."""
-    return any(_calls_in_training(value) for base in kind.__mro__ for value in vars(base).values())
+    values = [value for base in kind.__mro__ for value in vars(base).values()]
+    return any(
+        _calls_in_training(value) for value in values if isinstance(value, (FunctionType, staticmethod, classmethod))
+    )
 
 
-def _calls_in_training(method: object) -> bool:
+def _calls_in_training(method: Any) -> bool:
     try:
-        function = inspect.unwrap(getattr(method, "__func__", method))  # type: ignore[arg-type]
+        function = inspect.unwrap(method)
         package = str(function.__module__).partition(".")[0]
-        if package in ("torch", "syncbn") or "batch_norm" not in function.__code__.co_names:  # reading source is slow
+        if package in ("torch", "syncbn") or not _names_batch_norm(function.__code__):  # Reading source is slow.
             return False
         # textwrap.dedent would leave a method indented if a comment in it is not.
         source = textwrap.indent(inspect.getsource(function), " ")
         return any(map(_is_call_in_training, ast.walk(ast.parse(f"if True:\n{source}"))))
     except UNREADABLE:
         return False
+
+
+def _names_batch_norm(code: CodeType) -> bool:
+    nested = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return "batch_norm" in code.co_names or any(map(_names_batch_norm, nested))
 
 
 def _is_call_in_training(node: ast.AST) -> bool:
@@ -83,7 +93,7 @@ def _is_call_in_training(node: ast.AST) -> bool:
 
 def _in_lists(module: nn.Module) -> list[nn.Module]:
     """The modules in the lists, tuples and dicts that are attributes of `module`, and all modules within those, without
-    torch's synchronised layers."""
+    nn.SyncBatchNorm."""
     # Not of a subclass of dict, in which Lightning copies a module's arguments.
     values = [value for value in vars(module).values() if type(value) in (list, tuple, dict)]
     items = [
@@ -100,7 +110,9 @@ def _remedy(module: nn.Module) -> str | None:
     if not isinstance(module, _BatchNorm):
         buffers = {name for name, _ in module.named_buffers(recurse=False)}
         # A module whose weight is a buffer too is a frozen batch norm, which needs no synchronisation.
-        return BY_ITSELF if {"running_mean", "running_var"} & buffers and "weight" not in buffers else None
+        if not {"running_mean", "running_var"} & buffers or "weight" in buffers:
+            return None
+        return EXPORTED if type(module).__module__.startswith("torch.") else BY_ITSELF
     original = class_of(module)
     if original is not nn.SyncBatchNorm:
         if issubclass(original, nn.SyncBatchNorm):

@@ -112,10 +112,10 @@ def test_what_is_left_alone_is_named_in_one_warning() -> None:
     classes = {name: type(module) for name, module in model.items()}
     assert re.fullmatch(
         r"syncbn did not convert these layers: 1 SubclassOfSyncBatchNorm \(a\): .* derive it from .*; "
-        r"1 BatchNormAct2d \(b\): .* rename channel_last; 1 \w*Module \(c\): may normalise by its batch; .*; "
+        r"1 BatchNormAct2d \(b\): .* rename channel_last; 1 \w*Module \(c\): a part of a scripted .*; "
         r"2 HeteroBatchNorm \(d, e\.0\): may normalise by its batch; if so, let its forward call .*; "
-        r"1 \w*Module \(exported\.0\): may normalise by its batch; .*; "
-        r"1 \w*Module \(unflattened\.0\): may normalise by its batch; .*",
+        r"1 \w*Module \(exported\.0\): a part of a scripted or exported model, convert before .*; "
+        r"1 \w*Module \(unflattened\.0\): a part of a scripted or exported model, .*",
         warning_of(model),
     )
     syncbn.revert_syncbn_model(model)

@@ -37,7 +37,7 @@ def backward(**changed: object) -> object:
 # ruff: noqa: E501 - a table, one row a case
 # what fails, the nearest that does not, the error, its words
 CASES: list[tuple[Callable[[], object], Callable[[], object], type[Exception], str]] = [
-    (lambda: layer(num_features=0), lambda: layer(num_features=1), ValueError, "num_features must be positive, got 0"),
+    (lambda: layer(num_features=0), lambda: layer(num_features=1), ValueError, "num_features must be a positive int, got 0"),
     (lambda: layer(eps=0), lambda: layer(eps=1e-30), ValueError, "eps must be positive during training, but got 0"),
     (lambda: layer(eps=float("nan")), lambda: layer(eps=1), ValueError, "eps must be positive during training, but got nan"),
     (lambda: layer(eps="1"), lambda: layer(eps=np.float64(0.1), momentum=np.float64(0.1))(X), TypeError, "eps must be a float, got '1' of type str; pass float(eps)"),

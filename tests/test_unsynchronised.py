@@ -30,6 +30,7 @@ NAMED: list[Function] = [  # each in one line, which is the source of a lambda
     lambda _, x: nn.functional.batch_norm(x, None, None, training=True).relu(),
     lambda _, x: torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, True),
     lambda self, x: F.batch_norm(x, None, None, training=False if self.a else self.b),
+    lambda self, x: (lambda: F.batch_norm(x, None, None, training=self.training))(),
     lambda _, x: F.batch_norm(*x),
     lambda _, x: F.batch_norm(x, **x),
     lambda self, x: F.batch_norm(F.batch_norm(x, None, None, training=True), self.a, self.b, training=False),
@@ -97,6 +98,15 @@ def test_source_that_is_nested_too_deeply_to_be_parsed(depth: int, tmp_path: Pat
 def test_a_function_that_wraps_itself_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NAMED[0], "__wrapped__", NAMED[0], raising=False)
     assert not calls_batch_norm(class_with(forward=NAMED[0]))
+
+
+class AttrDict(dict[str, int]):
+    __getattr__ = dict.__getitem__
+
+
+def test_attributes_of_a_class_are_not_asked() -> None:
+    """Theirs may raise anything."""
+    assert not calls_batch_norm(class_with(options=AttrDict(a=1)))
 
 
 def test_source_is_read_only_where_code_names_batch_norm(monkeypatch: pytest.MonkeyPatch) -> None:

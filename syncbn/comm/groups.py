@@ -152,7 +152,7 @@ def torch_group(spec: GroupSpec) -> dist.ProcessGroup | int | None:
         return dist.GroupMember.NON_GROUP_MEMBER
     group = existing(spec)
     if group is None:
-        remedy = f"call convert_syncbn_model(model, {spec!r}) on all ranks first"
+        remedy = f"call syncbn.create_syncbn_process_group({spec!r}) on all ranks first"
         raise RuntimeError(f"the groups of process_group={spec!r} have not been made; {remedy}")
     return group
 

@@ -107,13 +107,19 @@ def resolve(spec: GroupSpec) -> dist.ProcessGroup | None:
 
 
 def make_groups(spec: GroupSpec) -> None:
-    """Make the groups that an int needs, unless they are made: a collective over ALL ranks of the default group, which
-    tells the other ranks where this rank waits.
+    """Make the groups that an int above 1 needs, unless they are made. **Raises** as `_make_groups`."""
+    if isinstance(spec, int) and spec != groups.THIS_RANK_ALONE:
+        _make_groups(spec)
+
+
+def _make_groups(spec: int) -> None:
+    """Make the groups of an int, unless they are made: a collective over ALL ranks of the default group, which tells
+    the other ranks where this rank waits.
 
     **Raises** ValueError on every rank when the ranks ask for different groups, or their number does not divide.
     """
     default_group = dist.group.WORLD
-    if default_group is not None and isinstance(spec, int) and groups.existing(spec) is None:
+    if default_group is not None and groups.existing(spec) is None:
         caller = Caller(f"the making of groups for process_group={spec!r}", is_signed=False)
         with Collective(new_site(caller, default_group), 1, "making"):
             groups.make(spec, default_group)
@@ -133,5 +139,5 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
         raise ValueError(f"group_size must not be negative, got {group_size}")
     if dist.group.WORLD is None:
         raise RuntimeError("create_syncbn_process_group needs torch.distributed.init_process_group() first")
-    make_groups(group_size)
+    _make_groups(group_size)
     return groups.existing(group_size)

@@ -12,9 +12,8 @@ from syncbn.reductions.interface import Reduction
 from syncbn.torch_internals.state import inside_vmap_or_forward_mode, is_compiling
 
 TRANSFORMED = (
-    "syncbn: batch norm over several ranks does not support torch.func.vmap (and so jacrev and hessian), forward mode "
-    "(jvp, jacfwd) and is_grads_batched=True. Loop over samples or gradients, use torch.autograd.functional, or set "
-    "process_group=1, which synchronises nothing"
+    "torch.func.vmap, forward mode (jvp) and is_grads_batched=True are not supported over several ranks; loop over "
+    "samples or gradients, use torch.autograd.functional, or set process_group=1"
 )
 
 
@@ -24,6 +23,7 @@ def total(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
     In eager mode with gradients the totals are differentiable any number of times: the sum is linear, so its gradient
     is a sum over the ranks, too, by one all_reduce. **Raises** RuntimeError inside vmap and forward mode.
     """
+    # In compiled graphs `is_transformed` is False.
     if reduction.group is not None and (inside_vmap_or_forward_mode() or is_transformed(sums)):
         raise RuntimeError(TRANSFORMED)
     if reduction.group is None or is_compiling() or not torch.is_grad_enabled():
@@ -42,7 +42,7 @@ def total_with_count(sums: Tensor, num_values: Tensor | None, reduction: Reducti
 
 
 class _Total(torch.autograd.Function):
-    """(sums and n, reduction, pass_name) -> their totals. n's place carries 0 in derivative passes."""
+    """(sums and n, reduction, pass_name) -> their totals. In derivative passes 0 stands in the place of n."""
 
     @staticmethod
     def forward(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:

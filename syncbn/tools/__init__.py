@@ -1,1 +1,1 @@
-"""Holds the tools beside the layer: a summary, local noise, checks, uneven inputs, running statistics."""
+"""Holds the tools beside the layer: a summary, and running statistics of several batches."""

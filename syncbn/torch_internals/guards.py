@@ -37,7 +37,7 @@ class Found:
         **Raises** any exception if the first tensor is not a Tensor, or the fact is not hashable.
         """
         present = [*filter(_is_present, tensors)]
-        # True in the key stands for a NestedTensor, for which no value is cached: a strided one would abort the check.
+        # A NestedTensor has True in its key, under which nothing is cached: the check would abort on a strided one.
         key = fact, tensors[0].shape, *map(getattr, tensors, _IS_NESTED, _NONE)
         for check, found in self.by_key.get(key, ()):
             if check(*present):

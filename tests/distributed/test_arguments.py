@@ -61,6 +61,8 @@ LAYERS: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "with gaps": (buffer("running_var", lambda var: var.repeat_interleave(2)[::2]), ""),
     "zeros": (buffer("running_mean", lambda mean: torch._efficientzerotensor(mean.shape)), IN_PLACE + "it is a tensor"),
     "counter of flags": (buffer("num_batches_tracked", Tensor.bool), "num_batches_tracked to be a tensor of numbers"),
+    "momentum": (lambda layer: setattr(layer, "momentum", 10**400), "momentum must fit into a float, got 1000"),
+    "eps": (lambda layer: setattr(layer, "eps", 10**400), "eps must fit into a float, got 1000"),
     "no counter": (buffer("num_batches_tracked", int), "num_batches_tracked to be a tensor of numbers, got 0"),
     "int32 counter": (buffer("num_batches_tracked", Tensor.int), ""),
     "meta": (lambda layer: setattr(layer, "momentum", torch.ones((), device="meta")), "but momentum on meta"),

@@ -195,9 +195,11 @@ def test_an_int_is_reverted_to_its_group(ranks: Ranks, size: int) -> None:
     model = syncbn.convert_syncbn_model(nn.Sequential(nn.SyncBatchNorm(C)), size)
     voting.world.enter()
     if ranks.size % size == 0:
-        with pytest.raises(RuntimeError, match=rf"process_group={size} .*; call convert_syncbn_model\(model, {size}\)"):
+        with pytest.raises(
+            RuntimeError, match=rf"process_group={size} .*; call syncbn.create_syncbn_process_group\({size}\)"
+        ):
             syncbn.revert_syncbn_model(model)
-        syncbn.convert_syncbn_model(model, size)
+        syncbn.create_syncbn_process_group(size)
         assert syncbn.revert_syncbn_model(model)[0].process_group.size() == size
 
 

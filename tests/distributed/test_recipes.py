@@ -166,6 +166,7 @@ def test_merged_running_statistics(ranks: Ranks) -> None:
     for _ in range(2):
         defined("running_statistics.md", "merge_running_stats")["merge_running_stats"](model)
         torch.testing.assert_close((layer.running_mean, layer.running_var), (mean, var), **EXACT)
+        assert layer.num_batches_tracked == ranks.size - 1
     assert torch.equal(untrained.running_var, torch.ones_like(untrained.running_var))
 
 
