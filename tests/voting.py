@@ -79,6 +79,8 @@ class World:
             timeout=COLLECTIVE_TIMEOUT,
             device_id=self.ranks.device if self.backend == "nccl" else None,
         )
+        # A rank that destroyed the group at once would close connections that others are still making.
+        dist.barrier()
 
     def leave(self) -> None:
         """Destroy it and all its subgroups, if a failing rank has not yet."""
