@@ -16,7 +16,7 @@ from syncbn.torch_internals.autograd import copy_together
 from syncbn.torch_internals.state import constant_in_graphs, inside_functorch, inside_vmap, is_compiling
 
 TIMES_N = 4  # that n stands in the statistics
-HAVE_FLOAT64 = "cpu", "cuda"  # device types
+HAVE_FLOAT64 = "cpu", "cuda"  # Device types that are known to have float64.
 
 
 @constant_in_graphs

@@ -42,7 +42,7 @@ def train(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Te
         plan = forward_plan(tensors, options)
         if plan is not None and plan.has_gaps:
             tensors = without_gaps(tensors, options)
-    except Exception:  # a bad argument may raise anything; the general road raises an error on all ranks
+    except Exception:  # A bad argument may raise anything here. The general road raises its error on all ranks.
         plan = None
     if plan is None:
         y, statistics = _train_generally(tensors, options, caller)
