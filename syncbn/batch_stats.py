@@ -60,7 +60,7 @@ def sync_batch_stats(
     """
     options = Options(channel_dim=channel_dim, process_group=to_spec(process_group))
     tensors, options, reduction, _ = prepared(Tensors(input, mask=mask), options, _SYNC_BATCH_STATS)
-    with recorded("syncbn.forward"), reduction.telling_errors("forward"):
+    with recorded("syncbn.forward"), reduction.noting_errors():
         tensors = without_gaps(apply_mask(tensors, channel_dim)[0], options)
         x = tensors.input
         (sums,) = apply_function(_Sums, Constants(kind_of(tensors, options), reduction), x, tensors.num_values)
@@ -95,7 +95,7 @@ class _Sums(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_sums: Tensor) -> tuple[None, Tensor, None]:
         num_channels = ctx.kind.layout.sizes[1]
-        with recorded("syncbn.backward"), ctx.reduction.telling_errors("backward"):
+        with recorded("syncbn.backward"), ctx.reduction.noting_errors():
             x, sums = ctx.saved_tensors
             center = sums.detach()[:num_channels] / sums[-TRAILER_NUMBERS].detach().clamp(min=1)
             grad_sum, grad_square = total(grad_sums, ctx.reduction, "backward")[:-TRAILER_NUMBERS].chunk(2)

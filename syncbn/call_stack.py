@@ -1,7 +1,6 @@
 """Finds callers, the path of a layer and the user's line on the call stack, and warns there."""
 
 import functools
-import gc
 import itertools
 import sys
 import traceback
@@ -47,25 +46,6 @@ def line_that_calls_model() -> str:
     """The line in which the program calls the outermost module that is `self` in a frame of this call: train.py:57."""
     frames = [frame for frame, caller in callers() if isinstance(caller, nn.Module)]
     return line_of_program(traceback.walk_stack(frames[-1] if frames else sys._getframe()))
-
-
-def frames_of(thread: int) -> list[FrameType]:
-    """The frames of another thread, the innermost first; none once it has ended.
-
-    The same as a loop over f_back, but in one call of C, `list`, so that no other thread runs meanwhile. A garbage
-    collection could let one run, so it is switched off. If the thread went on, f_back could be freed memory, as seen in
-    Python 3.11 while Dynamo compiles.
-    """
-    innermost = map(dict.get, itertools.starmap(sys._current_frames, [()]), [thread])
-    steps: Iterator[Any] = itertools.chain(innermost, itertools.repeat("f_back"))
-    outwards = itertools.accumulate(steps, getattr)
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return list(iter(outwards.__next__, None))
-    finally:
-        if collects:
-            gc.enable()
 
 
 def line_of_program(frames: Iterable[tuple[FrameType, int]]) -> str:

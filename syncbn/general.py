@@ -71,5 +71,5 @@ class SyncBatchNormFunction(torch.autograd.Function):
         needed = ctx.needs_input_grad[1:5]
         if is_compiling() and inside_functorch():  # Dynamo does not see what torch.func differentiates
             needed = True, True, True, ctx.kind.has_residual
-        with ctx.reduction.telling_errors("backward"):
+        with ctx.reduction.noting_errors():
             return None, *gradients(ctx.kind, dy, ctx.saved_tensors, needed, ctx.reduction), None

@@ -14,12 +14,11 @@ from syncbn.call_stack import path_in_model
 from syncbn.comm import groups
 from syncbn.comm.groups import GroupSpec, ProcessGroupLike
 from syncbn.diagnosis.sites import Site
-from syncbn.diagnosis.watchdog import note_evaluation
 from syncbn.evaluation import evaluate
 from syncbn.inputs import traced
 from syncbn.reductions.choice import make_groups
 from syncbn.texts import quoted
-from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling, runs_plainly
+from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling
 from syncbn.training import train
 
 
@@ -151,8 +150,6 @@ class SyncBatchNorm(_BatchNorm):
         try:
             if self.training:
                 return self._train_over_ranks(tensors, self._current_options(), self)[0]
-            if runs_plainly():
-                note_evaluation()
             return evaluate(tensors, self._current_options(), self)
         except (RuntimeError, TypeError, ValueError) as error:
             add_name(error, self)

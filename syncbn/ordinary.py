@@ -99,7 +99,7 @@ class _Step(torch.autograd.Function):
             of_call = signature, reduction.group is None, reduction.forward_total
             sums, *of_parameters, scratch = kernels.backward_sums(dy, saved, *of_call)
         except Exception as error:
-            reduction.leave_out(error, "backward")
+            reduction.note_error(error)
             raise
         total = reduction.all_reduce(sums, "backward", mailbox)
         reduction.end_backward()

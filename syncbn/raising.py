@@ -27,11 +27,11 @@ def raise_on_all_ranks(
     traced.refuse_proxies(tensors)
     num_channels, device = _likely_channels(tensors, options), _device_of(tensors)
     if not reduction.is_read or num_channels is None or not (device.type == "cpu" or select.looks_at_totals(device)):
-        reduction.leave_out(error, pass_name)
+        reduction.note_error(error)
         raise error  # no rank would read the NaN
     sums = torch.zeros(2 * num_channels + TRAILER_NUMBERS, dtype=torch.float64, device=device)
     sums[-TRAILER_NUMBERS] = math.nan
-    with reduction.telling_errors(pass_name):
+    with reduction.noting_errors():
         reduction.total(sums, pass_name, error)
     raise AssertionError("internal error: no rank reported the bad argument") from error
 

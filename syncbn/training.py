@@ -76,7 +76,7 @@ def _train_generally(tensors: Tensors, options: Options, caller: CallsOnGroups) 
     together.
     """
     tensors, options, reduction, wrap = prepared(tensors, options, caller)
-    with recorded("syncbn.forward"), reduction.telling_errors("forward"):
+    with recorded("syncbn.forward"), reduction.noting_errors():
         if reduction.group is None and not tensors.has_mask():
             y, statistics = train_alone(tensors, options)
         else:

@@ -27,7 +27,7 @@ import syncbn
 TIMEOUT = timedelta(seconds=int(os.environ.get("COLLECTIVE_SECONDS", 3)))
 BACKEND = os.environ.get("TESTS_BACKEND", "gloo")  # with nccl all ranks share a GPU
 DEVICE = "cuda" if BACKEND == "nccl" else "cpu"
-UNTIL_WRITTEN_SECONDS = 0.5  # a thread writes a rank's position, soon after it has changed
+UNTIL_WRITTEN_SECONDS = 1.5  # a thread writes a rank's position once a second
 STEPS, FAULTY_STEP = 6, 3
 FAULT, LAYER, *FOLDER = sys.argv[1:]
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -121,7 +121,7 @@ def before_step(model: nn.Sequential) -> None:
         if AT_FAULT:
             threading.Thread(target=kill).start()
         else:
-            time.sleep(1)
+            time.sleep(UNTIL_WRITTEN_SECONDS + 0.5)
 
 
 def replay(model: nn.Sequential) -> None:

@@ -1,14 +1,11 @@
 """Catches a later torch in which a private name that syncbn uses no longer means what syncbn needs."""
 
-import gc
 import inspect
 import sys
-import threading
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -19,11 +16,9 @@ from conftest import GROUP_TIMEOUT
 from jobs import run
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.distributed import _functional_collectives
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from syncbn import call_stack
 from syncbn.torch_internals import autograd, distributed, guards, modules, state
 
 QUESTIONS: dict[str, Callable[[], object]] = {
@@ -238,64 +233,6 @@ def test_stream_of_a_gpu() -> None:
     assert distributed.stream_of(device) == torch.cuda.current_stream().cuda_stream
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         assert distributed.stream_of(device) is None
-
-
-def test_collective_in(group_of_one: dist.ProcessGroup) -> None:
-    """The frames that call into torch's C++ and wait there, and none of a forward or of this test."""
-    calling = set()
-
-    def watch(frame: FrameType, event: str, function: object) -> None:
-        if event == "c_call":
-            frames = [each for each, _ in traceback.walk_stack(frame)]
-            calling.add((getattr(function, "__name__", ""), distributed.collective_in(frames)))
-
-    sys.setprofile(watch)
-    try:
-        dist.barrier()
-        dist.all_gather_object([None], "a text")
-        _functional_collectives.wait_tensor(_functional_collectives.all_reduce(torch.ones(2), "sum", group_of_one))
-        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-        ddp(torch.ones(2, 3)).sum().backward()
-    finally:
-        sys.setprofile(None)
-    in_ddp = {(name, "DistributedDataParallel") for name in ("_broadcast_coalesced", "_verify_params_across_processes")}
-    assert calling >= in_ddp | {("wait", "barrier"), ("run_backward", "backward"), ("linear", ""), ("batch_norm", "")}
-    assert {"wait_tensor", "all_gather_object"} <= {collective for _, collective in calling}
-
-
-def test_frames_of_another_thread() -> None:
-    """They are taken without a garbage collection on the way, in which threads may change."""
-    entered, end, collections = threading.Event(), threading.Event(), []
-
-    def wait(depth: int) -> None:
-        if depth:
-            wait(depth - 1)
-        else:
-            entered.set()
-            end.wait()
-
-    def note(phase: str, info: object) -> None:
-        collections.append(sys._getframe(1).f_code.co_name)
-
-    thread = threading.Thread(target=wait, args=[500])
-    thread.start()
-    entered.wait()
-    threshold = gc.get_threshold()
-    gc.callbacks.append(note)
-    gc.set_threshold(1)
-    try:
-        frames = call_stack.frames_of(thread.ident)
-    finally:
-        gc.set_threshold(*threshold)
-        gc.callbacks.remove(note)
-    end.set()
-    thread.join()
-    names = [frame.f_code.co_name for frame in frames]
-    assert names.count("wait") > 500
-    assert names[-1] == "_bootstrap"
-    assert collections.count("frames_of") < 100
-    assert gc.isenabled()
-    assert not call_stack.frames_of(thread.ident)
 
 
 def test_no_default_argument_keeps_the_group() -> None:

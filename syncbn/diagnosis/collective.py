@@ -1,22 +1,16 @@
-"""Defines the context of a collective: keeps this rank's position up to date, and explains why a collective fails or
-does not begin.
-"""
+"""Defines the context of a collective: keeps this rank's position up to date, and explains why a collective fails."""
 
 import time
 
 import torch
-import torch.distributed as dist
 
 from syncbn.call_stack import warn
 from syncbn.diagnosis import report
-from syncbn.diagnosis.positions import Position, Wait
+from syncbn.diagnosis.positions import Position
 from syncbn.diagnosis.sites import Site
-from syncbn.diagnosis.watchdog import log
-from syncbn.torch_internals.distributed import timeout_of
 
-CPU = torch.device("cpu")
 IN_CUDA_GRAPH = 0  # as `call`: a replay makes no call of Python
-FIRST_MEETING_SECONDS = 9.0  # that a rank waits for the others before the first collective of a group
+FIRST_WARNING_SECONDS = 30.0  # of waiting; the next when they have doubled
 # Finite values of these dtypes whose squares are infinite in the sums; those of the others are added in float64.
 SQUARES_OVERFLOW = {torch.bfloat16: "1e19", torch.float64: "1e154"}
 
@@ -28,33 +22,28 @@ class RanksDifferError(RuntimeError):
         return f"{super().__str__()}\n{report.FALSE_ALARM}"
 
 
-class Collective(Wait):
+class Collective:
     """The context of a collective, in which this rank waits for others. It outlives the collective as the rank's last,
     so it does not keep the group.
 
     **Raises** RuntimeError with the positions of all ranks when the collective fails.
     """
 
-    has_failed = False
+    number = 0  # among syncbn's on the group, from 1
+    next_warning_seconds = FIRST_WARNING_SECONDS
 
-    def __init__(
-        self, site: Site, call: int, pass_name: str, device: torch.device = CPU, dtype: torch.dtype | None = None
-    ) -> None:
-        self.site, self.rank, self.call, self.pass_name = site, site.rank, call, pass_name
-        self.device, self.dtype = device, dtype  # of what is sent; of the input
+    def __init__(self, site: Site, call: int, pass_name: str, dtype: torch.dtype | None = None) -> None:
+        self.site, self.rank, self.call, self.pass_name, self.dtype = site, site.rank, call, pass_name, dtype
 
     def __enter__(self) -> None:
         self.number = self.site.state.num_collectives = self.site.state.num_collectives + 1
         self.start = time.monotonic()
         self.rank.last = self
-        if self.number == 1:
-            self._meet_first()
         self.rank.waiting[self] = None
 
     def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
-        self.has_failed = error is not None
         try:
-            if self.has_failed and isinstance(error, RuntimeError):
+            if error is not None and isinstance(error, RuntimeError):
                 self._explain(error)
         finally:  # until then this rank is in the collective
             del self.rank.waiting[self]
@@ -73,6 +62,10 @@ class Collective(Wait):
     def ranks(self) -> list[int]:
         return self.site.state.ranks
 
+    def seconds(self) -> float:
+        """The seconds since it began."""
+        return time.monotonic() - self.start
+
     def warn_not_finite(self) -> None:
         """Warn, once for a layer, that the sums of this rank's input are not finite."""
         if not self.site.warned_of_nan:
@@ -85,21 +78,6 @@ class Collective(Wait):
             by_torch = "torch.autograd.set_detect_anomaly(True) finds a backward that makes NaN."
             warn(f"syncbn: {what}; {then}. {look}; {by_torch}")
 
-    def _meet_first(self) -> None:
-        """This rank enters the first collective of a group. It waits at most 9 s for the others, and then warns.
-
-        gloo aborts ranks that send different sizes, and ranks in different collectives, as if some have not converted
-        their model, wait until the time-out. nccl needs no meeting, also beside gloo in a group that has both.
-        """
-        rank, group = self.rank, self.site.state.group()
-        assert group is not None
-        rank.write_position()
-        seconds = min(FIRST_MEETING_SECONDS, timeout_of(group).total_seconds() / 2)
-        may_abort = f"{self.device.type}:gloo" in dist.get_backend_config(group)
-        if may_abort and not rank.meet(self.site.state.name, self.ranks(), seconds):
-            text = "syncbn: rank %d has waited %g s for others before its first collective with them, and goes on.\n%s"
-            log.warning(text, rank.rank, seconds, report.where_all_are(self))
-
     def _explain(self, error: RuntimeError) -> None:
         """**Raises** RuntimeError with the positions of all ranks, unless `error` has them or comes from the GPU."""
         if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
@@ -110,6 +88,6 @@ class Collective(Wait):
             remedy = 'Name a backend for both, as in init_process_group("cpu:gloo,cuda:nccl").'
             raise RuntimeError(f"{what}, which are on the device of the input. {remedy}")
         elif not isinstance(error, RanksDifferError):
-            where = report.where_all_are(self, has_failed=True)
+            where = report.where_all_are(self.rank, self, has_failed=True)
             failed = f"syncbn: a collective failed on rank {self.rank.rank} after {self.seconds():.1f} s."
             raise RuntimeError(f"{failed}\n{where}\nThe process group says: {error}") from error

@@ -1,13 +1,10 @@
-"""Finds out about the processes of ranks: when and where this one began, why it ends, and whether others have ended."""
+"""Finds out about the processes of ranks: where this one runs, why it ends, and whether others have ended."""
 
 import contextlib
 import functools
-import os
 import re
 import socket
 import sys
-import threading
-import time
 from pathlib import Path
 
 from syncbn.texts import in_words
@@ -19,18 +16,6 @@ FAILED_COLLECTIVE = re.compile(
     r"RuntimeError: .*(/gloo/[\w/]+\.(cc|h):\d+|caused pair closure|monitoredBarrier|Operation timed out!))",
     re.DOTALL,
 )
-
-
-@functools.cache
-def start_of_this() -> float:
-    """The start of this process in seconds since 1970; the time of the first call where it cannot be known."""
-    now = time.time()
-    try:
-        seconds_up = float(Path("/proc/uptime").read_text().split()[0])
-        start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-    except OSError:
-        return now
-    return min(now, now - seconds_up + start)  # in a container the two may be counted from different times
 
 
 @functools.cache
@@ -52,23 +37,6 @@ def state_of(process: int) -> str:
     if state in "XZ":
         return f"its process ({process}) {HAS_ENDED}"
     return f"its process ({process}) is stopped" if state in "Tt" else ""
-
-
-def on_this_host(rank: int) -> bool:
-    """Whether this global rank is on this host, as torchrun numbers ranks; True where that is not known."""
-    try:
-        first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
-        return first <= rank < first + int(os.environ["LOCAL_WORLD_SIZE"])
-    except (KeyError, ValueError):
-        return True
-
-
-def main_thread_seconds() -> float | None:
-    """Seconds of processor time that the main thread has used; None where they cannot be known (macOS, Windows)."""
-    main = threading.main_thread()
-    if main.ident is None or not main.is_alive() or not hasattr(time, "pthread_getcpuclockid"):
-        return None
-    return time.clock_gettime(time.pthread_getcpuclockid(main.ident))
 
 
 def why_it_ends() -> str:

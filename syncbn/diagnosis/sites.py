@@ -104,7 +104,7 @@ class GroupState:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group: Callable[[], dist.ProcessGroup | None] = ref(group)
-        self.name = f"{this_rank().life}/{name_of(group)}"  # torch gives names again after destroy_process_group
+        self.name = name_of(group)
         self.ranks, self.num_ranks = dist.get_process_group_ranks(group), group.size()
         self.sites: WeakKeyDictionary[CallsOnGroups, Site] = WeakKeyDictionary()
         self.last_order = 0  # of a site
@@ -172,7 +172,6 @@ def new_site(caller: CallsOnGroups, group: dist.ProcessGroup) -> Site:
             _warn_of_shared_memory(caller)
             path = path_in_model(caller)
         site = state.sites[caller] = Site(caller, path, group, rank)
-        rank.write(f"called/{state.name}/{site.name}", "")
     settings = settings_of(caller)
     if site.signatures.settings != settings:
         site.signatures.settings = settings

@@ -26,13 +26,13 @@ def fault_in_total(
     has_fault, all_sign = math.isnan(num_values), num_signed == site.state.num_ranks
     if num_signed * squares != total * total:
         if not all_sign:  # some ranks would not take part in an all_gather
-            raise RanksDifferError(report.DIFFERENT_LAYERS + report.where_all_are(collective))
+            raise RanksDifferError(report.DIFFERENT_LAYERS + report.where_all_are(site.rank, collective))
         parts = all_gather_json(part_in(collective), group)
         site.sign_as(*require_one_layer(site.state.ranks, parts, has_fault))
     if not has_fault:
         return None
     if not all_sign:  # ranks in a compiled graph sign nothing, and would not take part in an all_gather
-        where = report.where_all_are(collective)
+        where = report.where_all_are(site.rank, collective)
         return error or RuntimeError(f"syncbn: another rank has a bad argument, and says which.\n{where}")
     return exchange_errors(error, group, f" in {collective.doing()}")
 

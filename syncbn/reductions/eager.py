@@ -54,7 +54,7 @@ class EagerReduction(Reduction):
         by_operator: bool = False,
     ) -> Tensor:  # fmt: skip
         """The total, see `Reduction`; `by_operator` by one that a dispatch mode can save."""
-        collective, fault = Collective(self.site, self.call, pass_name, payload.device, self.dtype), None
+        collective, fault = Collective(self.site, self.call, pass_name, self.dtype), None
         if self.call == 1 and pass_name == "forward":
             self.site.tell_call((len(payload) - TRAILER_NUMBERS) // 2)
         with collective:
@@ -105,23 +105,16 @@ class EagerReduction(Reduction):
         if not all(map(math.isfinite, sums.tolist())):
             self.other_collective("forward").warn_not_finite()
 
-    def leave_out(self, error: BaseException, pass_name: str) -> None:
-        site, last = self.site, self.site.rank.last
-        came_to_it = (
-            isinstance(last, Collective)
-            and (last.site, last.call) == (site, self.call)
-            and (last.has_failed or last.pass_name == pass_name)
-        )  # with create_graph a pass has two, and the first has another name
-        if not came_to_it:
-            site.rank.leave_out(self.other_collective(pass_name).doing(), error)
+    def note_error(self, error: BaseException) -> None:
+        self.site.rank.note_error(error)
 
     @contextlib.contextmanager
-    def telling_errors(self, pass_name: str) -> Iterator[None]:
+    def noting_errors(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            self.leave_out(error, pass_name)
+            self.note_error(error)
             raise
 
     def other_collective(self, pass_name: str) -> Collective:
-        return Collective(self.site, self.call, pass_name, dtype=self.dtype)
+        return Collective(self.site, self.call, pass_name, self.dtype)

@@ -70,7 +70,7 @@ def agree_on_name(site: Site) -> None:
     if rank.rank == first:
         rank.write(key, path := site.path)
     else:
-        path = rank.wait_for([first], key, NAMING_SECONDS if state.awaits_names else 0.0)[0].value
+        path = rank.wait_for([first], key, NAMING_SECONDS if state.awaits_names else 0.0)[0]
     site.is_agreed = path is not None
     if site.is_agreed and may_be_one_layer([path, site.path]):
         site.sign_as(path, site.order)
@@ -95,8 +95,10 @@ class Box:
         self.begun: deque[Collective] = deque(maxlen=MOST_KEPT)  # their numbers, which ascend, are the tags
         self._oldest: Collective | None = None
         self.rank, self.group_state = site.rank, site.state
-        site.state.boxes[device, stream] = site.state.boxes[device, None] = self
         self._key = f"fault/{site.state.name}"  # of the ranks' parts
+        if not site.state.boxes:  # torch gives names of groups again after destroy_process_group
+            self.rank.write(self._key, None)
+        site.state.boxes[device, stream] = site.state.boxes[device, None] = self
         self.rank.boxes.add(self)
         finalize(site.state.group(), self.rank.boxes.discard, self).atexit = False
 
@@ -165,7 +167,7 @@ class Box:
 
     def _explained(self, kind: int) -> Exception:
         ranks = self.group_state.ranks
-        parts = [written.value for written in self.rank.wait_for(ranks, self._key, ANSWER_SECONDS)]
+        parts = self.rank.wait_for(ranks, self._key, ANSWER_SECONDS)
         parts[ranks.index(self.rank.rank)] = self.group_state.part  # also if the store is gone
         answers = [part for part in parts if part is not None]
         faults = [(part["is TypeError"], part["error"]) if part and "error" in part else None for part in parts]

@@ -68,11 +68,12 @@ class Reduction(ABC):
     def warn_unless_finite(self, sums: Tensor) -> None:  # noqa: B027
         """A total of forward has NaN or infinity. Warns, once for a layer, if these `sums` of this rank have."""
 
-    def leave_out(self, error: BaseException, pass_name: str) -> None:  # noqa: B027
-        """This rank is about to raise `error`. Tells the others if it has not come to the all_reduce of the pass."""
+    def note_error(self, error: BaseException) -> None:  # noqa: B027
+        """This rank is about to raise `error`, perhaps without the all_reduce for which the others wait. Their reports
+        have the error."""
 
-    def telling_errors(self, pass_name: str) -> contextlib.AbstractContextManager[None]:
-        """The context of a pass. Calls `leave_out` if the pass raises."""
+    def noting_errors(self) -> contextlib.AbstractContextManager[None]:
+        """The context of a pass. Calls `note_error` if the pass raises."""
         return contextlib.nullcontext()
 
 

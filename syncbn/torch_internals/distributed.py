@@ -2,11 +2,9 @@
 
 import contextlib
 import importlib
-import itertools
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from datetime import timedelta
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -90,32 +88,6 @@ def stream_of(device: torch.device) -> int | None:
     if device.type == "cpu":
         return 0
     return None if torch._C._cuda_isCurrentStreamCapturing() else torch._C._cuda_getCurrentRawStream(device.index)
-
-
-# The modules of torch that call into C++ and wait there for other ranks, and what the program has called; empty where
-# the name of a function says it. Backward waits for the gradients of DistributedDataParallel.
-_WAITING = {
-    "torch.autograd.graph": "backward",
-    "torch.distributed._functional_collectives": "",
-    "torch.distributed.c10d_logger": "_decorator",
-    "torch.distributed.distributed_c10d": "",
-    "torch.distributed.utils": "",
-    "torch.nn.parallel.distributed": "DistributedDataParallel",
-}
-_CALLS_OPERATORS = "torch._ops", "torch._library.autograd"  # among them functional collectives
-
-
-def collective_in(frames: Iterable[FrameType]) -> str:
-    """What torch may be waiting for other ranks in, if these are a thread's frames, the innermost first: "all_reduce",
-    "barrier", "backward"; else empty. It is the outermost function without an underscore."""
-    name, modules = "", [(frame, frame.f_globals.get("__name__", "")) for frame in frames]
-    for frame, module in itertools.dropwhile(lambda each: each[1] in _CALLS_OPERATORS, modules):
-        if module not in _WAITING:
-            break
-        called = _WAITING[module] or frame.f_code.co_name
-        if not (name and called.startswith("_")):
-            name = called
-    return name.strip("_")
 
 
 # torch.distributed.nn.functional, which DistributedDataParallel imports, keeps the default group in the defaults of its

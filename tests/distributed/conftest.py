@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from syncbn.diagnosis import report
-from syncbn.diagnosis.positions import Wait
+from syncbn.diagnosis import report, watchdog
+from syncbn.diagnosis.collective import Collective
 
 NUM_RANKS = os.environ.get("WORLD_SIZE")
 collect_ignore_glob = [] if "RANK" in os.environ else ["*"]
@@ -45,7 +45,8 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def log_of_waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """The log of a rank that warns when it has waited half a second."""
-    monkeypatch.setattr(Wait, "next_warning_seconds", 0.5)
+    monkeypatch.setattr(Collective, "next_warning_seconds", 0.5)
+    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.1)
     return caplog
 
 

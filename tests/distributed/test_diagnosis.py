@@ -5,7 +5,6 @@ What is said when one fails is in test_faults.py.
 
 import contextlib
 import copy
-import functools
 import json
 import queue
 import re
@@ -28,12 +27,11 @@ from voting import Ranks
 
 import syncbn
 from syncbn import functional, raising
-from syncbn.comm import groups
 from syncbn.comm.text_exchange import ranks_in_words
-from syncbn.diagnosis import collective, processes, report, watchdog
+from syncbn.diagnosis import collective, positions, processes, report, watchdog
 from syncbn.diagnosis.collective import RanksDifferError
-from syncbn.diagnosis.positions import WITH_GRAPH, Position
-from syncbn.diagnosis.sites import Caller, new_site, smallest_signature
+from syncbn.diagnosis.positions import WITH_GRAPH, Position, ThisRank
+from syncbn.diagnosis.sites import Caller, smallest_signature
 from syncbn.kernels import cpu, operators
 from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS
 from syncbn.reductions import eager
@@ -302,6 +300,9 @@ def test_signatures_are_exact(num_ranks: int) -> None:
 # Long waits.
 
 
+WRITTEN = r"(; written \S+ s ago)?"
+
+
 class CompilationError(Exception):
     """Stands for Triton's, which is of no class that syncbn knows."""
 
@@ -350,9 +351,9 @@ def test_an_error_of_one_rank_alone_is_told_by_the_others(
         time.sleep(2)
     run(layer, x, y)
     expected = (
-        rf"rank 0 has waited \d+ s for others\.\nrank 0: in {doing}\n"
-        rf"rank 1: after SyncBatchNorm forward, call 1; .*left out {doing}, because of \S*CompilationError: at 12:4:"
-        r"(; at test_diagnosis.py:\d+)?\n?(?!.*Every rank must)"
+        rf"rank 0 has waited \d+ s for others\.\nrank 0: in {doing}{WRITTEN}\n"
+        rf"rank 1: after SyncBatchNorm forward, call 1; has raised \S*CompilationError: at 12:4:{WRITTEN}\n?"
+        r"(?!.*Every rank must)"
     )
     assert re.search(expected, log_of_waits.text) if ranks.rank == 0 else not log_of_waits.text, log_of_waits.text
     dist.barrier()
@@ -378,60 +379,26 @@ def test_an_error_of_a_saved_tensors_hook_is_told(ranks: Ranks, log_of_waits: py
         time.sleep(2)
         is_broken = False
     y.sum().backward()
-    expected = "left out SyncBatchNorm backward, call 1, because of MemoryError: no room"
+    expected = "rank 1: after SyncBatchNorm forward, call 1; has raised MemoryError: no room"
     assert (expected in log_of_waits.text) == (ranks.rank == 0), log_of_waits.text
     dist.barrier()
 
 
-# What comes before a collective outside of the layers, and the collective.
-OUTSIDE: dict[str, Callable[[], Callable[[], object]]] = {
-    "barrier": lambda: dist.barrier,
-    "DistributedDataParallel": lambda: functools.partial(DistributedDataParallel(Block()), torch.randn(4, 3)),
-    "backward": lambda: functools.partial(
-        lambda ddp: ddp(torch.randn(4, 3)).sum().backward(), DistributedDataParallel(nn.Linear(3, 3))
-    ),
-    "all_gather": lambda: functools.partial(dist.all_gather, [torch.empty(1), torch.empty(1)], torch.ones(1)),
-}
-
-
 @pytest.mark.two_ranks
 @on_cpu
-@pytest.mark.parametrize("kind", OUTSIDE)
-def test_a_long_wait_outside_of_the_layers_is_told(
-    ranks: Ranks, log_of_waits: pytest.LogCaptureFixture, kind: str
-) -> None:
-    layer, x = layer_and_input(ranks)
-    layer(x)
-    wait_outside = OUTSIDE[kind]()
-    if ranks.rank == 0:
-        time.sleep(2)
-    wait_outside()
-    expected = (
-        rf"rank {ranks.rank} has waited \d+ s for others, in a collective outside of syncbn's layers.\n"
-        r"rank 0: after SyncBatchNorm forward, call 1; at test_diagnosis.py:\d+\n"
-        rf"rank 1: after SyncBatchNorm forward, call 1; in {kind} at \w+.py:\d+\nA rank that is in no collective is"
-    )
-    assert re.search(expected, log_of_waits.text) if ranks.rank else not log_of_waits.text, log_of_waits.text
-    dist.barrier()  # all have read the positions
-
-
-@pytest.mark.two_ranks
-@on_cpu
-def test_a_call_on_one_rank_alone_is_advised(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_on_one_rank_alone_is_advised(ranks: Ranks, log_of_waits: pytest.LogCaptureFixture) -> None:
     """As to count FLOPs, or inside a DistributedDataParallel of some ranks."""
-    monkeypatch.setattr(collective, "FIRST_MEETING_SECONDS", 1.0)
     voting.world.make_anew()  # in which no layer has been called
     layer, x = layer_and_input(ranks)
     if ranks.rank == 1:
-        time.sleep(3)
+        time.sleep(2)
     layer(x)
     expected = (
-        r"rank 1: has not been seen in SyncBatchNorm.*\n.*\nEvery rank .* a call on one rank alone, as for a profile, "
+        rf"rank 0: in SyncBatchNorm forward, call 1{WRITTEN}\nrank 1: has not been seen\nA rank that has not arrived "
+        r".*\nEvery rank .* a call on one rank alone, as for a profile, "
         r"call model\.eval\(\)\. .* DistributedDataParallel .* convert_syncbn_model\(model, process_group\)"
     )
-    assert bool(re.search(expected, caplog.text)) == (ranks.rank == 0), caplog.text
+    assert bool(re.search(expected, log_of_waits.text)) == (ranks.rank == 0), log_of_waits.text
 
 
 @pytest.mark.two_ranks
@@ -445,7 +412,7 @@ def test_another_thread_on_the_same_group_is_advised(
     all_reduce = eager.all_reduce
     monkeypatch.setattr(eager, "all_reduce", lambda *arguments: (time.sleep(2 * ranks.rank), all_reduce(*arguments))[1])
     layer(x)
-    expected = r"ranks 0-1: in SyncBatchNorm forward, call 1\nAll ranks are .* process_group=dist\.new_group\(\)"
+    expected = rf"ranks 0-1: in SyncBatchNorm forward, call 1{WRITTEN}\nAll ranks are .*=dist\.new_group\(\)"
     assert re.search(expected, log_of_waits.text), log_of_waits.text
     dist.barrier()  # all have read the positions
 
@@ -465,43 +432,11 @@ def test_a_wait_beside_another_thread_is_told(ranks: Ranks, log_of_waits: pytest
         time.sleep(0.01)
     thread.join()
     expected = (
-        r"rank 0 has waited \d+ s for others.\nrank 0: in SyncBatchNorm forward, call 2\n"
+        rf"rank 0 has waited \d+ s for others.\nrank 0: in SyncBatchNorm forward, call 2{WRITTEN}\n"
         r"rank 1: \w+ SyncBatchNorm forward, call \d+ on another process group\n"
     )
     assert bool(re.search(expected, log_of_waits.text)) == (ranks.rank == 0), log_of_waits.text
     dist.barrier()
-
-
-@on_cpu
-@pytest.mark.compiles
-def test_the_first_meeting_is_announced_once(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if the first all_reduce is explained: here by rank 1, beside one that is late and compiled."""
-    monkeypatch.setattr(collective, "FIRST_MEETING_SECONDS", 1.0)
-    layer, x = syncbn.SyncBatchNorm1d(3, process_group=dist.new_group()), torch.ones(4, 3)
-    if ranks.rank == 0:
-        time.sleep(2)
-        torch.compile(layer, backend="eager", fullgraph=True)(x)
-    else:
-        with pytest.raises(ValueError, match="expected 3 channels"):
-            layer(x[:, :2])
-    assert caplog.text.count("before its first collective with them") == (ranks.rank > 0)
-
-
-@pytest.mark.parametrize(("device", "num_meetings"), [("cpu", 1), ("meta", 0)])  # meta in the place of cuda
-def test_ranks_meet_first_if_gloo_sends_the_payload(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, device: str, num_meetings: int
-) -> None:
-    """The backends of init_process_group() are "cpu:gloo,cuda:nccl", and nccl needs no meeting: a rank that still
-    compiles its first step would be reported after 9 s."""
-    spec = groups.to_spec(dist.new_group())
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,meta:nccl")
-    monkeypatch.setattr(dist, "all_reduce", mock.Mock())
-    monkeypatch.setattr(watchdog.this_rank(), "meet", meet := mock.Mock(return_value=True))
-    payload = torch.zeros(4, dtype=torch.float64, device=device)
-    reduction_of(spec, Caller("first"), None).all_reduce(payload, "forward")
-    assert meet.call_count == num_meetings
 
 
 def test_a_copied_layer_is_another_one(ranks: Ranks) -> None:
@@ -524,78 +459,131 @@ def test_a_copied_layer_is_another_one(ranks: Ranks) -> None:
 # The store.
 
 
-def test_positions_of_an_earlier_process_are_not_read(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def reader(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> ThisRank:
+    """This rank with a store of its own, and no thread that writes to it."""
+    monkeypatch.setattr(positions, "default_store", dist.HashStore)
+    return ThisRank(dist.group.WORLD)
+
+
+def write_as_others(reader: ThisRank, position: Position) -> str:
+    """Write the position of all other ranks, whose words are returned."""
+    others = [rank for rank in range(reader.num_ranks) if rank != reader.rank]
+    for other in others:
+        reader.store.set(f"{reader.prefix}/{other}/position", json.dumps(position))
+    return ranks_in_words(others)
+
+
+def test_positions_before_a_restart_are_not_read(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun may keep the store when it starts the ranks again."""
-    rank, store = watchdog.this_rank(), dist.HashStore()
-    monkeypatch.setattr(rank, "store", store)
-    others = ranks_in_words([other for other in range(ranks.size) if other != ranks.rank])
-    for seconds, said in ((-60.0, "has not been seen"), (0.0, "in bn forward, call 7")):
-        written = processes.start_of_this() + seconds
-        for other in range(ranks.size):
-            position = Position(f"{rank.life}/0", 10**9, "forward", "bn forward, call 7")
-            store.set(f"syncbn/{other}/position", json.dumps((position, written, 0, "a host")))
-        with rank.writing:  # the heartbeat
-            where = report.where_all_are(watchdog.WaitOutside(rank))
-        assert f"{others}: {said}" in where
+    others = write_as_others(reader, Position("0", 10**9, "forward", "bn forward, call 7"))
+    assert f"{others}: after bn forward, call 7\n" in report.where_all_are(reader, None)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr(positions, "default_store", lambda: reader.store)
+    assert f"{ranks_in_words([*range(reader.num_ranks)])}: has not been seen\n" in report.where_all_are(
+        ThisRank(dist.group.WORLD), None
+    )
 
 
-def test_a_rank_may_leave_while_its_position_is_read(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ages_are_reported(reader: ThisRank) -> None:
+    """By the clock of the host that wrote the position, which may be behind or ahead: it decides nothing."""
+    for seconds, age in ((40, "; written 40 s ago"), (-3000, ""), (10**6, "; written 1000000 s ago")):
+        others = write_as_others(reader, Position("0", 7, "forward", "bn forward, call 7", time=time.time() - seconds))
+        assert f"{others}: after bn forward, call 7{age}\n" in report.where_all_are(reader, None)
+
+
+def test_a_rank_may_leave_while_its_position_is_read(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes so before its process ends, but after another rank has read its position."""
-    rank, store, positions = watchdog.this_rank(), dist.HashStore(), [Position(), Position(left="has left with care")]
-    others = ranks_in_words([other for other in range(ranks.size) if other != ranks.rank])
-
-    def write(position: Position) -> None:
-        for other in range(ranks.size):
-            store.set(f"syncbn/{other}/position", json.dumps((position, time.time(), 7, processes.host())))
+    written = Position(process=7, host=processes.host())
 
     def state_of(process: int) -> str:
-        write(positions[1])
+        write_as_others(reader, written._replace(left="has left with care"))
         return f"its process ({process}) has ended"
 
     monkeypatch.setattr(processes, "state_of", state_of)
-    with rank.writing:  # the heartbeat
-        monkeypatch.setattr(rank, "store", store)
-        write(positions[0])
-        where = report.where_all_are(watchdog.WaitOutside(rank), at_exit=True)
-    assert f"{others}: has left with care" in where
+    others = write_as_others(reader, written)
+    assert f"{others}: has left with care" in report.where_all_are(reader, None)
 
 
-def test_who_is_late_for_a_meeting_does_not_wait(ranks: Ranks) -> None:
-    """Where the first rank has gone on."""
-    rank, meeting = watchdog.this_rank(), ("of this test", [*range(ranks.size)])
-    if ranks.rank == 0:
-        assert not rank.meet(*meeting, seconds=0.1)
-    dist.barrier()
-    assert rank.meet(*meeting, seconds=60) or ranks.rank == 0
-    dist.barrier()
+def test_a_process_in_place_of_another_has_not_ended(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher of the user's own may start one rank again: its position takes the place of the ended process's."""
+    written = Position("0", 7, "forward", "bn forward, call 7", process=7, host=processes.host())
+
+    def state_of(process: int) -> str:
+        write_as_others(reader, Position(process=8, host=processes.host()))
+        return f"its process ({process}) has ended"
+
+    write_as_others(reader, written)
+    monkeypatch.setattr(processes, "state_of", state_of)
+    assert f"{ranks_in_words([*range(reader.num_ranks)])}: has not been seen" in report.where_all_are(reader, None)
 
 
-def test_a_default_group_made_again_begins_anew(ranks: Ranks) -> None:
-    """Its store may be that of the first, as torchrun's: who has met there has not met yet."""
-    names = []
-    for _ in range(2):
-        voting.world.make_anew()
-        names.append(new_site(syncbn.SyncBatchNorm1d(3), dist.group.WORLD).state.name)
-    assert names[0] != names[1]
+@pytest.mark.two_ranks
+@on_cpu
+def test_a_default_group_made_again_on_the_same_store(
+    ranks: Ranks, log_of_waits: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank alone is known in the first, and late in the second: no rank stalls, and the report has the age of what
+    the late rank wrote in the first group, here 35 s before."""
+    store = dist.PrefixStore("of this test", voting.world.store)
+    monkeypatch.setattr(positions, "default_store", lambda: store)
+    voting.world.make_anew()
+    if ranks.rank == 1:
+        with mock.patch.object(time, "time", return_value=time.time() - 35):
+            watchdog.this_rank()
+            voting.world.leave()
+    voting.world.make_anew()
+    layer, x = layer_and_input(ranks)
+    time.sleep(2 * ranks.rank)
+    layer(x)
+    said = rf"rank 0: in SyncBatchNorm forward, call 1{WRITTEN}\nrank 1: has left; written 3\d s ago\n"
+    assert bool(re.search(said, log_of_waits.text)) == (ranks.rank == 0), log_of_waits.text
+    assert ranks.rank == 0 or not log_of_waits.text
 
 
-@pytest.mark.parametrize("answered", [(), ("set",)])  # a write fails, or what is read in a meeting
+@pytest.mark.parametrize("answered", [(), ("set",)])  # a write fails, or what is read
 def test_a_store_that_is_gone_is_called_once(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, answered: tuple[str, ...]
+    reader: ThisRank, monkeypatch: pytest.MonkeyPatch, answered: tuple[str, ...]
 ) -> None:
     """torch prints a backtrace of C++ for each call that fails, of whatever kind."""
-    calls, rank = mock.Mock(side_effect=RuntimeError("Broken pipe")), watchdog.this_rank()
-    failing = {"set", "check", "add", "get", "multi_get"}.difference(answered)
-    with rank.writing:
-        monkeypatch.setattr(rank, "store_answers", True)  # put back in the end
-        monkeypatch.setattr(rank, "store", mock.Mock(**dict.fromkeys(failing, calls)))
-    layer, x = layer_and_input(ranks)
+    calls = mock.Mock(side_effect=RuntimeError("Broken pipe"))
+    failing = {"set", "check", "get", "multi_get"}.difference(answered)
+    monkeypatch.setattr(reader, "store", mock.Mock(**dict.fromkeys(failing, calls)))
     for _ in range(4):
-        layer(x).sum().backward()
-        time.sleep(0.2)
-    assert rank.meet("0/0", [*range(ranks.size)], seconds=60)
-    assert "not known, as the process group's store does not answer" in report.where_all_are(watchdog.WaitOutside(rank))
+        reader.left += "-"
+        reader.write_position()
+        where = report.where_all_are(reader, None)
+        assert "not known, as the process group's store does not answer" in where
     assert calls.call_count == 1
+
+
+def test_a_slow_answer_of_the_store_ends_one_report_alone(reader: ThisRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it comes late, or the store's time-out ends the call."""
+    monkeypatch.setattr(report, "READ_SECONDS", 0.2)
+    answers, check = threading.Event(), reader.store.check
+    others, unknown = write_as_others(reader, Position(left="has left")), "the process group's store does not answer"
+    monkeypatch.setattr(reader, "store", mock.Mock(wraps=reader.store, has_extended_api=lambda: False))
+    reader.store.check.side_effect = lambda keys: answers.wait() and check(keys)
+    for _ in range(2):
+        assert unknown in report.where_all_are(reader, None)
+    answers.set()
+    reader.reader.join()
+    assert f"{others}: has left" in report.where_all_are(reader, None)
+    reader.store.check.side_effect = dist.DistStoreError("wait timeout after 3000ms")
+    assert unknown in report.where_all_are(reader, None)
+    reader.store.check.side_effect = check
+    assert f"{others}: has left" in report.where_all_are(reader, None)
+
+
+def test_a_store_that_grows_gets_positions_that_last(reader: ThisRank) -> None:
+    """As a file does, to which a job of a week would write gigabytes."""
+    reader.store_grows = True
+    written, moved = reader.written, reader.written._replace(left="has left")
+    reader.left = "has left"
+    assert watchdog._look(reader, written) == moved
+    assert reader.written == written
+    watchdog._look(reader, moved)
+    assert reader.written == moved
 
 
 @pytest.mark.two_ranks

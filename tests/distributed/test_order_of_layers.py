@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from voting import Ranks
 
 import syncbn
-from syncbn.diagnosis import collective
 
 pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="signatures are for CPUs"), pytest.mark.two_ranks]
 
@@ -51,7 +50,6 @@ def test_what_goes_on(ranks: Ranks) -> None:
 def test_one_rank_is_compiled_at_first(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when its batches have too many sizes for Dynamo: it sends as many numbers, with zeros for the signature. Its
     first eager call of a layer comes after the others' first."""
-    monkeypatch.setattr(collective, "FIRST_MEETING_SECONDS", 0.5)
     group = dist.new_group()  # where compiled calls are not counted
     first, second = (syncbn.SyncBatchNorm(3, process_group=group) for _ in range(2))
     compiled = torch.compile(first, backend="aot_eager", fullgraph=True) if ranks.rank else first
