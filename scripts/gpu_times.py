@@ -28,7 +28,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
 
 import syncbn
-from syncbn.reductions import choice
+from syncbn.ranks import reduction
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 
@@ -63,7 +63,7 @@ COMMUNICATE = "group", "nn.SyncBatchNorm"
 def choose_group(norm: str) -> None:
     """Let syncbn's layers synchronise over the group of one rank, or not, as this norm does."""
     group = dist.group.WORLD if norm == "group" else None
-    choice.resolve = lambda spec: group
+    reduction.resolve = lambda spec: group
 
 
 def wait_for_gpu() -> None:

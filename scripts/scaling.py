@@ -37,7 +37,7 @@ import torch.distributed as dist
 from benchmarks.measuring import Session, in_turn, session, slowest_rank, time_stages
 from torch import Tensor
 
-from syncbn.comm.all_reduce import MOST_RANKS_OF_EXCHANGE, all_reduce, exchanges
+from syncbn.ranks.all_reduce import MOST_RANKS_OF_EXCHANGE, all_reduce, num_exchanging
 
 COUNTED_STEPS = 20
 CHANNELS = 256  # of the layer whose messages are counted
@@ -66,7 +66,7 @@ def call_of(kind: str, num_bytes: int) -> Callable[[], object]:
         return partial(dist.all_reduce, mine)
     if kind == "total":
         assert dist.group.WORLD is not None
-        return partial(all_reduce, mine, dist.group.WORLD, exchanges(dist.group.WORLD))
+        return partial(all_reduce, mine, dist.group.WORLD, num_exchanging(dist.group.WORLD))
     return partial(dist.all_gather, [torch.empty_like(mine) for _ in range(dist.get_world_size())], mine)
 
 

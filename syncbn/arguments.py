@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn.comm.groups import GroupSpec
+from syncbn.ranks.groups import GroupSpec
 from syncbn.texts import in_short
 from syncbn.torch_internals.state import is_compiling
 

@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 
 from syncbn.arguments import Options, Tensors
-from syncbn.comm.groups import ProcessGroupLike, to_spec
-from syncbn.diagnosis.sites import Caller
 from syncbn.general import Constants
 from syncbn.inputs.unwrapping import apply_mask, without_gaps
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.kernels.reference import minus_mean
 from syncbn.kernels.select import apply_function, general_back_end
 from syncbn.plan import kind_of
-from syncbn.reductions.choice import note_ranks
-from syncbn.reductions.totals import total, total_with_count
+from syncbn.ranks.groups import ProcessGroupLike, to_spec
+from syncbn.ranks.reduction import note_ranks
+from syncbn.ranks.sites import Caller
 from syncbn.statistics import compute_dtype
 from syncbn.torch_internals.state import recorded
+from syncbn.totals import total, total_with_count
 from syncbn.training import prepared
 
 _SYNC_BATCH_STATS = Caller("sync_batch_stats", needs_two_values=False)

@@ -185,7 +185,7 @@ def require_two_values(num_values: Tensor | int, x: Tensor) -> None:
     """**Raises** F.batch_norm's ValueError when the whole group has one value per channel.
 
     One rank without a mask knows the number from the shape. To read a tensor on a GPU the host would have to wait; a
-    later call raises there if there are other ranks, see reductions/faults.py. A compiled graph would break, and a
+    later call raises there if there are other ranks, see ranks/status.py. A compiled graph would break, and a
     FakeTensor or a tensor of torch.func has no value: nothing is raised.
     """
     number: object = num_values

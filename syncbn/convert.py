@@ -14,10 +14,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from syncbn.call_stack import warn
-from syncbn.comm.groups import ProcessGroupLike, to_spec, torch_group
 from syncbn.layer import SyncBatchNorm
-from syncbn.reductions.choice import make_groups
+from syncbn.ranks.groups import ProcessGroupLike, to_spec, torch_group
+from syncbn.ranks.reduction import make_groups
 from syncbn.synchronised_classes import ADDED, class_of, make_class, synchronised_class
+from syncbn.texts import printable
 from syncbn.unsynchronised import CONVERT, description, first_names, unsynchronised
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -82,6 +83,7 @@ def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, c
     make_groups(spec)
     synchronised = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
     _apply(changes)
+    _set_names(model)
     if spec is not None:
         for layer in synchronised:
             vars(layer)["_process_group"] = spec
@@ -142,6 +144,18 @@ def revert_syncbn_model(model: Model, target: type[_BatchNorm] | None = None) ->
         warn(f"syncbn: {'; '.join(f'{what} ({first_names(names)})' for what, names in noted.items())}")
     _apply(changes)
     return model
+
+
+def _set_names(model: nn.Module) -> None:
+    """Note on each synchronised layer its dotted name in `model`, by which ranks compare their layers and errors call
+    it. What DistributedDataParallel and torch.compile add to names is left out; a single layer keeps its name."""
+    root = model
+    while isinstance(root, nn.parallel.DistributedDataParallel) or "_orig_mod" in root._modules:
+        root = next(root.children())
+    for name, layer in root.named_modules():
+        path = ".".join(part for part in name.split(".") if part not in ("", "_orig_mod"))
+        if path and isinstance(layer, SyncBatchNorm):
+            vars(layer)["_syncbn_name"] = type(root).__name__, printable(path)
 
 
 def check_module(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from syncbn.arguments import Options, Tensors, check_eps
 from syncbn.checks import check
 from syncbn.inputs.unwrapping import apply_mask, unwrap, without_gaps
 from syncbn.layout import Layout
-from syncbn.reductions.interface import ONE_RANK
+from syncbn.ranks.reduction import ONE_RANK
 from syncbn.statistics import compute_dtype, has_float64, pack
 
 

@@ -6,19 +6,18 @@ from torch import Tensor
 from syncbn.arguments import Options, Tensors
 from syncbn.batch_stats import sync_batch_stats as sync_batch_stats
 from syncbn.checks import check_channels, check_input, check_like_input, check_memory
-from syncbn.comm.groups import ProcessGroupLike, to_spec
-from syncbn.diagnosis.sites import Caller
 from syncbn.evaluation import evaluate
 from syncbn.gradients import BackwardInput, outputs
 from syncbn.kernels.interface import TRAILER_NUMBERS, ForwardKind
 from syncbn.kernels.select import why_forced
 from syncbn.layout import Layout
 from syncbn.raising import raise_on_all_ranks
-from syncbn.reductions.choice import reduction_now
-from syncbn.reductions.interface import ONE_RANK, Reduction
-from syncbn.reductions.totals import total_with_count
+from syncbn.ranks.groups import ProcessGroupLike, to_spec
+from syncbn.ranks.reduction import ONE_RANK, Reduction, reduction_now
+from syncbn.ranks.sites import Caller
 from syncbn.statistics import compute_dtype, pack
 from syncbn.torch_internals.state import is_compiling
+from syncbn.totals import total_with_count
 from syncbn.training import train
 
 _SYNC_BATCH_NORM = Caller("sync_batch_norm")

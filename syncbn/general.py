@@ -15,9 +15,9 @@ from syncbn.gradients import gradients
 from syncbn.kernels.interface import TRAILER_NUMBERS, ForwardKind
 from syncbn.kernels.select import apply_function, general_back_end
 from syncbn.plan import kind_of
-from syncbn.reductions.interface import Reduction
-from syncbn.reductions.totals import total_with_count
+from syncbn.ranks.reduction import Reduction
 from syncbn.torch_internals.state import inside_functorch, is_compiling
+from syncbn.totals import total_with_count
 
 
 def normalize(tensors: Tensors, options: Options, reduction: Reduction) -> tuple[Tensor, Tensor]:

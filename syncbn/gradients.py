@@ -5,15 +5,15 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from syncbn.diagnosis.positions import WITH_GRAPH
 from syncbn.inputs import unwrapping
 from syncbn.kernels import reference
 from syncbn.kernels.interface import TRAILER_NUMBERS, BackwardKind, ForwardKind, GradientPair, Needed, Saved
 from syncbn.kernels.select import general_back_end
 from syncbn.plan import kind_of_backward
-from syncbn.reductions.interface import Reduction
-from syncbn.reductions.totals import total
+from syncbn.ranks.reduction import Reduction
+from syncbn.ranks.report import WITH_GRAPH
 from syncbn.torch_internals.state import is_compiling, recorded
+from syncbn.totals import total
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of x, weight, bias, residual
 

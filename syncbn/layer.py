@@ -10,13 +10,12 @@ from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn.arguments import CHECKS_OF_DIMS, CheckOfDims, Options, Tensors, as_eps, as_float
-from syncbn.call_stack import path_in_model
-from syncbn.comm import groups
-from syncbn.comm.groups import GroupSpec, ProcessGroupLike
-from syncbn.diagnosis.sites import Site
 from syncbn.evaluation import evaluate
 from syncbn.inputs import traced
-from syncbn.reductions.choice import make_groups
+from syncbn.ranks import groups
+from syncbn.ranks.groups import GroupSpec, ProcessGroupLike
+from syncbn.ranks.reduction import make_groups
+from syncbn.ranks.sites import Site
 from syncbn.texts import quoted
 from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling
 from syncbn.training import train
@@ -60,7 +59,10 @@ class SyncBatchNorm(_BatchNorm):
     fuse_relu: bool = False
     # The number of ranks that the last training step in eager mode synchronised; None before the first, 0: not known.
     _synchronised_ranks: int | None = None
-    _call_site: Site | None = None  # of this layer in its group, see diagnosis/sites.py
+    _call_site: Site | None = None  # of this layer in its group, see ranks/sites.py
+    # The class of the module that `convert_syncbn_model` converted, and the dotted name of this layer in it. Compiled
+    # graphs do not read this: Dynamo would compile each block again.
+    _syncbn_name: tuple[str, str] | None = None
     _process_group: GroupSpec = None
     _options: tuple[tuple[object, ...], Options | None] = (), None  # of the last call, behind what they were made from
 
@@ -215,15 +217,16 @@ def _check_by_layer(layer: Any, input: Tensor) -> None:
     layer._check_input_dim(input)
 
 
-def add_name(error: Exception, layer: nn.Module) -> None:
+def add_name(error: Exception, layer: SyncBatchNorm) -> None:
     """Puts the layer's name before an error of its forward, unless the error has it already.
 
-    Exceptions of other classes are left unchanged. So are all exceptions in a compiled graph: it has no frames from
-    which the name could be found.
+    Exceptions of other classes are left unchanged, and so are all exceptions in a compiled graph, which does not read
+    the name.
     """
     if is_compiling() or type(error) not in (RuntimeError, TypeError, ValueError):
         return
-    name = quoted(path_in_model(layer)) or type(layer).__name__
+    _, path = layer._syncbn_name or ("", "")
+    name = quoted(path) or type(layer).__name__
     text = str(error)  # one that begins with syncbn's name has the layers of all ranks
     if not text.startswith("syncbn: ") and not any(
         f"{name}{after}" in text for after in (" forward", " backward", ":")

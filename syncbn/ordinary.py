@@ -20,12 +20,11 @@ from torch import Tensor
 from syncbn import gradients
 from syncbn.arguments import Options, Tensors
 from syncbn.checks import require_two_values
-from syncbn.diagnosis.sites import CallsOnGroups
 from syncbn.kernels.interface import ForwardKernels
 from syncbn.plan import backward_plan
 from syncbn.raising import raise_on_all_ranks
-from syncbn.reductions.choice import reduction_of
-from syncbn.reductions.interface import Reduction
+from syncbn.ranks.reduction import Reduction, reduction_of
+from syncbn.ranks.sites import CallsOnGroups
 from syncbn.torch_internals.autograd import direct_apply
 from syncbn.torch_internals.state import runs_plainly
 
@@ -67,7 +66,7 @@ class _Step(torch.autograd.Function):
     `computed` hides y and the statistics in a tuple: autograd treats bare tensor arguments as inputs.
 
     Saved for backward: x, weight, the statistics, and y when relu is fused behind a residual. Collectives: one
-    all_reduce each way, see reductions/eager.py; none for one rank. Backward issues its all_reduce whatever
+    all_reduce each way, see ranks/reduction.py; none for one rank. Backward issues its all_reduce whatever
     needs_input_grad says: another rank may need the sums.
     """
 

@@ -13,7 +13,7 @@ from syncbn.arguments import Options, Tensors
 from syncbn.inputs import traced
 from syncbn.kernels import select
 from syncbn.kernels.interface import TRAILER_NUMBERS
-from syncbn.reductions.interface import Reduction
+from syncbn.ranks.reduction import Reduction
 
 
 def raise_on_all_ranks(

@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 from syncbn.arguments import PER_CHANNEL, Options, Tensors
 from syncbn.call_stack import warn_once
 from syncbn.checks import check
-from syncbn.comm.groups import GroupSpec, size
-from syncbn.diagnosis.sites import layer_in_forward
 from syncbn.evaluation import plain_batch_norm
 from syncbn.inputs import traced
 from syncbn.layer import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, add_name
+from syncbn.ranks.groups import GroupSpec, size
+from syncbn.ranks.sites import layer_in_forward
 from syncbn.torch_internals.autograd import have_same_base
 from syncbn.torch_internals.state import OPERATORS, constant_in_graphs, is_compiling
 

@@ -13,13 +13,12 @@ from torch import Tensor
 from syncbn import general, ordinary
 from syncbn.arguments import Options, Tensors
 from syncbn.checks import checked, require_float64
-from syncbn.diagnosis.sites import CallsOnGroups
 from syncbn.evaluation import train_alone
 from syncbn.inputs.unwrapping import Wrap, apply_mask, unchanged, unwrap, unwrap_and_mask, without_gaps
 from syncbn.plan import forward_plan
 from syncbn.raising import raise_on_all_ranks
-from syncbn.reductions.choice import note_ranks, reduction_now
-from syncbn.reductions.interface import Reduction
+from syncbn.ranks.reduction import Reduction, note_ranks, reduction_now
+from syncbn.ranks.sites import CallsOnGroups
 from syncbn.statistics import update_buffers
 from syncbn.torch_internals.state import PLAIN_OR_NONE, current_backward, is_compiling, recorded, runs_plainly
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from jobs import start_ranks
 
-from syncbn.diagnosis.processes import state_of
+from syncbn.ranks.positions import state_of
 
 JOB = Path(__file__).with_name("faulty_job.py")
 MOST_SECONDS = 30.0  # of a job in the table; a busy machine may need more

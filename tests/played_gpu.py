@@ -15,7 +15,6 @@ from roads_taken import forget_kernels
 from torch import Tensor
 
 from syncbn import plan
-from syncbn.diagnosis import watchdog
 from syncbn.kernels import cpu, select
 from syncbn.kernels.interface import (
     BAD_ARGUMENT,
@@ -28,6 +27,7 @@ from syncbn.kernels.interface import (
     UNSIGNED,
     Mailbox,
 )
+from syncbn.ranks import watchdog
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 

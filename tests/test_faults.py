@@ -7,7 +7,7 @@ import pytest
 import torch
 from jobs import ON_TWO_RANKS, run
 
-from syncbn.diagnosis import processes, report
+from syncbn.ranks import positions, report
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the catalogue is of CPUs and gloo")
 
@@ -45,8 +45,8 @@ def test_errors_of_collectives_are_told_from_others(error: Exception, is_of_coll
     try:
         raise error
     except type(error):
-        assert processes.failure_of_collective() is (error if is_of_collective else None)
-        why = processes.why_it_ends()
+        assert positions.failure_of_collective() is (error if is_of_collective else None)
+        why = positions.why_it_ends()
     assert report.is_consequence(why) == (is_of_collective or "syncbn" in str(error))
 
 

@@ -11,7 +11,7 @@ import gpu_run
 import pytest
 from jobs import run
 
-from syncbn.diagnosis.processes import state_of
+from syncbn.ranks.positions import state_of
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 ROOT = Path(__file__).parent.parent

@@ -7,25 +7,6 @@ import syncbn
 
 PACKAGE = Path(syncbn.__file__).parent
 
-# What talks between ranks: comm, diagnosis stands on it, reductions on both. Within a room from the top to the bottom.
-ROOMS = {
-    "reductions": [
-        "reductions.choice",
-        "reductions.eager reductions.totals",
-        "reductions.faults",
-        "reductions.agreement",
-        "reductions.interface",
-    ],
-    "diagnosis": [
-        "diagnosis.collective",
-        "diagnosis.sites",
-        "diagnosis.watchdog",
-        "diagnosis.report",
-        "diagnosis.positions",
-        "diagnosis.processes",
-    ],
-    "comm": ["comm.groups", "comm.all_reduce comm.text_exchange"],
-}
 # From the top to the bottom. A module imports only from lines below its own; within a line, nothing of that line.
 ORDER = [
     "__main__",
@@ -46,9 +27,14 @@ ORDER = [
     "plan",
     "checks",
     "arguments",
-    *ROOMS["reductions"],
-    *ROOMS["diagnosis"],
-    *ROOMS["comm"],
+    "totals",
+    "ranks.reduction",
+    "ranks.status",
+    "ranks.sites",
+    "ranks.watchdog",
+    "ranks.report",
+    "ranks.positions ranks.groups",
+    "ranks.all_reduce",
     "kernels.__init__",
     "kernels.select",
     "kernels.graphs",
@@ -67,28 +53,19 @@ LEVELS = {module: level for level, line in enumerate(ORDER) for module in line.s
 
 # Within a method of layer.py: torch's name of the conversion stands on the class, and users type it.
 ALLOWED_UPWARDS = {("layer", "convert")}
-KNOWN_TO_COMM = "comm.", "torch_internals.", "call_stack", "texts"
 # Rooms that may know torch.distributed; and tests of users' own, which start ranks.
-KNOWS_RANKS = (
-    "comm.", "reductions.", "diagnosis.", "torch_internals.distributed",
-    "testing", "__main__",
-)  # fmt: skip
+KNOWS_RANKS = "ranks.", "torch_internals.distributed", "testing", "__main__"
 
 MODULES = {
     ".".join(file.relative_to(PACKAGE).with_suffix("").parts): ast.parse(file.read_text())
     for file in PACKAGE.rglob("*.py")
 }
-EMPTY = {
-    f"{room}.__init__" for room in ("comm", "reductions", "diagnosis", "inputs", "tools", "torch_internals")
-}  # which hold nothing
+EMPTY = {f"{room}.__init__" for room in ("ranks", "inputs", "tools", "torch_internals")}  # which hold nothing
 
 
 def imported(tree: ast.AST) -> set[str]:
-    """The modules of this package that run when this is imported or used; not those for types alone."""
+    """The modules of this package that this one imports, also for types alone."""
     found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            node.body = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "syncbn":
             parent = node.module.removeprefix("syncbn").removeprefix(".")
@@ -113,11 +90,6 @@ def test_imports_run_downwards() -> None:
         if LEVELS[module] >= LEVELS[target] and (module, target) not in ALLOWED_UPWARDS
     ]
     assert not upwards
-
-
-def test_comm_knows_nothing_of_the_layer() -> None:
-    for module in " ".join(ROOMS["comm"]).split():
-        assert all(target.startswith(KNOWN_TO_COMM) for target in imported(MODULES[module])), module
 
 
 def test_who_knows_torch_distributed() -> None:

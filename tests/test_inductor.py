@@ -20,7 +20,7 @@ from syncbn import general, gradients
 from syncbn.kernels import cpu, operators, reference
 from syncbn.kernels.interface import BackwardKind, ForwardKind
 from syncbn.layout import Layout
-from syncbn.reductions import choice
+from syncbn.ranks import reduction
 from syncbn.torch_internals import inductor
 
 pytestmark = [
@@ -34,7 +34,7 @@ pytestmark = [
 def as_of_several_ranks(request: pytest.FixtureRequest, group_of_one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank would be torch's F.batch_norm."""
     if "torch_func" not in request.node.name:
-        monkeypatch.setattr(choice, "reduction_in_graph", lambda spec: choice.GraphReduction(group_of_one))
+        monkeypatch.setattr(reduction, "reduction_in_graph", lambda spec: reduction.GraphReduction(group_of_one))
 
 
 def maps(code: str) -> list[str]:

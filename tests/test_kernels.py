@@ -33,7 +33,7 @@ from syncbn.kernels.interface import (
     Mailbox,
 )
 from syncbn.layout import Layout
-from syncbn.reductions.interface import ONE_RANK
+from syncbn.ranks.reduction import ONE_RANK
 from syncbn.statistics import from_sums, unpack, update_buffers
 
 WIDE_ROWS = (9, 2100, 1)  # more channels than a block of C++ has

@@ -29,7 +29,7 @@ from training import step, unchanged
 import syncbn
 from syncbn.functional import batch_norm_backward, sync_batch_norm
 from syncbn.kernels import available
-from syncbn.reductions.interface import OneRank
+from syncbn.ranks.reduction import OneRank
 
 SHAPE = 4, 3, 5, 2
 DTYPES = torch.float16, torch.bfloat16, torch.float64

@@ -50,8 +50,8 @@ OUTLIVES = """
 import contextlib, threading, time, weakref
 from pathlib import Path
 import torch, torch.distributed as dist, syncbn
-from syncbn.diagnosis.sites import Caller
-from syncbn.reductions import choice
+from syncbn.ranks.sites import Caller
+from syncbn.ranks import reduction
 
 def gloos_threads():
     names = ""
@@ -60,13 +60,13 @@ def gloos_threads():
             names += (thread / "comm").read_text()
     return "gloo" in names
 
-choice.resolve = lambda spec: dist.group.WORLD  # also of one rank
+reduction.resolve = lambda spec: dist.group.WORLD  # also of one rank
 for _ in range(3):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = weakref.ref(dist.group.WORLD)
     torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     assert gloos_threads()
-    with choice.reduction_of(None, Caller("a test"), None).other_collective("forward"):
+    with reduction.reduction_of(None, Caller("a test"), None).new_collective("forward"):
         time.sleep(1.2)  # in which the thread looks
     syncbn.SyncBatchNorm(3)(torch.randn(2, 3)).sum()
     dist.destroy_process_group()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import syncbn
 from syncbn import plan, training
 from syncbn.arguments import ANY_DIMS, Options, Tensors
-from syncbn.diagnosis.sites import Caller
+from syncbn.ranks.sites import Caller
 from syncbn.torch_internals import guards
 from syncbn.torch_internals.autograd import is_wrapped
 from syncbn.torch_internals.state import PLAIN_OR_NONE

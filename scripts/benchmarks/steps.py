@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
-from syncbn.comm import all_reduce
+from syncbn.ranks import all_reduce
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 

@@ -7,10 +7,10 @@ from torch import nn
 
 from syncbn import kernels
 from syncbn.arguments import num_channels_of
-from syncbn.comm import groups
 from syncbn.convert import check_module
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.layer import SyncBatchNorm
+from syncbn.ranks import groups
 from syncbn.synchronised_classes import NOT_KNOWN
 from syncbn.torch_internals.modules import is_compiled
 from syncbn.unsynchronised import BY_ITSELF, description, unsynchronised

@@ -5,10 +5,24 @@ import importlib
 import sys
 from collections.abc import Collection
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+Options = TypeVar("Options")
+
+
+def _synchronous(options: Options) -> Options:
+    """The options of a collective after which the current stream has the result. By default nccl leaves that stream."""
+    options.asyncOp = False  # type: ignore[attr-defined]
+    return options
+
+
+# For `group.allreduce` and `group.alltoall_base`. dist.all_reduce and dist.all_to_all_single call these, after checks
+# that take more of the host's time than the call itself. Dispatch modes see the same operators.
+ALL_REDUCE, ALL_TO_ALL = _synchronous(dist.AllreduceOptions()), _synchronous(dist.AllToAllOptions())
 
 
 def all_reduce_operator(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

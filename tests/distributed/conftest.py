@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from syncbn.diagnosis import report, watchdog
-from syncbn.diagnosis.collective import Collective
+from syncbn.ranks import report, watchdog
+from syncbn.ranks.sites import Collective
 
 NUM_RANKS = os.environ.get("WORLD_SIZE")
 collect_ignore_glob = [] if "RANK" in os.environ else ["*"]

@@ -91,7 +91,7 @@ def test_an_own_check_of_dims_may_raise_any_class(ranks: Ranks, own_error: Excep
 
 def test_the_layer_and_every_faulty_rank_are_named(ranks: Ranks) -> None:
     layer = syncbn.SyncBatchNorm(3)
-    model, faulty = nn.Sequential(nn.Identity(), layer), ranks.rank < 2
+    model, faulty = syncbn.convert_syncbn_model(nn.Sequential(nn.Identity(), layer)), ranks.rank < 2
     with pytest.raises(
         ValueError, match="^layer '1': expected" if faulty else "layer '1' forward, call 1.\nranks 0-1: V"
     ):

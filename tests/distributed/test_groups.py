@@ -13,8 +13,8 @@ from training import unchanged
 from voting import Ranks
 
 import syncbn
-from syncbn.comm import groups
-from syncbn.comm.groups import GlobalRanks
+from syncbn.ranks import groups
+from syncbn.ranks.groups import GlobalRanks
 
 C = 4  # at least as many as ranks
 

@@ -1,6 +1,7 @@
 """What raises on a CPU raises on a GPU, some calls later, and who waits for a GPU says so; a CPU plays the GPU."""
 
 import contextlib
+import copy
 import gc
 import re
 import time
@@ -17,11 +18,9 @@ from torch import Tensor, nn
 from voting import Ranks
 
 import syncbn
-from syncbn.diagnosis import watchdog
-from syncbn.diagnosis.collective import RanksDifferError
-from syncbn.diagnosis.sites import Site
 from syncbn.kernels.interface import ENDED, FAULT, RANKS_DIFFER
-from syncbn.reductions import eager, faults
+from syncbn.ranks import reduction, report, status, watchdog
+from syncbn.ranks.report import RanksDifferError
 
 pytestmark = [
     pytest.mark.two_ranks,
@@ -36,26 +35,23 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         group = dist.new_group()
-        self.bn1, self.bn2 = (syncbn.SyncBatchNorm1d(3, process_group=group) for _ in range(2))
+        self.bn1, self.bn2 = (nn.BatchNorm1d(3) for _ in range(2))
+        syncbn.convert_syncbn_model(self, group)
 
     def forward(self, x: Tensor, *names: str) -> Tensor:
         for name in names or ("bn1", "bn2"):
             x = self.get_submodule(name)(x)
         return x
 
-    def sites(self) -> list[Site]:
-        return [self.bn1._call_site, self.bn2._call_site]
-
 
 @pytest.fixture
 def player(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Player]:
     yield play(monkeypatch)
-    watchdog.this_rank().boxes.clear()
+    watchdog.this_rank().watched.clear()
 
 
 @pytest.fixture
 def model(player: Player) -> Model:
-    """With names that the ranks have agreed on."""
     model = Model()
     model(X).sum().backward()
     dist.barrier()
@@ -63,6 +59,10 @@ def model(player: Player) -> Model:
 
 
 X = torch.randn(4, 3, requires_grad=True)
+
+
+def statuses(layer: syncbn.SyncBatchNorm) -> dict[tuple[torch.device, int | None], status.StreamStatus]:
+    return status.status_of(layer._call_site.state).of_streams
 
 
 def wait_until(happened: Callable[[], object]) -> None:
@@ -133,7 +133,7 @@ def test_a_bad_argument_of_one_rank(ranks: Ranks, model: Model) -> None:
     """That rank raises at once, the other at its next call; in backward too."""
     y = model(X)
     if ranks.rank == 1:
-        with pytest.raises(ValueError, match=r"^SyncBatchNorm1d: expected 3 channels"):
+        with pytest.raises(ValueError, match=r"^bn1: expected 3 channels"):
             model.bn1(X[:, :2])
     else:
         model.bn1(X)
@@ -223,8 +223,8 @@ def test_no_running_statistics_move_behind_a_fault_on_the_general_road(ranks: Ra
 def test_a_fault_in_a_replay(ranks: Ranks, model: Model) -> None:
     """A captured graph stores the layer and the pass, not a number. The next eager call raises."""
     layer = model.bn1 if ranks.rank else model.bn2
-    box = layer._call_site.state.boxes[torch.device("cpu"), None]
-    box.words[FAULT] = faults.captured_tag(layer._call_site, "backward") * 4 + RANKS_DIFFER
+    box = statuses(layer)[torch.device("cpu"), None]
+    box.words[FAULT] = status.captured_tag(layer._call_site, "backward") * 4 + RANKS_DIFFER
     said = texts_of(lambda: model(X), RanksDifferError)
     assert "rank 0: in bn2 backward, in a CUDA graph" in said
     assert "rank 1: in bn1 backward, in a CUDA graph" in said
@@ -235,9 +235,9 @@ def test_a_capture_makes_no_mailbox(ranks: Ranks, player: Player, monkeypatch: p
     """It takes one of another stream, with a negative tag; where there is none, nothing is noted."""
     layer = Model().bn1
     for streams in ([None, None], [7, 7], [None, None]):
-        monkeypatch.setattr(eager, "stream_of", lambda device, streams=streams: streams[0])
+        monkeypatch.setattr(reduction, "stream_of", lambda device, streams=streams: streams[0])
         layer(X).sum().backward()
-    boxes = layer._call_site.state.boxes
+    boxes = statuses(layer)
     assert [stream for _, stream in boxes] == [7, None]
     box = boxes[torch.device("cpu"), 7]
     assert [begun.number for begun in box.begun] == [3, 4], "what a graph captures is not expected to end"
@@ -252,8 +252,8 @@ def test_a_mailbox_that_cannot_be_made(
     layer = Model().bn1
     for _ in range(before):  # so that there is a plan
         layer(X)
-    monkeypatch.setattr(eager, "stream_of", lambda device: 7)
-    monkeypatch.setattr(eager, "Box", mock.Mock(side_effect=RuntimeError("no pinned memory")))
+    monkeypatch.setattr(reduction, "stream_of", lambda device: 7)
+    monkeypatch.setattr(reduction, "StreamStatus", mock.Mock(side_effect=RuntimeError("no pinned memory")))
     with pytest.raises(RuntimeError, match="no pinned memory"):
         layer(X)
     assert watchdog.this_rank().position().error == "has raised RuntimeError: no pinned memory"
@@ -270,14 +270,16 @@ def test_a_program_that_does_not_come_by(ranks: Ranks, model: Model, caplog: pyt
 
 
 def test_a_rank_that_does_not_answer(ranks: Ranks, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has written in an earlier default group, whose group had the same name, is no answer."""
-    monkeypatch.setattr(faults, "ANSWER_SECONDS", 0.5)
+    """The error says so, and where all ranks are."""
+    monkeypatch.setattr(report, "ANSWER_SECONDS", 0.5)
     site = model.bn1._call_site
     if ranks.rank == 0:
-        box = site.state.boxes[torch.device("cpu"), None]
+        box = statuses(model.bn1)[torch.device("cpu"), None]
         box.words[FAULT] = site.state.num_collectives * 4 + RANKS_DIFFER
         said = texts_of(lambda: model(X), RanksDifferError)
-        assert "rank 0: in bn1 backward, call 1\nrank 1: has not answered within 0.5 s" in said
+        assert (
+            "rank 0: in bn1 backward, call 1\nrank 1: has not answered within 0.5 s\nWhere the ranks are now:\n" in said
+        )
     dist.barrier()
 
 
@@ -290,28 +292,28 @@ def test_several_groups(ranks: Ranks, model: Model) -> None:
         other(X).sum().backward()
     assert alone(X).isfinite().all()
     assert alone._call_site is None
-    assert other.bn1._call_site.state.boxes.keys() == {(torch.device("cpu"), 0), (torch.device("cpu"), None)}
+    assert statuses(other.bn1).keys() == {(torch.device("cpu"), 0), (torch.device("cpu"), None)}
 
 
 def test_several_streams(ranks: Ranks, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a mailbox, and a fault in one ends the group."""
-    monkeypatch.setattr(eager, "stream_of", lambda device: 7)
+    monkeypatch.setattr(reduction, "stream_of", lambda device: 7)
     (model.bn1 if ranks.rank else model.bn2)(X)
-    assert len(model.bn1._call_site.rank.boxes) >= 2
+    assert len(model.bn1._call_site.rank.watched) >= 2
     texts_of(lambda: model(X), RanksDifferError)
-    monkeypatch.setattr(eager, "stream_of", lambda device: 0)
+    monkeypatch.setattr(reduction, "stream_of", lambda device: 0)
     texts_of(lambda: model(X), RanksDifferError)
 
 
 def test_faults_in_two_streams_at_once(ranks: Ranks, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks raise the earlier, whichever they have seen first."""
-    monkeypatch.setattr(faults.Box, "look", lambda box: None)  # the watchdog has seen none
+    monkeypatch.setattr(status.StreamStatus, "look", lambda box: None)  # the watchdog has seen none
     streams = [5, 7]
     for stream, layers in zip(streams, ((model.bn1, model.bn2), (model.bn2, model.bn1)), strict=True):
-        monkeypatch.setattr(eager, "stream_of", lambda device, stream=stream: stream)
+        monkeypatch.setattr(reduction, "stream_of", lambda device, stream=stream: stream)
         layers[ranks.rank](X)
     for stream in streams[:: 1 - 2 * ranks.rank]:
-        monkeypatch.setattr(eager, "stream_of", lambda device, stream=stream: stream)
+        monkeypatch.setattr(reduction, "stream_of", lambda device, stream=stream: stream)
         said = texts_of(lambda: model(X), RanksDifferError)
         assert "\nrank 0: in bn1 forward, call 2\nrank 1: in bn2 forward, call 2\n" in said
         assert "\nThe results of bn" in said
@@ -320,62 +322,44 @@ def test_faults_in_two_streams_at_once(ranks: Ranks, model: Model, monkeypatch: 
 
 def test_a_group_that_was_destroyed(ranks: Ranks, model: Model) -> None:
     """The watchdog forgets its mailbox; queued kernels may still write to it."""
-    rank, kept, before = watchdog.this_rank(), len(faults._memory), len(watchdog.this_rank().boxes)
+    rank, kept, before = watchdog.this_rank(), len(status._memory), len(watchdog.this_rank().watched)
     dist.destroy_process_group(model.bn1.process_group)
     del model.bn1, model.bn2
     gc.collect()
-    assert len(rank.boxes) == before - 1
-    assert len(faults._memory) == kept
+    assert len(rank.watched) == before - 1
+    assert len(status._memory) == kept
 
 
-def test_ranks_that_begin_in_different_layers(ranks: Ranks, player: Player, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have agreed on nothing yet, and notice it all the same."""
+def test_ranks_that_begin_in_different_layers(ranks: Ranks, player: Player) -> None:
     model = Model()
     model(X, f"bn{1 + ranks.rank}")
-    monkeypatch.setattr(faults, "NAMING_SECONDS", 0.1)  # rank 0 does not come to its next layer
     said = texts_of(lambda: model(X), RanksDifferError)
     assert "rank 0: in bn1 forward, call 1\nrank 1: in bn2 forward, call 1\n" in said
     dist.barrier()
 
 
-def test_other_names_for_the_same_layers(ranks: Ranks, player: Player) -> None:
-    """Rank 0 has them in a further module, and rank 1 signs for its names."""
+def test_a_model_that_one_rank_wraps_after_conversion(ranks: Ranks, player: Player) -> None:
+    """As to time it: the names are those of the conversion."""
     inner = Model()
-    model = inner if ranks.rank else nn.Sequential(inner)
+    model = nn.Sequential(inner) if ranks.rank else inner
     for _ in range(2):
         model(X).sum().backward()
-    (inner.bn2 if ranks.rank else inner.bn1)(X)
-    said = texts_of(lambda: model(X), RanksDifferError)
-    assert "rank 0: in 0.bn1 forward, call 3\nrank 1: in bn2 forward, call 3\n" in said
     dist.barrier()
 
 
-def test_a_first_rank_that_is_late(
-    ranks: Ranks, player: Player, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The others wait for it in one layer, say so, do not sign, and find its names in a later call."""
-    monkeypatch.setattr(faults, "NAMING_SECONDS", 0.1)
-    inner = Model()
-    model = inner if ranks.rank else nn.Sequential(inner)
-    if ranks.rank == 0:
-        time.sleep(1)
-    with torch.no_grad():
-        model(X)
-        assert inner.bn1._call_site.is_agreed == (ranks.rank == 0)
-        model(X)
-    assert all(site.is_agreed for site in inner.sites())
-    (inner.bn2 if ranks.rank else inner.bn1)(X)
-    texts_of(lambda: model(X), RanksDifferError)
-    expected = "syncbn: rank 1 is in bn1, at test_mailbox.py:"
-    assert caplog.text.count(expected) == caplog.text.count("has not come to") == ranks.rank
+def test_a_model_that_one_rank_reloads(ranks: Ranks, model: Model) -> None:
+    """The kernels note a fault before the ranks could agree on a number: the job stops, and the remedy is named."""
+    copied = copy.deepcopy(model) if ranks.rank else model
+    copied(X, "bn1")
+    said = texts_of(lambda: copied(X), RanksDifferError)
+    assert "rank 0: in bn1 forward, call 2" in said
+    assert "rank 1: in bn1 forward, call 1" in said
+    assert said.count("set SYNCBN_CHECKS=0") == 1
     dist.barrier()
 
 
-def test_a_first_rank_that_is_compiled(
-    ranks: Ranks, player: Player, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It sends no signature and writes no name: the others train on."""
-    monkeypatch.setattr(faults, "NAMING_SECONDS", 0.1)
+def test_a_rank_that_is_compiled(ranks: Ranks, player: Player) -> None:
+    """It sends no signature: the others train on."""
     model = Model()
     for _ in range(3):
         if ranks.rank:
@@ -383,7 +367,6 @@ def test_a_first_rank_that_is_compiled(
         else:
             for _ in range(4):
                 dist.all_reduce(torch.zeros(10, dtype=torch.float64), group=model.bn1.process_group)
-    assert caplog.text.count("rank 0 has not come to its layer of this number within 0.1 s") == ranks.rank
     dist.barrier()
 
 
@@ -414,7 +397,7 @@ def test_a_long_wait_of_the_gpu_is_told(ranks: Ranks, player: Player, log_of_wai
 
 def test_a_gpu_that_is_behind_does_not_wait(model: Model) -> None:
     """The host may go on long before it: the time counts from when the all_reduce before has ended."""
-    box = model.bn1._call_site.state.boxes[torch.device("cpu"), None]
+    box = statuses(model.bn1)[torch.device("cpu"), None]
     ended = box.words[ENDED]
     for seen, number in ((ended - 2, ended - 1), (ended - 2, ended - 1), (ended - 1, ended)):
         for begun in box.begun:
@@ -431,7 +414,7 @@ def test_the_watchdog_survives_an_error(
 ) -> None:
     """It says so once, and goes on writing positions."""
     look = mock.Mock(side_effect=[RuntimeError("the store is odd")] * 3 + [None] * 1000)
-    monkeypatch.setattr(faults.Box, "look", look)
+    monkeypatch.setattr(status.StreamStatus, "look", look)
     time.sleep(1)
     said = f"syncbn: the watchdog of rank {ranks.rank} has failed once, and goes on: RuntimeError: the store is odd"
     assert caplog.text.count(said) == caplog.text.count("syncbn: ") == 1

@@ -21,12 +21,11 @@ from training import step
 from voting import Ranks
 
 import syncbn
-from syncbn.comm import text_exchange
-from syncbn.diagnosis import watchdog
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available
 from syncbn.layout import Layout
-from syncbn.reductions.eager import EagerReduction
+from syncbn.ranks import report, watchdog
+from syncbn.ranks.reduction import EagerReduction
 
 HAS_PLANS = "torch operations" not in available()  # without kernels each call takes the general road
 has_plans = pytest.mark.skipif(not HAS_PLANS, reason="without kernels there is no ordinary road")
@@ -46,13 +45,13 @@ def layer_and_input(ranks: Ranks, **options: object) -> tuple[syncbn.SyncBatchNo
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many numbers this rank has sent in each all_reduce of a layer."""
     numbers: list[int] = []
-    exchange = text_exchange.all_gather_json
+    exchange = report.exchange
 
-    def report(value: object, group: dist.ProcessGroup) -> list[object]:
+    def note_exchange(*arguments: Any) -> list[report.Call | None]:
         numbers.append(REPORT)
-        return exchange(value, group)
+        return exchange(*arguments)
 
-    monkeypatch.setattr(text_exchange, "all_gather_json", report)
+    monkeypatch.setattr(report, "exchange", note_exchange)
 
     all_reduce = EagerReduction.all_reduce
 

@@ -18,7 +18,7 @@ from training import Checkpointed, mine, require_equal_state, shard, small_model
 from voting import Ranks
 
 import syncbn
-from syncbn.reductions import eager as reductions
+from syncbn.ranks import reduction as reductions
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs nobody reads a total")
 C = 3

@@ -4,8 +4,9 @@ Each rank writes to the store of the default process group, under keys that begi
 by torchrun, which may keep the store, and the global rank:
 
     position                its last collective of syncbn, and what it has done since
-    called/0/layer4.1.bn3   once, with how many channels and over which ranks it has called this layer of the group 0
-    fault/0, named/0/1      on a GPU, see reductions/faults.py
+    called/0/layer4.1.bn3   at a layer's first call: with how many channels, and over which ranks of the group 0
+    fault/0/4f2a...         what the rank does in a collective in which ranks differ, see report.py
+    fault/0                 the same on a GPU, see status.py
 
 A write takes 25 to 120 us, so a thread (watchdog.py) writes the position, once a second if it has changed. The other
 ranks' positions are read (report.py) only for a report, and fast: torchrun ends the ranks that are left some 0.1 s
@@ -14,24 +15,31 @@ gives its age, by the clock of the host that wrote it. No decision depends on a 
 """
 
 import contextlib
+import functools
 import json
 import os
+import re
+import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from syncbn.diagnosis import processes
 from syncbn.texts import in_words
 from syncbn.torch_internals.distributed import default_store
 
-if TYPE_CHECKING:  # upwards, for the type of what the watchdog looks at
-    from syncbn.reductions.faults import Box
-
 HAS_LEFT = "has left"
-WITH_GRAPH = "backward with create_graph or torch.func"  # the first all_reduce of such a backward
+HAS_ENDED = "has ended"
+# Class and text of torch's errors that follow from another rank's end or absence. gloo's mostly name a file of gloo's.
+FAILED_COLLECTIVE = re.compile(
+    r"\b([\w.]+\.)?(Dist(Backend|Network|Store|)Error: |"
+    r"RuntimeError: .*(/gloo/[\w/]+\.(cc|h):\d+|caused pair closure|monitoredBarrier|Operation timed out!))",
+    re.DOTALL,
+)
 
 
 class Position(NamedTuple):
@@ -55,12 +63,20 @@ class Wait(Protocol):
     """A wait of this rank for others, in a collective of syncbn."""
 
     number: int  # a rank whose position has this number or more has arrived
+    start: float  # by time.monotonic
     next_warning_seconds: float  # of waiting
 
     def position(self) -> Position: ...
     def layer(self) -> str: ...
     def ranks(self) -> list[int]: ...
     def seconds(self) -> float: ...
+
+
+class Watched(Protocol):
+    """What the watchdog looks at on a GPU: see status.py."""
+
+    def look(self, is_last: bool = False) -> None: ...
+    def unfinished(self) -> Wait | None: ...
 
 
 class ThisRank:
@@ -76,7 +92,7 @@ class ThisRank:
         self.store_answers, self.store_grows = True, _grows(self.store)
         self.prefix = f"syncbn/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self.waiting: dict[Wait, None] = {}  # the collectives that have not ended on the host, of all threads
-        self.boxes: set[Box] = set()  # the mailboxes of this rank's GPUs
+        self.watched: set[Watched] = set()
         self.writing = threading.RLock()  # the program and the threads write positions
         self.error: tuple[str, Wait | None] = "", None  # that a layer has raised, and `last` at that time
         self.left = ""
@@ -92,7 +108,7 @@ class ThisRank:
         error, before = self.error
         position = Position() if last is None else last.position()
         return position._replace(
-            error=error if before is last else "", left=self.left, process=self.process, host=processes.host()
+            error=error if before is last else "", left=self.left, process=self.process, host=this_host()
         )
 
     def note_error(self, error: BaseException) -> None:
@@ -115,26 +131,50 @@ class ThisRank:
         """Write a value that JSON can hold."""
         if self.store_answers:
             with self.using_store():
-                self.store.set(f"{self.prefix}/{self.rank}/{key}", json.dumps(value))
+                self.store.set(self._key(self.rank, key), json.dumps(value))
 
     def read(self, ranks: Sequence[int], key: str) -> list[Any]:
         """What these ranks have written under the key; None for nothing."""
-        store, keys = self.store, [f"{self.prefix}/{rank}/{key}" for rank in ranks]
+        store, keys = self.store, [self._key(rank, key) for rank in ranks]
         if store.has_extended_api() and store.check(keys):  # type: ignore[attr-defined]
             return [*map(json.loads, store.multi_get(keys))]  # one request for all ranks
         return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
 
-    def wait_for(self, ranks: Sequence[int], key: str, seconds: float) -> list[Any]:
-        """What `read` gives, as soon as all of these ranks have written, and at the latest after these seconds."""
-        deadline, pause, values = time.monotonic() + seconds, 0.001, [None] * len(ranks)
+    def exchange(self, ranks: Sequence[int], key: str, seconds: float) -> list[Any]:
+        """What these ranks have written under the key, as soon as all have, and at the latest after these seconds; None
+        for nothing.
+
+        The first rank, whose process may hold the store, stays until all have read, and deletes what was written.
+        """
+        values, readers = [None] * len(ranks), f"{self.prefix}/{key}/readers"
+
+        def all_have_written() -> bool:
+            values[:] = self.read(ranks, key)
+            return None not in values
+
+        all_answered = self._poll(all_have_written, seconds)
+        self._poll(lambda: self.store.add(readers, 1) > 0, 0.0)
+        num_answers = len(ranks) - values.count(None)
+        if self.rank == ranks[0] and self._poll(lambda: self.store.add(readers, 0) >= num_answers, seconds):
+            written = [self._key(rank, key) for rank in ranks] if all_answered else []
+            self._poll(lambda: all(map(self.store.delete_key, (*written, readers))), 0.0)
+        return values
+
+    def _poll(self, ask: Callable[[], bool], seconds: float) -> bool:
+        """Ask the store until the answer is True, for these seconds, at least once. False: it never was."""
+        deadline, pause = time.monotonic() + seconds, 0.001
         while self.store_answers:
             with self.using_store():
-                values = self.read(ranks, key)
-            if None not in values or time.monotonic() >= deadline:
+                if ask():
+                    return True
+            if time.monotonic() >= deadline:
                 break
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-        return values
+        return False
+
+    def _key(self, rank: int, key: str) -> str:
+        return f"{self.prefix}/{rank}/{key}"
 
     @contextlib.contextmanager
     def using_store(self) -> Iterator[None]:
@@ -153,3 +193,47 @@ def _grows(store: dist.Store) -> bool:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return isinstance(store, dist.FileStore)
+
+
+@functools.cache
+def this_host() -> str:
+    """Host, boot and pid namespace: equal if /proc of one shows the other."""
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    if not (boot.exists() and namespace.exists()):
+        return socket.gethostname()
+    return f"{socket.gethostname()} {boot.read_text().strip()} {namespace.stat().st_ino}"
+
+
+def state_of(process: int) -> str:
+    """'its process (123) has ended' or '... is stopped', for a process of this host; else empty."""
+    if not Path("/proc/self/stat").exists():
+        return ""
+    state = "X"
+    with contextlib.suppress(OSError, IndexError):
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    if state in "XZ":
+        return f"its process ({process}) {HAS_ENDED}"
+    return f"its process ({process}) is stopped" if state in "Tt" else ""
+
+
+def why_it_ends() -> str:
+    """The first line of the exception that ends this program, or a part of it; empty without an exception."""
+    handled, error = sys.exc_info()[1], _last_error()
+    why = "" if error is None else f" {'while handling' if handled else 'with'} {in_words(error)}"
+    return why.partition("\n")[0][:200]
+
+
+def failure_of_collective() -> BaseException | None:
+    """The exception of a collective outside of syncbn that ends this program, or None. (syncbn's own errors say where
+    the ranks are.)"""
+    error = _last_error()
+    while error is not None and "syncbn: " not in (words := in_words(error)):
+        if error.__traceback__ and FAILED_COLLECTIVE.match(words):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _last_error() -> BaseException | None:
+    """The current exception, else the last uncaught one."""
+    return sys.exc_info()[1] or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)

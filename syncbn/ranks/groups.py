@@ -15,12 +15,11 @@ import os
 from typing import Self, TypeAlias
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
-from torch import nn
 
-from syncbn.call_stack import callers, warn, warn_once
-from syncbn.comm.text_exchange import all_gather_json
-from syncbn.torch_internals.distributed import existing_groups, timeout_of
+from syncbn.call_stack import frame_in, warn, warn_once
+from syncbn.torch_internals.distributed import device_of, existing_groups, timeout_of
 from syncbn.torch_internals.state import constant_in_graphs
 
 # Default group -> {int: this rank's group, or None for the default group itself}. A re-made default group starts with
@@ -58,6 +57,7 @@ def _look_up_again(spec: GlobalRanks) -> None:
 
 
 THIS_RANK_ALONE = 1  # the spec of groups of one rank, which need not be made
+MOST_RANKS = 2**31 - 1  # larger group sizes are sent as this one, which an int64 holds
 GroupSpec: TypeAlias = int | GlobalRanks | None  # what a layer keeps
 ProcessGroupLike: TypeAlias = dist.ProcessGroup | GroupSpec  # what a user passes
 
@@ -162,7 +162,10 @@ def make(size: int, default_group: dist.ProcessGroup) -> None:
 
     **Raises** ValueError on every rank when the ranks ask for different groups, or their number does not divide.
     """
-    sizes = all_gather_json(size, default_group)
+    sent = torch.tensor([min(size, MOST_RANKS)], device=device_of(default_group))
+    received = [torch.empty_like(sent) for _ in range(default_group.size())]
+    default_group.allgather([received], [sent]).wait()
+    sizes = [int(received_size) for received_size in received]
     if len(set(sizes)) > 1:
         each = ", ".join(f"rank {rank} for {wanted}" for rank, wanted in enumerate(sizes))
         raise ValueError(f"the ranks ask for different process groups: {each}; pass the same process_group on all")
@@ -184,7 +187,7 @@ def warn_if_meant_for_several_ranks() -> None:
         why = f"WORLD_SIZE is {world_size} but torch.distributed has no process group"
         remedy = "Call torch.distributed.init_process_group() before the first training step."
         warn(f"syncbn is not synchronising: {why}. {remedy}")
-    if any(isinstance(caller, nn.DataParallel) for _, caller in callers()):
+    if frame_in("torch.nn.parallel.data_parallel") is not None:
         warn_in_data_parallel()
 
 

@@ -3,7 +3,7 @@
 | this rank waits in                 | which is known from                                                           |
 |------------------------------------|-------------------------------------------------------------------------------|
 | an all_reduce of a layer, on a CPU | the `with` block of its `Collective`                                          |
-| an all_reduce of a layer, on a GPU | a mailbox, see reductions/faults.py: the host goes on at once                 |
+| an all_reduce of a layer, on a GPU | the GPU's status, see status.py: the host goes on at once                     |
 
 Of the collectives of DistributedDataParallel and of the program one thing is known: the error that ends the program.
 The thread then logs where every rank is; errors of the layers say so themselves. Only the rank that fails first is sure
@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch.distributed as dist
 
-from syncbn.diagnosis import processes, report
-from syncbn.diagnosis.positions import HAS_LEFT, Position, ThisRank, Wait
+from syncbn.ranks import positions, report
+from syncbn.ranks.positions import HAS_LEFT, Position, ThisRank, Wait
 
 LOOK_SECONDS = 1.0  # between two looks of the thread
 LEAVE_SECONDS = 1.0  # for which a rank that leaves waits for its own threads
@@ -71,7 +71,7 @@ def _watch(rank: ThisRank, world: ref[dist.ProcessGroup]) -> None:
                 has_complained = True
                 text = "syncbn: the watchdog of rank %d has failed once, and goes on: %s: %s"
                 log.warning(text, rank.rank, type(error).__name__, error)
-    rank.boxes.clear()
+    _look_at_last_step(rank)
     rank.ended.wait()  # a group that is destroyed may be held, and the program end later
     if rank.failed:
         where = report.where_all_are(rank, None, has_failed=True, at_exit=True)
@@ -82,16 +82,23 @@ def _watch(rank: ThisRank, world: ref[dist.ProcessGroup]) -> None:
 
 def _look(rank: ThisRank, seen: Position | None) -> Position:
     """One look of the thread, which returns the position of this rank; `seen` is that of the previous look."""
-    for box in [*rank.boxes]:
-        box.look()
+    for watched in [*rank.watched]:
+        watched.look()
     position = rank.position()
     # A store that grows with each write gets only positions that last.
     if not (rank.is_reading() or rank.ended.is_set() or (rank.store_grows and position != seen)):
         rank.write_position()
-    on_gpu = [begun for box in [*rank.boxes] if (begun := box.unfinished()) is not None]
+    on_gpu = [begun for watched in [*rank.watched] if (begun := watched.unfinished()) is not None]
     for wait in [*rank.waiting] or sorted(on_gpu, key=lambda begun: begun.start)[:1]:
         _warn_if_long(rank, wait)
     return position
+
+
+def _look_at_last_step(rank: ThisRank) -> None:
+    """Look at the GPUs once more, as the group ends: no later step of the program would raise a fault of the last."""
+    while rank.watched:
+        with contextlib.suppress(Exception):
+            rank.watched.pop().look(is_last=True)
 
 
 def _warn_if_long(rank: ThisRank, wait: Wait) -> None:
@@ -109,14 +116,14 @@ def _leave(rank: ThisRank, watchdog: threading.Thread) -> None:
     """The default process group, or this program, ends, perhaps because of an exception."""
     if rank.process != os.getpid():  # a forked process, which has no thread
         return
-    rank.failed = processes.failure_of_collective() is not None
+    rank.failed = positions.failure_of_collective() is not None
     rank.ended.set()
-    rank.left = HAS_LEFT + processes.why_it_ends()
+    rank.left = HAS_LEFT + positions.why_it_ends()
     if rank.reader is not None:  # which may be in a call of a dead store, and so may the watchdog
         rank.reader.join(LEAVE_SECONDS)
     if not rank.is_reading() and rank.writing.acquire(timeout=LEAVE_SECONDS):
         rank.write_position()
         rank.writing.release()
-    if rank.failed:
+    if rank.failed or rank.watched:
         with contextlib.suppress(RuntimeError):  # this thread itself may let the group go
             watchdog.join(report.READ_SECONDS)

@@ -1,17 +1,35 @@
-"""Reports where every rank of a group is, from the positions that the ranks write to the store (see positions.py)."""
+"""Reports where every rank of a group is, and why the ranks differ, from what the ranks write to the store.
+
+Where the trailer of a total shows that ranks differ, or that one has a bad argument, each rank writes its `Call` to the
+store and reads the others', under a key that all ranks have: the group, and a digest of the total, whose bits are the
+same on all ranks. Nothing is negotiated before.
+"""
 
 import contextlib
 import threading
 import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from syncbn.comm.text_exchange import by_rank
-from syncbn.diagnosis import processes
-from syncbn.diagnosis.positions import HAS_LEFT, WITH_GRAPH, Position, ThisRank, Wait
+from syncbn.ranks.all_reduce import by_rank
+from syncbn.ranks.positions import (
+    FAILED_COLLECTIVE,
+    HAS_ENDED,
+    HAS_LEFT,
+    Position,
+    ThisRank,
+    Wait,
+    state_of,
+    this_host,
+)
 
 SETTLE_SECONDS = 0.3  # in which a rank that leaves can say why
 READ_SECONDS = 5.0  # the longest time for which a report waits for the store
+ANSWER_SECONDS = 5.0  # in which the other ranks write their calls
+WITH_GRAPH = "backward with create_graph or torch.func"  # the pass of the first all_reduce of such a backward
 
 DIFFERENT_LAYERS = "syncbn: the ranks are in different layers or calls.\n"
+BAD_ARGUMENT = "syncbn: another rank has a bad argument.\n"
 OTHER_LAYERS = (
     "Every rank must call the same layers in the same order, all converted with the same process_group and in training "
     "mode; before a call on one rank alone, as for a profile, call model.eval(). A layer in a branch that only some "
@@ -59,9 +77,91 @@ ONE_CALL = (
 )
 
 
+class RanksDifferError(RuntimeError):
+    """The ranks of a group are in different layers or calls, or in different states there."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n{FALSE_ALARM}"
+
+
+class Call(NamedTuple):
+    """What a rank does in a collective of a layer. The store has it as JSON."""
+
+    doing: str  # layer4.1.bn3 forward, call 17
+    layer: str = ""  # root class and name, which are equal on all ranks
+    number: int = 0  # of the layer among those of this root class and name
+    call: int = 0  # number of the call of the layer
+    pass_name: str = ""
+    settings: dict[str, str] = {}  # noqa: RUF012  # never changed
+    dtype: str = ""  # of the input
+    error: str = ""  # class and text of the rank's bad argument
+    is_type_error: bool = False
+
+
+def exchange(rank: ThisRank, ranks: Sequence[int], key: str) -> list[Call | None]:
+    """The calls that these ranks have written under the key; None for a rank that does not answer within 5 s."""
+    return [None if values is None else Call(*values) for values in rank.exchange(ranks, key, ANSWER_SECONDS)]
+
+
+def explain(
+    rank: ThisRank, wait: Wait | None, calls: Sequence[Call | None], ranks_differ: bool, can_renumber: bool
+) -> Exception | None:
+    """The error that every rank raises whose total shows a fault, from the calls of all ranks.
+
+    `ranks_differ`: the trailer shows different signatures. None: only the numbers of the layer differ, and these
+    `can_renumber`, as a rank is in its first call of the layer: it may have reloaded or rebuilt its model.
+    """
+    ranks, answers = _ranks(rank, wait), [call for call in calls if call is not None]
+    if ranks_differ and len(answers) == len(calls):
+        what = _difference(answers, can_renumber)
+        if what is not None:
+            title, each, remedy = what
+            lines = by_rank(ranks, [each.format(**call._asdict()) for call in answers])
+            return RanksDifferError(f"{title}{lines}\n{remedy}")
+    faulty = [call for call in answers if call.error]
+    if faulty:
+        errors = by_rank(ranks, ["" if call is None else call.error for call in calls])
+        error_class = TypeError if faulty[0].is_type_error else ValueError
+        return error_class(f"syncbn: another rank failed in {answers[0].doing}.\n{errors}")
+    if len(answers) == len(calls):
+        return None
+    unknown = f"has not answered within {ANSWER_SECONDS:g} s"
+    lines = by_rank(ranks, [unknown if call is None else f"in {call.doing}" for call in calls])
+    where = f"{lines}\nWhere the ranks are now:\n{where_all_are(rank, wait)}"
+    return RanksDifferError(DIFFERENT_LAYERS + where) if ranks_differ else RuntimeError(BAD_ARGUMENT + where)
+
+
+def _difference(calls: Sequence[Call], can_renumber: bool) -> tuple[str, str, str] | None:
+    """What differs between the ranks with these calls: the title of the error, the format of a rank's line, and the
+    remedy. None where ranks are in the same pass of one layer, and no more is to be compared."""
+
+    def all_have(field: str) -> bool:
+        return all(getattr(call, field) == getattr(calls[0], field) for call in calls)
+
+    is_one_layer = all_have("number") or (can_renumber and any(call.call == 1 for call in calls))
+    if not (is_one_layer and all_have("layer") and all_have("pass_name")):
+        each = "in {doing}; number {number} of {layer}" if all_have("doing") else "in {doing}"
+        remedy = OTHER_LAYERS if all_have("pass_name") else OTHER_PASSES
+        if {"backward", WITH_GRAPH} <= {call.pass_name for call in calls}:
+            remedy = OTHER_GRAPHS
+        return DIFFERENT_LAYERS, each, remedy
+    if any(call.error for call in calls):  # which may be the only difference
+        return None
+    if not all_have("settings"):
+        names = [name for name in calls[0].settings if len({call.settings.get(name) for call in calls}) > 1]
+        each = "in {doing}, with " + ", ".join(f"{name}={{settings[{name}]}}" for name in names)
+        return "syncbn: the ranks have different settings of a layer.\n", each, OTHER_SETTINGS
+    if not all_have("dtype"):
+        title = "syncbn: the ranks have inputs of different dtypes.\n"
+        return title, "in {doing}, with an input of {dtype}", OTHER_DTYPES
+    if all_have("number"):
+        return "syncbn: the ranks differentiate different calls of a layer.\n", "in {doing}", OTHER_BACKWARDS
+    return None
+
+
 def is_consequence(left: str) -> bool:
     """Whether the error that a rank has left with follows from another rank's end or absence."""
-    return "syncbn: a collective failed" in left or processes.FAILED_COLLECTIVE.search(left) is not None
+    return "syncbn: a collective failed" in left or FAILED_COLLECTIVE.search(left) is not None
 
 
 def where_all_are(rank: ThisRank, wait: Wait | None, has_failed: bool = False, at_exit: bool = False) -> str:
@@ -115,8 +215,8 @@ def _read(rank: ThisRank, wait: Wait | None, ranks: list[int]) -> list[Position]
     def read_positions() -> list[Position]:
         return [Position(*value or ()) for value in rank.read(ranks, "position")]
 
-    on_this_host = [one for one in read_positions() if one.host == processes.host()]
-    states = {(one.host, one.process): processes.state_of(one.process) for one in on_this_host}
+    on_this_host = [one for one in read_positions() if one.host == this_host()]
+    states = {(one.host, one.process): state_of(one.process) for one in on_this_host}
     called = [None] * len(ranks)
     if wait is not None and wait.layer():
         called = rank.read(ranks, f"called/{wait.position().group}/{wait.layer()}")
@@ -162,7 +262,7 @@ def _remedy(positions: list[Position], wait: Wait | None) -> str:
     rows = (
         (has_own_error, ""),
         (any(one.called for one in positions), OTHER_CALLS),
-        (any(one.state.endswith(processes.HAS_ENDED) for one in positions), ENDED),
+        (any(one.state.endswith(HAS_ENDED) for one in positions), ENDED),
         ({"backward", WITH_GRAPH} <= passes, OTHER_GRAPHS),
         (HAS_LEFT in left, OTHER_PASSES),
         (any(one.state for one in positions), ""),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS
 from syncbn.kernels.select import is_transformed
-from syncbn.reductions.interface import Reduction
+from syncbn.ranks.reduction import Reduction
 from syncbn.torch_internals.state import inside_vmap_or_forward_mode, is_compiling
 
 TRANSFORMED = (

@@ -1,0 +1,349 @@
+"""Adds up over the ranks that a call synchronises, by one all_reduce each pass. A reduction is chosen once for a call.
+
+There are three: `OneRank`, `EagerReduction` for a group in eager mode, and `GraphReduction` for one in a compiled
+graph. Calls that are not ordinary add up by `total` of totals.py, whose results have derivatives.
+
+W ranks; C channels; n_r values per channel on rank r.
+
+| pass     | sent by rank r                              | numbers | received everywhere       |
+|----------|---------------------------------------------|---------|---------------------------|
+| forward  | S_r = sum x, Q_r = sum x^2, trailer         | 2C + 4  | their sums over all ranks |
+| backward | sum dy, sum dy * (x - mean), trailer        | 2C + 4  | their sums over all ranks |
+
+All numbers are float64, and the sums are not centred, so that uneven and empty ranks need no special case. Each pass is
+exactly one collective when the group has two or more ranks, and none otherwise: an all_reduce, which small groups of
+gloo make by an exchange, see all_reduce.py. A rank with bad arguments cannot compute its sums but must not leave
+the others waiting: it joins the forward all_reduce with zeros and n_r = NaN, which every rank sees in the total.
+
+Each payload ends in a trailer of four numbers: n in forward and 0 in backward, and a signature, see sites.py. On CPU
+every rank reads the total's trailer, and sees there whether ranks in different layers have met; report.py has what they
+then raise. On a GPU a kernel reads it, and every rank raises some calls later, see status.py.
+"""
+
+import contextlib
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncbn.kernels import reference, select
+from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS, UNSIGNED, Mailbox
+from syncbn.ranks import groups, report
+from syncbn.ranks.all_reduce import all_reduce, num_exchanging
+from syncbn.ranks.groups import GroupSpec
+from syncbn.ranks.sites import Caller, CallsOnGroups, Collective, Signatures, Site, new_site
+from syncbn.ranks.status import StreamStatus, captured_tag, status_of
+from syncbn.torch_internals.autograd import keeps_graph
+from syncbn.torch_internals.distributed import stream_of
+from syncbn.torch_internals.state import constant_in_graphs, current_dispatch_mode, is_compiling, is_jit_tracing
+
+NO_SIGNATURES = Signatures(1)  # a site without an identity sends zeros
+
+
+class Reduction(ABC):
+    """The ranks that a call synchronises."""
+
+    group: dist.ProcessGroup | None  # None for one rank
+    num_ranks: int | None  # None in a graph, where it is unused
+    signatures: Signatures
+    forward_total: Tensor | None = None  # of this call, if there are other ranks, until its graph is freed
+    is_read = False  # whether a rank with an error may join with NaN: ranks, or their GPUs, read the totals
+
+    @abstractmethod
+    def all_reduce(self, payload: Tensor, pass_name: str, mailbox: Mailbox | None = None) -> Tensor:
+        """The total of `payload`, which it may overwrite, and which ends in a trailer. With a `mailbox` kernels look at
+        it.
+
+        **Raises** RuntimeError when the all_reduce fails, and where ranks in different layers or passes have met; if a
+        rank has a fault, a ValueError or TypeError with the texts of the faulty ranks.
+        """
+
+    def total(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
+        """`all_reduce` of float64 `sums` whose trailer is not signed yet. A rank with an `error` has NaN in the place
+        of n, and raises this error."""
+        return self.all_reduce(sums, pass_name)
+
+    def mailbox(self, pass_name: str, device: torch.device) -> Mailbox | None:
+        """The mailbox of the next all_reduce, on a GPU. **Raises** what kernels have seen in an earlier total."""
+        return None
+
+    # One rank tells nobody, and a graph cannot: in these the rest does nothing.
+
+    def end_backward(self) -> None:  # noqa: B027
+        """A backward that makes no graph of its own has added up: `forward_total` is let go if its graph is."""
+
+    def warn_unless_finite(self, sums: Tensor) -> None:  # noqa: B027
+        """A total of forward has NaN or infinity. Warns, once for a layer, if these `sums` of this rank have."""
+
+    def note_error(self, error: BaseException) -> None:  # noqa: B027
+        """This rank is about to raise `error`, perhaps without the all_reduce for which the others wait. Their reports
+        have the error."""
+
+    def noting_errors(self) -> contextlib.AbstractContextManager[None]:
+        """The context of a pass. Calls `note_error` if the pass raises."""
+        return contextlib.nullcontext()
+
+
+class OneRank(Reduction):
+    """One rank: there is nothing to add up."""
+
+    group = None
+    num_ranks = 1
+    signatures = NO_SIGNATURES
+
+    def all_reduce(self, payload: Tensor, pass_name: str, mailbox: Mailbox | None = None) -> Tensor:
+        return payload
+
+
+ONE_RANK = OneRank()
+
+
+class EagerReduction(Reduction):
+    """The ranks of a group, in eager mode."""
+
+    group: dist.ProcessGroup
+    is_read = True
+    # Of the pass, on a GPU: the collective that is about to begin, whose number kernels have, and what these note.
+    collective: Collective | None = None
+    status: StreamStatus
+
+    def __init__(self, group: dist.ProcessGroup, site: Site, dtype: torch.dtype | None) -> None:
+        site.num_calls += 1
+        self.group, self.site, self.call, self.dtype = group, site, site.num_calls, dtype
+        self.num_ranks, self.signatures = site.state.num_ranks, site.signatures
+
+    def mailbox(self, pass_name: str, device: torch.device) -> Mailbox | None:
+        site, stream = self.site, stream_of(device)
+        status = status_of(site.state).of_streams.get((device, stream))
+        if status is None:
+            if stream is None:
+                return None
+            status = StreamStatus(site, device, stream)
+        self.status = status
+        if stream is None:
+            return status.mailbox(captured_tag(site, pass_name))
+        collective, state = self.collective, site.state
+        if collective is None:  # else an error has ended the pass before its all_reduce, where others wait
+            collective = self.collective = self.new_collective(pass_name)
+            collective.number = state.num_collectives = state.num_collectives + 1
+        return status.mailbox(collective.number)
+
+    def all_reduce(
+        self, payload: Tensor, pass_name: str, mailbox: Mailbox | None = None, error: Exception | None = None,
+        by_operator: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """The total, see `Reduction`; `by_operator` by one that a dispatch mode can save."""
+        collective, fault = self.collective or Collective(self.site, self.call, pass_name, self.dtype), None
+        self.collective = None
+        if self.call == 1 and pass_name == "forward":
+            self.site.write_call((len(payload) - TRAILER_NUMBERS) // 2)
+        with collective:
+            if mailbox is not None and mailbox.tag > 0:
+                self.status.begun.append(collective)
+            total = all_reduce(payload, self.group, self.site.num_exchanging, by_operator)
+            if mailbox is None and total.is_cpu and type(total) is Tensor:  # else the host cannot read it: a FakeTensor
+                n, num_signed, signatures, squares = total[-TRAILER_NUMBERS:].tolist()
+                ranks_differ = num_signed * squares != signatures * signatures
+                if ranks_differ or n != n:
+                    fault = _explained(collective, total, ranks_differ, error)
+        if pass_name == "forward":
+            self.forward_total = total
+        if fault is not None:  # outside of the context, which would say that the collective failed
+            raise fault
+        return total
+
+    def total(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
+        is_real = type(sums) is Tensor
+        has_mailbox = is_real and sums.is_cuda and select.looks_at_totals(sums.device)
+        mailbox = self.mailbox(pass_name, sums.device) if has_mailbox else None
+        is_read = sums.is_cpu or mailbox is not None
+        s = self.signatures[pass_name, self.dtype] if is_read else UNSIGNED
+        is_signed, signature = (sums.new_full((1,), number) for number in (s != UNSIGNED, s))
+        if s != UNSIGNED and pass_name != "forward" and type(self.forward_total) is Tensor:
+            signature = reference.signature_of_call(s, self.forward_total)
+        payload = torch.cat((sums[:-SIGNATURE_NUMBERS], is_signed, signature, signature.square()))
+        by_operator = current_dispatch_mode() is not None
+        total = self.all_reduce(payload, pass_name, mailbox, error, by_operator)
+        if mailbox is not None:
+            if error is not None:
+                self.status.write_call(mailbox.tag, error)
+            is_forward = pass_name == "forward"
+            needs_two_values = is_forward and self.site.needs_two_values
+            select.look_at_total(total, needs_two_values, mailbox, sums if is_forward else None)
+            if error is not None:
+                raise error
+        looks = pass_name == "forward" and mailbox is None and payload.is_cpu and type(payload) is Tensor
+        # By lists, as operators would be seen by the mode that watches this call. cat has left the sums as they were.
+        if looks and not all(map(math.isfinite, total.tolist())):
+            self.warn_unless_finite(sums)
+        return total
+
+    def end_backward(self) -> None:
+        if not keeps_graph():  # the loss may be kept, and with it this reduction
+            self.forward_total = None
+
+    def warn_unless_finite(self, sums: Tensor) -> None:
+        if not all(map(math.isfinite, sums.tolist())):
+            self.new_collective("forward").warn_not_finite()
+
+    def note_error(self, error: BaseException) -> None:
+        self.site.rank.note_error(error)
+
+    @contextlib.contextmanager
+    def noting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.note_error(error)
+            raise
+
+    def new_collective(self, pass_name: str) -> Collective:
+        return Collective(self.site, self.call, pass_name, self.dtype)
+
+
+def _explained(collective: Collective, total: Tensor, ranks_differ: bool, error: Exception | None) -> Exception | None:
+    """What this rank raises, as the trailer of a total shows a fault; `error` is its bad argument, if it has one. None
+    where the layer only had other numbers on some ranks, of which all now take the largest."""
+    site, state, rank = collective.site, collective.site.state, collective.rank
+    if math.isnan(total[-1]):  # the ranks have sent different lengths, and gloo has aborted one of them
+        return report.RanksDifferError(report.DIFFERENT_LAYERS + report.where_all_are(rank, collective, True))
+    # repr has one text for every NaN.
+    key = f"fault/{state.name}/{hashlib.blake2b(repr(total.tolist()).encode(), digest_size=8).hexdigest()}"
+    call = collective.described(error)
+    rank.write(key, call)
+    calls = report.exchange(rank, state.ranks, key)
+    calls[state.ranks.index(rank.rank)] = call  # also if the store is gone
+    fault = report.explain(rank, collective, calls, ranks_differ, can_renumber=True)
+    if fault is None and ranks_differ:
+        site.sign_as(max(other.number for other in calls if other is not None))
+    is_own = error is not None and not isinstance(fault, report.RanksDifferError)
+    return error if is_own else fault
+
+
+class GraphReduction(Reduction):
+    """The ranks of a group in a compiled graph, which cannot tell its layer. The total is not read there."""
+
+    group: dist.ProcessGroup
+    num_ranks = None
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def all_reduce(self, payload: Tensor, pass_name: str, mailbox: Mailbox | None = None) -> Tensor:
+        return all_reduce(payload, self.group, num_exchanging(self.group), by_operator=True)
+
+
+def reduction_now(spec: GroupSpec, caller: CallsOnGroups, input: Tensor | None) -> Reduction:
+    """The ranks that a call synchronises. **Raises** RuntimeError in torch.jit.trace, which cannot record them, before
+    anything is sent: often one rank alone records."""
+    if is_compiling():
+        return reduction_in_graph(spec)
+    if is_jit_tracing():
+        raise RuntimeError(
+            "syncbn: torch.jit.trace, which torch.onnx.export(dynamo=False) uses, cannot record batch norm of all "
+            "ranks: call syncbn.revert_syncbn_model(model) first, or model.eval()"
+        )
+    return reduction_of(spec, caller, getattr(input, "dtype", None))
+
+
+def reduction_of(spec: GroupSpec, caller: CallsOnGroups, dtype: torch.dtype | None) -> Reduction:
+    """The reduction over the ranks that a call synchronises in eager mode; counts the call. See `resolve`."""
+    group = dist.group.WORLD if spec is None else groups.existing(spec)
+    if group is None and spec is None:
+        groups.warn_if_meant_for_several_ranks()
+        return ONE_RANK
+    site = caller._call_site
+    # The site of the last call is used again if it still fits.
+    if group is None or site is None or site.state.group() is not group or site.caller() is not caller:
+        group = resolve(spec)
+        if group is None:
+            return ONE_RANK
+        site = new_site(caller, group)
+        object.__setattr__(caller, "_call_site", site)  # a layer's own may refuse
+    return EagerReduction(group, site, dtype)
+
+
+def reduction_in_graph(spec: GroupSpec) -> Reduction:
+    """**Raises** RuntimeError where new groups would have to be made, and in an export over several ranks."""
+    # Dynamo guards WORLD, so it compiles again for another default group; it folds is_initialized() without a guard. In
+    # graphs of torch 2.11 WORLD itself is never None.
+    if spec == groups.THIS_RANK_ALONE or dist.group.WORLD is None or not dist.is_initialized():
+        return ONE_RANK
+    group = groups.existing(spec)
+    if group is None:
+        what = f"process_group={spec!r} needs new groups, which cannot be made inside a compiled graph"
+        remedy = "construct or convert the layers after torch.distributed.init_process_group()"
+        _raise_in_graph(f"{what}; {remedy}")
+    if group.size() == 1:
+        return ONE_RANK
+    if torch.compiler.is_exporting():
+        what = "torch.export cannot record batch norm over several ranks in training"
+        _raise_in_graph(f"syncbn: {what}; call model.eval() or syncbn.revert_syncbn_model(model) first")
+    return GraphReduction(group)
+
+
+@constant_in_graphs  # At an error that Dynamo traces it would break the graph, and run the layer in eager mode.
+def _raise_in_graph(message: str) -> NoReturn:
+    raise RuntimeError(message)
+
+
+def note_ranks(caller: CallsOnGroups, reduction: Reduction) -> None:
+    """Note over how many ranks the caller was synchronised."""
+    if not is_compiling():  # where an attribute that changes would compile a graph again
+        object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)  # a layer's own may refuse
+
+
+def resolve(spec: GroupSpec) -> dist.ProcessGroup | None:
+    """The group to synchronise over now; None for a group of one rank, and when there is no process group.
+
+    The first call with an int above 1 makes the groups. **Raises** as `groups.existing`.
+    """
+    if spec == groups.THIS_RANK_ALONE:
+        return None
+    make_groups(spec)
+    group = groups.existing(spec)
+    if not dist.is_initialized():
+        groups.warn_if_meant_for_several_ranks()
+    return None if group is None or group.size() == 1 else group
+
+
+def make_groups(spec: GroupSpec) -> None:
+    """Make the groups that an int above 1 needs, unless they are made. **Raises** as `_make_groups`."""
+    if isinstance(spec, int) and spec != groups.THIS_RANK_ALONE:
+        _make_groups(spec)
+
+
+def _make_groups(spec: int) -> None:
+    """Make the groups of an int, unless they are made: a collective over ALL ranks of the default group, which tells
+    the other ranks where this rank waits.
+
+    **Raises** ValueError on every rank when the ranks ask for different groups, or their number does not divide.
+    """
+    default_group = dist.group.WORLD
+    if default_group is not None and groups.existing(spec) is None:
+        caller = Caller(f"the making of groups for process_group={spec!r}", is_signed=False)
+        with Collective(new_site(caller, default_group), 1, "making"):
+            groups.make(spec, default_group)
+
+
+def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
+    """This rank's group of `group_size` consecutive ranks, as apex's function of the same name.
+
+    A collective over all ranks of the default group the first time a size is asked for. 0 means all ranks: None.
+
+    **Raises** ValueError when `group_size` is negative, exceeds the number of ranks or does not divide it; RuntimeError
+    before init_process_group.
+    """
+    if group_size == 0:
+        return None
+    if group_size < 0:
+        raise ValueError(f"group_size must not be negative, got {group_size}")
+    if dist.group.WORLD is None:
+        raise RuntimeError("create_syncbn_process_group needs torch.distributed.init_process_group() first")
+    _make_groups(group_size)
+    return groups.existing(group_size)

@@ -1,1 +1,0 @@
-"""Adds up over ranks: what each pass of a layer does with the payload."""
