@@ -40,7 +40,9 @@ def convert_syncbn_model(model: Model, process_group: ProcessGroupLike = None, c
     The name is apex's. Only the class of a layer changes: nn.BatchNorm1d/2d/3d and nn.SyncBatchNorm become ours, a
     subclass becomes a class that keeps its behaviour and gains synchronisation (see synchronised_classes.py), a
     parametrization stays, a lazy layer is synchronised from its first forward.
-    Converting again sets the group, if one is given, of layers that are synchronised already, and changes nothing else.
+    Each synchronised layer of `model`, also one that was built so, gets its dotted name in `model`: errors call it by
+    this name, and ranks compare the names, so convert the same module on every rank. Converting again renews the names
+    and sets the group, if one is given, of layers that are synchronised already, and changes nothing else.
     What cannot be converted is left alone and named in one warning, by class, with what to do: subclasses of
     nn.SyncBatchNorm, scripted and exported layers, layers that have an attribute of a name that ours need or a forward
     set on them (layer.forward = ...), other modules with running statistics of their own, modules whose class calls

@@ -26,6 +26,7 @@ from syncbn import plan
 from syncbn.kernels import gpu, gpu_channels, gpu_launch, gpu_tiles, select
 from syncbn.kernels.interface import ForwardKind
 from syncbn.layout import Layout
+from syncbn.ranks.status import status_of
 
 # Channels and sizes of the layers of a ResNet-50 for 224 x 224 pixels.
 RESNET = [(64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (256, 14), (1024, 14), (512, 7), (2048, 7)]
@@ -102,7 +103,7 @@ def test_all_reduces_have_a_mailbox_and_a_number(launched: list[str], monkeypatc
     for number in (1, 3):
         words.clear()
         layer(x.requires_grad_()).sum().backward()
-        (box,) = set(layer._call_site.state.boxes.values())
+        (box,) = set(status_of(layer._call_site.state).of_streams.values())
         of_forward, of_backward = ([box.host, box.state, number + is_backward] for is_backward in (0, 1))
         assert words == [
             ("parts_of_sums", [of_forward[0], of_forward[2]]), ("forward_channels", of_forward), ("normalize", []),

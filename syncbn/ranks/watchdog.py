@@ -117,13 +117,13 @@ def _leave(rank: ThisRank, watchdog: threading.Thread) -> None:
     if rank.process != os.getpid():  # a forked process, which has no thread
         return
     rank.failed = positions.failure_of_collective() is not None
-    rank.ended.set()
     rank.left = HAS_LEFT + positions.why_it_ends()
     if rank.reader is not None:  # which may be in a call of a dead store, and so may the watchdog
         rank.reader.join(LEAVE_SECONDS)
     if not rank.is_reading() and rank.writing.acquire(timeout=LEAVE_SECONDS):
         rank.write_position()
         rank.writing.release()
+    rank.ended.set()  # the watchdog then releases the store
     if rank.failed or rank.watched:
         with contextlib.suppress(RuntimeError):  # this thread itself may let the group go
             watchdog.join(report.READ_SECONDS)
