@@ -416,8 +416,9 @@ def test_values_of_a_nested_tensor(ranks: Ranks) -> None:
     own = ranks.slices([2] * (ranks.size - 1) + [3])
     layer = syncbn.SyncBatchNorm(3, dtype=torch.float64, device=ranks.device)
     nested = torch.nested.nested_tensor(sequences[own], layout=torch.jagged, requires_grad=True)
-    with pytest.raises(TypeError, match=r"NestedTensor; pass input\.values\(\) of one with layout=torch\.jagged"):
-        layer(nested)
+    if ranks.device.type == "cpu":  # on a GPU a fault ends what the group can do
+        with pytest.raises(TypeError, match=r"NestedTensor; pass input\.values\(\) of one with layout=torch\.jagged"):
+            layer(nested)
     output = normalize_nested(layer, nested)
     output.values().pow(3).sum().backward()
     whole = torch.cat(sequences).requires_grad_()
@@ -436,8 +437,9 @@ def test_values_of_a_dtensor(ranks: Ranks, dim: int) -> None:
     dist.broadcast(whole, 0)
     sharded = distribute_tensor(whole, mesh, [Shard(dim)]).requires_grad_()
     layer = syncbn.SyncBatchNorm(3, dtype=torch.float64, device=ranks.device)
-    with pytest.raises(TypeError, match=r"input is a DTensor; pass input\.to_local\(\), and as process_group "):
-        layer(sharded if ranks.rank == 0 else sharded.to_local().detach())
+    if ranks.device.type == "cpu":  # on a GPU a fault ends what the group can do
+        with pytest.raises(TypeError, match=r"input is a DTensor; pass input\.to_local\(\), and as process_group "):
+            layer(sharded if ranks.rank == 0 else sharded.to_local().detach())
     output = normalize_dtensor(layer, sharded)
     output.pow(3).sum().backward()
     expected = F.batch_norm(whole.requires_grad_(), None, None, training=True)
