@@ -4,9 +4,7 @@
     python scripts/bench.py kernels       each function of the kernels beside a copy
     python scripts/bench.py guard [REF]   the C++ kernels beside those of another commit
     python scripts/bench.py steps         whole training steps
-    python scripts/bench.py page          the figures of docs/performance.md: layers and steps
     python scripts/bench.py launches      the host's time for a tiny layer on a GPU, without a GPU
-    torchrun --nproc-per-node 2 scripts/bench.py overhead        the host's time beside two all_reduces
 
 Layers and steps run on several ranks too, under torchrun. Only ratios of times of one run mean anything.
 """
@@ -15,7 +13,7 @@ import argparse
 import importlib
 import sys
 
-PARTS = ("layers", "kernels", "guard", "steps", "page", "launches", "overhead")
+PARTS = ("layers", "kernels", "guard", "steps", "launches")
 
 
 def main() -> None:

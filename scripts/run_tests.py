@@ -2,7 +2,8 @@
 
     scripts/test.sh                     makes .venv first
     scripts/test.sh --quick             2 ranks, and no file that mostly starts programs, compiles or interprets
-    scripts/test.sh -k voting           other arguments go to pytest
+    scripts/test.sh --nightly           the tests of the scripts, the guides and the tests themselves
+    scripts/test.sh -k masks            other arguments go to pytest
 
 The parts on 2, 3 (with the reference kernels) and 4 ranks come last, as they use all cores. The output of each part
 goes to runs/tests. At the end stand the ends of those that failed, and pytest's summary of each part.
@@ -21,9 +22,9 @@ AT_ONCE = 4  # parts run, as those that start programs wait more than they compu
 LINE_SECONDS = 10.0 if sys.stdout.isatty() else 30.0
 FAILED_LINES = 200  # of a log are shown
 STARTS_PROGRAMS = {  # part -> its files, tests/test_NAME.py; the longest part comes first
-    "programs": "accelerate gpu_run lightning package readme testing voting",
+    "programs": "accelerate lightning package readme testing",
     "crashes": "crashes faults two_hosts",
-    "examples": "evidence examples imagenet",
+    "examples": "examples",
 }
 COMPILES = "test_gpu_static", "test_inductor", "distributed/test_compile", "distributed/test_compile_on_one_rank"
 TORCHRUN = "torch.distributed.run --standalone --local-ranks-filter 0 --nproc-per-node"
@@ -71,11 +72,14 @@ class Part:
         return lines[-1] if lines else f"exit status {self.process.returncode}, without a summary"
 
 
-def parts_of(quick: bool, arguments: list[str]) -> list[Part]:
-    """The parts, in the order in which they start."""
+def parts_of(which: str, arguments: list[str]) -> list[Part]:
+    """The parts of "--quick", "--nightly" or, with neither, of all tests, in the order in which they start."""
+    if which == "--nightly":
+        return [Part("nightly", PYTEST, ["tests/nightly", *arguments])]
+    quick = which == "--quick"
     apart = [f"tests/test_{name}.py" for name in " ".join(STARTS_PROGRAMS.values()).split()]
     apart += [f"tests/{name}.py" for name in COMPILES if quick]
-    ignored = [f"--ignore={file}" for file in apart]
+    ignored = [f"--ignore={file}" for file in ("tests/nightly", *apart)]
     parts = []
     if not quick:
         for name, files in STARTS_PROGRAMS.items():
@@ -135,9 +139,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the parts are ended too
     os.chdir(Path(__file__).parent.parent)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it each of some 200 processes compiles the same files
-    quick = sys.argv[1:2] == ["--quick"]
+    which = sys.argv.pop(1) if sys.argv[1:2] in (["--quick"], ["--nightly"]) else ""
     try:
-        passed = run(parts_of(quick, sys.argv[1 + quick :]))
+        passed = run(parts_of(which, sys.argv[1:]))
     except KeyboardInterrupt:
         sys.exit("interrupted")
     sys.exit(not passed)

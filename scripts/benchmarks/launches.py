@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import triton
 from benchmarks.measuring import Session, in_turn, session
-from benchmarks.overhead import CHANNELS, time_steps
 from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -29,6 +28,7 @@ import syncbn
 from syncbn import plan
 from syncbn.kernels import gpu
 
+CHANNELS = 8
 STEPS = 100  # of a round
 
 
@@ -52,8 +52,22 @@ def stand_in_driver(capability: int, launch: Callable[..., None]) -> SimpleNames
     )
 
 
+def time_steps(layer: nn.Module) -> tuple[float, float]:
+    """Microseconds of forward and backward, means of STEPS steps."""
+    x, dy = torch.randn(2, CHANNELS, 2, 2, requires_grad=True), torch.randn(2, CHANNELS, 2, 2)
+    forward = backward = 0.0
+    for _ in range(STEPS):
+        x.grad = None
+        start = time.thread_time()
+        y = layer(x)
+        middle = time.thread_time()
+        y.backward(dy)
+        forward, backward = forward + middle - start, backward + time.thread_time() - middle
+    return forward / STEPS * 1e6, backward / STEPS * 1e6
+
+
 def show(here: Session, layers: dict[str, nn.Module], rounds: int) -> None:
-    calls = {name: partial(time_steps, layer, STEPS, time.thread_time) for name, layer in layers.items()}
+    calls = {name: partial(time_steps, layer) for name, layer in layers.items()}
     for name, samples in in_turn(calls, rounds, warm_up=1).items():
         forward, backward = map(statistics.median, zip(*samples, strict=True))
         here.print(f"{name:27} forward {forward:6.1f} us   backward {backward:6.1f} us")

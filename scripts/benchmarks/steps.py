@@ -9,12 +9,10 @@ slowest rank's. Prints a table, and writes steps.json to --output.
 
     resnet          the ResNet-50 of examples/imagenet.py
     segmentation    the U-Net of examples/segmentation.py, wider, on 2 images a rank
-    cifar           11 convolutions of 16 to 64 channels, each with a norm, on 8 images a rank
     block           one convolution, norm and relu
 """
 
 import argparse
-import itertools
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -28,27 +26,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
-from syncbn.ranks import all_reduce
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 from imagenet import ResNet
 from segmentation import UNet
 
-
-def cifar() -> nn.Sequential:
-    widths, stages = (3, *4 * [16], *4 * [32], *3 * [64]), []
-    for before, width in itertools.pairwise(widths):
-        stride = 2 if 3 < before < width else 1
-        stages += nn.Conv2d(before, width, 3, stride, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
-    return nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
-
-
 # Name -> makes the model, and the shape of a rank's input.
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet": (ResNet, (8, 3, 224, 224)),
     "segmentation": (partial(UNet, width=32), (2, 3, 128, 128)),
-    "cifar": (cifar, (8, 3, 32, 32)),
     "block": (
         lambda: nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()),
         (32, 64, 56, 56),
@@ -75,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--scale", type=float, default=1.0, help="of the images' sides (default %(default)s)")
     add("--channels-last", action="store_true", help="memory format of images and weights")
     add("--compiled", action="store_true", help="under torch.compile")
-    add("--ring", action="store_true", help="and syncbn with the all_reduce of gloo, as on more than 16 ranks")
     add("--own-group", action="store_true", help="and syncbn with a group that is not DistributedDataParallel's")
     add("--output", type=Path, default=Path("runs/steps"), help="folder (default %(default)s)")
 
@@ -89,29 +75,13 @@ def time_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> 
     )
 
 
-def by_ring(model: nn.Module) -> nn.Module:
-    """The first call of a layer on a group fixes how its ranks add up."""
-    model = syncbn.convert_syncbn_model(model)
-    exchanging = model.forward
-
-    def forward(x: Tensor) -> Tensor:
-        most, all_reduce.MOST_RANKS_OF_EXCHANGE = all_reduce.MOST_RANKS_OF_EXCHANGE, 0
-        try:
-            return exchanging(x)  # type: ignore[no-any-return]
-        finally:
-            all_reduce.MOST_RANKS_OF_EXCHANGE = most
-
-    model.forward = forward  # type: ignore[method-assign]
-    return model
-
-
 def samples_of(name: str, device: torch.device, arguments: argparse.Namespace) -> dict[str, list[list[float]]]:
     """Of each kind of batch norm in a model. The models end here: DistributedDataParallel must go before the group."""
     memory_format = torch.channels_last if arguments.channels_last else torch.contiguous_format
     make, shape = MODELS[name]
     sides = [max(32, int(arguments.scale * side)) for side in shape[2:]]
     x = torch.randn(*shape[:2], *sides, device=device).to(memory_format=memory_format)
-    calls, kinds = {}, KINDS | ({"syncbn, ring": by_ring} if arguments.ring else {})
+    calls, kinds = {}, dict(KINDS)
     if arguments.own_group:
         kinds["syncbn, own group"] = lambda model: syncbn.convert_syncbn_model(model, dist.new_group())
     for kind, convert in kinds.items():

@@ -1,0 +1,35 @@
+"""Catches a guide that explains texts that syncbn no longer prints, and dead links on the package index."""
+
+import re
+from pathlib import Path
+
+from build_description import BADGES, description
+from readme_renderer import markdown
+
+ROOT = Path(__file__).parents[2]
+URLS = {"Repository": "https://example.org/syncbn", "Documentation": "https://guides.example.org/syncbn/"}
+
+
+def test_the_texts_that_are_explained() -> None:
+    """syncbn prints them, word by word; some are put together of two."""
+    guide = (ROOT / "docs" / "when_ranks_disagree.md").read_text()
+    section = guide[guide.index("These are of syncbn") : guide.index("## What syncbn reports")]
+    cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    source = "\n".join(file.read_text() for file in (ROOT / "syncbn").rglob("*.py"))
+    source = re.sub(r'"\s+f?"', "", source)  # as Python joins strings
+    assert len(cells) > 20
+    for text in (part for cell in cells for quoted in re.findall("`(.*?)`", cell) for part in quoted.split("...")):
+        words = text.strip(" ().").split()
+        pairs = [(" ".join(words[:n]), " ".join(words[n:])) for n in range(1, len(words))]
+        is_printed = " ".join(words) in source or any(f"{one} {{" in source and two in source for one, two in pairs)
+        assert is_printed, text
+
+
+def test_the_description_on_the_package_index_has_no_dead_link() -> None:
+    """With the setting of the first release each link of README.md, which test_readme.py follows, has an address."""
+    readme = (ROOT / "README.md").read_text()
+    html = [markdown.render(text) for text in (description(readme, URLS, "0.1"), readme)]  # as the index does
+    targets, in_readme = (re.findall(r'(?:href|src)="([^"]*)"', text) for text in html)
+    assert len(targets) == len(in_readme) + 2 * len(BADGES)
+    assert all(target.startswith(("#user-content-", "https://")) for target in targets)
+    assert description(readme, {}, "0.1") == readme
