@@ -183,7 +183,7 @@ def start_ranks(part: Part, fault: str) -> list[Process]:
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONUNBUFFERED": "1", "WORLD_SIZE": "2"}
     # Longer than the 30 s after which a rank that waits says where all are.
     environment |= {"LOCAL_WORLD_SIZE": "2", "COLLECTIVE_SECONDS": "50"} | ({} if part.dry_run else ON_ONE_GPU)
-    command = "tests/faulty_job.py", fault, "syncbn"
+    command = "tests/faulty_job.py", fault
     return [part.python(*command, **environment, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]
 
 

@@ -1,6 +1,6 @@
 """One rank of a small training job in which the last rank does something wrong in its third step; see faults.py.
 
-python tests/faulty_job.py FAULT syncbn|plain [FOLDER]         with the environment variables of torchrun
+python tests/faulty_job.py FAULT [FOLDER]         with the environment variables of torchrun
 """
 
 import functools
@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
@@ -29,24 +28,10 @@ BACKEND = os.environ.get("TESTS_BACKEND", "gloo")  # with nccl all ranks share a
 DEVICE = "cuda" if BACKEND == "nccl" else "cpu"
 UNTIL_WRITTEN_SECONDS = 1.5  # a thread writes a rank's position once a second
 STEPS, FAULTY_STEP = 6, 3
-FAULT, LAYER, *FOLDER = sys.argv[1:]
+FAULT, *FOLDER = sys.argv[1:]
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 AT_FAULT = RANK == RANKS - 1
 HAS_LESS = FAULT.startswith("one batch less")  # DistributedDataParallel has its defaults
-SYNCHRONISES = not (AT_FAULT and FAULT == "not converted")
-
-
-class Plain(nn.BatchNorm1d):
-    """What one writes without a library."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return super().forward(x)
-        sums = torch.cat((x.sum(0), x.square().sum(0), x.new_tensor([len(x)])))
-        sums = all_reduce(sums, "sum", dist.group.WORLD)
-        mean, mean_square = (sums[:-1] / sums[-1]).chunk(2)
-        normal = (x - mean) / (mean_square - mean.square() + self.eps).sqrt()
-        return normal * self.weight + self.bias
 
 
 class Body(nn.Module):
@@ -54,8 +39,7 @@ class Body(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        layer = Plain if LAYER == "plain" and SYNCHRONISES else nn.BatchNorm1d
-        self.bn1, self.bn2, self.bn3 = (layer(channels) for _ in range(3))
+        self.bn1, self.bn2, self.bn3 = (nn.BatchNorm1d(channels) for _ in range(3))
         self.faulty = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -197,7 +181,7 @@ def train() -> None:
     dist.init_process_group(BACKEND, store=store, rank=RANK, world_size=RANKS, timeout=TIMEOUT)
     channels = 5 if AT_FAULT and FAULT == "channels" else 4
     body = Body(channels)
-    if LAYER == "syncbn" and SYNCHRONISES:
+    if not (AT_FAULT and FAULT == "not converted"):
         body = syncbn.convert_syncbn_model(body)
     model = nn.Sequential(OrderedDict(linear=nn.Linear(3, channels), body=body))
     if AT_FAULT and FAULT == "dtype":
@@ -230,12 +214,8 @@ def train() -> None:
         time.sleep(3)  # until the watchdog has looked
     if FAULT.endswith("a barrier"):
         dist.barrier()
-    if "an evaluation" in FAULT:
-        model.eval()(torch.randn(4, 3))
     if "a metric" in FAULT:
         dist.all_reduce(torch.ones(1))
-    if FAULT.endswith("a logger"):
-        dist.all_gather([torch.ones(1) for _ in range(RANKS)], torch.ones(1))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import gc
 import json
-import math
 import os
 import runpy
 import shutil
@@ -40,12 +39,9 @@ class Started:
         """The exit status, negative where a signal ended it; None of one that runs."""
         return int(self.status_file.read_text()) if self.status_file.exists() else None
 
-    def wait(self, seconds: float = math.inf) -> int:
-        """The exit status. **Raises** TimeoutError."""
-        deadline = time.monotonic() + seconds
+    def wait(self) -> int:
+        """The exit status."""
         while (status := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the program has not ended after {seconds:.0f} s")
             time.sleep(0.02)
         return status
 

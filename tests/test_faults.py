@@ -53,4 +53,4 @@ def test_errors_of_collectives_are_told_from_others(error: Exception, is_of_coll
 def test_under_torchrun() -> None:
     """It ends the other ranks, perhaps before they could speak; what started it is always said."""
     with pytest.raises(AssertionError, match="KeyError: 'no such class: 10'"):
-        run(*ON_TWO_RANKS, faults.JOB, "exception in forward", "syncbn")
+        run(*ON_TWO_RANKS, faults.JOB, "exception in forward")

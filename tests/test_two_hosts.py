@@ -95,7 +95,7 @@ def test_trains_as_one_host(hosts: list[Host], tmp_path: Path) -> None:
 def test_cut_link(hosts: list[Host], tmp_path: Path) -> None:
     """The side that has the store says how old the other's positions are; the other says that it is cut off."""
     for host in hosts:
-        host.start(Path(__file__).with_name("faulty_job.py"), "link cut", "syncbn", tmp_path)
+        host.start(Path(__file__).with_name("faulty_job.py"), "link cut", tmp_path)
     while len(list(tmp_path.glob("rank ?"))) < 4:  # until the third step
         assert all(host.agent.poll() is None for host in hosts), [host.said.read_text() for host in hosts]
         time.sleep(0.1)
