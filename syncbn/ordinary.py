@@ -39,10 +39,11 @@ def step(kernels: ForwardKernels, tensors: Tensors, options: Options, caller: Ca
     x, z, weight, bias, running_mean, running_var, counter, _, num_values = tensors
     reduction = reduction_of(options.process_group, caller, x.dtype)
     is_complete = reduction.group is None and num_values is None  # nothing is added to the sums of this rank
+    kernels = kernels.for_single_rank if is_complete else kernels
     outer, num_channels, inner = kernels.kind.layout.sizes
     try:
         mailbox = reduction.mailbox("forward", x.device) if x.is_cuda else None
-        sums, scratch = kernels.forward_sums(x, reduction.signatures["forward", x.dtype], is_complete, mailbox)
+        sums = kernels.forward_sums(x, reduction.signatures["forward", x.dtype], mailbox)
         if num_values is not None:  # a mask has set the other values to 0; n stands behind sum x and sum x^2
             sums[2 * num_channels] = num_values
     except Exception as error:  # of whatever class, as kernels may be compiled here
@@ -52,9 +53,9 @@ def step(kernels: ForwardKernels, tensors: Tensors, options: Options, caller: Ca
         require_two_values(outer * inner if is_complete else total[2 * num_channels], x)
     momentum: Any = options.momentum  # no tensor: there is no plan for such a call
     buffers = running_mean, running_var, counter
-    y, statistics, is_finite = kernels.forward_outputs(scratch, (x, weight, bias, z), total, buffers, momentum, mailbox)
+    y, statistics, is_finite = kernels.forward_outputs((x, weight, bias, z), total, buffers, momentum, mailbox)
     if not is_finite:
-        reduction.warn_unless_finite(kernels.forward_sums(x)[0])  # again, as an all_reduce may have overwritten them
+        reduction.warn_unless_finite(kernels.forward_sums(x))  # again, as an all_reduce may have overwritten them
     if caller._synchronised_ranks != reduction.num_ranks:
         object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)  # a layer's own may refuse
     return _apply(x, weight, bias, z, (y, statistics, kernels, reduction)), statistics
@@ -95,14 +96,13 @@ class _Step(torch.autograd.Function):
 
             mailbox = reduction.mailbox("backward", x.device) if x.is_cuda else None
             signature = reduction.signatures["backward", x.dtype]
-            of_call = signature, reduction.group is None, reduction.forward_total
-            sums, *of_parameters, scratch = kernels.backward_sums(dy, saved, *of_call)
+            sums, *of_parameters = kernels.backward_sums(dy, saved, signature, reduction.forward_total)
         except Exception as error:
             reduction.note_error(error)
             raise
         total = reduction.all_reduce(sums, "backward", mailbox)
         reduction.end_backward()
-        grad_x, grad_residual = kernels.backward_outputs(scratch, dy, saved, total, mailbox)
+        grad_x, grad_residual = kernels.backward_outputs(dy, saved, total, mailbox)
         return grad_x, *of_parameters, dy if needs_residual and y is None else grad_residual, None
 
 

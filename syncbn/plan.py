@@ -103,7 +103,7 @@ def kind_of_backward(kind: ForwardKind, dy: Tensor, weight: Tensor | None, neede
     return BackwardKind(
         kind.layout, dy.dtype, dy.device, kind.masks_by_x, kind.masks_by_y, weight_dtype,
         weight_dtype if needed[1] else None, kind.bias_dtype if needed[2] else None,
-        needs_x=needed[0], needs_residual=needed[3] and kind.masks_by_y,
+        needs_x=needed[0], needs_residual=needed[3] and kind.masks_by_y, single_rank=kind.single_rank,
     )  # fmt: skip
 
 

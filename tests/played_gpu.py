@@ -65,20 +65,17 @@ class Player:
             host[LOCAL_NOT_FINITE] = host[LOCAL_NOT_FINITE] or mailbox.tag
 
     def forward_sums(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        def play(
-            kernels: Any, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False, mailbox: Any = None
-        ) -> Any:
-            sums, scratch = compute(kernels, x, signature, is_complete)
+        def play(kernels: Any, x: Tensor, signature: int = UNSIGNED, mailbox: Any = None) -> Any:
+            sums = compute(kernels, x, signature)
             if mailbox is not None:
                 self.note_unless_finite(sums, mailbox)
-            return sums, scratch
+            return sums
 
         return play
 
     def forward_outputs(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         def play(
             kernels: Any,
-            scratch: Any,
             inputs: Any,
             total: Tensor,
             buffers: Any = NO_BUFFERS,
@@ -87,15 +84,15 @@ class Player:
         ) -> Any:
             if mailbox is not None and self.note(total, True, mailbox):
                 buffers = [None if buffer is None else buffer.clone() for buffer in buffers]
-            return (*compute(kernels, scratch, inputs, total, buffers, momentum)[:2], True)
+            return (*compute(kernels, inputs, total, buffers, momentum)[:2], True)
 
         return play
 
     def backward_outputs(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        def play(kernels: Any, scratch: Any, dy: Tensor, saved: Any, total: Tensor, mailbox: Any = None) -> Any:
+        def play(kernels: Any, dy: Tensor, saved: Any, total: Tensor, mailbox: Any = None) -> Any:
             if mailbox is not None:
                 self.note(total, False, mailbox)
-            return compute(kernels, scratch, dy, saved, total)
+            return compute(kernels, dy, saved, total)
 
         return play
 

@@ -63,12 +63,11 @@ def launches_of_a_step(
 
     with gpu_static.recorded(capability) as (module, launches):
         forward, backward = module.Forward(kind), module.Backward(of_backward)
-        sums, scratch = call(forward, "forward_sums", x)
-        of_call = scratch, (x, weight, weight, z), sums, (running, running, None)
-        y, statistics, _ = call(forward, "forward_outputs", *of_call)
+        sums = call(forward, "forward_sums", x)
+        y, statistics, _ = call(forward, "forward_outputs", (x, weight, weight, z), sums, (running, running, None))
         saved = x, weight, statistics, None if z is None else y
-        sums, _, _, scratch = call(backward, "backward_sums", x, saved)
-        call(backward, "backward_outputs", scratch, x, saved, sums)
+        sums, _, _ = call(backward, "backward_sums", x, saved)
+        call(backward, "backward_outputs", x, saved, sums)
     return found
 
 

@@ -111,8 +111,8 @@ def kind_of_backward(x: Tensor, y: Tensor | None, relu: bool | None, **others: A
 
 def local_sums(kernels: ModuleType, x: Tensor) -> Tensor:
     """S, Q and n, without the signature."""
-    sums = kernels.Forward(kind_of(x)).forward_sums(x)
-    return (sums[0] if is_ordinary(kernels) else sums)[:-SIGNATURE_NUMBERS]
+    sums: Tensor = kernels.Forward(kind_of(x)).forward_sums(x)
+    return sums[:-SIGNATURE_NUMBERS]
 
 
 def with_trailer(sums: Tensor, num_channels: int) -> Tensor:
@@ -128,8 +128,7 @@ def normalized(
     kind = kind_of(x, eps, relu)._replace(
         has_residual=residual is not None, weight_dtype=dtypes[0], bias_dtype=dtypes[1]
     )
-    scratch = (None,) if is_ordinary(kernels) else ()
-    return kernels.Forward(kind).forward_outputs(*scratch, (x, *others), with_trailer(sums, x.shape[1]))[:2]
+    return kernels.Forward(kind).forward_outputs((x, *others), with_trailer(sums, x.shape[1]))[:2]
 
 
 def local_gradient_sums(
@@ -139,7 +138,7 @@ def local_gradient_sums(
     """And the gradients of weight and bias in these dtypes. A relu is fused where there is y, unless told."""
     names = "grad_weight_dtype", "grad_bias_dtype"
     kind = kind_of_backward(x, y, relu, **dict(zip(names, dtypes, strict=False)))
-    sums, grad_weight, grad_bias, *_ = kernels.Backward(kind).backward_sums(dy, (x, None, statistics, y))
+    sums, grad_weight, grad_bias = kernels.Backward(kind).backward_sums(dy, (x, None, statistics, y))
     return sums[:-TRAILER_NUMBERS], grad_weight, grad_bias
 
 
@@ -151,8 +150,8 @@ def input_gradients(
     sums, statistics, weight = per_channel
     options = {"weight_dtype": getattr(weight, "dtype", None), "needs_x": True, "needs_residual": residual}
     kind = kind_of_backward(x, y, relu, **options)
-    call = *((None,) if is_ordinary(kernels) else ()), dy, (x, weight, statistics, y), with_trailer(sums, x.shape[1])
-    return kernels.Backward(kind).backward_outputs(*call)
+    total = with_trailer(sums, x.shape[1])
+    return kernels.Backward(kind).backward_outputs(dy, (x, weight, statistics, y), total)
 
 
 def all_results(
@@ -489,7 +488,7 @@ def update(kernels: ModuleType, sums: Tensor, mean: Tensor, var: Tensor, *counte
         return statistics
     kind = kind_of(x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=bool(counters), averages=momentum is None)
     buffers, sums = (mean, var, *counters, None)[:3], with_trailer(sums, x.shape[1])
-    return kernels.Forward(kind).forward_outputs(None, (x, None, None, None), sums, buffers, momentum)[1]
+    return kernels.Forward(kind).forward_outputs((x, None, None, None), sums, buffers, momentum)[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -540,7 +539,7 @@ def test_a_total_that_is_not_finite(number: float, signature: tuple[float, ...],
         x, mean, var, counter = torch.ones(2, 2, 2), torch.zeros(2), torch.ones(2), torch.tensor(0)
         kind = kind_of(x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=True)
         of_call = (x, None, None, None), total, (mean, var, counter), 0.1
-        y, statistics, found = cpu.Forward(kind).forward_outputs(None, *of_call)
+        y, statistics, found = cpu.Forward(kind).forward_outputs(*of_call)
         assert found == (is_finite or not any(sent))
         results.append((y, statistics, mean, var, counter))
     torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
@@ -549,19 +548,19 @@ def test_a_total_that_is_not_finite(number: float, signature: tuple[float, ...],
 @only_ordinary
 @pytest.mark.parametrize("sizes", [(4, 3, 5), (600, 3, 40)], ids=str)
 @pytest.mark.parametrize("relu", [False, True])
-def test_complete_sums(kernels: ModuleType, sizes: tuple[int, int, int], relu: bool) -> None:
-    """The same results as of sums that an all_reduce may change; also where the total is a copy of the sums."""
+def test_kernels_for_a_single_rank(kernels: ModuleType, sizes: tuple[int, int, int], relu: bool) -> None:
+    """Their results are those of sums that an all_reduce may change, also if the total is a copy of the sums."""
     dy, x = draw(2, sizes, torch.float32)
     weight, bias, results = torch.rand(3), torch.rand(3), []
     dtypes = {"weight_dtype": weight.dtype, "grad_weight_dtype": weight.dtype, "grad_bias_dtype": bias.dtype}
-    forward = kernels.Forward(kind_of(x, relu=relu, weight_dtype=weight.dtype, bias_dtype=bias.dtype))
-    backward = kernels.Backward(kind_of_backward(x, None, relu, needs_x=True, **dtypes))
-    for is_complete in (True, False):
-        sums, scratch = forward.forward_sums(x, UNSIGNED, is_complete)
-        y, statistics, _ = forward.forward_outputs(scratch, (x, weight, bias, None), sums.clone())
+    of_several_ranks = kernels.Forward(kind_of(x, relu=relu, weight_dtype=weight.dtype, bias_dtype=bias.dtype))
+    for forward in (of_several_ranks, of_several_ranks.for_single_rank):
+        kind = kind_of_backward(x, None, relu, needs_x=True, single_rank=forward.kind.single_rank, **dtypes)
+        backward = kernels.Backward(kind)
+        y, statistics, _ = forward.forward_outputs((x, weight, bias, None), forward.forward_sums(x).clone())
         saved = x, weight, statistics, None
-        sums, *of_parameters, scratch = backward.backward_sums(dy, saved, UNSIGNED, is_complete)
-        grad_x, _ = backward.backward_outputs(scratch, dy, saved, sums.clone())
+        sums, *of_parameters = backward.backward_sums(dy, saved)
+        grad_x, _ = backward.backward_outputs(dy, saved, sums.clone())
         results.append([y, statistics, *of_parameters, grad_x])
     assert all(map(torch.equal, *results))
 
@@ -576,7 +575,7 @@ def test_sums_end_in_a_signature(kernels: ModuleType, sizes: tuple[int, int, int
     saved = x, None, statistics, None
     for signature in (s, UNSIGNED):
         sent = [1, s, s * s] if signature else [0, 0, 0]
-        assert forward.forward_sums(x, signature)[0][6:].tolist() == [num_values, *sent]
+        assert forward.forward_sums(x, signature)[6:].tolist() == [num_values, *sent]
         assert backward.backward_sums(dy, saved, signature)[0][6:].tolist() == [0, *sent]
 
 
@@ -590,7 +589,7 @@ def test_the_signature_of_a_backward_tells_calls_apart(kernels: ModuleType, chan
 
     def signature(sums: Tensor, s: int = smallest + 12345) -> float:
         total = torch.cat((sums, torch.randn(TRAILER_NUMBERS)))  # which does not count
-        sent = backward.backward_sums(dy, saved, s, False, total)[0][-interface.SIGNATURE_NUMBERS :].tolist()
+        sent = backward.backward_sums(dy, saved, s, total)[0][-interface.SIGNATURE_NUMBERS :].tolist()
         assert sent == [s != 0, sent[1], sent[1] ** 2]
         assert s == 0 or sent[1] == reference.signature_of_call(s, total).item()
         return sent[1]
@@ -645,7 +644,7 @@ class Words:
         total = torch.tensor([1.0] * 2 * MANY + [*trailer], dtype=torch.float64)
         momentum, inputs = None if averages else 1.0, (self.x, None, None, None)
         forward = self.kernels.Forward(kind_of(self.x, **dtypes))
-        return forward.forward_outputs(None, inputs, total, buffers, momentum, self.mailbox(tag))[:2]
+        return forward.forward_outputs(inputs, total, buffers, momentum, self.mailbox(tag))[:2]
 
     def updates(self) -> bool:
         """Whether the last batch is in the running statistics, all of them, and counted once."""
@@ -659,7 +658,7 @@ class Words:
         total, statistics = torch.tensor([1.0] * 2 * MANY + [*trailer], dtype=torch.float64), torch.ones(3 * MANY + 4)
         backward = self.kernels.Backward(kind_of_backward(self.x, None, None, needs_x=needs_x))
         saved = self.x, None, statistics.double(), None
-        return backward.backward_outputs(None, self.x, saved, total, self.mailbox(tag))[0]
+        return backward.backward_outputs(self.x, saved, total, self.mailbox(tag))[0]
 
     def look(self, tag: int, *trailer: float, is_forward: bool) -> float:
         """n as it is then in the total."""
@@ -750,19 +749,19 @@ def test_local_sums_that_are_not_finite_are_noted(
     business, as a GradScaler lets gradients overflow."""
     words, x = Words(kernels), torch.ones(sizes)
     forward, backward = kernels.Forward(kind_of(x)), kernels.Backward(kind_of_backward(x, None, None))
-    sums, _ = forward.forward_sums(x, 5, mailbox=words.mailbox(3))
+    sums = forward.forward_sums(x, 5, words.mailbox(3))
     assert words.read() == [0, 0, 0]
-    assert torch.equal(sums, forward.forward_sums(x, 5)[0])
+    assert torch.equal(sums, forward.forward_sums(x, 5))
     x[-1, -1, -1] = value
     forward.forward_sums(x, 5)
-    forward.forward_sums(x, 5, mailbox=words.mailbox(-3))
+    forward.forward_sums(x, 5, words.mailbox(-3))
     backward.backward_sums(x, (x, None, torch.ones(3 * sizes[1] + 1, dtype=torch.float64), None))
     assert words.read() == [0, 0, 0]
     for tag in (3, 4):
-        forward.forward_sums(x, 5, mailbox=words.mailbox(tag))
+        forward.forward_sums(x, 5, words.mailbox(tag))
         assert words.read() == [0, 0, 3]
     words.host.zero_()
-    forward.forward_sums(x, 5, mailbox=words.mailbox(5))
+    forward.forward_sums(x, 5, words.mailbox(5))
     assert words.read() == [0, 0, 5]
 
 

@@ -19,7 +19,7 @@ import torch
 from benchmarks.measuring import Case, cases, draw, in_turn, session, time_stages
 
 from syncbn.kernels import reference
-from syncbn.kernels.interface import TRAILER_NUMBERS, BackwardKind, ForwardKernels, ForwardKind
+from syncbn.kernels.interface import TRAILER_NUMBERS, BackwardKind, ForwardKind
 from syncbn.kernels.select import ordinary_back_end
 from syncbn.layout import Layout
 
@@ -48,7 +48,6 @@ def calls_of(back_end: Any, case: Case, device: torch.device) -> dict[str, tuple
         "copy": (partial(copy.copy_, x), 2),
         "x.sum()": (x.sum, 1),
     }
-    scratch = (None,) if issubclass(back_end.Forward, ForwardKernels) else ()  # which the general road does not take
     for name, residual in (("", None), (" fused", z)):  # which stands for y, too, of which only the signs matter
         fused = residual is not None
         saved = x, weight, packed, residual
@@ -58,10 +57,10 @@ def calls_of(back_end: Any, case: Case, device: torch.device) -> dict[str, tuple
         )
         if not fused:
             calls["forward_sums"] = partial(forward.forward_sums, x), 1
-        outputs = partial(forward.forward_outputs, *scratch, (x, weight, bias, residual), sums)
+        outputs = partial(forward.forward_outputs, (x, weight, bias, residual), sums)
         calls[f"forward_outputs{name}"] = outputs, 2 + fused
         calls[f"backward_sums{name}"] = partial(backward.backward_sums, dy, saved), 2 + fused
-        calls[f"backward_outputs{name}"] = partial(backward.backward_outputs, *scratch, dy, saved, sums), 3 + 2 * fused
+        calls[f"backward_outputs{name}"] = partial(backward.backward_outputs, dy, saved, sums), 3 + 2 * fused
     return calls
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels import interface
-from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Mailbox, Saved, Scratch
+from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Mailbox, Saved
 from syncbn.statistics import num_statistics
 from syncbn.torch_internals.autograd import increment_version
 
@@ -87,9 +87,7 @@ class Forward(interface.ForwardKernels):
         self.num_statistics = num_statistics(num_channels, kind.masks_by_x)
         self.num_scratch: int = _library.scratch(self.in_c)  # bytes
 
-    def forward_sums(
-        self, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False, mailbox: Mailbox | None = None
-    ) -> tuple[Tensor, None]:
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, mailbox: Mailbox | None = None) -> Tensor:
         sums = x.new_empty(self.num_sums, dtype=torch.float64)
         scratch = x.new_empty(self.num_scratch, dtype=torch.uint8) if self.num_scratch else None
         call = _sums(
@@ -97,11 +95,11 @@ class Forward(interface.ForwardKernels):
         )
         if status := _library.forward_sums(self.in_c, call):
             _refuse(status)
-        return sums, None
+        return sums
 
     def forward_outputs(
-        self, scratch: Scratch | None, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS,
-        momentum: float | None = 0.0, mailbox: Mailbox | None = None,
+        self, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS, momentum: float | None = 0.0,
+        mailbox: Mailbox | None = None,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         (x, weight, bias, residual), (running_mean, running_var, counter) = inputs, buffers
         y, statistics = torch.empty_like(x), total.new_empty(self.num_statistics)
@@ -133,9 +131,8 @@ class Backward(interface.BackwardKernels):
         self.num_scratch: int = _library.scratch(self.in_c)  # bytes
 
     def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, is_complete: bool = False,
-        forward_total: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:  # fmt: skip
+        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, forward_total: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         (x, _, statistics, y), kind, num_channels = saved, self.kind, self.num_channels
         sums = statistics.new_empty(self.num_sums)
         weight_dtype, bias_dtype = kind.grad_weight_dtype, kind.grad_bias_dtype
@@ -150,11 +147,9 @@ class Backward(interface.BackwardKernels):
         )  # fmt: skip
         if status := _library.backward_sums(self.in_c, call):
             _refuse(status)
-        return sums, grad_weight, grad_bias, None
+        return sums, grad_weight, grad_bias
 
-    def backward_outputs(
-        self, scratch: Scratch | None, dy: Tensor, saved: Saved, total: Tensor, mailbox: Mailbox | None = None
-    ) -> GradientPair:
+    def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor, mailbox: Mailbox | None = None) -> GradientPair:
         (x, weight, statistics, y), kind = saved, self.kind
         grad_x = torch.empty_like(x) if kind.needs_x or kind.needs_residual else None
         grad_residual = torch.empty_like(x) if kind.needs_residual else None

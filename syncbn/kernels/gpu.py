@@ -14,7 +14,7 @@ from torch import Tensor
 
 from syncbn.kernels import gpu_channels, gpu_mailbox, gpu_tiles, interface
 from syncbn.kernels.gpu_launch import Dtypes, Launch
-from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Mailbox, Saved, Scratch
+from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Mailbox, Saved
 from syncbn.layout import Layout
 from syncbn.statistics import compute_dtype, num_statistics
 from syncbn.torch_internals.autograd import increment_version
@@ -84,111 +84,104 @@ class _Launches:
 class Forward(interface.ForwardKernels):
     def __init__(self, kind: interface.ForwardKind) -> None:
         super().__init__(kind)
+        if not kind.single_rank:
+            self.for_single_rank = Forward(kind._replace(single_rank=True))
         self.channels, launches = kind.layout.sizes[1], _Launches(kind.layout, kind.dtype, kind.device)
-        dtype, narrow, of_relu = kind.dtype, compute_dtype(kind.dtype), int(kind.masks_by_x)
+        self.narrow = compute_dtype(kind.dtype)  # of coefficients
+        over, dtype, of_relu = launches.over_channels, kind.dtype, int(kind.masks_by_x)
         self.parts_of_sums = launches.over_tiles(gpu_tiles.parts_of_sums, (dtype, None, None, None, DOUBLE), False)
         self.num_parts = self.parts_of_sums.grid[1]
-        self.add_parts = launches.over_channels(gpu_channels.add_parts, (DOUBLE, DOUBLE), self.num_parts)
+        self.add_parts = over(gpu_channels.add_parts, (DOUBLE, DOUBLE), self.num_parts)
         counter = torch.int64 if kind.has_counter else None
         of_buffers = kind.mean_dtype, kind.var_dtype, counter, counter if kind.averages else None
-        dtypes = DOUBLE, kind.weight_dtype, kind.bias_dtype, *of_buffers, DOUBLE, narrow
-        self.channels_of_parts, self.channels_of_total = (
-            launches.over_channels(gpu_channels.forward_channels, dtypes, count, of_relu, float(kind.eps))
-            for count in (self.num_parts, 1)
-        )
+        dtypes = DOUBLE, kind.weight_dtype, kind.bias_dtype, *of_buffers, DOUBLE, self.narrow
+        num_parts = self.num_parts if kind.single_rank else 1  # a total is one part
+        self.forward_channels = over(gpu_channels.forward_channels, dtypes, num_parts, of_relu, float(kind.eps))
         residual = dtype if kind.has_residual else None
-        self.normalize = launches.over_tiles(gpu_tiles.normalize, (dtype, residual, dtype, narrow), kind.relu)
+        self.normalize = launches.over_tiles(gpu_tiles.normalize, (dtype, residual, dtype, self.narrow), kind.relu)
         self.num_statistics = num_statistics(self.channels, kind.masks_by_x)
-        self.coefficients_at, self.num_in_scratch = _scratch(self.channels, self.num_parts)
 
-    def forward_sums(
-        self, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False, mailbox: Mailbox | None = None
-    ) -> tuple[Tensor, Scratch]:
-        memory = x.new_empty(self.num_in_scratch, dtype=DOUBLE)
-        sums = memory if is_complete else memory.new_empty(2 * self.channels + interface.TRAILER_NUMBERS)
-        stays_in_parts = is_complete or self.num_parts == 1
-        parts = (sums if stays_in_parts else memory).data_ptr()
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, mailbox: Mailbox | None = None) -> Tensor:
+        parts = x.new_empty(2 * self.channels * self.num_parts + interface.TRAILER_NUMBERS, dtype=DOUBLE)
         host, _, tag = mailbox or NO_MAILBOX
-        self.parts_of_sums(x.data_ptr(), 0, 0, 0, parts, varying=(signature, host, tag))
-        if not stays_in_parts:
-            self.add_parts(parts, sums.data_ptr(), varying=(signature,))
-        return sums, Scratch(memory, is_complete)
+        self.parts_of_sums(x.data_ptr(), 0, 0, 0, parts.data_ptr(), varying=(signature, host, tag))
+        if self.kind.single_rank or self.num_parts == 1:
+            return parts
+        sums = parts.new_empty(2 * self.channels + interface.TRAILER_NUMBERS)
+        self.add_parts(parts.data_ptr(), sums.data_ptr(), varying=(signature,))
+        return sums
 
     def forward_outputs(
-        self, scratch: Scratch | None, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS,
-        momentum: float | None = 0.0, mailbox: Mailbox | None = None,
+        self, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS, momentum: float | None = 0.0,
+        mailbox: Mailbox | None = None,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         (x, weight, bias, residual), (running_mean, running_var, counter) = inputs, buffers
-        memory, is_complete = scratch or Scratch(total.new_empty(self.num_in_scratch), is_complete=False)
         y, statistics = torch.empty_like(x), total.new_empty(self.num_statistics)  # before any buffer is updated
-        coefficients = memory.data_ptr() + self.coefficients_at
+        coefficients = total.new_empty(3 * self.channels, dtype=self.narrow)
         # The first program counts the batch while others may read how many there were.
         counter_before = counter.clone() if self.kind.averages and counter is not None else None
-        launch, sums = (self.channels_of_parts, memory) if is_complete else (self.channels_of_total, total)
         of_channels = map(_address, (weight, bias, running_mean, running_var, counter, counter_before))
-        addresses = sums.data_ptr(), *of_channels, statistics.data_ptr(), coefficients
-        launch(*addresses, varying=(float(momentum or 0.0), *(mailbox or NO_MAILBOX)))
+        addresses = total.data_ptr(), *of_channels, statistics.data_ptr(), coefficients.data_ptr()
+        self.forward_channels(*addresses, varying=(float(momentum or 0.0), *(mailbox or NO_MAILBOX)))
         # Autograd is to see what has changed.
         increment_version([buffer for buffer in (running_mean, running_var, counter) if buffer is not None])
-        self.normalize(x.data_ptr(), _address(residual), y.data_ptr(), coefficients)
+        self.normalize(x.data_ptr(), _address(residual), y.data_ptr(), coefficients.data_ptr())
         return y, statistics, True
 
 
 class Backward(interface.BackwardKernels):
+    """With `single_rank`, coefficients stand in place of the sums, which saves a launch."""
+
     def __init__(self, kind: interface.BackwardKind) -> None:
         super().__init__(kind)
         self.channels, launches = kind.layout.sizes[1], _Launches(kind.layout, kind.dtype, kind.device)
-        dtype, narrow, y = kind.dtype, compute_dtype(kind.dtype), kind.dtype if kind.masks_by_y else None
+        self.narrow = compute_dtype(kind.dtype)  # of coefficients
+        dtype, y, of_relu = kind.dtype, kind.dtype if kind.masks_by_y else None, int(kind.masks_by_x)
         of_sums = dtype, dtype, y, DOUBLE, DOUBLE
         self.parts_of_sums = launches.over_tiles(gpu_tiles.parts_of_sums, of_sums, kind.masks_by_x)
-        num_parts, of_relu = self.parts_of_sums.grid[1], int(kind.masks_by_x)
-        grads, weight = (kind.grad_weight_dtype, kind.grad_bias_dtype), kind.weight_dtype
+        self.num_parts = num_parts = self.parts_of_sums.grid[1]
         over, kernels, compute = launches.over_channels, gpu_channels, launches.tiles.compute
+        grads, coefficients = (kind.grad_weight_dtype, kind.grad_bias_dtype), (kind.weight_dtype, self.narrow)
         self.gradient_sums = over(kernels.gradient_sums, (DOUBLE, DOUBLE, DOUBLE, *grads), num_parts, compute=compute)
-        self.channels_of_total = over(kernels.backward_channels, (DOUBLE, DOUBLE, weight, narrow), of_relu)
-        dtypes: Dtypes = DOUBLE, DOUBLE, *grads, weight, narrow
+        self.channels_of_total = over(kernels.backward_channels, (DOUBLE, DOUBLE, *coefficients), of_relu)
+        dtypes: Dtypes = DOUBLE, DOUBLE, *grads, *coefficients
         self.channels_of_parts = over(kernels.backward_channels_of_parts, dtypes, num_parts, of_relu, compute=compute)
-        dtypes = dtype, dtype, y, dtype, dtype if kind.needs_residual else None, narrow
+        dtypes = dtype, dtype, y, dtype, dtype if kind.needs_residual else None, self.narrow
         self.input_gradient = launches.over_tiles(gpu_tiles.input_gradient, dtypes, kind.masks_by_x)
-        self.coefficients_at, self.num_in_scratch = _scratch(self.channels, num_parts)
 
     def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, is_complete: bool = False,
-        forward_total: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Scratch]:  # fmt: skip
-        """If the sums are complete, the coefficients are computed here, too: that saves a launch."""
+        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, forward_total: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         (x, weight, statistics, y), kind = saved, self.kind
         weight_dtype, bias_dtype = kind.grad_weight_dtype, kind.grad_bias_dtype
         grad_weight = None if weight_dtype is None else x.new_empty(self.channels, dtype=weight_dtype)
         grad_bias = None if bias_dtype is None else x.new_empty(self.channels, dtype=bias_dtype)
-        memory = sums = statistics.new_empty(self.num_in_scratch)
-        parts, of_statistics = memory.data_ptr(), statistics.data_ptr()
-        grads = _address(grad_weight), _address(grad_bias)
-        self.parts_of_sums(x.data_ptr(), dy.data_ptr(), _address(y), of_statistics, parts, varying=(UNSIGNED, 0, 0))
-        if is_complete:
-            self.channels_of_parts(parts, of_statistics, *grads, _address(weight), parts + self.coefficients_at)
+        parts, of_statistics = statistics.new_empty(2 * self.channels * self.num_parts), statistics.data_ptr()
+        of_parts, grads = parts.data_ptr(), (_address(grad_weight), _address(grad_bias))
+        self.parts_of_sums(x.data_ptr(), dy.data_ptr(), _address(y), of_statistics, of_parts, varying=(UNSIGNED, 0, 0))
+        if kind.single_rank:
+            sums = statistics.new_empty(6 * self.channels, dtype=self.narrow)
+            self.channels_of_parts(of_parts, of_statistics, *grads, _address(weight), sums.data_ptr())
         else:
             sums = statistics.new_empty(2 * self.channels + interface.TRAILER_NUMBERS)
-            addresses = parts, sums.data_ptr(), of_statistics, *grads
+            addresses = of_parts, sums.data_ptr(), of_statistics, *grads
             self.gradient_sums(*addresses, varying=(signature, _address(forward_total)))
-        return sums, grad_weight, grad_bias, Scratch(memory, is_complete)
+        return sums, grad_weight, grad_bias
 
-    def backward_outputs(
-        self, scratch: Scratch | None, dy: Tensor, saved: Saved, total: Tensor, mailbox: Mailbox | None = None
-    ) -> GradientPair:
+    def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor, mailbox: Mailbox | None = None) -> GradientPair:
         (x, weight, statistics, y), kind = saved, self.kind
         if not (kind.needs_x or kind.needs_residual):
             if mailbox is not None:
                 look_at_total(total, False, mailbox)
             return None, None
-        memory, is_complete = scratch or Scratch(total.new_empty(self.num_in_scratch), is_complete=False)
-        coefficients = memory.data_ptr() + self.coefficients_at
-        if not is_complete:
-            addresses = total.data_ptr(), statistics.data_ptr(), _address(weight), coefficients
+        coefficients = total
+        if not kind.single_rank:
+            coefficients = statistics.new_empty(6 * self.channels, dtype=self.narrow)
+            addresses = total.data_ptr(), statistics.data_ptr(), _address(weight), coefficients.data_ptr()
             self.channels_of_total(*addresses, varying=mailbox or NO_MAILBOX)
         grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x) if kind.needs_residual else None
-        outputs = grad_x.data_ptr(), _address(grad_residual)
-        self.input_gradient(dy.data_ptr(), x.data_ptr(), _address(y), *outputs, coefficients)
+        outputs = grad_x.data_ptr(), _address(grad_residual), coefficients.data_ptr()
+        self.input_gradient(dy.data_ptr(), x.data_ptr(), _address(y), *outputs)
         return grad_x if kind.needs_x else None, grad_residual
 
 
@@ -207,13 +200,6 @@ def _look_at_total(device: torch.device) -> Launch:
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _scratch(channels: int, num_parts: int) -> tuple[int, int]:
-    """At which byte the coefficients begin, behind the parts of sums and a trailer: a multiple of 16; and how many
-    float64 all takes."""
-    num_in_parts = 2 * channels * num_parts + interface.TRAILER_NUMBERS
-    return 8 * num_in_parts, num_in_parts + 6 * channels
 
 
 def _num_multiprocessors(device: torch.device) -> int:

@@ -8,7 +8,7 @@
 An all_reduce of the sums stands between the two calls of a pass. A back end is a module with two classes, Forward and
 Backward. reference.py defines the calls by torch operations, for the general road; operators.py must compute the same,
 in_parts.py part by part. So must cpu.py and gpu.py, for the ordinary road: their calls, which are declared here, also
-sign the sums, keep scratch memory and update the running statistics.
+sign the sums and update the running statistics.
 
 Kernels compute: they know no ranks and refuse nothing. What ranks have sent is compared by the caller; on a GPU, where
 the host does not wait for a total, the kernel that reads it compares, and notes what it found in a Mailbox.
@@ -56,13 +56,6 @@ class Mailbox(NamedTuple):
     # faults alone are noted; 0 without a mailbox
 
 
-class Scratch(NamedTuple):
-    """GPU memory that the first call of a pass hands to the second; None: the second call allocates."""
-
-    memory: Tensor  # for parts of sums, then for coefficients
-    is_complete: bool  # as the first call was told: the sums are still parts in `memory`, and `total` is not read
-
-
 class ForwardKind(NamedTuple):
     """What the tensors and options of a forward have in common with those of other calls: one Forward serves them.
 
@@ -81,6 +74,7 @@ class ForwardKind(NamedTuple):
     var_dtype: torch.dtype | None = None
     has_counter: bool = False
     averages: bool = False  # momentum is None: the running statistics are the average of all batches
+    single_rank: bool = False  # Nothing changes the sums between the two calls, so they may have a private format.
 
     @property
     def masks_by_x(self) -> bool:
@@ -106,6 +100,7 @@ class BackwardKind(NamedTuple):
     grad_bias_dtype: torch.dtype | None = None
     needs_x: bool = False  # backward_outputs computes the gradient of x
     needs_residual: bool = False  # and of a residual behind a fused relu
+    single_rank: bool = False  # Nothing changes the sums between the two calls, so they may have a private format.
 
 
 class ForwardKernels(ABC):
@@ -113,19 +108,18 @@ class ForwardKernels(ABC):
 
     def __init__(self, kind: ForwardKind) -> None:
         self.kind = kind
+        # The kernels with `single_rank`, for a call of one rank without a mask; the same ones if they have no format.
+        self.for_single_rank: ForwardKernels = self
 
     @abstractmethod
-    def forward_sums(
-        self, x: Tensor, signature: int = UNSIGNED, is_complete: bool = False, mailbox: Mailbox | None = None
-    ) -> tuple[Tensor, Scratch | None]:
-        """float64 (2C + 4,): the sums, n and the signature.
-        `is_complete`: nothing is added to the sums, so they may stay in the back end's private format.
-        `mailbox` is that of the all_reduce that follows; cpu.py ignores it, here and in other calls."""
+    def forward_sums(self, x: Tensor, signature: int = UNSIGNED, mailbox: Mailbox | None = None) -> Tensor:
+        """float64 (2C + 4,): the sums, n and the signature. `mailbox` is that of the all_reduce that follows; cpu.py
+        ignores it, here and in other calls."""
 
     @abstractmethod
     def forward_outputs(
-        self, scratch: Scratch | None, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS,
-        momentum: float | None = 0.0, mailbox: Mailbox | None = None,
+        self, inputs: Inputs, total: Tensor, buffers: Buffers = NO_BUFFERS, momentum: float | None = 0.0,
+        mailbox: Mailbox | None = None,
     ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
         """y; the statistics, packed as in statistics.py; and False if a signed total was found not to be finite.
         The buffers are updated in place; momentum None makes the running statistics the average of all batches."""
@@ -139,16 +133,13 @@ class BackwardKernels(ABC):
 
     @abstractmethod
     def backward_sums(
-        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, is_complete: bool = False,
-        forward_total: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Scratch | None]:  # fmt: skip
+        self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, forward_total: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """float64 (2C + 4,), as forward_sums but with 0 in the place of n; grad_weight and grad_bias.
         `forward_total`: that of the forward of this call, which signature_of_call of reference.py takes."""
 
     @abstractmethod
-    def backward_outputs(
-        self, scratch: Scratch | None, dy: Tensor, saved: Saved, total: Tensor, mailbox: Mailbox | None = None
-    ) -> GradientPair:
+    def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor, mailbox: Mailbox | None = None) -> GradientPair:
         """grad_x, and dy behind the relu as the gradient of the residual; None where the kind does not need it."""
 
 

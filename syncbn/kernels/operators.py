@@ -73,7 +73,7 @@ def _forward_sums(x: Tensor, channel_dim: int) -> Tensor:
     layout, x = _dense(x, channel_dim)
     kind = interface.ForwardKind(layout, x.dtype, x.device)
     _checked(kind, x)
-    return _forward(kind).forward_sums(x)[0]
+    return _forward(kind).forward_sums(x)
 
 
 @_operator(
@@ -93,7 +93,7 @@ def _forward_outputs(
     kind = interface.ForwardKind(layout, x.dtype, x.device, eps, relu, residual is not None, *dtypes)
     tensors = _checked(kind, x, total=total, weight=weight, bias=bias, residual=residual)
     total, weight, bias, residual = tensors
-    return _forward(kind).forward_outputs(None, (x, weight, bias, residual), total)[:2]
+    return _forward(kind).forward_outputs((x, weight, bias, residual), total)[:2]
 
 
 @_operator(
@@ -112,7 +112,7 @@ def _backward_sums(
     dtypes = None, grad_weight_dtype, grad_bias_dtype
     kind = interface.BackwardKind(layout, x.dtype, x.device, relu and y is None, relu and y is not None, *dtypes)
     dy, y, statistics = _checked(kind, x, dy=dy, y=y, statistics=statistics)
-    return _backward(kind).backward_sums(dy, (x, None, statistics, y))[:3]
+    return _backward(kind).backward_sums(dy, (x, None, statistics, y))
 
 
 @_operator(
@@ -130,7 +130,7 @@ def _backward_outputs(
     kind = kind._replace(needs_x=True, needs_residual=needs_residual)
     tensors = _checked(kind, x, dy=dy, weight=weight, statistics=statistics, y=y, total=total)
     dy, weight, statistics, y, total = tensors
-    return _backward(kind).backward_outputs(None, dy, (x, weight, statistics, y), total)
+    return _backward(kind).backward_outputs(dy, (x, weight, statistics, y), total)
 
 
 def _dense(x: Tensor, channel_dim: int) -> tuple[Layout, Tensor]:

@@ -205,9 +205,8 @@ def _try_triton(device: torch.device) -> None:
     for _ in range(2):
         mean, var, words = *torch.zeros(2, 1, device=device), torch.zeros(4, dtype=torch.int64, device=device)
         mailbox = Mailbox(words.data_ptr(), words[3:].data_ptr(), tag=1)
-        sums, scratch = kernels.forward_sums(x, mailbox=mailbox)
-        of_call = (x, None, None, None), sums, (mean, var, None), 1.0, mailbox
-        y, statistics, _ = kernels.forward_outputs(scratch, *of_call)
+        sums = kernels.forward_sums(x, mailbox=mailbox)
+        y, statistics, _ = kernels.forward_outputs((x, None, None, None), sums, (mean, var, None), 1.0, mailbox)
     # Copies between host and GPU for which the host waits are refused by torch.cuda.set_sync_debug_mode("error").
     computed = torch.cat((y.view(2), statistics[:4], mean, var, words[:1])).to("cpu", non_blocking=True)
     if device.type == "cuda":
