@@ -5,7 +5,6 @@ nothing makes them invalid. There are none where kernels cannot read the tensors
 serves later calls with such tensors, see Found in guards.py.
 """
 
-import functools
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import NamedTuple
@@ -31,7 +30,6 @@ class Plan(NamedTuple):
     has_gaps: bool  # x or z must be copied first: it has gaps, or z another layout or dtype than x
 
 
-MOST_KERNELS = 4096  # that are kept
 _found = Found()  # plans of forwards, and kernels of backwards
 _facts = attrgetter("shape", "dtype", "device")  # of a tensor
 
@@ -83,9 +81,9 @@ def _new_forward_plan(tensors: Tensors, options: Options) -> Plan | None:
         mean_dtype=None if mean is None else mean.dtype, var_dtype=None if var is None else var.dtype,
         has_counter=counter is not None, averages=options.momentum is None and counter is not None,
     )  # fmt: skip
-    kernels = _forward_kernels(kind)
+    back_end = ordinary_back_end(kind)
     has_gaps = not _are_dense((x, z), kind.layout) or (z is not None and z.dtype != x.dtype)
-    return None if kernels is None else Plan(kernels, has_gaps)
+    return None if back_end is None else Plan(back_end.Forward.of(kind), has_gaps)
 
 
 def kind_of(tensors: Tensors, options: Options) -> ForwardKind:
@@ -107,33 +105,23 @@ def kind_of_backward(kind: ForwardKind, dy: Tensor, weight: Tensor | None, neede
     )  # fmt: skip
 
 
-def _new_backward_plan(kind: ForwardKind, dy: Tensor, saved: Saved, needed: Needed) -> BackwardKernels | None:
+def _new_backward_plan(forward: ForwardKind, dy: Tensor, saved: Saved, needed: Needed) -> BackwardKernels | None:
     """Finds the kernels; None where hooks have rounded or moved what was saved."""
     x, weight, statistics, y = saved
     if not (PLAIN_OR_NONE.issuperset(map(type, (dy, *saved))) and _are_readable((dy, *saved))):
         return None
-    channels = kind.layout.sizes[1]
+    channels = forward.layout.sizes[1]
     if any(tensor is not None and _facts(tensor) != _facts(dy) for tensor in (x, y)):
         return None
-    if _facts(statistics) != ((num_statistics(channels, kind.masks_by_x),), torch.float64, dy.device):
+    if _facts(statistics) != ((num_statistics(channels, forward.masks_by_x),), torch.float64, dy.device):
         return None
     if weight is not None and (weight.shape, weight.device) != ((channels,), dy.device):
         return None
-    if not (_are_dense((dy, x, y), kind.layout) and _are_contiguous((weight, statistics))):
+    if not (_are_dense((dy, x, y), forward.layout) and _are_contiguous((weight, statistics))):
         return None
-    return _backward_kernels(kind_of_backward(kind, dy, weight, needed))
-
-
-@functools.lru_cache(MOST_KERNELS)
-def _forward_kernels(kind: ForwardKind) -> ForwardKernels | None:
+    kind = kind_of_backward(forward, dy, weight, needed)
     back_end = ordinary_back_end(kind)
-    return None if back_end is None else back_end.Forward(kind)
-
-
-@functools.lru_cache(MOST_KERNELS)
-def _backward_kernels(kind: BackwardKind) -> BackwardKernels | None:
-    back_end = ordinary_back_end(kind)
-    return None if back_end is None else back_end.Backward(kind)
+    return None if back_end is None else back_end.Backward.of(kind)
 
 
 def _are_dense(tensors: Iterable[Tensor | None], layout: Layout) -> bool:

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import syncbn
 from syncbn import gradients, ordinary, plan, training
+from syncbn.kernels.interface import BackwardKernels, ForwardKernels
 from syncbn.torch_internals.guards import Found
 
 Layer = nn.BatchNorm2d | syncbn.SyncBatchNorm2d
@@ -39,9 +39,9 @@ def general_road() -> Iterator[list[str]]:
 
 
 def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within the test they are made anew, also those that remember the last call of another test."""
-    for name in ("_forward_kernels", "_backward_kernels"):
-        monkeypatch.setattr(plan, name, functools.lru_cache(getattr(plan, name).__wrapped__))
+    """No plan and no kernels are cached at the start of the test; its plans are forgotten at the end."""
+    for kernels in (ForwardKernels, BackwardKernels):
+        kernels.of.cache_clear()
     monkeypatch.setattr(plan, "_found", Found())
 
 

@@ -14,8 +14,9 @@ Kernels compute: they know no ranks and refuse nothing. What ranks have sent is 
 the host does not wait for a total, the kernel that reads it compares, and notes what it found in a Mailbox.
 """
 
+import functools
 from abc import ABC, abstractmethod
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from syncbn.layout import Layout
 # All sums end in a trailer: n in forward and 0 in backward; then 1, s and s^2 for a signature s, or zeros without one.
 TRAILER_NUMBERS, SIGNATURE_NUMBERS = 4, 3
 MIXER = 0x9E3779B97F4A7C15 - 2**64  # odd, 64 bits, as an int64: see signature_of_call in reference.py
+MOST_KERNELS = 4096  # in the cache of a pass
 UNSIGNED = 0  # the signature s of sums without one; else 0 < s < 2^26, see diagnosis/sites.py
 
 Inputs: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # x, weight, bias, residual
@@ -32,6 +34,7 @@ Buffers: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]  # runni
 NO_BUFFERS: Buffers = (None, None, None)
 Saved: TypeAlias = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # x, weight, statistics, y
 Needed: TypeAlias = tuple[bool, bool, bool, bool]  # the gradients of x, weight, bias, residual
+Kind = TypeVar("Kind")  # ForwardKind or BackwardKind
 GradientPair: TypeAlias = tuple[Tensor | None, Tensor | None]  # of x, residual
 
 # The words of a mailbox's `host`, by index.
@@ -103,11 +106,22 @@ class BackwardKind(NamedTuple):
     single_rank: bool = False  # Nothing changes the sums between the two calls, so they may have a private format.
 
 
-class ForwardKernels(ABC):
-    """The kernels of forward for one kind, on the ordinary road."""
+class Kernels(ABC, Generic[Kind]):
+    """The kernels of a pass for one kind, on the ordinary road. They hold no tensor, layer or group."""
 
-    def __init__(self, kind: ForwardKind) -> None:
+    def __init__(self, kind: Kind) -> None:
         self.kind = kind
+
+    @classmethod
+    @functools.lru_cache(MOST_KERNELS)
+    def of(cls, kind: Kind) -> Self:
+        """Return the cached kernels of this class for `kind`."""
+        return cls(kind)
+
+
+class ForwardKernels(Kernels[ForwardKind]):
+    def __init__(self, kind: ForwardKind) -> None:
+        super().__init__(kind)
         # The kernels with `single_rank`, for a call of one rank without a mask; the same ones if they have no format.
         self.for_single_rank: ForwardKernels = self
 
@@ -125,12 +139,7 @@ class ForwardKernels(ABC):
         The buffers are updated in place; momentum None makes the running statistics the average of all batches."""
 
 
-class BackwardKernels(ABC):
-    """The kernels of backward for one kind, on the ordinary road."""
-
-    def __init__(self, kind: BackwardKind) -> None:
-        self.kind = kind
-
+class BackwardKernels(Kernels[BackwardKind]):
     @abstractmethod
     def backward_sums(
         self, dy: Tensor, saved: Saved, signature: int = UNSIGNED, forward_total: Tensor | None = None

@@ -73,7 +73,7 @@ def _forward_sums(x: Tensor, channel_dim: int) -> Tensor:
     layout, x = _dense(x, channel_dim)
     kind = interface.ForwardKind(layout, x.dtype, x.device)
     _checked(kind, x)
-    return _forward(kind).forward_sums(x)
+    return _back_end(kind).Forward.of(kind).forward_sums(x)
 
 
 @_operator(
@@ -93,7 +93,7 @@ def _forward_outputs(
     kind = interface.ForwardKind(layout, x.dtype, x.device, eps, relu, residual is not None, *dtypes)
     tensors = _checked(kind, x, total=total, weight=weight, bias=bias, residual=residual)
     total, weight, bias, residual = tensors
-    return _forward(kind).forward_outputs((x, weight, bias, residual), total)[:2]
+    return _back_end(kind).Forward.of(kind).forward_outputs((x, weight, bias, residual), total)[:2]
 
 
 @_operator(
@@ -112,7 +112,7 @@ def _backward_sums(
     dtypes = None, grad_weight_dtype, grad_bias_dtype
     kind = interface.BackwardKind(layout, x.dtype, x.device, relu and y is None, relu and y is not None, *dtypes)
     dy, y, statistics = _checked(kind, x, dy=dy, y=y, statistics=statistics)
-    return _backward(kind).backward_sums(dy, (x, None, statistics, y))
+    return _back_end(kind).Backward.of(kind).backward_sums(dy, (x, None, statistics, y))
 
 
 @_operator(
@@ -130,7 +130,7 @@ def _backward_outputs(
     kind = kind._replace(needs_x=True, needs_residual=needs_residual)
     tensors = _checked(kind, x, dy=dy, weight=weight, statistics=statistics, y=y, total=total)
     dy, weight, statistics, y, total = tensors
-    return _backward(kind).backward_outputs(dy, (x, weight, statistics, y), total)
+    return _back_end(kind).Backward.of(kind).backward_outputs(dy, (x, weight, statistics, y), total)
 
 
 def _dense(x: Tensor, channel_dim: int) -> tuple[Layout, Tensor]:
@@ -185,18 +185,8 @@ def _checked(kind: interface.ForwardKind | interface.BackwardKind, x: Tensor, **
     return checked
 
 
-@functools.lru_cache(4096)
-def _forward(kind: interface.ForwardKind) -> interface.ForwardKernels:
-    return _back_end(kind.device).Forward(kind)
-
-
-@functools.lru_cache(4096)
-def _backward(kind: interface.BackwardKind) -> interface.BackwardKernels:
-    return _back_end(kind.device).Backward(kind)
-
-
-def _back_end(device: torch.device) -> interface.BackEnd:
-    if device.type == "cpu":
+def _back_end(kind: interface.ForwardKind | interface.BackwardKind) -> interface.BackEnd:
+    if kind.device.type == "cpu":
         return cpu
     from syncbn.kernels import gpu  # which imports triton, interface
 
