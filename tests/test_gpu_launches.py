@@ -23,7 +23,7 @@ from triton.backends.amd.compiler import HIPBackend
 
 import syncbn
 from syncbn import plan
-from syncbn.kernels import gpu, gpu_channels, gpu_launch, gpu_tiles, select
+from syncbn.kernels import gpu, gpu_channels, gpu_tiles, select
 from syncbn.kernels.interface import ForwardKind
 from syncbn.layout import Layout
 from syncbn.ranks.status import status_of
@@ -43,20 +43,20 @@ def forget_compiled_of_triton() -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The kernels that were launched; gpu_launch.compiled_kernels are those that were compiled."""
+    """The kernels that were launched; gpu.compiled_kernels are those that were compiled."""
     names: list[str] = []
 
     def launch(source: Any, metadata: Any, *arguments: Any) -> None:
         names.append(metadata.name)
 
-    monkeypatch.setattr(gpu_launch, "compiled_kernels", {})
+    monkeypatch.setattr(gpu, "compiled_kernels", {})
     forget_kernels(monkeypatch)
     monkeypatch.setattr(plan, "ordinary_back_end", lambda kind: gpu)
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     monkeypatch.setattr(triton.runtime.driver, "_active", stand_in_driver(90, launch))
     forget_compiled_of_triton()  # what the driver of an earlier test has compiled
     yield names
-    gpu_launch.compiled_kernels.clear()
+    gpu.compiled_kernels.clear()
     forget_kernels(monkeypatch)
     forget_compiled_of_triton()  # since Triton 3.8 a kernel is unloaded then, by the driver
 
@@ -81,7 +81,7 @@ def test_a_resnet(launched: list[str], num_ranks: int, launches: set[int], chann
         launched.clear()
         step(channels, size, size, channels_last)
         assert len(launched) in launches, launched
-    assert len(gpu_launch.compiled_kernels) == compiled + 2 * (num_ranks > 1), "docs/gpu.md"
+    assert len(gpu.compiled_kernels) == compiled + 2 * (num_ranks > 1), "docs/gpu.md"
     if num_ranks > 1:
         dist.destroy_process_group()
 
@@ -140,7 +140,7 @@ def test_other_sizes_compile_nothing(launched: list[str], channels_last: bool) -
     for index, (height, width) in enumerate(DETECTOR):
         for stride in (8, 16, 32):
             step(16, height // stride, width // stride, channels_last, batch=1 + index)
-        compiled.add(len(gpu_launch.compiled_kernels))
+        compiled.add(len(gpu.compiled_kernels))
     assert len(compiled) == 1
 
 
@@ -171,7 +171,7 @@ def test_addresses_choose_the_kernel(launched: list[str], offsets: tuple[int, ..
     storage, num_compiled = torch.empty(1 + 8 * 32), []
     for offset in offsets:
         syncbn.SyncBatchNorm1d(32)(storage[offset : offset + 8 * 32].view(8, 32))
-        num_compiled.append(len(gpu_launch.compiled_kernels))
+        num_compiled.append(len(gpu.compiled_kernels))
     assert num_compiled[0] < num_compiled[1]
 
 

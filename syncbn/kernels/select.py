@@ -196,7 +196,7 @@ def _why_no_triton(device: torch.device, compiling: bool) -> str | None:
 
 def _try_triton(device: torch.device) -> None:
     """Run a reduction, a map, and a kernel over per-channel values, twice: Triton itself does the first launch of a
-    kernel, gpu_launch.py the later ones. The host waits for the GPU, so that its errors surface here. **Raises**
+    kernel, gpu.py the later ones. The host waits for the GPU, so that its errors surface here. **Raises**
     RuntimeError if the kernels compute wrong values."""
     x = torch.arange(1.0, 4.0, 2.0, device=device)[:, None]
     kernels = _gpu_back_end().Forward(
