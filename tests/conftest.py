@@ -51,14 +51,14 @@ def interpret_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton.language
     from triton.runtime import interpreter
 
-    from syncbn.kernels import gpu_channels, gpu_mailbox, gpu_tiles
+    from syncbn.kernels import gpu_channels, gpu_tiles
 
     options = interpreter.InterpreterOptions(sanitize_overflow=False)
     monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
     call = lambda function, *args, **kwargs: function.rewrite()(*args, **kwargs)  # noqa: E731
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
     # The launch patches the modules in a kernel's globals; for Triton's own functions it must find `core` there.
-    for module in (gpu_channels, gpu_mailbox, gpu_tiles):
+    for module in (gpu_channels, gpu_tiles):
         monkeypatch.setattr(module, "core", triton.language.core, raising=False)
 
 

@@ -38,7 +38,7 @@ class Player:
     behind = False
 
     def note(self, total: Tensor, is_forward: bool, mailbox: Mailbox) -> bool:
-        """As `look` in gpu_mailbox.py: whether there is a fault."""
+        """As `look` in gpu_channels.py: whether there is a fault."""
         if self.behind:
             return False
         n, num_signed, signatures, squares = total[-4:].tolist()

@@ -1,7 +1,7 @@
 """Launches the kernels in Triton on CUDA tensors, and decides how they go over a tensor.
 
-gpu_tiles.py has the kernels that go over a tensor, gpu_channels.py those that compute per-channel values,
-gpu_mailbox.py what looks at totals. A pass has three launches, four around an all_reduce; with momentum=None torch
+gpu_tiles.py has the kernels that go over a tensor, gpu_channels.py those that compute per-channel values and look at
+totals. A pass has three launches, four around an all_reduce; with momentum=None torch
 copies the counter, too. The host never waits for the GPU.
 """
 
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from syncbn.kernels import gpu_channels, gpu_mailbox, gpu_tiles, interface
+from syncbn.kernels import gpu_channels, gpu_tiles, interface
 from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Mailbox, Saved
 from syncbn.layout import Layout
 from syncbn.statistics import compute_dtype, num_statistics
@@ -266,7 +266,7 @@ def look_at_total(total: Tensor, is_forward: bool, mailbox: Mailbox, sums: Tenso
 
 @functools.cache
 def _look_at_total(device: torch.device) -> Launch:
-    return Launch(gpu_mailbox.look_at_total, (1, 1), device, (DOUBLE, DOUBLE), ())
+    return Launch(gpu_channels.look_at_total, (1, 1), device, (DOUBLE, DOUBLE), ())
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -28,8 +28,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from syncbn.kernels.gpu_mailbox import MAILBOX, note_unless_finite
-from syncbn.statistics import TIMES_N
+from syncbn.kernels.gpu_channels import MAILBOX, TIMES_N, note_unless_finite, store_trailer
 
 
 class Tiles(NamedTuple):
@@ -43,7 +42,6 @@ class Tiles(NamedTuple):
     compute: tl.dtype  # tl.float32, or tl.float64
 
 
-TIMES_N = tl.constexpr(TIMES_N)
 GROUP = tl.constexpr(4)  # tiles that are loaded before the first is used
 CHUNK = tl.constexpr(32)  # tiles
 # Triton would compile anew for a size that is 1, or a multiple of 16.
@@ -158,16 +156,6 @@ def _widened(sums, TILES: tl.constexpr):
     if TILES.in_runs:
         sums = tl.sum(sums, 1)
     return sums.to(tl.float64)
-
-
-@triton.jit
-def store_trailer(trailer, num_values, signature):
-    """n, 1, s and s^2, or n and zeros."""
-    s = tl.cast(signature, tl.float64)  # to the interpreter it is an int32
-    tl.store(trailer, num_values)
-    tl.store(trailer + 1, tl.where(s != 0, 1.0, 0.0).to(tl.float64))
-    tl.store(trailer + 2, s)
-    tl.store(trailer + 3, s * s)
 
 
 @triton.jit(do_not_specialize=SIZES)
