@@ -23,7 +23,7 @@ import syncbn
 from syncbn import general, gradients, plan, training
 from syncbn.functional import sync_batch_norm
 from syncbn.inputs.unwrapping import without_gaps
-from syncbn.kernels import cpu, in_parts, interface, reference, select
+from syncbn.kernels import cpu, interface, reference, select
 from syncbn.kernels.interface import (
     SIGNATURE_NUMBERS,
     TRAILER_NUMBERS,
@@ -355,7 +355,7 @@ def test_squares_of_16_bits_lose_nothing(
 
 @pytest.mark.parametrize("sizes", [(40, 70, 49), (5000, 24, 1), (300, 300, 1), (1, 3, 200_000), (40, 5000, 1)], ids=str)
 def test_results_are_the_same_again_and_on_other_threads(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
-    if kernels in (reference, in_parts):
+    if kernels in (reference, reference.InParts):
         pytest.skip("torch's sums depend on the number of threads")
     if truncates(kernels) and math.prod(sizes) > 100_000:
         pytest.skip("the interpreter takes long")
@@ -970,14 +970,14 @@ class LargestTensor(TorchDispatchMode):
 
 def test_parts_need_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference itself makes float64 copies of the whole tensor."""
-    monkeypatch.setattr(in_parts, "PART_VALUES", 2**12)
+    monkeypatch.setattr(reference, "PART_VALUES", 2**12)
     for x in (
         torch.randn(40, 8, 16, 16),  # parts of several samples
         torch.randn(1, 8, 160, 128),  # parts of a sample
         torch.randn(20480, 8),  # parts of rows
         torch.randn(1, 8, 160, 128).contiguous(memory_format=torch.channels_last),
     ):
-        for kernels, share in ((in_parts, 1), (reference, 2)):  # 1: the outputs
+        for kernels, share in ((reference.InParts, 1), (reference, 2)):  # 1: the outputs
             with LargestTensor() as largest:
                 all_results(kernels, x, x, relu=True, weight=torch.ones(8), bias=torch.ones(8), residual=x)
             assert largest.num_bytes == share * x.nbytes
@@ -986,7 +986,7 @@ def test_parts_need_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parts_on_a_gpu_are_few() -> None:
     """Launches would take most of the time: parts as on a CPU are 128."""
     x = torch.empty(32, 64, 112, 112, device="meta")
-    on_gpu = in_parts.Forward(ForwardKind(Layout.of(x, 1), x.dtype, torch.device("cuda")))
+    on_gpu = reference.ForwardInParts(ForwardKind(Layout.of(x, 1), x.dtype, torch.device("cuda")))
     assert len([*on_gpu.parts(x)]) == 2
 
 

@@ -6,8 +6,8 @@
     backward_outputs their totals over all ranks -> grad_x, and the gradient of a residual
 
 An all_reduce of the sums stands between the two calls of a pass. A back end is a module with two classes, Forward and
-Backward. reference.py defines the calls by torch operations, for the general road; operators.py must compute the same,
-in_parts.py part by part. So must cpu.py and gpu.py, for the ordinary road: their calls, which are declared here, also
+Backward. reference.py defines the calls by torch operations, for the general road; operators.py must compute the same.
+So must cpu.py and gpu.py, for the ordinary road: their calls, which are declared here, also
 sign the sums and update the running statistics.
 
 Kernels compute: they know no ranks and refuse nothing. What ranks have sent is compared by the caller; on a GPU, where

@@ -1,7 +1,8 @@
 """Defines the kernels as torch operations, which run on every device: the other back ends must compute the same.
 
-in_parts.py and operators.py derive from these classes, and serve the general road with them. cpu.py and gpu.py serve
-the ordinary road, with more arguments, see interface.py.
+The general road takes these classes: `Forward` and `Backward`, whose operations autograd, torch.func and compilers
+see; in eager mode those of `InParts`, which keep float64 copies small; or those of operators.py, which derive from
+them. cpu.py and gpu.py serve the ordinary road, with more arguments, see interface.py.
 
 C: channels. The layout of a kind says how x lies in memory: without gaps, as (outer, C, inner). So do dy, y and the
     residual, which have the dtype and shape of x. Sums, totals and statistics are float64, packed as in statistics.py;
@@ -14,7 +15,8 @@ Maps compute single values in float32, or in float64 for float64 values. Beside 
     of backward_outputs underflows, and with it what the variance contributes to the gradient.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -22,6 +24,9 @@ from torch import Tensor
 from syncbn.kernels import interface
 from syncbn.kernels.interface import GradientPair, Inputs, Saved
 from syncbn.statistics import TIMES_N, compute_dtype, from_sums, unpack
+
+PART_VALUES = 2**18  # of a part of a tensor: 2 MB in float64, which caches hold
+GPU_PART_VALUES = 2**24  # 128 MB: the launches for smaller parts would take longer than the work
 
 
 def signature_of_call(signature: int, forward_total: Tensor) -> Tensor:
@@ -38,24 +43,42 @@ def signature_of_call(signature: int, forward_total: Tensor) -> Tensor:
 
 
 class Operations:
-    """What both passes do with tensors: fold them, add up over channels, map. in_parts.py does it in another way.
-    Autograd, torch.func and compilers see each operation of torch."""
+    """What both passes do with tensors: fold them, add up over channels, map. Either on whole tensors or in parts."""
+
+    in_parts = False
 
     def __init__(self, kind: interface.ForwardKind | interface.BackwardKind) -> None:
         self.kind = kind
 
     def summed(self, terms: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Tensor | None) -> Tensor:
         """The sums of two terms, of these tensors folded, over the values of each channel: float64 (2C,)."""
-        return torch.cat([*map(channel_sums, terms(*self.folded(x, *others)))])
+        first, *rest = [torch.cat([*map(channel_sums, terms(*part))]) for part in self.parts(x, *others)]
+        return sum(rest, first)
 
     def mapped(self, function: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Tensor:
         """What the function makes of these tensors folded, in the shape, dtype and memory format of x; not as a view,
         which users may not change."""
-        values = function(*self.folded(x, *others))
-        return self.kind.layout.unfold(values, x.shape).to(x.dtype, copy=True)
+        if not self.in_parts:
+            (part,) = self.parts(x, *others)
+            return self.kind.layout.unfold(function(*part), x.shape).to(x.dtype, copy=True)
+        result = torch.empty_like(x)
+        for result_part, *part in self.parts(result, x, *others):
+            assert result_part is not None
+            result_part.copy_(function(*part))
+        return result
 
-    def folded(self, *tensors: Tensor | None) -> list[Tensor | None]:
-        return [None if tensor is None else self.kind.layout.fold(tensor) for tensor in tensors]
+    def parts(self, *tensors: Tensor | None) -> Iterable[list[Tensor | None]]:
+        """The tensors folded to (outer, channel, inner): views of one part after the other, or the whole tensors."""
+        folded = [None if tensor is None else self.kind.layout.fold(tensor) for tensor in tensors]
+        if not self.in_parts:
+            return [folded]
+        outer, channels, inner = self.kind.layout.sizes
+        most_values = PART_VALUES if self.kind.device.type == "cpu" else GPU_PART_VALUES
+        rows = max(1, most_values // max(1, channels * inner))
+        columns = max(1, most_values // max(1, channels * rows))
+        starts = itertools.product(range(0, max(1, outer), rows), range(0, max(1, inner), columns))
+        slices = ((slice(row, row + rows), slice(None), slice(column, column + columns)) for row, column in starts)
+        return ([None if tensor is None else tensor[one] for tensor in folded] for one in slices)
 
 
 def channel_sums(values: Tensor) -> Tensor:
@@ -146,6 +169,20 @@ class Backward(Operations):
 
         grad_residual = self.mapped(behind_relu, x, dy, y) if self.kind.needs_residual else None
         return self.mapped(input_gradient, x, dy, y) if self.kind.needs_x else None, grad_residual
+
+
+class ForwardInParts(Forward):
+    in_parts = True
+
+
+class BackwardInParts(Backward):
+    in_parts = True
+
+
+class InParts:
+    """A back end, as a module is."""
+
+    Forward, Backward = ForwardInParts, BackwardInParts
 
 
 def through_relu(kind: interface.BackwardKind, dy: Tensor, x: Tensor, y: Tensor | None, statistics: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from syncbn.call_stack import warn_once
-from syncbn.kernels import cpu, in_parts, reference
+from syncbn.kernels import cpu, reference
 from syncbn.kernels.interface import BackEnd, BackwardKind, ForwardKind, Mailbox
 from syncbn.layout import Layout
 from syncbn.torch_internals.autograd import is_batched_gradient
@@ -69,7 +69,7 @@ def general_back_end(kind: ForwardKind | BackwardKind, x: Tensor, *others: Tenso
     elif is_transformed(x, *others):
         return reference
     elif not _has_kernels(kind):
-        return in_parts
+        return reference.InParts
     from syncbn.kernels import operators  # which registers them
 
     if is_compiling():
