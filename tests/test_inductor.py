@@ -17,7 +17,7 @@ from torch._inductor.utils import run_and_get_code
 
 import syncbn
 from syncbn import general, gradients
-from syncbn.kernels import cpu, operators, reference
+from syncbn.kernels import cpu, inductor, operators, reference
 from syncbn.kernels.interface import BackwardKind, ForwardKind
 from syncbn.layout import Layout
 from syncbn.ranks import reduction

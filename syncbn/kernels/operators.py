@@ -26,11 +26,11 @@ FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 class Forward(reference.Forward):
     def forward_sums(self, x: Tensor) -> Tensor:
-        return _forward_sums(x, self.kind.layout.channel_dim)
+        return forward_sums(x, self.kind.layout.channel_dim)
 
     def forward_outputs(self, inputs: Inputs, total: Tensor) -> tuple[Tensor, Tensor]:
         (x, weight, bias, residual), kind, channel_dim = inputs, self.kind, self.kind.layout.channel_dim
-        return _forward_outputs(x, channel_dim, total, weight, bias, residual, kind.eps, kind.relu)
+        return forward_outputs(x, channel_dim, total, weight, bias, residual, kind.eps, kind.relu)
 
 
 class Backward(reference.Backward):
@@ -41,12 +41,12 @@ class Backward(reference.Backward):
     def backward_sums(self, dy: Tensor, saved: Saved) -> tuple[Tensor, Tensor | None, Tensor | None]:
         x, _, statistics, y = saved
         dtypes = self.kind.grad_weight_dtype, self.kind.grad_bias_dtype
-        return _backward_sums(dy, x, y, self.channel_dim, statistics, self.relu, *dtypes)
+        return backward_sums(dy, x, y, self.channel_dim, statistics, self.relu, *dtypes)
 
     def backward_outputs(self, dy: Tensor, saved: Saved, total: Tensor) -> GradientPair:
         (x, weight, statistics, y), kind = saved, self.kind
         per_channel = self.channel_dim, total, statistics, weight
-        grad_x, grad_residual = _backward_outputs(dy, x, y, *per_channel, self.relu, kind.needs_residual)
+        grad_x, grad_residual = backward_outputs(dy, x, y, *per_channel, self.relu, kind.needs_residual)
         return grad_x if kind.needs_x else None, grad_residual
 
 
@@ -69,7 +69,7 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Fun
     "forward_sums_v3(Tensor x, int channel_dim) -> Tensor",
     fake=lambda x, channel_dim: x.new_empty(2 * x.shape[channel_dim] + interface.TRAILER_NUMBERS, dtype=torch.float64),
 )
-def _forward_sums(x: Tensor, channel_dim: int) -> Tensor:
+def forward_sums(x: Tensor, channel_dim: int) -> Tensor:
     layout, x = _dense(x, channel_dim)
     kind = interface.ForwardKind(layout, x.dtype, x.device)
     _checked(kind, x)
@@ -84,7 +84,7 @@ def _forward_sums(x: Tensor, channel_dim: int) -> Tensor:
         total.new_empty(num_statistics(x.shape[channel_dim], relu and residual is None)),
     ),
 )
-def _forward_outputs(
+def forward_outputs(
     x: Tensor, channel_dim: int, total: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
     eps: float, relu: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -104,7 +104,7 @@ def _forward_outputs(
         *(None if dtype is None else x.new_empty(x.shape[channel_dim], dtype=dtype) for dtype in dtypes),
     ),
 )
-def _backward_sums(
+def backward_sums(
     dy: Tensor, x: Tensor, y: Tensor | None, channel_dim: int, statistics: Tensor, relu: bool,
     grad_weight_dtype: torch.dtype | None, grad_bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
@@ -120,7 +120,7 @@ def _backward_sums(
     "Tensor? weight, bool relu, bool needs_residual) -> (Tensor, Tensor?)",
     fake=lambda dy, x, *others: (torch.empty_like(x), torch.empty_like(x) if others[-1] else None),
 )
-def _backward_outputs(
+def backward_outputs(
     dy: Tensor, x: Tensor, y: Tensor | None, channel_dim: int, total: Tensor, statistics: Tensor,
     weight: Tensor | None, relu: bool, needs_residual: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip

@@ -81,9 +81,9 @@ def general_back_end(kind: ForwardKind | BackwardKind, x: Tensor, *others: Tenso
 def _tell_inductor() -> None:
     """Tell Inductor how to treat the operators, if its private names are those that we know: else it copies more."""
     with contextlib.suppress(ImportError, AttributeError, TypeError):
-        from syncbn.kernels import graphs
+        from syncbn.kernels import inductor
 
-        graphs.tell_inductor()
+        inductor.tell_inductor()
 
 
 def _has_kernels(kind: ForwardKind | BackwardKind) -> bool:
