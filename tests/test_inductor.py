@@ -82,20 +82,15 @@ def test_no_input_of_an_operator_is_copied(
     """Neither by generated code nor by the operator, if Inductor makes convolutions channels last (`is_forced`) and
     leaves gaps between channels (`is_padded`), as it does on GPUs, or leaves all as it is. Operators with
     torch.Tag.flexible_layout copied each dy that had gaps, and that of the pooling: twice, as two operators read it."""
-    copied, without_gaps, in_memory_as_x = [], operators._dense, operators._checked
+    copied, prepare = [], operators._prepared
 
-    def dense(x: Tensor, channel_dim: int) -> tuple[Layout, Tensor]:
-        layout, found = without_gaps(x, channel_dim)
-        copied.extend(["x"] * (found is not x))
-        return layout, found
+    def prepared(x: Tensor, *options: Any, **tensors: Tensor | None) -> Any:
+        layout, results = prepare(x, *options, **tensors)
+        given = {"x": x, **tensors}
+        copied.extend(name for name, result in zip(given, results, strict=True) if result is not given[name])
+        return layout, results
 
-    def checked(kind: ForwardKind | BackwardKind, x: Tensor, **tensors: Tensor | None) -> list[Any]:
-        results = in_memory_as_x(kind, x, **tensors)
-        copied.extend(name for name, result in zip(tensors, results, strict=True) if result is not tensors[name])
-        return results
-
-    monkeypatch.setattr(operators, "_dense", dense)
-    monkeypatch.setattr(operators, "_checked", checked)
+    monkeypatch.setattr(operators, "_prepared", prepared)
     torch.manual_seed(0)
     first = nn.Conv2d(3, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.ReLU()
     second = nn.Conv2d(8, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.Hardswish(), nn.Conv2d(8, 4, 3, bias=False)

@@ -938,9 +938,8 @@ def test_an_error_of_the_gpu_says_nothing_of_triton(monkeypatch: pytest.MonkeyPa
 
 
 @only_triton
-def test_the_try_of_triton_knows_the_right_values(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_try_of_triton_knows_the_right_values(kernels: ModuleType) -> None:
     """tests/test_gpu_launches.py tries kernels that do nothing."""
-    monkeypatch.setattr(select, "_gpu_back_end", lambda: kernels)
     select._try_triton(torch.get_default_device())
 
 

@@ -70,9 +70,8 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Fun
     fake=lambda x, channel_dim: x.new_empty(2 * x.shape[channel_dim] + interface.TRAILER_NUMBERS, dtype=torch.float64),
 )
 def forward_sums(x: Tensor, channel_dim: int) -> Tensor:
-    layout, x = _dense(x, channel_dim)
+    layout, [x] = _prepared(x, channel_dim)
     kind = interface.ForwardKind(layout, x.dtype, x.device)
-    _checked(kind, x)
     return _back_end(kind).Forward.of(kind).forward_sums(x)
 
 
@@ -88,12 +87,10 @@ def forward_outputs(
     x: Tensor, channel_dim: int, total: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
     eps: float, relu: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    layout, x = _dense(x, channel_dim)
+    layout, [*inputs, total] = _prepared(x, channel_dim, weight=weight, bias=bias, residual=residual, total=total)
     dtypes = getattr(weight, "dtype", None), getattr(bias, "dtype", None)
     kind = interface.ForwardKind(layout, x.dtype, x.device, eps, relu, residual is not None, *dtypes)
-    tensors = _checked(kind, x, total=total, weight=weight, bias=bias, residual=residual)
-    total, weight, bias, residual = tensors
-    return _back_end(kind).Forward.of(kind).forward_outputs((x, weight, bias, residual), total)[:2]
+    return _back_end(kind).Forward.of(kind).forward_outputs((*inputs,), total)[:2]
 
 
 @_operator(
@@ -108,10 +105,9 @@ def backward_sums(
     dy: Tensor, x: Tensor, y: Tensor | None, channel_dim: int, statistics: Tensor, relu: bool,
     grad_weight_dtype: torch.dtype | None, grad_bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    layout, x = _dense(x, channel_dim)
-    dtypes = None, grad_weight_dtype, grad_bias_dtype
-    kind = interface.BackwardKind(layout, x.dtype, x.device, relu and y is None, relu and y is not None, *dtypes)
-    dy, y, statistics = _checked(kind, x, dy=dy, y=y, statistics=statistics)
+    masks = relu and y is None, relu and y is not None
+    layout, [x, dy, y, statistics] = _prepared(x, channel_dim, masks[0], dy=dy, y=y, statistics=statistics)
+    kind = interface.BackwardKind(layout, x.dtype, x.device, *masks, None, grad_weight_dtype, grad_bias_dtype)
     return _back_end(kind).Backward.of(kind).backward_sums(dy, (x, None, statistics, y))
 
 
@@ -124,49 +120,36 @@ def backward_outputs(
     dy: Tensor, x: Tensor, y: Tensor | None, channel_dim: int, total: Tensor, statistics: Tensor,
     weight: Tensor | None, relu: bool, needs_residual: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    layout, x = _dense(x, channel_dim)
+    masks = relu and y is None, relu and y is not None
+    layout, [*saved, dy, total] = _prepared(
+        x, channel_dim, masks[0], weight=weight, statistics=statistics, y=y, dy=dy, total=total
+    )
     dtype = getattr(weight, "dtype", None)
-    kind = interface.BackwardKind(layout, x.dtype, x.device, relu and y is None, relu and y is not None, dtype)
-    kind = kind._replace(needs_x=True, needs_residual=needs_residual)
-    tensors = _checked(kind, x, dy=dy, weight=weight, statistics=statistics, y=y, total=total)
-    dy, weight, statistics, y, total = tensors
-    return _back_end(kind).Backward.of(kind).backward_outputs(dy, (x, weight, statistics, y), total)
+    kind = interface.BackwardKind(layout, x.dtype, x.device, *masks, dtype, needs_x=True, needs_residual=needs_residual)
+    return _back_end(kind).Backward.of(kind).backward_outputs(dy, (*saved,), total)
 
 
-def _dense(x: Tensor, channel_dim: int) -> tuple[Layout, Tensor]:
-    """The layout of x, whatever the order of its dims in memory; and x, copied if it has gaps. **Raises** RuntimeError
-    unless x has floats and this dim."""
+def _prepared(
+    x: Tensor, channel_dim: int, masks_by_x: bool = False, **tensors: Tensor | None
+) -> tuple[Layout, list[Any]]:
+    """Return the layout of x, whatever the order of its dims in memory, and a list: x, copied if it has gaps, and the
+    other tensors, copied unless they are in memory as kernels take them.
+
+    **Raises** RuntimeError unless x has floats and this dim; dy, y and residual the dtype and shape of x; the others
+    their numbers of per-channel values; and all are on the device of x, and with memory.
+    """
     if x.dtype not in FLOATS or not 0 <= channel_dim < x.ndim:
         raise RuntimeError(
             f"expected an input of floats with channels in dim {channel_dim}, got {tuple(x.shape)}, {x.dtype}"
         )
     layout = _layout(x.shape, x.stride(), channel_dim)
-    return _dense(x.clone(), channel_dim) if layout is None else (layout, x)
-
-
-@functools.lru_cache(4096)
-def _layout(shape: torch.Size, strides: tuple[int, ...], channel_dim: int) -> Layout | None:
-    """The layout of a tensor whose dims are put in their order in memory; None if there are gaps."""
-    order = sorted(range(len(shape)), key=strides.__getitem__, reverse=True)
-    in_order = torch.empty_strided(shape, strides, device="meta").permute(order)
-    return Layout.of(in_order, order.index(channel_dim)) if in_order.is_contiguous() else None
-
-
-def _checked(kind: interface.ForwardKind | interface.BackwardKind, x: Tensor, **tensors: Tensor | None) -> list[Any]:
-    """The tensors, in memory as x.
-
-    **Raises** RuntimeError unless dy, y and residual have the dtype and shape of x, and the others their numbers of
-    per-channel values; all on the device of x, and with memory.
-    """
-    channels = kind.layout.sizes[1]
-    counts = {
-        "total": 2 * channels + interface.TRAILER_NUMBERS,
-        "statistics": num_statistics(channels, kind.masks_by_x),
-    }
-    checked: list[Any] = []
+    if layout is None:
+        return _prepared(x.clone(), channel_dim, masks_by_x, **tensors)
+    channels, prepared = layout.sizes[1], list[Any]([x])
+    counts = {"total": 2 * channels + interface.TRAILER_NUMBERS, "statistics": num_statistics(channels, masks_by_x)}
     for name, tensor in tensors.items():
         if tensor is None:
-            checked.append(None)
+            prepared.append(None)
             continue
         is_whole, is_parameter = name in ("dy", "y", "residual"), name in ("weight", "bias")
         shape = x.shape if is_whole else (counts.get(name, channels),)
@@ -180,9 +163,17 @@ def _checked(kind: interface.ForwardKind | interface.BackwardKind, x: Tensor, **
             tensor = tensor.contiguous()
         elif tensor.stride() != x.stride():  # as of zeros that autograd has made up, which are 0
             tensor = torch.empty_like(x).copy_(tensor)
-        checked.append(tensor)
-    require_memory([x, *(tensor for tensor in checked if tensor is not None)])
-    return checked
+        prepared.append(tensor)
+    require_memory([tensor for tensor in prepared if tensor is not None])
+    return layout, prepared
+
+
+@functools.lru_cache(4096)
+def _layout(shape: torch.Size, strides: tuple[int, ...], channel_dim: int) -> Layout | None:
+    """The layout of a tensor whose dims are put in their order in memory; None if there are gaps."""
+    order = sorted(range(len(shape)), key=strides.__getitem__, reverse=True)
+    in_order = torch.empty_strided(shape, strides, device="meta").permute(order)
+    return Layout.of(in_order, order.index(channel_dim)) if in_order.is_contiguous() else None
 
 
 def _back_end(kind: interface.ForwardKind | interface.BackwardKind) -> interface.BackEnd:

@@ -77,8 +77,10 @@ class Operations:
         rows = max(1, most_values // max(1, channels * inner))
         columns = max(1, most_values // max(1, channels * rows))
         starts = itertools.product(range(0, max(1, outer), rows), range(0, max(1, inner), columns))
-        slices = ((slice(row, row + rows), slice(None), slice(column, column + columns)) for row, column in starts)
-        return ([None if tensor is None else tensor[one] for tensor in folded] for one in slices)
+        return (
+            [None if one is None else one[row : row + rows, :, column : column + columns] for one in folded]
+            for row, column in starts
+        )
 
 
 def channel_sums(values: Tensor) -> Tensor:
@@ -99,11 +101,7 @@ class Forward(Operations):
             wide = x.to(torch.float64)
             return wide, wide.square()
 
-        return self.with_trailer(self.summed(terms, x))
-
-    def with_trailer(self, sums: Tensor) -> Tensor:
-        """The sums, n and no signature."""
-        outer, _, inner = self.kind.layout.sizes
+        sums, (outer, _, inner) = self.summed(terms, x), self.kind.layout.sizes
         return torch.cat((sums, sums.new_full((1,), outer * inner), sums.new_zeros(interface.SIGNATURE_NUMBERS)))
 
     def forward_outputs(self, inputs: Inputs, total: Tensor) -> tuple[Tensor, Tensor]:

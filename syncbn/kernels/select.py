@@ -37,13 +37,22 @@ class GeneralBackEnd(Protocol):
 
 
 def ordinary_back_end(kind: ForwardKind | BackwardKind) -> BackEnd | None:
-    """The kernels that read and write ordinary tensors of this kind at their addresses. None where torch operations
-    serve them."""
-    if not _has_kernels(kind):
+    """Return the kernels that read and write ordinary tensors of this kind at their addresses, or None if there are
+    none. Warns once if large tensors have none."""
+    device = kind.device
+    if device.type not in ("cpu", "cuda"):
         return None
-    if kind.device.type == "cpu":
+    reason = _reason_unavailable(device, compiling=False)
+    if reason is None and device.type == "cpu":
         return cpu
-    return _gpu_back_end()
+    if reason is None:
+        from syncbn.kernels import gpu  # which imports triton
+
+        return gpu
+    if math.prod(kind.layout.sizes) * kind.dtype.itemsize > LARGE_BYTES and not why_forced():
+        operations = "torch operations take several times as long"
+        warn_once(f"syncbn has no fast kernels for this {device.type} device, {operations}: {reason}")
+    return None
 
 
 def general_back_end(kind: ForwardKind | BackwardKind, x: Tensor, *others: Tensor | None) -> GeneralBackEnd:
@@ -68,7 +77,7 @@ def general_back_end(kind: ForwardKind | BackwardKind, x: Tensor, *others: Tenso
             return reference
     elif is_transformed(x, *others):
         return reference
-    elif not _has_kernels(kind):
+    elif ordinary_back_end(kind) is None:
         return reference.InParts
     from syncbn.kernels import operators  # which registers them
 
@@ -84,18 +93,6 @@ def _tell_inductor() -> None:
         from syncbn.kernels import inductor
 
         inductor.tell_inductor()
-
-
-def _has_kernels(kind: ForwardKind | BackwardKind) -> bool:
-    """Whether cpu.py or gpu.py serves ordinary tensors of this kind. Warns once of large ones that neither serves."""
-    device = kind.device
-    if device.type not in ("cpu", "cuda"):
-        return False
-    reason = _reason_unavailable(device, compiling=False)
-    if reason is not None and math.prod(kind.layout.sizes) * kind.dtype.itemsize > LARGE_BYTES and not why_forced():
-        which = f"this {device.type} device"
-        warn_once(f"syncbn has no fast kernels for {which}, torch operations take several times as long: {reason}")
-    return reason is None
 
 
 def looks_at_totals(device: torch.device) -> bool:
@@ -151,12 +148,6 @@ def available() -> str:
     return "; ".join(lines)
 
 
-def _gpu_back_end() -> BackEnd:
-    from syncbn.kernels import gpu  # which imports triton
-
-    return gpu
-
-
 @constant_in_graphs
 def _reason_unavailable(device: torch.device, compiling: bool) -> str | None:
     """None when there are kernels for tensors on this device, which loads them, else the reason in a line."""
@@ -198,10 +189,10 @@ def _try_triton(device: torch.device) -> None:
     """Run a reduction, a map, and a kernel over per-channel values, twice: Triton itself does the first launch of a
     kernel, gpu.py the later ones. The host waits for the GPU, so that its errors surface here. **Raises**
     RuntimeError if the kernels compute wrong values."""
+    from syncbn.kernels import gpu
+
     x = torch.arange(1.0, 4.0, 2.0, device=device)[:, None]
-    kernels = _gpu_back_end().Forward(
-        ForwardKind(Layout.of(x, 1), x.dtype, device, mean_dtype=x.dtype, var_dtype=x.dtype)
-    )
+    kernels = gpu.Forward(ForwardKind(Layout.of(x, 1), x.dtype, device, mean_dtype=x.dtype, var_dtype=x.dtype))
     for _ in range(2):
         mean, var, words = *torch.zeros(2, 1, device=device), torch.zeros(4, dtype=torch.int64, device=device)
         mailbox = Mailbox(words.data_ptr(), words[3:].data_ptr(), tag=1)
