@@ -1,8 +1,8 @@
 """Launches the kernels in Triton on CUDA tensors, and decides how they go over a tensor.
 
 gpu_tiles.py has the kernels that go over a tensor, gpu_channels.py those that compute per-channel values and look at
-totals. A pass has three launches, four around an all_reduce; with momentum=None torch
-copies the counter, too. The host never waits for the GPU.
+totals. A pass has three launches, four around an all_reduce; with momentum=None torch copies the counter, too. The host
+never waits for the GPU.
 """
 
 import ctypes

@@ -69,11 +69,7 @@ def general_back_end(kind: ForwardKind | BackwardKind, x: Tensor, *others: Tenso
         return reference
     if is_compiling():
         in_function = not torch.is_grad_enabled() or requires_grad(x, *others)
-        if (
-            not in_function
-            or torch.compiler.is_exporting()
-            or _reason_unavailable(x.device, compiling=True) is not None
-        ):
+        if not in_function or torch.compiler.is_exporting() or _reason_unavailable(x.device, compiling=True):
             return reference
     elif is_transformed(x, *others):
         return reference
