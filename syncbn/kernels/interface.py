@@ -77,7 +77,7 @@ class ForwardKind(NamedTuple):
     var_dtype: torch.dtype | None = None
     has_counter: bool = False
     averages: bool = False  # momentum is None: the running statistics are the average of all batches
-    single_rank: bool = False  # Nothing changes the sums between the two calls, so they may have a private format.
+    single_rank: bool = False  # The second call gets the sums as the first returned them, in any format.
 
     @property
     def masks_by_x(self) -> bool:
@@ -103,7 +103,7 @@ class BackwardKind(NamedTuple):
     grad_bias_dtype: torch.dtype | None = None
     needs_x: bool = False  # backward_outputs computes the gradient of x
     needs_residual: bool = False  # and of a residual behind a fused relu
-    single_rank: bool = False  # Nothing changes the sums between the two calls, so they may have a private format.
+    single_rank: bool = False  # The second call gets the sums as the first returned them, in any format.
 
 
 class Kernels(ABC, Generic[Kind]):
@@ -122,7 +122,7 @@ class Kernels(ABC, Generic[Kind]):
 class ForwardKernels(Kernels[ForwardKind]):
     def __init__(self, kind: ForwardKind) -> None:
         super().__init__(kind)
-        # The kernels with `single_rank`, for a call of one rank without a mask; the same ones if they have no format.
+        # The kernels for calls of one rank without a mask. A back end may replace them by kernels with `single_rank`.
         self.for_single_rank: ForwardKernels = self
 
     @abstractmethod
