@@ -18,10 +18,7 @@ from torch._inductor.utils import run_and_get_code
 import syncbn
 from syncbn import general, gradients
 from syncbn.kernels import cpu, inductor, operators, reference
-from syncbn.kernels.interface import BackwardKind, ForwardKind
-from syncbn.layout import Layout
 from syncbn.ranks import reduction
-from syncbn.torch_internals import inductor
 
 pytestmark = [
     pytest.mark.skipif(bool(cpu.load()), reason="needs a C++ compiler"),

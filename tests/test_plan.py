@@ -22,8 +22,8 @@ from torch import Tensor, nn
 import syncbn
 from syncbn import plan, training
 from syncbn.arguments import ANY_DIMS, Options, Tensors
-from syncbn.ranks.sites import Caller
 from syncbn.kernels.interface import BackwardKernels
+from syncbn.ranks.sites import Caller
 from syncbn.torch_internals import guards
 from syncbn.torch_internals.autograd import is_wrapped
 from syncbn.torch_internals.state import PLAIN_OR_NONE
