@@ -36,7 +36,7 @@ FILES = {  # of an area, drawn as often as they are named; those that are gone a
     "kernels": "kernels/cpu.cpp kernels/cpu_*.h kernels/gpu_tiles.py kernels/gpu_tiles.py kernels/gpu_channels.py",
     "reductions": f"{4 * 'ranks/reductions.py '} {4 * 'ranks/all_reduce.py '} {2 * 'ranks/totals.py '} ranks/*.py "
     "reductions/*.py comm/*.py",
-    "conversion": "convert.py convert.py synchronised_classes.py bound_methods.py unsynchronised.py",
+    "conversion": "convert.py convert.py unconverted.py synchronised_classes.py bound_methods.py unsynchronised.py",
 }
 NEAREST = {"step": "layer plan ordinary_road backward errors", "kernels": "kernels", "conversion": "convert"}  # tests
 PAIRS = [("==", "!="), ("<", "<="), (">", ">="), ("+", "-"), ("*", "/"), ("and", "or"), ("is", "is not")]

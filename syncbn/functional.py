@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from syncbn.arguments import Options, Tensors
-from syncbn.batch_stats import sync_batch_stats as sync_batch_stats
 from syncbn.checks import check_channels, check_input, check_like_input, check_memory
 from syncbn.evaluation import evaluate
 from syncbn.gradients import BackwardInput, outputs
@@ -15,6 +14,7 @@ from syncbn.raising import raise_on_all_ranks
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
 from syncbn.ranks.reduction import ONE_RANK, Reduction, reduction_now
 from syncbn.ranks.sites import Caller
+from syncbn.running_stats import sync_batch_stats as sync_batch_stats
 from syncbn.statistics import compute_dtype, pack
 from syncbn.torch_internals.state import is_compiling
 from syncbn.totals import total_with_count

@@ -20,6 +20,8 @@ from syncbn.texts import quoted
 from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling
 from syncbn.training import train
 
+NOT_KNOWN = 0  # in place of the number of ranks: a step in eager mode has not noted it
+
 
 class SyncBatchNorm(_BatchNorm):
     r"""Batch norm over the joint batch of all ranks of a process group.

@@ -12,12 +12,9 @@ ORDER = [
     "__main__",
     "testing",
     "__init__",
-    "tools.summary",
-    "convert",
-    "unsynchronised",
-    "synchronised_classes tools.accumulate_running_stats",
-    "functional layer",
-    "batch_stats",
+    "convert functional",
+    "unconverted running_stats",
+    "layer",
     "training",
     "evaluation ordinary",
     "general",
@@ -60,7 +57,7 @@ MODULES = {
     ".".join(file.relative_to(PACKAGE).with_suffix("").parts): ast.parse(file.read_text())
     for file in PACKAGE.rglob("*.py")
 }
-EMPTY = {f"{room}.__init__" for room in ("ranks", "inputs", "tools", "torch_internals")}  # which hold nothing
+EMPTY = {f"{room}.__init__" for room in ("ranks", "inputs", "torch_internals")}  # which hold nothing
 
 
 def imported(tree: ast.AST) -> set[str]:
