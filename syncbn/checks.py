@@ -13,8 +13,7 @@ from syncbn.arguments import ANY_DIMS, SUPPORTED_DTYPES, CheckOfDims, Options, T
 from syncbn.kernels.select import why_forced
 from syncbn.statistics import has_float64
 from syncbn.texts import ONE_VALUE_PER_CHANNEL, in_short
-from syncbn.torch_internals.autograd import is_wrapped, is_zero_tensor, overlaps_itself
-from syncbn.torch_internals.guards import require_memory
+from syncbn.torch_internals.autograd import is_wrapped, is_zero_tensor, overlaps_itself, require_memory
 from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling
 
 # What to do about tensors that a layer does not take.

@@ -2,13 +2,15 @@
 
 They are a function of shapes, strides, dtypes, devices and options alone, and hold no tensor, layer or group, so
 nothing makes them invalid. There are none where kernels cannot read the tensors at their addresses. What was found
-serves later calls with such tensors, see Found in guards.py.
+serves later calls with such tensors, see Found.
 """
 
 import functools
-from collections.abc import Iterable
-from operator import attrgetter
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable
+from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_not
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +21,7 @@ from syncbn.kernels.interface import BackwardKernels, BackwardKind, ForwardKerne
 from syncbn.kernels.select import ordinary_back_end
 from syncbn.layout import Layout
 from syncbn.statistics import num_statistics
-from syncbn.torch_internals.autograd import is_wrapped, is_zero_tensor
-from syncbn.torch_internals.guards import Found, lack_memory
+from syncbn.torch_internals.autograd import Check, guards_work, is_wrapped, is_zero_tensor, lack_memory, new_check
 from syncbn.torch_internals.state import PLAIN_OR_NONE
 
 
@@ -32,6 +33,45 @@ class Plan(NamedTuple):
 
 
 MOST_KERNELS = 4096  # that are kept
+MOST_KEYS = 4096  # of a Found; then all is forgotten
+MOST_OF_A_KEY = 8  # kinds of tensors of one shape that may take turns: of two dtypes, with frozen weights
+_is_present = partial(is_not, None)
+_IS_NESTED, _NONE = repeat("is_nested"), repeat(None)
+
+
+class Found:
+    """A cache of values that depend on a fact and on the dtypes, devices, sizes and strides of tensors alone.
+
+    The key is the fact, the shape of the first tensor and which tensors are None; a check of each value compares the
+    rest.
+    """
+
+    def __init__(self) -> None:
+        self.by_key: dict[tuple[object, ...], tuple[tuple[Check, Any], ...]] = {}
+
+    def get(self, fact: Hashable, tensors: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """Return the cached value if its check accepts the tensors, None if the memory of one of them was freed. Else
+        return the value of `make`, which is cached unless it is None.
+
+        **Raises** any exception if the first tensor is not a Tensor, or the fact is not hashable.
+        """
+        present = [*filter(_is_present, tensors)]
+        # A NestedTensor has True in its key, under which nothing is cached: the check would abort on a strided one.
+        key = fact, tensors[0].shape, *map(getattr, tensors, _IS_NESTED, _NONE)
+        for is_equal, found in self.by_key.get(key, ()):
+            if is_equal(*present):
+                return None if lack_memory(present) else found
+        for index, tensor in enumerate(tensors):
+            if tensor is not None and id(tensor) in map(id, tensors[:index]):  # no check accepts a tensor twice
+                return self.get(fact, (*tensors[:index], tensor.detach(), *tensors[index + 1 :]), make)
+        found = make()
+        if found is not None and guards_work():
+            if len(self.by_key) >= MOST_KEYS:
+                self.by_key.clear()
+            self.by_key[key] = ((new_check(*present), found), *self.by_key.get(key, ()))[:MOST_OF_A_KEY]
+        return found
+
+
 _found = Found()  # plans of forwards, and kernels of backwards
 _facts = attrgetter("shape", "dtype", "device")  # of a tensor
 

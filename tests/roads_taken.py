@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import syncbn
 from syncbn import gradients, ordinary, plan, training
-from syncbn.torch_internals.guards import Found
 
 Layer = nn.BatchNorm2d | syncbn.SyncBatchNorm2d
 
@@ -42,7 +41,7 @@ def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the test they are made anew, also those that remember the last call of another test."""
     for name in ("_forward_kernels", "_backward_kernels"):
         monkeypatch.setattr(plan, name, functools.lru_cache(getattr(plan, name).__wrapped__))
-    monkeypatch.setattr(plan, "_found", Found())
+    monkeypatch.setattr(plan, "_found", plan.Found())
 
 
 def twins(layer_class: type[nn.BatchNorm2d] = nn.BatchNorm2d) -> tuple[Any, Any]:

@@ -43,8 +43,8 @@ ORDER = [
     "kernels.gpu_mailbox",
     "kernels.interface",
     "statistics",
-    "layout call_stack torch_internals.autograd torch_internals.modules torch_internals.distributed",
-    "torch_internals.state torch_internals.guards torch_internals.inductor texts",
+    "layout call_stack torch_internals.autograd torch_internals.distributed",
+    "torch_internals.state torch_internals.inductor texts",
 ]  # fmt: skip
 LEVELS = {module: level for level, line in enumerate(ORDER) for module in line.split()}
 

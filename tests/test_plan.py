@@ -23,7 +23,6 @@ import syncbn
 from syncbn import plan, training
 from syncbn.arguments import ANY_DIMS, Options, Tensors
 from syncbn.ranks.sites import Caller
-from syncbn.torch_internals import guards
 from syncbn.torch_internals.autograd import is_wrapped
 from syncbn.torch_internals.state import PLAIN_OR_NONE
 
@@ -361,7 +360,7 @@ def test_a_plan_of_another_mode(mode: str, of_inference: str, monkeypatch: pytes
     if error:
         torch.testing.assert_close(expected, [BASE[name] for name in BUFFERS])
     for state in STATES:
-        monkeypatch.setattr(plan, "_found", guards.Found())
+        monkeypatch.setattr(plan, "_found", plan.Found())
         train_in(*state)
         actual_error, actual = train_in(mode, of_inference)
         assert actual_error == error, state
@@ -394,7 +393,7 @@ def test_kernels_hold_no_tensor() -> None:
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of ever new shapes would else fill the memory. What is forgotten runs as before."""
-    monkeypatch.setattr(guards, "MOST_KEYS", 3)
+    monkeypatch.setattr(plan, "MOST_KEYS", 3)
     layer, plain, numbers = syncbn.SyncBatchNorm1d(3), nn.BatchNorm1d(3), []
     with general_road() as taken:
         for length in (2, 3, 4, 5, 2):
@@ -410,4 +409,4 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         for tensor, value in zip((x, layer.weight, layer.bias), requires_grad, strict=True):
             tensor.requires_grad_(value)
         layer(x)
-    assert max(map(len, plan._found.by_key.values())) == guards.MOST_OF_A_KEY
+    assert max(map(len, plan._found.by_key.values())) == plan.MOST_OF_A_KEY

@@ -11,7 +11,7 @@ from torch.fx import Proxy, Tracer
 from torch.fx.proxy import TraceError
 
 from syncbn.arguments import Tensors
-from syncbn.torch_internals.modules import has_forward_hooks
+from syncbn.torch_internals.state import has_forward_hooks
 
 LEAF_TRACER = "trace with a torch.fx.Tracer whose is_leaf_module is True for it"
 REVERT = "call syncbn.revert_syncbn_model(model) first"

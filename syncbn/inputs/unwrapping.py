@@ -18,7 +18,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from syncbn.arguments import CHECKS_OF_DIMS, SUPPORTED_DTYPES, Options, Tensors
 from syncbn.checks import check_mask, check_saved
 from syncbn.layout import Layout
-from syncbn.torch_internals.guards import require_memory
+from syncbn.torch_internals.autograd import require_memory
 from syncbn.torch_internals.state import PLAIN_OR_NONE, is_compiling
 
 Wrap: TypeAlias = Callable[[Tensor], Tensor]
