@@ -24,11 +24,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
-from syncbn.arguments import PER_CHANNEL, Options, Tensors
+from syncbn import inputs
+from syncbn.arguments import PER_CHANNEL, Options, Tensors, check
 from syncbn.call_stack import warn, warn_once
-from syncbn.checks import check
 from syncbn.evaluation import plain_batch_norm
-from syncbn.inputs import traced
 from syncbn.layer import NOT_KNOWN, SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, add_name
 from syncbn.ranks.groups import GroupSpec, ProcessGroupLike, size, to_spec, torch_group
 from syncbn.ranks.reduction import make_groups
@@ -269,7 +268,7 @@ class _KeepsForward(_Made):
         # One Proxy may stand for all arguments of the traced module.
         first = args if isinstance(args, Proxy) else next(iter((*args, *kwargs.values())), None)
         if isinstance(first, Proxy):
-            return traced.leaf(self, first.tracer, args, kwargs)
+            return inputs.leaf(self, first.tracer, args, kwargs)
         self._current_options()  # forgets the layer's signature if a setting has changed
         replaced = BatchNormReplaced(self)
         if not self.training or is_compiling():

@@ -6,9 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from syncbn import general
-from syncbn.arguments import Options, Tensors, check_eps
-from syncbn.checks import check
-from syncbn.inputs.unwrapping import apply_mask, unwrap, without_gaps
+from syncbn.arguments import Options, Tensors, check, check_eps
+from syncbn.inputs import apply_mask, unwrap, without_gaps
 from syncbn.layout import Layout
 from syncbn.ranks.reduction import ONE_RANK
 from syncbn.statistics import compute_dtype, has_float64, pack

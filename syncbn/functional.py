@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from syncbn.arguments import Options, Tensors
-from syncbn.checks import check_channels, check_input, check_like_input, check_memory
+from syncbn.arguments import Options, Tensors, check_channels, check_input, check_like_input, check_memory
 from syncbn.evaluation import evaluate
 from syncbn.gradients import BackwardInput, outputs
 from syncbn.kernels.interface import TRAILER_NUMBERS, ForwardKind

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn.arguments import Options, Tensors
-from syncbn.checks import require_two_values
+from syncbn.arguments import Options, Tensors, require_two_values
 from syncbn.gradients import gradients
 from syncbn.kernels.interface import TRAILER_NUMBERS, ForwardKind
 from syncbn.kernels.select import apply_function, general_back_end

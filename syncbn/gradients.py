@@ -5,7 +5,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from syncbn.inputs import unwrapping
+from syncbn.inputs import can_be_unwrapped, plain
 from syncbn.kernels import reference
 from syncbn.kernels.interface import TRAILER_NUMBERS, BackwardKind, ForwardKind, GradientPair, Needed, Saved
 from syncbn.kernels.select import general_back_end
@@ -32,8 +32,8 @@ class BackwardInput(NamedTuple):
         x, weight, statistics, y = saved
         dy = torch.zeros_like(x) if dy is None else dy
         passed_dy = dy if needed[3] and y is None else None
-        if unwrapping.can_be_unwrapped(dy):
-            dy = unwrapping.plain(dy)
+        if can_be_unwrapped(dy):
+            dy = plain(dy)
 
         def dense(tensor: Tensor) -> Tensor:  # Dynamo makes dy contiguous in a backward that asks for its strides
             return tensor if is_compiling() else kind.layout.dense(tensor)

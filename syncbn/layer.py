@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from syncbn import inputs
 from syncbn.arguments import CHECKS_OF_DIMS, CheckOfDims, Options, Tensors, as_eps, as_float
 from syncbn.evaluation import evaluate
-from syncbn.inputs import traced
 from syncbn.ranks import groups
 from syncbn.ranks.groups import GroupSpec, ProcessGroupLike
 from syncbn.ranks.reduction import make_groups
@@ -144,7 +144,7 @@ class SyncBatchNorm(_BatchNorm):
         """
         if type(input) not in PLAIN_CLASSES and isinstance(input, Proxy):
             options = {name: tensor for name, tensor in (("z", z), ("mask", mask)) if tensor is not None}
-            return traced.leaf(self, input.tracer, (input,), options)
+            return inputs.leaf(self, input.tracer, (input,), options)
         running_mean, running_var, counter = self.running_mean, self.running_var, None
         if self.training:
             counter = self.num_batches_tracked
@@ -186,7 +186,7 @@ class SyncBatchNorm(_BatchNorm):
         vars(replica)["_process_group"] = groups.THIS_RANK_ALONE
         return replica
 
-    __prepare_scriptable__ = traced.refuse_script  # torch.jit.script calls it first
+    __prepare_scriptable__ = inputs.refuse_script  # torch.jit.script calls it first
 
     def extra_repr(self) -> str:
         """nn.BatchNorm's line and, where they are not the default, the arguments that it does not have."""

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from syncbn import gradients
-from syncbn.arguments import Options, Tensors
-from syncbn.checks import require_two_values
+from syncbn.arguments import Options, Tensors, require_two_values
 from syncbn.kernels.interface import ForwardKernels
 from syncbn.plan import backward_plan
 from syncbn.raising import raise_on_all_ranks

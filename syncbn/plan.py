@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from syncbn.arguments import Options, Tensors
-from syncbn.checks import check
+from syncbn.arguments import Options, Tensors, check
 from syncbn.kernels.interface import BackwardKernels, BackwardKind, ForwardKernels, ForwardKind, Needed, Saved
 from syncbn.kernels.select import ordinary_back_end
 from syncbn.layout import Layout

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from syncbn import inputs
 from syncbn.arguments import Options, Tensors
-from syncbn.inputs import traced
 from syncbn.kernels import select
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.ranks.reduction import Reduction
@@ -24,7 +24,7 @@ def raise_on_all_ranks(
     On a GPU the others raise at a later call. Only this rank raises in a compiled graph, in a trace of torch.fx, on a
     GPU without Triton, and where no argument has channels. In eager mode its position then has the error.
     """
-    traced.refuse_proxies(tensors)
+    inputs.refuse_proxies(tensors)
     num_channels, device = _likely_channels(tensors, options), _device_of(tensors)
     if not reduction.is_read or num_channels is None or not (device.type == "cpu" or select.looks_at_totals(device)):
         reduction.note_error(error)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from syncbn.arguments import Options, Tensors
 from syncbn.general import Constants
-from syncbn.inputs.unwrapping import apply_mask, without_gaps
+from syncbn.inputs import apply_mask, without_gaps
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.kernels.reference import minus_mean
 from syncbn.kernels.select import apply_function, general_back_end

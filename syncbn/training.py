@@ -11,10 +11,9 @@ on machines without kernels. On the general road one rank without a mask is F.ba
 from torch import Tensor
 
 from syncbn import general, ordinary
-from syncbn.arguments import Options, Tensors
-from syncbn.checks import checked, require_float64
+from syncbn.arguments import Options, Tensors, checked, require_float64
 from syncbn.evaluation import train_alone
-from syncbn.inputs.unwrapping import Wrap, apply_mask, unchanged, unwrap, unwrap_and_mask, without_gaps
+from syncbn.inputs import Wrap, apply_mask, unchanged, unwrap, unwrap_and_mask, without_gaps
 from syncbn.plan import forward_plan
 from syncbn.raising import raise_on_all_ranks
 from syncbn.ranks.reduction import Reduction, note_ranks, reduction_now

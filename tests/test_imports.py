@@ -19,10 +19,7 @@ ORDER = [
     "evaluation ordinary",
     "general",
     "gradients raising",
-    "inputs.unwrapping",
-    "inputs.traced",
-    "plan",
-    "checks",
+    "inputs plan",
     "arguments",
     "totals",
     "ranks.reduction",
@@ -57,7 +54,7 @@ MODULES = {
     ".".join(file.relative_to(PACKAGE).with_suffix("").parts): ast.parse(file.read_text())
     for file in PACKAGE.rglob("*.py")
 }
-EMPTY = {f"{room}.__init__" for room in ("ranks", "inputs", "torch_internals")}  # which hold nothing
+EMPTY = {f"{room}.__init__" for room in ("ranks", "torch_internals")}  # which hold nothing
 
 
 def imported(tree: ast.AST) -> set[str]:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import syncbn
 from syncbn import general, gradients, plan, training
 from syncbn.functional import sync_batch_norm
-from syncbn.inputs.unwrapping import without_gaps
+from syncbn.inputs import without_gaps
 from syncbn.kernels import cpu, in_parts, interface, reference, select
 from syncbn.kernels.interface import (
     SIGNATURE_NUMBERS,
