@@ -1,7 +1,7 @@
 """Holds the arguments of a batch norm, options of a layer and tensors of a call, and checks them.
 
 A check raises a ValueError or TypeError with the values and the remedy. Nothing is changed before the checks have
-passed; a fault is raised on all ranks, see raising.py.
+passed; a fault is raised on all ranks, see `raise_on_all_ranks`.
 """
 
 from collections.abc import Callable, Iterable

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from syncbn import inputs
 from syncbn.arguments import PER_CHANNEL, Options, Tensors, check
 from syncbn.call_stack import warn, warn_once
-from syncbn.evaluation import plain_batch_norm
+from syncbn.fallback import plain_batch_norm
 from syncbn.layer import NOT_KNOWN, SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, add_name
 from syncbn.ranks.groups import GroupSpec, ProcessGroupLike, size, to_spec, torch_group
 from syncbn.ranks.reduction import make_groups

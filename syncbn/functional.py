@@ -4,20 +4,18 @@ import torch
 from torch import Tensor
 
 from syncbn.arguments import Options, Tensors, check_channels, check_input, check_like_input, check_memory
-from syncbn.evaluation import evaluate
-from syncbn.gradients import BackwardInput, outputs
+from syncbn.fallback import BackwardInput, evaluate, outputs, raise_on_all_ranks
 from syncbn.kernels.interface import TRAILER_NUMBERS, ForwardKind
 from syncbn.kernels.select import why_forced
 from syncbn.layout import Layout
-from syncbn.raising import raise_on_all_ranks
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
 from syncbn.ranks.reduction import ONE_RANK, Reduction, reduction_now
 from syncbn.ranks.sites import Caller
 from syncbn.running_stats import sync_batch_stats as sync_batch_stats
 from syncbn.statistics import compute_dtype, pack
+from syncbn.step import train
 from syncbn.torch_internals.state import is_compiling
 from syncbn.totals import total_with_count
-from syncbn.training import train
 
 _SYNC_BATCH_NORM = Caller("sync_batch_norm")
 _BATCH_NORM_BACKWARD = Caller("batch_norm_backward")

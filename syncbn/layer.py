@@ -11,14 +11,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn import inputs
 from syncbn.arguments import CHECKS_OF_DIMS, CheckOfDims, Options, Tensors, as_eps, as_float
-from syncbn.evaluation import evaluate
+from syncbn.fallback import evaluate
 from syncbn.ranks import groups
 from syncbn.ranks.groups import GroupSpec, ProcessGroupLike
 from syncbn.ranks.reduction import make_groups
 from syncbn.ranks.sites import Site
+from syncbn.step import train
 from syncbn.texts import quoted
 from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling
-from syncbn.training import train
 
 NOT_KNOWN = 0  # in place of the number of ranks: a step in eager mode has not noted it
 

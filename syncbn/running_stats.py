@@ -8,21 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from syncbn.arguments import Options, Tensors
-from syncbn.general import Constants
+from syncbn.fallback import Constants, prepared, raise_on_all_ranks
 from syncbn.inputs import apply_mask, without_gaps
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.kernels.reference import minus_mean
 from syncbn.kernels.select import apply_function, general_back_end
 from syncbn.layer import SyncBatchNorm
 from syncbn.plan import kind_of
-from syncbn.raising import raise_on_all_ranks
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
 from syncbn.ranks.reduction import note_ranks
 from syncbn.ranks.sites import Caller
 from syncbn.statistics import compute_dtype, from_sums, to_sums, update_buffers
+from syncbn.step import train
 from syncbn.torch_internals.state import current_backward, is_compiling, recorded
 from syncbn.totals import total, total_with_count
-from syncbn.training import prepared, train
 
 _SYNC_BATCH_STATS = Caller("sync_batch_stats", needs_two_values=False)
 
@@ -157,7 +156,7 @@ def sync_batch_stats(
 class _Sums(torch.autograd.Function):
     """(constants, x, num_values) -> the sums over all ranks, packed as in statistics.py.
 
-    The arguments are those of general.SyncBatchNormFunction. Saved for backward: x and the sums. Collectives: one
+    The arguments are those of fallback.SyncBatchNormFunction. Saved for backward: x and the sums. Collectives: one
     all_reduce each way. The gradient is d sum + 2 x d sum of squares; x is taken as center + (x - center), by any
     constant center, so that second derivatives need no other.
     """

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import syncbn
-from syncbn import gradients, ordinary, plan, training
+from syncbn import fallback, plan, step
 
 Layer = nn.BatchNorm2d | syncbn.SyncBatchNorm2d
 
@@ -32,16 +31,15 @@ def general_road() -> Iterator[list[str]]:
         return note
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "_train_generally", noted("forward", training._train_generally))
-        patch.setattr(ordinary, "gradients", SimpleNamespace(gradients=noted("backward", gradients.gradients)))
+        passes = {"train": noted("forward", fallback.train), "gradients": noted("backward", fallback.gradients)}
+        patch.setattr(step, "fallback", SimpleNamespace(**(vars(fallback) | passes)))
         yield taken
 
 
 def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within the test they are made anew, also those that remember the last call of another test."""
-    for name in ("_forward_kernels", "_backward_kernels"):
-        monkeypatch.setattr(plan, name, functools.lru_cache(getattr(plan, name).__wrapped__))
-    monkeypatch.setattr(plan, "_found", plan.Found())
+    """Within the test the caches of kernels are others, which are empty."""
+    for cache in (plan.forward_cache, plan.backward_cache):
+        monkeypatch.setattr(cache, "entries", {})
 
 
 def twins(layer_class: type[nn.BatchNorm2d] = nn.BatchNorm2d) -> tuple[Any, Any]:

@@ -57,8 +57,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     forget_compiled_of_triton()  # what the driver of an earlier test has compiled
     yield names
     gpu_launch.compiled_kernels.clear()
-    for kernels in (plan._forward_kernels, plan._backward_kernels):
-        kernels.cache_clear()
+    for cache in (plan.forward_cache, plan.backward_cache):
+        cache.entries.clear()
     forget_compiled_of_triton()  # since Triton 3.8 a kernel is unloaded then, by the driver
 
 

@@ -66,9 +66,9 @@ def test_guards_tell_tensors_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(autograd, "TensorGuards", tensor_guards)
         assert not autograd.guards_work.__wrapped__()
     monkeypatch.setattr(plan, "guards_work", lambda: False)
-    found = plan.Found()
     kernels = iter(("first", "second"))
-    assert [found.get("fact", (x, None), lambda: next(kernels)) for _ in range(2)] == ["first", "second"]
+    cache = plan.Cache(lambda *_: next(kernels))
+    assert [cache.get("config", (x, None)) for _ in range(2)] == ["first", "second"]
 
 
 def test_keeps_graph() -> None:
