@@ -32,6 +32,7 @@ from syncbn.layer import NOT_KNOWN, SyncBatchNorm, SyncBatchNorm1d, SyncBatchNor
 from syncbn.ranks.groups import GroupSpec, ProcessGroupLike, size, to_spec, torch_group
 from syncbn.ranks.reduction import make_groups
 from syncbn.ranks.sites import layer_in_forward
+from syncbn.step import train
 from syncbn.texts import printable
 from syncbn.torch_internals.autograd import have_same_base
 from syncbn.torch_internals.state import OPERATORS, constant_in_graphs, is_compiling
@@ -321,7 +322,7 @@ def _batch_norm(
     try:
         if training and layer.training:
             if _belongs_to_layer(layer, tensors):
-                return layer._train_over_ranks(tensors, options, layer)[0]
+                return (layer._train_and_pool or train)(tensors, options, layer)[0]
             _warn_on_several_ranks(layer._syncbn_original.__qualname__, PASSES_NONE, layer._process_group)
         if layer.training and not is_compiling():
             vars(layer)["_synchronised_ranks"] = layer._synchronised_ranks or 1

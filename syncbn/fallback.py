@@ -7,9 +7,8 @@ outputs have the same bits where operators run, else they are the same up to rou
 
 import contextlib
 import math
-from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from syncbn.arguments import Options, Tensors, check, check_eps, checked, require_float64, require_two_values
 from syncbn.inputs import Wrap, apply_mask, can_be_unwrapped, plain, refuse_proxies, unwrap, without_gaps
 from syncbn.kernels import reference, select
-from syncbn.kernels.interface import TRAILER_NUMBERS, BackwardKind, ForwardKind, GradientPair, Needed, Saved
+from syncbn.kernels.interface import TRAILER_NUMBERS, BackwardKind, ForwardKind, Needed, Saved
 from syncbn.kernels.select import apply_function, general_back_end
 from syncbn.layout import Layout
 from syncbn.plan import kind_of, kind_of_backward
@@ -30,7 +29,9 @@ from syncbn.statistics import compute_dtype, has_float64, pack, update_buffers
 from syncbn.torch_internals.state import current_backward, inside_functorch, is_compiling, recorded
 from syncbn.totals import total, total_with_count
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # of x, weight, bias, residual
+Call: TypeAlias = tuple[ForwardKind, Reduction]  # the arguments of a Function that are not tensors
+# Of x, weight, bias and residual.
+Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def train(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
@@ -68,49 +69,40 @@ def prepared(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple
 
 def normalize(tensors: Tensors, options: Options, reduction: Reduction) -> tuple[Tensor, Tensor]:
     """y and the statistics. The tensors are plain, without gaps and mask, and all have been checked."""
-    constants = Constants(kind_of(tensors, options), reduction)
+    call = kind_of(tensors, options), reduction
     inputs = tensors.input, tensors.weight, tensors.bias, tensors.z, tensors.num_values
-    y, statistics = apply_function(SyncBatchNormFunction, constants, *inputs)
+    y, statistics = apply_function(SyncBatchNormFunction, call, *inputs)
     return y, statistics
 
 
-@dataclass(slots=True)
-class Constants:
-    """The arguments of the Function that are no tensors."""
-
-    kind: ForwardKind
-    reduction: Reduction
-
-
 class SyncBatchNormFunction(torch.autograd.Function):
-    """(constants, x, weight, bias, residual, num_values) -> y, statistics.
+    """((kind, reduction), x, weight, bias, residual, num_values) -> y, statistics.
 
     x has no gaps; the residual has its dtype, strides and shape. num_values () is n of this rank where a mask has set
-    the other values to 0. The statistics of all ranks, packed as in statistics.py, are not
-    differentiable.
+    the other values to 0. The statistics of all ranks, packed as in statistics.py, are not differentiable.
 
     Saved for backward and collectives: as in step._Step; two all_reduces in backward with create_graph=True.
     """
 
     @staticmethod
     def forward(
-        constants: Constants, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+        call: Call, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
         num_values: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        kernels = general_back_end(constants.kind, x, weight, bias, residual).Forward(constants.kind)
-        sums = total_with_count(kernels.forward_sums(x), num_values, constants.reduction, "forward")
-        if num_values is not None or x.numel() <= constants.kind.layout.sizes[1]:  # else this rank alone has two values
+        kind, reduction = call
+        kernels = general_back_end(kind, x, weight, bias, residual).Forward(kind)
+        sums = total_with_count(kernels.forward_sums(x), num_values, reduction, "forward")
+        if num_values is not None or x.numel() <= kind.layout.sizes[1]:  # else this rank alone has two values
             require_two_values(sums[-TRAILER_NUMBERS], x)
         return kernels.forward_outputs((x, weight, bias, residual), sums)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        constants, x, weight, *_ = inputs
+        (ctx.kind, ctx.reduction), x, weight, *_ = inputs
         y, statistics = output
-        ctx.kind, ctx.reduction = constants.kind, constants.reduction
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, statistics, y if constants.kind.masks_by_y else None)
+        ctx.save_for_backward(x, weight, statistics, y if ctx.kind.masks_by_y else None)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
@@ -121,65 +113,51 @@ class SyncBatchNormFunction(torch.autograd.Function):
             return None, *gradients(ctx.kind, dy, ctx.saved_tensors, needed, ctx.reduction), None
 
 
-class BackwardInput(NamedTuple):
-    """What the gradients of one input are computed from. dy and what was saved are as kernels of the kind take them."""
+def gradients(
+    kind: ForwardKind, dy: Tensor | None, saved: Saved, needed: Needed, reduction: Reduction,
+    num_values: Tensor | None = None,
+) -> Gradients:  # fmt: skip
+    """Return the gradients for what a forward of this kind has saved, which saved_tensors_hooks may have rounded or
+    moved. One all_reduce, whichever gradients are needed; with a graph (create_graph=True) two.
 
-    kind: BackwardKind
-    dy: Tensor
-    saved: Saved
-    passed_dy: Tensor | None  # dy itself if it is the gradient of the residual: to a view autograd may add in place
+    `num_values` () of this rank, if the n in the saved statistics is 1: the ranks then add up n with the sums. The
+    caller tells the errors of this rank to the others.
+    """
+    x, weight, statistics, y = saved
+    dy = torch.zeros_like(x) if dy is None else dy
+    passed_dy = dy if needed[3] and y is None else None  # to a view of which autograd may add in place
+    if can_be_unwrapped(dy):
+        dy = plain(dy)
 
-    @classmethod
-    def of(cls, kind: ForwardKind, dy: Tensor | None, saved: Saved, needed: Needed) -> Self:
-        """From what a forward of this kind has saved, which saved_tensors_hooks may have rounded or moved."""
-        x, weight, statistics, y = saved
-        dy = torch.zeros_like(x) if dy is None else dy
-        passed_dy = dy if needed[3] and y is None else None
-        if can_be_unwrapped(dy):
-            dy = plain(dy)
+    def dense(tensor: Tensor) -> Tensor:  # Dynamo makes dy contiguous in a backward that asks for its strides
+        return tensor if is_compiling() else kind.layout.dense(tensor)
 
-        def dense(tensor: Tensor) -> Tensor:  # Dynamo makes dy contiguous in a backward that asks for its strides
-            return tensor if is_compiling() else kind.layout.dense(tensor)
-
-        dense_y = None if y is None else dense(y.to(dy.dtype))
-        saved = dense(x.to(dy.dtype)), weight, statistics.double().contiguous(), dense_y
-        return cls(kind_of_backward(kind, dy, weight, needed), dense(dy), saved, passed_dy)
-
-    def kernels(self) -> reference.Backward:
-        return general_back_end(self.kind, *self.saved, self.dy).Backward(self.kind)
-
-
-def gradients(kind: ForwardKind, dy: Tensor | None, saved: Saved, needed: Needed, reduction: Reduction) -> Gradients:
-    """The gradients behind a forward of this kind. One all_reduce, whichever gradients are needed; with a graph
-    (create_graph=True) two. The caller tells the errors of this rank to the others."""
-    inputs = BackwardInput.of(kind, dy, saved, needed)
+    y = None if y is None else dense(y.to(dy.dtype))
+    saved = dense(x.to(dy.dtype)), weight, statistics.double().contiguous(), y
+    dy, needed_kind = dense(dy), kind_of_backward(kind, dy, weight, needed)
+    grad_x = grad_residual = None
     with recorded("syncbn.backward"):
         if torch.is_grad_enabled():  # the saved statistics are constants to autograd
-            return _gradients_with_graph(kind, inputs, reduction)
-        kernels = inputs.kernels()
-        sums, grad_weight, grad_bias = kernels.backward_sums(inputs.dy, inputs.saved)
-        sums = total(sums, reduction, "backward")
-        reduction.end_backward()
-        grad_x, grad_residual = outputs(kernels, inputs, sums)
-        return grad_x, grad_weight, grad_bias, grad_residual
+            grad_x, grad_weight, grad_bias, grad_residual = _with_graph(kind, needed_kind, dy, saved, reduction)
+        else:
+            kernels = general_back_end(needed_kind, *saved, dy).Backward(needed_kind)
+            sums, grad_weight, grad_bias = kernels.backward_sums(dy, saved)
+            sums = total_with_count(sums, num_values, reduction, "backward")
+            if num_values is not None:
+                sums = sums / sums[-TRAILER_NUMBERS].clamp(min=1)
+            reduction.end_backward()
+            if needed_kind.needs_x or needed_kind.needs_residual:
+                grad_x, grad_residual = kernels.backward_outputs(dy, saved, sums)
+    return grad_x, grad_weight, grad_bias, grad_residual if y is not None else passed_dy
 
 
-def outputs(kernels: reference.Backward, inputs: BackwardInput, sums: Tensor) -> GradientPair:
-    """grad_x and grad_residual, by the sums of all ranks."""
-    kind, dy, saved, passed_dy = inputs
-    grad_x = grad_residual = None
-    if kind.needs_x or kind.needs_residual:
-        grad_x, grad_residual = kernels.backward_outputs(dy, saved, sums)
-    return grad_x, grad_residual if kind.needs_residual else passed_dy
-
-
-def _gradients_with_graph(forward: ForwardKind, inputs: BackwardInput, reduction: Reduction) -> Gradients:
+def _with_graph(forward: ForwardKind, kind: BackwardKind, dy: Tensor, saved: Saved, reduction: Reduction) -> Gradients:
     """The gradients as a graph. Mean and variance are computed again from x, with their all_reduce as part of the
     graph: two all_reduces in all.
 
     The first has a pass name of its own: a rank without create_graph issues only the second.
     """
-    kind, dy, (x, weight, statistics, y), passed_dy = inputs
+    x, weight, statistics, y = saved
     kernels, num_values = reference.Forward(forward), statistics[3 * kind.layout.sizes[1]].clamp(min=1)
     fold = kind.layout.fold
     sums = total(kernels.forward_sums(x), reduction, WITH_GRAPH)
@@ -199,7 +177,7 @@ def _gradients_with_graph(forward: ForwardKind, inputs: BackwardInput, reduction
         grad_x if kind.needs_x else None,
         None if weight_dtype is None else (sum_dy_xmu * invstd).to(weight_dtype),
         None if bias_dtype is None else sum_dy.to(bias_dtype),
-        grad_residual if kind.needs_residual else passed_dy,
+        grad_residual if kind.needs_residual else None,
     )
 
 

@@ -1,5 +1,6 @@
 """Defines the layer: parameters and buffers of nn.BatchNorm, statistics of all ranks."""
 
+from collections.abc import Callable
 from numbers import Integral
 from operator import is_
 from typing import Any, Self
@@ -67,6 +68,8 @@ class SyncBatchNorm(_BatchNorm):
     _syncbn_name: tuple[str, str] | None = None
     _process_group: GroupSpec = None
     _options: tuple[tuple[object, ...], Options | None] = (), None  # of the last call, behind what they were made from
+    # Takes the place of `train` inside a block of accumulate_running_stats.
+    _train_and_pool: Callable[[Tensors, Options, Any], tuple[Tensor, Tensor]] | None = None
 
     def __init__(
         self,
@@ -106,7 +109,7 @@ class SyncBatchNorm(_BatchNorm):
         self._process_group = groups.to_spec(process_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = "_synchronised_ranks", "_call_site", "_options", "_train_over_ranks"  # a copy starts without these
+        left_out = "_synchronised_ranks", "_call_site", "_options", "_train_and_pool"  # a copy starts without these
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def reset_parameters(self) -> None:
@@ -153,7 +156,7 @@ class SyncBatchNorm(_BatchNorm):
         tensors = Tensors(input, z, self.weight, self.bias, running_mean, running_var, counter, mask)
         try:
             if self.training:
-                return self._train_over_ranks(tensors, self._current_options(), self)[0]
+                return (self._train_and_pool or train)(tensors, self._current_options(), self)[0]
             return evaluate(tensors, self._current_options(), self)
         except (RuntimeError, TypeError, ValueError) as error:
             add_name(error, self)
@@ -174,9 +177,6 @@ class SyncBatchNorm(_BatchNorm):
                 object.__setattr__(self, "_options", (values, options))  # a layer's __setattr__ may refuse
                 object.__setattr__(self, "_call_site", None)  # whose signature has the settings
         return options
-
-    # (tensors, options, layer) -> y, statistics; tools replace it.
-    _train_over_ranks = staticmethod(train)
 
     def _replicate_for_data_parallel(self) -> Self:
         """A replica of nn.DataParallel, which has threads but no ranks."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from syncbn.arguments import Options, Tensors
-from syncbn.fallback import Constants, prepared, raise_on_all_ranks
+from syncbn.fallback import Call, prepared, raise_on_all_ranks
 from syncbn.inputs import apply_mask, without_gaps
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.kernels.reference import minus_mean
@@ -58,15 +58,15 @@ def accumulate_running_stats(model: nn.Module) -> Iterator[None]:
         if isinstance(layer, SyncBatchNorm) and layer.track_running_stats and layer.running_mean is not None:
             if nn.parameter.is_lazy(layer.running_mean):
                 raise ValueError(f"the layer {name!r} is lazy and has no statistics yet; run a forward before")
-            if "_train_over_ranks" in vars(layer):
+            if layer._train_and_pool is not None:
                 raise RuntimeError("accumulate_running_stats cannot run inside another accumulate_running_stats")
             pools[layer] = _Pool()
     if not pools:
         raise ValueError("no synchronised layer with running statistics: call syncbn.convert_syncbn_model(model)")
     with contextlib.ExitStack() as undo:
         for layer, pool in pools.items():
-            vars(layer)["_train_over_ranks"] = pool.train
-            undo.callback(vars(layer).pop, "_train_over_ranks")
+            vars(layer)["_train_and_pool"] = pool.train
+            undo.callback(vars(layer).pop, "_train_and_pool")
             if layer.num_batches_tracked is not None:  # which the forward of a subclass may count up itself
                 undo.callback(layer.num_batches_tracked.copy_, layer.num_batches_tracked.clone())
         yield
@@ -143,7 +143,7 @@ def sync_batch_stats(
     with recorded("syncbn.forward"), reduction.noting_errors():
         tensors = without_gaps(apply_mask(tensors, channel_dim)[0], options)
         x = tensors.input
-        (sums,) = apply_function(_Sums, Constants(kind_of(tensors, options), reduction), x, tensors.num_values)
+        (sums,) = apply_function(_Sums, (kind_of(tensors, options), reduction), x, tensors.num_values)
     note_ranks(_SYNC_BATCH_STATS, reduction)
     count = sums[-TRAILER_NUMBERS].detach()
     mean, mean_square = (sums[:-TRAILER_NUMBERS] / count.clamp(min=1)).chunk(2)
@@ -154,7 +154,7 @@ def sync_batch_stats(
 
 
 class _Sums(torch.autograd.Function):
-    """(constants, x, num_values) -> the sums over all ranks, packed as in statistics.py.
+    """((kind, reduction), x, num_values) -> the sums over all ranks, packed as in statistics.py.
 
     The arguments are those of fallback.SyncBatchNormFunction. Saved for backward: x and the sums. Collectives: one
     all_reduce each way. The gradient is d sum + 2 x d sum of squares; x is taken as center + (x - center), by any
@@ -162,14 +162,14 @@ class _Sums(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(constants: Constants, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
-        sums = general_back_end(constants.kind, x).Forward(constants.kind).forward_sums(x)
-        return (total_with_count(sums, num_values, constants.reduction, "forward"),)
+    def forward(call: Call, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
+        kind, reduction = call
+        sums = general_back_end(kind, x).Forward(kind).forward_sums(x)
+        return (total_with_count(sums, num_values, reduction, "forward"),)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor]) -> None:
-        constants, x, _ = inputs
-        ctx.kind, ctx.reduction = constants.kind, constants.reduction
+        (ctx.kind, ctx.reduction), x, _ = inputs
         ctx.save_for_backward(x, *output)
 
     @staticmethod

@@ -23,7 +23,7 @@ from syncbn.torch_internals.state import is_compiled
 
 # Attributes that a conversion gives to a layer and a revert takes away: among them all that our class annotates.
 # process_group, a property of ours, is an attribute of an nn.SyncBatchNorm.
-ADDED = "process_group", "_original_class", "_train_over_ranks", *SyncBatchNorm.__annotations__
+ADDED = "process_group", "_original_class", *SyncBatchNorm.__annotations__
 
 # What to do about a layer; `_remedy` has more.
 CONVERT = "call syncbn.convert_syncbn_model(model)"
