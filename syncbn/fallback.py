@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from syncbn.arguments import Options, Tensors, check, check_eps, checked, require_float64, require_two_values
 from syncbn.inputs import Wrap, apply_mask, can_be_unwrapped, plain, refuse_proxies, unwrap, without_gaps
 from syncbn.kernels import reference, select
-from syncbn.kernels.interface import TRAILER_NUMBERS, BackwardKind, ForwardKind, Needed, Saved
+from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS, BackwardKind, ForwardKind, Needed, Saved
 from syncbn.kernels.select import apply_function, general_back_end
 from syncbn.layout import Layout
 from syncbn.plan import kind_of, kind_of_backward
@@ -26,12 +26,22 @@ from syncbn.ranks.reduction import ONE_RANK, Reduction, note_ranks, reduction_no
 from syncbn.ranks.report import WITH_GRAPH
 from syncbn.ranks.sites import CallsOnGroups
 from syncbn.statistics import compute_dtype, has_float64, pack, update_buffers
-from syncbn.torch_internals.state import current_backward, inside_functorch, is_compiling, recorded
-from syncbn.totals import total, total_with_count
+from syncbn.torch_internals.state import (
+    current_backward,
+    inside_functorch,
+    inside_vmap_or_forward_mode,
+    is_compiling,
+    recorded,
+)
 
 Call: TypeAlias = tuple[ForwardKind, Reduction]  # the arguments of a Function that are not tensors
 # Of x, weight, bias and residual.
 Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+TRANSFORMED = (
+    "torch.func.vmap, forward mode (jvp) and is_grads_batched=True are not supported over several ranks; loop over "
+    "samples or gradients, use torch.autograd.functional, or set process_group=1"
+)
 
 
 def train(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
@@ -91,7 +101,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         kind, reduction = call
         kernels = general_back_end(kind, x, weight, bias, residual).Forward(kind)
-        sums = total_with_count(kernels.forward_sums(x), num_values, reduction, "forward")
+        sums = total(kernels.forward_sums(x), reduction, "forward", num_values)
         if num_values is not None or x.numel() <= kind.layout.sizes[1]:  # else this rank alone has two values
             require_two_values(sums[-TRAILER_NUMBERS], x)
         return kernels.forward_outputs((x, weight, bias, residual), sums)
@@ -142,7 +152,7 @@ def gradients(
         else:
             kernels = general_back_end(needed_kind, *saved, dy).Backward(needed_kind)
             sums, grad_weight, grad_bias = kernels.backward_sums(dy, saved)
-            sums = total_with_count(sums, num_values, reduction, "backward")
+            sums = total(sums, reduction, "backward", num_values)
             if num_values is not None:
                 sums = sums / sums[-TRAILER_NUMBERS].clamp(min=1)
             reduction.end_backward()
@@ -179,6 +189,43 @@ def _with_graph(forward: ForwardKind, kind: BackwardKind, dy: Tensor, saved: Sav
         None if bias_dtype is None else sum_dy.to(bias_dtype),
         grad_residual if kind.needs_residual else None,
     )
+
+
+def total(sums: Tensor, reduction: Reduction, pass_name: str, num_values: Tensor | None = None) -> Tensor:
+    """Return the totals over the ranks of float64 `sums` with a trailer, by one all_reduce, which may overwrite them;
+    with `num_values` () in the place of n unless it is None.
+
+    In eager mode with gradients the totals are differentiable any number of times: the sum is linear, so its gradient
+    is a sum over the ranks, too, by one all_reduce. **Raises** RuntimeError inside vmap and forward mode.
+    """
+    if num_values is not None:
+        trailer = -TRAILER_NUMBERS
+        sums = torch.cat((sums[:trailer], num_values.double().view(1), sums[trailer + 1 :]))
+    # In compiled graphs `is_transformed` is False.
+    if reduction.group is not None and (inside_vmap_or_forward_mode() or select.is_transformed(sums)):
+        raise RuntimeError(TRANSFORMED)
+    if reduction.group is None or is_compiling() or not torch.is_grad_enabled():
+        return reduction.total(sums, pass_name)
+    result = _Total.apply(sums[:-SIGNATURE_NUMBERS], reduction, pass_name)  # type: ignore[no-untyped-call]
+    n = result[-1:].detach()
+    return torch.cat((result[:-1], n, sums.new_zeros(SIGNATURE_NUMBERS)))
+
+
+class _Total(torch.autograd.Function):
+    """(sums and n, reduction, pass_name) -> their totals. In derivative passes 0 stands in the place of n."""
+
+    @staticmethod
+    def forward(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
+        return reduction.total(F.pad(sums, (0, SIGNATURE_NUMBERS)), pass_name)[:-SIGNATURE_NUMBERS]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.reduction, ctx.pass_name = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None]:
+        pass_name = f"derivative of {ctx.pass_name}"
+        return _Total.apply(grad_total, ctx.reduction, pass_name), None, None  # type: ignore[no-untyped-call]
 
 
 def evaluate(tensors: Tensors, options: Options, caller: object = None) -> Tensor:

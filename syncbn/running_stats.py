@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from syncbn.arguments import Options, Tensors
-from syncbn.fallback import Call, prepared, raise_on_all_ranks
+from syncbn.fallback import Call, prepared, raise_on_all_ranks, total
 from syncbn.inputs import apply_mask, without_gaps
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.kernels.reference import minus_mean
@@ -21,7 +21,6 @@ from syncbn.ranks.sites import Caller
 from syncbn.statistics import compute_dtype, from_sums, to_sums, update_buffers
 from syncbn.step import train
 from syncbn.torch_internals.state import current_backward, is_compiling, recorded
-from syncbn.totals import total, total_with_count
 
 _SYNC_BATCH_STATS = Caller("sync_batch_stats", needs_two_values=False)
 
@@ -165,7 +164,7 @@ class _Sums(torch.autograd.Function):
     def forward(call: Call, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
         kind, reduction = call
         sums = general_back_end(kind, x).Forward(kind).forward_sums(x)
-        return (total_with_count(sums, num_values, reduction, "forward"),)
+        return (total(sums, reduction, "forward", num_values),)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor]) -> None:

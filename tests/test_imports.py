@@ -19,7 +19,6 @@ ORDER = [
     "fallback",
     "inputs plan",
     "arguments",
-    "totals",
     "ranks.reduction",
     "ranks.status",
     "ranks.sites",
