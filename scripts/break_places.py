@@ -31,14 +31,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PLACES = ROOT / "tests/broken_places.json"
 SEED, EACH = 40, 10  # places of an area
 FILES = {  # of an area, drawn as often as they are named; those that are gone are for --draw of an old commit
-    "step": "ordinary.py ordinary.py general.py plan.py gradients.py arguments.py layer.py statistics.py "
-    "training.py checks.py raising.py",
+    "step": "step.py step.py fallback.py fallback.py plan.py arguments.py layer.py statistics.py "
+    "ordinary.py ordinary.py general.py gradients.py training.py checks.py raising.py",
     "kernels": "kernels/cpu.cpp kernels/cpu_*.h kernels/gpu_tiles.py kernels/gpu_tiles.py kernels/gpu_channels.py",
     "reductions": f"{4 * 'ranks/reductions.py '} {4 * 'ranks/all_reduce.py '} {2 * 'ranks/totals.py '} ranks/*.py "
     "reductions/*.py comm/*.py",
-    "conversion": "convert.py convert.py synchronised_classes.py bound_methods.py unsynchronised.py",
+    "conversion": "convert.py convert.py unconverted.py synchronised_classes.py bound_methods.py unsynchronised.py",
 }
-NEAREST = {"step": "layer plan ordinary_road backward errors", "kernels": "kernels", "conversion": "convert"}  # tests
+NEAREST = {"step": "layer plan step backward errors", "kernels": "kernels", "conversion": "convert"}  # tests
 PAIRS = [("==", "!="), ("<", "<="), (">", ">="), ("+", "-"), ("*", "/"), ("and", "or"), ("is", "is not")]
 PAIRS += [("in", "not in"), ("&&", "||"), ("+=", "-=")]
 INSTEAD = dict(PAIRS) | {other: one for one, other in PAIRS} | {"//": "*"}

@@ -21,7 +21,7 @@ from torch import nn
 
 import syncbn
 from syncbn.testing import TOLERANCES, differences, unequal
-from syncbn.tools.summary import table
+from syncbn.unconverted import table
 
 VARIABLES = ("SYNCBN_KERNELS", "SYNCBN_CHECKS", "OMP_NUM_THREADS", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 

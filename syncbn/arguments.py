@@ -1,17 +1,24 @@
-"""Holds the arguments of a batch norm, options of a layer and tensors of a call, and makes its numbers floats."""
+"""Holds the arguments of a batch norm, options of a layer and tensors of a call, and checks them.
 
-from collections.abc import Callable
+A check raises a ValueError or TypeError with the values and the remedy. Nothing is changed before the checks have
+passed; a fault is raised on all ranks, see `raise_on_all_ranks`.
+"""
+
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from types import NoneType
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from syncbn.kernels.select import why_forced
 from syncbn.ranks.groups import GroupSpec
-from syncbn.texts import in_short
-from syncbn.torch_internals.state import is_compiling
+from syncbn.statistics import has_float64
+from syncbn.texts import ONE_VALUE_PER_CHANNEL, in_short
+from syncbn.torch_internals.autograd import is_wrapped, is_zero_tensor, overlaps_itself, require_memory
+from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 PER_CHANNEL = "running_mean", "running_var", "weight", "bias"
@@ -20,6 +27,17 @@ ANY_DIMS: CheckOfDims = _BatchNorm._check_input_dim  # not implemented: SyncBatc
 # The checks that look at the number of dims alone.
 CHECKS_OF_DIMS = {ANY_DIMS, *(layer._check_input_dim for layer in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))}
 NUMBERS = {float, int, NoneType}  # classes of a usual momentum
+
+# What to do about tensors that a layer does not take.
+DTENSORS = (
+    "pass {0}.to_local(), and as process_group the group of the ranks that share the batch, such as mesh.get_group(); "
+    "DTensor.from_local(output, mesh, placements, shape=input.shape, stride=input.stride()) wraps the output again"
+)
+PARAMETERS = "pass {0}.to_local(), or call the module that fully_shard has wrapped, and not a layer in it"
+NESTED_TENSORS = (
+    "pass {0}.values() of one with layout=torch.jagged; "
+    "torch.nested.nested_tensor_from_jagged(output, input.offsets()) wraps the output again"
+)
 
 
 class Tensors(NamedTuple):
@@ -91,6 +109,189 @@ def num_channels_of(layer: _BatchNorm) -> int:
     tensors = [getattr(layer, name) for name in PER_CHANNEL]
     sizes = (len(tensor) for tensor in tensors if tensor is not None and not nn.parameter.is_lazy(tensor))
     return next(sizes, layer.num_features)
+
+
+def checked(tensors: Tensors, options: Options, layer: object) -> Options:
+    """The options with numbers as floats. The arguments are right for training if this returns. **Raises** whatever the
+    checks below raise, or a subclass's `_check_input_dim`."""
+    check(tensors, options, layer)
+    if not is_compiling():
+        why_forced()
+        check_memory(tensors)
+        check_writable("running_mean", tensors.running_mean)
+        check_writable("running_var", tensors.running_var)
+        check_writable("num_batches_tracked", tensors.counter)
+    check_saved(tensors)
+    return options.normalized(tensors)
+
+
+def check(tensors: Tensors, options: Options, layer: object) -> None:
+    """**Raises** ValueError or TypeError unless tensors and options fit together. (Numbers: Options.normalized.)"""
+    x, channel_dim = tensors.input, options.channel_dim
+    check_input(x, channel_dim, options.check_input_dim, layer)
+    per_channel = {name: tensor for name, tensor in tensors.per_channel().items() if tensor is not None}
+    check_channels(x, channel_dim, options.num_channels, per_channel)
+    if (tensors.running_mean is None) != (tensors.running_var is None):
+        raise ValueError("running_mean and running_var must either both be None or neither be None")
+    if tensors.z is not None:
+        check_like_input("z", tensors.z, x)
+    if tensors.mask is not None:
+        check_mask(tensors.mask, x, channel_dim)
+
+
+def check_saved(tensors: Tensors) -> None:
+    """**Raises** ValueError where autograd would have to save a tensor of inference mode, which it refuses."""
+    if is_compiling() or torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        return
+    inputs = tensors.input, tensors.weight, tensors.bias, tensors.z
+    if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in inputs):
+        for name in ("input", "weight", "mask"):
+            tensor = getattr(tensors, name)
+            if isinstance(tensor, Tensor) and tensor.is_inference():
+                raise ValueError(
+                    f"{name} was made in torch.inference_mode(), and autograd cannot save it for backward; use "
+                    f"{name}.clone() outside of inference_mode, or torch.no_grad() in its place"
+                )
+
+
+def check_input(x: Tensor, channel_dim: int, check_input_dim: CheckOfDims = ANY_DIMS, layer: object = None) -> None:
+    """**Raises** ValueError or TypeError unless x is a dense float tensor of 2 or more dims that has `channel_dim`."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"expected a Tensor as input, got {type(x).__name__}")
+    if x.dtype not in SUPPORTED_DTYPES:
+        remedy = "call syncbn.revert_syncbn_model(model) before quantising" if x.is_quantized else "convert it first"
+        raise TypeError(f"expected a float16, bfloat16, float32 or float64 input, got {x.dtype}; {remedy}")
+    _check_tensor("input", x, x)
+    if check_input_dim is not ANY_DIMS:
+        check_input_dim(layer, x)
+    if x.ndim < 2:
+        raise ValueError(f"expected at least 2D input (got {x.ndim}D input of shape {tuple(x.shape)})")
+    if not isinstance(channel_dim, int):
+        raise TypeError(f"channel_dim must be an int, got {channel_dim!r}")
+    if not -x.ndim <= channel_dim < x.ndim:
+        raise ValueError(f"channel_dim={channel_dim} does not exist in an input of shape {tuple(x.shape)}")
+
+
+def check_channels(x: Tensor, channel_dim: int, num_channels: int | None, per_channel: dict[str, Tensor]) -> None:
+    """**Raises** ValueError or TypeError unless `per_channel` are float tensors (C,) on the device of x, with its C.
+
+    Where there is none, x must have `num_channels`, if that is known. (It is 0 in a lazy layer without tensors.)
+    """
+    actual = x.shape[channel_dim]
+    for name, tensor in per_channel.items():
+        _check_tensor(name, tensor, x)
+    shapes = [tuple(tensor.shape) for tensor in per_channel.values()] or [(num_channels or actual,)]
+    shape = shapes[0]
+    if len(shape) == 1 and shape != (actual,) and all(other == shape for other in shapes):
+        raise ValueError(
+            f"expected {shape[0]} channels in dim {channel_dim} of the input, got {actual} (input shape "
+            f"{tuple(x.shape)}); correct num_features, channel_last or channel_dim"
+        )
+    for name, tensor in per_channel.items():
+        if tensor.shape != (actual,):
+            raise ValueError(
+                f"expected {name} of shape ({actual},), as the input has {actual} channels in dim {channel_dim} (input "
+                f"shape {tuple(x.shape)}), got {tuple(tensor.shape)}; cut or replace it"
+            )
+
+
+def check_like_input(name: str, tensor: Tensor, x: Tensor) -> None:
+    """**Raises** TypeError or ValueError unless `tensor` is a float tensor of the shape and device of x."""
+    _check_tensor(name, tensor, x)
+    if tensor.shape != x.shape:
+        raise ValueError(
+            f"expected {name} of the input's shape {tuple(x.shape)}, got {tuple(tensor.shape)}; expand() it first"
+        )
+
+
+def check_mask(mask: Tensor, x: Tensor, channel_dim: int) -> None:
+    """**Raises** TypeError or ValueError unless `mask` is bool, (N,) or of the shape of x without the channels' dim."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"expected mask to be a bool tensor, got {type(mask).__name__}; use torch.as_tensor(mask)")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"expected mask to be bool, True where a value counts, got {mask.dtype}; use mask != 0")
+    wanted = list(x.shape)
+    del wanted[channel_dim]
+    # Not `in`, which is False for a static and an equal dynamic size under Dynamo.
+    sizes_fit = all(size == 1 or size == other for size, other in zip(mask.shape, wanted, strict=False))
+    if mask.ndim not in (1, len(wanted)) or not sizes_fit:
+        raise ValueError(
+            f"expected mask of shape {tuple(wanted)}, which is the input's {tuple(x.shape)} without the channels' "
+            f"dim, with sizes of 1 where all values share it, or ({wanted[0]},); got {tuple(mask.shape)}"
+        )
+    check_device("mask", mask, x)
+
+
+def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
+    """**Raises** TypeError or ValueError unless `tensor` is a dense float tensor on the device of x, and neither a
+    DTensor nor a NestedTensor."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"expected {name} to be a float tensor, got {type(tensor).__name__}; use torch.as_tensor")
+    if tensor.dtype not in SUPPORTED_DTYPES:
+        remedy = f"a mask is passed as mask=, not as {name}" if tensor.dtype is torch.bool else "convert it first"
+        raise TypeError(f"expected {name} to be a float tensor, got {tensor.dtype}; {remedy}")
+    if type(tensor) not in PLAIN_CLASSES and hasattr(tensor, "device_mesh"):
+        remedy = DTENSORS if tensor.ndim > 1 else PARAMETERS
+        raise TypeError(f"{name} is a DTensor; {remedy.format(name)}")
+    if tensor.is_nested:
+        raise TypeError(f"{name} is a NestedTensor; {NESTED_TENSORS.format(name)}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"expected a dense {name}, got layout {tensor.layout}; use {name}.to_dense()")
+    check_device(name, tensor, x)
+
+
+def check_memory(tensors: Iterable[Tensor | None]) -> None:
+    """**Raises** RuntimeError if the memory of a plain tensor was freed."""
+    require_memory([tensor for tensor in tensors if _is_plain(tensor)])
+
+
+def check_writable(name: str, buffer: Tensor | None) -> None:
+    """**Raises** ValueError or TypeError unless this buffer can be updated in place. (Tensors of other classes
+    raise errors of their own.)"""
+    if buffer is None or (isinstance(buffer, Tensor) and not _is_plain(buffer)):
+        return
+    if not isinstance(buffer, Tensor) or buffer.dtype == torch.bool:
+        got = f"a tensor of {buffer.dtype}" if isinstance(buffer, Tensor) else in_short(buffer)
+        raise TypeError(f"expected {name} to be a tensor of numbers, got {got}; use torch.tensor(0)")
+    reasons = {
+        "several of its numbers share one place in memory, as expand() makes them": overlaps_itself(buffer),
+        "it is a tensor of zeros without memory": is_zero_tensor(buffer),
+        "it was made in torch.inference_mode()": buffer.is_inference() and not torch.is_inference_mode_enabled(),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"{name} cannot be updated in place, as {reason}; replace it by {name}.clone()")
+
+
+def require_two_values(num_values: Tensor | int, x: Tensor) -> None:
+    """**Raises** F.batch_norm's ValueError when the whole group has one value per channel.
+
+    One rank without a mask knows the number from the shape. To read a tensor on a GPU the host would have to wait; a
+    later call raises there if there are other ranks, see ranks/status.py. A compiled graph would break, and a
+    FakeTensor or a tensor of torch.func has no value: nothing is raised.
+    """
+    number: object = num_values
+    if isinstance(num_values, Tensor):
+        can_read = (
+            not is_compiling() and num_values.is_cpu and type(num_values) is Tensor and not is_wrapped(num_values)
+        )
+        number = num_values.item() if can_read else None
+    if number == 1:
+        raise ValueError(
+            f"{ONE_VALUE_PER_CHANNEL} (input size on this rank {tuple(x.shape)}). Use a larger batch or eval()."
+        )
+
+
+def require_float64(x: Tensor) -> None:
+    """**Raises** TypeError if the device of x has no float64, which sums over ranks and under a mask need."""
+    if not has_float64(x.device):
+        what = f"the sums over several ranks and under a mask are float64, which {x.device} does not have"
+        raise TypeError(f"{what}; train on the CPU, or on one rank without a mask")
+
+
+def _is_plain(tensor: object) -> TypeGuard[Tensor]:
+    """Whether this is a Tensor or Parameter that torch.func has not wrapped."""
+    return type(tensor) in PLAIN_CLASSES and isinstance(tensor, Tensor) and not is_wrapped(tensor)
 
 
 def check_device(name: str, tensor: Tensor, x: Tensor) -> None:

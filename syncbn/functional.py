@@ -3,22 +3,18 @@
 import torch
 from torch import Tensor
 
-from syncbn.arguments import Options, Tensors
-from syncbn.batch_stats import sync_batch_stats as sync_batch_stats
-from syncbn.checks import check_channels, check_input, check_like_input, check_memory
-from syncbn.evaluation import evaluate
-from syncbn.gradients import BackwardInput, outputs
-from syncbn.kernels.interface import TRAILER_NUMBERS, ForwardKind
+from syncbn.arguments import Options, Tensors, check_channels, check_input, check_like_input, check_memory
+from syncbn.fallback import evaluate, gradients, raise_on_all_ranks
+from syncbn.kernels.interface import ForwardKind
 from syncbn.kernels.select import why_forced
 from syncbn.layout import Layout
-from syncbn.raising import raise_on_all_ranks
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
 from syncbn.ranks.reduction import ONE_RANK, Reduction, reduction_now
 from syncbn.ranks.sites import Caller
+from syncbn.running_stats import sync_batch_stats as sync_batch_stats
 from syncbn.statistics import compute_dtype, pack
+from syncbn.step import train
 from syncbn.torch_internals.state import is_compiling
-from syncbn.totals import total_with_count
-from syncbn.training import train
 
 _SYNC_BATCH_NORM = Caller("sync_batch_norm")
 _BATCH_NORM_BACKWARD = Caller("batch_norm_backward")
@@ -168,15 +164,14 @@ def batch_norm_backward(
             weight = torch.ones_like(mean, dtype=compute_dtype(input.dtype))
         mean, invstd = mean.double(), invstd.double()
         num_values = mean.new_full((), layout.sizes[0] * layout.sizes[2])
-        # The var is unused, and n is 1: the total is divided by its n below.
+        # The var is unused, and n is 1 until the ranks have added it up.
         statistics = pack(mean, torch.zeros_like(mean), invstd, mean.new_ones(1))
         kind = ForwardKind(layout, input.dtype, input.device, weight_dtype=weight.dtype, bias_dtype=weight.dtype)
         needed = needs_input and training, needs_weight, needs_bias, False
-        inputs = BackwardInput.of(kind, grad_output.to(input.dtype), (input, weight, statistics, None), needed)
-        kernels = inputs.kernels()
-        sums, grad_weight, grad_bias = kernels.backward_sums(inputs.dy, inputs.saved)
-        sums = total_with_count(sums, num_values, reduction, "backward")
-        grad_input, _ = outputs(kernels, inputs, sums / sums[-TRAILER_NUMBERS].clamp(min=1))
+        saved = input, weight, statistics, None
+        grad_input, grad_weight, grad_bias, _ = gradients(
+            kind, grad_output.to(input.dtype), saved, needed, reduction, num_values
+        )
         if needs_input and not training:
             scale = (invstd * weight.double()).to(compute_dtype(input.dtype))[:, None]
             grad_input = layout.unfold(layout.fold(grad_output) * scale, input.shape).to(input.dtype)

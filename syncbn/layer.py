@@ -1,5 +1,6 @@
 """Defines the layer: parameters and buffers of nn.BatchNorm, statistics of all ranks."""
 
+from collections.abc import Callable
 from numbers import Integral
 from operator import is_
 from typing import Any, Self
@@ -9,16 +10,18 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from syncbn import inputs
 from syncbn.arguments import CHECKS_OF_DIMS, CheckOfDims, Options, Tensors, as_eps, as_float
-from syncbn.evaluation import evaluate
-from syncbn.inputs import traced
+from syncbn.fallback import evaluate
 from syncbn.ranks import groups
 from syncbn.ranks.groups import GroupSpec, ProcessGroupLike
 from syncbn.ranks.reduction import make_groups
 from syncbn.ranks.sites import Site
+from syncbn.step import train
 from syncbn.texts import quoted
 from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling
-from syncbn.training import train
+
+NOT_KNOWN = 0  # in place of the number of ranks: a step in eager mode has not noted it
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -65,6 +68,8 @@ class SyncBatchNorm(_BatchNorm):
     _syncbn_name: tuple[str, str] | None = None
     _process_group: GroupSpec = None
     _options: tuple[tuple[object, ...], Options | None] = (), None  # of the last call, behind what they were made from
+    # Takes the place of `train` inside a block of accumulate_running_stats.
+    _train_and_pool: Callable[[Tensors, Options, Any], tuple[Tensor, Tensor]] | None = None
 
     def __init__(
         self,
@@ -104,7 +109,7 @@ class SyncBatchNorm(_BatchNorm):
         self._process_group = groups.to_spec(process_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = "_synchronised_ranks", "_call_site", "_options", "_train_over_ranks"  # a copy starts without these
+        left_out = "_synchronised_ranks", "_call_site", "_options", "_train_and_pool"  # a copy starts without these
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def reset_parameters(self) -> None:
@@ -142,7 +147,7 @@ class SyncBatchNorm(_BatchNorm):
         """
         if type(input) not in PLAIN_CLASSES and isinstance(input, Proxy):
             options = {name: tensor for name, tensor in (("z", z), ("mask", mask)) if tensor is not None}
-            return traced.leaf(self, input.tracer, (input,), options)
+            return inputs.leaf(self, input.tracer, (input,), options)
         running_mean, running_var, counter = self.running_mean, self.running_var, None
         if self.training:
             counter = self.num_batches_tracked
@@ -151,7 +156,7 @@ class SyncBatchNorm(_BatchNorm):
         tensors = Tensors(input, z, self.weight, self.bias, running_mean, running_var, counter, mask)
         try:
             if self.training:
-                return self._train_over_ranks(tensors, self._current_options(), self)[0]
+                return (self._train_and_pool or train)(tensors, self._current_options(), self)[0]
             return evaluate(tensors, self._current_options(), self)
         except (RuntimeError, TypeError, ValueError) as error:
             add_name(error, self)
@@ -173,9 +178,6 @@ class SyncBatchNorm(_BatchNorm):
                 object.__setattr__(self, "_call_site", None)  # whose signature has the settings
         return options
 
-    # (tensors, options, layer) -> y, statistics; tools replace it.
-    _train_over_ranks = staticmethod(train)
-
     def _replicate_for_data_parallel(self) -> Self:
         """A replica of nn.DataParallel, which has threads but no ranks."""
         if self.training:
@@ -184,7 +186,7 @@ class SyncBatchNorm(_BatchNorm):
         vars(replica)["_process_group"] = groups.THIS_RANK_ALONE
         return replica
 
-    __prepare_scriptable__ = traced.refuse_script  # torch.jit.script calls it first
+    __prepare_scriptable__ = inputs.refuse_script  # torch.jit.script calls it first
 
     def extra_repr(self) -> str:
         """nn.BatchNorm's line and, where they are not the default, the arguments that it does not have."""

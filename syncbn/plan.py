@@ -1,89 +1,115 @@
-"""Finds the kernels of an ordinary pass.
+"""Caches the kernels of the fast path by the metadata of tensors.
 
-They are a function of shapes, strides, dtypes, devices and options alone, and hold no tensor, layer or group, so
-nothing makes them invalid. There are none where kernels cannot read the tensors at their addresses. What was found
-serves later calls with such tensors, see Found in guards.py.
+Kernels depend only on shapes, strides, dtypes, devices and options. They hold no tensor, layer or group, so cache
+entries never become stale.
 """
 
-from collections.abc import Iterable
-from operator import attrgetter
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable
+from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_not
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from syncbn.arguments import Options, Tensors
-from syncbn.checks import check
-from syncbn.kernels.interface import BackwardKernels, BackwardKind, ForwardKernels, ForwardKind, Needed, Saved
+from syncbn.arguments import Options, Tensors, check
+from syncbn.kernels.interface import BackwardKernels, BackwardKind, ForwardKernels, ForwardKind, Needed
 from syncbn.kernels.select import ordinary_back_end
 from syncbn.layout import Layout
 from syncbn.statistics import num_statistics
-from syncbn.torch_internals.autograd import is_wrapped, is_zero_tensor
-from syncbn.torch_internals.guards import Found, lack_memory
+from syncbn.torch_internals.autograd import Check, guards_work, is_wrapped, is_zero_tensor, lack_memory, new_check
 from syncbn.torch_internals.state import PLAIN_OR_NONE
 
+Value = TypeVar("Value")
 
-class Plan(NamedTuple):
-    """How an ordinary forward runs."""
-
-    kernels: ForwardKernels
-    has_gaps: bool  # x or z must be copied first: it has gaps, or z another layout or dtype than x
-
-
-_found = Found()  # plans of forwards, and kernels of backwards
+MOST_KEYS = 4096  # of a cache, which is emptied then
+MOST_OF_A_KEY = 8  # kinds of tensors of one shape that may take turns: of two dtypes, with frozen weights
+_is_present = partial(is_not, None)
+_IS_NESTED, _NONE = repeat("is_nested"), repeat(None)
 _facts = attrgetter("shape", "dtype", "device")  # of a tensor
 
 
-def forward_plan(tensors: Tensors, options: Options) -> Plan | None:
-    """The plan for a forward of plain tensors without a mask, or None. **Raises** any exception for bad arguments."""
-    if options.plan_key is None:
-        return None
-    plan: Plan | None = _found.get(options.plan_key, tensors, lambda: _new_forward_plan(tensors, options))
-    return plan
+class Cache(Generic[Value]):
+    """Values that depend on a config and on the dtypes, devices, sizes and strides of tensors alone.
 
-
-def backward_plan(forward: ForwardKernels, dy: Tensor, saved: Saved, needed: Needed) -> BackwardKernels | None:
-    """The kernels for the gradients `needed` behind an ordinary forward by these kernels, or None.
-
-    dy has the strides of x. x, weight, the statistics and y (None unless relu is fused behind a residual) were `saved`.
+    The key is the config, the shape of the first tensor and which tensors are None. A guard of each value compares the
+    rest.
     """
-    kernels: BackwardKernels | None = _found.get(
-        (forward, needed), (dy, *saved), lambda: _new_backward_plan(forward.kind, dy, saved, needed)
-    )
-    return kernels
+
+    def __init__(self, find: Callable[..., Value | None]) -> None:
+        self.find: Callable[..., Value | None] = find
+        self.entries: dict[tuple[object, ...], tuple[tuple[Check, Value], ...]] = {}
+
+    def get(self, config: Hashable, tensors: tuple[Any, ...], *arguments: Any) -> Value | None:
+        """Return the cached value if its guard accepts the tensors, None if the memory of a tensor was freed. Else
+        return `find(tensors, *arguments)`, which is cached unless it is None.
+
+        **Raises** any exception if the first tensor is not a Tensor, or the config is not hashable.
+        """
+        present = [*filter(_is_present, tensors)]
+        # A NestedTensor has True in its key, under which nothing is cached: a guard would abort on a strided tensor.
+        key = config, tensors[0].shape, *map(getattr, tensors, _IS_NESTED, _NONE)
+        for guard, value in self.entries.get(key, ()):
+            if guard(*present):
+                # A guard does not see freed memory, at the address 0 or, in a view such as of a flat parameter, above.
+                may_lack_memory = 0 in map(Tensor.data_ptr, present) or any(map(Tensor.storage_offset, present))
+                return None if may_lack_memory and lack_memory(present) else value
+        for index, tensor in enumerate(tensors):
+            if tensor is not None and id(tensor) in map(id, tensors[:index]):  # no guard accepts a tensor twice
+                return self.get(config, (*tensors[:index], tensor.detach(), *tensors[index + 1 :]), *arguments)
+        found = self.find(tensors, *arguments)
+        if found is not None and guards_work():
+            if len(self.entries) >= MOST_KEYS:
+                self.entries.clear()
+            self.entries[key] = ((new_check(*present), found), *self.entries.get(key, ()))[:MOST_OF_A_KEY]
+        return found
 
 
-def _are_readable(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether the values of the tensors are at their addresses, and autograd can save them: an inference tensor only in
-    inference mode."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    if any(one.layout != torch.strided or one.is_neg() or is_zero_tensor(one) or is_wrapped(one) for one in present):
-        return False
-    has_inference = any(tensor.is_inference() for tensor in present) and not torch.is_inference_mode_enabled()
-    return not (has_inference or lack_memory(present))
-
-
-def _new_forward_plan(tensors: Tensors, options: Options) -> Plan | None:
-    """Makes a plan; None where no kernel can read the tensors at their addresses. **Raises** what is wrong with the
-    arguments."""
-    if not _are_readable(tensors):
+def _find_forward(tensors: tuple[Any, ...], options: Options) -> tuple[ForwardKernels, bool] | None:
+    """Find the kernels for a forward of plain tensors without a mask, and whether x or z must be copied first: it has
+    gaps, or z another layout or dtype than x. None if kernels cannot read the tensors at their addresses. **Raises**
+    what is wrong with the arguments."""
+    if options.plan_key is None or not _are_readable(tensors):
         return None
+    x, z, *per_channel = tensors = Tensors._make(tensors)
     check(tensors, options, None)
     options.normalized(tensors)
-    x, z, counter, per_channel = tensors.input, tensors.z, tensors.counter, tensors.per_channel()
-    if not _are_contiguous((*per_channel.values(), counter)):
+    mean, var, counter = tensors.running_mean, tensors.running_var, tensors.counter
+    if not _are_contiguous(per_channel) or (counter is not None and _facts(counter) != ((), torch.int64, x.device)):
         return None
-    if counter is not None and _facts(counter) != ((), torch.int64, x.device):
-        return None
-    kind = kind_of(tensors, options)
-    mean, var = per_channel["running_mean"], per_channel["running_var"]
-    kind = kind._replace(  # these kernels update the buffers
+    kind = kind_of(tensors, options)._replace(  # these kernels update the buffers
         mean_dtype=None if mean is None else mean.dtype, var_dtype=None if var is None else var.dtype,
         has_counter=counter is not None, averages=options.momentum is None and counter is not None,
     )  # fmt: skip
     back_end = ordinary_back_end(kind)
-    has_gaps = not _are_dense((x, z), kind.layout) or (z is not None and z.dtype != x.dtype)
-    return None if back_end is None else Plan(back_end.Forward.of(kind), has_gaps)
+    needs_copy = not _are_dense((x, z), kind.layout) or (z is not None and z.dtype != x.dtype)
+    return None if back_end is None else (back_end.Forward.of(kind), needs_copy)
+
+
+def _find_backward(tensors: tuple[Any, ...], forward: ForwardKind, needed: Needed) -> BackwardKernels | None:
+    """Find the kernels for the gradients `needed`, by dy, with the strides of x, and what a forward of this kind has
+    saved: x, weight, the statistics, and y or None. None if hooks have rounded or moved what was saved."""
+    dy, x, weight, statistics, y = tensors
+    if not (PLAIN_OR_NONE.issuperset(map(type, tensors)) and _are_readable(tensors)):
+        return None
+    channels = forward.layout.sizes[1]
+    if any(tensor is not None and _facts(tensor) != _facts(dy) for tensor in (x, y)):
+        return None
+    if _facts(statistics) != ((num_statistics(channels, forward.masks_by_x),), torch.float64, dy.device):
+        return None
+    if weight is not None and (weight.shape, weight.device) != ((channels,), dy.device):
+        return None
+    if not (_are_dense((dy, x, y), forward.layout) and _are_contiguous((weight, statistics))):
+        return None
+    kind = kind_of_backward(forward, dy, weight, needed)
+    back_end = ordinary_back_end(kind)
+    return None if back_end is None else back_end.Backward.of(kind)
+
+
+# The config of a forward is the `plan_key` of its options. That of a backward are the kernels of the forward, and which
+# gradients are needed.
+forward_cache, backward_cache = Cache(_find_forward), Cache(_find_backward)
 
 
 def kind_of(tensors: Tensors, options: Options) -> ForwardKind:
@@ -105,23 +131,14 @@ def kind_of_backward(kind: ForwardKind, dy: Tensor, weight: Tensor | None, neede
     )  # fmt: skip
 
 
-def _new_backward_plan(forward: ForwardKind, dy: Tensor, saved: Saved, needed: Needed) -> BackwardKernels | None:
-    """Finds the kernels; None where hooks have rounded or moved what was saved."""
-    x, weight, statistics, y = saved
-    if not (PLAIN_OR_NONE.issuperset(map(type, (dy, *saved))) and _are_readable((dy, *saved))):
-        return None
-    channels = forward.layout.sizes[1]
-    if any(tensor is not None and _facts(tensor) != _facts(dy) for tensor in (x, y)):
-        return None
-    if _facts(statistics) != ((num_statistics(channels, forward.masks_by_x),), torch.float64, dy.device):
-        return None
-    if weight is not None and (weight.shape, weight.device) != ((channels,), dy.device):
-        return None
-    if not (_are_dense((dy, x, y), forward.layout) and _are_contiguous((weight, statistics))):
-        return None
-    kind = kind_of_backward(forward, dy, weight, needed)
-    back_end = ordinary_back_end(kind)
-    return None if back_end is None else back_end.Backward.of(kind)
+def _are_readable(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether the values of the tensors are at their addresses, and autograd can save them: an inference tensor only in
+    inference mode."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    if any(one.layout != torch.strided or one.is_neg() or is_zero_tensor(one) or is_wrapped(one) for one in present):
+        return False
+    has_inference = any(tensor.is_inference() for tensor in present) and not torch.is_inference_mode_enabled()
+    return not (has_inference or lack_memory(present))
 
 
 def _are_dense(tensors: Iterable[Tensor | None], layout: Layout) -> bool:

@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from syncbn.convert import convert_syncbn_model, revert_syncbn_model
 from syncbn.layer import SyncBatchNorm
-from syncbn.unsynchronised import unsynchronised
+from syncbn.unconverted import unsynchronised
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 LEARNING_RATE = 0.01

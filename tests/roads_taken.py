@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import syncbn
-from syncbn import gradients, ordinary, plan, training
+from syncbn import fallback, plan, step
 from syncbn.kernels.interface import BackwardKernels, ForwardKernels
-from syncbn.torch_internals.guards import Found
 
 Layer = nn.BatchNorm2d | syncbn.SyncBatchNorm2d
 
@@ -33,16 +32,17 @@ def general_road() -> Iterator[list[str]]:
         return note
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "_train_generally", noted("forward", training._train_generally))
-        patch.setattr(ordinary, "gradients", SimpleNamespace(gradients=noted("backward", gradients.gradients)))
+        passes = {"train": noted("forward", fallback.train), "gradients": noted("backward", fallback.gradients)}
+        patch.setattr(step, "fallback", SimpleNamespace(**(vars(fallback) | passes)))
         yield taken
 
 
 def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No plan and no kernels are cached at the start of the test; its plans are forgotten at the end."""
+    """Within the test the caches of kernels are others, which are empty."""
     for kernels in (ForwardKernels, BackwardKernels):
         kernels.of.cache_clear()
-    monkeypatch.setattr(plan, "_found", Found())
+    for cache in (plan.forward_cache, plan.backward_cache):
+        monkeypatch.setattr(cache, "entries", {})
 
 
 def twins(layer_class: type[nn.BatchNorm2d] = nn.BatchNorm2d) -> tuple[Any, Any]:

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import syncbn
-from syncbn import general, gradients, plan, training
+from syncbn import fallback, plan
 from syncbn.functional import sync_batch_norm
-from syncbn.inputs.unwrapping import without_gaps
+from syncbn.inputs import without_gaps
 from syncbn.kernels import cpu, interface, reference, select
 from syncbn.kernels.interface import (
     SIGNATURE_NUMBERS,
@@ -208,11 +208,11 @@ def force(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> list[object]:
 
     serves_ordinary = is_ordinary(kernels)
     monkeypatch.setattr(plan, "ordinary_back_end", choose if serves_ordinary else Mock(return_value=None))
-    for road in (general, gradients):
-        monkeypatch.setattr(road, "general_back_end", Mock(side_effect=AssertionError) if serves_ordinary else choose)
+    refuse = Mock(side_effect=AssertionError)
+    monkeypatch.setattr(fallback, "general_back_end", refuse if serves_ordinary else choose)
     # One rank would be F.batch_norm.
     monkeypatch.setattr(
-        training, "train_alone", lambda *given: general.normalize(without_gaps(*given), given[1], ONE_RANK)
+        fallback, "train_alone", lambda *given: fallback.normalize(without_gaps(*given), given[1], ONE_RANK)
     )
     forget_kernels(monkeypatch)
     return kinds

@@ -20,11 +20,9 @@ from tensor_subclasses import plain
 from torch import Tensor, nn
 
 import syncbn
-from syncbn import plan, training
+from syncbn import plan, step
 from syncbn.arguments import ANY_DIMS, Options, Tensors
-from syncbn.kernels.interface import BackwardKernels
 from syncbn.ranks.sites import Caller
-from syncbn.torch_internals import guards
 from syncbn.torch_internals.autograd import is_wrapped
 from syncbn.torch_internals.state import PLAIN_OR_NONE
 
@@ -56,7 +54,7 @@ def arguments(given: dict[str, Any]) -> tuple[Tensors, Options]:
 
 
 def train(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    return training.train(*arguments(given), Caller("this test"))
+    return step.train(*arguments(given), Caller("this test"))
 
 
 def check_step(given: dict[str, Any]) -> None:
@@ -193,11 +191,11 @@ DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
 
 
 def forward_plan(**others: object) -> Any:
-    """The plan of a call as it is; None where it must be made ordinary first, or is wrong, see training.train."""
+    """The plan of a call as it is; None where it must be made ordinary first, or is wrong, see step.train."""
     tensors, options = arguments(changed(**others))
     is_plain = tensors.mask is None and PLAIN_OR_NONE.issuperset(map(type, tensors))
     with contextlib.suppress(Exception):
-        return plan.forward_plan(tensors, options) if is_plain else None
+        return plan.forward_cache.get(options.plan_key, tensors, options) if is_plain else None
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
@@ -223,7 +221,7 @@ def test_each_kind_of_call_has_a_plan_of_its_own(order: int) -> None:
     plans = {name: forward_plan(**others) for name, (others, _) in [*DIFFERENCES.items()][::order]}
     made = {name: one for name, one in plans.items() if one is not None}
     assert made.keys() == {name for name, (_, outcome) in DIFFERENCES.items() if outcome in (PLAN, COPIED)}
-    assert len({*map(id, made.values())}) == len(made)
+    assert len({id(kernels) for kernels, _ in made.values()}) == len(made)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, outcome) in DIFFERENCES.items() if outcome in (PLAN, COPIED)])
@@ -231,8 +229,8 @@ def test_the_next_call_of_this_kind_is_not_planned(name: str, monkeypatch: pytes
     others = DIFFERENCES[name][0]
     check_step(changed(**others))
     check_step(changed())
-    for planning in ("_new_forward_plan", "_new_backward_plan"):
-        monkeypatch.setattr(plan, planning, None)
+    for cache in (plan.forward_cache, plan.backward_cache):
+        monkeypatch.setattr(cache, "find", None)
     with general_road() as taken:
         for _ in range(2):
             check_step(changed(**others))
@@ -255,7 +253,7 @@ def test_a_tensor_that_comes_twice(first: str, second: str, monkeypatch: pytest.
     missing = ("running_mean", "running_var") if "running" in second else (second,)
     for others in ({}, dict.fromkeys(missing), {second: BASE[second].double()}):
         check_step(changed(**others))
-    monkeypatch.setattr(plan, "_new_forward_plan", None)
+    monkeypatch.setattr(plan.forward_cache, "find", None)
     with general_road() as taken:
         torch.testing.assert_close(run(), expected, rtol=0, atol=0)
     assert not taken
@@ -270,8 +268,8 @@ def test_a_residual_that_is_the_input_and_a_bias_that_is_the_weight(
     layer.bias, plain.bias = layer.weight, plain.weight
     for call in range(3):
         if call == 2:
-            for planning in ("_new_forward_plan", "_new_backward_plan"):
-                monkeypatch.setattr(plan, planning, None)
+            for cache in (plan.forward_cache, plan.backward_cache):
+                monkeypatch.setattr(cache, "find", None)
         x = torch.randn(4, 3, 2)
         own_x = x.clone()
         with general_road() as taken:
@@ -307,10 +305,9 @@ def test_momentum_is_not_of_a_plan() -> None:
         check_step(changed(counter=torch.tensor(counter), momentum=None))
 
 
-def found_kernels() -> list[Any]:
-    """Those of all passes until now, each once."""
-    found = [one for of_key in plan._found.by_key.values() for _, one in of_key]
-    return [*dict.fromkeys(getattr(one, "kernels", one) for one in found)]
+def cached_kernels(cache: plan.Cache[Any]) -> list[Any]:
+    cached = [value for of_key in cache.entries.values() for _, value in of_key]
+    return [value[0] for value in cached] if cache is plan.forward_cache else cached
 
 
 def test_each_kind_of_backward_has_a_plan_of_its_own() -> None:
@@ -318,7 +315,7 @@ def test_each_kind_of_backward_has_a_plan_of_its_own() -> None:
     names = *names, "relu without a residual", "dtype of weight", "dtype of bias"
     for name in names:
         check_step(changed(**DIFFERENCES[name][0]))
-    assert len([one for one in found_kernels() if isinstance(one, BackwardKernels)]) == len(names)
+    assert len({kernels.kind for kernels in cached_kernels(plan.backward_cache)}) == len(names)
 
 
 # How torch runs when a plan is made, and when it is asked for.
@@ -362,7 +359,7 @@ def test_a_plan_of_another_mode(mode: str, of_inference: str, monkeypatch: pytes
     if error:
         torch.testing.assert_close(expected, [BASE[name] for name in BUFFERS])
     for state in STATES:
-        monkeypatch.setattr(plan, "_found", guards.Found())
+        forget_kernels(monkeypatch)
         train_in(*state)
         actual_error, actual = train_in(mode, of_inference)
         assert actual_error == error, state
@@ -389,13 +386,14 @@ def test_plans_keep_nothing_alive() -> None:
 def test_kernels_hold_no_tensor() -> None:
     """So many channels need scratch memory in each call; another thread or stream may be in the same kernels."""
     syncbn.SyncBatchNorm1d(5000)(torch.randn(2, 5000)).sum().backward()
-    forward, backward = found_kernels()
-    assert not [one for kernels in (forward, backward) for one in vars(kernels).values() if isinstance(one, Tensor)]
+    kernels = [*cached_kernels(plan.forward_cache), *cached_kernels(plan.backward_cache)]
+    assert len(kernels) == 2
+    assert not [one for each in kernels for one in vars(each).values() if isinstance(one, Tensor)]
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of ever new shapes would else fill the memory. What is forgotten runs as before."""
-    monkeypatch.setattr(guards, "MOST_KEYS", 3)
+    monkeypatch.setattr(plan, "MOST_KEYS", 3)
     layer, plain, numbers = syncbn.SyncBatchNorm1d(3), nn.BatchNorm1d(3), []
     with general_road() as taken:
         for length in (2, 3, 4, 5, 2):
@@ -403,12 +401,12 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             y = layer(x)
             torch.testing.assert_close(y, plain(x))
             y.sum().backward()
-            numbers.append(len(plan._found.by_key))
+            numbers.append(len(plan.forward_cache.entries))
     assert not taken
-    assert numbers == [2, 1, 3, 2, 1]
+    assert numbers == [1, 2, 3, 1, 2]
     x = torch.randn(4, 3, 2)
     for requires_grad in itertools.product((True, False), repeat=3):
         for tensor, value in zip((x, layer.weight, layer.bias), requires_grad, strict=True):
             tensor.requires_grad_(value)
         layer(x)
-    assert max(map(len, plan._found.by_key.values())) == guards.MOST_OF_A_KEY
+    assert max(map(len, plan.forward_cache.entries.values())) == plan.MOST_OF_A_KEY

@@ -19,7 +19,8 @@ from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from syncbn.torch_internals import autograd, distributed, guards, modules, state
+from syncbn import plan
+from syncbn.torch_internals import autograd, distributed, state
 
 QUESTIONS: dict[str, Callable[[], object]] = {
     "plain": state.runs_plainly,
@@ -55,19 +56,19 @@ def test_guards_tell_tensors_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     depend on how torch runs in the first call."""
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")):
         with mode():
-            assert guards.guards_work.__wrapped__()
+            assert autograd.guards_work.__wrapped__()
     x = torch.ones(2, 3)
     for tensor_guards in (
         None,
         lambda *tensors, **dims: SimpleNamespace(check=lambda *others: True),
         Mock(side_effect=TypeError),
     ):
-        monkeypatch.setattr(guards, "TensorGuards", tensor_guards)
-        assert not guards.guards_work.__wrapped__()
-    monkeypatch.setattr(guards, "guards_work", lambda: False)
-    found = guards.Found()
+        monkeypatch.setattr(autograd, "TensorGuards", tensor_guards)
+        assert not autograd.guards_work.__wrapped__()
+    monkeypatch.setattr(plan, "guards_work", lambda: False)
     kernels = iter(("first", "second"))
-    assert [found.get("fact", (x, None), lambda: next(kernels)) for _ in range(2)] == ["first", "second"]
+    cache = plan.Cache(lambda *_: next(kernels))
+    assert [cache.get("config", (x, None)) for _ in range(2)] == ["first", "second"]
 
 
 def test_keeps_graph() -> None:
@@ -177,12 +178,12 @@ def test_names_of_modules() -> None:
     layer = nn.Linear(2, 2)
     for name, runs in (("forward_pre", True), ("forward", True), ("full_backward", False)):
         with getattr(layer, f"register_{name}_hook")(lambda *_: None):  # removed at the end
-            assert modules.has_forward_hooks(layer) is runs
-        assert not modules.has_forward_hooks(layer)
+            assert state.has_forward_hooks(layer) is runs
+        assert not state.has_forward_hooks(layer)
     wrapped = torch.compile(layer, backend="eager")
-    assert [modules.is_compiled(one) for one in (layer, wrapped)] == [False, True]
+    assert [state.is_compiled(one) for one in (layer, wrapped)] == [False, True]
     layer.compile(backend="eager")
-    assert modules.is_compiled(layer)
+    assert state.is_compiled(layer)
     assert "._replicate_for_data_parallel()" in inspect.getsource(torch.nn.parallel.replicate)  # SyncBatchNorm has one
 
 

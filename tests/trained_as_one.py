@@ -76,13 +76,8 @@ class OwnLoss(nn.Module):
 
 def doubling_model() -> nn.Module:
     """Its layers double their outputs, on one rank as on many: only nn.BatchNorm shows that."""
-    original = syncbn.SyncBatchNorm._train_over_ranks
-
-    def doubled(*given: object) -> tuple[Tensor, Tensor]:
-        y, statistics = original(*given)
-        return 2 * y, statistics
-
-    syncbn.SyncBatchNorm._train_over_ranks = staticmethod(doubled)
+    forward = syncbn.SyncBatchNorm.forward
+    syncbn.SyncBatchNorm.forward = lambda *given: 2 * forward(*given)
     return model()
 
 

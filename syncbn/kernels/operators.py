@@ -16,7 +16,7 @@ from syncbn.kernels import cpu, interface, reference
 from syncbn.kernels.interface import GradientPair, Inputs, Saved
 from syncbn.layout import Layout
 from syncbn.statistics import num_statistics
-from syncbn.torch_internals.guards import require_memory
+from syncbn.torch_internals.autograd import require_memory
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _library = torch.library.Library("syncbn", "DEF")

@@ -1,7 +1,7 @@
 """Adds up over the ranks that a call synchronises, by one all_reduce each pass. A reduction is chosen once for a call.
 
 There are three: `OneRank`, `EagerReduction` for a group in eager mode, and `GraphReduction` for one in a compiled
-graph. Calls that are not ordinary add up by `total` of totals.py, whose results have derivatives.
+graph. Calls in the fallback add up by `total` of fallback.py, whose results have derivatives.
 
 W ranks; C channels; n_r values per channel on rank r.
 

@@ -1,4 +1,5 @@
-"""Asks how torch is running now: compiled, plainly, inside a backward, under a transform or a tracer."""
+"""Asks how torch is running now: compiled, plainly, inside a backward, under a transform or a tracer; and how a module
+is called."""
 
 import contextlib
 import functools
@@ -6,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.autograd import forward_ad, profiler
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
@@ -82,3 +84,14 @@ def inside_vmap() -> bool:
 def recorded(name: str) -> contextlib.AbstractContextManager[object]:
     """A profiler's range of this name while one records."""
     return torch.profiler.record_function(name) if profiler_enabled() else contextlib.nullcontext()
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether hooks of this module run before or after its forward."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has wrapped this module: torch.compile(module) returns a wrapper that holds the module as
+    _orig_mod, module.compile() sets _compiled_call_impl."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None

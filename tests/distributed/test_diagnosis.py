@@ -26,7 +26,7 @@ from training import unchanged
 from voting import Ranks
 
 import syncbn
-from syncbn import functional, raising
+from syncbn import fallback, functional
 from syncbn.kernels import cpu, operators
 from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS
 from syncbn.ranks import positions, reduction, report, sites, watchdog
@@ -333,7 +333,7 @@ def test_an_error_of_one_rank_alone_is_told_by_the_others(
     if ranks.rank == 1:
         error = CompilationError("at 12:4:\nand much more")
         with monkeypatch.context() as broken:
-            broken.setattr(raising, "_device_of", lambda arguments: torch.device("xpu"))
+            broken.setattr(fallback, "_device_of", lambda arguments: torch.device("xpu"))
             for back_end in (cpu, operators):
                 broken.setattr(back_end.Forward, "forward_sums", mock.Mock(side_effect=error))
                 broken.setattr(back_end.Backward, "backward_sums", mock.Mock(side_effect=error))

@@ -19,7 +19,7 @@ from torch.nn.functional import batch_norm
 
 import syncbn
 from syncbn.functional import sync_batch_norm
-from syncbn.unsynchronised import CALLS, LOOKED_AT, UNREGISTERED, calls_batch_norm
+from syncbn.unconverted import CALLS, LOOKED_AT, UNREGISTERED, calls_batch_norm
 
 Function = Callable[..., Any]
 

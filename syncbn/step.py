@@ -1,4 +1,4 @@
-"""Runs the ordinary training step, forward and backward.
+"""Trains on the fast path, forward and backward.
 
 Symbols: C channels; n values per channel over all ranks r; x, y, dy of any shape, with C channels in one of its dims.
 
@@ -9,7 +9,11 @@ Symbols: C channels; n values per channel over all ranks r; x, y, dy of any shap
               grad_weight = sum dy * (x - mean) * invstd,  grad_bias = sum dy
                             (sums over this rank: DistributedDataParallel averages them)
 
-Each pass is the local sums, one all_reduce, one elementwise kernel.
+Each pass is the local sums, one all_reduce, one elementwise kernel. Kernels read and write plain tensors at their
+addresses, in eager mode, where no mode, transform or profiler watches (on a GPU a profiler may). Tensors with gaps,
+subclasses of Tensor and inputs with a mask are first made plain, dense tensors. All other calls take fallback.py: calls
+in a compiled graph; under a dispatch mode, a transform of torch.func or, on a CPU, a profiler; with a momentum in a
+tensor, a weight or buffer with gaps, other unusual options or a bad argument; and calls on machines without kernels.
 """
 
 from typing import Any
@@ -17,25 +21,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import gradients
-from syncbn.arguments import Options, Tensors
-from syncbn.checks import require_two_values
+from syncbn import fallback
+from syncbn.arguments import Options, Tensors, require_two_values
+from syncbn.inputs import Wrap, unwrap_and_mask, without_gaps
 from syncbn.kernels.interface import ForwardKernels
-from syncbn.plan import backward_plan
-from syncbn.raising import raise_on_all_ranks
+from syncbn.plan import backward_cache, forward_cache
 from syncbn.ranks.reduction import Reduction, reduction_of
 from syncbn.ranks.sites import CallsOnGroups
 from syncbn.torch_internals.autograd import direct_apply
-from syncbn.torch_internals.state import runs_plainly
+from syncbn.torch_internals.state import PLAIN_OR_NONE, current_backward, recorded, runs_plainly
 
 
-def step(kernels: ForwardKernels, tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
-    """y, and the statistics of all ranks, packed as in statistics.py. `kernels` are those of the plan for these
-    arguments; `caller` is a layer or a `Caller`.
+def train(tensors: Tensors, options: Options, caller: CallsOnGroups, in_range: bool = False) -> tuple[Tensor, Tensor]:
+    """Return y, and the statistics of all ranks, packed as in statistics.py. `caller` is a layer or a `Caller`.
 
-    The running statistics are updated, and the counter counts. **Raises** a fault in the arguments of any rank on every
-    rank, see raising.py.
+    The running statistics are updated, and the counter counts. `in_range`: the range of a profiler is open. **Raises**
+    an error in the arguments of any rank on every rank, see `raise_on_all_ranks`.
     """
+    if not (in_range or runs_plainly()):
+        if not runs_plainly(tensors.input):
+            return fallback.train(tensors, options, caller)
+        with recorded("syncbn.forward"):
+            return train(tensors, options, caller, in_range=True)
+    if current_backward() != -1:  # activation checkpointing computes again what the first forward has updated
+        tensors = tensors.without_running_stats()
+    wrap: Wrap | None = None
+    try:
+        if tensors.mask is not None or not PLAIN_OR_NONE.issuperset(map(type, tensors)):
+            tensors, options, wrap = unwrap_and_mask(tensors, options)
+        kernels, needs_copy = forward_cache.get(options.plan_key, tensors, options) or (None, False)
+        if needs_copy:
+            tensors = without_gaps(tensors, options)
+    except Exception:  # A bad argument may raise anything here. The fallback raises its error on all ranks.
+        kernels = None
+    if kernels is None:
+        y, statistics = fallback.train(tensors, options, caller)
+        return y if wrap is None else wrap(y), statistics
+
     x, z, weight, bias, running_mean, running_var, counter, _, num_values = tensors
     reduction = reduction_of(options.process_group, caller, x.dtype)
     is_complete = reduction.group is None and num_values is None  # nothing is added to the sums of this rank
@@ -44,21 +66,22 @@ def step(kernels: ForwardKernels, tensors: Tensors, options: Options, caller: Ca
     try:
         mailbox = reduction.mailbox("forward", x.device) if x.is_cuda else None
         sums = kernels.forward_sums(x, reduction.signatures["forward", x.dtype], mailbox)
-        if num_values is not None:  # a mask has set the other values to 0; n stands behind sum x and sum x^2
+        if num_values is not None:  # a mask has set the other values to 0; n follows sum x and sum x^2
             sums[2 * num_channels] = num_values
     except Exception as error:  # of whatever class, as kernels may be compiled here
-        raise_on_all_ranks(error, tensors, options, reduction, "forward")
+        fallback.raise_on_all_ranks(error, tensors, options, reduction, "forward")
     total = reduction.all_reduce(sums, "forward", mailbox)
     if outer * inner < 2 or num_values is not None:  # else this rank alone has two values
         require_two_values(outer * inner if is_complete else total[2 * num_channels], x)
-    momentum: Any = options.momentum  # no tensor: there is no plan for such a call
+    momentum: Any = options.momentum  # not a tensor: a tensor has no kernels
     buffers = running_mean, running_var, counter
     y, statistics, is_finite = kernels.forward_outputs((x, weight, bias, z), total, buffers, momentum, mailbox)
     if not is_finite:
         reduction.warn_unless_finite(kernels.forward_sums(x))  # again, as an all_reduce may have overwritten them
     if caller._synchronised_ranks != reduction.num_ranks:
         object.__setattr__(caller, "_synchronised_ranks", reduction.num_ranks)  # a layer's own may refuse
-    return _apply(x, weight, bias, z, (y, statistics, kernels, reduction)), statistics
+    y = _apply(x, weight, bias, z, (y, statistics, kernels, reduction))
+    return y if wrap is None else wrap(y), statistics
 
 
 class _Step(torch.autograd.Function):
@@ -66,9 +89,9 @@ class _Step(torch.autograd.Function):
 
     `computed` hides y and the statistics in a tuple: autograd treats bare tensor arguments as inputs.
 
-    Saved for backward: x, weight, the statistics, and y when relu is fused behind a residual. Collectives: one
+    Saved for backward: x, weight, the statistics, and y when relu is fused after a residual. Collectives: one
     all_reduce each way, see ranks/reduction.py; none for one rank. Backward issues its all_reduce whatever
-    needs_input_grad says: another rank may need the sums.
+    needs_input_grad is: another rank may need the sums.
     """
 
     @staticmethod
@@ -77,22 +100,23 @@ class _Step(torch.autograd.Function):
         computed: tuple[Tensor, Tensor, ForwardKernels, Reduction],
     ) -> Tensor:  # fmt: skip
         y, statistics, ctx.kernels, ctx.reduction = computed
-        ctx.save_for_backward(x, weight, statistics, y if ctx.kernels.kind.masks_by_y else None)
+        masks_by_y = residual is not None and ctx.kernels.kind.relu
+        ctx.save_for_backward(x, weight, statistics, y if masks_by_y else None)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        reduction, forward, kernels = ctx.reduction, ctx.kernels, None
+        reduction, forward, kernels = ctx.reduction, ctx.kernels.kind, None
         needed = _, _, _, needs_residual = ctx.needs_input_grad[:4]
         try:
             x, _, _, y = saved = ctx.saved_tensors  # calls hooks of users and activation checkpointing
             # A profiler shows the range of this node, _StepBackward.
             if runs_plainly(dy) and not torch.is_grad_enabled():
                 if dy.stride() != x.stride():
-                    dy = forward.kind.layout.dense(dy)
-                kernels = backward_plan(forward, dy, saved, needed)
+                    dy = forward.layout.dense(dy)
+                kernels = backward_cache.get((ctx.kernels, needed), (dy, *saved), forward, needed)
             if kernels is None:
-                return *gradients.gradients(forward.kind, dy, saved, needed, reduction), None
+                return *fallback.gradients(forward, dy, saved, needed, reduction), None
 
             mailbox = reduction.mailbox("backward", x.device) if x.is_cuda else None
             signature = reduction.signatures["backward", x.dtype]

@@ -1,0 +1,325 @@
+"""Runs every call that cannot take the fast path of step.py, training and evaluation.
+
+It calls operators on the kernels, else torch's operations. Evaluation, and training of one rank without a mask, are
+F.batch_norm. Each pass sends the same payload as on the fast path, so that ranks on different paths fit together. The
+outputs have the same bits where operators run, else they are the same up to rounding.
+"""
+
+import contextlib
+import math
+from numbers import Integral
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from syncbn.arguments import Options, Tensors, check, check_eps, checked, require_float64, require_two_values
+from syncbn.inputs import Wrap, apply_mask, can_be_unwrapped, plain, refuse_proxies, unwrap, without_gaps
+from syncbn.kernels import reference, select
+from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS, BackwardKind, ForwardKind, Needed, Saved
+from syncbn.kernels.select import apply_function, general_back_end
+from syncbn.layout import Layout
+from syncbn.plan import kind_of, kind_of_backward
+from syncbn.ranks.reduction import ONE_RANK, Reduction, note_ranks, reduction_now
+from syncbn.ranks.report import WITH_GRAPH
+from syncbn.ranks.sites import CallsOnGroups
+from syncbn.statistics import compute_dtype, has_float64, pack, update_buffers
+from syncbn.torch_internals.state import (
+    current_backward,
+    inside_functorch,
+    inside_vmap_or_forward_mode,
+    is_compiling,
+    recorded,
+)
+
+Call: TypeAlias = tuple[ForwardKind, Reduction]  # the arguments of a Function that are not tensors
+# Of x, weight, bias and residual.
+Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+TRANSFORMED = (
+    "torch.func.vmap, forward mode (jvp) and is_grads_batched=True are not supported over several ranks; loop over "
+    "samples or gradients, use torch.autograd.functional, or set process_group=1"
+)
+
+
+def train(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Tensor, Tensor]:
+    """Return y and the statistics, as `train` of step.py."""
+    tensors, options, reduction, wrap = prepared(tensors, options, caller)
+    with recorded("syncbn.forward"), reduction.noting_errors():
+        if reduction.group is None and not tensors.has_mask():
+            y, statistics = train_alone(tensors, options)
+        else:
+            tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
+            tensors = without_gaps(tensors, options)
+            y, statistics = normalize(tensors, options, reduction)
+            y = apply_to_output(y)
+    # Compiled graphs leave updates out of a recompute; in eager mode the same operators run there and update nothing.
+    updates = is_compiling() or current_backward() == -1
+    buffers = tensors.running_mean, tensors.running_var, tensors.counter
+    update_buffers(*buffers, statistics, options.momentum, updates)
+    note_ranks(caller, reduction)
+    return wrap(y), statistics
+
+
+def prepared(tensors: Tensors, options: Options, caller: CallsOnGroups) -> tuple[Tensors, Options, Reduction, Wrap]:
+    """The tensors unwrapped, the options checked, the ranks to synchronise, and what makes the output what the input
+    was. **Raises** a fault in the arguments of this rank on every rank."""
+    reduction = reduction_now(options.process_group, caller, tensors.input)
+    try:
+        tensors, options, wrap = unwrap(tensors, options)
+        options = checked(tensors, options, caller)
+        if reduction.group is not None or tensors.has_mask():
+            require_float64(tensors.input)
+        return tensors, options, reduction, wrap
+    except Exception as error:  # of any class: a subclass's _check_input_dim may raise it
+        raise_on_all_ranks(error, tensors, options, reduction, "forward")
+
+
+def normalize(tensors: Tensors, options: Options, reduction: Reduction) -> tuple[Tensor, Tensor]:
+    """y and the statistics. The tensors are plain, without gaps and mask, and all have been checked."""
+    call = kind_of(tensors, options), reduction
+    inputs = tensors.input, tensors.weight, tensors.bias, tensors.z, tensors.num_values
+    y, statistics = apply_function(SyncBatchNormFunction, call, *inputs)
+    return y, statistics
+
+
+class SyncBatchNormFunction(torch.autograd.Function):
+    """((kind, reduction), x, weight, bias, residual, num_values) -> y, statistics.
+
+    x has no gaps; the residual has its dtype, strides and shape. num_values () is n of this rank where a mask has set
+    the other values to 0. The statistics of all ranks, packed as in statistics.py, are not differentiable.
+
+    Saved for backward and collectives: as in step._Step; two all_reduces in backward with create_graph=True.
+    """
+
+    @staticmethod
+    def forward(
+        call: Call, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+        num_values: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        kind, reduction = call
+        kernels = general_back_end(kind, x, weight, bias, residual).Forward(kind)
+        sums = total(kernels.forward_sums(x), reduction, "forward", num_values)
+        if num_values is not None or x.numel() <= kind.layout.sizes[1]:  # else this rank alone has two values
+            require_two_values(sums[-TRAILER_NUMBERS], x)
+        return kernels.forward_outputs((x, weight, bias, residual), sums)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        (ctx.kind, ctx.reduction), x, weight, *_ = inputs
+        y, statistics = output
+        ctx.mark_non_differentiable(statistics)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, statistics, y if ctx.kind.masks_by_y else None)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:5]
+        if is_compiling() and inside_functorch():  # Dynamo does not see what torch.func differentiates
+            needed = True, True, True, ctx.kind.has_residual
+        with ctx.reduction.noting_errors():
+            return None, *gradients(ctx.kind, dy, ctx.saved_tensors, needed, ctx.reduction), None
+
+
+def gradients(
+    kind: ForwardKind, dy: Tensor | None, saved: Saved, needed: Needed, reduction: Reduction,
+    num_values: Tensor | None = None,
+) -> Gradients:  # fmt: skip
+    """Return the gradients for what a forward of this kind has saved, which saved_tensors_hooks may have rounded or
+    moved. One all_reduce, whichever gradients are needed; with a graph (create_graph=True) two.
+
+    `num_values` () of this rank, if the n in the saved statistics is 1: the ranks then add up n with the sums. The
+    caller tells the errors of this rank to the others.
+    """
+    x, weight, statistics, y = saved
+    dy = torch.zeros_like(x) if dy is None else dy
+    passed_dy = dy if needed[3] and y is None else None  # to a view of which autograd may add in place
+    if can_be_unwrapped(dy):
+        dy = plain(dy)
+
+    def dense(tensor: Tensor) -> Tensor:  # Dynamo makes dy contiguous in a backward that asks for its strides
+        return tensor if is_compiling() else kind.layout.dense(tensor)
+
+    y = None if y is None else dense(y.to(dy.dtype))
+    saved = dense(x.to(dy.dtype)), weight, statistics.double().contiguous(), y
+    dy, needed_kind = dense(dy), kind_of_backward(kind, dy, weight, needed)
+    grad_x = grad_residual = None
+    with recorded("syncbn.backward"):
+        if torch.is_grad_enabled():  # the saved statistics are constants to autograd
+            grad_x, grad_weight, grad_bias, grad_residual = _with_graph(kind, needed_kind, dy, saved, reduction)
+        else:
+            kernels = general_back_end(needed_kind, *saved, dy).Backward(needed_kind)
+            sums, grad_weight, grad_bias = kernels.backward_sums(dy, saved)
+            sums = total(sums, reduction, "backward", num_values)
+            if num_values is not None:
+                sums = sums / sums[-TRAILER_NUMBERS].clamp(min=1)
+            reduction.end_backward()
+            if needed_kind.needs_x or needed_kind.needs_residual:
+                grad_x, grad_residual = kernels.backward_outputs(dy, saved, sums)
+    return grad_x, grad_weight, grad_bias, grad_residual if y is not None else passed_dy
+
+
+def _with_graph(forward: ForwardKind, kind: BackwardKind, dy: Tensor, saved: Saved, reduction: Reduction) -> Gradients:
+    """The gradients as a graph. Mean and variance are computed again from x, with their all_reduce as part of the
+    graph: two all_reduces in all.
+
+    The first has a pass name of its own: a rank without create_graph issues only the second.
+    """
+    x, weight, statistics, y = saved
+    kernels, num_values = reference.Forward(forward), statistics[3 * kind.layout.sizes[1]].clamp(min=1)
+    fold = kind.layout.fold
+    sums = total(kernels.forward_sums(x), reduction, WITH_GRAPH)
+    mean, mean_square = (sums[:-TRAILER_NUMBERS] / num_values).chunk(2)
+    xmu = reference.minus_mean(fold(x), mean)
+    invstd = ((mean_square - mean.square()).clamp(min=0) + forward.eps).rsqrt()
+    dy = reference.through_relu(kind, fold(dy), fold(x), None if y is None else fold(y), statistics)
+    wide_dy = dy.double()
+    sum_dy, sum_dy_xmu = reference.channel_sums(wide_dy), reference.channel_sums(wide_dy * xmu)
+    sums = total(torch.cat((sum_dy, sum_dy_xmu, sum_dy.new_zeros(TRAILER_NUMBERS))), reduction, "backward")
+    mean_dy, mean_dy_xmu = (sums[:-TRAILER_NUMBERS] / num_values).chunk(2)
+    scale = invstd if weight is None else invstd * weight.double()
+    wide_grad_x = (wide_dy - mean_dy[:, None] - xmu * (invstd.square() * mean_dy_xmu)[:, None]) * scale[:, None]
+    grad_x, grad_residual = (kind.layout.unfold(wide, x.shape).to(x.dtype) for wide in (wide_grad_x, wide_dy))
+    weight_dtype, bias_dtype = kind.grad_weight_dtype, kind.grad_bias_dtype
+    return (
+        grad_x if kind.needs_x else None,
+        None if weight_dtype is None else (sum_dy_xmu * invstd).to(weight_dtype),
+        None if bias_dtype is None else sum_dy.to(bias_dtype),
+        grad_residual if kind.needs_residual else None,
+    )
+
+
+def total(sums: Tensor, reduction: Reduction, pass_name: str, num_values: Tensor | None = None) -> Tensor:
+    """Return the totals over the ranks of float64 `sums` with a trailer, by one all_reduce, which may overwrite them;
+    with `num_values` () in the place of n unless it is None.
+
+    In eager mode with gradients the totals are differentiable any number of times: the sum is linear, so its gradient
+    is a sum over the ranks, too, by one all_reduce. **Raises** RuntimeError inside vmap and forward mode.
+    """
+    if num_values is not None:
+        trailer = -TRAILER_NUMBERS
+        sums = torch.cat((sums[:trailer], num_values.double().view(1), sums[trailer + 1 :]))
+    # In compiled graphs `is_transformed` is False.
+    if reduction.group is not None and (inside_vmap_or_forward_mode() or select.is_transformed(sums)):
+        raise RuntimeError(TRANSFORMED)
+    if reduction.group is None or is_compiling() or not torch.is_grad_enabled():
+        return reduction.total(sums, pass_name)
+    result = _Total.apply(sums[:-SIGNATURE_NUMBERS], reduction, pass_name)  # type: ignore[no-untyped-call]
+    n = result[-1:].detach()
+    return torch.cat((result[:-1], n, sums.new_zeros(SIGNATURE_NUMBERS)))
+
+
+class _Total(torch.autograd.Function):
+    """(sums and n, reduction, pass_name) -> their totals. In derivative passes 0 stands in the place of n."""
+
+    @staticmethod
+    def forward(sums: Tensor, reduction: Reduction, pass_name: str) -> Tensor:
+        return reduction.total(F.pad(sums, (0, SIGNATURE_NUMBERS)), pass_name)[:-SIGNATURE_NUMBERS]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.reduction, ctx.pass_name = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None]:
+        pass_name = f"derivative of {ctx.pass_name}"
+        return _Total.apply(grad_total, ctx.reduction, pass_name), None, None  # type: ignore[no-untyped-call]
+
+
+def evaluate(tensors: Tensors, options: Options, caller: object = None) -> Tensor:
+    """y by the running statistics; without them, by those of this rank's batch. `caller` is a layer or None."""
+    tensors, options, wrap = unwrap(tensors, options)
+    check(tensors, options, caller)
+    is_masked_batch = tensors.mask is not None and tensors.running_mean is None
+    tensors, apply_to_output = apply_mask(tensors, options.channel_dim)
+    if is_masked_batch:  # it normalises by the values that count in this batch
+        check_eps(options.eps, training=True)
+        return wrap(apply_to_output(normalize(without_gaps(tensors, options), options, ONE_RANK)[0]))
+    mean, var = tensors.running_mean, tensors.running_var
+    return wrap(apply_to_output(_by_torch(tensors, options, mean, var, training=mean is None)))
+
+
+def train_alone(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+    """Return y by F.batch_norm, and the statistics of this rank's batch, packed as in statistics.py. The arguments have
+    been checked, and there is no mask."""
+    x = tensors.input
+    # With a momentum of 1, F.batch_norm replaces these running statistics by those of the batch.
+    mean, var = (x.new_zeros(x.shape[options.channel_dim], dtype=compute_dtype(x.dtype)) for _ in range(2))
+    y = _by_torch(tensors, options, mean, var, training=True)
+    if has_float64(x.device):  # `to_sums` in float32 would lose the variance beside a large mean.
+        mean, var = mean.to(torch.float64), var.to(torch.float64)
+    n = mean.new_full((1,), x.numel() // max(1, len(mean)))
+    var = var * ((n - 1) / n.clamp(min=1))
+    return y, pack(mean, var, (var + options.eps).rsqrt(), n)
+
+
+def _by_torch(tensors: Tensors, options: Options, mean: Tensor | None, var: Tensor | None, training: bool) -> Tensor:
+    """Return y by these running statistics or, in training, by those of the batch."""
+    x, eps, weight, bias = tensors.input, options.eps, tensors.weight, tensors.bias
+    if any(tensor is not None and tensor.dtype != x.dtype for tensor in (mean, var, weight, bias)):
+        # F.batch_norm takes parameters of the input's dtype, or all in float32 beside a lower one.
+        dtype = compute_dtype(x.dtype)
+        mean, var, weight, bias = (None if tensor is None else tensor.to(dtype) for tensor in (mean, var, weight, bias))
+    if options.channel_dim in (1, 1 - x.ndim):
+        y = plain_batch_norm(x, mean, var, weight, bias, training, 1.0, eps)
+    else:
+        x = x.contiguous()
+        folded = Layout.of(x, options.channel_dim).fold(x)
+        y = plain_batch_norm(folded, mean, var, weight, bias, training, 1.0, eps).view_as(x)
+    if tensors.z is not None:
+        y = y + tensors.z.to(y.dtype)
+    if options.relu:
+        y = F.relu(y)
+    return y
+
+
+def plain_batch_norm(
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None,
+    bias: Tensor | None, training: bool, momentum: float, eps: float,
+) -> Tensor:  # fmt: skip
+    """torch.batch_norm, as F.batch_norm is replaced within converted layers; eps is checked as there."""
+    check_eps(eps, training)
+    if training and input.numel() == input.shape[1] > 0:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
+    return torch.batch_norm(
+        input, weight, bias, running_mean, running_var, training, momentum, eps, torch.backends.cudnn.enabled
+    )
+
+
+def raise_on_all_ranks(
+    error: Exception, tensors: Tensors, options: Options, reduction: Reduction, pass_name: str
+) -> NoReturn:
+    """Join the all_reduce of the others with NaN in the place of n, and raise `error` on every rank.
+
+    On a GPU the others raise at a later call. Only this rank raises in a compiled graph, in a trace of torch.fx, on a
+    GPU without Triton, and where no argument has channels. In eager mode its position then has the error.
+    """
+    refuse_proxies(tensors)
+    num_channels, device = _likely_channels(tensors, options), _device_of(tensors)
+    if not reduction.is_read or num_channels is None or not (device.type == "cpu" or select.looks_at_totals(device)):
+        reduction.note_error(error)
+        raise error  # no rank would read the NaN
+    sums = torch.zeros(2 * num_channels + TRAILER_NUMBERS, dtype=torch.float64, device=device)
+    sums[-TRAILER_NUMBERS] = math.nan
+    with reduction.noting_errors():
+        reduction.total(sums, pass_name, error)
+    raise AssertionError("internal error: no rank reported the bad argument") from error
+
+
+def _likely_channels(tensors: Tensors, options: Options) -> int | None:
+    """The number of channels that most arguments have, since one of them is wrong; None if none has channels."""
+    per_channel = [tensor for tensor in tensors.per_channel().values() if isinstance(tensor, Tensor)]
+    votes = [tensor.numel() for tensor in per_channel if not is_lazy(tensor)]
+    if not votes and isinstance(options.num_channels, Integral) and options.num_channels > 0:
+        return options.num_channels
+    with contextlib.suppress(Exception):  # no tensor; no such dim; sequences of different lengths
+        votes.append(int(tensors.input.shape[options.channel_dim]))
+    return max(votes, key=votes.count, default=None)  # the first of equals: a per-channel tensor's
+
+
+def _device_of(tensors: Tensors) -> torch.device:
+    """The device of the first argument that is a tensor."""
+    candidates = *tensors.per_channel().values(), tensors.input
+    return next((tensor.device for tensor in candidates if isinstance(tensor, Tensor)), torch.device("cpu"))

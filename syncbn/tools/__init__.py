@@ -1,1 +1,0 @@
-"""Holds the tools beside the layer: a summary, and running statistics of several batches."""
