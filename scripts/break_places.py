@@ -38,7 +38,7 @@ FILES = {  # of an area, drawn as often as they are named; those that are gone a
     "reductions/*.py comm/*.py",
     "conversion": "convert.py convert.py unconverted.py synchronised_classes.py bound_methods.py unsynchronised.py",
 }
-NEAREST = {"step": "layer plan step backward errors", "kernels": "kernels", "conversion": "convert"}  # tests
+NEAREST = {"step": "layer step backward errors", "kernels": "kernels", "conversion": "convert"}  # tests
 PAIRS = [("==", "!="), ("<", "<="), (">", ">="), ("+", "-"), ("*", "/"), ("and", "or"), ("is", "is not")]
 PAIRS += [("in", "not in"), ("&&", "||"), ("+=", "-=")]
 INSTEAD = dict(PAIRS) | {other: one for one, other in PAIRS} | {"//": "*"}

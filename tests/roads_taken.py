@@ -1,4 +1,4 @@
-"""Sees which passes leave the ordinary road, compares a layer with torch's, and makes tensors that must be copied."""
+"""Sees which passes leave the fast path, compares a layer with torch's, and makes tensors that must be copied."""
 
 import contextlib
 import copy
@@ -20,20 +20,15 @@ Layer = nn.BatchNorm2d | syncbn.SyncBatchNorm2d
 
 
 @contextlib.contextmanager
-def general_road() -> Iterator[list[str]]:
-    """The passes that take the general road within, by their names: forward, backward."""
+def fallbacks() -> Iterator[list[str]]:
+    """The functions of the fallback that the fast path calls within: train, gradients."""
     taken: list[str] = []
 
-    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def note(*arguments: Any) -> Any:
-            taken.append(name)
-            return function(*arguments)
-
-        return note
+    def noted(name: str) -> Callable[..., Any]:
+        return lambda *given: taken.append(name) or getattr(fallback, name)(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        passes = {"train": noted("forward", fallback.train), "gradients": noted("backward", fallback.gradients)}
-        patch.setattr(step, "fallback", SimpleNamespace(**(vars(fallback) | passes)))
+        patch.setattr(step, "fallback", SimpleNamespace(train=noted("train"), gradients=noted("gradients")))
         yield taken
 
 
@@ -59,15 +54,9 @@ def close(actual: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-5, **
     torch.testing.assert_close(*tensors, rtol=rtol, atol=atol, **options)
 
 
-def as_torch(run: Callable[[Any], Any], *roads: str, layer_class: Any = nn.BatchNorm2d, **tolerance: Any) -> Any:
-    """What `run` gives of our layer: the same as of torch's, with classes and metadata. These passes of it take the
-    general road."""
-    results = []
-    for layer in twins(layer_class):
-        with general_road() as taken:
-            results.append(run(layer))
-    assert taken == [*roads]
-    expected, actual = results
+def as_torch(run: Callable[[Any], Any], layer_class: Any = nn.BatchNorm2d, **tolerance: Any) -> Any:
+    """What `run` gives of our layer: the same as of torch's, with classes and metadata."""
+    expected, actual = map(run, twins(layer_class))
     close(actual, expected, **tolerance)
     assert [*map(class_and_metadata, tree_leaves(actual))] == [*map(class_and_metadata, tree_leaves(expected))]
     return actual

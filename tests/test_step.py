@@ -1,21 +1,27 @@
-"""Catches an ordinary call that reads or writes wrong memory, keeps what has changed since, or hides from who watches.
+"""Catches a call on the fast path that reads or writes wrong memory, keeps what has changed since, or hides from who
+watches; and one that runs by the cached kernels of another call, or a cache that keeps something alive or is not used.
 
-An ordinary call reads and writes tensors at their addresses. What nn.BatchNorm2d gives is expected.
+The fast path reads and writes tensors at their addresses. What torch gives is expected.
 """
 
 import contextlib
 import copy
+import gc
+import itertools
 import pickle
 import threading
+import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from roads_taken import Layer, as_torch, close, escaped, forget_kernels, general_road, twins, with_gaps
+from roads_taken import Layer, as_torch, close, escaped, fallbacks, forget_kernels, twins, with_gaps
 from subclasses_of_batchnorm import parametrized
 from tensor_subclasses import Image, MetaImage, as_class, plain
 from torch import Tensor, nn
@@ -27,9 +33,14 @@ from torch.utils.checkpoint import checkpoint
 from training import step, unchanged
 
 import syncbn
+from syncbn import plan
+from syncbn import step as step_module
+from syncbn.arguments import ANY_DIMS, Options, Tensors
 from syncbn.functional import batch_norm_backward, sync_batch_norm
 from syncbn.kernels import available
 from syncbn.ranks.reduction import OneRank
+from syncbn.ranks.sites import Caller
+from syncbn.torch_internals.autograd import is_wrapped
 
 SHAPE = 4, 3, 5, 2
 DTYPES = torch.float16, torch.bfloat16, torch.float64
@@ -43,7 +54,7 @@ def seed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Between a call and the next.
 
-STEPS = 3  # after which the kernels of the last call are taken without a look at the plans
+STEPS = 3  # after which kernels are cached
 
 
 def numbers() -> Tensor:
@@ -85,7 +96,7 @@ CHANGES: dict[str, Callable[[Layer], object]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_is_changed_after_a_call_holds_in_the_next(name: str) -> None:
-    """Nothing of a layer may be kept from the call in which its plan was made."""
+    """Nothing of a layer may be kept from the call in which its kernels were cached."""
     dtype = next((one for one in DTYPES if str(one) == name), torch.float32)
     x = torch.randn(2, *SHAPE)
 
@@ -97,9 +108,8 @@ def test_what_is_changed_after_a_call_holds_in_the_next(name: str) -> None:
         CHANGES[name](layer)
         return step(layer, layer, x[1].to(dtype)) | {"evaluation": layer.eval()(x[1].to(dtype))}
 
-    roads = ["forward"] if name == "weight with gaps" else []
     rounding = 8 * torch.finfo(dtype).eps if dtype.itemsize == 2 else 1e-5
-    results = as_torch(run, *roads, rtol=rounding, atol=rounding, equal_nan=True)
+    results = as_torch(run, rtol=rounding, atol=rounding, equal_nan=True)
     assert ("NaN" in name) == any(one is not None and bool(one.isnan().any()) for one in results.values())
 
 
@@ -113,7 +123,7 @@ def test_copies_after_steps() -> None:
 
 
 def test_functional_call_uses_its_own_tensors() -> None:
-    """Of other dtypes than the layer's, for which there is a plan already."""
+    """Of other dtypes than the layer's, for which kernels are cached already."""
     x = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
 
     def run(layer: Layer) -> tuple[object, ...]:
@@ -131,8 +141,7 @@ def test_functional_call_uses_its_own_tensors() -> None:
 
 @pytest.mark.parametrize("where", ["torch's class", "class", "instance", "instance of a class without a number"])
 def test_a_check_of_dims_of_ones_own_is_called(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it is put after a plan was made, in the class that this plan is for, or in torch's. It gets the user's
-    tensor."""
+    """Also where it is put after kernels were cached, in the layer's class or in torch's. It gets the user's tensor."""
     layer = syncbn.SyncBatchNorm(3) if "without" in where else syncbn.SyncBatchNorm2d(3)
     layer.__class__ = type("Own", (type(layer),), {})
     x, seen = torch.randn(SHAPE).as_subclass(MetaImage if where == "instance" else Tensor), []
@@ -140,11 +149,9 @@ def test_a_check_of_dims_of_ones_own_is_called(where: str, monkeypatch: pytest.M
         layer(x)
     owner = layer if "instance" in where else nn.BatchNorm2d if "torch" in where else type(layer)
     monkeypatch.setattr(owner, "_check_input_dim", lambda *given: seen.append(given[-1]))
-    with general_road() as taken:
-        layer(x)
+    layer(x)
     assert seen
     assert all(one is x for one in seen)
-    assert taken == ["forward"]
 
 
 # Modes.
@@ -161,7 +168,7 @@ MODES: dict[str, Context] = {
 
 @pytest.mark.parametrize("subclass", [Tensor, Image])
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_of_torch_are_no_reason_for_the_general_road(mode: str, subclass: type[Tensor]) -> None:
+def test_modes_of_torch_are_no_reason_for_the_fallback(mode: str, subclass: type[Tensor]) -> None:
     x = as_class(torch.randn(2, *SHAPE), subclass).requires_grad_()
 
     def run(layer: Layer) -> tuple[object, ...]:
@@ -171,7 +178,9 @@ def test_modes_of_torch_are_no_reason_for_the_general_road(mode: str, subclass: 
                 y = layer(one)
         return y, y.requires_grad, *layer.buffers()
 
-    as_torch(run)
+    with fallbacks() as taken:
+        as_torch(run)
+    assert not taken
 
 
 in_c = pytest.mark.skipif("cpu: C++" not in available(), reason=available())
@@ -269,7 +278,7 @@ WAYS: dict[str, Callable[..., list[Tensor]]] = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")  # of Dynamo
 @pytest.mark.parametrize("way", WAYS)
 def test_backward_asks_again(way: str) -> None:
-    """How torch runs may have changed since an ordinary forward, and who made dy is not known."""
+    """How torch runs may have changed since a forward on the fast path, and who made dy is not known."""
     x, dy = torch.randn(2, *SHAPE)
 
     def run(layer: Layer) -> list[Tensor]:
@@ -278,7 +287,7 @@ def test_backward_asks_again(way: str) -> None:
         given = [x.clone().requires_grad_(), layer.weight, layer.bias]
         return WAYS[way](layer(given[0]), given, dy)
 
-    as_torch(run, *(["backward"] if way != "as it is" else []), rtol=1e-4)
+    as_torch(run, rtol=1e-4)
 
 
 def test_a_weight_that_becomes_another_before_backward() -> None:
@@ -397,7 +406,6 @@ STRANGE: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("subclass", [Tensor, Image])
 @pytest.mark.parametrize("how", STRANGE)
 def test_gaps_and_negative_views(how: str, subclass: type[Tensor]) -> None:
-    """What has gaps is made dense once and takes the ordinary road."""
     x, dy = as_class(torch.randn(SHAPE), subclass), torch.randn(SHAPE)
 
     def run(layer: Layer) -> tuple[object, ...]:
@@ -405,7 +413,7 @@ def test_gaps_and_negative_views(how: str, subclass: type[Tensor]) -> None:
         y = layer(STRANGE[how](leaf))
         return y, *layer.buffers(), torch.autograd.grad(y, (leaf, layer.weight, layer.bias), dy)
 
-    as_torch(run, *["forward"] * (how == "a negative view"))
+    as_torch(run)
 
 
 # Beside others.
@@ -445,8 +453,8 @@ def test_hooks_of_all_kinds() -> None:
     assert orders[1] == orders[0]
 
 
-def test_two_threads_in_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both stand between the two calls of a pass at once: a plan that kept anything of a call would mix them."""
+def test_two_threads_in_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both stand between the two calls of a pass at once: kernels that kept anything of a call would mix them."""
     pairs, x = [twins() for _ in range(2)], torch.randn(2, *SHAPE)
     ours, layer = [one for _, one in pairs], syncbn.SyncBatchNorm2d(3)
     expected = [step(plain, plain, one) for (plain, _), one in zip(pairs, x, strict=True)]
@@ -470,3 +478,339 @@ def test_a_fused_relu_does_not_need_its_output_or_the_bias_in_backward() -> None
             y.detach().zero_()
         gradients.append(torch.autograd.grad(y, [x, layer.weight, layer.bias], dy))
     assert all(map(torch.equal, *gradients))
+
+
+# Cached kernels.
+
+# A call with all there is. The sizes are equal, so that any dim may be that of the channels.
+X, Z = torch.randn(2, 3, 3, 3, 3, generator=torch.Generator().manual_seed(0))
+BASE: dict[str, Any] = {
+    "input": X, "z": Z, "running_mean": torch.tensor([0.1, 0.2, 0.3]), "running_var": torch.tensor([1.0, 2.0, 3.0]),
+    "weight": torch.tensor([1.0, -2.0, 3.0]), "bias": torch.tensor([0.5, 0.0, -0.5]), "counter": torch.tensor(2),
+    "momentum": 0.25, "eps": 1.0, "channel_dim": 1, "relu": False, "num_channels": 3,
+    "check_input_dim": ANY_DIMS,
+}  # fmt: skip
+
+
+def changed(**others: object) -> dict[str, Any]:
+    """The arguments of BASE but for these, in memory of their own."""
+    given = BASE | others
+    copied = [name for name, one in BASE.items() if given[name] is one and isinstance(one, Tensor)]
+    return given | {name: given[name].clone() for name in copied}
+
+
+def arguments(given: dict[str, Any]) -> tuple[Tensors, Options]:
+    tensors = {name: value for name, value in given.items() if name in Tensors._fields}
+    return Tensors(**tensors), Options(**{name: value for name, value in given.items() if name not in tensors})
+
+
+def train(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    return step_module.train(*arguments(given), Caller("this test"))
+
+
+def check_step(given: dict[str, Any]) -> None:
+    """A training step with these arguments is torch's, of float64. No mask has an effect here. (What torch.func has
+    wrapped has no gradient outside of it.)"""
+    wide = {name: one.detach().double() + 0 if isinstance(one, Tensor) else one for name, one in given.items()}
+    leaves = [
+        name for name in ("input", "z", "weight", "bias") if given[name] is not None and not is_wrapped(given[name])
+    ]
+    for name in leaves:
+        given[name].requires_grad_()
+        wide[name].requires_grad_()
+    x, mean, var = wide["input"].movedim(given["channel_dim"], 1), wide["running_mean"], wide["running_var"]
+    counter = given["counter"]
+    count = None if counter is None else int(counter) + 1
+    momentum = 1 / count if given["momentum"] is None else float(given["momentum"])
+    y = F.batch_norm(x, mean, var, wide["weight"], wide["bias"], True, momentum, float(given["eps"]))
+    y = y.movedim(1, given["channel_dim"])
+    y = y if wide["z"] is None else y + wide["z"]
+    y = y.relu() if given["relu"] else y
+    actual, _ = train(given)
+    rounding = 16 * torch.finfo(actual.dtype).eps
+    torch.testing.assert_close(actual.double(), y, rtol=rounding, atol=rounding)
+    dy = plain(actual).cos()
+    gradients = torch.autograd.grad(actual, [given[name] for name in leaves], dy)
+    expected = torch.autograd.grad(y, [wide[name] for name in leaves], dy.double())
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        rounding = 16 * torch.finfo(gradient.dtype).eps
+        torch.testing.assert_close(gradient.double(), wanted, rtol=rounding, atol=rounding)
+    for running, expected in ((given["running_mean"], mean), (given["running_var"], var)):
+        if running is not None:
+            rounding = 1e-2 if running.dtype.itemsize == 2 else 1e-6
+            torch.testing.assert_close(running.double(), expected, rtol=rounding, atol=0)
+    assert counter is None or int(counter) == count
+
+
+def channel_innermost(x: Tensor) -> Tensor:
+    return x.to(memory_format=torch.channels_last)
+
+
+# Ways in which kernels cannot read a tensor at its address.
+UNREADABLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "with gaps": with_gaps,
+    "of negatives": lambda tensor: torch._neg_view(-tensor),
+    "of zeros": lambda tensor: torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype),  # without memory
+    "wrapped": escaped,
+    "of another class": lambda tensor: tensor.as_subclass(type("OwnTensor", (Tensor,), {})),
+}
+
+
+PER_CHANNEL = "weight", "bias", "running_mean", "running_var"
+FAST, FALLBACK = "the fast path", "the fallback"
+
+
+def path_of(name: str, how: str) -> str:
+    """Inputs with gaps are copied; per-channel values are not, and buffers could not be."""
+    is_fast = how == "of another class" or (how == "with gaps" and name in ("input", "z"))
+    return FAST if is_fast else FALLBACK
+
+
+def refuse(layer: nn.Module, x: Tensor) -> None:
+    raise AssertionError
+
+
+CHECK_2D = nn.BatchNorm2d._check_input_dim
+
+
+def nested() -> Tensor:
+    """Without sizes and strides: a comparison of its strides aborts the process."""
+    with warnings.catch_warnings(action="ignore"):
+        return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+
+
+# By what a call differs from BASE: which path it takes, or what it raises.
+DIFFERENCES: dict[str, tuple[dict[str, object], str | type[Exception]]] = {
+    "nothing": ({}, FAST),
+    "shape of x": ({"input": torch.randn(4, 3, 3, 3), "z": torch.randn(4, 3, 3, 3)}, FAST),
+    "channels of x": ({"input": torch.randn(3, 4, 3, 3), "z": torch.randn(3, 4, 3, 3)}, ValueError),
+    "dims of x": ({"input": X[0], "z": None}, FAST),
+    "dims of x that the layer has not": ({"input": X[0], "z": Z[0], "check_input_dim": CHECK_2D}, ValueError),
+    "strides of x": ({"input": channel_innermost(X), "z": channel_innermost(Z)}, FAST),
+    "strides of x alone": ({"input": channel_innermost(X)}, FAST),
+    "gaps": ({"input": with_gaps(X), "z": with_gaps(Z)}, FAST),  # as little contiguous as "strides of x"
+    "dtype of x": ({"input": X.double(), "z": Z.double()}, FAST),
+    "integers": ({"input": X.int()}, TypeError),
+    "no input": ({"input": None}, TypeError),
+    "text": ({"input": "text"}, TypeError),
+    **{f"nested {name}": ({name: nested()}, TypeError) for name in ("input", "z", *PER_CHANNEL)},
+    "no residual": ({"z": None}, FAST),
+    "shape of the residual": ({"z": Z[:1]}, ValueError),
+    "strides of the residual": ({"z": channel_innermost(Z)}, FAST),
+    "integers in the residual": ({"z": Z.int()}, TypeError),
+    "dtype of the residual": ({"z": Z.double()}, FAST),
+    **{f"no {name}": ({name: None}, FAST) for name in ("weight", "bias", "counter")},
+    "no statistics": ({"running_mean": None, "running_var": None}, FAST),
+    "no running_var": ({"running_var": None}, ValueError),
+    **{f"dtype of {name}": ({name: BASE[name].half()}, FAST) for name in PER_CHANNEL},
+    **{f"integers in {name}": ({name: BASE[name].int()}, TypeError) for name in PER_CHANNEL},
+    **{f"shape of {name}": ({name: torch.ones(4)}, ValueError) for name in PER_CHANNEL},
+    **{f"device of {name}": ({name: BASE[name].to("meta")}, ValueError) for name in ("z", *PER_CHANNEL)},
+    **{
+        f"{name} {how}": ({name: change(BASE[name])}, path_of(name, how)) for how, change in UNREADABLE.items()
+        for name in ("input", "z", *PER_CHANNEL) if how != "of zeros" or name in ("z", "weight", "bias")
+    },
+    "dtype of the counter": ({"counter": torch.tensor(2, dtype=torch.int32)}, FALLBACK),
+    "shape of the counter": ({"counter": torch.tensor([2])}, FALLBACK),
+    "counter of negatives": ({"counter": torch._neg_view(torch.tensor(-2))}, FALLBACK),
+    "eps": ({"eps": 0.5}, FAST),
+    "eps is an int": ({"eps": 1}, FALLBACK),
+    "eps of NumPy": ({"eps": np.float64(1.0)}, FALLBACK),
+    "eps is a list": ({"eps": [1.0]}, TypeError),
+    "eps is 0": ({"eps": 0.0}, ValueError),
+    "no momentum": ({"momentum": None}, FAST),
+    "momentum is an int": ({"momentum": 1}, FAST),
+    "momentum without a counter": ({"momentum": None, "counter": None}, TypeError),
+    "momentum is a tensor": ({"momentum": torch.tensor(0.5)}, FALLBACK),
+    "channel_dim": ({"channel_dim": 2}, FAST),
+    "channel_dim from the right": ({"channel_dim": -1}, FAST),
+    "class of channel_dim": ({"channel_dim": 1.0}, TypeError),
+    "relu": ({"relu": True}, FAST),
+    "relu without a residual": ({"relu": True, "z": None}, FAST),
+    "class of relu": ({"relu": np.bool_(False)}, FALLBACK),
+    "num_channels": ({"num_channels": 4}, FAST),  # only a name beside tensors
+    "num_channels cannot be looked up": ({"num_channels": [3]}, FALLBACK),
+    "num_channels alone": ({"num_channels": 4, **dict.fromkeys(PER_CHANNEL)}, ValueError),
+    "no num_channels": ({"num_channels": None}, FAST),
+    "mask": ({"mask": torch.ones(3, dtype=torch.bool)}, FAST),
+    "check of dims": ({"check_input_dim": CHECK_2D}, FAST),
+    "check of other dims": ({"check_input_dim": nn.BatchNorm1d._check_input_dim}, ValueError),
+    "check of a subclass": ({"check_input_dim": refuse}, AssertionError),
+    "check of an instance": ({"check_input_dim": lambda layer, x: None}, FALLBACK),
+}  # fmt: skip
+
+
+def refuse_to_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only kernels that are cached are left."""
+    for cache in (plan.forward_cache, plan.backward_cache):
+        monkeypatch.setattr(cache, "find", None)
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_a_call_after_another(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not run by the kernels of that: with its dtypes, at addresses that hold other numbers, or although it is
+    wrong. This is the table of which calls take the fast path; there the next call takes cached kernels."""
+    others, outcome = DIFFERENCES[name]
+    check_step(changed())
+    if isinstance(outcome, str):
+        for call in range(2):
+            with fallbacks() as taken:
+                check_step(changed(**others))
+            assert taken == ["train"] * (outcome == FALLBACK)
+            check_step(changed())
+            if call == 0 and outcome == FAST:
+                refuse_to_find(monkeypatch)
+    else:
+        train(changed())  # without gradients, too
+        for _ in range(2):  # cached kernels would let it pass the second time
+            with pytest.raises(outcome, match=r"^(?!unhashable)"):  # Python's error would be raised on this rank alone
+                train(changed(**others))
+        check_step(changed())
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_calls_one_after_another(order: int) -> None:
+    for others, outcome in 2 * [*DIFFERENCES.values()][::order]:
+        if isinstance(outcome, str):
+            check_step(changed(**others))
+
+
+@pytest.mark.parametrize(("first", "second"), [("input", "z"), *itertools.combinations(PER_CHANNEL, 2)])
+def test_a_tensor_that_comes_twice(first: str, second: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No guard accepts it, so that kernels would be looked for in each call. It must not run by those of a call in
+    which one of the two is missing, or has another dtype."""
+
+    def run() -> tuple[Tensor, ...]:
+        given = changed()
+        given[second] = given[first]
+        y, statistics = train(given)
+        return y, statistics, given["running_mean"], given["running_var"]
+
+    expected = run()
+    missing = ("running_mean", "running_var") if "running" in second else (second,)
+    for others in ({}, dict.fromkeys(missing), {second: BASE[second].double()}):
+        check_step(changed(**others))
+    refuse_to_find(monkeypatch)
+    with fallbacks() as taken:
+        torch.testing.assert_close(run(), expected, rtol=0, atol=0)
+    assert not taken
+
+
+@pytest.mark.parametrize("fuse_relu", [False, True])
+def test_a_residual_that_is_the_input_and_a_bias_that_is_the_weight(
+    fuse_relu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward, whose dy is the input too, are those of torch, by kernels that are found once."""
+    layer, plain = syncbn.SyncBatchNorm1d(3, fuse_relu=fuse_relu), nn.BatchNorm1d(3)
+    layer.bias, plain.bias = layer.weight, plain.weight
+    for call in range(3):
+        if call == 2:
+            refuse_to_find(monkeypatch)
+        x = torch.randn(4, 3, 2)
+        own_x = x.clone()
+        with fallbacks() as taken:
+            layer(own_x, own_x).backward(own_x)
+        expected = plain(x) + x
+        (expected.relu() if fuse_relu else expected).backward(x)
+        assert not taken
+        torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
+    torch.testing.assert_close(layer.state_dict(), plain.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_tensors_without_strides() -> None:
+    """torch's own error about strides must not reach the user."""
+    for sparse in (X.to_sparse_csr(), X.to_sparse(), X.to_mkldnn()):
+        with pytest.raises(TypeError, match="expected a dense input"):
+            train(changed(input=sparse))
+
+
+# How torch runs when kernels are cached, and when they are asked for.
+
+STATES_OF_TORCH: dict[str, Context] = {"as usual": contextlib.nullcontext} | MODES
+BUFFERS = "running_mean", "running_var", "counter"
+ALL_TENSORS = "input", "z", "weight", "bias", *BUFFERS
+OF_INFERENCE = {"no tensor": (), "input": ("input",), "buffers": BUFFERS, "all": ALL_TENSORS}
+STATES = [*itertools.product(STATES_OF_TORCH, OF_INFERENCE)]
+
+
+def train_in(mode: str, of_inference: str) -> tuple[str, list[Tensor]]:
+    """The error, or "", and the buffers after it; without an error the output and its gradients, too."""
+    given, error, results = changed(), "", list[Tensor]()
+    with torch.inference_mode():
+        given |= {name: given[name].clone() for name in OF_INFERENCE[of_inference]}
+        for name in ("weight", "bias"):
+            given[name].requires_grad_()
+    try:
+        with STATES_OF_TORCH[mode]():
+            y, _ = train(given)
+        results = [y, *torch.autograd.grad(y, (given["weight"], given["bias"]), Z)] if y.requires_grad else [y]
+    except (RuntimeError, ValueError) as raised:
+        error = str(raised)
+    return error, [*results, *(given[name] for name in BUFFERS)]
+
+
+@pytest.mark.parametrize(("mode", "of_inference"), STATES)
+def test_kernels_of_another_mode(mode: str, of_inference: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever kernels are cached, the call is the same. Outside of inference mode autograd refuses to update or save
+    a tensor made inside, and no buffer may have moved then, as by kernels that were cached inside."""
+    error, expected = train_in(mode, of_inference)
+    refuses_buffers = mode != "inference" and of_inference in ("buffers", "all")
+    refuses_input = mode not in ("no gradients", "inference") and of_inference == "input"
+    assert ("was made in torch.inference_mode()" in error) == bool(error) == (refuses_buffers or refuses_input)
+    if error:
+        torch.testing.assert_close(expected, [BASE[name] for name in BUFFERS])
+    for state in STATES:
+        forget_kernels(monkeypatch)
+        train_in(*state)
+        actual_error, actual = train_in(mode, of_inference)
+        assert actual_error == error, state
+        torch.testing.assert_close(actual, expected)
+
+
+def cached_kernels(cache: plan.Cache[Any]) -> list[Any]:
+    cached = [value for of_key in cache.entries.values() for _, value in of_key]
+    return [value[0] for value in cached] if cache is plan.forward_cache else cached
+
+
+def test_caches_keep_nothing_alive() -> None:
+    """There may be thousands of entries: a tensor, a layer or a class in one of them would never be freed."""
+
+    def run(**attributes: object) -> list[weakref.ref[object]]:
+        kind = type("Made", (syncbn.SyncBatchNorm1d,), attributes)
+        layer, tensors = kind(3, fuse_relu=True), [torch.randn(2, 3, requires_grad=True) for _ in range(2)]
+        layer(*tensors).sum().backward()
+        return [weakref.ref(one) for one in (kind, layer, *tensors, *layer.parameters(), *layer.buffers())]
+
+    seen = run() + run(_check_input_dim=lambda layer, x: None)
+    gc.collect()
+    assert {one() for one in seen} == {None}
+
+
+def test_kernels_hold_no_tensor() -> None:
+    """So many channels need scratch memory in each call; another thread or stream may be in the same kernels."""
+    syncbn.SyncBatchNorm1d(5000)(torch.randn(2, 5000)).sum().backward()
+    kernels = [*cached_kernels(plan.forward_cache), *cached_kernels(plan.backward_cache)]
+    assert len(kernels) == 2
+    assert not [one for each in kernels for one in vars(each).values() if isinstance(one, Tensor)]
+
+
+def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of ever new shapes would else fill the memory. What has left the cache runs as before."""
+    monkeypatch.setattr(plan, "MOST_KEYS", 3)
+    layer, plain, numbers = syncbn.SyncBatchNorm1d(3), nn.BatchNorm1d(3), []
+    with fallbacks() as taken:
+        for length in (2, 3, 4, 5, 2):
+            x = torch.randn(4, 3, length, requires_grad=True)
+            y = layer(x)
+            torch.testing.assert_close(y, plain(x))
+            y.sum().backward()
+            numbers.append(len(plan.forward_cache.entries))
+    assert not taken
+    assert numbers == [1, 2, 3, 1, 2]
+    x = torch.randn(4, 3, 2)
+    for requires_grad in itertools.product((True, False), repeat=3):
+        for tensor, value in zip((x, layer.weight, layer.bias), requires_grad, strict=True):
+            tensor.requires_grad_(value)
+        layer(x)
+    assert max(map(len, plan.forward_cache.entries.values())) == plan.MOST_OF_A_KEY

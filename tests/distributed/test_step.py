@@ -1,4 +1,4 @@
-"""Catches ordinary calls that do not fit beside a rank on the general road, and what keeps a group or a layer alive."""
+"""Catches a rank in the fallback that does not fit beside ranks on the fast path, and what keeps a group alive."""
 
 import contextlib
 import copy
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import voting
 from counting import CountCollectives
-from roads_taken import general_road, with_gaps
+from roads_taken import with_gaps
 from torch import Tensor, nn
 from training import step
 from voting import Ranks
@@ -27,8 +27,7 @@ from syncbn.layout import Layout
 from syncbn.ranks import report, watchdog
 from syncbn.ranks.reduction import EagerReduction
 
-HAS_PLANS = "torch operations" not in available()  # without kernels each call takes the general road
-has_plans = pytest.mark.skipif(not HAS_PLANS, reason="without kernels there is no ordinary road")
+has_kernels = pytest.mark.skipif("torch operations" in available(), reason="without kernels all take the fallback")
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs nobody reads a total")
 C = 3
 SENT = [2 * C + 4] * 2  # forward and backward
@@ -63,19 +62,19 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return numbers
 
 
-@has_plans
+@has_kernels
 @pytest.mark.parametrize("watch", [functools.partial(torch.profiler.profile, acc_events=True), CountCollectives])
 @pytest.mark.parametrize("first_pass", ["forward", "backward"])
 def test_one_rank_is_watched(
     ranks: Ranks, sent: list[int], watch: Callable[[], contextlib.AbstractContextManager[object]], first_pass: str
 ) -> None:
-    """It takes the general road, and must send as much as the others, in the same order and signed alike; else gloo
+    """It takes the fallback, and must send as much as the others, in the same order and signed alike; else gloo
     aborts, or the ranks compare what they do."""
     layer, x = layer_and_input(ranks)
     other = copy.deepcopy(layer)
     expected = step(layer, layer, x)
     sent.clear()
-    with general_road() as taken, contextlib.ExitStack() as contexts:
+    with contextlib.ExitStack() as contexts:
 
         def hook(*_: object) -> None:
             contexts.enter_context(watch())
@@ -83,7 +82,6 @@ def test_one_rank_is_watched(
         if ranks.rank == 0:
             (other.register_forward_pre_hook if first_pass == "forward" else other.register_forward_hook)(hook)
         actual = step(other, other, x)
-    assert taken == [first_pass] * (ranks.rank == 0)  # that of forward has a backward of its own
     assert sent == SENT
     torch.testing.assert_close(actual, expected)
 
@@ -99,7 +97,7 @@ def freed(tensor: Tensor) -> Tensor:
     return tensor
 
 
-@has_plans
+@has_kernels
 @on_cpu
 @pytest.mark.parametrize(
     ("name", "bad", "message"),
@@ -123,31 +121,30 @@ def freed(tensor: Tensor) -> Tensor:
         ("running_mean", lambda: freed(torch.ones(C)), "the storage of a tensor was freed"),
     ],
 )
-def test_a_bad_argument_after_a_plan_was_made(
+def test_a_bad_argument_after_kernels_were_cached(
     ranks: Ranks, sent: list[int], name: str, bad: Callable[[], object], message: str
 ) -> None:
-    """The faulty rank joins the all_reduce of the others, who are on the ordinary road; all raise, nothing moves."""
+    """The faulty rank joins the all_reduce of the others, who are on the fast path; all raise, nothing moves."""
     _, x = layer_and_input(ranks)
     good = {"running_mean": torch.zeros(C), "running_var": torch.ones(C), "weight": torch.ones(C), "eps": 1.0}
     good |= {"input": x, "training": True}
     sync_batch_norm(**good)
     before, faulty = copy.deepcopy(good), ranks.rank == 0
     error = RuntimeError if faulty and message.endswith(("freed", "uninitialized")) else (TypeError, ValueError)
-    with general_road() as taken, pytest.raises(error, match=message):
+    with pytest.raises(error, match=message):
         sync_batch_norm(**(good | {name: bad()} if faulty else good))
-    assert taken == ["forward"] * faulty
     assert sent == [SENT[0], SENT[0], REPORT]
     torch.testing.assert_close(good, before, rtol=0, atol=0)
     sync_batch_norm(**good)  # the group goes on
     dist.barrier()
 
 
-@has_plans
+@has_kernels
 @on_cpu
 def test_a_copy_that_does_not_fit_into_memory(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for this rank, and their report has its error. (Here all ranks fail, and none waits.)"""
     layer, x = layer_and_input(ranks)
-    for _ in range(2):  # the second has a plan
+    for _ in range(2):  # the second takes cached kernels
         layer(with_gaps(x))
     monkeypatch.setattr(Layout, "dense", Mock(side_effect=RuntimeError("memory is exhausted")))
     with pytest.raises(RuntimeError, match="memory is exhausted"):
@@ -182,9 +179,7 @@ def test_a_layer_that_was_called_leaves_its_group_for_a_new_one(ranks: Ranks, pr
     gc.collect()
     assert old() is None
     layer.reset_running_stats()
-    with general_road() as taken:
-        layer(x)
-    assert not (taken and HAS_PLANS)
+    layer(x)
     assert torch.equal(layer.running_mean, expected)
 
 
@@ -195,9 +190,7 @@ def test_a_layer_may_have_another_group_in_each_call(ranks: Ranks) -> None:
     over_all = layer.running_mean.clone()
     for spec in (dist.new_group(), 1, ranks.size, 1, None):
         layer.process_group = spec
-        with general_road() as taken:
-            layer(x)
-        assert not (taken and HAS_PLANS)
+        layer(x)
         torch.testing.assert_close(layer.running_mean, x.mean((0, 2)) if spec == 1 else over_all)
         expected = "not synchronised" if spec == 1 else f"synchronised over {ranks.size} ranks"
         assert syncbn.summary(layer)[0].last_step == expected
