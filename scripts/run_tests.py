@@ -22,7 +22,7 @@ AT_ONCE = 4  # parts run, as those that start programs wait more than they compu
 LINE_SECONDS = 10.0 if sys.stdout.isatty() else 30.0
 FAILED_LINES = 200  # of a log are shown
 STARTS_PROGRAMS = {  # part -> its files, tests/test_NAME.py; the longest part comes first
-    "programs": "accelerate lightning package readme testing",
+    "programs": "lightning package readme testing",
     "crashes": "crashes faults two_hosts",
     "examples": "examples",
 }

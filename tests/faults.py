@@ -17,7 +17,7 @@ from jobs import start_ranks
 from syncbn.ranks.positions import state_of
 
 JOB = Path(__file__).with_name("faulty_job.py")
-STOPPED_SECONDS = 5.0  # longer than that
+STOPPED_SECONDS = 5.0  # longer than the collectives of the job wait
 
 
 class Fault(NamedTuple):
@@ -40,64 +40,45 @@ def _where(rank_0: str, rank_1: str) -> str:
 IN_1, IN_2, IN_3 = (f"in body.bn{layer} forward, call 3" for layer in (1, 2, 3))
 AFTER_1 = "after body.bn1 forward, call 3"
 BEFORE_STEP = "after body.bn1 backward, call 2"
-LAST, LAST_BUT_ONE = "after body.bn1 backward, call 6", "after body.bn1 backward, call 5"
+LAST = "after body.bn1 backward, call 6"
 MAY_LEAVE = "(; has left with .*)?"
 ENDED = r"last seen {}; its process \(\d+\) has ended"
 NO_MORE = r"[^\n]*\n\Z"  # of a rank that ends by its own exception, and prints nothing of syncbn
 FIRST = "in body.bn1 forward, call 1"
 IN_BACKWARD = "in body.bn3 backward, call 3"
 OF_TWO_MODELS = r"in layer '1' forward, call 3; first called at faulty_job.py:\d+, as layer number {} of .*"
-
-
-def _of_dtypes(where: str, *dtypes: str) -> str:
-    return _where(*(f"{where}, with an input of torch.{dtype}" for dtype in dtypes))
-
-
-def _one_batch_less(num_ranks: int = 2) -> Fault:
-    """Beside DistributedDataParallel with its defaults, by which it broadcasts buffers: a collective outside of the
-    layers fails. The rank that fails first reports, whichever it is."""
-    failed = r"a collective outside of syncbn's layers failed on rank \d\.\n"
-    said = failed + r"(ranks? .*: (after|in) body.bn1 .*\n)+.*empty batch"
-    return Fault(said, num_ranks=num_ranks)
-
+# DistributedDataParallel broadcasts buffers, as by default. That collective fails, and the first rank to fail reports.
+OUTSIDE = r"a collective outside of syncbn's layers failed on rank "
+ONE_BATCH_LESS = OUTSIDE + r"\d\.\n(ranks? .*: (after|in) body.bn1 .*\n)+.*empty batch"
 
 FAULTS = {
     "skips a layer": Fault(_where(IN_2, IN_3)),
     "another order": Fault(_where(IN_2, IN_3)),
-    "one more step": Fault("", said_at_fault=_where(f"{LAST}; has left", "in body.bn1 forward, call 7"), well=1),
-    "one batch less, then a metric": _one_batch_less(),
-    "one batch less of three ranks, then a metric": _one_batch_less(num_ranks=3),
-    "one more step, DDP broadcasts buffers": Fault(  # whose broadcast fails: not a collective of syncbn
-        "",
-        said_at_fault=r"a collective outside of syncbn's layers failed on rank 1\.\n"
-        + _where(f"{LAST}; has left", LAST)
-        + "A rank has left out .*empty batches",
-        well=1,
+    "one more step": Fault("", _where(f"{LAST}; has left", "in body.bn1 forward, call 7"), well=1),
+    "one batch less, then a metric": Fault(ONE_BATCH_LESS),
+    "one batch less of three ranks, then a metric": Fault(ONE_BATCH_LESS, num_ranks=3),
+    "one more step, DDP broadcasts buffers": Fault(
+        "", OUTSIDE + r"1\.\n" + _where(f"{LAST}; has left", LAST) + "A rank has left out .*empty batches", well=1
     ),
     "in evaluation": Fault(_where(IN_1, BEFORE_STEP + MAY_LEAVE)),
     "not converted": Fault(_where(FIRST, "has not been seen")),
     "channels": Fault(
         "gloo::EnforceNotMet",  # gloo ends rank 0 before it says a word
-        said_at_fault=_where(*(f"({FIRST}; )?has called body.bn1 with {c} channels over ranks 0-1.*" for c in (4, 5)))
+        _where(*(f"({FIRST}; )?has called body.bn1 with {c} channels over ranks 0-1.*" for c in (4, 5)))
         + "Build the same model everywhere",
     ),
-    "dtype": Fault(_of_dtypes(FIRST, "float32", "float64")),
-    "autocast": Fault(_of_dtypes(IN_1, "float32", "bfloat16")),
+    "dtype": Fault(_where(*(f"{FIRST}, with an input of torch.{dtype}" for dtype in ("float32", "float64")))),
+    "autocast": Fault(_where(*(f"{IN_1}, with an input of torch.{dtype}" for dtype in ("float32", "bfloat16")))),
     "another eps": Fault(_where(*(f"{IN_1}, with eps={eps}" for eps in ("1e-05", "0.001")))),
     "backwards in another order": Fault(_where(*(f"in SyncBatchNorm1d backward, call {call}" for call in (5, 6)))),
     "two models, another order": Fault(_where(*map(OF_TWO_MODELS.format, (1, 2)))),
     "evaluates, DDP broadcasts buffers": Fault(_where(IN_1, BEFORE_STEP + MAY_LEAVE)),
     "one more step, then a barrier": Fault(  # in which the others wait
-        "a collective outside of syncbn's layers failed on rank 0",
-        said_at_fault=_where(LAST + MAY_LEAVE, "in body.bn1 forward, call 7"),
+        OUTSIDE + "0", _where(LAST + MAY_LEAVE, "in body.bn1 forward, call 7")
     ),
-    "exception in forward": Fault(
-        _where(IN_2, f"{AFTER_1}; has left with KeyError: .*"),
-        said_at_fault=rf"\nKeyError: {NO_MORE}",
-    ),
+    "exception in forward": Fault(_where(IN_2, f"{AFTER_1}; has left with KeyError: .*"), rf"\nKeyError: {NO_MORE}"),
     "exception in the data loader": Fault(
-        _where(IN_1, f"{BEFORE_STEP}; has left with OSError: cannot read image 17"),
-        said_at_fault=rf"\nOSError: {NO_MORE}",
+        _where(IN_1, f"{BEFORE_STEP}; has left with OSError: cannot read image 17"), rf"\nOSError: {NO_MORE}"
     ),
     "kill -9 in forward": Fault(_where(IN_2, ENDED.format(AFTER_1))),
     "kill -9 in backward": Fault(_where(IN_BACKWARD, ENDED.format("after body.bn3 forward, call 3"))),
@@ -110,12 +91,11 @@ FAULTS = {
     "group made anew": Fault(_where(IN_1, "after .*")),
     "fork after use": Fault(
         _where(IN_1, f"{BEFORE_STEP}; has left.*"),
-        said_at_fault=r'this process \(\d+\) was forked from one .* Start it by the method "spawn" instead',
+        r'this process \(\d+\) was forked from one .* Start it by the method "spawn" instead',
     ),
     "threads": Fault("ranks? 0.*: in body.bn[12] forward"),
     "members": Fault(
-        rf"ranks? 0(-1)?: {IN_2}{WRITTEN}\n(rank 1: in body.bn2 .*\n)?rank 2: after body.bn1 ",
-        num_ranks=3,
+        rf"ranks? 0(-1)?: {IN_2}{WRITTEN}\n(rank 1: in body.bn2 .*\n)?rank 2: after body.bn1 ", num_ranks=3
     ),
     "sizes of groups": Fault(
         "the ranks ask for different process groups: rank 0 for 4, rank 1 for 4, rank 2 for 4, rank 3 for 2",
@@ -125,15 +105,9 @@ FAULTS = {
 }
 
 
-class Outcome(NamedTuple):
-    """Of each rank the exit status and what it wrote."""
-
-    statuses: list[int]
-    texts: list[str]
-
-
-def run(name: str) -> Outcome:
-    """The job with this fault, or "none". **Raises** AssertionError when a process is left."""
+def run(name: str) -> tuple[list[int], list[str]]:
+    """The exit status of each rank of the job with this fault, or "none", and what the rank wrote. **Raises**
+    AssertionError when a process is left."""
     num_ranks = FAULTS[name].num_ranks if name in FAULTS else 2
     ranks, store = start_ranks(num_ranks, JOB, name)
     try:
@@ -152,5 +126,4 @@ def run(name: str) -> Outcome:
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(rank.pid, signal.SIGKILL)
-    texts = [re.sub(r"^(\[rank\d+\]: )+", "", rank.text(), flags=re.MULTILINE) for rank in ranks]
-    return Outcome(statuses, texts)
+    return statuses, [re.sub(r"^(\[rank\d+\]: )+", "", rank.text(), flags=re.MULTILINE) for rank in ranks]

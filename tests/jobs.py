@@ -4,13 +4,11 @@ None has a limit of its own: what hangs is ended by the limit of each test, `tim
 """
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from starter import Started
@@ -56,12 +54,6 @@ def run_on_ranks(number: int, *command: object) -> str:
             rank.kill()
         del store
     return ranks[0].text()
-
-
-def run_job(output: Path, script: Path, *settings: object, file: str = "metrics.json") -> tuple[str, Any]:
-    """What a script prints on two ranks, and the `file` that it writes into the folder `output`."""
-    text = run_on_ranks(2, script, *settings, "--output", output)
-    return text, json.loads((output / file).read_text())
 
 
 def run_script(*command: object, status: int = 0, **environment: str) -> str:

@@ -1,14 +1,9 @@
-"""Catches an example that fails with tiny settings, does not train as one process, or leaves something behind."""
+"""Catches an example that fails with tiny settings, or does not train as one process."""
 
 import importlib
 import json
-import os
-import re
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from jobs import ENVIRONMENT, EXAMPLES, ON_TWO_RANKS, processes_with, run, run_job, run_on_ranks, run_script
+from jobs import EXAMPLES, run, run_on_ranks, run_script
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -26,35 +21,37 @@ SAME, OTHER = 1e-10, 1e-3  # float64 roundings of 1e-16 grow in some steps of tr
 Metrics = dict[str, Any]
 
 
+def metrics_of(output: Path, name: str, *settings: object) -> Metrics:
+    """What an example writes on two ranks."""
+    run_on_ranks(2, EXAMPLES / f"{name}.py", *settings, "--output", output)
+    (file,) = output.glob("*.json")
+    return json.loads(file.read_text())
+
+
 def only_syncbn_trains_as_one_process(metrics: Metrics) -> bool:
-    runs = metrics["runs"]
-    return bool(runs["syncbn"]["distance"] < SAME < OTHER < runs["local"]["distance"])
+    return metrics["runs"]["syncbn"]["distance"] < SAME < OTHER < metrics["runs"]["local"]["distance"]
 
 
-def differ(*where: str) -> Callable[[Metrics], bool]:
+def ways_differ(metrics: Metrics) -> bool:
     """Whether the ways of a study end with different test errors: else two of them train the same."""
-
-    def check(metrics: Metrics) -> bool:
-        errors = [str([way[name] for name in where]) for way in metrics["test errors in %"].values()]
-        return len({*errors}) == len(errors)
-
-    return check
+    errors = [*map(str, metrics["test errors in %"].values())]
+    return len({*errors}) == len(errors)
 
 
-# The command line of an example with tiny settings -> what the metrics that it writes must say.
+# The command line of an example with tiny settings -> what must hold of the metrics that it writes.
 JOBS: dict[str, Callable[[Metrics], bool]] = {
     "digits --epochs 1 --steps 30": only_syncbn_trains_as_one_process,
     "segmentation --steps 5 --width 4 --test-scenes 4": only_syncbn_trains_as_one_process,
     "wgan_gp --steps 30": lambda m: m["distance of the critic's gradients from one process"] < SAME,
     "fsdp_digits --epochs 1 --steps 30": lambda m: m["largest distance from one process"] < SAME,
     "finetune --pretrain-steps 60 --steps 20": lambda m: m["largest distance of syncbn from one process"] < SAME,
-    "evidence/images_per_rank --seeds 1 --images 4 --epochs 1": differ("4"),
-    "evidence/sorted_shards --seeds 1 --epochs 2": differ("sorted"),
-    "evidence/population_statistics --seeds 1 --epochs 2 --batches 60": differ("1", "2"),
+    "evidence/images_per_rank --seeds 1 --images 4 --epochs 1": ways_differ,
+    "evidence/sorted_shards --seeds 1 --epochs 2": ways_differ,
+    "evidence/population_statistics --seeds 1 --epochs 2 --batches 60": ways_differ,
     "evidence/padded_sequences --seeds 1 --epochs 1 --shares 90": (
         lambda m: m["largest distance of the losses with a mask from those without padding"] < SAME
     ),
-    "evidence/uneven_data --seeds 1 --epochs 1 --shares 90": differ("90 %"),
+    "evidence/uneven_data --seeds 1 --epochs 1 --shares 90": ways_differ,
     "evidence/segmentation_seeds --seeds 2 --steps 5 --width 4 --test-scenes 4": (
         lambda m: all(seed["largest distance"] < SAME for seed in m["ways"]["syncbn"])
     ),
@@ -66,10 +63,7 @@ JOBS: dict[str, Callable[[Metrics], bool]] = {
 
 @pytest.mark.parametrize("job", JOBS)
 def test_on_two_ranks(job: str, tmp_path: Path) -> None:
-    name, *settings = job.split()
-    run_on_ranks(2, EXAMPLES / f"{name}.py", *settings, "--output", tmp_path)
-    (file,) = tmp_path.glob("*.json")
-    metrics = json.loads(file.read_text())
+    metrics = metrics_of(tmp_path, *job.split())
     assert metrics["ranks"] == 2
     assert JOBS[job](metrics), metrics
 
@@ -87,26 +81,34 @@ def test_local_noise() -> None:
     assert "2 ranks: layers that gain" in run_script(EXAMPLES / "local_noise.py", "--ranks", 2, "--steps", 2)
 
 
-def test_interrupting_digits_leaves_no_process(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoint.pt"  # of the first step
-    options = ["--epochs", "100", "--output", tmp_path, "--checkpoint", checkpoint, "--checkpoint-every", "1"]
-    command = [*ON_TWO_RANKS, *map(str, (EXAMPLES / "digits.py", *options))]
-    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, start_new_session=True) as process:
-        while not checkpoint.exists():
-            assert process.poll() is None
-            time.sleep(0.1)
-        assert len(processes_with(tmp_path)) == 3, "torchrun and two ranks"
-        os.killpg(process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
-        process.communicate()
-        assert process.returncode != 0
-        assert processes_with(tmp_path) == {}
+def test_accelerate(tmp_path: Path) -> None:
+    """Two processes that `accelerate launch` starts train as one."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed (pip install syncbn[accelerate])")
+    settings = ("--epochs", 1, "--batch", 50, "--learning-rate", 0.04, "--cpu", "--output")
+    options = (
+        "--multi_gpu",
+        "--num_processes",
+        2,
+        "--num_machines",
+        1,
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+    )
+    launch = (sys.executable, "-m", "accelerate.commands.launch", *options)
+    run_script(EXAMPLES / "accelerate_digits.py", *settings, tmp_path / "one.json")
+    run(*launch, EXAMPLES / "accelerate_digits.py", *settings, tmp_path / "two.json")
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    assert (one["processes"], two["processes"]) == (1, 2)
+    assert two["final loss"] == pytest.approx(one["final loss"], rel=1e-9)
 
 
 def write_digits(folder: Path, num_train: int, num_val: int) -> None:
     """A folder like ImageNet's: so many digits of each class, in 32 x 32 pixels."""
-    digits = load_digits()
+    images, labels = load_digits(return_X_y=True)
     for label in range(10):
-        for index, pixels in enumerate(digits.images[digits.target == label][: num_train + num_val]):
+        for index, pixels in enumerate(images[labels == label][: num_train + num_val].reshape(-1, 8, 8)):
             path = folder / ("train" if index < num_train else "val") / str(label) / f"{index}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray((pixels * (255 / 16)).astype(np.uint8)).resize((32, 32)).save(path)
@@ -120,8 +122,7 @@ def test_imagenet_on_two_ranks(tmp_path: Path) -> None:
     write_digits(tmp_path / "data", num_train=20, num_val=5)
     (tmp_path / "data" / "val" / "9" / "20.png").unlink()  # 49 on two ranks
     schedule = ("--images-per-rank", 16, "--epochs", 12, "--warm-up", 1, "--learning-rate", 2, "--momentum", 0.8)
-    _, metrics = run_job(tmp_path, EXAMPLES / "imagenet.py", "--data", tmp_path / "data", *TINY, *schedule)
-    accuracy = metrics["epochs"][11]["top-1"]
+    accuracy = metrics_of(tmp_path, "imagenet", "--data", tmp_path / "data", *TINY, *schedule)["epochs"][11]["top-1"]
     assert accuracy > 0.4, "chance is 0.1"
     assert accuracy * 49 == pytest.approx(round(accuracy * 49))
 
@@ -143,22 +144,17 @@ def test_imagenet_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.load(saved, weights_only=True)["model"], whole["model"], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda data: shutil.rmtree(data / "train"), "data/train has no folders of classes; --data FOLDER needs"),
-        (lambda data: shutil.rmtree(data / "val" / "3"), "must have the same classes; only one of them has 3"),
-        (lambda data: (data / "val" / "3" / "1.png").unlink(), "data/val/3 holds no image"),
-        (lambda data: (data / "train" / "3" / "0.png").write_bytes(b"PNG"), "cannot read the image"),
-    ],
-)
-def test_imagenet_names_what_is_wrong_with_its_folder(
-    tmp_path: Path, damage: Callable[[Path], object], message: str
-) -> None:
-    write_digits(tmp_path / "data", num_train=1, num_val=1)
-    damage(tmp_path / "data")
-    with pytest.raises(AssertionError, match=re.escape(message)):
-        run_script(EXAMPLES / "imagenet.py", "--data", tmp_path / "data", *TINY, "--images-per-rank", 10)
+def test_imagenet_names_what_is_wrong_with_its_folder(tmp_path: Path) -> None:
+    write_digits(data := tmp_path / "data", num_train=1, num_val=1)
+    for damage, message in (
+        (lambda: (data / "train/3/0.png").write_bytes(b"PNG"), "cannot read the image"),
+        (lambda: (data / "val/3/1.png").unlink(), "data/val/3 holds no image"),
+        (lambda: (data / "val/3").rmdir(), "must have the same classes; only one of them has 3"),
+        (lambda: shutil.rmtree(data / "train"), "data/train has no folders of classes; --data FOLDER needs"),
+    ):
+        damage()
+        with pytest.raises(AssertionError, match=message):
+            run_script(EXAMPLES / "imagenet.py", "--data", data, *TINY, "--images-per-rank", 10)
 
 
 def test_resnet_50_is_torchvisions(monkeypatch: pytest.MonkeyPatch) -> None:

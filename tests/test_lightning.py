@@ -5,31 +5,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import run_script, run_text
+from jobs import run_script
 
 pytest.importorskip("lightning", reason="lightning is not installed (pip install syncbn[test])")
 
 JOB = Path(__file__).with_name("lightning_job.py")
-WITHOUT_SYNCBN = """
-import sys
-sys.modules["syncbn"] = None
-import torch
-from torch import nn
-net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1)).double()
-state = torch.load(sys.argv[1], weights_only=True)["state_dict"]
-net.load_state_dict({name.removeprefix("net."): value for name, value in state.items()})
-"""
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    """By a strategy that copies the model, and by one that shards it. Their checkpoints need no syncbn."""
+    """By a strategy that copies the model, and by one that shards it. Their checkpoints are those of nn.BatchNorm1d."""
     expected = fitted(tmp_path, 1, "ddp")
     assert expected["seen"] == ["BatchNorm1d"]
     for strategy in ("ddp", "fsdp2"):
         result = fitted(tmp_path, 2, strategy)
         assert result["seen"] == ["SyncBatchNorm1d"]
         torch.testing.assert_close(result["state_dict"], expected["state_dict"], rtol=1e-12, atol=1e-12)
-        run_text(WITHOUT_SYNCBN, tmp_path / f"{strategy} 2" / "result.pt")
 
 
 def fitted(folder: Path, devices: int, strategy: str) -> dict[str, object]:

@@ -9,14 +9,11 @@ from jobs import ENVIRONMENT, ON_TWO_RANKS
 CASES = """
 import pytest, torch, torch.distributed as dist, syncbn
 
-def all_reduce():
-    dist.all_reduce(torch.ones(1))
-
 def test_before_a_collective(ranks):
     assert ranks.rank != 1, "only here"
-    all_reduce()
+    dist.all_reduce(torch.ones(1))
 
-def test_between(ranks): all_reduce()
+def test_between(ranks): dist.all_reduce(torch.ones(1))
 
 def test_with_a_graph_alive(ranks):
     y = syncbn.SyncBatchNorm(3)(torch.randn(2, 3, requires_grad=True))
@@ -24,12 +21,11 @@ def test_with_a_graph_alive(ranks):
     y.sum().backward()
 
 @pytest.fixture
-def broken(ranks):
-    assert ranks.rank != 0, "only here"
+def broken(ranks): assert ranks.rank != 0, "only here"
 
-def test_in_a_fixture(broken): all_reduce()
+def test_in_a_fixture(broken): dist.all_reduce(torch.ones(1))
 
-def test_after(ranks): all_reduce()
+def test_after(ranks): dist.all_reduce(torch.ones(1))
 """
 OUTCOMES = {"ERROR": "in_a_fixture", "FAILED": "before_a_collective with_a_graph_alive", "PASSED": "between after"}
 
