@@ -34,7 +34,7 @@ FILES = {  # of an area, drawn as often as they are named; those that are gone a
     "step": "step.py step.py fallback.py fallback.py plan.py arguments.py layer.py statistics.py "
     "ordinary.py ordinary.py general.py gradients.py training.py checks.py raising.py",
     "kernels": "kernels/cpu.cpp kernels/cpu_*.h kernels/gpu_tiles.py kernels/gpu_tiles.py kernels/gpu_channels.py",
-    "reductions": f"{4 * 'ranks/reductions.py '} {4 * 'ranks/all_reduce.py '} {2 * 'ranks/totals.py '} ranks/*.py "
+    "reductions": f"{4 * 'ranks/reductions.py '} {4 * 'ranks/collective.py '} {2 * 'ranks/totals.py '} ranks/*.py "
     "reductions/*.py comm/*.py",
     "conversion": "convert.py convert.py unconverted.py synchronised_classes.py bound_methods.py unsynchronised.py",
 }

@@ -26,14 +26,13 @@ from torch.overrides import TorchFunctionMode
 
 from syncbn import inputs
 from syncbn.arguments import PER_CHANNEL, Options, Tensors, check
-from syncbn.call_stack import warn, warn_once
 from syncbn.fallback import plain_batch_norm
 from syncbn.layer import NOT_KNOWN, SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, add_name
 from syncbn.ranks.groups import GroupSpec, ProcessGroupLike, size, to_spec, torch_group
 from syncbn.ranks.reduction import make_groups
 from syncbn.ranks.sites import layer_in_forward
 from syncbn.step import train
-from syncbn.texts import printable
+from syncbn.texts import printable, warn, warn_once
 from syncbn.torch_internals.autograd import have_same_base
 from syncbn.torch_internals.state import OPERATORS, constant_in_graphs, is_compiling
 from syncbn.unconverted import ADDED, CONVERT, check_module, class_of, description, first_names, unsynchronised

@@ -26,6 +26,7 @@ from syncbn.ranks.reduction import ONE_RANK, Reduction, note_ranks, reduction_no
 from syncbn.ranks.report import WITH_GRAPH
 from syncbn.ranks.sites import CallsOnGroups
 from syncbn.statistics import compute_dtype, has_float64, pack, update_buffers
+from syncbn.torch_internals.autograd import keeps_graph
 from syncbn.torch_internals.state import (
     current_backward,
     inside_functorch,
@@ -155,7 +156,8 @@ def gradients(
             sums = total(sums, reduction, "backward", num_values)
             if num_values is not None:
                 sums = sums / sums[-TRAILER_NUMBERS].clamp(min=1)
-            reduction.end_backward()
+            if not (is_compiling() or keeps_graph()):
+                reduction.forward_total = None
             if needed_kind.needs_x or needed_kind.needs_residual:
                 grad_x, grad_residual = kernels.backward_outputs(dy, saved, sums)
     return grad_x, grad_weight, grad_bias, grad_residual if y is not None else passed_dy

@@ -20,6 +20,7 @@ from syncbn.ranks.reduction import note_ranks
 from syncbn.ranks.sites import Caller
 from syncbn.statistics import compute_dtype, from_sums, to_sums, update_buffers
 from syncbn.step import train
+from syncbn.torch_internals.autograd import keeps_graph
 from syncbn.torch_internals.state import current_backward, is_compiling, recorded
 
 _SYNC_BATCH_STATS = Caller("sync_batch_stats", needs_two_values=False)
@@ -183,7 +184,8 @@ class _Sums(torch.autograd.Function):
                 layout = ctx.kind.layout
                 wide_grad_x = at_center[:, None] + slope[:, None] * minus_mean(layout.fold(x), center)
                 return None, layout.unfold(wide_grad_x, x.shape).to(x.dtype), None
-            ctx.reduction.end_backward()
+            if not (is_compiling() or keeps_graph()):
+                ctx.reduction.forward_total = None
             # The same as the output of a batch norm: sums of squares 0 and eps 1 make the variance 0 and invstd 1.
             kind = ctx.kind._replace(eps=1.0, weight_dtype=torch.float64, bias_dtype=torch.float64)
             x = kind.layout.dense(x.to(kind.dtype))  # saved_tensors_hooks may have rounded or moved it

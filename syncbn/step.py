@@ -28,7 +28,7 @@ from syncbn.kernels.interface import ForwardKernels
 from syncbn.plan import backward_cache, forward_cache
 from syncbn.ranks.reduction import Reduction, reduction_of
 from syncbn.ranks.sites import CallsOnGroups
-from syncbn.torch_internals.autograd import direct_apply
+from syncbn.torch_internals.autograd import direct_apply, keeps_graph
 from syncbn.torch_internals.state import PLAIN_OR_NONE, current_backward, recorded, runs_plainly
 
 
@@ -125,7 +125,8 @@ class _Step(torch.autograd.Function):
             reduction.note_error(error)
             raise
         total = reduction.all_reduce(sums, "backward", mailbox)
-        reduction.end_backward()
+        if not keeps_graph():
+            reduction.forward_total = None
         grad_x, grad_residual = kernels.backward_outputs(dy, saved, total, mailbox)
         return grad_x, *of_parameters, dy if needs_residual and y is None else grad_residual, None
 

@@ -1,14 +1,22 @@
-"""Writes names, values, settings and exceptions as text that every store, log file and terminal takes."""
+"""Formats names, values, ranks and errors as text that every store and terminal takes, and warns with the line of the
+user's program."""
 
 import contextlib
+import functools
+import itertools
 import numbers
+import sys
 import traceback
+import warnings
+from collections.abc import Iterable
+from types import FrameType
 
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 ONE_VALUE_PER_CHANNEL = "Expected more than 1 value per channel when training, got 1 over all ranks"
 SHOWN_CHARACTERS = 60  # of a value in an error
+LIBRARIES = {"torch", "syncbn", *sys.stdlib_module_names}
 
 
 def printable(text: str) -> str:
@@ -52,3 +60,40 @@ def _number_in_words(setting: object) -> str:
         with contextlib.suppress(OverflowError):
             return repr(float(setting))
     return in_short(setting)
+
+
+def by_rank(ranks: Iterable[int], texts: Iterable[str]) -> str:
+    """A line for each text that is not empty, with its ranks: "ranks 0-2, 5: in bn1 forward, call 3"."""
+    lines: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, texts, strict=True):
+        lines.setdefault(text, []).append(rank)
+    return "\n".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in lines.items() if text)
+
+
+def ranks_in_words(ranks: list[int]) -> str:
+    """ranks 0-2, 5."""
+    index = itertools.count()  # in a run of consecutive ranks, rank - index is constant
+    runs = [[*run] for _, run in itertools.groupby(ranks, lambda rank: rank - next(index))]
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
+
+
+def frame_in(module: str) -> FrameType | None:
+    """The innermost frame of this call that runs code of this module, or None. Reads no local variables: Python 3.11
+    and 3.12 would keep their values alive as long as the function runs."""
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+    return next((frame for frame in frames if frame.f_globals.get("__name__") == module), None)
+
+
+def warn(message: str) -> None:
+    """Warn, with the line from which the program called torch or syncbn."""
+    for frame, line in traceback.walk_stack(sys._getframe()):  # noqa: B007, as the last is used if none is the program's
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES:
+            break
+    warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, line)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warn, unless this process has given this warning already."""
+    warn(message)

@@ -7,7 +7,7 @@ from pathlib import Path
 import syncbn
 
 PACKAGE = Path(syncbn.__file__).parent
-LOWEST = "torch_internals.", "call_stack", "texts"
+LOWEST = "torch_internals.", "texts"
 ROOMS = {  # the beginning of a module's name -> the beginnings of all that it may import
     "torch_internals.": LOWEST,
     "kernels.": ("kernels.", "statistics", "layout", *LOWEST),

@@ -1,6 +1,6 @@
 """Selects the kernels for a kind of tensors.
 
-This folder may import layout, statistics, torch_internals and call_stack, nothing else of the package.
+This folder may import layout, statistics, torch_internals and texts, nothing else of the package.
 """
 
 import contextlib
@@ -12,10 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from syncbn.call_stack import warn_once
 from syncbn.kernels import cpu, reference
 from syncbn.kernels.interface import BackEnd, BackwardKind, ForwardKind, Mailbox
 from syncbn.layout import Layout
+from syncbn.texts import warn_once
 from syncbn.torch_internals.autograd import is_batched_gradient
 from syncbn.torch_internals.state import (
     constant_in_graphs,

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from syncbn.call_stack import frame_in, warn, warn_once
+from syncbn.texts import frame_in, warn, warn_once
 from syncbn.torch_internals.distributed import device_of, existing_groups, timeout_of
 from syncbn.torch_internals.state import constant_in_graphs
 
@@ -57,6 +57,7 @@ def _look_up_again(spec: GlobalRanks) -> None:
 
 
 THIS_RANK_ALONE = 1  # the spec of groups of one rank, which need not be made
+MOST_RANKS_OF_EXCHANGE = 16
 MOST_RANKS = 2**31 - 1  # larger group sizes are sent as this one, which an int64 holds
 GroupSpec: TypeAlias = int | GlobalRanks | None  # what a layer keeps
 ProcessGroupLike: TypeAlias = dist.ProcessGroup | GroupSpec  # what a user passes
@@ -142,6 +143,13 @@ def size(spec: GroupSpec) -> int:
     if spec is None:
         return default_group.size()
     return spec if isinstance(spec, int) else len(spec.ranks)
+
+
+@constant_in_graphs
+def num_exchanging(group: dist.ProcessGroup) -> int:
+    """The number of ranks of a group that exchange what they have on CPU; 0 where they all_reduce."""
+    is_gloo = "cpu:gloo" in dist.get_backend_config(group).split(",")
+    return group.size() if is_gloo and group.size() <= MOST_RANKS_OF_EXCHANGE else 0
 
 
 def torch_group(spec: GroupSpec) -> dist.ProcessGroup | int | None:

@@ -34,11 +34,10 @@ from torch import Tensor
 from syncbn.kernels import reference, select
 from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS, UNSIGNED, Mailbox
 from syncbn.ranks import groups, report
-from syncbn.ranks.all_reduce import all_reduce, num_exchanging
-from syncbn.ranks.groups import GroupSpec
-from syncbn.ranks.sites import Caller, CallsOnGroups, Collective, Signatures, Site, new_site
+from syncbn.ranks.collective import Collective, all_reduce
+from syncbn.ranks.groups import GroupSpec, num_exchanging
+from syncbn.ranks.sites import Caller, CallsOnGroups, Signatures, Site, new_site
 from syncbn.ranks.status import StreamStatus, captured_tag, status_of
-from syncbn.torch_internals.autograd import keeps_graph
 from syncbn.torch_internals.distributed import stream_of
 from syncbn.torch_internals.state import constant_in_graphs, current_dispatch_mode, is_compiling, is_jit_tracing
 
@@ -51,7 +50,9 @@ class Reduction(ABC):
     group: dist.ProcessGroup | None  # None for one rank
     num_ranks: int | None  # None in a graph, where it is unused
     signatures: Signatures
-    forward_total: Tensor | None = None  # of this call, if there are other ranks, until its graph is freed
+    # Of this call, if there are other ranks. A backward that does not keep its graph sets it to None: the loss may be
+    # kept, and with it this reduction.
+    forward_total: Tensor | None = None
     is_read = False  # whether a rank with an error may join with NaN: ranks, or their GPUs, read the totals
 
     @abstractmethod
@@ -73,9 +74,6 @@ class Reduction(ABC):
         return None
 
     # One rank tells nobody, and a graph cannot: in these the rest does nothing.
-
-    def end_backward(self) -> None:  # noqa: B027
-        """A backward that makes no graph of its own has added up: `forward_total` is let go if its graph is."""
 
     def warn_unless_finite(self, sums: Tensor) -> None:  # noqa: B027
         """A total of forward has NaN or infinity. Warns, once for a layer, if these `sums` of this rank have."""
@@ -182,10 +180,6 @@ class EagerReduction(Reduction):
         if looks and not all(map(math.isfinite, total.tolist())):
             self.warn_unless_finite(sums)
         return total
-
-    def end_backward(self) -> None:
-        if not keeps_graph():  # the loss may be kept, and with it this reduction
-            self.forward_total = None
 
     def warn_unless_finite(self, sums: Tensor) -> None:
         if not all(map(math.isfinite, sums.tolist())):

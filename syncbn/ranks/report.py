@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from syncbn.ranks.all_reduce import by_rank
 from syncbn.ranks.positions import (
     FAILED_COLLECTIVE,
     HAS_ENDED,
@@ -22,6 +21,7 @@ from syncbn.ranks.positions import (
     state_of,
     this_host,
 )
+from syncbn.texts import by_rank
 
 SETTLE_SECONDS = 0.3  # in which a rank that leaves can say why
 READ_SECONDS = 5.0  # the longest time for which a report waits for the store

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from syncbn.kernels.interface import BAD_ARGUMENT, ENDED, FAULT, LOCAL_NOT_FINITE, ONE_VALUE, RANKS_DIFFER, Mailbox
 from syncbn.ranks import report
-from syncbn.ranks.sites import IN_CUDA_GRAPH, Collective, GroupState, Site
+from syncbn.ranks.collective import IN_CUDA_GRAPH, Collective
+from syncbn.ranks.sites import GroupState, Site
 from syncbn.ranks.watchdog import log
 from syncbn.texts import ONE_VALUE_PER_CHANNEL, in_words
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from syncbn.ranks import report, watchdog
-from syncbn.ranks.sites import Collective
+from syncbn.ranks.collective import Collective
 
 NUM_RANKS = os.environ.get("WORLD_SIZE")
 collect_ignore_glob = [] if "RANK" in os.environ else ["*"]

@@ -182,7 +182,7 @@ def test_one_all_reduce_each_way(ranks: Ranks) -> None:
     for way, (module,) in (("forward", graphs.fw_graphs), ("backward", graphs.bw_graphs)):
         called = [str(node.target) for node in module.graph.nodes]
         collectives = [name for name in called if "c10d" in name and "wait_tensor" not in name]
-        name = "all_to_all_single" if ranks.device.type == "cpu" else "all_reduce"  # see ranks/all_reduce.py
+        name = "all_to_all_single" if ranks.device.type == "cpu" else "all_reduce"  # see ranks/collective.py
         assert collectives == [f"_c10d_functional.{name}.default"]
         if HAS_OPERATORS:
             assert {f"syncbn.{way}_sums_v3.default", f"syncbn.{way}_outputs_v3.default"} <= {*called}

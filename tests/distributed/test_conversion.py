@@ -26,7 +26,7 @@ from training import mine, require_equal_state, require_trains_as, step, train, 
 from voting import Ranks
 
 import syncbn
-from syncbn.call_stack import warn_once
+from syncbn.texts import warn_once
 
 STEPS = 3
 

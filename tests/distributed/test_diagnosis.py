@@ -29,12 +29,12 @@ import syncbn
 from syncbn import fallback, functional
 from syncbn.kernels import cpu, operators
 from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS
-from syncbn.ranks import positions, reduction, report, sites, watchdog
-from syncbn.ranks.all_reduce import ranks_in_words
+from syncbn.ranks import collective, positions, reduction, report, watchdog
 from syncbn.ranks.positions import Position, ThisRank
 from syncbn.ranks.reduction import EagerReduction, reduction_of
 from syncbn.ranks.report import WITH_GRAPH, RanksDifferError
 from syncbn.ranks.sites import Caller, smallest_signature
+from syncbn.texts import ranks_in_words
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="signatures are for CPUs")
 
@@ -150,7 +150,7 @@ def test_backwards_of_different_calls(
     rounds = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.to(torch.float16), lambda packed: packed)
     with rounds if ranks.rank == 0 else contextlib.nullcontext(), pytest.MonkeyPatch.context() as patch:
         gradients([0, 1])
-        patch.setattr(sites, "warn", lambda text: None)
+        patch.setattr(collective, "warn", lambda text: None)
         gradients([1, 0], lambda x: model(x + (torch.nan if ranks.rank == 0 else 0)))
     with pytest.raises(RuntimeError, match=r"different calls of a layer.\nrank 0: in .*, call \d+\n.*\nThe layer is"):
         gradients([0, 1] if ranks.rank else [1, 0])

@@ -14,8 +14,7 @@ from training import require_trains_as, small_model
 from voting import Ranks
 
 import syncbn
-from syncbn.ranks import all_reduce as module
-from syncbn.ranks import report
+from syncbn.ranks import collective, groups, report
 
 
 def gathered(ranks: Ranks, mine: torch.Tensor) -> list[torch.Tensor]:
@@ -31,7 +30,7 @@ def test_all_ranks_have_the_same_bits(ranks: Ranks, exchanges: bool, by_operator
     generator = torch.Generator().manual_seed(ranks.rank)
     payload = torch.randn(1001, dtype=torch.float64, generator=generator).to(ranks.device)
     expected = functools.reduce(torch.add, gathered(ranks, payload))
-    total = module.all_reduce(payload.clone(), dist.group.WORLD, exchanges * ranks.size, by_operator)
+    total = collective.all_reduce(payload.clone(), dist.group.WORLD, exchanges * ranks.size, by_operator)
     tolerance = 0.0 if exchanges and payload.is_cpu else 1e-14
     torch.testing.assert_close(total, expected, rtol=tolerance, atol=tolerance)
     assert all(torch.equal(other, total) for other in gathered(ranks, total))
@@ -40,7 +39,7 @@ def test_all_ranks_have_the_same_bits(ranks: Ranks, exchanges: bool, by_operator
 @pytest.mark.parametrize("is_large", [False, True])
 def test_training(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, is_large: bool) -> None:
     if is_large:
-        monkeypatch.setattr(module, "MOST_RANKS_OF_EXCHANGE", ranks.size - 1)
+        monkeypatch.setattr(groups, "MOST_RANKS_OF_EXCHANGE", ranks.size - 1)
     model = syncbn.convert_syncbn_model(small_model()).to(ranks.device)
     require_trains_as(small_model().to(ranks.device), ranks, model)
 
@@ -48,7 +47,7 @@ def test_training(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, is_large: bool)
 @pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")  # torch's own
 def test_compiled_training_of_a_large_group(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_RANKS_OF_EXCHANGE", ranks.size - 1)
+    monkeypatch.setattr(groups, "MOST_RANKS_OF_EXCHANGE", ranks.size - 1)
     model = syncbn.convert_syncbn_model(small_model()).to(ranks.device)
     graphs = AotEagerAndRecordGraphs()
     compiled = torch.compile(model, backend=graphs)
@@ -64,7 +63,7 @@ def test_long_payloads_all_reduce(ranks: Ranks, monkeypatch: pytest.MonkeyPatch,
     used = torch.ops.c10d.allreduce_ if extra or ranks.device.type != "cpu" else torch.ops.c10d.alltoall_base_
     payload = torch.ones(8192 + extra, dtype=torch.float64, device=ranks.device)
     with CommDebugMode() as collectives:
-        total = module.all_reduce(payload, dist.group.WORLD, ranks.size)
+        total = collective.all_reduce(payload, dist.group.WORLD, ranks.size)
     assert total.eq(ranks.size).all()
     assert collectives.get_comm_counts() == {used: 1}
 
@@ -76,7 +75,7 @@ def test_long_payloads_all_reduce(ranks: Ranks, monkeypatch: pytest.MonkeyPatch,
 ])  # fmt: skip
 def test_which_groups_exchange(monkeypatch: pytest.MonkeyPatch, size: int, config: str, expected: bool) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    assert module.num_exchanging(mock.Mock(size=lambda: size)) == size * expected
+    assert groups.num_exchanging(mock.Mock(size=lambda: size)) == size * expected
 
 
 @pytest.mark.two_ranks
