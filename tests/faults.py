@@ -46,7 +46,7 @@ ENDED = r"last seen {}; its process \(\d+\) has ended"
 NO_MORE = r"[^\n]*\n\Z"  # of a rank that ends by its own exception, and prints nothing of syncbn
 FIRST = "in body.bn1 forward, call 1"
 IN_BACKWARD = "in body.bn3 backward, call 3"
-OF_TWO_MODELS = r"in layer '1' forward, call 3; first called at faulty_job.py:\d+, as layer number {} of .*"
+OF_TWO_MODELS = "in layer '1' forward, call 3; number {} of layer '1' in Sequential"
 # DistributedDataParallel broadcasts buffers, as by default. That collective fails, and the first rank to fail reports.
 OUTSIDE = r"a collective outside of syncbn's layers failed on rank "
 ONE_BATCH_LESS = OUTSIDE + r"\d\.\n(ranks? .*: (after|in) body.bn1 .*\n)+.*empty batch"
@@ -70,7 +70,7 @@ FAULTS = {
     "dtype": Fault(_where(*(f"{FIRST}, with an input of torch.{dtype}" for dtype in ("float32", "float64")))),
     "autocast": Fault(_where(*(f"{IN_1}, with an input of torch.{dtype}" for dtype in ("float32", "bfloat16")))),
     "another eps": Fault(_where(*(f"{IN_1}, with eps={eps}" for eps in ("1e-05", "0.001")))),
-    "backwards in another order": Fault(_where(*(f"in SyncBatchNorm1d backward, call {call}" for call in (5, 6)))),
+    "backwards in another order": Fault(_where(*(f"in body.bn1 backward, call {call}" for call in (5, 6)))),
     "two models, another order": Fault(_where(*map(OF_TWO_MODELS.format, (1, 2)))),
     "evaluates, DDP broadcasts buffers": Fault(_where(IN_1, BEFORE_STEP + MAY_LEAVE)),
     "one more step, then a barrier": Fault(  # in which the others wait

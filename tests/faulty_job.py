@@ -157,8 +157,9 @@ def differentiate_two_calls(model: nn.Module, body: Body) -> None:
 
 
 def train_two_models(*_: object) -> None:
-    """A generator and a discriminator, whose layers have the same path."""
-    models = [DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), syncbn.SyncBatchNorm1d(4))) for _ in range(2)]
+    """A generator and a discriminator, whose layers have the same name."""
+    models = [syncbn.convert_syncbn_model(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))) for _ in range(2)]
+    models = [*map(DistributedDataParallel, models)]
     for step in range(1, STEPS):
         for model in reversed(models) if AT_FAULT and step == FAULTY_STEP else models:
             model(torch.randn(4, 3)).square().mean().backward()
@@ -181,9 +182,9 @@ def train() -> None:
     dist.init_process_group(BACKEND, store=store, rank=RANK, world_size=RANKS, timeout=TIMEOUT)
     channels = 5 if AT_FAULT and FAULT == "channels" else 4
     body = Body(channels)
-    if not (AT_FAULT and FAULT == "not converted"):
-        body = syncbn.convert_syncbn_model(body)
     model = nn.Sequential(OrderedDict(linear=nn.Linear(3, channels), body=body))
+    if not (AT_FAULT and FAULT == "not converted"):
+        syncbn.convert_syncbn_model(model)
     if AT_FAULT and FAULT == "dtype":
         model.double()
     # It compares the parameters at its start; these two faults are for models that it does not wrap.

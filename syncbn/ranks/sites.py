@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from syncbn.kernels.interface import UNSIGNED
 from syncbn.ranks.groups import num_exchanging
+from syncbn.ranks.positions import ThisRank
 from syncbn.ranks.watchdog import this_rank
 from syncbn.texts import frame_in, quoted, ranks_in_words, settings_of, warn_once
 from syncbn.torch_internals.autograd import is_wrapped
@@ -128,8 +129,8 @@ class Site:
 
     number = 0  # of the layer among those of its root and name; 0 where it does not sign
 
-    def __init__(self, caller: CallsOnGroups, group: dist.ProcessGroup) -> None:
-        self.caller, self.rank, self.state, self.num_calls = ref(caller), this_rank(), _state_of(group), 0
+    def __init__(self, caller: CallsOnGroups, group: dist.ProcessGroup, rank: ThisRank) -> None:
+        self.caller, self.rank, self.state, self.num_calls = ref(caller), rank, _state_of(group), 0
         self.index = self.state.num_sites = self.state.num_sites + 1  # on this rank
         self.num_exchanging = num_exchanging(group)
         root, path = caller._syncbn_name or ("", "")
@@ -164,14 +165,14 @@ def new_site(caller: CallsOnGroups, group: dist.ProcessGroup) -> Site:
     **Raises** ValueError where the first call of a layer shows that it is in a stage of a pipeline over these ranks,
     RuntimeError in a forked process.
     """
-    state = _state_of(group)
+    rank, state = this_rank(), _state_of(group)
     site = state.sites.get(caller)
     if site is None:
         _require_one_stage(state.ranks)
         if isinstance(caller, torch.nn.Module):
             _warn_of_broadcast(caller, state.ranks)
             _warn_of_shared_memory(caller)
-        site = state.sites[caller] = Site(caller, group)
+        site = state.sites[caller] = Site(caller, group, rank)
     settings = settings_of(caller)
     if site.signatures.settings != settings:
         site.signatures.settings = settings
