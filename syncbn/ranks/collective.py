@@ -91,8 +91,9 @@ class Collective:
     def described(self, error: Exception | None = None) -> report.Call:
         """This collective for the other ranks; `error` is a bad argument of this rank."""
         site, words = self.site, "" if error is None else in_words(error)
-        of_layer = site.layer, site.number, self.call, self.pass_name, site.signatures.settings, str(self.dtype)
-        return report.Call(self.doing(), *of_layer, words, isinstance(error, TypeError))
+        numbers = site.number, site.new_number(), self.call
+        compared = self.pass_name, site.signatures.settings, str(self.dtype)
+        return report.Call(self.doing(), site.layer, *numbers, *compared, words, isinstance(error, TypeError))
 
     def layer(self) -> str:
         return self.site.name if self.site.is_signed else ""

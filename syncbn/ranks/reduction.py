@@ -202,7 +202,7 @@ class EagerReduction(Reduction):
 
 def _explained(collective: Collective, total: Tensor, ranks_differ: bool, error: Exception | None) -> Exception | None:
     """What this rank raises, as the trailer of a total shows a fault; `error` is its bad argument, if it has one. None
-    where the layer only had other numbers on some ranks, of which all now take the largest."""
+    where the layer only had other numbers on some ranks, and all have taken one that is new to each of them."""
     site, state, rank = collective.site, collective.site.state, collective.rank
     if math.isnan(total[-1]):  # the ranks have sent different lengths, and gloo has aborted one of them
         return report.RanksDifferError(report.DIFFERENT_LAYERS + report.where_all_are(rank, collective, True))
@@ -213,8 +213,9 @@ def _explained(collective: Collective, total: Tensor, ranks_differ: bool, error:
     calls = report.exchange(rank, state.ranks, key)
     calls[state.ranks.index(rank.rank)] = call  # also if the store is gone
     fault = report.explain(rank, collective, calls, ranks_differ, can_renumber=True)
-    if fault is None and ranks_differ:
-        site.sign_as(max(other.number for other in calls if other is not None))
+    answers = [other for other in calls if other is not None]
+    if len({other.number for other in answers}) > 1 and not isinstance(fault, report.RanksDifferError):
+        site.sign_as(max(other.new_number for other in answers))
     is_own = error is not None and not isinstance(fault, report.RanksDifferError)
     return error if is_own else fault
 

@@ -90,6 +90,7 @@ class Call(NamedTuple):
     doing: str  # layer4.1.bn3 forward, call 17
     layer: str = ""  # root class and name, which are equal on all ranks
     number: int = 0  # of the layer among those of this root class and name
+    new_number: int = 0  # larger than all that these have on this rank
     call: int = 0  # number of the call of the layer
     pass_name: str = ""
     settings: dict[str, str] = {}  # noqa: RUF012  # never changed
@@ -109,7 +110,7 @@ def explain(
     """The error that every rank raises whose total shows a fault, from the calls of all ranks.
 
     `ranks_differ`: the trailer shows different signatures. None: only the numbers of the layer differ, and these
-    `can_renumber`, as a rank is in its first call of the layer: it may have reloaded or rebuilt its model.
+    `can_renumber`, as a rank is in its first forward of the layer: it may have reloaded or rebuilt its model.
     """
     ranks, answers = _ranks(rank, wait), [call for call in calls if call is not None]
     if ranks_differ and len(answers) == len(calls):
@@ -138,8 +139,8 @@ def _difference(calls: Sequence[Call], can_renumber: bool) -> tuple[str, str, st
     def all_have(field: str) -> bool:
         return all(getattr(call, field) == getattr(calls[0], field) for call in calls)
 
-    is_one_layer = all_have("number") or (can_renumber and any(call.call == 1 for call in calls))
-    if not (is_one_layer and all_have("layer") and all_have("pass_name")):
+    can_renumber = can_renumber and any(call.call == 1 and call.pass_name == "forward" for call in calls)
+    if not (all_have("layer") and all_have("pass_name") and (can_renumber or all_have("number"))):
         each = "in {doing}; number {number} of {layer}" if all_have("doing") else "in {doing}"
         remedy = OTHER_LAYERS if all_have("pass_name") else OTHER_PASSES
         if {"backward", WITH_GRAPH} <= {call.pass_name for call in calls}:

@@ -144,17 +144,20 @@ class Site:
         self.warned_of_nan = False
         self.signatures = Signatures(self.state.num_ranks)
         if self.is_signed:
-            self.sign_as(self.state.largest_number[self.layer] + 1)
+            self.sign_as(self.new_number())
 
     def write_call(self, num_channels: int) -> None:
         """Write how this rank calls the layer, so that reports show it where the ranks differ."""
         how = f"with {num_channels} channels over {ranks_in_words(self.state.ranks)}"
         self.rank.write(f"called/{self.state.name}/{self.name}", how)
 
+    def new_number(self) -> int:
+        """A number that no layer of this root class and name has had on this rank."""
+        return self.state.largest_number[self.layer] + 1
+
     def sign_as(self, number: int) -> None:
-        """Sign from now on as the layer of this number."""
-        self.number, largest = number, self.state.largest_number
-        largest[self.layer] = max(number, largest[self.layer])
+        """Sign from now on as the layer of this number, a new one."""
+        self.number = self.state.largest_number[self.layer] = number
         self.signatures.identity = f"{self.layer} {number}"
         self.signatures.clear()
 

@@ -1,62 +1,220 @@
-"""Catches layers of equal paths that are taken for one another, and programs that are refused though ranks agree."""
+"""Catches layers of one name that are taken for one another, and programs that are refused though the ranks agree."""
 
 import copy
+import gc
+import pickle
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+import voting
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from voting import Ranks
 
 import syncbn
+from syncbn.kernels.interface import TRAILER_NUMBERS
+from syncbn.ranks.all_reduce import all_reduce, num_exchanging
+from syncbn.ranks.report import RanksDifferError
 
 pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="signatures are for CPUs"), pytest.mark.two_ranks]
 
+DIFFER = "the ranks are in different layers or calls"
 
-def model() -> nn.Module:
+
+@pytest.fixture(autouse=True)
+def new_group(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """In each test the layers have the numbers 1, 2, ... None logs a warning."""
+    voting.world.make_anew()
+    yield
+    assert not [record for record in caplog.get_records("call") if record.name == "syncbn"]
+
+
+def build() -> nn.Module:
+    """A model of the root class Sequential, whose layer has the name 1."""
     return syncbn.convert_syncbn_model(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
 
 
 def x() -> Tensor:
-    return torch.randn(4, 3)
+    return torch.randn(4, 3, requires_grad=True)
+
+
+def train(*models: Callable[[Tensor], Tensor], num_steps: int = 2) -> None:
+    """All ranks call the models in this order."""
+    for model in models * num_steps:
+        model(x()).square().sum().backward()
+
+
+# Mixtures.
 
 
 def test_a_swap_that_ends_is_found(ranks: Ranks) -> None:
     """In the first step nobody can know; in the next one the ranks do."""
-    models = [model(), model()]
+    models = [build(), build()]
     for one in models[::-1] if ranks.rank else models:
         one(x())
-    with pytest.raises(RuntimeError, match="the ranks are in different layers or calls"):
+    with pytest.raises(RanksDifferError, match=DIFFER):
         [one(x()) for one in models]
 
 
-def test_what_goes_on(ranks: Ranks) -> None:
-    """A model more on one rank, a copy that evaluates, a shared layer, a model that is replaced on one rank."""
-    if ranks.rank:
-        model().eval()(x())
-    first, second = model(), model()
-    average = copy.deepcopy(first).eval()
-    shared = nn.Sequential(first[1], nn.Linear(3, 3), first[1])
-    for step in range(3):
-        for one in (first, second, shared):
-            one(x()).sum().backward()
+def test_backwards_of_two_models_in_another_order(ranks: Ranks) -> None:
+    """In the first step too, as the forwards have numbered the layers."""
+    losses = [build()(x()).square().sum() for _ in range(2)]
+    said = rf"{DIFFER}.\nrank 0: .* backward, call 1; number 1 of layer '1' in Sequential\nrank 1: .*; number 2 of"
+    with pytest.raises(RanksDifferError, match=said):
+        losses[ranks.rank].backward()
+
+
+def test_two_models_of_one_class_may_not_share_a_number(ranks: Ranks) -> None:
+    """Rank 1 joins in by compiled graphs at first, so rank 0 alone has numbers for the three models."""
+    models = first, second, third = [build() for _ in range(3)]
+    num_ranks = num_exchanging(dist.group.WORLD)
+    for model in models:
         if ranks.rank == 0:
-            average(x())
-        if step == 1 and ranks.rank == 0:  # as one that is loaded from a file
-            second = copy.deepcopy(second)
+            model(x())
+        else:  # what a compiled graph sends, of which no layer is known
+            all_reduce(torch.zeros(2 * 3 + TRAILER_NUMBERS, dtype=torch.float64), dist.group.WORLD, num_ranks)
+    for model in (second, first):
+        model(x())
+    with pytest.raises(RanksDifferError, match=DIFFER):
+        (first if ranks.rank else third)(x())
+
+
+def test_a_reload_does_not_hide_another_layer(ranks: Ranks) -> None:
+    """Of the reloaded model, in later calls."""
+    first, second = build(), build()
+    train(first, second)
+    if ranks.rank:
+        first = copy.deepcopy(first)
+    train(first, second)
+    with pytest.raises(RanksDifferError, match=DIFFER):
+        (first if ranks.rank else second)(x())
+
+
+def test_a_deleted_model_gives_its_number_to_no_other(ranks: Ranks) -> None:
+    """One rank deletes its first model, and both build a third. Its number is not that of the second or the first."""
+    models = [build(), build()]
+    train(*models)
+    if ranks.rank:
+        del models[0]
+    gc.collect()
+    third = build()
+    train(models[-1], third)
+    with pytest.raises(RanksDifferError, match=DIFFER):
+        (third if ranks.rank else models[0])(x())
+
+
+# Programs that go on. `at` is the rank that differs.
+
+
+class Timed(nn.Module):
+    """What one rank wraps its blocks in."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_blocks_that_one_rank_wraps_after_conversion(ranks: Ranks, at: int) -> None:
+    """As to time them: names are those of the conversion."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(2)))
+    syncbn.convert_syncbn_model(model)
+    if ranks.rank == at:
+        for index in range(2):
+            model[index] = Timed(model[index])
+    train(model)
+
+
+REPLACED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "copied": copy.deepcopy,
+    "pickled": lambda model: pickle.loads(pickle.dumps(model)),
+    "converted again": lambda model: syncbn.convert_syncbn_model(syncbn.revert_syncbn_model(model)),
+}
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("name", [*REPLACED, "rebuilt"])
+def test_a_model_that_one_rank_replaces(ranks: Ranks, name: str, at: int) -> None:
+    """As one that is loaded from a file, beside another of its class; the ranks agree on a number in its first call."""
+    first, second = build(), build()
+    train(first, second)
+    if ranks.rank == at:
+        first = build() if name == "rebuilt" else REPLACED[name](first)
+    train(first, second)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_bad_argument_in_the_first_call_of_a_replaced_model(ranks: Ranks, at: int) -> None:
+    """That error is raised; the ranks have agreed on a number."""
+    model = build()
+    train(model)
+    if ranks.rank == at:
+        model = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="expected 3 channels"):
+        model[1](x()[:, : 2 + ranks.rank])
+    train(model)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_folds_in_reference_cycles(ranks: Ranks, at: int) -> None:
+    """The ranks collect their models at different times."""
+    for _ in range(3):
+        model = build()
+        vars(model)["cycle"] = [model]
+        train(model)
+        if ranks.rank == at:
+            del model
+            gc.collect()
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_models_of_one_class(ranks: Ranks, at: int) -> None:
+    """One rank has one more, which evaluates, and a copy that does."""
+    first, second = build(), build()
+    if ranks.rank == at:
+        build().eval()(x())
+    train(first, second)
+    if ranks.rank == at:
+        copy.deepcopy(first).eval()(x())
+    train(first, second)
+
+
+def test_a_layer_in_two_models() -> None:
+    first, second = build(), build()
+    train(first, second, nn.Sequential(first[1], nn.Linear(3, 3), second[1], first[1]))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing(use_reentrant: bool) -> None:
+    """Which calls each layer a second time, within backward."""
+    first, second = build(), build()
+    train(lambda x: checkpoint(second, checkpoint(first, x, use_reentrant=use_reentrant), use_reentrant=use_reentrant))
+
+
+def test_retain_graph() -> None:
+    """Two backwards of each of two calls."""
+    model = build()
+    losses = [model(x()).square().sum() for _ in range(2)]
+    for retain_graph in (True, False):
+        for loss in losses:
+            loss.backward(retain_graph=retain_graph)
 
 
 @pytest.mark.compiles
-def test_one_rank_is_compiled_at_first(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at", [0, 1])
+def test_one_rank_is_compiled_at_first(ranks: Ranks, at: int) -> None:
     """As when its batches have too many sizes for Dynamo: it sends as many numbers, with zeros for the signature. Its
-    first eager call of a layer comes after the others' first."""
-    group = dist.new_group()  # where compiled calls are not counted
-    first, second = (syncbn.SyncBatchNorm(3, process_group=group) for _ in range(2))
-    compiled = torch.compile(first, backend="aot_eager", fullgraph=True) if ranks.rank else first
-    batch = x().requires_grad_()
-    outputs = []
-    for one in (compiled, second, first, second, compiled):
-        outputs.append(one(batch))
-        outputs[-1].sum().backward()
-    for output in outputs:
-        torch.testing.assert_close(output, outputs[0])
+    first eager calls of two models come after the other's, and in another order."""
+    first, second = build(), build()
+    compiled = [torch.compile(model, backend="aot_eager", fullgraph=True) for model in (first, second)]
+    train(*compiled if ranks.rank == at else (first, second))
+    train(second, first)
+    train(*compiled[::-1] if ranks.rank == at else (second, first))
+    batch = torch.randn(4, 3)
+    expected = first(batch)
+    torch.testing.assert_close(compiled[0](batch) if ranks.rank == at else first(batch), expected)
