@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from counting import CountCollectives
 from roads_taken import Layer, as_torch, close, escaped, fallbacks, forget_kernels, twins, with_gaps
 from subclasses_of_batchnorm import parametrized
 from tensor_subclasses import Image, MetaImage, as_class, plain
@@ -30,7 +31,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._debug_mode import DebugMode
 from torch.utils.checkpoint import checkpoint
-from training import step, unchanged
+from training import frees_first_batch, step, unchanged
 
 import syncbn
 from syncbn import plan
@@ -38,6 +39,7 @@ from syncbn import step as step_module
 from syncbn.arguments import ANY_DIMS, Options, Tensors
 from syncbn.functional import batch_norm_backward, sync_batch_norm
 from syncbn.kernels import available
+from syncbn.ranks.groups import warn_if_meant_for_several_ranks
 from syncbn.ranks.reduction import OneRank
 from syncbn.ranks.sites import Caller
 from syncbn.torch_internals.autograd import is_wrapped
@@ -478,6 +480,16 @@ def test_a_fused_relu_does_not_need_its_output_or_the_bias_in_backward() -> None
             y.detach().zero_()
         gradients.append(torch.autograd.grad(y, [x, layer.weight, layer.bias], dy))
     assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, CountCollectives])
+def test_the_first_batch_is_freed(mode: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
+    """The first call looks on the stack for nn.DataParallel, and must not read the local variables of the functions
+    there: Python 3.11 and 3.12 keep these values."""
+    warn_if_meant_for_several_ranks.cache_clear()
+    model = syncbn.convert_syncbn_model(nn.Sequential(nn.Conv1d(3, 3, 1), nn.BatchNorm1d(3)))
+    with mode():
+        assert frees_first_batch(model)
 
 
 # Cached kernels.

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
@@ -97,6 +98,16 @@ def require_trains_as(alone: nn.Module, ranks: Ranks, model: nn.Module, wrapped:
     train(alone, x, labels)
     train(wrapped or DistributedDataParallel(model), *mine(ranks, x, labels))
     require_equal_state(model, alone)
+
+
+def frees_first_batch(model: nn.Module, device: torch.device | str = "cpu") -> bool:
+    """Whether the first batch (4, 3, 5) of a training loop is freed in the third step, in the function of the loop."""
+    for index in range(3):
+        x = torch.randn(4, 3, 5, device=device)
+        if index == 0:
+            first = weakref.ref(x)
+        model(x).square().sum().backward()
+    return first() is None
 
 
 def step(call: Callable[..., Tensor], layer: nn.Module, x: Tensor, **options: object) -> dict[str, Tensor | None]:
