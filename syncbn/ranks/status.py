@@ -25,9 +25,10 @@ import operator
 import threading
 import time
 from collections import deque
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from syncbn.kernels.interface import BAD_ARGUMENT, ENDED, FAULT, LOCAL_NOT_FINITE, ONE_VALUE, RANKS_DIFFER, Mailbox
@@ -57,14 +58,16 @@ class GroupStatus:
         self.is_reported = False  # the program has raised the fault, or the watchdog has logged it
 
 
-_statuses: WeakKeyDictionary[GroupState, GroupStatus] = WeakKeyDictionary()
+_statuses: WeakKeyDictionary[dist.ProcessGroup, GroupStatus] = WeakKeyDictionary()
 
 
 def status_of(state: GroupState) -> GroupStatus:
-    """The status of a group."""
-    status = _statuses.get(state)
+    """The status of a group, which must exist."""
+    group = state.group()
+    assert group is not None
+    status = _statuses.get(group)
     if status is None:
-        status = _statuses[state] = GroupStatus(state)
+        status = _statuses[group] = GroupStatus(state)
     return status
 
 
@@ -89,7 +92,6 @@ class StreamStatus:
             self.rank.write(self._key, None)
         self.of_group.of_streams[device, stream] = self.of_group.of_streams[device, None] = self
         self.rank.watched.add(self)
-        finalize(site.state.group(), self.rank.watched.discard, self).atexit = False
 
     def mailbox(self, tag: int) -> Mailbox:
         """Where kernels note what they see in the total with this tag. **Raises** what they have seen in an earlier
@@ -109,6 +111,10 @@ class StreamStatus:
             if oldest is not None:  # until now the GPU may have been behind
                 self._oldest.start = time.monotonic()
         return self._oldest
+
+    def has_ended(self) -> bool:
+        """Whether the group is gone, and no later step can raise what kernels have seen."""
+        return self.of_group.group.group() is None
 
     def look(self, is_last: bool = False) -> None:
         """The watchdog looks: warns of NaN, and logs a fault that the program does not raise before the next look."""

@@ -83,7 +83,10 @@ def _watch(rank: ThisRank, world: ref[dist.ProcessGroup]) -> None:
 def _look(rank: ThisRank, seen: Position | None) -> Position:
     """One look of the thread, which returns the position of this rank; `seen` is that of the previous look."""
     for watched in [*rank.watched]:
-        watched.look()
+        is_last = watched.has_ended()
+        if is_last:
+            rank.watched.discard(watched)
+        watched.look(is_last)
     position = rank.position()
     # A store that grows with each write gets only positions that last.
     if not (rank.is_reading() or rank.ended.is_set() or (rank.store_grows and position != seen)):

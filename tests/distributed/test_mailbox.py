@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import voting
 from counting import CountCollectives
 from played_gpu import IS_INTERPRETED, Player, play
 from torch import Tensor, nn
@@ -30,13 +31,12 @@ pytestmark = [
 
 
 class Model(nn.Module):
-    """Two layers over a group of their own, as a fault ends what a group can do."""
+    """Two layers, by default over a group of their own, as a fault ends what a group can do."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        group = dist.new_group()
         self.bn1, self.bn2 = (nn.BatchNorm1d(3) for _ in range(2))
-        syncbn.convert_syncbn_model(self, group)
+        syncbn.convert_syncbn_model(self, group or dist.new_group())
 
     def forward(self, x: Tensor, *names: str) -> Tensor:
         for name in names or ("bn1", "bn2"):
@@ -269,6 +269,26 @@ def test_a_program_that_does_not_come_by(ranks: Ranks, model: Model, caplog: pyt
     texts_of(lambda: model(X), RanksDifferError)
 
 
+@pytest.mark.parametrize("over_all", [True, False])
+def test_a_fault_of_the_last_step(
+    ranks: Ranks, player: Player, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, over_all: bool
+) -> None:
+    """No later step raises it: the watchdog logs it when the group ends."""
+    with monkeypatch.context() as patched:
+        patched.setattr(watchdog, "LOOK_SECONDS", 1000.0)
+        voting.world.make_anew()
+        model = Model()
+        if over_all:
+            model.bn1.process_group = model.bn2.process_group = None
+        model(X).sum().backward()
+        (model.bn1 if ranks.rank else model.bn2)(X)
+        voting.world.leave()
+    said = f"syncbn: rank {ranks.rank} meets a fault on the GPU.\n"
+    wait_until(lambda: said in caplog.text)
+    assert "rank 0: in bn2 forward, call 2\nrank 1: in bn1 forward, call 2\n" in caplog.text
+    voting.world.enter()
+
+
 def test_a_rank_that_does_not_answer(ranks: Ranks, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says so, and where all ranks are."""
     monkeypatch.setattr(report, "ANSWER_SECONDS", 0.5)
@@ -307,7 +327,7 @@ def test_several_streams(ranks: Ranks, model: Model, monkeypatch: pytest.MonkeyP
 
 def test_faults_in_two_streams_at_once(ranks: Ranks, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks raise the earlier, whichever they have seen first."""
-    monkeypatch.setattr(status.StreamStatus, "look", lambda box: None)  # the watchdog has seen none
+    monkeypatch.setattr(status.StreamStatus, "look", lambda box, is_last: None)  # the watchdog has seen none
     streams = [5, 7]
     for stream, layers in zip(streams, ((model.bn1, model.bn2), (model.bn2, model.bn1)), strict=True):
         monkeypatch.setattr(reduction, "stream_of", lambda device, stream=stream: stream)
@@ -326,7 +346,7 @@ def test_a_group_that_was_destroyed(ranks: Ranks, model: Model) -> None:
     dist.destroy_process_group(model.bn1.process_group)
     del model.bn1, model.bn2
     gc.collect()
-    assert len(rank.watched) == before - 1
+    wait_until(lambda: len(rank.watched) == before - 1)
     assert len(status._memory) == kept
 
 
@@ -335,6 +355,31 @@ def test_ranks_that_begin_in_different_layers(ranks: Ranks, player: Player) -> N
     model(X, f"bn{1 + ranks.rank}")
     said = texts_of(lambda: model(X), RanksDifferError)
     assert "rank 0: in bn1 forward, call 1\nrank 1: in bn2 forward, call 1\n" in said
+    dist.barrier()
+
+
+def test_two_models_of_one_class_in_another_order(ranks: Ranks, model: Model) -> None:
+    """Their layers have the same names, and other numbers."""
+    other = Model(model.bn1.process_group)
+    other(X).sum().backward()
+    (other if ranks.rank else model)(X, "bn1")
+    said = texts_of(lambda: model(X), RanksDifferError)
+    assert re.search("rank 0: .*; number 1 of bn1 in Model\nrank 1: .*; number 2 of bn1 in Model\n", said), said
+    dist.barrier()
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_folds_in_reference_cycles(ranks: Ranks, player: Player, at: int) -> None:
+    """The ranks collect their models at different times: a number is given once."""
+    group = dist.new_group()
+    for _ in range(3):
+        model = Model(group)
+        vars(model)["cycle"] = [model]
+        for _ in range(2):
+            model(X).sum().backward()
+        if ranks.rank == at:
+            del model
+            gc.collect()
     dist.barrier()
 
 
@@ -397,6 +442,7 @@ def test_a_long_wait_of_the_gpu_is_told(ranks: Ranks, player: Player, log_of_wai
 
 def test_a_gpu_that_is_behind_does_not_wait(model: Model) -> None:
     """The host may go on long before it: the time counts from when the all_reduce before has ended."""
+    watchdog.this_rank().watched.clear()  # whose thread would look, too
     box = statuses(model.bn1)[torch.device("cpu"), None]
     ended = box.words[ENDED]
     for seen, number in ((ended - 2, ended - 1), (ended - 2, ended - 1), (ended - 1, ended)):
