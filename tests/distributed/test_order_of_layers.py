@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import voting
-from syncbn.ranks.all_reduce import all_reduce, num_exchanging
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from voting import Ranks
 
 import syncbn
 from syncbn.kernels.interface import TRAILER_NUMBERS
+from syncbn.ranks.collective import all_reduce, num_exchanging
 from syncbn.ranks.report import RanksDifferError
 
 pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="signatures are for CPUs"), pytest.mark.two_ranks]
