@@ -15,7 +15,8 @@ from voting import Ranks
 
 import syncbn
 from syncbn.kernels.interface import TRAILER_NUMBERS
-from syncbn.ranks.collective import all_reduce, num_exchanging
+from syncbn.ranks.collective import all_reduce
+from syncbn.ranks.groups import num_exchanging
 from syncbn.ranks.report import RanksDifferError
 
 pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="signatures are for CPUs"), pytest.mark.two_ranks]
