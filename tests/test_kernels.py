@@ -566,6 +566,19 @@ def test_kernels_for_a_single_rank(kernels: ModuleType, sizes: tuple[int, int, i
 
 
 @only_ordinary
+def test_a_mask_on_a_single_rank(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It changes n behind the sums, which must then have their place in the payload."""
+    force(monkeypatch, kernels)
+    x, mask = torch.randn(600, 3, 40), torch.arange(600) % 3 > 0  # sums of several parts
+    y = syncbn.SyncBatchNorm1d(3)(x.requires_grad_(), mask=mask)
+    expected = F.batch_norm(x[mask], None, None, training=True)
+    torch.testing.assert_close(y[mask], expected)
+    dy = torch.randn_like(x)
+    gradients = torch.autograd.grad(y, x, dy)[0][mask], torch.autograd.grad(expected, x, dy[mask])[0][mask]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+@only_ordinary
 @pytest.mark.parametrize("sizes", [(4, 3, 5), (600, 3, 40)], ids=str)  # on a GPU one part, and several
 def test_sums_end_in_a_signature(kernels: ModuleType, sizes: tuple[int, int, int]) -> None:
     """Behind n in forward and 0 in backward. On the general road the reduction signs."""
