@@ -125,7 +125,7 @@ class _Step(torch.autograd.Function):
             reduction.note_error(error)
             raise
         total = reduction.all_reduce(sums, "backward", mailbox)
-        if not keeps_graph():
+        if reduction.forward_total is not None and not keeps_graph():
             reduction.forward_total = None
         grad_x, grad_residual = kernels.backward_outputs(dy, saved, total, mailbox)
         return grad_x, *of_parameters, dy if needs_residual and y is None else grad_residual, None

@@ -256,6 +256,12 @@ def within(context: Context) -> Callable[..., list[Tensor]]:
     return way
 
 
+def with_a_graph(y: Tensor, given: list[Tensor], dy: Tensor) -> list[Tensor]:
+    """And the derivative of one."""
+    first = gradients(y, given, dy, create_graph=True)
+    return [*first, *torch.autograd.grad(first[0].square().sum(), given[0])]
+
+
 def compiled(y: Tensor, given: list[Tensor], dy: Tensor) -> list[Tensor | None]:
     torch._dynamo.reset()
     with torch._dynamo.config.patch(compiled_autograd=True):
@@ -267,7 +273,7 @@ WAYS: dict[str, Callable[..., list[Tensor]]] = {
     "as it is": gradients,
     "under a profiler": within(lambda: torch.profiler.profile(acc_events=True)),
     "under a mode": within(DebugMode),
-    "with a graph": lambda *arguments: gradients(*arguments, create_graph=True),
+    "with a graph": with_a_graph,
     "batched": lambda y, given, dy: gradients(y, given, torch.stack((dy, dy.cos())), is_grads_batched=True),
     "compiled": compiled,
     "of zeros": lambda y, given, dy: gradients(y, given, torch._efficientzerotensor(dy.shape)),
@@ -286,8 +292,9 @@ def test_backward_asks_again(way: str) -> None:
     def run(layer: Layer) -> list[Tensor]:
         for _ in range(STEPS):
             step(layer, layer, x)
-        given = [x.clone().requires_grad_(), layer.weight, layer.bias]
-        return WAYS[way](layer(given[0]), given, dy)
+        x_and_z = x.clone().requires_grad_(), x.cos().requires_grad_()
+        y = layer(*x_and_z) if isinstance(layer, syncbn.SyncBatchNorm) else layer(x_and_z[0]) + x_and_z[1]
+        return WAYS[way](y, [*x_and_z, layer.weight, layer.bias], dy)
 
     as_torch(run, rtol=1e-4)
 
