@@ -1,18 +1,15 @@
-"""Breaks forty places of the package, one at a time in a copy of it, and names the test that notices.
+"""Breaks forty drawn places of the package, one at a time in a copy of it, and names the test that notices.
 
-    python scripts/break_places.py                  runs the tests on each place of tests/broken_places.json
-    python scripts/break_places.py --recheck        first the test that noticed; fails where none does any more
+    python scripts/break_places.py                  half an hour or more
+    python scripts/break_places.py --seed 41        other places
     python scripts/break_places.py --places 3,7     some of them
-    python scripts/break_places.py --draw 54e6a01   draws the places anew, from the package of this commit
 
-A place is a line and what stands there instead: `before` in the commit that it was drawn from, `now` what differs from
-that today; edit `now` where code has changed or moved. A change that makes no difference, and code that is gone, say so
-as `caught_by`, and are not run.
+A place is a line and what stands there instead. A seed draws the same places until the package changes: so run a seed
+before and after a change of the tests. No test notices a change that makes no difference, so judge what is not caught.
 """
 
 import argparse
 import ast
-import json
 import os
 import random
 import re
@@ -22,23 +19,20 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from build_kernels import LIBRARY, build
 from run_tests import STARTS_PROGRAMS, TORCHRUN
 
 ROOT = Path(__file__).resolve().parent.parent
-PLACES = ROOT / "tests/broken_places.json"
-SEED, EACH = 40, 10  # places of an area
-FILES = {  # of an area, drawn as often as they are named; those that are gone are for --draw of an old commit
-    "step": "step.py step.py fallback.py fallback.py plan.py arguments.py layer.py statistics.py "
-    "ordinary.py ordinary.py general.py gradients.py training.py checks.py raising.py",
-    "kernels": "kernels/cpu.cpp kernels/cpu_*.h kernels/gpu_tiles.py kernels/gpu_tiles.py kernels/gpu_channels.py",
-    "reductions": f"{4 * 'ranks/reductions.py '} {4 * 'ranks/collective.py '} {2 * 'ranks/totals.py '} ranks/*.py "
-    "reductions/*.py comm/*.py",
-    "conversion": "convert.py convert.py unconverted.py synchronised_classes.py bound_methods.py unsynchronised.py",
+EACH = 10  # places of an area
+CONVERSION = "convert", "synchronised_classes", "unsynchronised", "unconverted"
+TOOLS = "__init__", "__main__", "testing"  # other files at the top of the package are of the step
+NEAREST = {  # the tests that are run first; a file may have another name in a later commit
+    "step": "step layer plan ordinary_road backward errors",
+    "kernels": "kernels",
+    "conversion": "convert unsynchronised unconverted",
 }
-NEAREST = {"step": "layer step backward errors", "kernels": "kernels", "conversion": "convert"}  # tests
 PAIRS = [("==", "!="), ("<", "<="), (">", ">="), ("+", "-"), ("*", "/"), ("and", "or"), ("is", "is not")]
 PAIRS += [("in", "not in"), ("&&", "||"), ("+=", "-=")]
 INSTEAD = dict(PAIRS) | {other: one for one, other in PAIRS} | {"//": "*"}
@@ -46,17 +40,14 @@ NO_CODE = "annotation", "returns", "decorator_list", "bases"  # fields of Python
 LIMIT = "--timeout=600", "--timeout-method=thread"  # seconds for a test: one that hangs has noticed
 BEGUN = re.compile(r"^tests/\S+::.*?(?= (?:[A-Z]{5,}|Fatal) | *$)", re.MULTILINE)  # a test in a log
 Break = tuple[int, int, int, str]  # number of a line, start and end in it, what stands there instead
-Place = dict[str, Any]
 
 
-def lines_of(path: Path) -> list[tuple[str, str]]:
-    """Each line without its indentation, and the name that is defined last above it; no name at the first column."""
-    lines, name = [], ""
-    for line in path.read_text().splitlines():
-        defined = re.match(r"(?:\s*def |(?=\w).*?)\b(\w+)(?:\(| = | \{|:$)", line)
-        name = defined[1] if defined else name
-        lines.append((line.strip(), name if line.startswith(" ") else ""))
-    return lines
+class Place(NamedTuple):
+    area: str
+    file: str
+    line: int
+    old: str  # the line
+    new: str
 
 
 def nodes(node: ast.AST) -> Iterator[ast.AST]:
@@ -107,39 +98,36 @@ def breaks_of_cpp(text: str) -> Iterator[Break]:
                 yield number, found.start(), found.end(), INSTEAD[found[0]]
 
 
-def draw(root: Path) -> list[Place]:
-    """EACH lines of each area, in functions, with a text that their function has once."""
-    generator, places = random.Random(SEED), list[Place]()
-    for area, patterns in FILES.items():
-        files = [path for pattern in patterns.split() for path in sorted(root.glob(f"syncbn/{pattern}"))]
-        drawn = dict[tuple[Path, int], Place]()
-        while len(drawn) < EACH:
-            path = generator.choice(files)
-            text, lines = path.read_text(), lines_of(path)
-            breaks = [*(breaks_of_python if path.suffix == ".py" else breaks_of_cpp)(text)]
-            number = generator.choice(sorted({number for number, *_ in breaks} or {0}))
-            old, function = lines[number - 1]
-            if function and lines.count((old, function)) == 1:
-                _, start, end, instead = generator.choice([one for one in breaks if one[0] == number])
-                line = text.splitlines()[number - 1]
-                place = {"file": path.relative_to(root).as_posix(), "line": number, "function": function}
-                drawn[path, number] = place | {"old": old, "new": (line[:start] + instead + line[end:]).strip()}
-        places += [{"area": area, "before": place, "now": {}} for place in drawn.values()]
-    return [{"number": number} | place for number, place in enumerate(places, 1)]
+def area_of(file: Path) -> str:
+    """The area of a file of the package; empty for a file that no layer calls."""
+    if len(file.parts) > 1:
+        return file.parts[0] if file.parts[0] in ("kernels", "ranks") else ""
+    return "conversion" if file.stem in CONVERSION else "" if file.stem in TOOLS else "step"
 
 
-def break_copy(place: Place, copy: Path) -> bool:
-    """Break the place in a copy of the tree, and build the kernels where they change. Returns whether it was found."""
-    path = copy / place["file"]
-    fits = [(place["old"] in line, name) for line, name in lines_of(path)] if path.is_file() else []
-    if fits.count((True, place["function"])) != 1:
-        return False
-    lines, number = path.read_text().splitlines(keepends=True), fits.index((True, place["function"]))
-    lines[number] = lines[number].replace(place["old"], place["new"])
-    path.write_text("".join(lines))
+def draw(seed: int) -> list[Place]:
+    """EACH places of each area, in functions."""
+    generator, places = random.Random(seed), dict[str, list[Place]]()
+    for path in sorted((ROOT / "syncbn").rglob("*")):
+        area = area_of(path.relative_to(ROOT / "syncbn"))
+        if area and path.suffix in (".py", ".cpp", ".h"):
+            text = path.read_text()
+            for number, start, end, instead in (breaks_of_python if path.suffix == ".py" else breaks_of_cpp)(text):
+                old = text.splitlines()[number - 1]
+                if old.startswith(" "):
+                    new, file = old[:start] + instead + old[end:], path.relative_to(ROOT).as_posix()
+                    places.setdefault(area, []).append(Place(area, file, number, old, new))
+    return [place for area in sorted(places) for place in generator.sample(places[area], EACH)]
+
+
+def break_copy(place: Place, copy: Path) -> None:
+    """Break the place in a copy of the tree. **Raises** CalledProcessError when a kernel no longer compiles."""
+    path = copy / place.file
+    lines = path.read_text().splitlines()
+    lines[place.line - 1] = place.new
+    path.write_text("\n".join(lines) + "\n")
     if path.suffix != ".py":
         build(copy, copy / LIBRARY)
-    return True
 
 
 def noticing(tests: list[str], tree: Path) -> str:
@@ -156,53 +144,42 @@ def noticing(tests: list[str], tree: Path) -> str:
         return ["an import", *BEGUN.findall(log.read())][-1] if run.returncode else ""
 
 
-def caught_by(place: Place, copy: Path, recorded: str) -> str:
-    """The test that notices what is broken in the copy: the recorded one, else one of the nearest, else any."""
+def caught_by(place: Place, copy: Path) -> str:
+    """The test that notices what is broken in the copy: one of the nearest, else any."""
+    try:
+        break_copy(place, copy)
+    except subprocess.CalledProcessError:
+        return "the compiler"
     apart = {f"tests/test_{name}.py" for names in STARTS_PROGRAMS.values() for name in names.split()}
     alone = {path.relative_to(copy).as_posix() for path in copy.glob("tests/test_*.py")} - apart
-    nearest = [f"tests/test_{name}.py" for name in NEAREST.get(place["area"], "").split()]
-    if "gpu_" in place["file"]:
+    nearest = [f"tests/test_{name}.py" for name in NEAREST.get(place.area, "").split()]
+    nearest = [file for file in nearest if file in alone]
+    if "gpu" in Path(place.file).name:
         nearest += ["-m", "triton"]
-    test = recorded if recorded and noticing([recorded], copy) == recorded else ""
     for tests in nearest, ["tests/distributed"], sorted(alone.difference(nearest)):
-        test = test or (noticing(tests, copy) if tests else "")
-    if test.startswith("tests/") and noticing([test], ROOT):
-        sys.exit(f"{test} fails in the unbroken tree, too")
-    return test or "not caught"
+        if tests and (test := noticing(tests, copy)):
+            if test.startswith("tests/") and noticing([test], ROOT):
+                sys.exit(f"{test} fails in the unbroken tree, too")
+            return test
+    return "not caught"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draw", metavar="COMMIT")
-    parser.add_argument("--recheck", action="store_true")
+    parser.add_argument("--seed", type=int, default=40, help="(default %(default)s)")
     parser.add_argument("--places", help="numbers, with commas between them")
     options = parser.parse_args()
-    if options.draw:
-        with tempfile.TemporaryDirectory() as folder:
-            archive = ["git", "archive", "-o", f"{folder}/drawn.tar", options.draw, "syncbn"]
-            subprocess.run(archive, cwd=ROOT, check=True)
-            shutil.unpack_archive(f"{folder}/drawn.tar", folder, filter="data")
-            PLACES.write_text(json.dumps(draw(Path(folder)), indent=2) + "\n")
-        return
-    places, failed = json.loads(PLACES.read_text()), False
-    skipped = ("equivalent", "gone", "not caught") if options.recheck else ("equivalent", "gone")
-    for entry in places:
-        place = entry["before"] | entry["now"] | {"area": entry["area"]}
-        recorded = place.get("caught_by", "")
-        is_wanted = not options.places or str(entry["number"]) in options.places.split(",")
-        if not is_wanted or recorded.startswith(skipped):
+    for number, place in enumerate(draw(options.seed), 1):
+        if options.places and str(number) not in options.places.split(","):
             continue
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder, "copy")
             shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "build", "runs"))
-            found = break_copy(place, copy)
-            test = caught_by(place, copy, recorded if options.recheck else "") if found else "not found"
-        print(f"{entry['number']:2} {place['file']}: {test}", flush=True)
-        failed |= test.startswith("not ")
-        entry["now"]["caught_by"] = test
-        if not options.recheck:
-            PLACES.write_text(json.dumps(places, indent=2) + "\n")
-    sys.exit(failed)
+            test = caught_by(place, copy)
+        print(
+            f"{number:2} {place.file}:{place.line}: {test}\n    {place.old.strip()}\n    {place.new.strip()}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
