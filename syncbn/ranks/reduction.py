@@ -205,7 +205,8 @@ def _explained(collective: Collective, total: Tensor, ranks_differ: bool, error:
     where the layer only had other numbers on some ranks, and all have taken one that is new to each of them."""
     site, state, rank = collective.site, collective.site.state, collective.rank
     if math.isnan(total[-1]):  # the ranks have sent different lengths, and gloo has aborted one of them
-        return report.RanksDifferError(report.DIFFERENT_LAYERS + report.where_all_are(rank, collective, True))
+        where = report.where_all_are(rank, collective, has_failed=True)
+        return error or report.RanksDifferError(report.DIFFERENT_LAYERS + where)
     # repr has one text for every NaN.
     key = f"fault/{state.name}/{hashlib.blake2b(repr(total.tolist()).encode(), digest_size=8).hexdigest()}"
     call = collective.described(error)
