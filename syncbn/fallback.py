@@ -19,15 +19,16 @@ from syncbn.arguments import Options, Tensors, check, check_eps, checked, requir
 from syncbn.inputs import Wrap, apply_mask, can_be_unwrapped, plain, refuse_proxies, unwrap, without_gaps
 from syncbn.kernels import reference, select
 from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS, BackwardKind, ForwardKind, Needed, Saved
-from syncbn.kernels.select import apply_function, general_back_end
+from syncbn.kernels.select import ordinary_back_end, reason_unavailable
 from syncbn.layout import Layout
 from syncbn.plan import kind_of, kind_of_backward
 from syncbn.ranks.reduction import ONE_RANK, Reduction, note_ranks, reduction_now
 from syncbn.ranks.report import WITH_GRAPH
 from syncbn.ranks.sites import CallsOnGroups
 from syncbn.statistics import compute_dtype, has_float64, pack, update_buffers
-from syncbn.torch_internals.autograd import keeps_graph
+from syncbn.torch_internals.autograd import is_batched_gradient, keeps_graph
 from syncbn.torch_internals.state import (
+    constant_in_graphs,
     current_backward,
     inside_functorch,
     inside_vmap_or_forward_mode,
@@ -84,6 +85,70 @@ def normalize(tensors: Tensors, options: Options, reduction: Reduction) -> tuple
     inputs = tensors.input, tensors.weight, tensors.bias, tensors.z, tensors.num_values
     y, statistics = apply_function(SyncBatchNormFunction, call, *inputs)
     return y, statistics
+
+
+def apply_function(
+    function: type[torch.autograd.Function], call: object, *tensors: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The outputs of an autograd Function whose first argument is no tensor.
+
+    It has no rules for vmap and forward mode; the operations of its forward have. And in a graph without gradients
+    Dynamo (torch 2.13) would hand the forward a context.
+    """
+    if is_compiling():
+        differentiates = torch.is_grad_enabled() and requires_grad(*tensors)
+    else:
+        differentiates = not is_transformed(*tensors)
+    run = function.apply if differentiates else function.forward
+    outputs: tuple[Tensor, ...] = run(call, *tensors)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+def general_back_end(kind: ForwardKind | BackwardKind, x: Tensor, *others: Tensor | None) -> reference.BackEnd:
+    """The kernels of the fallback for `x` of this kind, in a call that takes `others` beside it.
+
+    Tensor subclasses and exported programs get torch operations; so do forward mode and vmap, for which operators have
+    no rules. If there are kernels, all others get the operators, compiled graphs too: what Inductor makes of torch
+    operations takes 2 to 12 times as long on CPUs (docs/tried.md). Operators have no gradient, and are called within
+    autograd.Functions alone; but `apply_function` calls the forward itself when no tensor requires grad, of which
+    Dynamo knows nothing inside torch.func. So such a graph gets torch operations where grad mode is on. (Inside a
+    Function grad mode is off, but Dynamo of torch 2.11 leaves it on in the forward.)
+    """
+    if type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
+        return reference
+    if is_compiling():
+        in_function = not torch.is_grad_enabled() or requires_grad(x, *others)
+        if not in_function or torch.compiler.is_exporting() or reason_unavailable(x.device, compiling=True):
+            return reference
+    elif is_transformed(x, *others):
+        return reference
+    elif ordinary_back_end(kind) is None:
+        return reference.InParts
+    from syncbn.kernels import operators  # which registers them
+
+    if is_compiling():
+        _tell_inductor()
+    return operators
+
+
+@constant_in_graphs
+def _tell_inductor() -> None:
+    """Tell Inductor how to treat the operators, if its private names are those that we know: else it copies more."""
+    with contextlib.suppress(ImportError, AttributeError, TypeError):
+        from syncbn.kernels import inductor
+
+        inductor.tell_inductor()
+
+
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Whether vmap or forward mode is active, for which only torch's operations have rules."""
+    if inside_vmap_or_forward_mode():
+        return True
+    return not is_compiling() and any(tensor is not None and is_batched_gradient(tensor) for tensor in tensors)
+
+
+def requires_grad(*tensors: Tensor | None) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 class SyncBatchNormFunction(torch.autograd.Function):
@@ -203,8 +268,7 @@ def total(sums: Tensor, reduction: Reduction, pass_name: str, num_values: Tensor
     if num_values is not None:
         trailer = -TRAILER_NUMBERS
         sums = torch.cat((sums[:trailer], num_values.double().view(1), sums[trailer + 1 :]))
-    # In compiled graphs `is_transformed` is False.
-    if reduction.group is not None and (inside_vmap_or_forward_mode() or select.is_transformed(sums)):
+    if reduction.group is not None and is_transformed(sums):
         raise RuntimeError(TRANSFORMED)
     if reduction.group is None or is_compiling() or not torch.is_grad_enabled():
         return reduction.total(sums, pass_name)

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from syncbn.arguments import Options, Tensors
-from syncbn.fallback import Call, prepared, raise_on_all_ranks, total
+from syncbn.fallback import Call, apply_function, general_back_end, prepared, raise_on_all_ranks, total
 from syncbn.inputs import apply_mask, without_gaps
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.kernels.reference import minus_mean
-from syncbn.kernels.select import apply_function, general_back_end
 from syncbn.layer import SyncBatchNorm
 from syncbn.plan import kind_of
 from syncbn.ranks.groups import ProcessGroupLike, to_spec

@@ -1,6 +1,6 @@
 """Tells Inductor, which compiles graphs, how to pass tensors to the operators, and fuses a relu into them.
 
-Uses private names of Inductor. select.py imports this module while torch compiles.
+Uses private names of Inductor. fallback.py imports this module while torch compiles.
 """
 
 import functools

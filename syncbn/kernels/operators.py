@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from syncbn.kernels import cpu, interface, reference
+from syncbn.kernels import interface, reference
 from syncbn.kernels.interface import GradientPair, Inputs, Saved
+from syncbn.kernels.select import back_end
 from syncbn.layout import Layout
 from syncbn.statistics import num_statistics
 from syncbn.torch_internals.autograd import require_memory
@@ -72,7 +73,7 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Fun
 def forward_sums(x: Tensor, channel_dim: int) -> Tensor:
     layout, [x] = _prepared(x, channel_dim)
     kind = interface.ForwardKind(layout, x.dtype, x.device)
-    return _back_end(kind).Forward.of(kind).forward_sums(x)
+    return back_end(x.device).Forward.of(kind).forward_sums(x)
 
 
 @_operator(
@@ -90,7 +91,7 @@ def forward_outputs(
     layout, [*inputs, total] = _prepared(x, channel_dim, weight=weight, bias=bias, residual=residual, total=total)
     dtypes = getattr(weight, "dtype", None), getattr(bias, "dtype", None)
     kind = interface.ForwardKind(layout, x.dtype, x.device, eps, relu, residual is not None, *dtypes)
-    return _back_end(kind).Forward.of(kind).forward_outputs((*inputs,), total)[:2]
+    return back_end(x.device).Forward.of(kind).forward_outputs((*inputs,), total)[:2]
 
 
 @_operator(
@@ -108,7 +109,7 @@ def backward_sums(
     masks = relu and y is None, relu and y is not None
     layout, [x, dy, y, statistics] = _prepared(x, channel_dim, masks[0], dy=dy, y=y, statistics=statistics)
     kind = interface.BackwardKind(layout, x.dtype, x.device, *masks, None, grad_weight_dtype, grad_bias_dtype)
-    return _back_end(kind).Backward.of(kind).backward_sums(dy, (x, None, statistics, y))
+    return back_end(x.device).Backward.of(kind).backward_sums(dy, (x, None, statistics, y))
 
 
 @_operator(
@@ -126,7 +127,7 @@ def backward_outputs(
     )
     dtype = getattr(weight, "dtype", None)
     kind = interface.BackwardKind(layout, x.dtype, x.device, *masks, dtype, needs_x=True, needs_residual=needs_residual)
-    return _back_end(kind).Backward.of(kind).backward_outputs(dy, (*saved,), total)
+    return back_end(x.device).Backward.of(kind).backward_outputs(dy, (*saved,), total)
 
 
 def _prepared(
@@ -174,11 +175,3 @@ def _layout(shape: torch.Size, strides: tuple[int, ...], channel_dim: int) -> La
     order = sorted(range(len(shape)), key=strides.__getitem__, reverse=True)
     in_order = torch.empty_strided(shape, strides, device="meta").permute(order)
     return Layout.of(in_order, order.index(channel_dim)) if in_order.is_contiguous() else None
-
-
-def _back_end(kind: interface.ForwardKind | interface.BackwardKind) -> interface.BackEnd:
-    if kind.device.type == "cpu":
-        return cpu
-    from syncbn.kernels import gpu  # which imports triton, interface
-
-    return gpu

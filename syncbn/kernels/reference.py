@@ -17,6 +17,7 @@ Maps compute single values in float32, or in float64 for float64 values. Beside 
 
 import itertools
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -175,6 +176,15 @@ class ForwardInParts(Forward):
 
 class BackwardInParts(Backward):
     in_parts = True
+
+
+class BackEnd(Protocol):
+    """This module, operators.py or `InParts`."""
+
+    @property
+    def Forward(self) -> type[Forward]: ...  # noqa: N802
+    @property
+    def Backward(self) -> type[Backward]: ...  # noqa: N802
 
 
 class InParts:

@@ -1,39 +1,19 @@
-"""Selects the kernels for a kind of tensors.
+"""Selects the kernels for a kind of tensors, if there are any on this machine."""
 
-This folder may import layout, statistics, torch_internals and texts, nothing else of the package.
-"""
-
-import contextlib
 import functools
 import math
 import os
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from syncbn.kernels import cpu, reference
+from syncbn.kernels import cpu
 from syncbn.kernels.interface import BackEnd, BackwardKind, ForwardKind, Mailbox
 from syncbn.layout import Layout
 from syncbn.texts import warn_once
-from syncbn.torch_internals.autograd import is_batched_gradient
-from syncbn.torch_internals.state import (
-    constant_in_graphs,
-    inside_vmap_or_forward_mode,
-    is_capturing,
-    is_compiling,
-)
+from syncbn.torch_internals.state import constant_in_graphs, is_capturing
 
 LARGE_BYTES = 1_000_000  # of an input with which it matters how fast the kernels are
-
-
-class GeneralBackEnd(Protocol):
-    """A module whose classes have the calls of reference.py."""
-
-    @property
-    def Forward(self) -> type[reference.Forward]: ...  # noqa: N802
-    @property
-    def Backward(self) -> type[reference.Backward]: ...  # noqa: N802
 
 
 def ordinary_back_end(kind: ForwardKind | BackwardKind) -> BackEnd | None:
@@ -42,58 +22,27 @@ def ordinary_back_end(kind: ForwardKind | BackwardKind) -> BackEnd | None:
     device = kind.device
     if device.type not in ("cpu", "cuda"):
         return None
-    reason = _reason_unavailable(device, compiling=False)
-    if reason is None and device.type == "cpu":
-        return cpu
+    reason = reason_unavailable(device, compiling=False)
     if reason is None:
-        from syncbn.kernels import gpu  # which imports triton
-
-        return gpu
+        return back_end(device)
     if math.prod(kind.layout.sizes) * kind.dtype.itemsize > LARGE_BYTES and not why_forced():
         operations = "torch operations take several times as long"
         warn_once(f"syncbn has no fast kernels for this {device.type} device, {operations}: {reason}")
     return None
 
 
-def general_back_end(kind: ForwardKind | BackwardKind, x: Tensor, *others: Tensor | None) -> GeneralBackEnd:
-    """The kernels of the general road for `x` of this kind, in a call that takes `others` beside it.
+def back_end(device: torch.device) -> BackEnd:
+    """Return the module with the kernels for tensors on this device, of which `reason_unavailable` is None."""
+    if device.type == "cpu":
+        return cpu
+    from syncbn.kernels import gpu  # which imports triton
 
-    Tensor subclasses and exported programs get torch operations; so do forward mode and vmap, for which operators have
-    no rules. If there are kernels, all others get the operators, compiled graphs too: what Inductor makes of torch
-    operations takes 2 to 12 times as long on CPUs (docs/tried.md). Operators have no gradient, and are called within
-    autograd.Functions alone; but `apply_function` calls the forward itself when no tensor requires grad, of which
-    Dynamo knows nothing inside torch.func. So such a graph gets torch operations where grad mode is on. (Inside a
-    Function grad mode is off, but Dynamo of torch 2.11 leaves it on in the forward.)
-    """
-    if type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
-        return reference
-    if is_compiling():
-        in_function = not torch.is_grad_enabled() or requires_grad(x, *others)
-        if not in_function or torch.compiler.is_exporting() or _reason_unavailable(x.device, compiling=True):
-            return reference
-    elif is_transformed(x, *others):
-        return reference
-    elif ordinary_back_end(kind) is None:
-        return reference.InParts
-    from syncbn.kernels import operators  # which registers them
-
-    if is_compiling():
-        _tell_inductor()
-    return operators
-
-
-@constant_in_graphs
-def _tell_inductor() -> None:
-    """Tell Inductor how to treat the operators, if its private names are those that we know: else it copies more."""
-    with contextlib.suppress(ImportError, AttributeError, TypeError):
-        from syncbn.kernels import inductor
-
-        inductor.tell_inductor()
+    return gpu
 
 
 def looks_at_totals(device: torch.device) -> bool:
     """Whether kernels on this device note in a mailbox what they see of a total."""
-    return device.type == "cuda" and _reason_unavailable(device, compiling=False) is None
+    return device.type == "cuda" and reason_unavailable(device, compiling=False) is None
 
 
 def look_at_total(total: Tensor, is_forward: bool, mailbox: Mailbox, sums: Tensor | None) -> None:
@@ -103,35 +52,6 @@ def look_at_total(total: Tensor, is_forward: bool, mailbox: Mailbox, sums: Tenso
     gpu.look_at_total(total, is_forward, mailbox, sums)
 
 
-def is_transformed(*tensors: Tensor | None) -> bool:
-    """Whether vmap or forward mode is active in eager mode, for which only torch's operations have rules."""
-    if is_compiling():
-        return False
-    is_batched = any(tensor is not None and is_batched_gradient(tensor) for tensor in tensors)
-    return is_batched or inside_vmap_or_forward_mode()
-
-
-def requires_grad(*tensors: Tensor | None) -> bool:
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def apply_function(
-    function: type[torch.autograd.Function], call: object, *tensors: Tensor | None
-) -> tuple[Tensor, ...]:
-    """The outputs of an autograd Function whose first argument is no tensor.
-
-    It has no rules for vmap and forward mode; the operations of its forward have. And in a graph without gradients
-    Dynamo (torch 2.13) would hand the forward a context.
-    """
-    if is_compiling():
-        differentiates = torch.is_grad_enabled() and requires_grad(*tensors)
-    else:
-        differentiates = not is_transformed(*tensors)
-    run = function.apply if differentiates else function.forward
-    outputs: tuple[Tensor, ...] = run(call, *tensors)  # type: ignore[no-untyped-call]
-    return outputs
-
-
 def available() -> str:
     """Which kernels serve the tensors of this machine, and why not faster ones, in one line."""
     devices = {torch.device("cpu"): "C++"}
@@ -139,13 +59,13 @@ def available() -> str:
         devices[torch.device("cuda", torch.cuda.current_device())] = "Triton"
     lines = []
     for device, language in devices.items():
-        why_not = _reason_unavailable(device, compiling=False)
+        why_not = reason_unavailable(device, compiling=False)
         lines.append(f"{device.type}: {f'torch operations ({why_not})' if why_not else language}")
     return "; ".join(lines)
 
 
 @constant_in_graphs
-def _reason_unavailable(device: torch.device, compiling: bool) -> str | None:
+def reason_unavailable(device: torch.device, compiling: bool) -> str | None:
     """None when there are kernels for tensors on this device, which loads them, else the reason in a line."""
     return why_forced() or (cpu.load() if device.type == "cpu" else _why_no_triton(device, compiling))
 
