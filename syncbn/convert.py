@@ -321,7 +321,8 @@ def _batch_norm(
     try:
         if training and layer.training:
             if _belongs_to_layer(layer, tensors):
-                return (layer._train_and_pool or train)(tensors, options, layer)[0]
+                train_layer = train if layer._train_and_pool is None else layer._train_and_pool
+                return train_layer(tensors, options, layer)[0]
             _warn_on_several_ranks(layer._syncbn_original.__qualname__, PASSES_NONE, layer._process_group)
         if layer.training and not is_compiling():
             vars(layer)["_synchronised_ranks"] = layer._synchronised_ranks or 1

@@ -33,6 +33,7 @@ from syncbn.torch_internals.state import (
     inside_functorch,
     inside_vmap_or_forward_mode,
     is_compiling,
+    is_exporting,
     recorded,
 )
 
@@ -118,7 +119,7 @@ def general_back_end(kind: ForwardKind | BackwardKind, x: Tensor, *others: Tenso
         return reference
     if is_compiling():
         in_function = not torch.is_grad_enabled() or requires_grad(x, *others)
-        if not in_function or torch.compiler.is_exporting() or reason_unavailable(x.device, compiling=True):
+        if not in_function or is_exporting() or reason_unavailable(x.device, compiling=True):
             return reference
     elif is_transformed(x, *others):
         return reference

@@ -156,7 +156,8 @@ class SyncBatchNorm(_BatchNorm):
         tensors = Tensors(input, z, self.weight, self.bias, running_mean, running_var, counter, mask)
         try:
             if self.training:
-                return (self._train_and_pool or train)(tensors, self._current_options(), self)[0]
+                train_layer = train if self._train_and_pool is None else self._train_and_pool
+                return train_layer(tensors, self._current_options(), self)[0]
             return evaluate(tensors, self._current_options(), self)
         except (RuntimeError, TypeError, ValueError) as error:
             add_name(error, self)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from syncbn.torch_internals.autograd import copy_together
-from syncbn.torch_internals.state import constant_in_graphs, inside_functorch, inside_vmap, is_compiling
+from syncbn.torch_internals.state import constant_in_graphs, inside_functorch, inside_vmap, is_compiling, is_exporting
 
 TIMES_N = 4  # that n stands in the statistics
 HAVE_FLOAT64 = "cpu", "cuda"  # Device types that are known to have float64.
@@ -105,7 +105,7 @@ def update_buffers(
         values.append(counter + 1)
     if not (buffers and updates):
         return
-    in_graph = is_compiling() and not torch.compiler.is_exporting()
+    in_graph = is_compiling() and not is_exporting()
     in_transform = not is_compiling() and inside_functorch() and not inside_vmap()
     if in_graph or in_transform:
         copy_together(buffers, values)

@@ -247,3 +247,17 @@ dist.destroy_process_group()
 assert group() is None
 """
     run(sys.executable, "-c", code)  # which imports torch anew
+
+
+def test_a_graph_is_no_export() -> None:
+    """Though Dynamo compiles both, and torch 2.11 takes every graph for an export."""
+
+    def add_one_in_exports(x: Tensor) -> Tensor:
+        return x + 1 if state.is_exporting() else x
+
+    class Model(nn.Module):
+        forward = staticmethod(add_one_in_exports)
+
+    x = torch.zeros(2)
+    assert torch.compile(add_one_in_exports, backend="eager", fullgraph=True)(x).tolist() == [0, 0]
+    assert torch.export.export(Model(), (x,), strict=True).module()(x).tolist() == [1, 1]

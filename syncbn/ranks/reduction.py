@@ -39,7 +39,13 @@ from syncbn.ranks.groups import GroupSpec, num_exchanging
 from syncbn.ranks.sites import Caller, CallsOnGroups, Signatures, Site, new_site
 from syncbn.ranks.status import StreamStatus, captured_tag, status_of
 from syncbn.torch_internals.distributed import stream_of
-from syncbn.torch_internals.state import constant_in_graphs, current_dispatch_mode, is_compiling, is_jit_tracing
+from syncbn.torch_internals.state import (
+    constant_in_graphs,
+    current_dispatch_mode,
+    is_compiling,
+    is_exporting,
+    is_jit_tracing,
+)
 
 NO_SIGNATURES = Signatures(1)  # a site without an identity sends zeros
 
@@ -277,7 +283,7 @@ def reduction_in_graph(spec: GroupSpec) -> Reduction:
         _raise_in_graph(f"{what}; {remedy}")
     if group.size() == 1:
         return ONE_RANK
-    if torch.compiler.is_exporting():
+    if is_exporting():
         what = "torch.export cannot record batch norm over several ranks in training"
         _raise_in_graph(f"syncbn: {what}; call model.eval() or syncbn.revert_syncbn_model(model) first")
     return GraphReduction(group)

@@ -41,6 +41,13 @@ def constant_in_graphs(function: Function) -> Function:
 
 
 @constant_in_graphs
+def is_exporting() -> bool:
+    """Whether torch.export records this call. In torch 2.11 Dynamo itself takes torch.compiler.is_exporting() for True
+    in every graph."""
+    return torch.compiler.is_exporting()
+
+
+@constant_in_graphs
 def profiler_enabled() -> bool:
     """Whether a profiler records, in any thread."""
     return profiler._is_profiler_enabled
