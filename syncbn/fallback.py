@@ -370,9 +370,12 @@ def raise_on_all_ranks(
         raise error  # no rank would read the NaN
     sums = torch.zeros(2 * num_channels + TRAILER_NUMBERS, dtype=torch.float64, device=device)
     sums[-TRAILER_NUMBERS] = math.nan
-    with reduction.noting_errors():
-        reduction.total(sums, pass_name, error)
-    raise AssertionError("internal error: no rank reported the bad argument") from error
+    try:
+        with reduction.noting_errors():
+            reduction.total(sums, pass_name, error)
+        raise AssertionError("internal error: no rank reported the bad argument") from error
+    finally:  # The traceback of the error has this frame: a cycle would keep the process group.
+        del error
 
 
 def _likely_channels(tensors: Tensors, options: Options) -> int | None:

@@ -27,7 +27,7 @@ from syncbn.layout import Layout
 TRAILER_NUMBERS, SIGNATURE_NUMBERS = 4, 3
 MIXER = 0x9E3779B97F4A7C15 - 2**64  # odd, 64 bits, as an int64: see signature_of_call in reference.py
 MOST_KERNELS = 4096  # in the cache of a pass
-UNSIGNED = 0  # the signature s of sums without one; else 0 < s < 2^26, see diagnosis/sites.py
+UNSIGNED = 0  # the signature s of sums without one; else 0 < s < 2^26, see ranks/sites.py
 
 Inputs: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # x, weight, bias, residual
 Buffers: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]  # running_mean, running_var, counter

@@ -1,5 +1,5 @@
-"""Adds up a payload over the ranks of a group in one collective, the same on every path, and keeps in which this rank
-waits.
+"""Adds up a payload over the ranks of a group in one collective, the same on every path, and records the collectives
+in which this rank waits.
 
 gloo's all_reduce is a ring, in which W ranks wait for 2 (W - 1) messages one after another. In an exchange
 (all_to_all_single) each rank sends its payload to all others at once and adds up what it receives, in the order of the
@@ -54,8 +54,8 @@ def all_reduce(payload: Tensor, group: dist.ProcessGroup, num_exchanging: int, b
 
 
 class Collective:
-    """The context of a collective, in which this rank waits for others. It outlives the collective as the rank's last,
-    so it does not keep the group.
+    """The context of a collective, in which this rank waits for others. A rank keeps its last Collective after it has
+    ended; so a Collective must not hold the group.
 
     **Raises** RuntimeError with the positions of all ranks when the collective fails.
     """
@@ -96,7 +96,7 @@ class Collective:
         return report.Call(self.doing(), site.layer, *numbers, *compared, words, isinstance(error, TypeError))
 
     def layer(self) -> str:
-        return self.site.name if self.site.is_signed else ""
+        return self.site.label if self.site.is_signed else ""
 
     def ranks(self) -> list[int]:
         return self.site.state.ranks

@@ -111,7 +111,12 @@ def existing(spec: GroupSpec) -> dist.ProcessGroup | None:
     if isinstance(spec, int):
         default_group = dist.group.WORLD
         made = {} if default_group is None else _made.get(default_group, {})
-        return (made[spec] or default_group) if spec in made else None
+        group_of_int = made.get(spec)
+        if group_of_int is None:
+            return default_group if spec in made else None
+        if group_of_int in existing_groups():
+            return group_of_int
+        raise RuntimeError(f"the group of process_group={spec} was destroyed; set layer.process_group to another group")
     group = spec.group()
     if group is not None:
         return group

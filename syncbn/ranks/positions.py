@@ -1,7 +1,8 @@
 """Keeps the position of this rank: its last collective of syncbn, and what the rank did since.
 
 Each rank writes to the store of the default process group, under keys that begin with syncbn/, the number of restarts
-by torchrun, which may keep the store, and the global rank:
+by torchrun, which may keep the store, and the global rank. (The number of the ranks that have read an explanation,
+fault/0/4f2a.../readers, has no rank in its key.)
 
     position                its last collective of syncbn, and what it has done since
     called/0/layer4.1.bn3   at a layer's first call: with how many channels, and over which ranks of the group 0
@@ -113,7 +114,7 @@ class ThisRank:
         )
 
     def note_error(self, error: BaseException) -> None:
-        """A layer raises an error on this rank, whose next collective the other ranks may wait for."""
+        """Record an error that a layer raises on this rank: other ranks may already wait in the next collective."""
         self.error = f"has raised {in_words(error)}".partition("\n")[0][:300], self.last
 
     def is_reading(self) -> bool:
@@ -124,15 +125,16 @@ class ThisRank:
         """Write the position if it has changed."""
         with self.writing:
             position = self.position()
-            if position != self.written:
+            if position != self.written and self.write("position", position._replace(time=time.time())):
                 self.written = position
-                self.write("position", position._replace(time=time.time()))
 
-    def write(self, key: str, value: object) -> None:
-        """Write a value that JSON can hold."""
+    def write(self, key: str, value: object) -> bool:
+        """Write a value that JSON can hold, and return whether the store has it."""
         if self.store_answers:
             with self.using_store():
                 self.store.set(self._key(self.rank, key), json.dumps(value))
+                return True
+        return False
 
     def read(self, ranks: Sequence[int], key: str) -> list[Any]:
         """What these ranks have written under the key; None for nothing."""
@@ -145,7 +147,7 @@ class ThisRank:
         """What these ranks have written under the key, as soon as all have, and at the latest after these seconds; None
         for nothing.
 
-        The first rank, whose process may hold the store, stays until all have read, and deletes what was written.
+        The first rank leaves last, as its process may hold the store, and deletes what was written.
         """
         values, readers = [None] * len(ranks), f"{self.prefix}/{key}/readers"
 

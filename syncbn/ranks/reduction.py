@@ -12,7 +12,7 @@ W ranks; C channels; n_r values per channel on rank r.
 
 All numbers are float64, and the sums are not centred, so that uneven and empty ranks need no special case. Each pass is
 exactly one collective when the group has two or more ranks, and none otherwise: an all_reduce, which small groups of
-gloo make by an exchange, see all_reduce.py. A rank with bad arguments cannot compute its sums but must not leave
+gloo make by an exchange, see collective.py. A rank with bad arguments cannot compute its sums but must not leave
 the others waiting: it joins the forward all_reduce with zeros and n_r = NaN, which every rank sees in the total.
 
 Each payload ends in a trailer of four numbers: n in forward and 0 in backward, and a signature, see sites.py. On CPU
@@ -56,10 +56,10 @@ class Reduction(ABC):
     group: dist.ProcessGroup | None  # None for one rank
     num_ranks: int | None  # None in a graph, where it is unused
     signatures: Signatures
-    # Of this call, if there are other ranks. A backward that does not keep its graph sets it to None: the loss may be
-    # kept, and with it this reduction.
+    # The total of this call's forward; None for one rank. A backward that does not keep its graph sets it to None: the
+    # loss may be kept, and with it this reduction.
     forward_total: Tensor | None = None
-    is_read = False  # whether a rank with an error may join with NaN: ranks, or their GPUs, read the totals
+    is_read = False  # whether ranks or their GPUs read the trailer of a total: only then may a rank send NaN in n
 
     @abstractmethod
     def all_reduce(self, payload: Tensor, pass_name: str, mailbox: Mailbox | None = None) -> Tensor:
@@ -157,9 +157,12 @@ class EagerReduction(Reduction):
                     fault = _explained(collective, total, ranks_differ, error)
         if pass_name == "forward":
             self.forward_total = total
-        if fault is not None:  # outside of the context, which would say that the collective failed
+        if fault is None:
+            return total
+        try:  # outside of the context, which would report that the collective failed
             raise fault
-        return total
+        finally:  # Its traceback has this frame. A cycle would keep the group, and gloo's threads until the end.
+            del fault, error
 
     def total(self, sums: Tensor, pass_name: str, error: Exception | None = None) -> Tensor:
         is_real = type(sums) is Tensor
@@ -172,7 +175,11 @@ class EagerReduction(Reduction):
             signature = reference.signature_of_call(s, self.forward_total)
         payload = torch.cat((sums[:-SIGNATURE_NUMBERS], is_signed, signature, signature.square()))
         by_operator = current_dispatch_mode() is not None
-        total = self.all_reduce(payload, pass_name, mailbox, error, by_operator)
+        try:
+            total = self.all_reduce(payload, pass_name, mailbox, error, by_operator)
+        except Exception:
+            del error  # as in `all_reduce`
+            raise
         if mailbox is not None:
             if error is not None:
                 self.status.write_call(mailbox.tag, error)
@@ -180,7 +187,10 @@ class EagerReduction(Reduction):
             needs_two_values = is_forward and self.site.needs_two_values
             select.look_at_total(total, needs_two_values, mailbox, sums if is_forward else None)
             if error is not None:
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error
         looks = pass_name == "forward" and mailbox is None and payload.is_cpu and type(payload) is Tensor
         # By lists, as operators would be seen by the mode that watches this call. cat has left the sums as they were.
         if looks and not all(map(math.isfinite, total.tolist())):
@@ -207,19 +217,19 @@ class EagerReduction(Reduction):
 
 
 def _explained(collective: Collective, total: Tensor, ranks_differ: bool, error: Exception | None) -> Exception | None:
-    """What this rank raises, as the trailer of a total shows a fault; `error` is its bad argument, if it has one. None
-    where the layer only had other numbers on some ranks, and all have taken one that is new to each of them."""
+    """Return what this rank raises if the trailer of a total shows a fault; `error` is its bad argument, or None.
+
+    Returns None if the layer only had different numbers: all ranks now use a number that none has used.
+    """
     site, state, rank = collective.site, collective.site.state, collective.rank
     if math.isnan(total[-1]):  # the ranks have sent different lengths, and gloo has aborted one of them
         where = report.where_all_are(rank, collective, has_failed=True)
-        return error or report.RanksDifferError(report.DIFFERENT_LAYERS + where)
+        return error or RuntimeError(report.DIFFERENT_LENGTHS + where)
     # repr has one text for every NaN.
     key = f"fault/{state.name}/{hashlib.blake2b(repr(total.tolist()).encode(), digest_size=8).hexdigest()}"
     call = collective.described(error)
-    rank.write(key, call)
-    calls = report.exchange(rank, state.ranks, key)
-    calls[state.ranks.index(rank.rank)] = call  # also if the store is gone
-    fault = report.explain(rank, collective, calls, ranks_differ, can_renumber=True)
+    calls = report.exchange(rank, state.ranks, key, call)
+    fault = report.explain(rank, state.ranks, collective, calls, ranks_differ, can_renumber=True)
     answers = [other for other in calls if other is not None]
     if len({other.number for other in answers}) > 1 and not isinstance(fault, report.RanksDifferError):
         site.sign_as(max(other.new_number for other in answers))

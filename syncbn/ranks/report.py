@@ -8,8 +8,8 @@ same on all ranks. Nothing is negotiated before.
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from syncbn.ranks.positions import (
     FAILED_COLLECTIVE,
@@ -29,6 +29,7 @@ ANSWER_SECONDS = 5.0  # in which the other ranks write their calls
 WITH_GRAPH = "backward with create_graph or torch.func"  # the pass of the first all_reduce of such a backward
 
 DIFFERENT_LAYERS = "syncbn: the ranks are in different layers or calls.\n"
+DIFFERENT_LENGTHS = "syncbn: the ranks have sent the sums of different numbers of channels.\n"
 BAD_ARGUMENT = "syncbn: another rank has a bad argument.\n"
 OTHER_LAYERS = (
     "Every rank must call the same layers in the same order, all converted with the same process_group and in training "
@@ -36,6 +37,10 @@ OTHER_LAYERS = (
     "ranks take must be called on the others too, for their backward as well: loss = loss + layer(x[:0]).sum(). Layers "
     "of some ranks alone, as of a pipeline's stage or of a DistributedDataParallel with a process_group, need that "
     "group: convert_syncbn_model(model, process_group)."
+)
+OTHER_MODELS = (
+    "These layers have one name in several models of one class, numbered by their first training calls: call the "
+    "models in the same order on every rank."
 )
 OTHER_PASSES = (
     "A rank has left out a layer or a backward, or has called a layer fewer times: for each missing call, loss = loss "
@@ -90,7 +95,7 @@ class Call(NamedTuple):
     doing: str  # layer4.1.bn3 forward, call 17
     layer: str = ""  # root class and name, which are equal on all ranks
     number: int = 0  # of the layer among those of this root class and name
-    new_number: int = 0  # larger than all that these have on this rank
+    new_number: int = 0  # the next free number on this rank
     call: int = 0  # number of the call of the layer
     pass_name: str = ""
     settings: dict[str, str] = {}  # noqa: RUF012  # never changed
@@ -99,20 +104,45 @@ class Call(NamedTuple):
     is_type_error: bool = False
 
 
-def exchange(rank: ThisRank, ranks: Sequence[int], key: str) -> list[Call | None]:
-    """The calls that these ranks have written under the key; None for a rank that does not answer within 5 s."""
-    return [None if values is None else Call(*values) for values in rank.exchange(ranks, key, ANSWER_SECONDS)]
+def exchange(rank: ThisRank, ranks: Sequence[int], key: str, call: Call) -> list[Call | None]:
+    """Write the `call` of this rank under the key, and return the calls of these ranks; None for a rank that does not
+    answer within 5 s."""
+    answers: list[Any] = [None] * len(ranks)
+
+    def ask() -> None:
+        rank.write(key, call)
+        answers[:] = rank.exchange(ranks, key, ANSWER_SECONDS)
+
+    _run_for(2 * ANSWER_SECONDS, ask)
+    calls = [None if values is None else Call(*values) for values in answers]
+    calls[ranks.index(rank.rank)] = call  # also if the store is gone
+    return calls
+
+
+def _run_for(seconds: float, call_store: Callable[[], None]) -> threading.Thread:
+    """Run a function in a thread, and wait for it at most for these seconds: the host of the store may be stopped. At
+    the end of the interpreter, which starts no threads, run it here."""
+    thread = threading.Thread(target=call_store, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        call_store()
+    else:
+        thread.join(seconds)
+    return thread
 
 
 def explain(
-    rank: ThisRank, wait: Wait | None, calls: Sequence[Call | None], ranks_differ: bool, can_renumber: bool
-) -> Exception | None:
-    """The error that every rank raises whose total shows a fault, from the calls of all ranks.
+    rank: ThisRank, ranks: Sequence[int], wait: Wait | None, calls: Sequence[Call | None], ranks_differ: bool,
+    can_renumber: bool,
+) -> Exception | None:  # fmt: skip
+    """Return the error for a rank whose total shows a fault, from the calls of the `ranks` of the group. Each such rank
+    raises the same error.
 
-    `ranks_differ`: the trailer shows different signatures. None: only the numbers of the layer differ, and these
-    `can_renumber`, as a rank is in its first forward of the layer: it may have reloaded or rebuilt its model.
+    `ranks_differ`: the trailer shows different signatures. Returns None if only the numbers of the layer differ, and
+    the ranks `can_renumber` it: a rank is in its first forward of the layer, as it has reloaded or rebuilt its model.
     """
-    ranks, answers = _ranks(rank, wait), [call for call in calls if call is not None]
+    answers = [call for call in calls if call is not None]
     if ranks_differ and len(answers) == len(calls):
         what = _difference(answers, can_renumber)
         if what is not None:
@@ -134,7 +164,7 @@ def explain(
 
 def _difference(calls: Sequence[Call], can_renumber: bool) -> tuple[str, str, str] | None:
     """What differs between the ranks with these calls: the title of the error, the format of a rank's line, and the
-    remedy. None where ranks are in the same pass of one layer, and no more is to be compared."""
+    remedy. None if nothing else differs than numbers, or if a rank has a bad argument in the same pass of one layer."""
 
     def all_have(field: str) -> bool:
         return all(getattr(call, field) == getattr(calls[0], field) for call in calls)
@@ -143,6 +173,8 @@ def _difference(calls: Sequence[Call], can_renumber: bool) -> tuple[str, str, st
     if not (all_have("layer") and all_have("pass_name") and (can_renumber or all_have("number"))):
         each = "in {doing}; number {number} of {layer}" if all_have("doing") else "in {doing}"
         remedy = OTHER_LAYERS if all_have("pass_name") else OTHER_PASSES
+        if all_have("layer") and all_have("pass_name"):
+            remedy = OTHER_MODELS
         if {"backward", WITH_GRAPH} <= {call.pass_name for call in calls}:
             remedy = OTHER_GRAPHS
         return DIFFERENT_LAYERS, each, remedy

@@ -8,7 +8,7 @@ computed from
                     layer without a name has its own class and its number of channels instead
     number          of the layer among those of this root and name that have trained on the group, in the order of their
                     first calls: it separates two models of one class, and is never given twice
-    settings        of the layer, and the dtype of the input
+    the rest        the pass, the settings of the layer, and the dtype of the input
 
 In all passes but forward, bits of the forward's total are mixed in, which differ between calls of one layer
 (signature_of_call in kernels/reference.py). Rank r sends 1, s_r and s_r^2 after its sums. By Cauchy and Schwarz
@@ -135,10 +135,11 @@ class Site:
         self.num_exchanging = num_exchanging(group)
         root, path = caller._syncbn_name or ("", "")
         self.name = quoted(path) or type(caller).__name__
+        self.label = f"{self.name} in {root}" if root else self.name
         # What the ranks compare: "bn1 in ResNet", "SyncBatchNorm2d(64)", "sync_batch_norm".
-        self.layer = f"{self.name} in {root}" if root else self.name
+        self.layer = self.label
         if isinstance(caller, torch.nn.Module) and not path:
-            self.layer = f"{self.name}({getattr(caller, 'num_features', '')})"
+            self.layer += f"({getattr(caller, 'num_features', '')})"
         self.is_signed = getattr(caller, "is_signed", True)  # a layer is
         self.needs_two_values = getattr(caller, "needs_two_values", True)
         self.warned_of_nan = False
@@ -149,7 +150,7 @@ class Site:
     def write_call(self, num_channels: int) -> None:
         """Write how this rank calls the layer, so that reports show it where the ranks differ."""
         how = f"with {num_channels} channels over {ranks_in_words(self.state.ranks)}"
-        self.rank.write(f"called/{self.state.name}/{self.name}", how)
+        self.rank.write(f"called/{self.state.name}/{self.label}", how)
 
     def new_number(self) -> int:
         """A number that no layer of this root class and name has had on this rank."""

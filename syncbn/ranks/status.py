@@ -75,8 +75,8 @@ _memory: list[Tensor] = []  # of all status words, never released: queued kernel
 
 
 class StreamStatus:
-    """The status words of a group on a device and stream. A stream that captures a CUDA graph has those of another, as
-    no memory may be allocated."""
+    """The status words of a group on a device and stream. A stream that captures a CUDA graph borrows the words of the
+    last stream, as nothing may be allocated then."""
 
     def __init__(self, site: Site, device: torch.device, stream: int) -> None:
         host = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")  # a test has no GPU
@@ -167,10 +167,9 @@ class StreamStatus:
 
     def _explained(self, kind: int, tag: int, call: report.Call) -> Exception:
         ranks = self.of_group.group.ranks
-        calls = report.exchange(self.rank, ranks, self._key)
-        calls[ranks.index(self.rank.rank)] = call  # also if the store is gone
+        calls = report.exchange(self.rank, ranks, self._key, call)
         if kind == ONE_VALUE:
             doing = next(other.doing for other in calls if other is not None)
             return ValueError(f"syncbn: {ONE_VALUE_PER_CHANNEL} in {doing}. Use a larger batch or eval().")
-        error = report.explain(self.rank, self._collective(tag), calls, kind == RANKS_DIFFER, can_renumber=False)
+        error = report.explain(self.rank, ranks, self._collective(tag), calls, kind == RANKS_DIFFER, can_renumber=False)
         return error or RuntimeError(report.BAD_ARGUMENT if kind == BAD_ARGUMENT else report.DIFFERENT_LAYERS)

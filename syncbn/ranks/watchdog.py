@@ -72,7 +72,7 @@ def _watch(rank: ThisRank, world: ref[dist.ProcessGroup]) -> None:
                 text = "syncbn: the watchdog of rank %d has failed once, and goes on: %s: %s"
                 log.warning(text, rank.rank, type(error).__name__, error)
     _look_at_last_step(rank)
-    rank.ended.wait()  # a group that is destroyed may be held, and the program end later
+    rank.ended.wait()  # the program may still hold a destroyed group
     if rank.failed:
         where = report.where_all_are(rank, None, has_failed=True, at_exit=True)
         log.error("syncbn: a collective outside of syncbn's layers failed on rank %d.\n%s", rank.rank, where)
@@ -88,7 +88,7 @@ def _look(rank: ThisRank, seen: Position | None) -> Position:
             rank.watched.discard(watched)
         watched.look(is_last)
     position = rank.position()
-    # A store that grows with each write gets only positions that last.
+    # A store that grows with each write gets a position only if the position was the same one look ago.
     if not (rank.is_reading() or rank.ended.is_set() or (rank.store_grows and position != seen)):
         rank.write_position()
     on_gpu = [begun for watched in [*rank.watched] if (begun := watched.unfinished()) is not None]
@@ -121,7 +121,7 @@ def _leave(rank: ThisRank, watchdog: threading.Thread) -> None:
         return
     rank.failed = positions.failure_of_collective() is not None
     rank.left = HAS_LEFT + positions.why_it_ends()
-    if rank.reader is not None:  # which may be in a call of a dead store, and so may the watchdog
+    if rank.reader is not None and rank.reader is not threading.current_thread():  # it may be in a call of a dead store
         rank.reader.join(LEAVE_SECONDS)
     if not rank.is_reading() and rank.writing.acquire(timeout=LEAVE_SECONDS):
         rank.write_position()

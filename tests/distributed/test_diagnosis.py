@@ -5,6 +5,7 @@ What is said when one fails is in test_faults.py.
 
 import contextlib
 import copy
+import gc
 import json
 import queue
 import re
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
@@ -286,6 +288,44 @@ def test_signatures_are_exact(num_ranks: int) -> None:
     assert num_ranks * squares == total * total
     other = s - 1  # of one rank
     assert num_ranks * (squares - s * s + other * other) != (total - s + other) ** 2
+
+
+@on_cpu
+@pytest.mark.parametrize("fault", ["another layer", "a bad argument"])
+def test_a_caught_error_does_not_keep_the_group(ranks: Ranks, fault: str) -> None:
+    """By a cycle of the error, its traceback and a frame: gloo's threads would run until the interpreter ends."""
+    group = dist.new_group()
+    model, x = (
+        syncbn.convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)), group),
+        torch.randn(4, 3),
+    )
+    model(x)
+    gc.disable()
+    try:
+        with contextlib.suppress(RuntimeError, ValueError):
+            model[ranks.rank % 2](x) if fault == "another layer" else model[0](x[:, : 3 - ranks.rank % 2])
+        dist.destroy_process_group(group)
+        group, model = ref(group), None
+        assert group() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.two_ranks
+@on_cpu
+def test_models_of_one_name_with_other_channels(ranks: Ranks, log_of_waits: pytest.LogCaptureFixture) -> None:
+    """A rank that is late in the second is late: it has not called another layer."""
+    for channels in (3, 4):
+        model = syncbn.convert_syncbn_model(nn.ModuleDict({"bn": nn.BatchNorm1d(channels)}).eval()).train()
+        if channels == 4:
+            model = type("Other", (nn.Module,), {})()
+            model.bn = nn.BatchNorm1d(channels)
+            syncbn.convert_syncbn_model(model)
+            time.sleep(2 * ranks.rank)
+        model.get_submodule("bn")(torch.randn(4, channels))
+    assert ("has called" in log_of_waits.text) is False, log_of_waits.text
+    assert ("rank 1: after bn forward, call 1" in log_of_waits.text) == (ranks.rank == 0), log_of_waits.text
+    dist.barrier()
 
 
 # Long waits.
@@ -567,6 +607,17 @@ def test_a_slow_answer_of_the_store_ends_one_report_alone(reader: ThisRank, monk
     assert unknown in report.where_all_are(reader, None)
     reader.store.check.side_effect = check
     assert f"{others}: has left" in report.where_all_are(reader, None)
+
+
+def test_a_position_that_the_store_did_not_take_is_written_again(
+    reader: ThisRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = mock.Mock(side_effect=[dist.DistStoreError("wait timeout after 3000ms"), None])
+    monkeypatch.setattr(reader, "store", mock.Mock(set=answers))
+    reader.left = "has left"
+    for _ in range(3):
+        reader.write_position()
+    assert answers.call_count == 2
 
 
 def test_a_store_that_grows_gets_positions_that_last(reader: ThisRank) -> None:

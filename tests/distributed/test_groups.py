@@ -154,6 +154,15 @@ def test_a_layer_whose_own_group_was_destroyed_does_not_train_alone(ranks: Ranks
             voting.world.enter()
 
 
+def test_a_group_of_an_int_that_was_destroyed(ranks: Ranks) -> None:
+    if ranks.size % 2 or ranks.size == 2:
+        pytest.skip("an int makes groups of fewer ranks than all")
+    layer = syncbn.SyncBatchNorm(3, process_group=2, device=ranks.device)
+    dist.destroy_process_group(syncbn.create_syncbn_process_group(2))
+    with pytest.raises(RuntimeError, match="process_group=2 was destroyed"):
+        layer(torch.randn(2, 3, device=ranks.device))
+
+
 def test_summary(ranks: Ranks) -> None:
     """Of graphs in test_compile.py."""
     model = nn.Sequential(layer_of(None, ranks), layer_of(1, ranks))

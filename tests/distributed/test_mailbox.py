@@ -445,6 +445,7 @@ def test_a_gpu_that_is_behind_does_not_wait(model: Model, monkeypatch: pytest.Mo
     monkeypatch.setattr(watchdog, "_look", lambda rank, seen: seen)  # whose thread would change the status, too
     time.sleep(0.2)
     box = statuses(model.bn1)[torch.device("cpu"), None]
+    box._oldest = None
     ended = box.words[ENDED]
     for seen, number in ((ended - 2, ended - 1), (ended - 2, ended - 1), (ended - 1, ended)):
         for begun in box.begun:
