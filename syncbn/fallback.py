@@ -325,10 +325,12 @@ def train_alone(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
 def _by_torch(tensors: Tensors, options: Options, mean: Tensor | None, var: Tensor | None, training: bool) -> Tensor:
     """Return y by these running statistics or, in training, by those of the batch."""
     x, eps, weight, bias = tensors.input, options.eps, tensors.weight, tensors.bias
-    if any(tensor is not None and tensor.dtype != x.dtype for tensor in (mean, var, weight, bias)):
-        # F.batch_norm takes parameters of the input's dtype, or all in float32 beside a lower one.
+    per_channel = mean, var, weight, bias
+    if any(tensor is not None and not (tensor.dtype == x.dtype and tensor.is_contiguous()) for tensor in per_channel):
+        # F.batch_norm takes parameters of the input's dtype, or all in float32 beside a lower one. Beside an input in
+        # channels_last the backward of torch 2.13 on CPUs reads them as if they were contiguous.
         dtype = compute_dtype(x.dtype)
-        mean, var, weight, bias = (None if tensor is None else tensor.to(dtype) for tensor in (mean, var, weight, bias))
+        mean, var, weight, bias = (None if tensor is None else tensor.to(dtype).contiguous() for tensor in per_channel)
     if options.channel_dim in (1, 1 - x.ndim):
         y = plain_batch_norm(x, mean, var, weight, bias, training, 1.0, eps)
     else:
