@@ -31,7 +31,7 @@ import syncbn
 from syncbn import fallback, functional
 from syncbn.kernels import cpu, operators
 from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS
-from syncbn.ranks import collective, positions, reduction, report, watchdog
+from syncbn.ranks import collective, positions, reduction, report, sites, watchdog
 from syncbn.ranks.positions import Position, ThisRank
 from syncbn.ranks.reduction import EagerReduction, reduction_of
 from syncbn.ranks.report import WITH_GRAPH, RanksDifferError
