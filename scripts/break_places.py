@@ -26,13 +26,9 @@ from run_tests import STARTS_PROGRAMS, TORCHRUN
 
 ROOT = Path(__file__).resolve().parent.parent
 EACH = 10  # places of an area
-CONVERSION = "convert", "synchronised_classes", "unsynchronised", "unconverted"
+CONVERSION = "convert", "unconverted"
 TOOLS = "__init__", "__main__", "testing"  # other files at the top of the package are of the step
-NEAREST = {  # the tests that are run first; a file may have another name in a later commit
-    "step": "step layer plan ordinary_road backward errors",
-    "kernels": "kernels",
-    "conversion": "convert unsynchronised unconverted",
-}
+NEAREST = {"step": "step layer backward errors", "kernels": "kernels", "conversion": "convert unconverted"}  # tests
 PAIRS = [("==", "!="), ("<", "<="), (">", ">="), ("+", "-"), ("*", "/"), ("and", "or"), ("is", "is not")]
 PAIRS += [("in", "not in"), ("&&", "||"), ("+=", "-=")]
 INSTEAD = dict(PAIRS) | {other: one for one, other in PAIRS} | {"//": "*"}
@@ -153,7 +149,6 @@ def caught_by(place: Place, copy: Path) -> str:
     apart = {f"tests/test_{name}.py" for names in STARTS_PROGRAMS.values() for name in names.split()}
     alone = {path.relative_to(copy).as_posix() for path in copy.glob("tests/test_*.py")} - apart
     nearest = [f"tests/test_{name}.py" for name in NEAREST.get(place.area, "").split()]
-    nearest = [file for file in nearest if file in alone]
     if "gpu" in Path(place.file).name:
         nearest += ["-m", "triton"]
     for tests in nearest, ["tests/distributed"], sorted(alone.difference(nearest)):
