@@ -1,11 +1,12 @@
 """Catches a fault of the catalogue, faults.py, after which a rank hangs or does not say why it ends."""
 
 import re
+from pathlib import Path
 
 import faults
 import pytest
 import torch
-from jobs import ON_TWO_RANKS, run
+from jobs import ON_TWO_RANKS, run, start_ranks
 
 from syncbn.ranks import positions, report
 
@@ -52,3 +53,40 @@ def test_under_torchrun() -> None:
     """It ends the other ranks, perhaps before they could speak; what started it is always said."""
     with pytest.raises(AssertionError, match="KeyError: 'no such class: 10'"):
         run(*ON_TWO_RANKS, faults.JOB, "exception in forward")
+
+
+WITH_OWN_STORE = """
+import time
+import torch
+import torch.distributed as dist
+import syncbn
+from syncbn.ranks.positions import ThisRank
+
+of_test, rank, size = next(dist.rendezvous("env://"))
+if rank == 0:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    of_test.set("port", str(store.port))
+else:
+    store = dist.TCPStore("127.0.0.1", int(of_test.get("port")), is_master=False, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+layer = syncbn.SyncBatchNorm(3)
+layer(torch.randn(4, 3))
+if rank > 0:
+    read = ThisRank.read
+    ThisRank.read = lambda *arguments: (time.sleep(rank), read(*arguments))[1]
+layer(torch.randn(4, 3 if rank < 2 else 2))
+"""
+
+
+def test_the_rank_that_has_the_store_leaves_last(tmp_path: Path) -> None:
+    """It raises as all do, and would end at once, and with it what the others read late."""
+    (program := tmp_path / "program.py").write_text(WITH_OWN_STORE)
+    ranks, store = start_ranks(3, program)
+    assert [rank.wait() != 0 for rank in ranks] == [True] * 3
+    said = (
+        "ValueError: syncbn: another rank failed in SyncBatchNorm forward, call 2.\nrank 2: ValueError: expected 3 ch"
+    )
+    for rank in ranks[:2]:
+        assert said in re.sub(r"^(\[rank\d+\]: )+", "", rank.text(), flags=re.MULTILINE), rank.text()
+    assert "ValueError: SyncBatchNorm: expected 3 channels" in ranks[2].text()
+    del store

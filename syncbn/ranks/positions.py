@@ -136,12 +136,18 @@ class ThisRank:
                 return True
         return False
 
+    def erase(self, key: str) -> None:
+        """Remove what this rank has written under the key."""
+        self._poll(lambda: self.store.delete_key(self._key(self.rank, key)), 0.0)
+
     def read(self, ranks: Sequence[int], key: str) -> list[Any]:
         """What these ranks have written under the key; None for nothing."""
         store, keys = self.store, [self._key(rank, key) for rank in ranks]
-        if store.has_extended_api() and store.check(keys):  # type: ignore[attr-defined]
-            return [*map(json.loads, store.multi_get(keys))]  # one request for all ranks
-        return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
+        if store.check(keys):
+            at_once = store.has_extended_api()  # type: ignore[attr-defined]
+            return [*map(json.loads, store.multi_get(keys) if at_once else map(store.get, keys))]
+        half = len(ranks) // 2  # few requests find the ranks that have written nothing
+        return [*self.read(ranks[:half], key), *self.read(ranks[half:], key)] if half else [None]
 
     def exchange(self, ranks: Sequence[int], key: str, seconds: float) -> list[Any]:
         """What these ranks have written under the key, as soon as all have, and at the latest after these seconds; None
@@ -150,17 +156,18 @@ class ThisRank:
         The first rank leaves last, as its process may hold the store, and deletes what was written.
         """
         values, readers = [None] * len(ranks), f"{self.prefix}/{key}/readers"
+        written = [self._key(rank, key) for rank in ranks]
 
-        def all_have_written() -> bool:
+        def read() -> bool:
             values[:] = self.read(ranks, key)
-            return None not in values
+            return self.store.add(readers, 1) > 0
 
-        all_answered = self._poll(all_have_written, seconds)
-        self._poll(lambda: self.store.add(readers, 1) > 0, 0.0)
+        all_answered = self._poll(lambda: self.store.check(written), seconds)
+        self._poll(read, 0.0)
         num_answers = len(ranks) - values.count(None)
         if self.rank == ranks[0] and self._poll(lambda: self.store.add(readers, 0) >= num_answers, seconds):
-            written = [self._key(rank, key) for rank in ranks] if all_answered else []
-            self._poll(lambda: all(map(self.store.delete_key, (*written, readers))), 0.0)
+            unused = [*written, readers] if all_answered else [readers]
+            self._poll(lambda: all(map(self.store.delete_key, unused)), 0.0)
         return values
 
     def _poll(self, ask: Callable[[], bool], seconds: float) -> bool:

@@ -89,7 +89,7 @@ class StreamStatus:
         self.rank, self.of_group = site.rank, status_of(site.state)
         self._key = f"fault/{site.state.name}"  # of the ranks' calls
         if not self.of_group.of_streams:  # torch gives names of groups again after destroy_process_group
-            self.rank.write(self._key, None)
+            self.rank.erase(self._key)
         self.of_group.of_streams[device, stream] = self.of_group.of_streams[device, None] = self
         self.rank.watched.add(self)
 

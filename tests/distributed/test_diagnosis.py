@@ -575,6 +575,54 @@ def test_a_default_group_made_again_on_the_same_store(
     assert ranks.rank == 0 or not log_of_waits.text
 
 
+@on_cpu
+def test_an_explanation_leaves_no_keys(ranks: Ranks) -> None:
+    layer, x = layer_and_input(ranks)
+    layer(x)
+    dist.barrier()
+    before = voting.world.store.num_keys()
+    dist.barrier()
+    with pytest.raises(ValueError, match="expected 3 channels"):
+        layer(x[:, :2] if ranks.rank else x)
+    dist.barrier()
+    assert voting.world.store.num_keys() == before
+    dist.barrier()
+
+
+@on_cpu
+def test_an_equal_fault_is_explained_anew(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two totals of the same bits have the same key, under which no rank reads what another has written before."""
+    layer, x, write = *layer_and_input(ranks), ThisRank.write
+    if ranks.rank == 0:
+        monkeypatch.setattr(ThisRank, "write", lambda *arguments: (time.sleep(0.3), write(*arguments)))
+    for call in (1, 2):
+        said = rf"SyncBatchNorm forward, call {call}.\nrank 0: .* got {call} " if ranks.rank else f" got {call} "
+        with pytest.raises(ValueError, match=said):
+            layer(x if ranks.rank else x[:, :call])
+
+
+@pytest.mark.two_ranks
+def test_default_groups_one_after_another_leave_nothing(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No threads, no keys, and nothing that syncbn knows of a group. Keys are of one store, as of torchrun's."""
+
+    def left() -> list[object]:
+        gc.collect()
+        kinds = ThisRank, sites.GroupState, sites.Site
+        threads = [thread for thread in threading.enumerate() if thread.name == "syncbn.watchdog"]
+        return [*threads, *(one for one in gc.get_objects() if isinstance(one, kinds))]
+
+    before, store, model = left(), dist.HashStore(), Block().to(ranks.device)
+    monkeypatch.setattr(positions, "default_store", lambda: store)
+    for _ in range(20):
+        voting.world.make_anew()
+        model(torch.randn(4, 3, device=ranks.device)).sum().backward()
+    del model
+    voting.world.make_anew()
+    while len(left()) > len(before):  # threads end soon
+        time.sleep(0.02)
+    assert store.num_keys() == 1 + 2  # the position, and how each layer was called
+
+
 @pytest.mark.parametrize("answered", [(), ("set",)])  # a write fails, or what is read
 def test_a_store_that_is_gone_is_called_once(
     reader: ThisRank, monkeypatch: pytest.MonkeyPatch, answered: tuple[str, ...]
