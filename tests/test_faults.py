@@ -90,3 +90,32 @@ def test_the_rank_that_has_the_store_leaves_last(tmp_path: Path) -> None:
         assert said in re.sub(r"^(\[rank\d+\]: )+", "", rank.text(), flags=re.MULTILINE), rank.text()
     assert "ValueError: SyncBatchNorm: expected 3 channels" in ranks[2].text()
     del store
+
+
+WITH_NEW_PARTNER = """
+import torch
+import torch.distributed as dist
+import syncbn
+from syncbn.ranks import positions
+
+of_test, process, _ = next(dist.rendezvous("env://"))
+positions.default_store = lambda: of_test  # one for both groups, as torchrun's
+positions.ThisRank.read = None
+for number, processes in enumerate(([0, 1], [0, 2])):
+    if process in processes:
+        store, rank = dist.PrefixStore(f"group {number}", of_test), processes.index(process)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        model = syncbn.convert_syncbn_model(torch.nn.BatchNorm1d(3))
+        for _ in range(3):
+            model(torch.randn(4, 3)).sum().backward()
+        dist.barrier()
+        dist.destroy_process_group()
+"""
+
+
+def test_a_partner_whose_process_is_new(tmp_path: Path) -> None:
+    """Its rank was another process's in the group before. No rank reads what that has written, and none warns."""
+    (program := tmp_path / "program.py").write_text(WITH_NEW_PARTNER)
+    processes, store = start_ranks(3, program)
+    assert [(process.wait(), process.text()) for process in processes] == [(0, "")] * 3
+    del store

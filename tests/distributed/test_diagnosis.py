@@ -31,11 +31,11 @@ import syncbn
 from syncbn import fallback, functional
 from syncbn.kernels import cpu, operators
 from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS
-from syncbn.ranks import collective, positions, reduction, report, sites, watchdog
+from syncbn.ranks import collective, positions, reduction, report, watchdog
 from syncbn.ranks.positions import Position, ThisRank
 from syncbn.ranks.reduction import EagerReduction, reduction_of
 from syncbn.ranks.report import WITH_GRAPH, RanksDifferError
-from syncbn.ranks.sites import Caller, smallest_signature
+from syncbn.ranks.sites import Caller, GroupState, Site, smallest_signature
 from syncbn.texts import ranks_in_words
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="signatures are for CPUs")
@@ -490,6 +490,23 @@ def test_a_copied_layer_is_another_one(ranks: Ranks) -> None:
         layer(x)
 
 
+@pytest.mark.two_ranks
+@on_cpu
+def test_a_rank_that_is_35_s_late(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other warns once, and both go on. (Here half a second counts as 35 s.)"""
+    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(collective.Collective, "seconds", lambda begun: 35.0 * (time.monotonic() > begun.start + 0.5))
+    layer, x = layer_and_input(ranks)
+    dist.barrier()
+    time.sleep(2 * ranks.rank)
+    for _ in range(3):
+        layer(x).sum().backward()
+    assert caplog.text.count("syncbn: rank 0 has waited 35 s for others.") == (ranks.rank == 0)
+    dist.barrier()
+
+
 # The store.
 
 
@@ -607,7 +624,7 @@ def test_default_groups_one_after_another_leave_nothing(ranks: Ranks, monkeypatc
 
     def left() -> list[object]:
         gc.collect()
-        kinds = ThisRank, sites.GroupState, sites.Site
+        kinds = ThisRank, GroupState, Site
         threads = [thread for thread in threading.enumerate() if thread.name == "syncbn.watchdog"]
         return [*threads, *(one for one in gc.get_objects() if isinstance(one, kinds))]
 

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import syncbn
 from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.ranks.collective import all_reduce
 from syncbn.ranks.groups import num_exchanging
+from syncbn.ranks.positions import ThisRank
 from syncbn.ranks.report import RanksDifferError
 
 pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="signatures are for CPUs"), pytest.mark.two_ranks]
@@ -171,6 +173,18 @@ def test_folds_in_reference_cycles(ranks: Ranks, at: int) -> None:
         if ranks.rank == at:
             del model
             gc.collect()
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("alone", ["evaluates", "trains"])
+def test_a_second_default_group(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, alone: str, at: int) -> None:
+    """In the first one rank alone has called layers. None then asks what another has called before."""
+    if ranks.rank == at:
+        models = [build(), build()]
+        train(*(syncbn.convert_syncbn_model(model, 1).train(alone == "trains") for model in models))
+    voting.world.make_anew()
+    monkeypatch.setattr(ThisRank, "read", Mock(side_effect=AssertionError))
+    train(build(), build())
 
 
 @pytest.mark.parametrize("at", [0, 1])
