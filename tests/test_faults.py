@@ -117,5 +117,10 @@ def test_a_partner_whose_process_is_new(tmp_path: Path) -> None:
     """Its rank was another process's in the group before. No rank reads what that has written, and none warns."""
     (program := tmp_path / "program.py").write_text(WITH_NEW_PARTNER)
     processes, store = start_ranks(3, program)
-    assert [(process.wait(), process.text()) for process in processes] == [(0, "")] * 3
-    del store
+    try:
+        for process in processes:
+            assert (process.wait(), process.text()) == (0, "")
+    finally:
+        for process in processes:
+            process.kill()
+        del store
