@@ -71,7 +71,7 @@ FAULTS = {
     "autocast": Fault(_where(*(f"{IN_1}, with an input of torch.{dtype}" for dtype in ("float32", "bfloat16")))),
     "another eps": Fault(_where(*(f"{IN_1}, with eps={eps}" for eps in ("1e-05", "0.001")))),
     "backwards in another order": Fault(_where(*(f"in body.bn1 backward, call {call}" for call in (5, 6)))),
-    "two models, another order": Fault(_where(*map(OF_TWO_MODELS.format, (1, 2)))),
+    "two models, another order": Fault(_where(*map(OF_TWO_MODELS.format, (1, 2))) + "These layers have one name in"),
     "evaluates, DDP broadcasts buffers": Fault(_where(IN_1, BEFORE_STEP + MAY_LEAVE)),
     "one more step, then a barrier": Fault(  # in which the others wait
         OUTSIDE + "0", _where(LAST + MAY_LEAVE, "in body.bn1 forward, call 7")
