@@ -30,6 +30,7 @@ log = logging.getLogger("syncbn")
 
 
 _ranks: WeakKeyDictionary[dist.ProcessGroup, ThisRank] = WeakKeyDictionary()  # by the default process group
+_starting = threading.RLock()  # the first calls of several threads may meet
 _inherited: WeakSet[dist.ProcessGroup] = WeakSet()  # this process was forked from one that made these groups
 
 
@@ -41,12 +42,13 @@ def this_rank() -> ThisRank:
     if world in _inherited:
         what = f"this process ({os.getpid()}) was forked from one whose process group does not work here"
         raise RuntimeError(f'syncbn: {what}. Start it by the method "spawn" instead.')
-    if world not in _ranks:
-        rank = _ranks[world] = ThisRank(world)
-        thread = threading.Thread(target=_watch, args=[rank, ref(world)], name="syncbn.watchdog", daemon=True)
-        finalize(world, _leave, rank, thread)
-        thread.start()
-    return _ranks[world]
+    with _starting:
+        if world not in _ranks:
+            rank = _ranks[world] = ThisRank(world)
+            thread = threading.Thread(target=_watch, args=[rank, ref(world)], name="syncbn.watchdog", daemon=True)
+            finalize(world, _leave, rank, thread)
+            thread.start()
+        return _ranks[world]
 
 
 def _after_fork() -> None:

@@ -472,6 +472,22 @@ def test_a_wait_beside_another_thread_is_told(ranks: Ranks, log_of_waits: pytest
     dist.barrier()
 
 
+@pytest.mark.two_ranks
+@on_cpu
+def test_the_first_calls_of_two_threads_start_one_watchdog(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    voting.world.make_anew()  # in which no layer has been called
+    layers = [syncbn.SyncBatchNorm(3, process_group=dist.new_group()) for _ in range(2)]
+    write = ThisRank.write_position  # in the constructor: both threads are to be there at once
+    monkeypatch.setattr(ThisRank, "write_position", lambda rank: (time.sleep(0.2), write(rank)))
+    threads = [threading.Thread(target=layer, args=[torch.randn(4, 3)]) for layer in layers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert layers[0]._call_site.rank is layers[1]._call_site.rank
+    dist.barrier()
+
+
 def test_a_copied_layer_is_another_one(ranks: Ranks) -> None:
     """Though it has the attributes of the first, and so its call site: nn.DataParallel copies modules so."""
     first, x = layer_and_input(ranks)
