@@ -64,7 +64,8 @@ FAULTS = {
     "not converted": Fault(_where(FIRST, "has not been seen")),
     "channels": Fault(
         "gloo::EnforceNotMet",  # gloo ends rank 0 before it says a word
-        _where(*(f"({FIRST}; )?has called body.bn1 in Sequential with {c} channels over ranks 0-1.*" for c in (4, 5)))
+        "the sums of different numbers of channels.\n"
+        + _where(*(f"({FIRST}; )?has called body.bn1 in Sequential with {c} channels over ranks 0-1.*" for c in (4, 5)))
         + "Build the same model everywhere",
     ),
     "dtype": Fault(_where(*(f"{FIRST}, with an input of torch.{dtype}" for dtype in ("float32", "float64")))),

@@ -250,6 +250,25 @@ def test_totals_that_differ_in_their_bits(
 
 
 @on_cpu
+def test_sums_of_different_lengths(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when gloo has aborted the rank that expected fewer. A rank with a bad argument keeps its error."""
+    add_up = reduction.all_reduce
+
+    def all_reduce(payload: Tensor, *arguments: Any) -> Tensor:
+        total = add_up(payload, *arguments)
+        total[-1] = torch.nan
+        return total
+
+    monkeypatch.setattr(reduction, "all_reduce", all_reduce)
+    monkeypatch.setattr(report, "SETTLE_SECONDS", 0.1)
+    layer, x = layer_and_input(ranks)
+    said = r"^syncbn: the ranks have sent the sums of different numbers of channels\.\nrank"
+    error, said = (ValueError, "expected 3 channels") if ranks.rank == 0 else (RuntimeError, said)
+    with pytest.raises(error, match=said):
+        layer(x if ranks.rank else x[:, :2])
+
+
+@on_cpu
 @pytest.mark.parametrize("which", ["all ranks", "rank 0"])
 def test_without_signatures(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, sign_nothing: Callable[[], None], which: str

@@ -10,6 +10,7 @@ from voting import Ranks
 
 import syncbn
 from syncbn.functional import batch_norm_backward
+from syncbn.ranks.report import RanksDifferError
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="on GPUs the others raise at a later call, see test_mailbox.py"
@@ -99,6 +100,15 @@ def test_the_layer_and_every_faulty_rank_are_named(ranks: Ranks) -> None:
     of_each = rf"^layer '1': .*got {5 + ranks.rank}" if faulty else r"rank 0: .*got 5.*\nrank 1: .*got 6"
     with pytest.raises(ValueError, match=of_each):
         model(torch.randn(2, 5 + ranks.rank if faulty else 3))
+
+
+def test_a_bad_argument_in_another_layer(ranks: Ranks) -> None:
+    """Every rank raises that the layers differ; the rank at fault has its own error in front of it."""
+    first, second = syncbn.convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)))
+    with pytest.raises(RanksDifferError, match="rank 0: in layer '0' forward, call 1\n") as raised:
+        second(GOOD) if ranks.rank else first(GOOD[:, :2])
+    context = raised.value.__context__
+    assert context is None if ranks.rank else "expected 3 channels" in str(context)
 
 
 def test_the_exchange_does_not_need_numpy(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
