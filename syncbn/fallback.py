@@ -26,14 +26,15 @@ from syncbn.ranks.reduction import ONE_RANK, Reduction, note_ranks, reduction_no
 from syncbn.ranks.report import WITH_GRAPH
 from syncbn.ranks.sites import CallsOnGroups
 from syncbn.statistics import compute_dtype, has_float64, pack, update_buffers
-from syncbn.torch_internals.autograd import is_batched_gradient, keeps_graph
-from syncbn.torch_internals.state import (
+from syncbn.torch_internals import (
     constant_in_graphs,
     current_backward,
     inside_functorch,
     inside_vmap_or_forward_mode,
+    is_batched_gradient,
     is_compiling,
     is_exporting,
+    keeps_graph,
     recorded,
 )
 

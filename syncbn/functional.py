@@ -14,7 +14,7 @@ from syncbn.ranks.sites import Caller
 from syncbn.running_stats import sync_batch_stats as sync_batch_stats
 from syncbn.statistics import compute_dtype, pack
 from syncbn.step import train
-from syncbn.torch_internals.state import is_compiling
+from syncbn.torch_internals import is_compiling
 
 _SYNC_BATCH_NORM = Caller("sync_batch_norm")
 _BATCH_NORM_BACKWARD = Caller("batch_norm_backward")

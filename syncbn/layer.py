@@ -19,7 +19,7 @@ from syncbn.ranks.reduction import make_groups
 from syncbn.ranks.sites import Site
 from syncbn.step import train
 from syncbn.texts import quoted
-from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling
+from syncbn.torch_internals import PLAIN_CLASSES, is_compiling
 
 NOT_KNOWN = 0  # in place of the number of ranks: a step in eager mode has not noted it
 

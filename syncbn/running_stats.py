@@ -19,8 +19,7 @@ from syncbn.ranks.reduction import note_ranks
 from syncbn.ranks.sites import Caller
 from syncbn.statistics import compute_dtype, from_sums, to_sums, update_buffers
 from syncbn.step import train
-from syncbn.torch_internals.autograd import keeps_graph
-from syncbn.torch_internals.state import current_backward, is_compiling, recorded
+from syncbn.torch_internals import current_backward, is_compiling, keeps_graph, recorded
 
 _SYNC_BATCH_STATS = Caller("sync_batch_stats", needs_two_values=False)
 

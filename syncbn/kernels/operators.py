@@ -17,7 +17,7 @@ from syncbn.kernels.interface import GradientPair, Inputs, Saved
 from syncbn.kernels.select import back_end
 from syncbn.layout import Layout
 from syncbn.statistics import num_statistics
-from syncbn.torch_internals.autograd import require_memory
+from syncbn.torch_internals import require_memory
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _library = torch.library.Library("syncbn", "DEF")
