@@ -10,7 +10,7 @@ PACKAGE = Path(syncbn.__file__).parent
 LOWEST = "torch_internals", "texts"
 ROOMS = {  # the beginning of a module's name -> the beginnings of all that it may import
     "torch_internals": LOWEST,
-    "kernels.": ("kernels.", "statistics", "layout", *LOWEST),
+    "kernels.": ("kernels.", "statistics", *LOWEST),
     "ranks.": ("ranks.", "kernels.", *LOWEST),
 }
 # Rooms that may know torch.distributed; and tests of users' own, which start ranks.

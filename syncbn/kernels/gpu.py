@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from syncbn.kernels import gpu_channels, gpu_tiles, interface
-from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Mailbox, Saved
-from syncbn.layout import Layout
+from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Layout, Mailbox, Saved
 from syncbn.statistics import compute_dtype, num_statistics
 from syncbn.torch_internals import increment_version
 

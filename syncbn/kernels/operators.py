@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels import interface, reference
-from syncbn.kernels.interface import GradientPair, Inputs, Saved
+from syncbn.kernels.interface import GradientPair, Inputs, Layout, Saved
 from syncbn.kernels.select import back_end
-from syncbn.layout import Layout
 from syncbn.statistics import num_statistics
 from syncbn.torch_internals import require_memory
 

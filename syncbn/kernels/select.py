@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels import cpu
-from syncbn.kernels.interface import BackEnd, BackwardKind, ForwardKind, Mailbox
-from syncbn.layout import Layout
+from syncbn.kernels.interface import BackEnd, BackwardKind, ForwardKind, Layout, Mailbox
 from syncbn.texts import warn_once
 from syncbn.torch_internals import constant_in_graphs, is_capturing
 
