@@ -30,9 +30,9 @@ from syncbn.kernels.interface import (
     UNSIGNED,
     BackwardKind,
     ForwardKind,
+    Layout,
     Mailbox,
 )
-from syncbn.layout import Layout
 from syncbn.ranks.reduction import ONE_RANK
 from syncbn.statistics import from_sums, unpack, update_buffers
 
