@@ -339,7 +339,7 @@ def test_a_norm_for_each_domain(ranks: Ranks, domains: list[int]) -> None:
 
 
 def test_ranks_call_a_layer_different_numbers_of_times(ranks: Ranks) -> None:
-    """As a recurrent network does (docs/rules.md, "Branches"). One process normalises, at each time step, the sequences
+    """As a recurrent network does (docs/rules.md, "Numbers of calls"). One process normalises, at each time step, the sequences
     that have not ended."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double().to(ranks.device)
