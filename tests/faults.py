@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from jobs import start_ranks
 
-from syncbn.ranks.positions import state_of
+from syncbn.ranks.positions import process_state
 
 JOB = Path(__file__).with_name("faulty_job.py")
 STOPPED_SECONDS = 5.0  # longer than the collectives of the job wait
@@ -114,7 +114,7 @@ def run(name: str) -> tuple[list[int], list[str]]:
     try:
         store.wait([f"rank {rank} is there" for rank in range(num_ranks)], timedelta(minutes=10))
         if name.startswith("stopped"):
-            while "stopped" not in state_of(ranks[-1].pid):
+            while "stopped" not in process_state(ranks[-1].pid):
                 time.sleep(0.1)
             time.sleep(STOPPED_SECONDS)
             os.kill(ranks[-1].pid, signal.SIGCONT)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import syncbn
-from syncbn import fallback, plan, step
+from syncbn import fallback, kernel_cache, step
 from syncbn.kernels.interface import BackwardKernels, ForwardKernels
 
 Layer = nn.BatchNorm2d | syncbn.SyncBatchNorm2d
@@ -35,8 +35,8 @@ def fallbacks() -> Iterator[list[str]]:
 def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the test the caches of kernels are others, which are empty."""
     for kernels in (ForwardKernels, BackwardKernels):
-        kernels.of.cache_clear()
-    for cache in (plan.forward_cache, plan.backward_cache):
+        kernels.cached.cache_clear()
+    for cache in (kernel_cache.forward_cache, kernel_cache.backward_cache):
         monkeypatch.setattr(cache, "entries", {})
 
 

@@ -20,18 +20,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import syncbn
-from syncbn import fallback, plan
+from syncbn import fallback, kernel_cache
 from syncbn.functional import sync_batch_norm
-from syncbn.inputs import without_gaps
+from syncbn.inputs import make_dense
 from syncbn.kernels import cpu, interface, reference, select
 from syncbn.kernels.interface import (
-    SIGNATURE_NUMBERS,
-    TRAILER_NUMBERS,
+    SIGNATURE_ELEMENTS,
+    TRAILER_ELEMENTS,
     UNSIGNED,
-    BackwardKind,
-    ForwardKind,
+    BackwardConfig,
+    ForwardConfig,
     Layout,
-    Mailbox,
+    StatusWords,
 )
 from syncbn.ranks.reduction import ONE_RANK
 from syncbn.statistics import from_sums, unpack, update_buffers
@@ -99,24 +99,24 @@ def packed_statistics(mean: Tensor, invstd: Tensor, num_values: float = 1.0) -> 
     return torch.cat((mean, invstd**-2, invstd, torch.tensor([num_values] * 4, dtype=torch.float64)))
 
 
-def kind_of(x: Tensor, eps: float = EPS, relu: bool = False, **others: Any) -> ForwardKind:
-    return ForwardKind(Layout.of(x, 1), x.dtype, x.device, eps, relu, **others)
+def forward_config(x: Tensor, eps: float = EPS, relu: bool = False, **others: Any) -> ForwardConfig:
+    return ForwardConfig(Layout.of(x, 1), x.dtype, x.device, eps, relu, **others)
 
 
-def kind_of_backward(x: Tensor, y: Tensor | None, relu: bool | None, **others: Any) -> BackwardKind:
+def backward_config(x: Tensor, y: Tensor | None, relu: bool | None, **others: Any) -> BackwardConfig:
     """A relu is fused where there is y, unless told."""
     masks_by_x = bool(relu) and y is None
-    return BackwardKind(Layout.of(x, 1), x.dtype, x.device, masks_by_x, relu is not False and y is not None, **others)
+    return BackwardConfig(Layout.of(x, 1), x.dtype, x.device, masks_by_x, relu is not False and y is not None, **others)
 
 
 def local_sums(kernels: ModuleType, x: Tensor) -> Tensor:
     """S, Q and n, without the signature."""
-    sums: Tensor = kernels.Forward(kind_of(x)).forward_sums(x)
-    return sums[:-SIGNATURE_NUMBERS]
+    sums: Tensor = kernels.Forward(forward_config(x)).forward_sums(x)
+    return sums[:-SIGNATURE_ELEMENTS]
 
 
 def with_trailer(sums: Tensor, num_channels: int) -> Tensor:
-    return F.pad(sums, (0, 2 * num_channels + TRAILER_NUMBERS - len(sums)))
+    return F.pad(sums, (0, 2 * num_channels + TRAILER_ELEMENTS - len(sums)))
 
 
 def normalized(
@@ -125,7 +125,7 @@ def normalized(
     """y and the statistics; `tensors` are weight, bias and residual, where there are any."""
     weight, bias, residual = others = [*map(tensors.get, ("weight", "bias", "residual"))]
     dtypes = getattr(weight, "dtype", None), getattr(bias, "dtype", None)
-    kind = kind_of(x, eps, relu)._replace(
+    kind = forward_config(x, eps, relu)._replace(
         has_residual=residual is not None, weight_dtype=dtypes[0], bias_dtype=dtypes[1]
     )
     return kernels.Forward(kind).forward_outputs((x, *others), with_trailer(sums, x.shape[1]))[:2]
@@ -137,9 +137,9 @@ def local_gradient_sums(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """And the gradients of weight and bias in these dtypes. A relu is fused where there is y, unless told."""
     names = "grad_weight_dtype", "grad_bias_dtype"
-    kind = kind_of_backward(x, y, relu, **dict(zip(names, dtypes, strict=False)))
+    kind = backward_config(x, y, relu, **dict(zip(names, dtypes, strict=False)))
     sums, grad_weight, grad_bias = kernels.Backward(kind).backward_sums(dy, (x, None, statistics, y))
-    return sums[:-TRAILER_NUMBERS], grad_weight, grad_bias
+    return sums[:-TRAILER_ELEMENTS], grad_weight, grad_bias
 
 
 def input_gradients(
@@ -149,7 +149,7 @@ def input_gradients(
     """Of x and of the residual; `per_channel` are the sums, the statistics and the weight."""
     sums, statistics, weight = per_channel
     options = {"weight_dtype": getattr(weight, "dtype", None), "needs_x": True, "needs_residual": residual}
-    kind = kind_of_backward(x, y, relu, **options)
+    kind = backward_config(x, y, relu, **options)
     total = with_trailer(sums, x.shape[1])
     return kernels.Backward(kind).backward_outputs(dy, (x, weight, statistics, y), total)
 
@@ -175,7 +175,7 @@ def sums_of(mean: Tensor, invstd: Tensor, num_values: float = 8.0) -> Tensor:
     return torch.cat((mean * num_values, mean_square * num_values, torch.tensor([num_values], dtype=torch.float64)))
 
 
-def of_channels(num: int, num_channels: int) -> list[Tensor]:
+def channel_addresses(num: int, num_channels: int) -> list[Tensor]:
     torch.manual_seed(1)
     return list(torch.randn(num, num_channels, dtype=torch.float64).tanh())
 
@@ -202,17 +202,17 @@ def force(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> list[object]:
     """Every tensor gets these kernels, on both roads. Returns the kinds for which they have been chosen."""
     kinds: list[object] = []
 
-    def choose(kind: ForwardKind | BackwardKind, *tensors: Tensor | None) -> ModuleType:
+    def choose(kind: ForwardConfig | BackwardConfig, *tensors: Tensor | None) -> ModuleType:
         kinds.append(kind)
         return kernels
 
     serves_ordinary = is_ordinary(kernels)
-    monkeypatch.setattr(plan, "ordinary_back_end", choose if serves_ordinary else Mock(return_value=None))
+    monkeypatch.setattr(kernel_cache, "fast_path_back_end", choose if serves_ordinary else Mock(return_value=None))
     refuse = Mock(side_effect=AssertionError)
-    monkeypatch.setattr(fallback, "general_back_end", refuse if serves_ordinary else choose)
+    monkeypatch.setattr(fallback, "fallback_back_end", refuse if serves_ordinary else choose)
     # One rank would be F.batch_norm.
     monkeypatch.setattr(
-        fallback, "train_alone", lambda *given: fallback.normalize(without_gaps(*given), given[1], ONE_RANK)
+        fallback, "train_alone", lambda *given: fallback.normalize(make_dense(*given), given[1], ONE_RANK)
     )
     forget_kernels(monkeypatch)
     return kinds
@@ -237,7 +237,7 @@ def test_forward_outputs(
     kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype, residual: bool, relu: bool
 ) -> None:
     x, z = draw(2, sizes, dtype)
-    mean, invstd, weight, bias = of_channels(4, sizes[1])
+    mean, invstd, weight, bias = channel_addresses(4, sizes[1])
     invstd = invstd.abs()
     sums = sums_of(mean, invstd)
     given = {"weight": weight.float(), "bias": bias.bfloat16(), "residual": z if residual else None}
@@ -252,7 +252,7 @@ def test_forward_outputs(
 @with_options("relu", [(False,), (True,)])
 def test_backward_sums(kernels: ModuleType, sizes: tuple[int, int, int], dtype: torch.dtype, relu: bool) -> None:
     dy, x, y = draw(3, sizes, dtype)
-    mean, invstd = of_channels(2, sizes[1])
+    mean, invstd = channel_addresses(2, sizes[1])
     statistics = packed_statistics(mean, invstd.abs())
     dtypes = torch.float64, torch.bfloat16
     sums, grad_weight, grad_bias = local_gradient_sums(kernels, dy, x, y if relu else None, statistics, relu, *dtypes)
@@ -278,7 +278,7 @@ def test_backward_outputs(
     num_values: float,
 ) -> None:
     dy, x, y = draw(3, sizes, dtype)
-    mean, invstd, weight, first, second = of_channels(5, sizes[1])
+    mean, invstd, weight, first, second = channel_addresses(5, sizes[1])
     invstd = invstd.abs()
     sums, statistics = torch.cat((first, second)), packed_statistics(mean, invstd, num_values)
     of_call = dy, x, y if relu else None, sums, statistics, weight
@@ -311,7 +311,7 @@ def test_a_relu_without_residual_finds_its_mask_in_x(
     dy, x = draw(2, sizes, dtype)
     x = (4 * x).round() / 4
     x.view(-1)[:1] = float("nan")
-    weight, bias = (scale * (4 * torch.stack(of_channels(2, sizes[1]))).round() / 4).float()
+    weight, bias = (scale * (4 * torch.stack(channel_addresses(2, sizes[1]))).round() / 4).float()
     sums = sums_of(torch.zeros(sizes[1], dtype=torch.float64), torch.ones(sizes[1], dtype=torch.float64))
     y, statistics = normalized(kernels, x, sums, 0.0, weight=weight, bias=bias, relu=True)
     without = statistics[: 3 * sizes[1] + 4].clone()
@@ -424,7 +424,7 @@ def test_values_between_their_places(kernels: ModuleType, dtype: torch.dtype, si
         buffer = bytearray(1 + x.numel() * x.itemsize)
         return torch.frombuffer(buffer, dtype=x.dtype, offset=1).view(x.shape).copy_(x)
 
-    aligned, results = [*draw(3, sizes, dtype), *of_channels(4, sizes[1])], []
+    aligned, results = [*draw(3, sizes, dtype), *channel_addresses(4, sizes[1])], []
     unaligned = [*map(shifted, aligned)]
     assert all(x.data_ptr() % x.itemsize for x in unaligned)
     for x, dy, z, weight, bias, running_mean, running_var in (aligned, unaligned):
@@ -486,7 +486,9 @@ def update(kernels: ModuleType, sums: Tensor, mean: Tensor, var: Tensor, *counte
         statistics = normalized(kernels, x, sums)[1]
         update_buffers(mean, var, *(*counters, None)[:1], statistics, momentum)
         return statistics
-    kind = kind_of(x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=bool(counters), averages=momentum is None)
+    kind = forward_config(
+        x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=bool(counters), averages=momentum is None
+    )
     buffers, sums = (mean, var, *counters, None)[:3], with_trailer(sums, x.shape[1])
     return kernels.Forward(kind).forward_outputs((x, None, None, None), sums, buffers, momentum)[1]
 
@@ -512,7 +514,7 @@ def test_running_stats_have_the_bits_of_torch(kernels: ModuleType, dtype: torch.
     """The general road updates by torch operations, and buffers must be the same on ranks of either road."""
     if truncates(kernels) and dtype.itemsize == 2:
         pytest.skip("the interpreter does not round")
-    mean, invstd, *values = of_channels(4, 2100 if on_cpu(kernels) else 70)  # more than C++ takes at once
+    mean, invstd, *values = channel_addresses(4, 2100 if on_cpu(kernels) else 70)  # more than C++ takes at once
     counter, buffers, by_torch = torch.tensor(2), *([value.to(dtype) for value in values] for _ in range(2))
     for n in (3.0, 7.0, 1e6):
         sums = sums_of(mean, 1 + invstd.abs(), n)
@@ -537,7 +539,7 @@ def test_a_total_that_is_not_finite(number: float, signature: tuple[float, ...],
     for sent in (signature, (0.0, 0.0, 0.0)):
         total = torch.tensor([1.0, number, 9.0, 9.0, 4.0, *sent], dtype=torch.float64)
         x, mean, var, counter = torch.ones(2, 2, 2), torch.zeros(2), torch.ones(2), torch.tensor(0)
-        kind = kind_of(x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=True)
+        kind = forward_config(x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=True)
         of_call = (x, None, None, None), total, (mean, var, counter), 0.1
         y, statistics, found = cpu.Forward(kind).forward_outputs(*of_call)
         assert found == (is_finite or not any(sent))
@@ -553,9 +555,9 @@ def test_kernels_for_a_single_rank(kernels: ModuleType, sizes: tuple[int, int, i
     dy, x = draw(2, sizes, torch.float32)
     weight, bias, results = torch.rand(3), torch.rand(3), []
     dtypes = {"weight_dtype": weight.dtype, "grad_weight_dtype": weight.dtype, "grad_bias_dtype": bias.dtype}
-    of_several_ranks = kernels.Forward(kind_of(x, relu=relu, weight_dtype=weight.dtype, bias_dtype=bias.dtype))
+    of_several_ranks = kernels.Forward(forward_config(x, relu=relu, weight_dtype=weight.dtype, bias_dtype=bias.dtype))
     for forward in (of_several_ranks, of_several_ranks.for_single_rank):
-        kind = kind_of_backward(x, None, relu, needs_x=True, single_rank=forward.kind.single_rank, **dtypes)
+        kind = backward_config(x, None, relu, needs_x=True, single_rank=forward.config.single_rank, **dtypes)
         backward = kernels.Backward(kind)
         y, statistics, _ = forward.forward_outputs((x, weight, bias, None), forward.forward_sums(x).clone())
         saved = x, weight, statistics, None
@@ -584,7 +586,7 @@ def test_sums_end_in_a_signature(kernels: ModuleType, sizes: tuple[int, int, int
     """Behind n in forward and 0 in backward. On the general road the reduction signs."""
     dy, x = draw(2, sizes, torch.float32)
     statistics, s, num_values = torch.ones(10, dtype=torch.float64), 2**26 - 3, sizes[0] * sizes[2]
-    forward, backward = kernels.Forward(kind_of(x)), kernels.Backward(kind_of_backward(x, None, None))
+    forward, backward = kernels.Forward(forward_config(x)), kernels.Backward(backward_config(x, None, None))
     saved = x, None, statistics, None
     for signature in (s, UNSIGNED):
         sent = [1, s, s * s] if signature else [0, 0, 0]
@@ -598,11 +600,11 @@ def test_the_signature_of_a_backward_tells_calls_apart(kernels: ModuleType, chan
     """It differs with each sum of the forward, but not with the bits of NaN, and is in the range of a signature."""
     (dy, x), smallest, found = draw(2, (2, channels, 3), torch.float32), 2**20, set[float]()
     saved = x, None, torch.ones(3 * channels + 4, dtype=torch.float64), None
-    backward = kernels.Backward(kind_of_backward(x, None, None))
+    backward = kernels.Backward(backward_config(x, None, None))
 
     def signature(sums: Tensor, s: int = smallest + 12345) -> float:
-        total = torch.cat((sums, torch.randn(TRAILER_NUMBERS)))  # which does not count
-        sent = backward.backward_sums(dy, saved, s, total)[0][-interface.SIGNATURE_NUMBERS :].tolist()
+        total = torch.cat((sums, torch.randn(TRAILER_ELEMENTS)))  # which does not count
+        sent = backward.backward_sums(dy, saved, s, total)[0][-interface.SIGNATURE_ELEMENTS :].tolist()
         assert sent == [s != 0, sent[1], sent[1] ** 2]
         assert s == 0 or sent[1] == reference.signature_of_call(s, total).item()
         return sent[1]
@@ -621,7 +623,7 @@ def test_the_signature_of_a_backward_tells_calls_apart(kernels: ModuleType, chan
     assert signature(sums, UNSIGNED) == 0
 
 
-# What kernels for GPUs note in a mailbox.
+# What kernels for GPUs note in a status_words.
 
 NAN, MANY = math.nan, 20  # channels of several programs
 LARGE = 2**25 - 1  # the largest signature of two ranks
@@ -629,15 +631,15 @@ NO_FAULT, RANKS_DIFFER, BAD_ARGUMENT, ONE_VALUE = 0, interface.RANKS_DIFFER, int
 
 
 class Words:
-    """The words of a mailbox, and a batch of 8 values per channel with a total that two ranks might have."""
+    """The words of a status_words, and a batch of 8 values per channel with a total that two ranks might have."""
 
     def __init__(self, kernels: ModuleType) -> None:
         self.kernels, self.state = kernels, torch.zeros(1, dtype=torch.int64)
         self.host = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=self.state.is_cuda)
         self.x, self.mean, self.var, self.counter = torch.ones(2, MANY, 4), torch.zeros(MANY), torch.ones(MANY), None
 
-    def mailbox(self, tag: int) -> Mailbox | None:
-        return Mailbox(self.host.data_ptr(), self.state.data_ptr(), tag) if tag else None
+    def status_words(self, sequence_number: int) -> StatusWords | None:
+        return StatusWords(self.host.data_ptr(), self.state.data_ptr(), sequence_number) if sequence_number else None
 
     def read(self) -> list[int]:
         if self.state.is_cuda:
@@ -650,14 +652,14 @@ class Words:
         assert self.state.item() == word
         return divmod(word, 4)
 
-    def forward(self, tag: int, *trailer: float, averages: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(self, sequence_number: int, *trailer: float, averages: bool = False) -> tuple[Tensor, Tensor]:
         """y and the statistics of a total with this trailer. The buffers are new."""
         buffers = self.mean, self.var, self.counter = torch.zeros(MANY), torch.ones(MANY), torch.tensor(3)
         dtypes = {"mean_dtype": torch.float32, "var_dtype": torch.float32, "has_counter": True, "averages": averages}
         total = torch.tensor([1.0] * 2 * MANY + [*trailer], dtype=torch.float64)
         momentum, inputs = None if averages else 1.0, (self.x, None, None, None)
-        forward = self.kernels.Forward(kind_of(self.x, **dtypes))
-        return forward.forward_outputs(inputs, total, buffers, momentum, self.mailbox(tag))[:2]
+        forward = self.kernels.Forward(forward_config(self.x, **dtypes))
+        return forward.forward_outputs(inputs, total, buffers, momentum, self.status_words(sequence_number))[:2]
 
     def updates(self) -> bool:
         """Whether the last batch is in the running statistics, all of them, and counted once."""
@@ -667,16 +669,16 @@ class Words:
         assert has_changed.all() or not has_changed.any()
         return bool(has_changed[-1])
 
-    def backward(self, tag: int, *trailer: float, needs_x: bool = True) -> Tensor | None:
+    def backward(self, sequence_number: int, *trailer: float, needs_x: bool = True) -> Tensor | None:
         total, statistics = torch.tensor([1.0] * 2 * MANY + [*trailer], dtype=torch.float64), torch.ones(3 * MANY + 4)
-        backward = self.kernels.Backward(kind_of_backward(self.x, None, None, needs_x=needs_x))
+        backward = self.kernels.Backward(backward_config(self.x, None, None, needs_x=needs_x))
         saved = self.x, None, statistics.double(), None
-        return backward.backward_outputs(self.x, saved, total, self.mailbox(tag))[0]
+        return backward.backward_outputs(self.x, saved, total, self.status_words(sequence_number))[0]
 
-    def look(self, tag: int, *trailer: float, is_forward: bool) -> float:
+    def look(self, sequence_number: int, *trailer: float, is_forward: bool) -> float:
         """n as it is then in the total."""
         total = torch.tensor([5.0, *trailer], dtype=torch.float64)
-        self.kernels.look_at_total(total, is_forward, self.mailbox(tag))
+        self.kernels.look_at_total(total, is_forward, self.status_words(sequence_number))
         assert torch.equal(total[[0, 2, 3, 4]], torch.tensor([5.0, *trailer[1:]], dtype=torch.float64))
         return total[1].item()
 
@@ -700,8 +702,8 @@ class Words:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("tag", [2**40 + 1, -6])  # of a long run; of a captured graph
-def test_faults_in_a_total(kernels: ModuleType, tag: int, trailer: tuple[float, ...], kind: int) -> None:
+@pytest.mark.parametrize("sequence_number", [2**40 + 1, -6])  # of a long run; of a captured graph
+def test_faults_in_a_total(kernels: ModuleType, sequence_number: int, trailer: tuple[float, ...], kind: int) -> None:
     """All that reads a total finds the same, but one value per channel is a fault in forward alone. In a captured graph
     no ends are noted."""
     num_values, num_signed, signatures, squares = trailer
@@ -715,10 +717,10 @@ def test_faults_in_a_total(kernels: ModuleType, tag: int, trailer: tuple[float, 
         (functools.partial(Words.look, is_forward=False), in_backward),
     ):
         words = Words(kernels)
-        result = call(words, tag, *trailer)
+        result = call(words, sequence_number, *trailer)
         assert not isinstance(result, float) or result == (0 if kind_of_call else num_values)
-        assert words.fault() == ((tag, kind_of_call) if kind_of_call else (0, NO_FAULT))
-        assert words.read()[interface.ENDED] == max(0, tag)
+        assert words.fault() == ((sequence_number, kind_of_call) if kind_of_call else (0, NO_FAULT))
+        assert words.read()[interface.ENDED] == max(0, sequence_number)
         assert words.read()[interface.LOCAL_NOT_FINITE] == 0
         assert call is not Words.forward or not num_values or words.updates() == (kind == NO_FAULT)
 
@@ -743,8 +745,8 @@ def test_a_fault_is_final(kernels: ModuleType, averages: bool) -> None:
     assert words.updates()
     words.backward(2, NAN, 2, 10, 50)
     assert words.fault() == (2, BAD_ARGUMENT)
-    for tag, trailer in ((3, good), (4, (8, 2, 11, 61)), (-2, (8, 2, 11, 61)), (5, good)):
-        results = words.forward(tag, *trailer, averages=averages)
+    for sequence_number, trailer in ((3, good), (4, (8, 2, 11, 61)), (-2, (8, 2, 11, 61)), (5, good)):
+        results = words.forward(sequence_number, *trailer, averages=averages)
         torch.testing.assert_close(results, expected, rtol=0, atol=0)
         assert not words.updates()
         assert words.fault() == (2, BAD_ARGUMENT)
@@ -761,20 +763,20 @@ def test_local_sums_that_are_not_finite_are_noted(
     """The first of them, until the host has set the word to 0. It is no fault; and in backward it is none of syncbn's
     business, as a GradScaler lets gradients overflow."""
     words, x = Words(kernels), torch.ones(sizes)
-    forward, backward = kernels.Forward(kind_of(x)), kernels.Backward(kind_of_backward(x, None, None))
-    sums = forward.forward_sums(x, 5, words.mailbox(3))
+    forward, backward = kernels.Forward(forward_config(x)), kernels.Backward(backward_config(x, None, None))
+    sums = forward.forward_sums(x, 5, words.status_words(3))
     assert words.read() == [0, 0, 0]
     assert torch.equal(sums, forward.forward_sums(x, 5))
     x[-1, -1, -1] = value
     forward.forward_sums(x, 5)
-    forward.forward_sums(x, 5, words.mailbox(-3))
+    forward.forward_sums(x, 5, words.status_words(-3))
     backward.backward_sums(x, (x, None, torch.ones(3 * sizes[1] + 1, dtype=torch.float64), None))
     assert words.read() == [0, 0, 0]
-    for tag in (3, 4):
-        forward.forward_sums(x, 5, words.mailbox(tag))
+    for sequence_number in (3, 4):
+        forward.forward_sums(x, 5, words.status_words(sequence_number))
         assert words.read() == [0, 0, 3]
     words.host.zero_()
-    forward.forward_sums(x, 5, words.mailbox(5))
+    forward.forward_sums(x, 5, words.status_words(5))
     assert words.read() == [0, 0, 5]
 
 
@@ -782,20 +784,20 @@ def test_local_sums_that_are_not_finite_are_noted(
 @pytest.mark.parametrize("num_sums", [6, 600])
 @pytest.mark.parametrize("bad", [0, -1])
 def test_a_look_at_a_total_notes_local_sums_that_are_not_finite(kernels: ModuleType, num_sums: int, bad: int) -> None:
-    words, total = Words(kernels), torch.ones(num_sums + TRAILER_NUMBERS, dtype=torch.float64)
+    words, total = Words(kernels), torch.ones(num_sums + TRAILER_ELEMENTS, dtype=torch.float64)
     sums = total.clone()
     sums[num_sums:] = NAN  # the trailer is no sum
-    kernels.look_at_total(total, False, words.mailbox(7), sums)
+    kernels.look_at_total(total, False, words.status_words(7), sums)
     assert words.read() == [7, 0, 0]
     sums[:num_sums][bad] = math.inf
-    kernels.look_at_total(total, False, words.mailbox(8), sums)
+    kernels.look_at_total(total, False, words.status_words(8), sums)
     assert words.read() == [8, 0, 8]
 
 
 needs_operators = pytest.mark.skipif(cpu.load() is not None, reason=str(cpu.load()))
 X = torch.randn(4, 3, 5)
 ONES = torch.ones(3)
-SUMS, STATISTICS = torch.ones(2 * 3 + TRAILER_NUMBERS, dtype=torch.float64), torch.ones(3 * 3 + 4, dtype=torch.float64)
+SUMS, STATISTICS = torch.ones(2 * 3 + TRAILER_ELEMENTS, dtype=torch.float64), torch.ones(3 * 3 + 4, dtype=torch.float64)
 CALLS = {
     "forward_sums": (X, 1),
     "forward_outputs": (X, 1, SUMS, ONES, ONES, X, EPS, True),
@@ -965,7 +967,7 @@ def test_registers_are_limited_where_triton_can(monkeypatch: pytest.MonkeyPatch)
     for version in ("6.4", None):
         monkeypatch.setattr(torch.version, "hip", version)
         of_both = Layout(1, False, (4, 3, 64)), torch.float32, torch.device("cpu")
-        forward, backward = gpu.Forward(ForwardKind(*of_both)), gpu.Backward(BackwardKind(*of_both))
+        forward, backward = gpu.Forward(ForwardConfig(*of_both)), gpu.Backward(BackwardConfig(*of_both))
         for launch in (forward.parts_of_sums, forward.normalize, backward.parts_of_sums, backward.input_gradient):
             assert ("maxnreg" in launch.options) == (version is None)
 
@@ -998,7 +1000,7 @@ def test_parts_need_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parts_on_a_gpu_are_few() -> None:
     """Launches would take most of the time: parts as on a CPU are 128."""
     x = torch.empty(32, 64, 112, 112, device="meta")
-    on_gpu = reference.ForwardInParts(ForwardKind(Layout.of(x, 1), x.dtype, torch.device("cuda")))
+    on_gpu = reference.ForwardInParts(ForwardConfig(Layout.of(x, 1), x.dtype, torch.device("cuda")))
     assert len([*on_gpu.parts(x)]) == 2
 
 
@@ -1011,7 +1013,7 @@ def test_several_blocks_of_channels(kernels: ModuleType, sizes: tuple[int, int, 
     if truncates(kernels):
         pytest.skip("the interpreter takes long, and has no such blocks")
     dy, x = (values + torch.arange(sizes[1])[:, None] % 97 for values in draw(2, sizes, torch.float32))
-    weight, bias = of_channels(2, sizes[1])
+    weight, bias = channel_addresses(2, sizes[1])
     for relu in (False, True):
         tensors = {"weight": weight, "bias": bias.float(), "residual": dy} if relu else {"weight": weight}
         results, expected = (all_results(one, dy, x, relu, **tensors) for one in (kernels, reference))

@@ -34,14 +34,14 @@ from torch.utils.checkpoint import checkpoint
 from training import frees_first_batch, step, unchanged
 
 import syncbn
-from syncbn import plan
+from syncbn import kernel_cache
 from syncbn import step as step_module
 from syncbn.arguments import ANY_DIMS, Options, Tensors
 from syncbn.functional import batch_norm_backward, sync_batch_norm
 from syncbn.kernels import available
 from syncbn.ranks.groups import warn_if_meant_for_several_ranks
 from syncbn.ranks.reduction import OneRank
-from syncbn.ranks.sites import Caller
+from syncbn.ranks.sites import FunctionCaller
 from syncbn.torch_internals import is_wrapped
 
 SHAPE = 4, 3, 5, 2
@@ -185,10 +185,10 @@ def test_modes_of_torch_are_no_reason_for_the_fallback(mode: str, subclass: type
     assert not taken
 
 
-in_c = pytest.mark.skipif("cpu: C++" not in available(), reason=available())
+c_struct = pytest.mark.skipif("cpu: C++" not in available(), reason=available())
 
 
-@in_c
+@c_struct
 @pytest.mark.filterwarnings("ignore")  # a torch for GPUs warns where there is none
 def test_a_mode_and_a_profiler_see_the_operators() -> None:
     """The kernels are called past torch's dispatcher, but not where somebody wants to see them."""
@@ -345,7 +345,7 @@ def test_each_buffer_has_another_version_after_a_step(kind: str) -> None:
 FREED_BEFORE_FORWARD = "x", "z", "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
 
 
-@in_c
+@c_struct
 @pytest.mark.parametrize("freed", [*FREED_BEFORE_FORWARD, "y", "dy", "saved x", "saved weight"])
 @pytest.mark.parametrize(
     ("before", "subclass", "steps"),
@@ -384,7 +384,7 @@ def test_freed_memory_is_refused(
         assert sent == ["forward"] * (freed not in FREED_BEFORE_FORWARD)
 
 
-@in_c
+@c_struct
 @pytest.mark.parametrize("freed", ["input", "mask"])
 def test_freed_memory_beside_a_mask(freed: str) -> None:
     """Before the mask is applied by torch, which would read at the address 0."""
@@ -394,7 +394,7 @@ def test_freed_memory_beside_a_mask(freed: str) -> None:
         syncbn.SyncBatchNorm2d(3)(**given)
 
 
-@in_c
+@c_struct
 @pytest.mark.parametrize("freed", ["grad_output", "input", "mean", "invstd", "weight"])
 def test_freed_memory_of_a_backward_by_hand(freed: str) -> None:
     x = torch.randn(SHAPE)
@@ -524,7 +524,7 @@ def arguments(given: dict[str, Any]) -> tuple[Tensors, Options]:
 
 
 def train(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    return step_module.train(*arguments(given), Caller("this test"))
+    return step_module.train(*arguments(given), FunctionCaller("this test"))
 
 
 def check_step(given: dict[str, Any]) -> None:
@@ -680,7 +680,7 @@ def test_evaluation_beside_tensors_with_gaps(name: str) -> None:
 
 def refuse_to_find(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only kernels that are cached are left."""
-    for cache in (plan.forward_cache, plan.backward_cache):
+    for cache in (kernel_cache.forward_cache, kernel_cache.backward_cache):
         monkeypatch.setattr(cache, "find", None)
 
 
@@ -806,9 +806,9 @@ def test_kernels_of_another_mode(mode: str, of_inference: str, monkeypatch: pyte
         torch.testing.assert_close(actual, expected)
 
 
-def cached_kernels(cache: plan.Cache[Any]) -> list[Any]:
+def cached_kernels(cache: kernel_cache.Cache[Any]) -> list[Any]:
     cached = [value for of_key in cache.entries.values() for _, value in of_key]
-    return [value[0] for value in cached] if cache is plan.forward_cache else cached
+    return [value[0] for value in cached] if cache is kernel_cache.forward_cache else cached
 
 
 def test_caches_keep_nothing_alive() -> None:
@@ -828,14 +828,14 @@ def test_caches_keep_nothing_alive() -> None:
 def test_kernels_hold_no_tensor() -> None:
     """So many channels need scratch memory in each call; another thread or stream may be in the same kernels."""
     syncbn.SyncBatchNorm1d(5000)(torch.randn(2, 5000)).sum().backward()
-    kernels = [*cached_kernels(plan.forward_cache), *cached_kernels(plan.backward_cache)]
+    kernels = [*cached_kernels(kernel_cache.forward_cache), *cached_kernels(kernel_cache.backward_cache)]
     assert len(kernels) == 2
     assert not [one for each in kernels for one in vars(each).values() if isinstance(one, Tensor)]
 
 
 def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of ever new shapes would else fill the memory. What has left the cache runs as before."""
-    monkeypatch.setattr(plan, "MOST_KEYS", 3)
+    monkeypatch.setattr(kernel_cache, "MAX_KEYS", 3)
     layer, plain, numbers = syncbn.SyncBatchNorm1d(3), nn.BatchNorm1d(3), []
     with fallbacks() as taken:
         for length in (2, 3, 4, 5, 2):
@@ -843,7 +843,7 @@ def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             y = layer(x)
             torch.testing.assert_close(y, plain(x))
             y.sum().backward()
-            numbers.append(len(plan.forward_cache.entries))
+            numbers.append(len(kernel_cache.forward_cache.entries))
     assert not taken
     assert numbers == [1, 2, 3, 1, 2]
     x = torch.randn(4, 3, 2)
@@ -851,4 +851,4 @@ def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         for tensor, value in zip((x, layer.weight, layer.bias), requires_grad, strict=True):
             tensor.requires_grad_(value)
         layer(x)
-    assert max(map(len, plan.forward_cache.entries.values())) == plan.MOST_OF_A_KEY
+    assert max(map(len, kernel_cache.forward_cache.entries.values())) == kernel_cache.MAX_ENTRIES_PER_KEY

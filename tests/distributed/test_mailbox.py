@@ -63,7 +63,7 @@ X = torch.randn(4, 3, requires_grad=True)
 
 
 def statuses(layer: syncbn.SyncBatchNorm) -> dict[tuple[torch.device, int | None], status.StreamStatus]:
-    return status.status_of(layer._call_site.state).of_streams
+    return status.status_of(layer._call_site.group_state).streams
 
 
 def wait_until(happened: Callable[[], object]) -> None:
@@ -225,7 +225,7 @@ def test_a_fault_in_a_replay(ranks: Ranks, model: Model) -> None:
     """A captured graph stores the layer and the pass, not a number. The next eager call raises."""
     layer = model.bn1 if ranks.rank else model.bn2
     box = statuses(layer)[torch.device("cpu"), None]
-    box.words[FAULT] = status.captured_tag(layer._call_site, "backward") * 4 + RANKS_DIFFER
+    box.words[FAULT] = status.captured_sequence_number(layer._call_site, "backward") * 4 + RANKS_DIFFER
     said = texts_of(lambda: model(X), RanksDifferError)
     assert "rank 0: in bn2 backward, in a CUDA graph" in said
     assert "rank 1: in bn1 backward, in a CUDA graph" in said
@@ -233,7 +233,7 @@ def test_a_fault_in_a_replay(ranks: Ranks, model: Model) -> None:
 
 
 def test_a_capture_makes_no_mailbox(ranks: Ranks, player: Player, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes one of another stream, with a negative tag; where there is none, nothing is noted."""
+    """It takes one of another stream, with a negative sequence_number; where there is none, nothing is noted."""
     layer = Model().bn1
     for streams in ([None, None], [7, 7], [None, None]):
         monkeypatch.setattr(reduction, "stream_of", lambda device, streams=streams: streams[0])
@@ -241,7 +241,7 @@ def test_a_capture_makes_no_mailbox(ranks: Ranks, player: Player, monkeypatch: p
     boxes = statuses(layer)
     assert [stream for _, stream in boxes] == [7, None]
     box = boxes[torch.device("cpu"), 7]
-    assert [begun.number for begun in box.begun] == [3, 4], "what a graph captures is not expected to end"
+    assert [begun.sequence_number for begun in box.begun] == [3, 4], "what a graph captures is not expected to end"
     assert not box.words[FAULT]
 
 
@@ -296,7 +296,7 @@ def test_a_rank_that_does_not_answer(ranks: Ranks, model: Model, monkeypatch: py
     site = model.bn1._call_site
     if ranks.rank == 0:
         box = statuses(model.bn1)[torch.device("cpu"), None]
-        box.words[FAULT] = site.state.num_collectives * 4 + RANKS_DIFFER
+        box.words[FAULT] = site.group_state.num_collectives * 4 + RANKS_DIFFER
         said = texts_of(lambda: model(X), RanksDifferError)
         assert (
             "rank 0: in bn1 backward, call 1\nrank 1: has not answered within 0.5 s\nWhere the ranks are now:\n" in said
@@ -305,7 +305,7 @@ def test_a_rank_that_does_not_answer(ranks: Ranks, model: Model, monkeypatch: py
 
 
 def test_several_groups(ranks: Ranks, model: Model) -> None:
-    """A fault ends one group alone, and a group of one rank has no mailbox."""
+    """A fault ends one group alone, and a group of one rank has no status_words."""
     other, alone = Model(), syncbn.SyncBatchNorm1d(3, process_group=1)
     (model.bn1 if ranks.rank else model.bn2)(X)
     texts_of(lambda: model(X), RanksDifferError)
@@ -317,7 +317,7 @@ def test_several_groups(ranks: Ranks, model: Model) -> None:
 
 
 def test_several_streams(ranks: Ranks, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has a mailbox, and a fault in one ends the group."""
+    """Each has a status_words, and a fault in one ends the group."""
     monkeypatch.setattr(reduction, "stream_of", lambda device: 7)
     (model.bn1 if ranks.rank else model.bn2)(X)
     assert len(model.bn1._call_site.rank.watched) >= 2
@@ -342,7 +342,7 @@ def test_faults_in_two_streams_at_once(ranks: Ranks, model: Model, monkeypatch: 
 
 
 def test_a_group_that_was_destroyed(ranks: Ranks, model: Model) -> None:
-    """The watchdog forgets its mailbox, whose memory stays: queued kernels may still write to it."""
+    """The watchdog forgets its status_words, whose memory stays: queued kernels may still write to it."""
     rank, kept, before = watchdog.this_rank(), len(status._memory), len(watchdog.this_rank().watched)
     old = weakref.ref(statuses(model.bn1)[torch.device("cpu"), None])
     dist.destroy_process_group(model.bn1.process_group)
@@ -454,7 +454,7 @@ def test_a_gpu_that_is_behind_does_not_wait(model: Model, monkeypatch: pytest.Mo
         for begun in box.begun:
             begun.start = -1e9
         box.words[ENDED] = seen
-        assert box.unfinished().number == number
+        assert box.unfinished().sequence_number == number
         assert (box.unfinished().seconds() > 1e8) == (number < ended)
     box.words[ENDED] = ended
     assert box.unfinished() is None
