@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 import voting
 from counting import CountCollectives
+from jobs import wait_until
 from played_gpu import IS_INTERPRETED, Player, play
 from torch import Tensor, nn
-from voting import Ranks
+from voting import Ranks, Reports
 
 import syncbn
 from syncbn.kernels.interface import ENDED, FAULT, RANKS_DIFFER
@@ -64,12 +65,6 @@ X = torch.randn(4, 3, requires_grad=True)
 
 def statuses(layer: syncbn.SyncBatchNorm) -> dict[tuple[torch.device, int | None], status.StreamStatus]:
     return status.status_of(layer._call_site.state).of_streams
-
-
-def wait_until(happened: Callable[[], object]) -> None:
-    """What never happens is ended by the test's own limit."""
-    while not happened():
-        time.sleep(0.02)
 
 
 def texts_of(call: Callable[[], object], error: type[Exception]) -> str:
@@ -422,7 +417,7 @@ def test_a_rank_that_is_compiled(ranks: Ranks, player: Player) -> None:
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the kernels run at once")
-def test_a_long_wait_of_the_gpu_is_told(ranks: Ranks, player: Player, log_of_waits: pytest.LogCaptureFixture) -> None:
+def test_a_long_wait_of_the_gpu_is_told(ranks: Ranks, player: Player, reports: Reports) -> None:
     """The oldest unfinished all_reduce is named, though the host has gone on; nothing once all are finished."""
     model = Model()
     model(X)
@@ -432,21 +427,20 @@ def test_a_long_wait_of_the_gpu_is_told(ranks: Ranks, player: Player, log_of_wai
         rf"rank {ranks.rank} has waited \d+ s for others, in bn1 forward, call 2 on the GPU; .*\n"
         r"ranks 0-1: in bn2 forward, call 2(; written \S+ s ago)?\n"
     )
-    wait_until(lambda: re.search(expected, log_of_waits.text))
+    reports.wait_for(expected, ranks.rank)
     dist.barrier()  # all have read the positions
     player.behind = False
     y.sum().backward()
-    time.sleep(0.2)
-    log_of_waits.clear()
-    time.sleep(1.2)
-    assert not log_of_waits.text
+    box = statuses(model.bn1)[torch.device("cpu"), None]
+    assert box.unfinished() is None
     dist.barrier()
 
 
 def test_a_gpu_that_is_behind_does_not_wait(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host may go on long before it: the time counts from when the all_reduce before has ended."""
-    monkeypatch.setattr(watchdog, "_look", lambda rank, seen: seen)  # whose thread would change the status, too
-    time.sleep(0.2)
+    look = mock.Mock(side_effect=lambda rank, seen: seen)
+    monkeypatch.setattr(watchdog, "_look", look)  # whose thread would change the status, too
+    wait_until(lambda: look.called)
     box = statuses(model.bn1)[torch.device("cpu"), None]
     box._oldest = None
     ended = box.words[ENDED]
@@ -466,8 +460,7 @@ def test_the_watchdog_survives_an_error(
     """It says so once, and goes on writing positions."""
     look = mock.Mock(side_effect=[RuntimeError("the store is odd")] * 3 + [None] * 1000)
     monkeypatch.setattr(status.StreamStatus, "look", look)
-    time.sleep(1)
+    rank = watchdog.this_rank()
+    wait_until(lambda: look.call_count > 3 and rank.written == rank.position())
     said = f"syncbn: the watchdog of rank {ranks.rank} has failed once, and goes on: RuntimeError: the store is odd"
     assert caplog.text.count(said) == caplog.text.count("syncbn: ") == 1
-    rank = watchdog.this_rank()
-    assert rank.written == rank.position()
