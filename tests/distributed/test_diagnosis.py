@@ -8,7 +8,6 @@ import copy
 import gc
 import json
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._debug_mode import DebugMode
 from training import unchanged
-from voting import Ranks
+from voting import Ranks, Reports
 
 import syncbn
 from syncbn import fallback, functional
@@ -332,7 +331,7 @@ def test_a_caught_error_does_not_keep_the_group(ranks: Ranks, fault: str) -> Non
 
 @pytest.mark.two_ranks
 @on_cpu
-def test_models_of_one_name_with_other_channels(ranks: Ranks, log_of_waits: pytest.LogCaptureFixture) -> None:
+def test_models_of_one_name_with_other_channels(ranks: Ranks, reports: Reports) -> None:
     """A rank that is late in the second is late: it has not called another layer."""
     for channels in (3, 4):
         model = syncbn.convert_syncbn_model(nn.ModuleDict({"bn": nn.BatchNorm1d(channels)}).eval()).train()
@@ -340,10 +339,10 @@ def test_models_of_one_name_with_other_channels(ranks: Ranks, log_of_waits: pyte
             model = type("Other", (nn.Module,), {})()
             model.bn = nn.BatchNorm1d(channels)
             syncbn.convert_syncbn_model(model)
-            time.sleep(2 * ranks.rank)
+            if ranks.rank == 1:
+                reports.wait_for(rf"rank 1: after bn forward, call 1{WRITTEN}\n")
         model.get_submodule("bn")(torch.randn(4, channels))
-    assert ("has called" in log_of_waits.text) is False, log_of_waits.text
-    assert ("rank 1: after bn forward, call 1" in log_of_waits.text) == (ranks.rank == 0), log_of_waits.text
+    assert "has called" not in reports.text
     dist.barrier()
 
 
@@ -383,7 +382,7 @@ def within_mode(call: Callable[[], object]) -> None:
 @on_cpu
 @pytest.mark.parametrize("name", LONE_ERRORS)
 def test_an_error_of_one_rank_alone_is_told_by_the_others(
-    ranks: Ranks, log_of_waits: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
+    ranks: Ranks, reports: Reports, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """As on a GPU of Intel, where no rank reads a mark: its kernels do not compile; the program handles the error."""
     run, description = LONE_ERRORS[name]
@@ -398,20 +397,18 @@ def test_an_error_of_one_rank_alone_is_told_by_the_others(
                 broken.setattr(back_end.Backward, "backward_sums", mock.Mock(side_effect=error))
             with pytest.raises(CompilationError):
                 run(layer, x, y)
-        time.sleep(2)
+        reports.wait_for(
+            rf"rank 0 has waited \d+ s for others\.\nrank 0: in {description}{WRITTEN}\n"
+            rf"rank 1: after SyncBatchNorm forward, call 1; has raised \S*CompilationError: at 12:4:{WRITTEN}\n"
+        )
     run(layer, x, y)
-    expected = (
-        rf"rank 0 has waited \d+ s for others\.\nrank 0: in {description}{WRITTEN}\n"
-        rf"rank 1: after SyncBatchNorm forward, call 1; has raised \S*CompilationError: at 12:4:{WRITTEN}\n?"
-        r"(?!.*Every rank must)"
-    )
-    assert re.search(expected, log_of_waits.text) if ranks.rank == 0 else not log_of_waits.text, log_of_waits.text
+    assert "Every rank must" not in reports.text
     dist.barrier()
 
 
 @pytest.mark.two_ranks
 @on_cpu
-def test_an_error_of_a_saved_tensors_hook_is_told(ranks: Ranks, log_of_waits: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_a_saved_tensors_hook_is_told(ranks: Ranks, reports: Reports) -> None:
     """As of torch.autograd.graph.save_on_cpu, or of activation checkpointing, which computes again."""
     layer, x = layer_and_input(ranks)
     is_broken = ranks.rank == 1
@@ -426,68 +423,70 @@ def test_an_error_of_a_saved_tensors_hook_is_told(ranks: Ranks, log_of_waits: py
     if ranks.rank == 1:
         with pytest.raises(MemoryError):
             y.sum().backward(retain_graph=True)
-        time.sleep(2)
+        reports.wait_for("rank 1: after SyncBatchNorm forward, call 1; has raised MemoryError: no room")
         is_broken = False
     y.sum().backward()
-    expected = "rank 1: after SyncBatchNorm forward, call 1; has raised MemoryError: no room"
-    assert (expected in log_of_waits.text) == (ranks.rank == 0), log_of_waits.text
     dist.barrier()
 
 
 @pytest.mark.two_ranks
 @on_cpu
-def test_a_call_on_one_rank_alone_is_advised(ranks: Ranks, log_of_waits: pytest.LogCaptureFixture) -> None:
+def test_a_call_on_one_rank_alone_is_advised(ranks: Ranks, reports: Reports) -> None:
     """As to count FLOPs, or inside a DistributedDataParallel of some ranks."""
     voting.world.make_anew()  # in which no layer has been called
     layer, x = layer_and_input(ranks)
     if ranks.rank == 1:
-        time.sleep(2)
+        reports.wait_for(
+            rf"rank 0: in SyncBatchNorm forward, call 1{WRITTEN}\nrank 1: has not been seen\nA rank that has not "
+            r"arrived .*\nEvery rank .* a call on one rank alone, as for a profile, "
+            r"call model\.eval\(\)\. .* DistributedDataParallel .* convert_syncbn_model\(model, process_group\)"
+        )
     layer(x)
-    expected = (
-        rf"rank 0: in SyncBatchNorm forward, call 1{WRITTEN}\nrank 1: has not been seen\nA rank that has not arrived "
-        r".*\nEvery rank .* a call on one rank alone, as for a profile, "
-        r"call model\.eval\(\)\. .* DistributedDataParallel .* convert_syncbn_model\(model, process_group\)"
-    )
-    assert bool(re.search(expected, log_of_waits.text)) == (ranks.rank == 0), log_of_waits.text
 
 
 @pytest.mark.two_ranks
 @on_cpu
 def test_another_thread_on_the_same_group_is_advised(
-    ranks: Ranks, log_of_waits: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ranks: Ranks, reports: Reports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A collective of dcp.async_save's thread meets one of the layers, so all ranks wait in one call. Here rank 1 only
     takes its time there."""
     layer, x = layer_and_input(ranks)
     all_reduce = reduction.all_reduce
-    monkeypatch.setattr(
-        reduction, "all_reduce", lambda *arguments: (time.sleep(2 * ranks.rank), all_reduce(*arguments))[1]
-    )
-    layer(x)
     expected = rf"ranks 0-1: in SyncBatchNorm forward, call 1{WRITTEN}\nAll ranks are .*=dist\.new_group\(\)"
-    assert re.search(expected, log_of_waits.text), log_of_waits.text
+
+    def all_reduce_late(*arguments: Any) -> Tensor:
+        for rank in range(2 * ranks.rank):
+            reports.wait_for(expected, rank)
+        return all_reduce(*arguments)
+
+    monkeypatch.setattr(reduction, "all_reduce", all_reduce_late)
+    layer(x)
     dist.barrier()  # all have read the positions
 
 
 @pytest.mark.two_ranks
 @on_cpu
-def test_a_wait_beside_another_thread_is_told(ranks: Ranks, log_of_waits: pytest.LogCaptureFixture) -> None:
+def test_a_wait_beside_another_thread_is_told(ranks: Ranks, reports: Reports) -> None:
     """A thread waits in a layer, while another thread goes on in one of another group."""
     (waits, x), (goes_on, _) = layer_and_input(ranks), layer_and_input(ranks)
     waits.process_group, goes_on.process_group = dist.new_group(), dist.new_group()
     for layer in (waits, goes_on):
         layer(x)
-    thread = threading.Timer(2.0 * ranks.rank, waits, [x])
-    thread.start()
-    for _ in range(300):
-        goes_on(x)
-        time.sleep(0.01)
-    thread.join()
     expected = (
         rf"rank 0 has waited \d+ s for others.\nrank 0: in SyncBatchNorm forward, call 2{WRITTEN}\n"
         r"rank 1: \w+ SyncBatchNorm forward, call \d+ on another process group\n"
     )
-    assert bool(re.search(expected, log_of_waits.text)) == (ranks.rank == 0), log_of_waits.text
+
+    def wait() -> None:
+        if ranks.rank == 1:
+            reports.wait_for(expected)
+        waits(x)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while ranks.total(torch.tensor(thread.is_alive())):
+        goes_on(x)
     dist.barrier()
 
 
@@ -527,18 +526,17 @@ def test_a_copied_layer_is_another_one(ranks: Ranks) -> None:
 
 @pytest.mark.two_ranks
 @on_cpu
-def test_a_rank_that_is_35_s_late(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other warns once, and both go on. (Here half a second counts as 35 s.)"""
-    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.1)
-    monkeypatch.setattr(collective.Collective, "seconds", lambda begun: 35.0 * (time.monotonic() > begun.start + 0.5))
+def test_a_rank_that_is_35_s_late(ranks: Ranks, reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other warns once, and both go on. (Here rank 0's wait in the first forward counts as one of 35 s.)"""
+    monkeypatch.setattr(collective.Collective, "next_warning_seconds", collective.FIRST_WARNING_SECONDS)
+    is_long = lambda begun: ranks.rank == 0 and begun.description() == "SyncBatchNorm forward, call 1"  # noqa: E731
+    monkeypatch.setattr(collective.Collective, "seconds", lambda begun: 35.0 * is_long(begun))
     layer, x = layer_and_input(ranks)
-    dist.barrier()
-    time.sleep(2 * ranks.rank)
+    if ranks.rank == 1:
+        reports.wait_for("syncbn: rank 0 has waited 35 s for others.")
     for _ in range(3):
         layer(x).sum().backward()
-    assert caplog.text.count("syncbn: rank 0 has waited 35 s for others.") == (ranks.rank == 0)
+    assert reports.text.count(" has waited ") == (ranks.rank == 0)
     dist.barrier()
 
 
@@ -607,7 +605,7 @@ def test_a_process_in_place_of_another_has_not_ended(reader: ThisRank, monkeypat
 @pytest.mark.two_ranks
 @on_cpu
 def test_a_default_group_made_again_on_the_same_store(
-    ranks: Ranks, log_of_waits: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ranks: Ranks, reports: Reports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank alone is known in the first, and late in the second: no rank stalls, and the report has the age of what
     the late rank wrote in the first group, here 35 s before."""
@@ -620,11 +618,9 @@ def test_a_default_group_made_again_on_the_same_store(
             voting.world.leave()
     voting.world.make_anew()
     layer, x = layer_and_input(ranks)
-    time.sleep(2 * ranks.rank)
+    if ranks.rank == 1:
+        reports.wait_for(rf"rank 0: in SyncBatchNorm forward, call 1{WRITTEN}\nrank 1: has left; written \d\d+ s ago\n")
     layer(x)
-    said = rf"rank 0: in SyncBatchNorm forward, call 1{WRITTEN}\nrank 1: has left; written 3\d s ago\n"
-    assert bool(re.search(said, log_of_waits.text)) == (ranks.rank == 0), log_of_waits.text
-    assert ranks.rank == 0 or not log_of_waits.text
 
 
 @on_cpu
@@ -733,13 +729,13 @@ def test_a_store_that_grows_gets_positions_that_last(reader: ThisRank) -> None:
 
 @pytest.mark.two_ranks
 @on_cpu
-def test_other_waits_are_not_told(ranks: Ranks, log_of_waits: pytest.LogCaptureFixture) -> None:
+def test_other_waits_are_not_told(ranks: Ranks, reports: Reports) -> None:
     """Of data, in a hook of backward, in many short collectives, in evaluation: all longer than the patience."""
     layer, x = layer_and_input(ranks)
     y = layer(x.requires_grad_())
     with contextlib.suppress(queue.Empty):
         queue.SimpleQueue[None]().get(timeout=1)
-    y.register_hook(lambda _: time.sleep(1))
+    y.register_hook(lambda _: (time.sleep(1), dist.barrier())[1])
     y.sum().backward()
     for _ in range(100):
         dist.barrier()
@@ -749,7 +745,7 @@ def test_other_waits_are_not_told(ranks: Ranks, log_of_waits: pytest.LogCaptureF
     while time.monotonic() < end:
         layer.eval()(x)
     dist.barrier()
-    assert not log_of_waits.text
+    assert not reports.text
 
 
 def test_an_error_of_the_gpu_is_told_as_it_is(ranks: Ranks) -> None:
