@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from counting import CountCollectives
-from roads_taken import Layer, as_torch, close, escaped, fallbacks, forget_kernels, twins, with_gaps
+from equal_to_torch import Layer, as_torch, close, escaped, fallbacks, forget_kernels, twins, with_gaps
 from subclasses_of_batchnorm import parametrized
 from tensor_subclasses import Image, MetaImage, as_class, plain
 from torch import Tensor, nn

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from roads_taken import Layer, as_torch, close, twins
+from equal_to_torch import Layer, as_torch, close, twins
 from subclasses_of_batchnorm import BatchNormAct2d, CallsSuper2d
 from tensor_subclasses import Image, MetaImage, Observed, OwnParameter, TensorImage, as_class, name_of, plain
 from torch import Tensor, nn

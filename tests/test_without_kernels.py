@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from roads_taken import forget_kernels
+from equal_to_torch import forget_kernels
 from torch import nn
 
 import syncbn

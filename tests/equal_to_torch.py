@@ -1,4 +1,4 @@
-"""Sees which passes leave the fast path, compares a layer with torch's, and makes tensors that must be copied."""
+"""Compares a layer with torch's, forgets cached kernels, and makes tensors that must be copied."""
 
 import contextlib
 import copy
