@@ -17,8 +17,14 @@ from syncbn.kernels.select import why_forced
 from syncbn.ranks.groups import GroupSpec
 from syncbn.statistics import has_float64
 from syncbn.texts import ONE_VALUE_PER_CHANNEL, in_short
-from syncbn.torch_internals.autograd import is_wrapped, is_zero_tensor, overlaps_itself, require_memory
-from syncbn.torch_internals.state import PLAIN_CLASSES, is_compiling
+from syncbn.torch_internals import (
+    PLAIN_CLASSES,
+    is_compiling,
+    is_wrapped,
+    is_zero_tensor,
+    overlaps_itself,
+    require_memory,
+)
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 PER_CHANNEL = "running_mean", "running_var", "weight", "bias"

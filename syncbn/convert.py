@@ -33,8 +33,7 @@ from syncbn.ranks.reduction import make_groups
 from syncbn.ranks.sites import layer_in_forward
 from syncbn.step import train
 from syncbn.texts import printable, warn, warn_once
-from syncbn.torch_internals.autograd import have_same_base
-from syncbn.torch_internals.state import OPERATORS, constant_in_graphs, is_compiling
+from syncbn.torch_internals import OPERATORS, constant_in_graphs, have_same_base, is_compiling
 from syncbn.unconverted import ADDED, CONVERT, check_module, class_of, description, first_names, unsynchronised
 
 Model = TypeVar("Model", bound=nn.Module)

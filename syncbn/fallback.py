@@ -18,22 +18,30 @@ from torch.nn.parameter import is_lazy
 from syncbn.arguments import Options, Tensors, check, check_eps, checked, require_float64, require_two_values
 from syncbn.inputs import Wrap, apply_mask, can_be_unwrapped, plain, refuse_proxies, unwrap, without_gaps
 from syncbn.kernels import reference, select
-from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS, BackwardKind, ForwardKind, Needed, Saved
+from syncbn.kernels.interface import (
+    SIGNATURE_NUMBERS,
+    TRAILER_NUMBERS,
+    BackwardKind,
+    ForwardKind,
+    Layout,
+    Needed,
+    Saved,
+)
 from syncbn.kernels.select import ordinary_back_end, reason_unavailable
-from syncbn.layout import Layout
 from syncbn.plan import kind_of, kind_of_backward
 from syncbn.ranks.reduction import ONE_RANK, Reduction, note_ranks, reduction_now
 from syncbn.ranks.report import WITH_GRAPH
 from syncbn.ranks.sites import CallsOnGroups
 from syncbn.statistics import compute_dtype, has_float64, pack, update_buffers
-from syncbn.torch_internals.autograd import is_batched_gradient, keeps_graph
-from syncbn.torch_internals.state import (
+from syncbn.torch_internals import (
     constant_in_graphs,
     current_backward,
     inside_functorch,
     inside_vmap_or_forward_mode,
+    is_batched_gradient,
     is_compiling,
     is_exporting,
+    keeps_graph,
     recorded,
 )
 

@@ -22,9 +22,8 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.overrides import handle_torch_function, has_torch_function
 
 from syncbn.arguments import CHECKS_OF_DIMS, SUPPORTED_DTYPES, Options, Tensors, check_mask, check_saved
-from syncbn.layout import Layout
-from syncbn.torch_internals.autograd import require_memory
-from syncbn.torch_internals.state import PLAIN_OR_NONE, has_forward_hooks, is_compiling
+from syncbn.kernels.interface import Layout
+from syncbn.torch_internals import PLAIN_OR_NONE, has_forward_hooks, is_compiling, require_memory
 
 Wrap: TypeAlias = Callable[[Tensor], Tensor]
 

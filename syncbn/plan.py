@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from syncbn.arguments import Options, Tensors, check
-from syncbn.kernels.interface import BackwardKernels, BackwardKind, ForwardKernels, ForwardKind, Needed
+from syncbn.kernels.interface import BackwardKernels, BackwardKind, ForwardKernels, ForwardKind, Layout, Needed
 from syncbn.kernels.select import ordinary_back_end
-from syncbn.layout import Layout
 from syncbn.statistics import num_statistics
-from syncbn.torch_internals.autograd import Check, guards_work, is_wrapped, is_zero_tensor, lack_memory, new_check
-from syncbn.torch_internals.state import PLAIN_OR_NONE
+from syncbn.torch_internals import PLAIN_OR_NONE, Check, guards_work, is_wrapped, is_zero_tensor, lack_memory, new_check
 
 Value = TypeVar("Value")
 

@@ -12,8 +12,14 @@ All tensors here have that size, so the cost does not depend on the batch. Knows
 import torch
 from torch import Tensor
 
-from syncbn.torch_internals.autograd import copy_together
-from syncbn.torch_internals.state import constant_in_graphs, inside_functorch, inside_vmap, is_compiling, is_exporting
+from syncbn.torch_internals import (
+    constant_in_graphs,
+    copy_together,
+    inside_functorch,
+    inside_vmap,
+    is_compiling,
+    is_exporting,
+)
 
 TIMES_N = 4  # that n stands in the statistics
 HAVE_FLOAT64 = "cpu", "cuda"  # Device types that are known to have float64.

@@ -28,8 +28,7 @@ from syncbn.kernels.interface import ForwardKernels
 from syncbn.plan import backward_cache, forward_cache
 from syncbn.ranks.reduction import Reduction, reduction_of
 from syncbn.ranks.sites import CallsOnGroups
-from syncbn.torch_internals.autograd import direct_apply, keeps_graph
-from syncbn.torch_internals.state import PLAIN_OR_NONE, current_backward, recorded, runs_plainly
+from syncbn.torch_internals import PLAIN_OR_NONE, current_backward, direct_apply, keeps_graph, recorded, runs_plainly
 
 
 def train(tensors: Tensors, options: Options, caller: CallsOnGroups, in_range: bool = False) -> tuple[Tensor, Tensor]:

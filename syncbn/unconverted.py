@@ -19,7 +19,7 @@ from syncbn.kernels.interface import TRAILER_NUMBERS
 from syncbn.layer import NOT_KNOWN, SyncBatchNorm
 from syncbn.ranks import groups
 from syncbn.texts import quoted
-from syncbn.torch_internals.state import is_compiled
+from syncbn.torch_internals import is_compiled
 
 # Attributes that a conversion gives to a layer and a revert takes away: among them all that our class annotates.
 # process_group, a property of ours, is an attribute of an nn.SyncBatchNorm.

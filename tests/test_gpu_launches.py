@@ -24,8 +24,7 @@ from triton.backends.amd.compiler import HIPBackend
 import syncbn
 from syncbn import plan
 from syncbn.kernels import gpu, gpu_channels, gpu_tiles, select
-from syncbn.kernels.interface import ForwardKind
-from syncbn.layout import Layout
+from syncbn.kernels.interface import ForwardKind, Layout
 from syncbn.ranks.status import status_of
 
 # Channels and sizes of the layers of a ResNet-50 for 224 x 224 pixels.

@@ -17,8 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import gpu_static
 
 from syncbn.kernels import gpu
-from syncbn.kernels.interface import BackwardKind, ForwardKind
-from syncbn.layout import Layout
+from syncbn.kernels.interface import BackwardKind, ForwardKind, Layout
 
 FUNCTIONS = gpu_static.FUNCTIONS
 

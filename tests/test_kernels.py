@@ -24,8 +24,9 @@ from syncbn import fallback, plan
 from syncbn.functional import sync_batch_norm
 from syncbn.inputs import without_gaps
 from syncbn.kernels import cpu, interface, reference, select
-from syncbn.kernels.interface import SIGNATURE_NUMBERS, TRAILER_NUMBERS, UNSIGNED, BackwardKind, ForwardKind, Mailbox
-from syncbn.layout import Layout
+from syncbn.kernels.interface import (
+    SIGNATURE_NUMBERS, TRAILER_NUMBERS, UNSIGNED, BackwardKind, ForwardKind, Layout, Mailbox,
+)  # fmt: skip
 from syncbn.ranks.reduction import ONE_RANK
 from syncbn.statistics import from_sums, unpack, update_buffers
 

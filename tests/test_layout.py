@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from syncbn.layout import Layout
+from syncbn.kernels.interface import Layout
 
 FOLDS_AS_VIEW = {
     "(N, C)": (torch.empty(5, 3), 1, (5, 3, 1)),

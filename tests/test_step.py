@@ -42,7 +42,7 @@ from syncbn.kernels import available
 from syncbn.ranks.groups import warn_if_meant_for_several_ranks
 from syncbn.ranks.reduction import OneRank
 from syncbn.ranks.sites import Caller
-from syncbn.torch_internals.autograd import is_wrapped
+from syncbn.torch_internals import is_wrapped
 
 SHAPE = 4, 3, 5, 2
 DTYPES = torch.float16, torch.bfloat16, torch.float64

@@ -19,9 +19,8 @@ import torch
 from benchmarks.measuring import Case, cases, draw, in_turn, session, time_stages
 
 from syncbn.kernels import reference
-from syncbn.kernels.interface import TRAILER_NUMBERS, BackwardKind, ForwardKind
+from syncbn.kernels.interface import TRAILER_NUMBERS, BackwardKind, ForwardKind, Layout
 from syncbn.kernels.select import ordinary_back_end
-from syncbn.layout import Layout
 
 EPS = 1e-5
 

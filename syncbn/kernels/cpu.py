@@ -17,7 +17,7 @@ from torch import Tensor
 from syncbn.kernels import interface
 from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Mailbox, Saved
 from syncbn.statistics import num_statistics
-from syncbn.torch_internals.autograd import increment_version
+from syncbn.torch_internals import increment_version
 
 FILE = Path(__file__).with_name("_cpu.so")
 CODES = {None: -1, torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # cpu.cpp's

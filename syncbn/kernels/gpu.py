@@ -17,10 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from syncbn.kernels import gpu_channels, gpu_tiles, interface
-from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Mailbox, Saved
-from syncbn.layout import Layout
+from syncbn.kernels.interface import NO_BUFFERS, UNSIGNED, Buffers, GradientPair, Inputs, Layout, Mailbox, Saved
 from syncbn.statistics import compute_dtype, num_statistics
-from syncbn.torch_internals.autograd import increment_version
+from syncbn.torch_internals import increment_version
 
 VALUES = 4  # that a thread loads at once; with 8, of 16 bits, the sums would not fit in its registers
 COLUMNS = 64, 32  # channels of a tile, where they are neighbours. 32 of 16 bits are 64 bytes

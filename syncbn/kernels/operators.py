@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels import interface, reference
-from syncbn.kernels.interface import GradientPair, Inputs, Saved
+from syncbn.kernels.interface import GradientPair, Inputs, Layout, Saved
 from syncbn.kernels.select import back_end
-from syncbn.layout import Layout
 from syncbn.statistics import num_statistics
-from syncbn.torch_internals.autograd import require_memory
+from syncbn.torch_internals import require_memory
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _library = torch.library.Library("syncbn", "DEF")

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from syncbn.kernels import cpu
-from syncbn.kernels.interface import BackEnd, BackwardKind, ForwardKind, Mailbox
-from syncbn.layout import Layout
+from syncbn.kernels.interface import BackEnd, BackwardKind, ForwardKind, Layout, Mailbox
 from syncbn.texts import warn_once
-from syncbn.torch_internals.state import constant_in_graphs, is_capturing
+from syncbn.torch_internals import constant_in_graphs, is_capturing
 
 LARGE_BYTES = 1_000_000  # of an input with which it matters how fast the kernels are
 

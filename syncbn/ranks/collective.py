@@ -20,7 +20,7 @@ from syncbn.ranks import report
 from syncbn.ranks.positions import Position
 from syncbn.ranks.sites import Site
 from syncbn.texts import in_words, warn
-from syncbn.torch_internals.distributed import ALL_REDUCE, ALL_TO_ALL, all_reduce_operator, all_to_all_operator
+from syncbn.torch_internals import ALL_REDUCE, ALL_TO_ALL, all_reduce_operator, all_to_all_operator
 
 MOST_NUMBERS_OF_EXCHANGE = 8192  # 64 kB; longer payloads take an exchange longer than a ring
 IN_CUDA_GRAPH = 0  # as `call`: a replay makes no call of Python

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from syncbn.texts import frame_in, warn, warn_once
-from syncbn.torch_internals.distributed import device_of, existing_groups, timeout_of
-from syncbn.torch_internals.state import constant_in_graphs
+from syncbn.torch_internals import constant_in_graphs, device_of, existing_groups, timeout_of
 
 # Default group -> {int: this rank's group, or None for the default group itself}. A re-made default group starts with
 # nothing made, and the old entry goes with the old group.

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 
 from syncbn.texts import in_words
-from syncbn.torch_internals.distributed import default_store
+from syncbn.torch_internals import default_store
 
 HAS_LEFT = "has left"
 HAS_ENDED = "has ended"

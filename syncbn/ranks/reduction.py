@@ -38,13 +38,13 @@ from syncbn.ranks.collective import Collective, all_reduce
 from syncbn.ranks.groups import GroupSpec, num_exchanging
 from syncbn.ranks.sites import Caller, CallsOnGroups, Signatures, Site, new_site
 from syncbn.ranks.status import StreamStatus, captured_tag, status_of
-from syncbn.torch_internals.distributed import stream_of
-from syncbn.torch_internals.state import (
+from syncbn.torch_internals import (
     constant_in_graphs,
     current_dispatch_mode,
     is_compiling,
     is_exporting,
     is_jit_tracing,
+    stream_of,
 )
 
 NO_SIGNATURES = Signatures(1)  # a site without an identity sends zeros

@@ -33,9 +33,14 @@ from syncbn.ranks.groups import num_exchanging
 from syncbn.ranks.positions import ThisRank
 from syncbn.ranks.watchdog import this_rank
 from syncbn.texts import frame_in, quoted, ranks_in_words, settings_of, warn_once
-from syncbn.torch_internals.autograd import is_wrapped
-from syncbn.torch_internals.distributed import ddp_that_broadcasts, is_pipeline_stage, name_of
-from syncbn.torch_internals.state import PLAIN_CLASSES, constant_in_graphs
+from syncbn.torch_internals import (
+    PLAIN_CLASSES,
+    constant_in_graphs,
+    ddp_that_broadcasts,
+    is_pipeline_stage,
+    is_wrapped,
+    name_of,
+)
 
 
 class CallsOnGroups(Protocol):

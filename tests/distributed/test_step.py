@@ -23,7 +23,7 @@ from voting import Ranks
 import syncbn
 from syncbn.functional import sync_batch_norm
 from syncbn.kernels import available
-from syncbn.layout import Layout
+from syncbn.kernels.interface import Layout
 from syncbn.ranks import report, watchdog
 from syncbn.ranks.reduction import EagerReduction
 
