@@ -24,9 +24,7 @@ from syncbn import fallback, plan
 from syncbn.functional import sync_batch_norm
 from syncbn.inputs import without_gaps
 from syncbn.kernels import cpu, interface, reference, select
-from syncbn.kernels.interface import (
-    SIGNATURE_NUMBERS, TRAILER_NUMBERS, UNSIGNED, BackwardKind, ForwardKind, Layout, Mailbox,
-)  # fmt: skip
+from syncbn.kernels.interface import TRAILER_NUMBERS, BackwardKind, ForwardKind, Layout, Mailbox
 from syncbn.ranks.reduction import ONE_RANK
 from syncbn.statistics import from_sums, unpack, update_buffers
 
@@ -115,7 +113,7 @@ def forward(
     dtypes = getattr(weight, "dtype", None), getattr(bias, "dtype", None)
     kind = ForwardKind(Layout.of(x, 1), x.dtype, x.device, eps, relu, residual is not None, *dtypes)
     calls = kernels.Forward(kind)
-    sums = calls.forward_sums(x)[:-SIGNATURE_NUMBERS]
+    sums = calls.forward_sums(x)[: -interface.SIGNATURE_NUMBERS]
     y, statistics, *_ = calls.forward_outputs((x, *others), with_trailer(sums if total is None else total, x.shape[1]))
     return sums, y, statistics
 
@@ -460,7 +458,7 @@ def test_sums_end_in_a_signature(kernels: ModuleType, sizes: tuple[int, int, int
     statistics, s, num_values = torch.ones(10, dtype=torch.float64), 2**26 - 3, sizes[0] * sizes[2]
     forward, backward = kernels.Forward(kind_of(x)), kernels.Backward(kind_of_backward(x))
     saved = x, None, statistics, None
-    for signature in (s, UNSIGNED):
+    for signature in (s, interface.UNSIGNED):
         sent = [1, s, s * s] if signature else [0, 0, 0]
         assert forward.forward_sums(x, signature)[6:].tolist() == [num_values, *sent]
         assert backward.backward_sums(dy, saved, signature)[0][6:].tolist() == [0, *sent]
@@ -492,7 +490,7 @@ def test_the_signature_of_a_backward_tells_calls_apart(kernels: ModuleType, chan
     assert max(found) < 2 * smallest
     sums[-1] = math.nan
     assert signature(sums) == signature(sums.clone().copysign(-sums))
-    assert signature(sums, UNSIGNED) == 0
+    assert signature(sums, interface.UNSIGNED) == 0
 
 
 # What kernels for GPUs note in a mailbox.

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from jobs import run_text
 from equal_to_torch import with_gaps
+from jobs import run_text
 from tensor_subclasses import Image
 from torch import Tensor, nn
 
