@@ -8,7 +8,6 @@ import contextlib
 import copy
 import gc
 import itertools
-import pickle
 import threading
 import warnings
 import weakref
@@ -21,7 +20,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from counting import CountCollectives
 from equal_to_torch import Layer, as_torch, close, escaped, forget_kernels, twins, with_gaps
 from subclasses_of_batchnorm import parametrized
 from tensor_subclasses import Image, MetaImage, as_class, plain
@@ -31,7 +29,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._debug_mode import DebugMode
 from torch.utils.checkpoint import checkpoint
-from training import frees_first_batch, step, unchanged
+from training import step, unchanged
 
 import syncbn
 from syncbn import plan
@@ -39,7 +37,6 @@ from syncbn import step as step_module
 from syncbn.arguments import ANY_DIMS, Options, Tensors
 from syncbn.functional import batch_norm_backward, sync_batch_norm
 from syncbn.kernels import available
-from syncbn.ranks.groups import warn_if_meant_for_several_ranks
 from syncbn.ranks.reduction import OneRank
 from syncbn.ranks.sites import Caller
 from syncbn.torch_internals import is_wrapped
@@ -113,15 +110,6 @@ def test_what_is_changed_after_a_call_holds_in_the_next(name: str) -> None:
     rounding = 8 * torch.finfo(dtype).eps if dtype.itemsize == 2 else 1e-5
     results = as_torch(run, rtol=rounding, atol=rounding, equal_nan=True)
     assert ("NaN" in name) == any(one is not None and bool(one.isnan().any()) for one in results.values())
-
-
-def test_copies_after_steps() -> None:
-    """What is kept of the last call can be neither copied nor pickled."""
-    layer, x = syncbn.SyncBatchNorm2d(3), torch.randn(SHAPE)
-    for _ in range(STEPS):
-        step(layer, layer, x)
-    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        close(copied(x), layer(x), rtol=0, atol=0)
 
 
 def test_functional_call_uses_its_own_tensors() -> None:
@@ -400,40 +388,6 @@ def test_freed_memory_of_other_calls(call: Callable[..., object], names: str) ->
 # Beside others.
 
 
-def test_hooks_of_all_kinds() -> None:
-    """They run as often as those of torch's layer, in their order, and may exchange what passes."""
-    x, orders = torch.randn(SHAPE), []
-
-    def run(layer: Layer) -> tuple[object, ...]:
-        order: list[str] = []
-        orders.append(order)
-
-        def times(factor: float, name: str) -> Callable[..., Any]:
-            def hook(*given: Any) -> Any:
-                order.append(name)
-                last = given[-1]
-                return tuple(one * factor for one in last) if isinstance(last, tuple) else last * factor
-
-            return hook
-
-        layer.register_forward_pre_hook(times(2, "forward_pre"))
-        layer.register_forward_hook(times(3, "forward"))
-        layer.register_full_backward_pre_hook(times(5, "full_backward_pre"))
-        layer.register_full_backward_hook(lambda *_: order.append("full_backward"))
-        layer.weight.register_hook(times(11, "weight"))
-        layer.bias.register_post_accumulate_grad_hook(lambda *_: order.append("bias"))
-        own_x = x.clone().requires_grad_()
-        own_x.register_hook(times(13, "x"))
-        y = layer(own_x)
-        y.grad_fn.register_prehook(lambda *_: order.append("before the node"))
-        y.grad_fn.register_hook(lambda *_: order.append("after the node"))
-        y.sin().sum().backward()
-        return y, own_x.grad, layer.weight.grad, layer.bias.grad, *layer.buffers()
-
-    as_torch(run, rtol=1e-4, atol=1e-4)
-    assert orders[1] == orders[0]
-
-
 def test_two_threads_in_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both stand between the two calls of a pass at once: kernels that kept anything of a call would mix them."""
     pairs, x = [twins() for _ in range(2)], torch.randn(2, *SHAPE)
@@ -459,16 +413,6 @@ def test_a_fused_relu_does_not_need_its_output_or_the_bias_in_backward() -> None
             y.detach().zero_()
         gradients.append(torch.autograd.grad(y, [x, layer.weight, layer.bias], dy))
     assert all(map(torch.equal, *gradients))
-
-
-@pytest.mark.parametrize("mode", [contextlib.nullcontext, CountCollectives])
-def test_the_first_batch_is_freed(mode: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
-    """The first call looks on the stack for nn.DataParallel, and must not read the local variables of the functions
-    there: Python 3.11 and 3.12 keep these values."""
-    warn_if_meant_for_several_ranks.cache_clear()
-    model = syncbn.convert_syncbn_model(nn.Sequential(nn.Conv1d(3, 3, 1), nn.BatchNorm1d(3)))
-    with mode():
-        assert frees_first_batch(model)
 
 
 # Cached kernels.
@@ -683,23 +627,6 @@ def test_calls_one_after_another(order: int) -> None:
     for others, outcome in 2 * [*DIFFERENCES.values()][::order]:
         if isinstance(outcome, str):
             check_step(changed(**others))
-
-
-@pytest.mark.parametrize(("first", "second"), [("input", "z"), *itertools.combinations(PER_CHANNEL, 2)])
-def test_a_tensor_that_comes_twice(first: str, second: str) -> None:
-    """It must not run by the kernels of a call in which one of the two is missing, or has another dtype."""
-
-    def run() -> tuple[Tensor, ...]:
-        given = changed()
-        given[second] = given[first]
-        y, statistics = train(given)
-        return y, statistics, given["running_mean"], given["running_var"]
-
-    expected = run()
-    missing = ("running_mean", "running_var") if "running" in second else (second,)
-    for others in ({}, dict.fromkeys(missing), {second: BASE[second].double()}):
-        check_step(changed(**others))
-    torch.testing.assert_close(run(), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("fuse_relu", [False, True])
