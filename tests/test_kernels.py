@@ -403,8 +403,8 @@ def test_running_stats_have_the_bits_of_torch(kernels: ModuleType, dtype: torch.
         update(kernels, sums, *buffers, counter, momentum=momentum)
         statistics = from_sums(sums, EPS)
         update_buffers(*by_torch, None, statistics, 1.0 / counter.double() if momentum is None else momentum)
-        exact = {"rtol": 0, "atol": 0} if dtype == torch.float64 or not truncates(kernels) else {}
-        torch.testing.assert_close(buffers, by_torch, **exact)
+        rounding = 1e-6 if truncates(kernels) else 0  # the interpreter takes the momentum in float32
+        torch.testing.assert_close(buffers, by_torch, rtol=rounding, atol=rounding)
         assert n > 0 or torch.equal(buffers[0], before[0])
         assert n > 1 or torch.equal(buffers[1], before[1])
     assert counter == 6
