@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from roads_taken import forget_kernels
+from equal_to_torch import forget_kernels
 from torch import Tensor
 
 from syncbn import kernel_cache

@@ -183,25 +183,6 @@ def test_buffers_are_updated_together() -> None:
     assert not {"copy_", "add_"}.intersection(names)
 
 
-@needs_torch_213
-def test_grad_mode_inside_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo of torch 2.11 leaves it on in the forward; operators serve there nevertheless."""
-
-    def helper(forward: Any) -> Any:
-        return lambda *arguments: forward(*arguments)
-
-    name = "torch._functorch.autograd_function.DynamoAutogradFunctionTraceHelper.fwd_trace_helper"
-    monkeypatch.setattr(name, staticmethod(helper))
-    layer, x = syncbn.SyncBatchNorm2d(3), torch.randn(2, 3, 4, 5)
-    with without_caches():
-        compiled, a = torch.compile(copy.deepcopy(layer), fullgraph=True), x.clone().requires_grad_()
-        y, [forward] = run_and_get_code(compiled, a)
-        y.sin().sum().backward()
-    layer(b := x.clone().requires_grad_()).sin().sum().backward()
-    assert "syncbn.forward_sums" in forward
-    torch.testing.assert_close((y, a.grad), (layer(x), b.grad))
-
-
 @pytest.mark.parametrize("names", ["x", "z", "weight", "x bias"])
 @pytest.mark.parametrize("others_require_grad", [False, True])
 def test_torch_func_in_a_graph(names: str, others_require_grad: bool) -> None:

@@ -131,20 +131,6 @@ def test_in_graphs() -> None:
     torch.testing.assert_close(compiled(x), (42 * x, x.sin(), x.sin(), 42 * x))
 
 
-def test_a_captured_tensor_is_overwritten() -> None:
-    """By torch.func.grad's rule against copy_ it is not, which is why there is the function."""
-
-    def function(x: Tensor, overwrite: Callable[[Tensor, Tensor], object]) -> Tensor:
-        overwrite(captured, x.detach() * 2)
-        return x.sum()
-
-    captured, x = torch.zeros(2), torch.ones(2)
-    with pytest.raises(RuntimeError, match="mutate a captured Tensor"):
-        torch.func.grad(function)(x, Tensor.copy_)
-    torch.func.grad(function)(x, lambda target, values: internals.copy_together([target], [values]))
-    assert captured.tolist() == [2, 2]
-
-
 def test_names_of_tensors() -> None:
     x = torch.zeros(2)
     with torch.inference_mode():
