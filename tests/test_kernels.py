@@ -445,7 +445,7 @@ def test_kernels_for_a_single_rank(kernels: ModuleType, sizes: tuple[int, int, i
     for calls in (of_several_ranks, of_several_ranks.for_single_rank):
         y, statistics, _ = calls.forward_outputs((x, weight, bias, None), calls.forward_sums(x).clone())
         saved = x, weight, statistics, None
-        kind = backward_config(x, masks_by_x=relu, needs_x=True, single_rank=calls.kind.single_rank, **dtypes)
+        kind = backward_config(x, masks_by_x=relu, needs_x=True, single_rank=calls.config.single_rank, **dtypes)
         calls = kernels.Backward(kind)
         sums, *of_parameters = calls.backward_sums(dy, saved)
         results.append([y, statistics, *of_parameters, calls.backward_outputs(dy, saved, sums.clone())[0]])
