@@ -1,7 +1,7 @@
 """Inputs on which batch norm's formulas lose digits, and the errors on them; scripts/accuracy.py prints them."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from oracle import full_batch, relative_error
@@ -22,6 +22,15 @@ HARD_INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean 10, std 1e-4": lambda x: 10 + 1e-4 * x,
 }
 
+
+def hard_case(case: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, dy, weight and bias."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(2, *SHAPE, generator=generator, dtype=torch.float64, device="cpu")
+    weight, bias = torch.randn(2, SHAPE[1], generator=generator, dtype=torch.float64, device="cpu").to(dtype)
+    return HARD_INPUTS[case](noise[0]).to(dtype), noise[1].to(dtype), weight, bias
+
+
 # (input, running_mean, running_var, weight, bias, training=True) -> output with a graph; statistics move in place
 BatchNormFunction = Callable[..., Tensor]
 
@@ -34,20 +43,11 @@ class Errors(NamedTuple):
 
 
 def errors_of_one_step(
-    case: str,
-    dtype: torch.dtype,
-    batch_norm: BatchNormFunction,
-    rank: int = 0,
-    num_ranks: int = 1,
-    device: torch.device | str = "cpu",
+    case: str, dtype: torch.dtype, batch_norm: BatchNormFunction, rank: int = 0, num_ranks: int = 1, device: Any = "cpu"
 ) -> Errors:
     """One step of `batch_norm` on this rank's samples. Gradients of weight and bias are summed over the ranks."""
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(2, *SHAPE, generator=generator, dtype=torch.float64, device="cpu")
-    x, dy = HARD_INPUTS[case](noise[0]).to(dtype), noise[1].to(dtype)
-    weight, bias = torch.randn(2, SHAPE[1], generator=generator, dtype=torch.float64, device="cpu").to(dtype)
+    x, dy, weight, bias = hard_case(case, dtype)
     expected = full_batch(x, dy, weight, bias)
-
     mine = slice(rank, None, num_ranks)
     my_x, my_weight, my_bias = (given.to(device).detach().requires_grad_() for given in (x[mine], weight, bias))
     running_mean, running_var = torch.zeros_like(my_weight.data), torch.ones_like(my_weight.data)

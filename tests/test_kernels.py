@@ -13,19 +13,16 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from accuracy_cases import HARD_INPUTS, errors_of_one_step
+from accuracy_cases import HARD_INPUTS, hard_case
 from equal_to_torch import forget_kernels
 from jobs import run, run_text
+from oracle import full_batch, relative_error
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import syncbn
-from syncbn import fallback, plan
-from syncbn.functional import sync_batch_norm
-from syncbn.inputs import without_gaps
 from syncbn.kernels import cpu, interface, reference, select
 from syncbn.kernels.interface import TRAILER_NUMBERS, BackwardKind, ForwardKind, Layout, Mailbox
-from syncbn.ranks.reduction import ONE_RANK
 from syncbn.statistics import from_sums, unpack, update_buffers
 
 ALL_OPTIONS = [
@@ -172,27 +169,6 @@ def sums_close(actual: Tensor, first: Tensor, second: Tensor, dtype: torch.dtype
         assert (error <= allowed * terms.abs().sum((0, 2))).all()
 
 
-def force(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> list[object]:
-    """All calls get these kernels, on the fast path and in the fallback. Returns the kinds for which they have been
-    chosen."""
-    kinds: list[object] = []
-
-    def choose(kind: ForwardKind | BackwardKind, *tensors: Tensor | None) -> ModuleType:
-        kinds.append(kind)
-        return kernels
-
-    on_fast_path = serves_fast_path(kernels)
-    monkeypatch.setattr(plan, "ordinary_back_end", choose if on_fast_path else Mock(return_value=None))
-    refuse = Mock(side_effect=AssertionError)
-    monkeypatch.setattr(fallback, "general_back_end", refuse if on_fast_path else choose)
-    # One rank would be F.batch_norm.
-    monkeypatch.setattr(
-        fallback, "train_alone", lambda *given: fallback.normalize(without_gaps(*given), given[1], ONE_RANK)
-    )
-    forget_kernels(monkeypatch)
-    return kinds
-
-
 def truncates(kernels: ModuleType) -> bool:
     """Triton's interpreter cuts off bits of wider numbers, and subnormals, to make narrower ones; GPUs round."""
     return not on_cpu(kernels) and torch.get_default_device().type == "cpu"
@@ -311,12 +287,14 @@ def test_results_are_the_same_again_and_on_other_threads(kernels: ModuleType, si
 
 
 @pytest.mark.parametrize("case", HARD_INPUTS)
-def test_accuracy(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_accuracy(kernels: ModuleType, case: str) -> None:
     """Where formulas lose digits the float32 errors stay within a few roundings of the float64 result's largest."""
-    kinds = force(monkeypatch, kernels)
-    errors = errors_of_one_step(case, torch.float32, sync_batch_norm, device=torch.get_default_device())
-    assert max(errors.relative.values()) < 1e-6, errors
-    assert kinds
+    x, dy, weight, bias = given = hard_case(case, torch.float32)
+    expected = full_batch(*given)
+    x, dy, weight, bias = (one.to(torch.get_default_device()) for one in given)
+    _, y, _, _, grad_weight, _, grad_x = all_results(kernels, dy, x, weight=weight, bias=bias)
+    for name, actual in {"output": y, "grad_weight": grad_weight, "grad_input": grad_x}.items():
+        assert relative_error(actual.cpu(), getattr(expected, name)) < 1e-6, name
 
 
 @all_dtypes
@@ -855,10 +833,3 @@ def test_parts_need_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             with LargestTensor() as largest:
                 all_results(kernels, x, x, relu=True, weight=torch.ones(8), bias=torch.ones(8), residual=x)
             assert largest.num_bytes == share * x.nbytes
-
-
-def test_parts_on_a_gpu_are_few() -> None:
-    """Launches would take most of the time: parts as on a CPU are 128."""
-    x = torch.empty(32, 64, 112, 112, device="meta")
-    on_gpu = reference.ForwardInParts(ForwardKind(Layout.of(x, 1), x.dtype, torch.device("cuda")))
-    assert len([*on_gpu.parts(x)]) == 2

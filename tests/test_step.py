@@ -13,7 +13,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -185,25 +184,6 @@ def test_a_mode_and_a_profiler_see_the_operators() -> None:
         step(layer, layer, x)
     for seen in (mode.debug_string(), str(profile.key_averages())):
         assert "batch_norm_backward" in seen
-
-
-def test_a_function_with_other_options_than_in_its_last_call() -> None:
-    """And in a compiled graph, which is not compiled again for what eager calls between have changed."""
-    x = torch.randn(3, 3, 3)
-    statistics = torch.zeros(3), torch.ones(3)
-    graph = torch.compile(partial(sync_batch_norm, training=True), backend="aot_eager", fullgraph=True)
-    others: list[dict[str, Any]] = [{}, {"eps": 0.5}, {"momentum": 0.5}, {"channel_dim": 2}, {"fuse_relu": True}, {}]
-    for index, options in enumerate(others):
-        with torch.compiler.set_stance("fail_on_recompile" if index else "default"):
-            graph(x, *statistics)
-        expected = [one.clone() for one in statistics]
-        dim = options.get("channel_dim", 1)
-        of_torch = {name: options[name] for name in ("momentum", "eps") if name in options}
-        y = F.batch_norm(x.movedim(dim, 1), *expected, training=True, **of_torch).movedim(1, dim)
-        for _ in range(2):
-            ours = [one.clone() for one in statistics]
-            close(sync_batch_norm(x, *ours, training=True, **options), y.relu() if options.get("fuse_relu") else y)
-            close(ours, expected)
 
 
 def test_make_fx_records_and_replays() -> None:
