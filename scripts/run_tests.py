@@ -94,7 +94,7 @@ def parts_of(which: str, arguments: list[str]) -> list[Part]:
         chosen = ["tests/distributed", *ignored, *arguments]
         parts.append(Part(f"{count} ranks", on_ranks, chosen, PYTHONPATH=path, **kernels))
         if count == 2 and not quick:
-            played = ["tests/distributed/test_mailbox.py", *arguments]
+            played = ["tests/distributed/test_status.py", *arguments]
             parts.append(Part("2 ranks, interpreted", on_ranks, played, PYTHONPATH=path, TRITON_INTERPRET="1"))
     return parts
 

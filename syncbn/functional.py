@@ -5,32 +5,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn.arguments import Options, Tensors, check_channels, check_input, check_like_input, check_memory
+from syncbn.arguments import Options, Tensors, check_channels, check_input, check_like_input, check_storage
 from syncbn.fallback import (
-    Call,
+    StaticArguments,
     apply_function,
     evaluate,
-    general_back_end,
+    fallback_back_end,
     gradients,
     prepared,
     raise_on_all_ranks,
-    total,
+    sum_over_ranks,
 )
-from syncbn.inputs import apply_mask, without_gaps
-from syncbn.kernels.interface import TRAILER_NUMBERS, ForwardKind, Layout
+from syncbn.inputs import apply_mask, make_dense
+from syncbn.kernel_cache import forward_config
+from syncbn.kernels.interface import TRAILER_ELEMENTS, ForwardConfig, Layout
 from syncbn.kernels.reference import minus_mean
 from syncbn.kernels.select import why_forced
-from syncbn.plan import kind_of
 from syncbn.ranks.groups import ProcessGroupLike, to_spec
-from syncbn.ranks.reduction import ONE_RANK, Reduction, note_ranks, reduction_now
-from syncbn.ranks.sites import Caller
+from syncbn.ranks.reduction import ONE_RANK, Reduction, record_ranks, reduction_now
+from syncbn.ranks.sites import FunctionCaller
 from syncbn.statistics import compute_dtype, pack
 from syncbn.step import train
 from syncbn.torch_internals import is_compiling, keeps_graph, recorded
 
-_SYNC_BATCH_NORM = Caller("sync_batch_norm")
-_BATCH_NORM_BACKWARD = Caller("batch_norm_backward")
-_SYNC_BATCH_STATS = Caller("sync_batch_stats", needs_two_values=False)
+_SYNC_BATCH_NORM = FunctionCaller("sync_batch_norm")
+_BATCH_NORM_BACKWARD = FunctionCaller("batch_norm_backward")
+_SYNC_BATCH_STATS = FunctionCaller("sync_batch_stats", needs_two_values=False)
 
 
 def sync_batch_norm(
@@ -165,13 +165,13 @@ def batch_norm_backward(
         per_channel = {"mean": mean, "invstd": invstd} | ({} if weight is None else {"weight": weight})
         check_channels(input, channel_dim, None, per_channel)
         if not is_compiling():
-            check_memory((grad_output, input, *per_channel.values()))
+            check_storage((grad_output, input, *per_channel.values()))
         why_forced()
     except Exception as error:  # of any class: a subclass of Tensor may raise it
         tensors = Tensors(input, weight=weight, running_mean=mean, running_var=invstd)
         raise_on_all_ranks(error, tensors, Options(channel_dim=channel_dim), reduction, "backward")
 
-    with torch.no_grad(), reduction.noting_errors():
+    with torch.no_grad(), reduction.recording_errors():
         layout = Layout.of(input, channel_dim)
         if weight is None:
             weight = torch.ones_like(mean, dtype=compute_dtype(input.dtype))
@@ -179,11 +179,11 @@ def batch_norm_backward(
         num_values = mean.new_full((), layout.sizes[0] * layout.sizes[2])
         # The var is unused, and n is 1 until the ranks have added it up.
         statistics = pack(mean, torch.zeros_like(mean), invstd, mean.new_ones(1))
-        kind = ForwardKind(layout, input.dtype, input.device, weight_dtype=weight.dtype, bias_dtype=weight.dtype)
+        config = ForwardConfig(layout, input.dtype, input.device, weight_dtype=weight.dtype, bias_dtype=weight.dtype)
         needed = needs_input and training, needs_weight, needs_bias, False
         saved = input, weight, statistics, None
         grad_input, grad_weight, grad_bias, _ = gradients(
-            kind, grad_output.to(input.dtype), saved, needed, reduction, num_values
+            config, grad_output.to(input.dtype), saved, needed, reduction, num_values
         )
         if needs_input and not training:
             scale = (invstd * weight.double()).to(compute_dtype(input.dtype))[:, None]
@@ -228,13 +228,13 @@ def sync_batch_stats(
     """
     options = Options(channel_dim=channel_dim, process_group=to_spec(process_group))
     tensors, options, reduction, _ = prepared(Tensors(input, mask=mask), options, _SYNC_BATCH_STATS)
-    with recorded("syncbn.forward"), reduction.noting_errors():
-        tensors = without_gaps(apply_mask(tensors, channel_dim)[0], options)
+    with recorded("syncbn.forward"), reduction.recording_errors():
+        tensors = make_dense(apply_mask(tensors, channel_dim)[0], options)
         x = tensors.input
-        (sums,) = apply_function(_Sums, (kind_of(tensors, options), reduction), x, tensors.num_values)
-    note_ranks(_SYNC_BATCH_STATS, reduction)
-    count = sums[-TRAILER_NUMBERS].detach()
-    mean, mean_square = (sums[:-TRAILER_NUMBERS] / count.clamp(min=1)).chunk(2)
+        (sums,) = apply_function(_Sums, (forward_config(tensors, options), reduction), x, tensors.num_values)
+    record_ranks(_SYNC_BATCH_STATS, reduction)
+    count = sums[-TRAILER_ELEMENTS].detach()
+    mean, mean_square = (sums[:-TRAILER_ELEMENTS] / count.clamp(min=1)).chunk(2)
     var = mean_square - mean.square()
     var = var + (var.clamp(min=0) - var).detach()  # the clamp must not stop the gradients of a constant channel
     mean, var = (values.to(compute_dtype(x.dtype)) for values in (mean, var))
@@ -242,7 +242,7 @@ def sync_batch_stats(
 
 
 class _Sums(torch.autograd.Function):
-    """((kind, reduction), x, num_values) -> the sums over all ranks, packed as in statistics.py.
+    """((config, reduction), x, num_values) -> the sums over all ranks, packed as in statistics.py.
 
     The arguments are those of fallback.SyncBatchNormFunction. Saved for backward: x and the sums. Collectives: one
     all_reduce each way. The gradient is d sum + 2 x d sum of squares; x is taken as center + (x - center), by any
@@ -250,33 +250,33 @@ class _Sums(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(call: Call, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
-        kind, reduction = call
-        sums = general_back_end(kind, x).Forward(kind).forward_sums(x)
-        return (total(sums, reduction, "forward", num_values),)
+    def forward(call: StaticArguments, x: Tensor, num_values: Tensor | None) -> tuple[Tensor]:
+        config, reduction = call
+        sums = fallback_back_end(config, x).Forward(config).forward_sums(x)
+        return (sum_over_ranks(sums, reduction, "forward", num_values),)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor]) -> None:
-        (ctx.kind, ctx.reduction), x, _ = inputs
+        (ctx.config, ctx.reduction), x, _ = inputs
         ctx.save_for_backward(x, *output)
 
     @staticmethod
     def backward(ctx: Any, grad_sums: Tensor) -> tuple[None, Tensor, None]:
-        num_channels = ctx.kind.layout.sizes[1]
-        with recorded("syncbn.backward"), ctx.reduction.noting_errors():
+        num_channels = ctx.config.layout.sizes[1]
+        with recorded("syncbn.backward"), ctx.reduction.recording_errors():
             x, sums = ctx.saved_tensors
-            center = sums.detach()[:num_channels] / sums[-TRAILER_NUMBERS].detach().clamp(min=1)
-            grad_sum, grad_square = total(grad_sums, ctx.reduction, "backward")[:-TRAILER_NUMBERS].chunk(2)
+            center = sums.detach()[:num_channels] / sums[-TRAILER_ELEMENTS].detach().clamp(min=1)
+            grad_sum, grad_square = sum_over_ranks(grad_sums, ctx.reduction, "backward")[:-TRAILER_ELEMENTS].chunk(2)
             at_center, slope = grad_sum + 2 * grad_square * center, 2 * grad_square
             if torch.is_grad_enabled():
-                layout = ctx.kind.layout
+                layout = ctx.config.layout
                 wide_grad_x = at_center[:, None] + slope[:, None] * minus_mean(layout.fold(x), center)
                 return None, layout.unfold(wide_grad_x, x.shape).to(x.dtype), None
             if not (is_compiling() or keeps_graph()):
                 ctx.reduction.forward_total = None
             # The same as the output of a batch norm: sums of squares 0 and eps 1 make the variance 0 and invstd 1.
-            kind = ctx.kind._replace(eps=1.0, weight_dtype=torch.float64, bias_dtype=torch.float64)
-            x = kind.layout.dense(x.to(kind.dtype))  # saved_tensors_hooks may have rounded or moved it
-            sums = torch.cat((center, torch.zeros_like(center), center.new_ones(TRAILER_NUMBERS)))
+            config = ctx.config._replace(eps=1.0, weight_dtype=torch.float64, bias_dtype=torch.float64)
+            x = config.layout.dense(x.to(config.dtype))  # saved_tensors_hooks may have rounded or moved it
+            sums = torch.cat((center, torch.zeros_like(center), center.new_ones(TRAILER_ELEMENTS)))
             inputs = x, slope, at_center, None
-            return None, general_back_end(kind, x, slope).Forward(kind).forward_outputs(inputs, sums)[0], None
+            return None, fallback_back_end(config, x, slope).Forward(config).forward_outputs(inputs, sums)[0], None

@@ -12,7 +12,7 @@ from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn import inputs
-from syncbn.arguments import CHECKS_OF_DIMS, CheckOfDims, Options, Tensors, as_eps, as_float
+from syncbn.arguments import CHECKS_OF_DIMS, CheckOfDims, Options, Tensors, to_float, validated_eps
 from syncbn.fallback import evaluate, prepared, raise_on_all_ranks
 from syncbn.ranks import groups
 from syncbn.ranks.groups import GroupSpec, ProcessGroupLike
@@ -20,7 +20,7 @@ from syncbn.ranks.reduction import make_groups
 from syncbn.ranks.sites import Site
 from syncbn.statistics import from_sums, to_sums, update_buffers
 from syncbn.step import train
-from syncbn.texts import quoted
+from syncbn.texts import quote_path
 from syncbn.torch_internals import PLAIN_CLASSES, current_backward, is_compiling
 
 NOT_KNOWN = 0  # in place of the number of ranks: a step in eager mode has not noted it
@@ -91,8 +91,8 @@ class SyncBatchNorm(_BatchNorm):
         if not isinstance(num_features, Integral) or num_features < 1:
             raise ValueError(f"num_features must be a positive int, got {num_features!r}")
         if momentum is not None and not isinstance(momentum, Tensor):
-            momentum = as_float("momentum", momentum)
-        super().__init__(num_features, as_eps(eps), momentum, affine, track_running_stats, device, dtype)
+            momentum = to_float("momentum", momentum)
+        super().__init__(num_features, validated_eps(eps), momentum, affine, track_running_stats, device, dtype)
         if not bias:
             self.register_parameter("bias", None)
         self.process_group = process_group
@@ -231,7 +231,7 @@ def add_name(error: Exception, layer: SyncBatchNorm) -> None:
     if is_compiling() or type(error) not in (RuntimeError, TypeError, ValueError):
         return
     _, path = layer._syncbn_name or ("", "")
-    name = quoted(path) or type(layer).__name__
+    name = quote_path(path) or type(layer).__name__
     text = str(error)  # one that begins with syncbn's name has the layers of all ranks
     if not text.startswith("syncbn: ") and not any(
         f"{name}{after}" in text for after in (" forward", " backward", ":")

@@ -63,7 +63,7 @@ def profiler_enabled() -> bool:
     return profiler._is_profiler_enabled
 
 
-def runs_plainly(x: object = None) -> bool:
+def is_eager(x: object = None) -> bool:
     """Whether no compiler, dispatch mode, transform, tracer or profiler watches this thread, and forward mode is off.
     For x on a GPU a profiler does not count: it sees the launches of kernels.
 
@@ -163,25 +163,25 @@ def copy_together(targets: list[Tensor], values: list[Tensor]) -> None:
     torch._foreach_copy_(targets, values)
 
 
-def _is_freed(tensor: Tensor) -> bool:
+def _storage_freed(tensor: Tensor) -> bool:
     """Whether its memory was freed, as by a resize of its storage to 0 bytes."""
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
-def lack_memory(tensors: Sequence[Tensor]) -> bool:
+def any_freed(tensors: Sequence[Tensor]) -> bool:
     """Whether the memory of any of these tensors was freed. Its address is then its offset: 0, or more in a view, as of
     a flat parameter of FSDP1."""
-    may_lack_it = 0 in map(Tensor.data_ptr, tensors) or any(map(Tensor.storage_offset, tensors))
-    return may_lack_it and any(map(_is_freed, tensors))
+    may_be_freed = 0 in map(Tensor.data_ptr, tensors) or any(map(Tensor.storage_offset, tensors))
+    return may_be_freed and any(map(_storage_freed, tensors))
 
 
-def require_memory(tensors: Sequence[Tensor]) -> None:
+def require_storage(tensors: Sequence[Tensor]) -> None:
     """**Raises** RuntimeError if the memory of any of these tensors was freed."""
-    if lack_memory(tensors):
+    if any_freed(tensors):
         raise RuntimeError("the storage of a tensor was freed (resized to 0 bytes); give it memory before the call")
 
 
-def new_check(*tensors: Tensor | None) -> Check:
+def make_guard(*tensors: Tensor | None) -> Check:
     """Tells in 1 us whether as many tensors have the classes, dispatch keys (inference, negative, ...), dtypes,
     devices, requires_grad, sizes and strides of these. False where autocast or inference mode differs, and for a tensor
     that comes twice. It does not see freed memory."""
@@ -204,7 +204,7 @@ def guards_work() -> bool:
             x.double(), x.t(), x[:1], torch.ones(3, 2, device="cpu").t(), torch.nn.Parameter(x, requires_grad=False),
             x.clone().requires_grad_(), torch._neg_view(x), torch._efficientzerotensor(x.shape), of_inference, None,
         ]  # fmt: skip
-        check = new_check(x, x.clone())
+        check = make_guard(x, x.clone())
         return check(x.clone(), x) and not any(check(x, other) for other in others)
     except Exception:  # of whatever class: a later torch has changed it
         return False

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import syncbn
-from syncbn import plan
+from syncbn import kernel_cache
 from syncbn.kernels.interface import BackwardKernels, ForwardKernels
 
 Layer = nn.BatchNorm2d | syncbn.SyncBatchNorm2d
@@ -20,8 +20,8 @@ Layer = nn.BatchNorm2d | syncbn.SyncBatchNorm2d
 def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the test the caches of kernels are others, which are empty."""
     for kernels in (ForwardKernels, BackwardKernels):
-        kernels.of.cache_clear()
-    for cache in (plan.forward_cache, plan.backward_cache):
+        kernels.cached.cache_clear()
+    for cache in (kernel_cache.forward_cache, kernel_cache.backward_cache):
         monkeypatch.setattr(cache, "entries", {})
 
 

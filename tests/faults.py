@@ -7,17 +7,15 @@ import contextlib
 import os
 import re
 import signal
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from jobs import start_ranks
+from jobs import start_ranks, wait_until
 
-from syncbn.ranks.positions import state_of
+from syncbn.ranks.positions import process_state
 
 JOB = Path(__file__).with_name("faulty_job.py")
-STOPPED_SECONDS = 5.0  # longer than the collectives of the job wait
 
 
 class Fault(NamedTuple):
@@ -114,9 +112,8 @@ def run(name: str) -> tuple[list[int], list[str]]:
     try:
         store.wait([f"rank {rank} is there" for rank in range(num_ranks)], timedelta(minutes=10))
         if name.startswith("stopped"):
-            while "stopped" not in state_of(ranks[-1].pid):
-                time.sleep(0.1)
-            time.sleep(STOPPED_SECONDS)
+            wait_until(lambda: "stopped" in process_state(ranks[-1].pid))
+            ranks[0].wait()
             os.kill(ranks[-1].pid, signal.SIGCONT)
         statuses = [rank.wait() for rank in ranks]
         for rank in ranks:

@@ -18,19 +18,22 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from jobs import wait_until
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncbn
+from syncbn.ranks.positions import process_state
+from syncbn.ranks.watchdog import this_rank
 
 TIMEOUT = timedelta(seconds=int(os.environ.get("COLLECTIVE_SECONDS", 3)))
 BACKEND = os.environ.get("TESTS_BACKEND", "gloo")  # with nccl all ranks share a GPU
 DEVICE = "cuda" if BACKEND == "nccl" else "cpu"
-UNTIL_WRITTEN_SECONDS = 1.5  # a thread writes a rank's position once a second
 STEPS, FAULTY_STEP = 6, 3
 FAULT, *FOLDER = sys.argv[1:]
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 AT_FAULT = RANK == RANKS - 1
+STORE, _, _ = next(dist.rendezvous("env://"))
 HAS_LESS = FAULT.startswith("one batch less")  # DistributedDataParallel has its defaults
 
 
@@ -56,12 +59,24 @@ class Body(nn.Module):
         return self.bn3(x if fault == "skips a layer" else self.bn2(x))
 
 
+def wait_until_written() -> None:
+    """Wait until the store has the position of this rank, which a thread writes once a second."""
+    rank = this_rank()
+    wait_until(lambda: rank.written == rank.position())
+
+
 def send_itself(signal_number: int, *_: object) -> None:
-    time.sleep(UNTIL_WRITTEN_SECONDS)
+    wait_until_written()
     os.kill(os.getpid(), signal_number)
 
 
 kill = functools.partial(send_itself, signal.SIGKILL)
+
+
+def kill_in_collective() -> None:
+    """Kill this rank while its other thread waits in the all_reduce of the faulty step."""
+    wait_until(lambda: this_rank().waiting)
+    kill()
 
 
 def fork(model: nn.Module) -> None:
@@ -97,15 +112,15 @@ def before_step(model: nn.Sequential) -> None:
     if FAULT == "replay":
         replay(model)
     if FAULT == "link cut":  # between hosts, by the test
-        time.sleep(UNTIL_WRITTEN_SECONDS)
+        wait_until_written()
         Path(*FOLDER, f"rank {RANK}").touch()
-        while not Path(*FOLDER, "cut").exists():
-            time.sleep(0.01)
+        wait_until(Path(*FOLDER, "cut").exists)
     if FAULT == "kill -9 in the all_reduce":
         if AT_FAULT:
-            threading.Thread(target=kill).start()
+            threading.Thread(target=kill_in_collective).start()
         else:
-            time.sleep(UNTIL_WRITTEN_SECONDS + 0.5)
+            process = int(STORE.get(f"rank {RANKS - 1} is there"))
+            wait_until(lambda: "has ended" in process_state(process))
 
 
 def replay(model: nn.Sequential) -> None:
@@ -173,13 +188,14 @@ OTHER_JOBS = {
 
 def train() -> None:
     warnings.simplefilter("ignore", FutureWarning)  # DistributedDataParallel's of broadcast_buffers
-    store, _, _ = next(dist.rendezvous("env://"))
-    store.set(f"rank {RANK} is there", "")  # one may start much later than the others
-    store.wait([f"rank {rank} is there" for rank in range(RANKS)])
+    show, warned = warnings.showwarning, threading.Event()
+    warnings.showwarning = lambda *arguments: (show(*arguments), warned.set())
+    STORE.set(f"rank {RANK} is there", str(os.getpid()))  # one may start much later than the others
+    STORE.wait([f"rank {rank} is there" for rank in range(RANKS)])
     if BACKEND == "nccl":
         os.environ["NCCL_HOSTID"] = str(RANK)  # nccl refuses two ranks of one host on one GPU
         torch.set_default_device("cuda")
-    dist.init_process_group(BACKEND, store=store, rank=RANK, world_size=RANKS, timeout=TIMEOUT)
+    dist.init_process_group(BACKEND, store=STORE, rank=RANK, world_size=RANKS, timeout=TIMEOUT)
     channels = 5 if AT_FAULT and FAULT == "channels" else 4
     body = Body(channels)
     model = nn.Sequential(OrderedDict(linear=nn.Linear(3, channels), body=body))
@@ -211,8 +227,8 @@ def train() -> None:
             y.register_hook(kill)
         y.square().mean().backward()
         y.detach().cpu()  # waits for a GPU
-    if FAULT == "NaN":
-        time.sleep(3)  # until the watchdog has looked
+    if FAULT == "NaN" and AT_FAULT:
+        wait_until(warned.is_set)
     if FAULT.endswith("a barrier"):
         dist.barrier()
     if "a metric" in FAULT:

@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,6 +19,15 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ON_TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+
+
+def wait_until(happened: Callable[[], object]) -> None:
+    """Wait until `happened` returns true. **Raises** AssertionError after two minutes, longer than any thread or rank
+    needs on a busy machine."""
+    deadline = time.monotonic() + 120
+    while not happened():
+        assert time.monotonic() < deadline, "it has not happened"
+        time.sleep(0.02)
 
 
 def run(*command: object, folder: Path | None = None, **environment: str) -> str:

@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import gpu_static
 
 from syncbn.kernels import gpu
-from syncbn.kernels.interface import BackwardKind, ForwardKind, Layout
+from syncbn.kernels.interface import BackwardConfig, ForwardConfig, Layout
 
 FUNCTIONS = gpu_static.FUNCTIONS
 
@@ -48,9 +48,9 @@ def launches_of_a_step(
     weight = x.new_empty(x.shape[1], dtype=parameter) if affine else None
     z, dtype, running = x if affine and residual else None, parameter if affine else None, x.new_empty(x.shape[1])
     of_both = Layout.of(x, 1), x.dtype, x.device
-    kind = ForwardKind(*of_both, 1e-5, affine, z is not None, dtype, dtype, x.dtype, x.dtype)
+    kind = ForwardConfig(*of_both, 1e-5, affine, z is not None, dtype, dtype, x.dtype, x.dtype)
     masks = kind.masks_by_x, kind.masks_by_y
-    of_backward = BackwardKind(*of_both, *masks, dtype, dtype, needs_x=True, needs_residual=z is not None)
+    of_backward = BackwardConfig(*of_both, *masks, dtype, dtype, needs_x=True, needs_residual=z is not None)
     found: dict[str, list[gpu_static.Launch]] = {}
 
     def call(kernels: Any, name: str, *arguments: object) -> Any:

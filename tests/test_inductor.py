@@ -44,7 +44,7 @@ def maps(code: str) -> list[str]:
 def test_maps_compute_nothing_in_float64(memory_format: torch.memory_format, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, the channels' mathematics for each element would take several times as long as the memory."""
     torch._dynamo.reset()
-    monkeypatch.setattr(fallback, "general_back_end", lambda kind, *tensors: reference)
+    monkeypatch.setattr(fallback, "fallback_back_end", lambda kind, *tensors: reference)
     x = torch.randn(4, 16, 12, 12).to(memory_format=memory_format).requires_grad_()
     layer = torch.compile(syncbn.SyncBatchNorm2d(16), fullgraph=True)
     _, codes = run_and_get_code(lambda: layer(x).backward(torch.ones_like(x)))

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import syncbn
 from syncbn.kernels import cpu, interface, reference, select
-from syncbn.kernels.interface import TRAILER_NUMBERS, BackwardKind, ForwardKind, Layout, Mailbox
+from syncbn.kernels.interface import TRAILER_ELEMENTS, BackwardConfig, ForwardConfig, Layout, StatusWords
 from syncbn.statistics import from_sums, unpack, update_buffers
 
 ALL_OPTIONS = [
@@ -89,16 +89,16 @@ def draw(num: int, sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     return list(torch.randn(num, *sizes, dtype=torch.float64).to(dtype))
 
 
-def kind_of(x: Tensor, eps: float = EPS, relu: bool = False, **others: Any) -> ForwardKind:
-    return ForwardKind(Layout.of(x, 1), x.dtype, x.device, eps, relu, **others)
+def forward_config(x: Tensor, eps: float = EPS, relu: bool = False, **others: Any) -> ForwardConfig:
+    return ForwardConfig(Layout.of(x, 1), x.dtype, x.device, eps, relu, **others)
 
 
-def kind_of_backward(x: Tensor, **others: Any) -> BackwardKind:
-    return BackwardKind(Layout.of(x, 1), x.dtype, x.device, **others)
+def backward_config(x: Tensor, **others: Any) -> BackwardConfig:
+    return BackwardConfig(Layout.of(x, 1), x.dtype, x.device, **others)
 
 
 def with_trailer(sums: Tensor, num_channels: int) -> Tensor:
-    return F.pad(sums, (0, 2 * num_channels + TRAILER_NUMBERS - len(sums)))
+    return F.pad(sums, (0, 2 * num_channels + TRAILER_ELEMENTS - len(sums)))
 
 
 def forward(
@@ -108,9 +108,9 @@ def forward(
     is None. `tensors` are weight, bias and residual."""
     weight, bias, residual = others = [*map(tensors.get, ("weight", "bias", "residual"))]
     dtypes = getattr(weight, "dtype", None), getattr(bias, "dtype", None)
-    kind = ForwardKind(Layout.of(x, 1), x.dtype, x.device, eps, relu, residual is not None, *dtypes)
+    kind = ForwardConfig(Layout.of(x, 1), x.dtype, x.device, eps, relu, residual is not None, *dtypes)
     calls = kernels.Forward(kind)
-    sums = calls.forward_sums(x)[: -interface.SIGNATURE_NUMBERS]
+    sums = calls.forward_sums(x)[: -interface.SIGNATURE_ELEMENTS]
     y, statistics, *_ = calls.forward_outputs((x, *others), with_trailer(sums if total is None else total, x.shape[1]))
     return sums, y, statistics
 
@@ -123,13 +123,13 @@ def backward(
     x, weight, _, y = saved
     dtypes = getattr(weight, "dtype", None), torch.float64, torch.bfloat16
     masks = relu and y is None, relu and y is not None
-    kind = BackwardKind(Layout.of(x, 1), x.dtype, x.device, *masks, *dtypes, needs_x=True, needs_residual=residual)
+    kind = BackwardConfig(Layout.of(x, 1), x.dtype, x.device, *masks, *dtypes, needs_x=True, needs_residual=residual)
     calls = kernels.Backward(kind)
     sums, *of_parameters = calls.backward_sums(dy, saved)
-    total = with_trailer(sums[:-TRAILER_NUMBERS] if total is None else total, x.shape[1])
+    total = with_trailer(sums[:-TRAILER_ELEMENTS] if total is None else total, x.shape[1])
     grads = calls.backward_outputs(dy, saved, total)
     assert (grads[1] is not None) == residual
-    return [sums[:-TRAILER_NUMBERS], *of_parameters, *grads[: 1 + residual]]
+    return [sums[:-TRAILER_ELEMENTS], *of_parameters, *grads[: 1 + residual]]
 
 
 def all_results(kernels: ModuleType, dy: Tensor, x: Tensor, relu: bool = False, **tensors: Tensor) -> list[Tensor]:
@@ -146,7 +146,7 @@ def sums_of(mean: Tensor, invstd: Tensor, num_values: float = 8.0) -> Tensor:
     return torch.cat((mean * num_values, mean_square * num_values, torch.tensor([num_values], dtype=torch.float64)))
 
 
-def of_channels(num: int, num_channels: int) -> list[Tensor]:
+def channel_addresses(num: int, num_channels: int) -> list[Tensor]:
     torch.manual_seed(1)
     return list(torch.randn(num, num_channels, dtype=torch.float64).tanh())
 
@@ -185,7 +185,7 @@ def test_forward_and_backward(
     skip_blocks_in_triton(kernels, sizes)
     residual, relu, needs_residual = (name in options for name in ("residual", "relu", "gradient of residual"))
     (dy, x, z), (outer, channels, inner) = draw(3, sizes, dtype), sizes
-    weight, bias, *total_dy = of_channels(4, channels)
+    weight, bias, *total_dy = channel_addresses(4, channels)
     weight, bias, total_dy = weight.float(), bias.bfloat16(), torch.cat(total_dy)
     wide, other = x.double(), torch.randn(5, channels, dtype=torch.float64)
     terms = wide, wide.square()
@@ -234,7 +234,7 @@ def test_a_relu_without_residual_finds_its_mask_in_x(
     (dy, x), channels = draw(2, sizes, dtype), sizes[1]
     x = (4 * x).round() / 4
     x.view(-1)[:1] = float("nan")
-    weight, bias = (scale * (4 * torch.stack(of_channels(2, channels))).round() / 4).float()
+    weight, bias = (scale * (4 * torch.stack(channel_addresses(2, channels))).round() / 4).float()
     total = sums_of(torch.zeros(channels, dtype=torch.float64), torch.ones(channels, dtype=torch.float64))
     _, y, statistics = forward(kernels, x, total, 0.0, weight=weight, bias=bias, relu=True)
     by_x = backward(kernels, dy, (x, weight, statistics, None), total[:-1], relu=True)
@@ -309,7 +309,7 @@ def test_values_between_their_places(kernels: ModuleType, dtype: torch.dtype, si
         buffer = bytearray(1 + x.numel() * x.itemsize)
         return torch.frombuffer(buffer, dtype=x.dtype, offset=1).view(x.shape).copy_(x)
 
-    aligned, results = [*draw(3, sizes, dtype), *of_channels(4, sizes[1])], []
+    aligned, results = [*draw(3, sizes, dtype), *channel_addresses(4, sizes[1])], []
     unaligned = [*map(shifted, aligned)]
     assert all(x.data_ptr() % x.itemsize for x in unaligned)
     for x, dy, z, weight, bias, running_mean, running_var in (aligned, unaligned):
@@ -361,7 +361,9 @@ def update(kernels: ModuleType, sums: Tensor, mean: Tensor, var: Tensor, *counte
     x = torch.empty(0, len(sums) // 2, 1)
     if not serves_fast_path(kernels):  # what the fallback does
         return update_buffers(mean, var, *(*counters, None)[:1], forward(kernels, x, sums)[2], momentum)
-    kind = kind_of(x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=bool(counters), averages=momentum is None)
+    kind = forward_config(
+        x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=bool(counters), averages=momentum is None
+    )
     buffers, total = (mean, var, *counters, None)[:3], with_trailer(sums, x.shape[1])
     kernels.Forward(kind).forward_outputs((x, None, None, None), total, buffers, momentum)
     return None
@@ -374,7 +376,7 @@ def test_running_stats_have_the_bits_of_torch(kernels: ModuleType, dtype: torch.
     variance as it is, n = 0 both. Autograd sees that the buffers have changed."""
     if truncates(kernels) and dtype.itemsize == 2:
         pytest.skip("the interpreter does not round")
-    mean, invstd, *values = of_channels(4, 2100 if on_cpu(kernels) else 70)  # more than C++ takes at once
+    mean, invstd, *values = channel_addresses(4, 2100 if on_cpu(kernels) else 70)  # more than C++ takes at once
     counter, buffers, by_torch = torch.tensor(2), *([value.to(dtype, copy=True) for value in values] for _ in range(2))
     for n in (3.0, 1e6, 1.0, 0.0):
         before, sums = [one.clone() for one in buffers], sums_of(mean, 1 + invstd.abs(), n)
@@ -401,7 +403,7 @@ def test_a_total_that_is_not_finite(number: float, signature: tuple[float, ...],
     for sent in (signature, (0.0, 0.0, 0.0)):
         total = torch.tensor([1.0, number, 9.0, 9.0, 4.0, *sent], dtype=torch.float64)
         x, mean, var, counter = torch.ones(2, 2, 2), torch.zeros(2), torch.ones(2), torch.tensor(0)
-        kind = kind_of(x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=True)
+        kind = forward_config(x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=True)
         of_call = (x, None, None, None), total, (mean, var, counter), 0.1
         y, statistics, found = cpu.Forward(kind).forward_outputs(*of_call)
         assert found == (is_finite or not any(sent))
@@ -417,11 +419,11 @@ def test_kernels_for_a_single_rank(kernels: ModuleType, sizes: tuple[int, int, i
     dy, x = draw(2, sizes, torch.float32)
     weight, bias, results = torch.rand(3), torch.rand(3), []
     dtypes = {"weight_dtype": weight.dtype, "grad_weight_dtype": weight.dtype, "grad_bias_dtype": bias.dtype}
-    of_several_ranks = kernels.Forward(kind_of(x, relu=relu, weight_dtype=weight.dtype, bias_dtype=bias.dtype))
+    of_several_ranks = kernels.Forward(forward_config(x, relu=relu, weight_dtype=weight.dtype, bias_dtype=bias.dtype))
     for calls in (of_several_ranks, of_several_ranks.for_single_rank):
         y, statistics, _ = calls.forward_outputs((x, weight, bias, None), calls.forward_sums(x).clone())
         saved = x, weight, statistics, None
-        kind = kind_of_backward(x, masks_by_x=relu, needs_x=True, single_rank=calls.kind.single_rank, **dtypes)
+        kind = backward_config(x, masks_by_x=relu, needs_x=True, single_rank=calls.kind.single_rank, **dtypes)
         calls = kernels.Backward(kind)
         sums, *of_parameters = calls.backward_sums(dy, saved)
         results.append([y, statistics, *of_parameters, calls.backward_outputs(dy, saved, sums.clone())[0]])
@@ -434,7 +436,7 @@ def test_sums_end_in_a_signature(kernels: ModuleType, sizes: tuple[int, int, int
     """After n in forward and 0 in backward. In the fallback the reduction signs."""
     dy, x = draw(2, sizes, torch.float32)
     statistics, s, num_values = torch.ones(10, dtype=torch.float64), 2**26 - 3, sizes[0] * sizes[2]
-    forward, backward = kernels.Forward(kind_of(x)), kernels.Backward(kind_of_backward(x))
+    forward, backward = kernels.Forward(forward_config(x)), kernels.Backward(backward_config(x))
     saved = x, None, statistics, None
     for signature in (s, interface.UNSIGNED):
         sent = [1, s, s * s] if signature else [0, 0, 0]
@@ -448,11 +450,11 @@ def test_the_signature_of_a_backward_tells_calls_apart(kernels: ModuleType, chan
     """It differs with each sum of the forward, but not with the bits of NaN, and is in the range of a signature."""
     (dy, x), smallest, found = draw(2, (2, channels, 3), torch.float32), 2**20, set[float]()
     saved = x, None, torch.ones(3 * channels + 4, dtype=torch.float64), None
-    backward = kernels.Backward(kind_of_backward(x))
+    backward = kernels.Backward(backward_config(x))
 
     def signature(sums: Tensor, s: int = smallest + 12345) -> float:
-        total = torch.cat((sums, torch.randn(TRAILER_NUMBERS)))  # which does not count
-        sent = backward.backward_sums(dy, saved, s, total)[0][-interface.SIGNATURE_NUMBERS :].tolist()
+        total = torch.cat((sums, torch.randn(TRAILER_ELEMENTS)))  # which does not count
+        sent = backward.backward_sums(dy, saved, s, total)[0][-interface.SIGNATURE_ELEMENTS :].tolist()
         assert sent == [s != 0, sent[1], sent[1] ** 2]
         assert s == 0 or sent[1] == reference.signature_of_call(s, total).item()
         return sent[1]
@@ -471,7 +473,7 @@ def test_the_signature_of_a_backward_tells_calls_apart(kernels: ModuleType, chan
     assert signature(sums, interface.UNSIGNED) == 0
 
 
-# What kernels for GPUs note in a mailbox.
+# What kernels for GPUs note in a status_words.
 
 NAN, MANY = math.nan, 20  # channels of several programs
 LARGE = 2**25 - 1  # the largest signature of two ranks
@@ -479,15 +481,15 @@ NO_FAULT, RANKS_DIFFER, BAD_ARGUMENT, ONE_VALUE = 0, interface.RANKS_DIFFER, int
 
 
 class Words:
-    """The words of a mailbox, and a batch of 8 values per channel with a total that two ranks might have."""
+    """The words of a status_words, and a batch of 8 values per channel with a total that two ranks might have."""
 
     def __init__(self, kernels: ModuleType) -> None:
         self.kernels, self.state = kernels, torch.zeros(1, dtype=torch.int64)
         self.host = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=self.state.is_cuda)
         self.x, self.mean, self.var, self.counter = torch.ones(2, MANY, 4), torch.zeros(MANY), torch.ones(MANY), None
 
-    def mailbox(self, tag: int) -> Mailbox | None:
-        return Mailbox(self.host.data_ptr(), self.state.data_ptr(), tag) if tag else None
+    def status_words(self, sequence_number: int) -> StatusWords | None:
+        return StatusWords(self.host.data_ptr(), self.state.data_ptr(), sequence_number) if sequence_number else None
 
     def read(self) -> list[int]:
         if self.state.is_cuda:
@@ -500,14 +502,14 @@ class Words:
         assert self.state.item() == word
         return divmod(word, 4)
 
-    def forward(self, tag: int, *trailer: float, averages: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(self, sequence_number: int, *trailer: float, averages: bool = False) -> tuple[Tensor, Tensor]:
         """y and the statistics of a total with this trailer. The buffers are new."""
         buffers = self.mean, self.var, self.counter = torch.zeros(MANY), torch.ones(MANY), torch.tensor(3)
         dtypes = {"mean_dtype": torch.float32, "var_dtype": torch.float32, "has_counter": True, "averages": averages}
         total = torch.tensor([1.0] * 2 * MANY + [*trailer], dtype=torch.float64)
         momentum, inputs = None if averages else 1.0, (self.x, None, None, None)
-        forward = self.kernels.Forward(kind_of(self.x, **dtypes))
-        return forward.forward_outputs(inputs, total, buffers, momentum, self.mailbox(tag))[:2]
+        forward = self.kernels.Forward(forward_config(self.x, **dtypes))
+        return forward.forward_outputs(inputs, total, buffers, momentum, self.status_words(sequence_number))[:2]
 
     def updates(self) -> bool:
         """Whether the last batch is in the running statistics, all of them, and counted once."""
@@ -517,16 +519,16 @@ class Words:
         assert has_changed.all() or not has_changed.any()
         return bool(has_changed[-1])
 
-    def backward(self, tag: int, *trailer: float, needs_x: bool = True) -> Tensor | None:
+    def backward(self, sequence_number: int, *trailer: float, needs_x: bool = True) -> Tensor | None:
         total, statistics = torch.tensor([1.0] * 2 * MANY + [*trailer], dtype=torch.float64), torch.ones(3 * MANY + 4)
-        backward = self.kernels.Backward(kind_of_backward(self.x, needs_x=needs_x))
+        backward = self.kernels.Backward(backward_config(self.x, needs_x=needs_x))
         saved = self.x, None, statistics.double(), None
-        return backward.backward_outputs(self.x, saved, total, self.mailbox(tag))[0]
+        return backward.backward_outputs(self.x, saved, total, self.status_words(sequence_number))[0]
 
-    def look(self, tag: int, *trailer: float, is_forward: bool) -> float:
+    def look(self, sequence_number: int, *trailer: float, is_forward: bool) -> float:
         """n as it is then in the total."""
         total = torch.tensor([5.0, *trailer], dtype=torch.float64)
-        self.kernels.look_at_total(total, is_forward, self.mailbox(tag))
+        self.kernels.look_at_total(total, is_forward, self.status_words(sequence_number))
         assert torch.equal(total[[0, 2, 3, 4]], torch.tensor([5.0, *trailer[1:]], dtype=torch.float64))
         return total[1].item()
 
@@ -550,13 +552,15 @@ class Words:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("tag", [2**40 + 1, -6, 0])  # of a long run; of a captured graph; without a mailbox
-def test_faults_in_a_total(kernels: ModuleType, tag: int, trailer: tuple[float, ...], kind: int) -> None:
+@pytest.mark.parametrize(
+    "sequence_number", [2**40 + 1, -6, 0]
+)  # of a long run; of a captured graph; without a status_words
+def test_faults_in_a_total(kernels: ModuleType, sequence_number: int, trailer: tuple[float, ...], kind: int) -> None:
     """All that reads a total finds the same, but one value per channel is a fault in forward alone. In a captured graph
-    no ends are noted, and nothing without a mailbox."""
+    no ends are noted, and nothing without a status_words."""
     num_values, num_signed, signatures, squares = trailer
     assert (num_signed * squares != signatures * signatures) == (kind == RANKS_DIFFER), "as EagerReduction compares"
-    kind = kind if tag else NO_FAULT
+    kind = kind if sequence_number else NO_FAULT
     in_backward = NO_FAULT if kind == ONE_VALUE else kind
     for call, kind_of_call in (
         (Words.forward, kind),
@@ -564,15 +568,15 @@ def test_faults_in_a_total(kernels: ModuleType, tag: int, trailer: tuple[float, 
         (functools.partial(Words.backward, needs_x=False), in_backward),
         (functools.partial(Words.look, is_forward=True), kind),
         (functools.partial(Words.look, is_forward=False), in_backward),
-    )[: None if tag else 3]:
+    )[: None if sequence_number else 3]:
         words = Words(kernels)
-        result = call(words, tag, *trailer)
+        result = call(words, sequence_number, *trailer)
         assert not isinstance(result, float) or result == (0 if kind_of_call else num_values)
-        assert words.fault() == ((tag, kind_of_call) if kind_of_call else (0, NO_FAULT))
-        assert words.read()[interface.ENDED] == max(0, tag)
+        assert words.fault() == ((sequence_number, kind_of_call) if kind_of_call else (0, NO_FAULT))
+        assert words.read()[interface.ENDED] == max(0, sequence_number)
         assert words.read()[interface.LOCAL_NOT_FINITE] == 0
         if call is Words.forward and num_values:
-            assert words.updates() == (kind == NO_FAULT) if tag else words.counter == 4
+            assert words.updates() == (kind == NO_FAULT) if sequence_number else words.counter == 4
 
 
 @only_triton
@@ -584,8 +588,8 @@ def test_a_fault_is_final(kernels: ModuleType, averages: bool) -> None:
     assert words.updates()
     words.backward(2, NAN, 2, 10, 50)
     assert words.fault() == (2, BAD_ARGUMENT)
-    for tag, trailer in ((3, good), (4, (8, 2, 11, 61)), (-2, (8, 2, 11, 61)), (5, good)):
-        results = words.forward(tag, *trailer, averages=averages)
+    for sequence_number, trailer in ((3, good), (4, (8, 2, 11, 61)), (-2, (8, 2, 11, 61)), (5, good)):
+        results = words.forward(sequence_number, *trailer, averages=averages)
         torch.testing.assert_close(results, expected, rtol=0, atol=0)
         assert not words.updates()
         assert words.fault() == (2, BAD_ARGUMENT)
@@ -602,20 +606,20 @@ def test_local_sums_that_are_not_finite_are_noted(
     """The first of them, until the host has set the word to 0. It is no fault; and in backward it is none of syncbn's
     business, as a GradScaler lets gradients overflow."""
     words, x = Words(kernels), torch.ones(sizes)
-    forward, backward = kernels.Forward(kind_of(x)), kernels.Backward(kind_of_backward(x))
-    sums = forward.forward_sums(x, 5, words.mailbox(3))
+    forward, backward = kernels.Forward(forward_config(x)), kernels.Backward(backward_config(x))
+    sums = forward.forward_sums(x, 5, words.status_words(3))
     assert words.read() == [0, 0, 0]
     assert torch.equal(sums, forward.forward_sums(x, 5))
     x[-1, -1, -1] = value
     forward.forward_sums(x, 5)
-    forward.forward_sums(x, 5, words.mailbox(-3))
+    forward.forward_sums(x, 5, words.status_words(-3))
     backward.backward_sums(x, (x, None, torch.ones(3 * sizes[1] + 1, dtype=torch.float64), None))
     assert words.read() == [0, 0, 0]
-    for tag in (3, 4):
-        forward.forward_sums(x, 5, words.mailbox(tag))
+    for sequence_number in (3, 4):
+        forward.forward_sums(x, 5, words.status_words(sequence_number))
         assert words.read() == [0, 0, 3]
     words.host.zero_()
-    forward.forward_sums(x, 5, words.mailbox(5))
+    forward.forward_sums(x, 5, words.status_words(5))
     assert words.read() == [0, 0, 5]
 
 
@@ -623,20 +627,20 @@ def test_local_sums_that_are_not_finite_are_noted(
 @pytest.mark.parametrize("num_sums", [6, 600])
 @pytest.mark.parametrize("bad", [0, -1])
 def test_a_look_at_a_total_notes_local_sums_that_are_not_finite(kernels: ModuleType, num_sums: int, bad: int) -> None:
-    words, total = Words(kernels), torch.ones(num_sums + TRAILER_NUMBERS, dtype=torch.float64)
+    words, total = Words(kernels), torch.ones(num_sums + TRAILER_ELEMENTS, dtype=torch.float64)
     sums = total.clone()
     sums[num_sums:] = NAN  # the trailer is no sum
-    kernels.look_at_total(total, False, words.mailbox(7), sums)
+    kernels.look_at_total(total, False, words.status_words(7), sums)
     assert words.read() == [7, 0, 0]
     sums[:num_sums][bad] = math.inf
-    kernels.look_at_total(total, False, words.mailbox(8), sums)
+    kernels.look_at_total(total, False, words.status_words(8), sums)
     assert words.read() == [8, 0, 8]
 
 
 needs_operators = pytest.mark.skipif(cpu.load() is not None, reason=str(cpu.load()))
 X = torch.randn(4, 3, 5)
 ONES = torch.ones(3)
-SUMS, STATISTICS = torch.ones(2 * 3 + TRAILER_NUMBERS, dtype=torch.float64), torch.ones(3 * 3 + 4, dtype=torch.float64)
+SUMS, STATISTICS = torch.ones(2 * 3 + TRAILER_ELEMENTS, dtype=torch.float64), torch.ones(3 * 3 + 4, dtype=torch.float64)
 CALLS = {
     "forward_sums": (X, 1),
     "forward_outputs": (X, 1, SUMS, ONES, ONES, X, EPS, True),
@@ -805,7 +809,7 @@ def test_registers_are_limited_where_triton_can(monkeypatch: pytest.MonkeyPatch)
     for version in ("6.4", None):
         monkeypatch.setattr(torch.version, "hip", version)
         of_both = Layout(1, False, (4, 3, 64)), torch.float32, torch.device("cpu")
-        forward, backward = gpu.Forward(ForwardKind(*of_both)), gpu.Backward(BackwardKind(*of_both))
+        forward, backward = gpu.Forward(ForwardConfig(*of_both)), gpu.Backward(BackwardConfig(*of_both))
         for launch in (forward.parts_of_sums, forward.normalize, backward.parts_of_sums, backward.input_gradient):
             assert ("maxnreg" in launch.options) == (version is None)
 

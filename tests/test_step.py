@@ -31,13 +31,13 @@ from torch.utils.checkpoint import checkpoint
 from training import step, unchanged
 
 import syncbn
-from syncbn import plan
+from syncbn import kernel_cache
 from syncbn import step as step_module
 from syncbn.arguments import ANY_DIMS, Options, Tensors
 from syncbn.functional import batch_norm_backward, sync_batch_norm
 from syncbn.kernels import available
 from syncbn.ranks.reduction import OneRank
-from syncbn.ranks.sites import Caller
+from syncbn.ranks.sites import FunctionCaller
 from syncbn.torch_internals import is_wrapped
 
 SHAPE = 4, 3, 5, 2
@@ -170,10 +170,10 @@ def test_modes_of_torch(mode: str, subclass: type[Tensor]) -> None:
     as_torch(run)
 
 
-in_c = pytest.mark.skipif("cpu: C++" not in available(), reason=available())
+c_struct = pytest.mark.skipif("cpu: C++" not in available(), reason=available())
 
 
-@in_c
+@c_struct
 @pytest.mark.filterwarnings("ignore")  # a torch for GPUs warns where there is none
 def test_a_mode_and_a_profiler_see_the_operators() -> None:
     """The kernels are called past torch's dispatcher, but not where somebody wants to see them."""
@@ -311,7 +311,7 @@ def test_each_buffer_has_another_version_after_a_step(kind: str) -> None:
 FREED_BEFORE_FORWARD = "x", "z", "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
 
 
-@in_c
+@c_struct
 @pytest.mark.parametrize("freed", [*FREED_BEFORE_FORWARD, "y", "dy", "saved x", "saved weight"])
 @pytest.mark.parametrize(
     ("before", "subclass", "steps"),
@@ -350,7 +350,7 @@ def test_freed_memory_is_refused(
         assert sent == ["forward"] * (freed not in FREED_BEFORE_FORWARD)
 
 
-@in_c
+@c_struct
 @pytest.mark.parametrize(
     ("call", "names"),
     [(syncbn.SyncBatchNorm2d(3), "input mask"), (batch_norm_backward, "grad_output input mean invstd weight")],
@@ -420,7 +420,7 @@ def arguments(given: dict[str, Any]) -> tuple[Tensors, Options]:
 
 
 def train(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    return step_module.train(*arguments(given), Caller("this test"))
+    return step_module.train(*arguments(given), FunctionCaller("this test"))
 
 
 def check_step(given: dict[str, Any]) -> Tensor:
@@ -592,7 +592,7 @@ def test_a_call_after_another(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         for _ in range(2):
             assert took_fast_path(check_step(changed(**others))) == (outcome == FAST)
             check_step(changed())
-            for cache in (plan.forward_cache, plan.backward_cache) if outcome == FAST else ():
+            for cache in (kernel_cache.forward_cache, kernel_cache.backward_cache) if outcome == FAST else ():
                 monkeypatch.setattr(cache, "find", None)  # only cached kernels are left
     else:
         train(changed())  # without gradients, too
@@ -618,7 +618,7 @@ def test_a_residual_that_is_the_input_and_a_bias_that_is_the_weight(
     layer, plain = syncbn.SyncBatchNorm1d(3, fuse_relu=fuse_relu), nn.BatchNorm1d(3)
     layer.bias, plain.bias = layer.weight, plain.weight
     for call in range(3):
-        for cache in (plan.forward_cache, plan.backward_cache) if call == 2 else ():
+        for cache in (kernel_cache.forward_cache, kernel_cache.backward_cache) if call == 2 else ():
             monkeypatch.setattr(cache, "find", None)
         x = torch.randn(4, 3, 2)
         y, expected = layer(own_x := x.clone(), own_x), plain(x) + x
@@ -696,18 +696,18 @@ def test_caches_keep_nothing_alive() -> None:
 
 def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of ever new shapes would else fill the memory. What has left the cache runs as before."""
-    monkeypatch.setattr(plan, "MOST_KEYS", 3)
+    monkeypatch.setattr(kernel_cache, "MAX_KEYS", 3)
     layer, plain, numbers = syncbn.SyncBatchNorm1d(3), nn.BatchNorm1d(3), []
     for length in (2, 3, 4, 5, 2):
         x = torch.randn(4, 3, length, requires_grad=True)
         y = layer(x)
         torch.testing.assert_close(y, plain(x))
         assert took_fast_path(y)
-        numbers.append(len(plan.forward_cache.entries))
+        numbers.append(len(kernel_cache.forward_cache.entries))
     assert numbers == [1, 2, 3, 1, 2]
     x = torch.randn(4, 3, 2)
     for requires_grad in itertools.product((True, False), repeat=3):
         for tensor, value in zip((x, layer.weight, layer.bias), requires_grad, strict=True):
             tensor.requires_grad_(value)
         layer(x)
-    assert max(map(len, plan.forward_cache.entries.values())) == plan.MOST_OF_A_KEY
+    assert max(map(len, kernel_cache.forward_cache.entries.values())) == kernel_cache.MAX_ENTRIES_PER_KEY

@@ -19,15 +19,15 @@ from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from syncbn import plan
+from syncbn import kernel_cache
 from syncbn import torch_internals as internals
 
 QUESTIONS: dict[str, Callable[[], object]] = {
-    "plain": internals.runs_plainly,
+    "plain": internals.is_eager,
     "functorch": internals.inside_functorch,
     "forward mode": lambda: internals.forward_mode_level() >= 0,
     "profiler": internals.profiler_enabled,
-    "only profiled": lambda: internals.runs_plainly(SimpleNamespace(is_cuda=True)) and not internals.runs_plainly(),
+    "only profiled": lambda: internals.is_eager(SimpleNamespace(is_cuda=True)) and not internals.is_eager(),
     "jit": internals.is_jit_tracing,
     "backward": lambda: internals.current_backward() != -1,
     "vmap": internals.inside_vmap,
@@ -65,9 +65,9 @@ def test_guards_tell_tensors_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(internals, "TensorGuards", tensor_guards)
         assert not internals.guards_work.__wrapped__()
-    monkeypatch.setattr(plan, "guards_work", lambda: False)
+    monkeypatch.setattr(kernel_cache, "guards_work", lambda: False)
     kernels = iter(("first", "second"))
-    cache = plan.Cache(lambda *_: next(kernels))
+    cache = kernel_cache.Cache(lambda *_: next(kernels))
     assert [cache.get("config", (x, None)) for _ in range(2)] == ["first", "second"]
 
 
@@ -117,7 +117,7 @@ def test_how_torch_is_running(name: str) -> None:
 def test_in_graphs() -> None:
     """There the transforms alone are asked for, whatever is the outermost. A constant may be of what no graph holds."""
     x = torch.ones(2)
-    asked = torch.compile(lambda x: x + internals.runs_plainly() + internals.is_jit_tracing(), backend="eager")
+    asked = torch.compile(lambda x: x + internals.is_eager() + internals.is_jit_tracing(), backend="eager")
     assert torch.equal(asked(x), x)
     constant = internals.constant_in_graphs(lambda: len(inspect.stack()) and 42)
 

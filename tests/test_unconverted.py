@@ -18,12 +18,12 @@ from torch.nn.functional import batch_norm
 
 import syncbn
 from syncbn.functional import sync_batch_norm
-from syncbn.unconverted import CALLS, LOOKED_AT, UNREGISTERED, calls_batch_norm
+from syncbn.unconverted import CALLS, MAX_INSPECTED, UNREGISTERED, calls_batch_norm
 
 Function = Callable[..., Any]
 
 # fmt: off
-NAMED: list[Function] = [  # each in one line, which is the source of a lambda
+MAX_NAMED: list[Function] = [  # each in one line, which is the source of a lambda
     lambda self, x: F.batch_norm(x, self.stored_mean, self.stored_var, None, None, self.training, 0.1, 1e-5),
     lambda _, x: batch_norm(x, None, None, training=True),
     lambda _, x: nn.functional.batch_norm(x, None, None, training=True).relu(),
@@ -64,7 +64,7 @@ def class_with(**members: object) -> type[nn.Module]:
     return type("Norm", (nn.Module,), members)
 
 
-@pytest.mark.parametrize("function", NAMED)
+@pytest.mark.parametrize("function", MAX_NAMED)
 def test_a_class_that_calls_batch_norm(function: Function) -> None:
     """Also inherited, static and decorated."""
     kind = class_with(forward=function)
@@ -93,8 +93,8 @@ def test_a_class_whose_source_cannot_be_read_is_not_named(source: str, tmp_path:
 
 
 def test_a_function_that_wraps_itself_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NAMED[0], "__wrapped__", NAMED[0], raising=False)
-    assert not calls_batch_norm(class_with(forward=NAMED[0]))
+    monkeypatch.setattr(MAX_NAMED[0], "__wrapped__", MAX_NAMED[0], raising=False)
+    assert not calls_batch_norm(class_with(forward=MAX_NAMED[0]))
 
 
 class AttrDict(dict[str, int]):
@@ -174,9 +174,9 @@ class Keeps(nn.Module):
 def test_layers_in_lists_and_dicts_are_named() -> None:
     """Each beside one that is not."""
     layer, built, frozen = nn.BatchNorm2d(3), syncbn.SyncBatchNorm(3), nn.BatchNorm2d(3).eval()
-    kept = [[layer], {"a": nn.Sequential(layer)}, (3, layer), [*range(LOOKED_AT - 1), layer]]
+    kept = [[layer], {"a": nn.Sequential(layer)}, (3, layer), [*range(MAX_INSPECTED - 1), layer]]
     kept += [Arguments(a=layer), [nn.InstanceNorm2d(3)], {"a": built}, [frozen], [nn.SyncBatchNorm(3)], [3, None]]
-    kept += ["norm", [*range(LOOKED_AT), layer]]
+    kept += ["norm", [*range(MAX_INSPECTED), layer]]
     model = nn.ModuleList([Keeps(value) for value in kept])
     named = f"4 Keeps (layer '0', layer '1', layer '2', ...): {UNREGISTERED}"
     assert warning_of(model) == f"syncbn did not convert these layers: {named}"

@@ -10,7 +10,9 @@ ranks write their outcome, read all others', and raise the same AssertionError; 
 
 import contextlib
 import gc
+import logging
 import os
+import re
 import tempfile
 import traceback
 from collections.abc import Generator, Iterator
@@ -22,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a group: it would keep that group
+from jobs import wait_until
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # on a busy machine one rank may be minutes behind
 VOTE_TIMEOUT = timedelta(minutes=10)  # longer than a collective's: a rank that waits in one still comes to vote
@@ -98,6 +101,30 @@ class World:
         keys = [f"vote {self.num_votes} rank {rank}" for rank in range(self.ranks.size)]
         self.store.set(keys[self.ranks.rank], outcome)
         return [self.store.get(key).decode() for key in keys]
+
+
+class Reports(logging.Handler):
+    """What syncbn logs on the ranks in a test. Each rank keeps its own text in the store of the votes."""
+
+    def __init__(self, rank: int, store: dist.Store) -> None:
+        super().__init__()
+        self.rank, self.store, self.text = rank, store, ""
+        store.set(f"reports of rank {rank}", "")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += f"{record.getMessage()}\n"
+        self.store.set(f"reports of rank {self.rank}", self.text)
+
+    def wait_for(self, expected: str, rank: int = 0) -> None:
+        """Wait until a rank, which may itself be waiting in a collective, has reported this regular expression."""
+
+        def text() -> str:
+            return self.store.get(f"reports of rank {rank}").decode()
+
+        try:
+            wait_until(lambda: re.search(expected, text()))
+        except AssertionError:
+            raise AssertionError(f"rank {rank} has reported {text()!r}, not {expected!r}") from None
 
 
 world: World | None = None

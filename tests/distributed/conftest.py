@@ -2,10 +2,13 @@
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+import voting
+from voting import Ranks, Reports
 
 from syncbn.ranks import report, watchdog
 from syncbn.ranks.collective import Collective
@@ -43,11 +46,15 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def log_of_waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """The log of a rank that warns when it has waited half a second."""
+def reports(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reports]:
+    """The reports of ranks that warn when they have waited half a second."""
     monkeypatch.setattr(Collective, "next_warning_seconds", 0.5)
     monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.1)
-    return caplog
+    reports = Reports(ranks.rank, voting.world.store)
+    watchdog.log.addHandler(reports)
+    dist.barrier()  # no rank waits for a report of the test before
+    yield reports
+    watchdog.log.removeHandler(reports)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from syncbn.functional import batch_norm_backward
 from syncbn.ranks.report import RanksDifferError
 
 pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="on GPUs the others raise at a later call, see test_mailbox.py"
+    torch.cuda.is_available(), reason="on GPUs the others raise at a later call, see test_status.py"
 )
 
 GOOD = torch.arange(24.0).view(2, 3, 4)

@@ -127,7 +127,7 @@ def test_promise_8_a_bad_argument_is_raised_on_every_rank(ranks: Ranks) -> None:
     layer(torch.randn(4, C))  # the group goes on
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs they raise at a later call, see test_mailbox.py")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs they raise at a later call, see test_status.py")
 def test_promise_9_ranks_in_different_layers_never_go_on_in_silence(ranks: Ranks) -> None:
     x, layers = torch.randn(4, C), [syncbn.SyncBatchNorm(C) for _ in range(2)]
     for layer in layers:

@@ -44,13 +44,13 @@ def layer_and_input(ranks: Ranks, **options: object) -> tuple[syncbn.SyncBatchNo
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many numbers this rank has sent in each all_reduce of a layer."""
     numbers: list[int] = []
-    exchange = report.exchange
+    exchange = report.gather_calls
 
-    def note_exchange(*arguments: Any) -> list[report.Call | None]:
+    def note_gathering(*arguments: Any) -> list[report.CallReport | None]:
         numbers.append(REPORT)
         return exchange(*arguments)
 
-    monkeypatch.setattr(report, "exchange", note_exchange)
+    monkeypatch.setattr(report, "gather_calls", note_gathering)
 
     all_reduce = EagerReduction.all_reduce
 
