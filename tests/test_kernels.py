@@ -108,8 +108,8 @@ def forward(
     is None. `tensors` are weight, bias and residual."""
     weight, bias, residual = others = [*map(tensors.get, ("weight", "bias", "residual"))]
     dtypes = getattr(weight, "dtype", None), getattr(bias, "dtype", None)
-    kind = ForwardConfig(Layout.of(x, 1), x.dtype, x.device, eps, relu, residual is not None, *dtypes)
-    calls = kernels.Forward(kind)
+    config = ForwardConfig(Layout.of(x, 1), x.dtype, x.device, eps, relu, residual is not None, *dtypes)
+    calls = kernels.Forward(config)
     sums = calls.forward_sums(x)[: -interface.SIGNATURE_ELEMENTS]
     y, statistics, *_ = calls.forward_outputs((x, *others), with_trailer(sums if total is None else total, x.shape[1]))
     return sums, y, statistics
@@ -123,8 +123,8 @@ def backward(
     x, weight, _, y = saved
     dtypes = getattr(weight, "dtype", None), torch.float64, torch.bfloat16
     masks = relu and y is None, relu and y is not None
-    kind = BackwardConfig(Layout.of(x, 1), x.dtype, x.device, *masks, *dtypes, needs_x=True, needs_residual=residual)
-    calls = kernels.Backward(kind)
+    config = BackwardConfig(Layout.of(x, 1), x.dtype, x.device, *masks, *dtypes, needs_x=True, needs_residual=residual)
+    calls = kernels.Backward(config)
     sums, *of_parameters = calls.backward_sums(dy, saved)
     total = with_trailer(sums[:-TRAILER_ELEMENTS] if total is None else total, x.shape[1])
     grads = calls.backward_outputs(dy, saved, total)
@@ -361,11 +361,11 @@ def update(kernels: ModuleType, sums: Tensor, mean: Tensor, var: Tensor, *counte
     x = torch.empty(0, len(sums) // 2, 1)
     if not serves_fast_path(kernels):  # what the fallback does
         return update_buffers(mean, var, *(*counters, None)[:1], forward(kernels, x, sums)[2], momentum)
-    kind = forward_config(
+    config = forward_config(
         x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=bool(counters), averages=momentum is None
     )
     buffers, total = (mean, var, *counters, None)[:3], with_trailer(sums, x.shape[1])
-    kernels.Forward(kind).forward_outputs((x, None, None, None), total, buffers, momentum)
+    kernels.Forward(config).forward_outputs((x, None, None, None), total, buffers, momentum)
     return None
 
 
@@ -403,9 +403,9 @@ def test_a_total_that_is_not_finite(number: float, signature: tuple[float, ...],
     for sent in (signature, (0.0, 0.0, 0.0)):
         total = torch.tensor([1.0, number, 9.0, 9.0, 4.0, *sent], dtype=torch.float64)
         x, mean, var, counter = torch.ones(2, 2, 2), torch.zeros(2), torch.ones(2), torch.tensor(0)
-        kind = forward_config(x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=True)
+        config = forward_config(x, mean_dtype=mean.dtype, var_dtype=var.dtype, has_counter=True)
         of_call = (x, None, None, None), total, (mean, var, counter), 0.1
-        y, statistics, found = cpu.Forward(kind).forward_outputs(*of_call)
+        y, statistics, found = cpu.Forward(config).forward_outputs(*of_call)
         assert found == (is_finite or not any(sent))
         results.append((y, statistics, mean, var, counter))
     torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
@@ -423,8 +423,8 @@ def test_kernels_for_a_single_rank(kernels: ModuleType, sizes: tuple[int, int, i
     for calls in (of_several_ranks, of_several_ranks.for_single_rank):
         y, statistics, _ = calls.forward_outputs((x, weight, bias, None), calls.forward_sums(x).clone())
         saved = x, weight, statistics, None
-        kind = backward_config(x, masks_by_x=relu, needs_x=True, single_rank=calls.kind.single_rank, **dtypes)
-        calls = kernels.Backward(kind)
+        config = backward_config(x, masks_by_x=relu, needs_x=True, single_rank=calls.config.single_rank, **dtypes)
+        calls = kernels.Backward(config)
         sums, *of_parameters = calls.backward_sums(dy, saved)
         results.append([y, statistics, *of_parameters, calls.backward_outputs(dy, saved, sums.clone())[0]])
     assert all(map(torch.equal, *results))
@@ -562,7 +562,7 @@ def test_faults_in_a_total(kernels: ModuleType, sequence_number: int, trailer: t
     assert (num_signed * squares != signatures * signatures) == (kind == RANKS_DIFFER), "as EagerReduction compares"
     kind = kind if sequence_number else NO_FAULT
     in_backward = NO_FAULT if kind == ONE_VALUE else kind
-    for call, kind_of_call in (
+    for call, fault_of_call in (
         (Words.forward, kind),
         (Words.backward, in_backward),
         (functools.partial(Words.backward, needs_x=False), in_backward),
@@ -571,8 +571,8 @@ def test_faults_in_a_total(kernels: ModuleType, sequence_number: int, trailer: t
     )[: None if sequence_number else 3]:
         words = Words(kernels)
         result = call(words, sequence_number, *trailer)
-        assert not isinstance(result, float) or result == (0 if kind_of_call else num_values)
-        assert words.fault() == ((sequence_number, kind_of_call) if kind_of_call else (0, NO_FAULT))
+        assert not isinstance(result, float) or result == (0 if fault_of_call else num_values)
+        assert words.fault() == ((sequence_number, fault_of_call) if fault_of_call else (0, NO_FAULT))
         assert words.read()[interface.ENDED] == max(0, sequence_number)
         assert words.read()[interface.LOCAL_NOT_FINITE] == 0
         if call is Words.forward and num_values:
