@@ -118,11 +118,11 @@ def test_a_profiled_step_launches_the_same(launched: list[str], monkeypatch: pyt
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     join_fake_group(2)
     step(64, 28, 28, True)
-    ordinary = [*launched]
+    not_profiled = [*launched]
     launched.clear()
     with torch.profiler.profile(acc_events=True) as profile:
         step(64, 28, 28, True)
-    assert launched == ordinary
+    assert launched == not_profiled
     names = {event.name for event in profile.events()}
     assert {"syncbn.forward", "_StepBackward"} <= names
     assert not any(name.startswith("syncbn::") for name in names)  # no operators

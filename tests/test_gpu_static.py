@@ -102,7 +102,7 @@ def test_all_launches_compile(
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_running_stats_are_rounded_as_by_torch(capability: int) -> None:
-    """No product is fused with a sum: a rank on the general road has each rounded."""
+    """No product is fused with a sum: a rank in the fallback has each rounded."""
     launches = launches_of_a_step(capability, torch.empty((64, 64, 49), device="meta"), torch.float32)
     (launch,) = [one for one in launches["forward_outputs"] if one.metadata.name == "forward_channels"]
     operations = {*re.findall(r"\b(fma\S*|mul\S*|add\S*|sub\S*)\.f64", launch.assembly())}

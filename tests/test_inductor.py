@@ -17,7 +17,7 @@ from torch._inductor.utils import run_and_get_code
 
 import syncbn
 from syncbn import fallback
-from syncbn.kernels import cpu, operators, reference
+from syncbn.kernels import cpu, reference
 from syncbn.ranks import reduction
 
 pytestmark = [
@@ -71,36 +71,23 @@ def without_caches(**options: object) -> Iterator[None]:
 
 @needs_torch_213
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-@pytest.mark.parametrize(("is_forced", "is_padded"), [(False, False), (False, True), (True, True)])
-def test_no_input_of_an_operator_is_copied(
-    memory_format: torch.memory_format, is_forced: bool, is_padded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither by generated code nor by the operator, if Inductor makes convolutions channels last (`is_forced`) and
-    leaves gaps between channels (`is_padded`), as it does on GPUs, or leaves all as it is. Operators with
-    torch.Tag.flexible_layout copied each dy that had gaps, and that of the pooling: twice, as two operators read it."""
-    copied, prepare = [], operators._prepared
-
-    def prepared(x: Tensor, *options: Any, **tensors: Tensor | None) -> Any:
-        layout, results = prepare(x, *options, **tensors)
-        given = {"x": x, **tensors}
-        copied.extend(name for name, result in zip(given, results, strict=True) if result is not given[name])
-        return layout, results
-
-    monkeypatch.setattr(operators, "_prepared", prepared)
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_generated_code_copies_no_input_of_an_operator(memory_format: torch.memory_format, is_forced: bool) -> None:
+    """Also if Inductor makes convolutions channels last and leaves gaps between channels, as it does on GPUs. Operators
+    with torch.Tag.flexible_layout copied each dy that had gaps, and that of the pooling: twice, as two operators read
+    it."""
     torch.manual_seed(0)
     first = nn.Conv2d(3, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.ReLU()
     second = nn.Conv2d(8, 8, 3, bias=False), syncbn.SyncBatchNorm2d(8), nn.Hardswish(), nn.Conv2d(8, 4, 3, bias=False)
     model = nn.Sequential(*first, *second, syncbn.SyncBatchNorm2d(4), nn.AdaptiveAvgPool2d(1))
-    model = model.to(memory_format=memory_format)
-    x, eager = torch.randn(2, 3, 12, 12).to(memory_format=memory_format), copy.deepcopy(model)
+    model, x = (one.to(memory_format=memory_format) for one in (model, torch.randn(2, 3, 12, 12)))
+    eager = copy.deepcopy(model)
     layout = {"layout_optimization": is_forced, "force_layout_optimization": is_forced}
-    gaps = {"comprehensive_padding": is_padded, "disable_padding_cpu": False, "padding_stride_threshold": 16}
+    gaps = {"comprehensive_padding": is_forced, "disable_padding_cpu": False, "padding_stride_threshold": 16}
     with without_caches(**layout, **gaps):
         output, [forward] = run_and_get_code(torch.compile(model, fullgraph=True), x)
         _, [backward] = run_and_get_code(lambda: output.sin().sum().backward())
-    expected = eager(x)
-    expected.sin().sum().backward()
-    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
+    eager(x).sin().sum().backward()
     for actual, parameter in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(actual.grad, parameter.grad, rtol=1e-4, atol=1e-5)
     assert "syncbn.forward_sums" in forward
@@ -108,7 +95,6 @@ def test_no_input_of_an_operator_is_copied(
     # A loop's name lists the operations for which it was generated: a copy's those alone that want it.
     wants = "clone|permute|as_strided|(?:forward|backward)_(?:sums|outputs)_v3"
     assert not re.findall(rf"cpp_fused(?:_(?:{wants}))+_\d+\b", forward + backward)
-    assert not copied
 
 
 @needs_torch_213

@@ -170,10 +170,10 @@ def test_modes_of_torch(mode: str, subclass: type[Tensor]) -> None:
     as_torch(run)
 
 
-c_struct = pytest.mark.skipif("cpu: C++" not in available(), reason=available())
+needs_c = pytest.mark.skipif("cpu: C++" not in available(), reason=available())
 
 
-@c_struct
+@needs_c
 @pytest.mark.filterwarnings("ignore")  # a torch for GPUs warns where there is none
 def test_a_mode_and_a_profiler_see_the_operators() -> None:
     """The kernels are called past torch's dispatcher, but not where somebody wants to see them."""
@@ -311,7 +311,7 @@ def test_each_buffer_has_another_version_after_a_step(kind: str) -> None:
 FREED_BEFORE_FORWARD = "x", "z", "weight", "bias", "running_mean", "running_var", "num_batches_tracked"
 
 
-@c_struct
+@needs_c
 @pytest.mark.parametrize("freed", [*FREED_BEFORE_FORWARD, "y", "dy", "saved x", "saved weight"])
 @pytest.mark.parametrize(
     ("before", "subclass", "steps"),
@@ -350,7 +350,7 @@ def test_freed_memory_is_refused(
         assert sent == ["forward"] * (freed not in FREED_BEFORE_FORWARD)
 
 
-@c_struct
+@needs_c
 @pytest.mark.parametrize(
     ("call", "names"),
     [(syncbn.SyncBatchNorm2d(3), "input mask"), (batch_norm_backward, "grad_output input mean invstd weight")],
