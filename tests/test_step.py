@@ -24,11 +24,10 @@ from subclasses_of_batchnorm import parametrized
 from tensor_subclasses import Image, MetaImage, as_class, plain
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._debug_mode import DebugMode
 from torch.utils.checkpoint import checkpoint
-from training import step, unchanged
+from training import step
 
 import syncbn
 from syncbn import kernel_cache
@@ -65,7 +64,7 @@ def put(owner: object, **values: object) -> None:
 
 
 CHANGES: dict[str, Callable[[Layer], object]] = {
-    "replaced weight": lambda layer: put(layer, weight=nn.Parameter(numbers())),
+    "replaced weight": lambda layer: put(layer, weight=nn.Parameter(numbers())),  # as by functional_call
     "no weight": lambda layer: put(layer, weight=None),
     "other memory": lambda layer: (put(layer.weight, data=numbers()), put(layer, running_var=numbers())),
     "weight with gaps": lambda layer: put(layer, weight=nn.Parameter(numbers().repeat_interleave(2)[::2])),
@@ -109,23 +108,6 @@ def test_what_is_changed_after_a_call_holds_in_the_next(name: str) -> None:
     rounding = 8 * torch.finfo(dtype).eps if dtype.itemsize == 2 else 1e-5
     results = as_torch(run, rtol=rounding, atol=rounding, equal_nan=True)
     assert ("NaN" in name) == any(one is not None and bool(one.isnan().any()) for one in results.values())
-
-
-def test_functional_call_uses_its_own_tensors() -> None:
-    """Of other dtypes than the layer's, for which kernels are cached already."""
-    x = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
-
-    def run(layer: Layer) -> tuple[object, ...]:
-        given = {name: one.clone() if "num" in name else one.double() for name, one in layer.state_dict().items()}
-        given["weight"].requires_grad_()
-        for _ in range(STEPS):
-            step(layer, layer, x.float())
-        with unchanged(layer):
-            y = functional_call(layer, given, (x,))
-        gradients = torch.autograd.grad(y.sin().sum(), (x, given["weight"]))
-        return y, gradients, given["running_mean"], given["running_var"], given["num_batches_tracked"]
-
-    as_torch(run, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("where", ["torch's class", "class", "instance", "instance of a class without a number"])
