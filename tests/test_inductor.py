@@ -16,8 +16,7 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
 import syncbn
-from syncbn import fallback
-from syncbn.kernels import cpu, reference
+from syncbn.kernels import cpu
 from syncbn.ranks import reduction
 
 pytestmark = [
@@ -32,28 +31,6 @@ def as_of_several_ranks(request: pytest.FixtureRequest, group_of_one: Any, monke
     """One rank would be torch's F.batch_norm."""
     if "torch_func" not in request.node.name:
         monkeypatch.setattr(reduction, "reduction_in_graph", lambda spec: reduction.GraphReduction(group_of_one))
-
-
-def maps(code: str) -> list[str]:
-    """The loops over the whole tensor, of which each is a block of its own, that add nothing up."""
-    blocks = re.findall(r"^    \{\n(.*?)^    \}", code, re.MULTILINE | re.DOTALL)
-    return [block for block in blocks if block.count("for(int64_t") >= 2 and "tmp_acc" not in block]
-
-
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_maps_compute_nothing_in_float64(memory_format: torch.memory_format, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, the channels' mathematics for each element would take several times as long as the memory."""
-    torch._dynamo.reset()
-    monkeypatch.setattr(fallback, "fallback_back_end", lambda kind, *tensors: reference)
-    x = torch.randn(4, 16, 12, 12).to(memory_format=memory_format).requires_grad_()
-    layer = torch.compile(syncbn.SyncBatchNorm2d(16), fullgraph=True)
-    _, codes = run_and_get_code(lambda: layer(x).backward(torch.ones_like(x)))
-    assert len(codes) == 2  # forward and backward
-    for code in codes:
-        assert "double" in code  # in the sums
-        assert maps(code)
-        for loop in maps(code):
-            assert "double" not in loop, loop
 
 
 needs_torch_213 = pytest.mark.skipif(
